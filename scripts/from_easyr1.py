@@ -60,7 +60,6 @@ algorithm:
   filter_high: 0.99
 worker:
   hybrid_engine: true
-  critic: {}
   actor:
     strategy: fsdp
     global_batch_size: 256
@@ -79,6 +78,52 @@ worker:
     use_torch_compile: true
     tau_positive: 1.0
     tau_negative: 1.05
+    model:
+      model_path: null
+      tokenizer_path: null
+      override_config: {}
+      enable_gradient_checkpointing: true
+      trust_remote_code: true
+      freeze_vision_tower: false
+      lora:
+        rank: 0
+        alpha: 64
+        target_modules: all-linear
+        exclude_modules: null
+    optim:
+      lr: 1.0e-6
+      betas: [0.9, 0.999]
+      weight_decay: 1.0e-2
+      strategy: adamw
+      lr_warmup_ratio: 0.0
+      lr_warmup_steps: null
+      min_lr_ratio: null
+      lr_scheduler_type: constant
+    fsdp:
+      enable_full_shard: true
+      enable_cpu_offload: false
+      enable_rank0_init: true
+      use_orig_params: false
+      torch_dtype: null
+      fsdp_size: -1
+      mp_param_dtype: bf16
+      mp_reduce_dtype: fp32
+      mp_buffer_dtype: fp32
+    offload:
+      offload_params: false
+      offload_optimizer: false
+  critic:
+    strategy: fsdp
+    global_batch_size: 256
+    micro_batch_size_per_device_for_update: 4
+    micro_batch_size_per_device_for_experience: 16
+    max_grad_norm: 1.0
+    cliprange_value: 0.5
+    loss_avg_mode: token
+    ppo_epochs: 1
+    padding_free: false
+    dynamic_batching: true
+    ulysses_size: 1
     model:
       model_path: null
       tokenizer_path: null
@@ -178,6 +223,7 @@ trainer:
 DEFAULT_REASONS = {
     "trainer.logger": "Weights & Biases needs an account, and a first run should not fail without one",
     "trainer.n_gpus_per_node": "a file without this key runs on one GPU, or on the CPU",
+    "worker.critic.model.trust_remote_code": "running code from a model's repository needs explicit consent",
     "worker.actor.model.trust_remote_code": "running code from a model's repository needs explicit consent",
     "worker.ref.fsdp.enable_cpu_offload": "the reference is used once per step, and sampling needs the memory;"
     " EasyR1's own example file has true as well",
@@ -191,6 +237,10 @@ LIMITS = {
     "worker.actor.fsdp.torch_dtype": "not `bf16` with `optim.strategy: adamw`, which would lose almost every update;"
     " add `optim.strategy: adamw_bf16`, as EasyR1's own scripts do. Not `fp16`, unless LoRA is used."
     " With LoRA, `null` is `fsdp.mp_param_dtype`, since its frozen weights lose nothing",
+    "worker.critic.model.model_path": "`null` is the policy's model; an error in EasyR1",
+    "worker.critic.fsdp.torch_dtype": "as `worker.actor.fsdp.torch_dtype`",
+    "worker.critic.fsdp.mp_param_dtype": "not `fp16`, whose gradients would need scaling",
+    "trainer.critic_warmup": "the policy rests in this number of steps; in EasyR1 in one fewer",
     "worker.actor.fsdp.mp_param_dtype": "not `fp16`, whose gradients would need scaling",
 }
 """Combinations of an option with others that are errors here."""

@@ -12,9 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trigon.build.memory import count_memory, size_of_model
+from trigon.build.memory import count_memory
 from trigon.build.memory_check import TIGHT, with_options
 from trigon.build.memory_table import GIB, Hardware, RunMemory
+from trigon.build.model_sizes import size_of_model
 from trigon.config.schema import Config
 from trigon.models.memory import ModelSize
 

@@ -53,31 +53,58 @@ settings.register_profile(
 settings.load_profile("quick")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip files without a test that -m selects: importing all of them takes most of a minute."""
+    from support.tiers import has_selected_tests
+
+    if collection_path.is_dir() or not collection_path.name.startswith("test_"):
+        return None
+    file = collection_path.relative_to(Path(__file__).parent).as_posix()
+    return None if has_selected_tests(file, str(config.option.markexpr)) else True
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark extended tests and those of faults, and skip those that need vLLM without it.
+    """Mark extended tests and those of faults, and skip those that are for other runs.
 
     Raises: pytest.UsageError if a pattern of tests/support/tiers.py matches no test any more.
     """
-    from support.tiers import KEPT, NEEDS_VLLM, is_extended, is_fault, needs_vllm
+    from support.tiers import (
+        KEPT,
+        NEEDS_VLLM,
+        has_selected_tests,
+        is_extended,
+        is_fault,
+        is_left_to_faults,
+        needs_vllm,
+    )
 
     folder = Path(__file__).parent
     has_vllm = find_spec("vllm") is not None
-    with_kept_tests, with_vllm_tests = set(), set()
+    collected, with_kept_tests, with_vllm_tests = set(), set(), set()
     for item in items:
         file = item.path.relative_to(folder).as_posix()
+        collected.add(file)
+        if item.get_closest_marker("alone") and not has_selected_tests(file, "alone"):
+            raise pytest.UsageError(f"tests/{file}: mark tests by the words pytest.mark.alone")
         if is_extended(file, item.name):
             item.add_marker(pytest.mark.extended)
         else:
             with_kept_tests.add(file)
         if is_fault(file, item.name):
             item.add_marker(pytest.mark.faults)
+        if is_left_to_faults(file, item.name) and not item.get_closest_marker("faults"):
+            raise pytest.UsageError(f"tests/support/tiers.py: make test-faults does not run {item.nodeid}")
+        if is_left_to_faults(file, item.name) and settings.get_current_profile_name() != "faults":
+            item.add_marker(pytest.mark.skip(reason="takes minutes: runs with `make test-faults`"))
         if needs_vllm(file, item.name):
             with_vllm_tests.add(file)
             if not has_vllm:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
     collects_all = config.args == list(config.getini("testpaths"))
+    missing = [file for file in (*KEPT, *NEEDS_VLLM) if not (folder / file).is_file()]
     unmatched = [file for file, pattern in KEPT.items() if pattern is not None and file not in with_kept_tests]
     unmatched += [file for file in NEEDS_VLLM if file not in with_vllm_tests]
+    unmatched = [*missing, *(file for file in unmatched if file in collected)]
     if collects_all and unmatched:
         raise pytest.UsageError(f"tests/support/tiers.py: the patterns of {', '.join(unmatched)} match no test")
 

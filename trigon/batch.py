@@ -1,42 +1,40 @@
 """Collects the groups that a step learns from.
 
-One round of sampling, or as many as online filtering takes. With a group filter (DAPO's dynamic
+One round of sampling, or as many as online filtering takes. With oversampling, the round stops as
+soon as enough groups are complete. With a group filter (DAPO's dynamic
 sampling, arXiv:2503.14476, section 3.2), groups whose completions are all right or all wrong are
 filtered out, and more prompts are sampled. Called while the rollout engine is awake.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 import torch
 
 from trigon.algorithms.group_filter import GroupClass, classify_groups
+from trigon.carried import (
+    CarriedGroup,
+    Oversampling,
+    completion_state,
+    count_sampled,
+    describe_carried,
+    load_completion,
+)
 from trigon.data.stream import PromptStream, with_repeat_id
-from trigon.errors import BadRow, DataError, RewardError
+from trigon.errors import BadRow, DataError, EngineError, RewardError
 from trigon.metrics import Metrics, Sum, mean_of, merge
 from trigon.records.rollouts import RolloutRow, rollout_rows
-from trigon.report.reporter import Reporter
+from trigon.report.recorder import ReadImages
 from trigon.rewards.pool import RewardPool
-from trigon.rollout.collect import collect
-from trigon.rollout.protocol import RolloutEngine
+from trigon.rollout.collect import collect, collect_until
+from trigon.rollout.protocol import RolloutEngine, Until
 from trigon.rollout.statistics import describe_groups
 from trigon.suggestions import did_you_mean
-from trigon.types import (
-    Completion,
-    EncodedMedia,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    SamplingParams,
-    Score,
-    Turn,
-    Vision,
-)
+from trigon.types import Phase, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 _FILTERED: tuple[Literal["low", "high", "unscored"], ...] = ("low", "high", "unscored")
 
@@ -65,6 +63,7 @@ class Batch:
     or not.
     num_sampled_tokens: of all completions, filtered out or not. baselines: [G] float32, the reward
     of each prompt's greedy completion, nan where it could not be scored; None if not asked for.
+    carried: groups that have not been sampled to their end, for the next step; oldest first.
     """
 
     groups: list[RolloutGroup]
@@ -72,32 +71,57 @@ class Batch:
     metrics: Metrics
     num_sampled_tokens: int
     baselines: torch.Tensor | None
+    carried: list[CarriedGroup] = field(default_factory=list)
+
+
+class SamplerReport(Protocol):
+    """What a Sampler reports to. Reporter satisfies it."""
+
+    @property
+    def phase(self) -> Phase: ...
+
+    def warn(self, text: str) -> None: ...
+
+    def filtered_rollouts(self, step: int, rows: Sequence[RolloutRow], *, read_images: ReadImages) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
     """Draws prompts, samples and scores completions.
 
-    with_baselines: also one greedy completion per prompt.
+    with_baselines: also one greedy completion per prompt. total_steps: the number of the last step.
+    oversampling: None: none.
     """
 
     prompts: PromptStream
     rollout: RolloutEngine
     rewards: RewardPool
     sampling: SamplingParams
-    report: Reporter
+    report: SamplerReport
     with_baselines: bool
+    total_steps: int
+    oversampling: Oversampling | None = None
 
     def collect_batch(
-        self, num_groups: int, *, group_filter: GroupFilter | None, kept: Sequence[RolloutGroup], step: int
+        self,
+        num_groups: int,
+        *,
+        group_filter: GroupFilter | None,
+        kept: Sequence[RolloutGroup],
+        step: int,
+        carried: Sequence[CarriedGroup] = (),
     ) -> Batch:
         """Return a batch of num_groups groups; those kept from the last step come first.
 
-        Fewer only after max_rounds.
+        Fewer only after max_rounds. carried: groups that the last step has not sampled to their
+        end, with oversampling.
         Raises: DataError if max_rounds leave no group; RewardError if the scores have no number of
         the filter's key.
         """
         drawn: set[str] = set()
+        if self.oversampling is not None:
+            assert group_filter is None, "the configuration was checked"
+            return self._oversample(num_groups, self.oversampling, kept, carried, step)
         if group_filter is None:
             groups, metrics = self._sample_round(num_groups, step, drawn)
             return self._make_batch(groups, [], metrics, count_response_tokens(groups), step)
@@ -129,6 +153,79 @@ class Sampler:
             self._report_shortage(len(kept_groups), num_groups, rounds, metrics)
         return self._make_batch(kept_groups[:num_groups], surplus, metrics, num_sampled_tokens, step)
 
+    def _oversample(
+        self,
+        num_groups: int,
+        settings: Oversampling,
+        kept: Sequence[RolloutGroup],
+        carried: Sequence[CarriedGroup],
+        step: int,
+    ) -> Batch:
+        """Return a batch of groups that are complete first.
+
+        What was carried is sampled first. All complete groups are learned from, in this step or in
+        the next: the first num_groups of those kept, then of those sampled, in the order of their
+        prompts, so that what is oldest comes first. No more prompts are drawn than the steps that
+        are left learn from, and the last step waits for all, so that none is left in the end.
+        Raises: EngineError if no group can be learned from.
+        """
+        needed = max(0, num_groups - len(kept))
+        num_left = num_groups * (self.total_steps - step + 1)
+        num_sampled = min(math.ceil(needed * (1.0 + settings.share)), num_left - len(kept))
+        num_new = max(0, num_sampled - len(carried))
+        drawn = {group.prompt.prompt_id for group in kept} | {group.prompt.prompt_id for group in carried}
+        with self.report.phase("data"):
+            new = [with_unique_id(prompt, drawn) for prompt in self.prompts.take(num_new)]
+        if not needed:  # those kept from the last step suffice
+            metrics = merge(
+                describe_groups(kept),
+                {"rollout/num_set_aside": Sum(0.0)},
+                describe_carried(carried),
+            )
+            batch = self._make_batch(list(kept[:num_groups]), list(kept[num_groups:]), metrics, 0, step)
+            return replace(batch, carried=[replace(each, num_steps=each.num_steps + 1) for each in carried])
+        prompts = [*(group.prompt for group in carried), *new]
+        num_oldest = sum(group.num_steps >= settings.max_carried_steps for group in carried)
+        until = Until(
+            needed,
+            num_required=len(prompts) if step == self.total_steps else num_oldest,
+            begun=tuple(group.completions for group in carried),
+        )
+        collected = collect_until(
+            prompts, self.rollout, self.rewards, self.sampling, until, step=step, phase=self.report.phase
+        )
+        groups = collected.groups
+        if step == 1:
+            warn_if_rewards_are_equal(groups, self.report.warn)
+        nums_carried = {group.prompt.prompt_id: group.num_steps for group in carried}
+        left = [
+            CarriedGroup(prompt, completions, nums_carried.get(prompt.prompt_id, 0) + 1)
+            for prompt, completions in collected.unfinished
+        ]
+        left.sort(key=lambda group: -group.num_steps)
+        completions = [rollout.completion for group in groups for rollout in group.rollouts]
+        unfinished = [completion for _, row in collected.unfinished for completion in row]
+        # Not of a group that failed, whose new tokens are not known either.
+        returned = {prompt.prompt_id for prompt, _ in collected.unfinished}
+        returned |= {group.prompt.prompt_id for group in groups}
+        before = (each for group in carried if group.prompt.prompt_id in returned for each in group.completions)
+        num_tokens = count_sampled([*completions, *unfinished]) - count_sampled(before)
+        everything = [*kept, *groups]
+        used = everything[:num_groups]
+        if not used:  # several replicas: some failed, and the others had none to complete
+            raise EngineError(
+                f"The rollout engine completed none of {len(prompts)} groups: each failed twice, or is unfinished. See "
+                "the engine's log."
+            )
+        num_failed = len(prompts) - len(groups) - len(collected.unfinished)
+        metrics = merge(
+            describe_groups(groups),
+            {"rollout/num_set_aside": Sum(float(num_failed))},
+            describe_carried(left),
+        )
+        batch = self._make_batch(used, everything[num_groups:], metrics, num_tokens, step)
+        return replace(batch, carried=left)
+
     def _make_batch(
         self, groups: list[RolloutGroup], surplus: list[RolloutGroup], metrics: Metrics, num_tokens: int, step: int
     ) -> Batch:
@@ -152,27 +249,12 @@ class Sampler:
         """
         is_first_round = step == 1 and not drawn
         with self.report.phase("data"):
-            prompts = [_with_unique_id(prompt, drawn) for prompt in self.prompts.take(num_prompts)]
+            prompts = [with_unique_id(prompt, drawn) for prompt in self.prompts.take(num_prompts)]
         groups = collect(prompts, self.rollout, self.rewards, self.sampling, step=step, phase=self.report.phase)
         if is_first_round:
-            self._warn_if_rewards_are_equal(groups)
+            warn_if_rewards_are_equal(groups, self.report.warn)
         skipped = {"rollout/num_set_aside": Sum(float(len(prompts) - len(groups)))}
         return groups, merge(describe_groups(groups), skipped)
-
-    def _warn_if_rewards_are_equal(self, groups: Sequence[RolloutGroup]) -> None:
-        scored = [(group.prompt, r) for group in groups for r in group.rollouts if r.score.outcome == "ok"]
-        rewards = {rollout.score.overall for _, rollout in scored}
-        if len(scored) < 2 or len(rewards) > 1:
-            return
-        prompt, rollout = scored[0]
-        ground_truth = f"{repr(prompt.ground_truth)[:100]} (a {type(prompt.ground_truth).__name__})"
-        self.report.warn(
-            f"ALL REWARDS ARE EQUAL: each of the {len(scored)} completions of the first step got {rewards.pop():g}, "
-            f"and nothing can be learned from equal rewards. Either the task is too hard or too easy for the model, "
-            "or the reward function does not see what it expects: compare the ground truth with the completions. "
-            f"{prompt.prompt_id} has the ground truth {ground_truth} and the completion "
-            f"{rollout.completion.text[-200:]!r}; rollouts/ in the run folder will hold all of them"
-        )
 
     def _report_shortage(self, num_found: int, num_groups: int, rounds: int, metrics: Metrics) -> None:
         low, high = (metrics[f"filter/{name}_fraction"].value for name in ("low", "high"))
@@ -189,12 +271,29 @@ class Sampler:
         self.report.warn(f"{problem}; the step learns from {num_found}")
 
 
+def warn_if_rewards_are_equal(groups: Sequence[RolloutGroup], warn: Callable[[str], None]) -> None:
+    """Warn if the rewards of several completions, those of the first step, are all equal."""
+    scored = [(group.prompt, r) for group in groups for r in group.rollouts if r.score.outcome == "ok"]
+    rewards = {rollout.score.overall for _, rollout in scored}
+    if len(scored) < 2 or len(rewards) > 1:
+        return
+    prompt, rollout = scored[0]
+    ground_truth = f"{repr(prompt.ground_truth)[:100]} (a {type(prompt.ground_truth).__name__})"
+    warn(
+        f"ALL REWARDS ARE EQUAL: each of the {len(scored)} completions of the first step got {rewards.pop():g}, "
+        f"and nothing can be learned from equal rewards. Either the task is too hard or too easy for the model, "
+        "or the reward function does not see what it expects: compare the ground truth with the completions. "
+        f"{prompt.prompt_id} has the ground truth {ground_truth} and the completion "
+        f"{rollout.completion.text[-200:]!r}; rollouts/ in the run folder will hold all of them"
+    )
+
+
 def count_response_tokens(groups: Sequence[RolloutGroup]) -> int:
     """Return the number of sampled tokens of all completions."""
     return sum(rollout.completion.num_sampled for group in groups for rollout in group.rollouts)
 
 
-def _with_unique_id(prompt: Prompt, drawn: set[str]) -> Prompt:
+def with_unique_id(prompt: Prompt, drawn: set[str]) -> Prompt:
     """Return the prompt with an id that is not in drawn, and add the id to drawn.
 
     A step that crosses the end of an epoch can draw a prompt twice; the stream, which counts by
@@ -250,12 +349,7 @@ def surplus_state(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
             "prompt_id": group.prompt.prompt_id,
             "rollouts": [
                 {
-                    "token_ids": list(rollout.completion.token_ids),
-                    "sampling_logprobs": list(rollout.completion.sampling_logprobs),
-                    "finish_reason": rollout.completion.finish_reason,
-                    "text": rollout.completion.text,
-                    "policy_version": rollout.completion.policy_version,
-                    **_episode_state(rollout.completion),
+                    **completion_state(rollout.completion),
                     "overall": rollout.score.overall,
                     "parts": dict(rollout.score.parts),
                     "outcome": rollout.score.outcome,
@@ -294,34 +388,4 @@ def load_surplus(
 
 
 def _load_rollout(state: dict[str, Any]) -> Rollout:
-    return Rollout(
-        Completion(
-            token_ids=tuple(state["token_ids"]),
-            sampling_logprobs=tuple(state["sampling_logprobs"]),
-            finish_reason=state["finish_reason"],
-            text=state["text"],
-            policy_version=state["policy_version"],
-            turns=tuple(Turn(*turn) for turn in state.get("turns", ())),
-            vision=_load_observed(state.get("images", ())),
-            error=state.get("episode_error", ""),
-        ),
-        Score(state["overall"], state["parts"], state["outcome"], state["error"]),
-    )
-
-
-def _episode_state(completion: Completion) -> dict[str, Any]:
-    """Return what a completion has beyond one turn; {} for one turn without an error."""
-    if len(completion.turns) == 1 and completion.num_sampled == len(completion.token_ids) and not completion.error:
-        return {}
-    assert not isinstance(completion.vision, Vision), "pixels are not written; use EncodedMedia"
-    files = () if completion.vision is None else completion.vision.encoded
-    return {
-        "turns": [astuple(turn) for turn in completion.turns],
-        "images": [base64.b64encode(file).decode("ascii") for file in files],
-        "episode_error": completion.error,
-    }
-
-
-def _load_observed(images: Sequence[str]) -> EncodedMedia | None:
-    files = tuple(map(base64.b64decode, images))
-    return EncodedMedia(files, tuple(hashlib.sha256(file).hexdigest() for file in files)) if files else None
+    return Rollout(load_completion(state), Score(state["overall"], state["parts"], state["outcome"], state["error"]))

@@ -10,8 +10,11 @@
     |-- EpisodeError       the environment or a tool: it cannot be loaded, or its processes fail
     |-- EngineError        an engine violated its protocol
     |   |-- RolloutError   the rollout engine failed while it loaded weights or sampled
+    |   |   `-- LostSamplersError  all workers that sample were lost
     |   |-- ParityError    rollout engine and trainer have different weights
+    |   |-- TransferError  weights could not be sent to another worker
     |   `-- WorkerError    a worker died, hung, or raised an unexpected error
+    |       `-- LostWorkerError  it died, or did not answer in time
     |-- NotFiniteError     training has diverged: weights, gradients or log-probabilities are nan
     |-- CheckpointError    a checkpoint is damaged, incomplete, or of another run
     |   |-- DiskError      it could not be written: the disk is full, read-only, gone, ...
@@ -65,12 +68,24 @@ class RolloutError(EngineError):
     """The rollout engine failed while it loaded weights or sampled. A new one may work."""
 
 
+class LostSamplersError(RolloutError):
+    """All workers that sample were lost, and with them the weights with which they sampled."""
+
+
 class ParityError(EngineError):
     """Rollout engine and trainer give different log-probabilities: the weight sync failed."""
 
 
 class WorkerError(EngineError):
     """A worker died, hung, or raised an unexpected error. All other workers were stopped."""
+
+
+class LostWorkerError(WorkerError):
+    """A worker died, or did not answer in time. Another one in its place may work."""
+
+
+class TransferError(EngineError):
+    """Weights could not be sent to a worker, since one of those that receive them has failed."""
 
 
 class NotFiniteError(TrigonError):

@@ -97,6 +97,11 @@ class Grace:
         if needed is None or needed > self._seconds_left():
             raise StepLeft
 
+    def check_waiting(self) -> None:
+        """Raise StepLeft if a stop was requested, and a save takes all the time that is left."""
+        if self._requested_at is not None and self._needed_by_save() > self._seconds_left():
+            raise StepLeft
+
     def note_saved(self, step: int, seconds: float | None) -> None:
         """Learn which step was saved last in this run, and how long a save took.
 

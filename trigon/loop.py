@@ -6,24 +6,26 @@ process and on a cluster. take_steps_from is the loop itself; the rest of this m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trigon.batch import Batch, Sampler, count_response_tokens, load_surplus, surplus_state
+from trigon.ahead_state import load_batch
+from trigon.batch import Batch, count_response_tokens, load_surplus, surplus_state
+from trigon.batch_source import BatchSource, awake, training_prompts
+from trigon.batch_sources import open_source
+from trigon.carried import carried_state, load_carried
 from trigon.checkpoint.store import Checkpoint
-from trigon.config.plan import Plan
-from trigon.data.stream import PromptStream
 from trigon.errors import NotFiniteError, WatchError
 from trigon.grace import StepLeft
 from trigon.metrics import Metrics, merge, values
 from trigon.rollout.statistics import describe_validation
-from trigon.run import Progress, Run
-from trigon.skipped_updates import RecentUpdates, describe_skipped, how_to_go_on
+from trigon.run import AheadBatch, Progress, Run, StreamedGroups
+from trigon.skipped_updates import RecentUpdates, UpdatedModel, describe_skipped, how_to_go_on
 from trigon.system.garbage import return_freed_memory
 from trigon.train_groups import prepare_groups
-from trigon.training.protocol import SKIPPED_GRAD_NORM
+from trigon.training.protocol import SKIPPED_GRAD_NORM, TrunkCriticEngine
 from trigon.training.trace import traced
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
 from trigon.watch.watch import describe_stop
@@ -63,62 +65,45 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
 
 def take_steps_from(run: Run, progress: Progress) -> Progress:
     """Do the steps after this progress, until the last one or until a stop is requested."""
-    sampler = open_sampler(run)
-    for step in traced(range(progress.step + 1, run.plan.total_steps + 1), run.traced_steps, run.tracer):
-        run.store.check()
-        run.grace.note_saved(run.store.published_step, run.store.save_seconds)
-        run.grace.begin_step(step)
-        run.watch.begin_step(saving=run.store.is_saving)
-        position = training_prompts(run).state()
-        try:
-            with run.report.checking(run.grace.check_step):
-                with awake(run, version=step - 1):
-                    batch = sampler.collect_batch(
-                        run.plan.prompts_per_step, group_filter=run.group_filter, kept=progress.surplus, step=step
-                    )
-                    probes = run.parity.probe(batch.groups, run.rollout, run.sampling, step=step)
-                with rollouts_kept(run, step, batch.groups):
-                    with run.report.phase("parity"):
-                        parity = run.parity.check(probes, run.trainer, warn=run.report.warn)
-                    prepared = prepare_groups(
-                        batch.groups,
-                        run.advantage_settings,
-                        trainer=run.trainer,
-                        reference=run.reference,
-                        needs_old_logprobs=run.needs_old_logprobs,
-                        kl=progress.kl,
-                        baselines=batch.baselines,
-                        phase=run.report.phase,
-                    )
-                    scored = score_tokens(run, batch.groups)
-                    run.grace.check_step()
-        except StepLeft:
-            save_unsaved(run, progress, position)
-            break
-        shows = is_due(step, run.intervals.train_samples_every)
-        record_rollouts(run, step, batch.groups, learned=prepared.groups, scored=scored, shows=shows)
-        run.hooks.rollouts(batch.groups)
-        with run.grace.update():
-            learned, recent = update_policy(run, step, prepared.groups, progress.recent_updates)
-        progress = Progress(step, prepared.kl, batch.surplus, recent)
-        metrics = merge(
-            batch.metrics, parity, prepared.metrics, learned, run.rollout.pop_metrics(), training_prompts(run).metrics()
-        )
-        if finish_step(run, progress, batch, metrics):
-            break
+    steps = range(progress.step + 1, run.plan.total_steps + 1)
+    with open_source(run, progress) as source:
+        for step in traced(steps, run.traced_steps, run.tracer):
+            run.store.check()
+            run.grace.note_saved(run.store.published_step, run.store.save_seconds)
+            run.grace.begin_step(step)
+            run.watch.begin_step(saving=run.store.is_saving)
+            try:
+                with run.report.checking(run.grace.check_step):
+                    batch, probes = source.next(step, kept=progress.surplus, carried=progress.carried)
+                    with rollouts_kept(run, step, batch.groups):
+                        with run.report.phase("parity"):
+                            parity = run.parity.check(probes, run.trainer, warn=run.report.warn)
+                        prepared = prepare_groups(
+                            batch.groups,
+                            run.advantage_settings,
+                            trainer=run.trainer,
+                            reference=run.reference,
+                            needs_old_logprobs=run.needs_old_logprobs,
+                            kl=progress.kl,
+                            baselines=batch.baselines,
+                            phase=run.report.phase,
+                            critic=run.critic,
+                        )
+                        scored = score_tokens(run, batch.groups)
+                        run.grace.check_step()
+            except StepLeft:
+                save_unsaved(run, progress, source)
+                break
+            shows = is_due(step, run.intervals.train_samples_every)
+            record_rollouts(run, step, batch.groups, learned=prepared.groups, scored=scored, shows=shows)
+            run.hooks.rollouts(batch.groups)
+            with run.grace.update():
+                learned, recent = update_models(run, step, prepared.groups, progress)
+            progress = Progress(step, prepared.kl, batch.surplus, *recent, batch.carried)
+            metrics = merge(batch.metrics, parity, prepared.metrics, learned, source.pop_metrics())
+            if finish_step(run, progress, batch, metrics, source):
+                break
     return progress
-
-
-def open_sampler(run: Run) -> Sampler:
-    """Return what collects a step's groups."""
-    return Sampler(
-        training_prompts(run),
-        run.rollout,
-        run.rewards,
-        run.sampling,
-        run.report,
-        with_baselines=run.advantage_settings.estimator == "remax",
-    )
 
 
 @contextmanager
@@ -157,34 +142,75 @@ def record_rollouts(
     run.report.rollouts(step, groups, learned=learned, scored=scored, read_images=read_images, shown=shown)
 
 
-def update_policy(
-    run: Run, step: int, groups: Sequence[TrainGroup], recent: RecentUpdates
-) -> tuple[Metrics, RecentUpdates]:
-    """Make a step's optimizer updates, and return their metrics, merged, and the recent updates.
+def update_models(
+    run: Run, step: int, groups: Sequence[TrainGroup], progress: Progress
+) -> tuple[Metrics, tuple[RecentUpdates, RecentUpdates]]:
+    """Make a step's updates of the critic, if there is one, and of the policy unless it rests.
 
+    A critic on the policy's trunk is updated with the policy, or alone while the policy rests.
+    Returns: the metrics, merged, and the recent updates of policy and critic.
     Raises: NotFiniteError if too many updates are skipped.
     """
+    policy, critic = Updates(progress.recent_updates), Updates(progress.recent_critic_updates)
+    plan, rests = run.plan, step <= run.critic_warmup
+    if run.critic is not None and (rests or not isinstance(run.critic, TrunkCriticEngine)):
+        with run.report.phase("update_critic", total=plan.critic.updates_per_step) as advance:
+            batches = minibatches(groups, plan.critic.prompts_per_update, plan.critic.epochs_per_step)
+            critic = make_updates(run, step, batches, run.critic.step, critic.recent, "critic", advance)
+    if not rests:
+        with run.report.phase("update_actor", total=plan.updates_per_step) as advance:
+            batches = minibatches(groups, plan.prompts_per_update, plan.epochs_per_step)
+            policy = make_updates(run, step, batches, run.trainer.step, policy.recent, "actor", advance)
+    return merge(critic.metrics, policy.metrics), (policy.recent, critic.recent)
+
+
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """The updates of a model in a step. recent: after them. metrics: of all of them, merged."""
+
+    recent: RecentUpdates
+    metrics: Metrics = field(default_factory=dict)
+
+
+def make_updates(
+    run: Run,
+    step: int,
+    batches: Iterator[tuple[int, Sequence[TrainGroup]]],
+    update_model: Callable[[Sequence[TrainGroup]], Metrics],
+    recent: RecentUpdates,
+    name: UpdatedModel,
+    advance: Callable[[int | None], None],
+) -> Updates:
+    """Make a step's optimizer updates of one model.
+
+    batches: of each update; see minibatches. update_model: makes one update. name: of the model.
+    advance: called after each. Raises: NotFiniteError if too many updates are skipped.
+    """
     metrics: Metrics = {}
-    with run.report.phase("update_actor", total=run.plan.updates_per_step) as advance:
-        skipped: set[int] = set()  # first groups of the minibatches skipped in this step
-        for number, (first, minibatch) in enumerate(minibatches(groups, run.plan), start=1):
-            update = dict(run.trainer.step(minibatch))
-            norm = update.pop(SKIPPED_GRAD_NORM, None)  # nan or infinite: no number for a curve
-            recent = recent.after(update, limit=run.max_skipped_updates, counted=first in skipped)
-            if norm is not None:
-                skipped.add(first)
-                cause = describe_skipped(minibatch, update, grad_norm=norm.value)
-                run.report.warn(
-                    f"update {number} of step {step} is skipped, since its gradient is not finite "
-                    f"({recent.num_in_a_row} in a row): {cause}. The weights are unchanged"
-                )
-                recent.require_progress(cause, limit=run.max_skipped_updates)
-            metrics = merge(metrics, update)
-            advance(1)
-    return metrics, recent
+    skipped: set[int] = set()  # first groups of the minibatches skipped in this step
+    for number, (first, minibatch) in enumerate(batches, start=1):
+        update = dict(update_model(minibatch))
+        norm = update.pop(SKIPPED_GRAD_NORM, None)  # nan or infinite: no number for a curve
+        recent = recent.after(update, limit=run.max_skipped_updates, counted=first in skipped, name=name)
+        if norm is not None:
+            skipped.add(first)
+            cause = describe_skipped(minibatch, update, grad_norm=norm.value, name=name)
+            warning = (
+                f"update {number} of step {step} is skipped, since its gradient is not finite "
+                f"({recent.num_in_a_row} in a row): {cause}. The weights are unchanged"
+            )
+            run.report.warn(warning if name == "actor" else f"critic: {warning}")
+            if name == "critic":
+                cause = f"{cause}. It was an update of the critic: lower worker.critic.optim.lr"
+            elif "critic/vf_loss" in update:
+                cause = f"{cause}. It was an update of policy and critic: lower worker.critic.optim.lr too"
+            recent.require_progress(cause, limit=run.max_skipped_updates)
+        metrics = merge(metrics, update)
+        advance(1)
+    return Updates(recent, metrics)
 
 
-def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) -> bool:
+def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics, source: BatchSource) -> bool:
     """Validate, report and save what is due after a step. Returns whether the run ends here.
 
     Raises: WatchError if a watcher stops the run, and it would not end here anyway. The step is
@@ -195,6 +221,7 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
     if is_due(step, run.intervals.validate_every) or (step == last and run.intervals.validate_last):
         try:
             with run.grace.validation(), run.report.checking(run.grace.check_validation):
+                source.wait()
                 validation = validate(run, progress)
         except StepLeft:
             run.report.warn(f"the validation of step {step} is left out: it takes longer than trainer.grace_seconds")
@@ -218,7 +245,8 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
         if seen is not alarm or seen.saves:
             run.report.warn(f"trainer.watch.{seen.watcher}: since step {seen.first_step}: {seen.text}")
     if stopping or (alarm is None and is_due(step, run.intervals.save_every)):
-        save(run, progress, training_prompts(run).state(), stopping=stopping)
+        wait_for_batch(run, source)
+        save(run, progress, source.state_after(), stopping=stopping)
     run.hooks.step(step, recorded)
     if is_due(step, run.intervals.validate_every) or is_due(step, run.intervals.save_every):
         return_freed_memory()
@@ -230,30 +258,33 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
     return stopping
 
 
-def save(run: Run, progress: Progress, prompts: Mapping[str, Any], *, stopping: bool) -> None:
-    """Save the state after a step. prompts: the state of the prompt stream then.
+def wait_for_batch(run: Run, source: BatchSource) -> None:
+    """Wait for a batch that is sampled ahead, as long as a requested stop leaves time for it."""
+    with suppress(StepLeft), run.report.checking(run.grace.check_waiting):
+        source.wait_to_save()
+
+
+def save(run: Run, progress: Progress, position: Mapping[str, Any], *, stopping: bool) -> None:
+    """Save the state after a step. position: the entries of the BatchSource.
 
     stopping: wait for it, and raise a DiskError, since the run has the only copy.
     """
     with run.report.phase("save_checkpoint"):
         run.report.flush()  # a run that resumes from the checkpoint does not write them again
-        state = progress_state(run, progress, prompts)
+        state = progress_state(run, progress, position)
         run.store.save(progress.step, write=run.save_state, progress=state, score=run.grace.score, required=stopping)
         if stopping:
             run.store.wait()
     run.grace.note_saved(run.store.published_step, run.store.save_seconds)
 
 
-def save_unsaved(run: Run, progress: Progress, prompts: Mapping[str, Any]) -> None:
-    """Save the state after the last step, before any update of a step that is left.
-
-    prompts: the state of the prompt stream before the step that is left.
-    """
+def save_unsaved(run: Run, progress: Progress, source: BatchSource) -> None:
+    """Save the state after the last step, before any update of a step that is left."""
     with run.report.phase("save_checkpoint"):
         run.store.wait()
     run.grace.note_saved(run.store.published_step, run.store.save_seconds)
     if progress.step > run.grace.saved_step:
-        save(run, progress, prompts, stopping=True)
+        save(run, progress, source.state_before(), stopping=True)
 
 
 def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
@@ -261,6 +292,11 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     if checkpoint is None:
         return Progress(step=0, kl=run.kl, surplus=[])
     run.trainer.load_state(checkpoint.actor)
+    if run.critic is not None and not run.intervals.validate_only:
+        if checkpoint.critic is None:
+            run.report.warn(f"{checkpoint.folder} has no critic: this run's critic starts anew")
+        else:
+            run.critic.load_state(checkpoint.critic)
     if run.intervals.validate_only:
         return Progress(step=checkpoint.step, kl=run.kl, surplus=[])
     training_prompts(run).load_state(checkpoint.progress["prompts"])
@@ -269,15 +305,86 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     kl = replace(run.kl, coefficient=checkpoint.progress["kl_coefficient"]) if run.kl.horizon > 0 else run.kl
     run.watch.load_state(checkpoint.progress.get("watch", {}))
     kept = checkpoint.progress.get("surplus", [])
-    if kept and (run.group_filter is None or not run.group_filter.keep_surplus):
+    unfinished = checkpoint.progress.get("carried", [])
+    keeps_surplus = run.group_filter is not None and run.group_filter.keep_surplus
+    if kept and not keeps_surplus and run.oversampling is None:
         run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: this one keeps none")
         kept = []
-    if kept and not training_prompts(run).continues(checkpoint.progress["prompts"]):
-        run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: their prompts are of other data")
-        kept = []
+    if unfinished and run.oversampling is None:
+        run.report.warn(
+            f"{len(unfinished)} unfinished groups of the saved run are dropped: this one samples no more prompts than "
+            "it learns from (worker.rollout.oversampling)"
+        )
+        unfinished = []
+    if (kept or unfinished) and not training_prompts(run).continues(checkpoint.progress["prompts"]):
+        num_kept = len(kept) + len(unfinished)
+        run.report.warn(f"{num_kept} groups kept by the saved run are dropped: their prompts are of other data")
+        kept, unfinished = [], []
     surplus = load_surplus(kept, training_prompts(run), n=run.sampling.n, warn=run.report.warn)
+    sampling = run.sampling
+    carried = load_carried(
+        unfinished, training_prompts(run), n=sampling.n, max_tokens=sampling.max_tokens, warn=run.report.warn
+    )
     recent = RecentUpdates(tuple(checkpoint.progress.get("recent_grad_norms", [])))
-    return Progress(step=checkpoint.step, kl=kl, surplus=surplus, recent_updates=recent)
+    recent_critic = RecentUpdates(tuple(checkpoint.progress.get("recent_critic_grad_norms", [])))
+    ahead = restore_ahead(run, checkpoint)
+    streamed = restore_streamed(run, checkpoint, ahead)
+    return Progress(checkpoint.step, kl, surplus, recent, recent_critic, carried, ahead, streamed)
+
+
+def restore_ahead(run: Run, checkpoint: Checkpoint) -> AheadBatch | None:
+    """Return the batch that was sampled ahead; move the prompt stream behind it if it is used."""
+    state, prompts = checkpoint.progress.get("ahead"), training_prompts(run)
+    if state is None:
+        return None
+    batch = None
+    if run.max_staleness > 0 and prompts.continues(checkpoint.progress["prompts"]):
+        batch = load_batch(
+            state,
+            prompts,
+            num_groups=run.plan.prompts_per_step,
+            n=run.sampling.n,
+            with_baselines=run.advantage_settings.estimator == "remax",
+            warn=run.report.warn,
+        )
+    if batch is None:
+        run.report.warn(f"the batch of step {checkpoint.step + 1} that the saved run had is sampled again")
+        return None
+    prompts.load_state(state["prompts"])
+    return AheadBatch(batch, before=checkpoint.progress["prompts"], after=state["prompts"])
+
+
+def restore_streamed(run: Run, checkpoint: Checkpoint, ahead: AheadBatch | None) -> StreamedGroups | None:
+    """Return the groups that were sampled for further steps; None: none. ahead: of this run."""
+    state, prompts = checkpoint.progress.get("streamed"), training_prompts(run)
+    if state is None:
+        return None if ahead is None else StreamedGroups(ahead.batch.groups, [])
+    num_groups = len(state["ready"]) + len(state["carried"])
+    if run.max_staleness <= 1:
+        run.report.warn(
+            f"{num_groups} groups that the saved run had sampled ahead are dropped: this one samples a batch at a time "
+            "(algorithm.max_staleness). Their prompts come again in the next epoch"
+        )
+        return None
+    if not prompts.continues(checkpoint.progress["prompts"]):
+        run.report.warn(f"{num_groups} groups sampled ahead are dropped: their prompts are of other data")
+        return None
+    n, warn = run.sampling.n, run.report.warn
+    ready = [group for group in state["ready"] if len(group["rollouts"]) == n]
+    begun_again = [
+        {"prompt_id": group["prompt_id"], "completions": [], "num_steps": 0}
+        for group in state["ready"]
+        if len(group["rollouts"]) != n
+    ]
+    if begun_again:
+        warn(
+            f"{len(begun_again)} groups that the saved run had sampled ahead are sampled again from the start, because "
+            f"worker.rollout.n is now {n}"
+        )
+    return StreamedGroups(
+        load_surplus(ready, prompts, n=n, warn=warn),
+        load_carried([*begun_again, *state["carried"]], prompts, n=n, max_tokens=run.sampling.max_tokens, warn=warn),
+    )
 
 
 def rewind(run: Run, step: int) -> None:
@@ -289,28 +396,18 @@ def rewind(run: Run, step: int) -> None:
     run.report.rewind(step)
 
 
-@contextmanager
-def awake(run: Run, *, version: int) -> Iterator[None]:
-    """Keep the rollout engine awake with the trainer's weights.
-
-    The weight sync is timed as the phase "weights".
-    """
-    with ExitStack() as stack:
-        with run.report.phase("weights"):
-            stack.enter_context(run.rollout.awake(run.trainer.weights(), version=version))
-        yield
-
-
-def progress_state(run: Run, progress: Progress, prompts: Mapping[str, Any]) -> dict[str, Any]:
+def progress_state(run: Run, progress: Progress, position: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a checkpoint that is not the engines', as JSON. Read by restore.
 
-    prompts: the state of the prompt stream.
+    position: the state of the prompt stream, and a batch that was sampled ahead.
     """
     return {
-        "prompts": prompts,
+        **position,
         "kl_coefficient": progress.kl.coefficient,
         "surplus": surplus_state(progress.surplus),
+        **({} if run.oversampling is None else {"carried": carried_state(progress.carried)}),
         "recent_grad_norms": list(progress.recent_updates.norms),
+        "recent_critic_grad_norms": list(progress.recent_critic_updates.norms),
         "watch": run.watch.state(),
         **run.made_from,
     }
@@ -319,7 +416,7 @@ def progress_state(run: Run, progress: Progress, prompts: Mapping[str, Any]) -> 
 def validate(run: Run, progress: Progress) -> Metrics:
     """Sample, score and report the validation prompts, and return the metrics."""
     assert run.evaluator is not None, "validation needs prompts"
-    with awake(run, version=progress.step):
+    with awake(run, version=run.policy_version(progress.step)):
         groups = run.evaluator.sample(run.rollout, run.val_rewards or run.rewards, phase=run.report.phase)
     metrics = describe_validation(groups)
     run.report.validation(
@@ -333,20 +430,16 @@ def validate(run: Run, progress: Progress) -> Metrics:
     return metrics
 
 
-def training_prompts(run: Run) -> PromptStream:
-    """Return the prompts of a run that makes steps."""
-    assert run.prompts is not None, "a step needs training prompts"
-    return run.prompts
-
-
-def minibatches(groups: Sequence[TrainGroup], plan: Plan) -> Iterator[tuple[int, Sequence[TrainGroup]]]:
+def minibatches(
+    groups: Sequence[TrainGroup], prompts_per_update: int, epochs: int
+) -> Iterator[tuple[int, Sequence[TrainGroup]]]:
     """Yield the groups of each optimizer update, after the index of the first of them.
 
     Consecutive slices, once for each epoch over the rollouts.
     """
-    for _ in range(plan.epochs_per_step):
-        for start in range(0, len(groups), plan.prompts_per_update):
-            yield start, groups[start : start + plan.prompts_per_update]
+    for _ in range(epochs):
+        for start in range(0, len(groups), prompts_per_update):
+            yield start, groups[start : start + prompts_per_update]
 
 
 def count_tokens(groups: Sequence[RolloutGroup]) -> int:

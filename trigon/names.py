@@ -25,6 +25,9 @@ AdvantageEstimator = Literal[
 ]
 """How rewards become advantages (algorithms/advantages.py)."""
 
+Estimator = Literal[AdvantageEstimator, "gae"]
+"""All estimators; gae needs a critic (algorithms/gae.py)."""
+
 SINGLE_COMPLETION_ESTIMATORS: tuple[AdvantageEstimator, ...] = ("reinforce_plus_plus", "remax")
 """Estimators that do not compare completions of a group, so that one per prompt suffices."""
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from trigon.carried import count_tokens_of_version
 from trigon.errors import EngineError, NotFiniteError, ParityError
 from trigon.metrics import Max, Mean, Metrics
 from trigon.rollout.protocol import RolloutEngine
@@ -53,26 +54,39 @@ class ParityCheck:
     tolerance: float
 
     def probe(
-        self, groups: Sequence[RolloutGroup], rollout: RolloutEngine, sampling: SamplingParams, *, step: int
+        self,
+        groups: Sequence[RolloutGroup],
+        rollout: RolloutEngine,
+        sampling: SamplingParams,
+        *,
+        prompt: Prompt,
+        step: int,
+        version: int,
     ) -> list[Probe]:
         """Return completions of every replica to compare. The rollout engine must be awake.
 
         Without top-p and top-k these are the first completions that the replica sampled in this
-        step: the first group's, and after them further ones. With either, log-probabilities are
-        those of a truncated distribution, which the trainer does not compute, so each replica
-        samples short completions without them; likewise if a replica sampled none of the groups in
-        this step.
+        step: the first group's, and after them further ones. Of a completion that was begun in an
+        earlier step, only the tokens that were sampled in this one are compared. With either,
+        log-probabilities are those of a truncated distribution, which the trainer does not compute,
+        so each replica samples short completions without them; likewise if a replica sampled none
+        of the groups.
+        Args:
+            groups: of completions that were ended in this step (carried.ended_in_step); (): none of
+                the step's may be compared. Their version does not tell: the policy's stays the same
+                while only a critic learns.
+            prompt: of which short completions are sampled.
+            version: of the engine's weights.
         """
         probes: dict[int, Probe] = {}  # by replica
         if sampling.top_p == 1.0 and sampling.top_k == -1:
             by_replica: dict[int, list[RolloutGroup]] = {}
             for group in _without_failed(groups):
-                completion = group.rollouts[0].completion
-                if completion.policy_version == step - 1:
-                    by_replica.setdefault(completion.replica, []).append(group)
+                for replica, sampled in _ended_by(group, version).items():
+                    by_replica.setdefault(replica, []).append(sampled)
             probes = {replica: _probe_of_groups(sampled) for replica, sampled in by_replica.items()}
         if len(probes) < rollout.num_replicas:
-            for probe in _sample_probes(groups[0].prompt, rollout, sampling, step=step):
+            for probe in _sample_probes(prompt, rollout, sampling, step=step):
                 probes.setdefault(probe.first.rollouts[0].completion.replica, probe)
         return [probes[replica] for replica in sorted(probes)]
 
@@ -80,6 +94,8 @@ class ParityCheck:
         self, probes: Sequence[Probe], trainer: LogprobEngine, *, warn: Callable[[str], None] = warnings.warn
     ) -> Metrics:
         """Return metrics of the differences between the probes' and the trainer's log-probs.
+
+        Nothing without probes.
 
         If the mean of a replica exceeds the tolerance or is not finite, the further completions of
         all replicas are compared too, and the means over all of these tokens decide.
@@ -89,6 +105,8 @@ class ParityCheck:
         Raises: ParityError if they do; NotFiniteError if the trainer's are not finite, which is no
         fault of the weight sync.
         """
+        if not probes:  # of a step in which no weights were sent
+            return {}
         first = _differences([probe.first for probe in probes], trainer)
         failed = self._failed(first)
         if not failed:
@@ -124,15 +142,29 @@ class ParityCheck:
 
 
 def _differences(groups: Sequence[RolloutGroup], trainer: LogprobEngine) -> list[Tensor]:
-    """Return |engine - trainer| of the log-probabilities of each group, [tokens] float32."""
+    """Return |engine - trainer| of the log-probabilities of each group, [tokens] float32.
+
+    Only of tokens with the version of the weights that sampled a completion's last one.
+    """
     if not groups:
         return []
     differences = []
     for group, by_completion in zip(groups, trainer.logprobs(groups), strict=True):
         trained, sampled = torch.cat(by_completion), _sampling_logprobs(group)
         _require_finite(group, trained=trained, sampled=sampled)
-        differences.append((trained - sampled).abs())
+        differences.append((trained - sampled).abs()[_is_current(group)])
     return differences
+
+
+def _is_current(group: RolloutGroup) -> Tensor:
+    """Return [tokens] bool: whether a token has the last version of its completion."""
+    return torch.cat(
+        [
+            torch.full((count,), version == rollout.completion.policy_version)
+            for rollout in group.rollouts
+            for version, count in rollout.completion.version_runs
+        ]
+    )
 
 
 def _require_finite(group: RolloutGroup, *, trained: Tensor, sampled: Tensor) -> None:
@@ -183,6 +215,15 @@ def _without_failed(groups: Sequence[RolloutGroup]) -> Iterator[RolloutGroup]:
             yield group if len(rollouts) == len(group.rollouts) else replace(group, rollouts=rollouts)
 
 
+def _ended_by(group: RolloutGroup, version: int) -> dict[int, RolloutGroup]:
+    """Return the completions of a group that these weights ended, by replica."""
+    rollouts: dict[int, list[Rollout]] = {}
+    for rollout in group.rollouts:
+        if rollout.completion.policy_version == version:
+            rollouts.setdefault(rollout.completion.replica, []).append(rollout)
+    return {replica: replace(group, rollouts=tuple(each)) for replica, each in rollouts.items()}
+
+
 def _probe_of_groups(groups: Sequence[RolloutGroup]) -> Probe:
     """Return the probe of the replica that sampled these groups."""
     prompt, rollouts = groups[0].prompt, groups[0].rollouts
@@ -220,10 +261,16 @@ def _unscored(prompt: Prompt, completions: Sequence[Completion]) -> RolloutGroup
 
 
 def _count_tokens(group: RolloutGroup) -> int:
-    return sum(rollout.completion.num_sampled for rollout in group.rollouts)
+    return sum(map(_count_current, group.rollouts))
+
+
+def _count_current(rollout: Rollout) -> int:
+    """Return the number of tokens that are compared of a completion."""
+    completion = rollout.completion
+    return count_tokens_of_version([completion], completion.policy_version)
 
 
 def _first_rollouts(rollouts: Sequence[Rollout], num_tokens: int) -> tuple[Rollout, ...]:
     """Return the fewest first rollouts that have num_tokens tokens together, or all."""
-    before = itertools.accumulate((rollout.completion.num_sampled for rollout in rollouts), initial=0)
+    before = itertools.accumulate(map(_count_current, rollouts), initial=0)
     return tuple(rollout for rollout, tokens in zip(rollouts, before, strict=False) if tokens < num_tokens)

@@ -40,6 +40,7 @@ FREE_MAPPINGS = (
     *USER_ARGUMENTS,
     "worker.reward.score_function_kwargs",  # its older name, in folders of older runs
     "worker.actor.model.override_config",
+    "worker.critic.model.override_config",
 )
 """The options that are mappings with any keys, which may say that a value is a secret."""
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
@@ -22,6 +23,9 @@ from trigon.types import TrainGroup
 
 WINDOW = 20
 """Number of last updates of which at most half may be skipped."""
+
+UpdatedModel = Literal["actor", "critic"]
+"""The model of an update, and the prefix of its metrics."""
 
 NUM_NORMS = 8
 """How many of the last gradient norms a message shows."""
@@ -36,20 +40,23 @@ class RecentUpdates:
 
     norms: tuple[float | None, ...] = ()
 
-    def after(self, metrics: Metrics, *, limit: int, counted: bool = False) -> RecentUpdates:
+    def after(
+        self, metrics: Metrics, *, limit: int, counted: bool = False, name: UpdatedModel = "actor"
+    ) -> RecentUpdates:
         """Return this with one more update.
 
         metrics: of the update. limit: max_skipped_updates. counted: an earlier update of the step
         from the same minibatch was skipped; if this one is too, it says nothing new.
+        name: of the model that was updated.
         """
-        if metrics["actor/nonfinite_updates"].value > 0:
+        if metrics[f"{name}/nonfinite_updates"].value > 0:
             if counted:
                 return self
             latest = None
-        elif metrics["actor/skipped_updates"].value > 0:  # nothing to learn from
+        elif metrics[f"{name}/skipped_updates"].value > 0:  # nothing to learn from
             return self
         else:
-            latest = metrics["actor/grad_norm"].value
+            latest = metrics[f"{name}/grad_norm"].value
         return RecentUpdates((*self.norms, latest)[-max(WINDOW, limit) :])
 
     @property
@@ -87,10 +94,13 @@ class RecentUpdates:
         raise NotFiniteError(f"{problem}. The last one: {cause}. Gradient norms of the last updates: {norms}")
 
 
-def describe_skipped(groups: Sequence[TrainGroup], metrics: Metrics, *, grad_norm: float) -> str:
+def describe_skipped(
+    groups: Sequence[TrainGroup], metrics: Metrics, *, grad_norm: float, name: UpdatedModel = "actor"
+) -> str:
     """Return what was not finite in an update that was skipped, as the end of a sentence.
 
-    groups: that it learned from. metrics: of the update. grad_norm: of its gradient.
+    groups: that it learned from. metrics: of the update. grad_norm: of its gradient. name: of the
+    model that was updated.
     """
     inputs = [
         f"{count:,} of {total:,} {name}"
@@ -98,7 +108,7 @@ def describe_skipped(groups: Sequence[TrainGroup], metrics: Metrics, *, grad_nor
         if (count := sum(int((~tensor.isfinite()).sum()) for tensor in tensors))
         for total in [sum(tensor.numel() for tensor in tensors)]
     ]
-    losses = [key for key in sorted(metrics) if key != "actor/grad_norm" and not math.isfinite(metrics[key].value)]
+    losses = [key for key in sorted(metrics) if not (key.endswith("/grad_norm") or math.isfinite(metrics[key].value))]
     if inputs:
         cause = f"not finite are {', '.join(inputs)}"
     elif losses:
@@ -108,7 +118,7 @@ def describe_skipped(groups: Sequence[TrainGroup], metrics: Metrics, *, grad_nor
     if losses:
         cause += f"; metrics that are not finite: {', '.join(losses)}"
     largest = max((float(tensor.abs().max()) for tensor in dict(_inputs(groups))["advantages"]), default=0.0)
-    rate = metrics["actor/lr"].value
+    rate = metrics[f"{name}/lr"].value
     return f"gradient norm {grad_norm:g}, learning rate {rate:g}, largest |advantage| {largest:.3g}; {cause}"
 
 
@@ -148,6 +158,8 @@ def _inputs(groups: Sequence[TrainGroup]) -> Iterator[tuple[str, list[Tensor]]]:
         ("log-probabilities of the rollout engine", [sequence.sampling_logprobs for sequence in sequences]),
         ("log-probabilities before the update", [sequence.old_logprobs for sequence in sequences]),
         ("log-probabilities of the reference", [sequence.ref_logprobs for sequence in sequences]),
+        ("values of the critic", [sequence.values for sequence in sequences]),
+        ("returns", [sequence.returns for sequence in sequences]),
     ):
         yield (
             name,

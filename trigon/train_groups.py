@@ -8,18 +8,19 @@ the reference through their protocols.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from trigon.algorithms.advantages import RewardBatch, estimate_advantages
+from trigon.algorithms.gae import Estimates, GaeSettings, estimate_with_values
 from trigon.algorithms.kl import AdaptiveKl, kl_per_token
 from trigon.errors import RewardError
 from trigon.metrics import Mean, Metrics, merge
-from trigon.names import AdvantageEstimator, KlEstimator
-from trigon.rollout.statistics import describe_learned
-from trigon.training.protocol import LogprobEngine, TrainEngine
+from trigon.names import Estimator, KlEstimator
+from trigon.rollout.statistics import describe_critic, describe_learned
+from trigon.training.protocol import CriticEngine, LogprobEngine, TrainEngine, TrunkCriticEngine
 from trigon.types import Phase, RolloutGroup, TrainGroup, TrainSequence
 
 
@@ -32,13 +33,15 @@ class AdvantageSettings:
     kl_in_reward: estimator of the KL that is subtracted from the reward; None if the KL is in the
     loss, or off.
     mask_overlong: leave completions that were cut at the length limit out of the loss.
+    gae: used with estimator gae only.
     """
 
-    estimator: AdvantageEstimator
+    estimator: Estimator
     gamma: float
     weights: Mapping[str, float] | None
     kl_in_reward: KlEstimator | None
     mask_overlong: bool
+    gae: GaeSettings = field(default_factory=GaeSettings)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +63,7 @@ def prepare_groups(
     kl: AdaptiveKl,
     baselines: Tensor | None,
     phase: Phase,
+    critic: CriticEngine | None = None,
 ) -> PreparedGroups:
     """Compute what an update needs of a step's groups: log-probabilities, KL and advantages.
 
@@ -70,13 +74,18 @@ def prepare_groups(
             changes between sampling and the last update of a step, or the KL in the reward needs
             them.
         baselines: [G] float32, the reward of each prompt's greedy completion, for remax; else None.
-        phase: times "old" and "ref".
+        phase: times "old", "ref" and "values".
+        critic: for the estimator gae; else None. On the policy's trunk it computes values and
+            log-probabilities in one pass.
     """
-    old = ref = penalties = None
+    old = ref = penalties = values = None
     metrics: Metrics = {}
     if needs_old_logprobs:
         with phase("old"):
-            old = trainer.logprobs(groups)
+            if isinstance(critic, TrunkCriticEngine):
+                old, values = critic.logprobs_and_values(groups)
+            else:
+                old = trainer.logprobs(groups)
     if reference is not None:
         with phase("ref"):
             ref = reference.logprobs(groups)
@@ -88,10 +97,20 @@ def prepare_groups(
         metrics = {"actor/kl_penalty": mean_kl, "actor/kl_coef": Mean(kl.coefficient)}
         kl = kl.updated(mean_kl.value, sum(map(len, token_kl)))
     rewards = build_reward_batch(groups, settings, penalties=penalties, baselines=baselines)
-    advantages = estimate_advantages(rewards, settings.estimator, gamma=settings.gamma, weights=settings.weights)
+    estimates = None
+    if settings.estimator == "gae":
+        assert critic is not None, "gae needs a critic"
+        if values is None:
+            with phase("values"):
+                values = critic.values(groups)
+        estimates = estimate_with_values(rewards, values, settings.gae, cut=is_cut(groups))
+        metrics = merge(metrics, describe_critic(estimates.values, estimates.returns, rewards.valid))
+        advantages = estimates.advantages
+    else:
+        advantages = estimate_advantages(rewards, settings.estimator, gamma=settings.gamma, weights=settings.weights)
     trains = rewards.valid & ~is_cut(groups) if settings.mask_overlong else rewards.valid  # [G, N]
     return PreparedGroups(
-        build_train_groups(groups, advantages, trains, old=old, ref=ref),
+        build_train_groups(groups, advantages, trains, old=old, ref=ref, estimates=estimates),
         kl,
         merge(metrics, describe_learned(groups, rewards.totals(), advantages, rewards.valid)),
     )
@@ -185,10 +204,11 @@ def build_train_groups(
     *,
     old: Sequence[Sequence[Tensor]] | None,
     ref: Sequence[Sequence[Tensor]] | None,
+    estimates: Estimates | None = None,
 ) -> list[TrainGroup]:
     """Return each completion with what the loss needs.
 
-    trains: [G, N] bool; the loss leaves the others out.
+    trains: [G, N] bool; the loss leaves the others out. estimates: what a critic learns from.
     """
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     lengths = [completion.num_sampled for completion in completions]
@@ -210,6 +230,8 @@ def build_train_groups(
                     ref_logprobs=None if ref is None else ref[g][i],
                     sampled=rollout.completion.sampled,
                     vision=rollout.completion.vision,
+                    values=None if estimates is None else estimates.values[g][i],
+                    returns=None if estimates is None else estimates.returns[g][i],
                 )
                 for i, rollout in enumerate(group.rollouts)
             ),

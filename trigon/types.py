@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-FinishReason = Literal["stop", "length", "turns"]
+FinishReason = Literal["stop", "length", "turns", "unfinished"]
 """How a completion ended.
 
 stop: the model, or the environment, ended it. length: it was cut at a limit of tokens. turns: it
-reached the limit of turns.
+reached the limit of turns. unfinished: it has not ended yet, and may go on in a later step; it is
+not scored, and nothing is learned from it.
 """
 
 ScoreOutcome = Literal["ok", "failed", "timeout"]
@@ -168,13 +169,18 @@ class Completion:
     sampling_logprobs: S floats, one for each sampled token: its log-probability under the
     distribution sampled from, after temperature, top-p and top-k. All 0.0 for greedy decoding.
     text: the sampled tokens decoded, without special tokens if worker.reward.skip_special_tokens;
-    several turns are joined by line breaks.
-    policy_version: the optimizer step whose weights sampled it.
+    several turns are joined by line breaks. "" for an unfinished one.
+    policy_version: the optimizer step whose weights sampled it; of several, the last one.
     replica: index of the engine replica that sampled it; see RolloutEngine.num_replicas.
     turns: in order, at least one. If none are given, all tokens are one turn.
     vision: the images of the observations, in the order of their placeholder tokens.
     error: one line with the reason if the environment failed, else "". Such a completion is not
     scored, and nothing is learned from it.
+    policy_versions: (policy version, number of tokens) of consecutive sampled tokens, S tokens in
+    all, if they were sampled under several versions; () if all are of policy_version. See
+    version_runs.
+
+    An unfinished completion may have no tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -186,10 +192,21 @@ class Completion:
     turns: tuple[Turn, ...] = ()
     vision: Vision | EncodedMedia | None = None
     error: str = ""
+    policy_versions: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.turns:
             object.__setattr__(self, "turns", (Turn(0, len(self.token_ids), self.text),))
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether it has not ended yet."""
+        return self.finish_reason == "unfinished"
+
+    @property
+    def version_runs(self) -> tuple[tuple[int, int], ...]:
+        """(policy version, number of tokens) of consecutive sampled tokens, S in all."""
+        return self.policy_versions or ((self.policy_version, self.num_sampled),)
 
     @property
     def has_turns(self) -> bool:
@@ -257,6 +274,8 @@ class TrainSequence:
     old_logprobs: by the trainer before the update. None if the policy has not changed since
     sampling; the loss then uses the current log-probabilities, detached.
     ref_logprobs: by the reference policy. None if no term of the loss needs them.
+    values: by the critic before the update, of the state before each token. returns: what it learns
+    them to be. None without a critic.
     """
 
     token_ids: tuple[int, ...]
@@ -267,6 +286,8 @@ class TrainSequence:
     ref_logprobs: Tensor | None
     sampled: tuple[tuple[int, int], ...] = ()
     vision: Vision | EncodedMedia | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not self.sampled:
@@ -366,6 +387,8 @@ class MicroBatch:
     sampling_logprobs: Tensor
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

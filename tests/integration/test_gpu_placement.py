@@ -20,7 +20,7 @@ import pytest
 import torch
 from ray import cloudpickle
 
-from trigon.build.workers import join_ranks
+from trigon.build.pools import join_ranks, place_pools
 from trigon.config.schema import Config
 from trigon.distributed.cluster import Layout, has_gpus, open_cluster, start_workers
 from trigon.distributed.local_ray import reload_auth_token
@@ -106,7 +106,7 @@ def test_each_worker_sees_one_gpu_of_its_own_as_its_first(worker_group):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch could use the GPU")
 def test_gpus_that_torch_cannot_use_are_an_error_that_says_what_to_do(worker_group, tmp_path):
     """Before, it was NCCL's own error, with a traceback."""
-    join = partial(join_ranks, Config(), "cuda", tmp_path)
+    join = partial(join_ranks, Config(), "cuda", tmp_path, place_pools(Config())[0])
     with pytest.raises(ConfigError) as caught:
         worker_group.call_all(Worker.join, join, phase="preflight")
     message = str(caught.value)

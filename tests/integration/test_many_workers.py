@@ -137,6 +137,20 @@ def test_two_workers_process_each_image_about_once_a_step(two_workers):
     assert max(images_processed(two_workers)) <= 6
 
 
+def test_workers_that_compute_rows_together_have_the_numbers_of_those_that_do_not(made, two_workers, tmp_path):
+    folder = tmp_path / "run"
+    options = ("trainer.n_gpus_per_node=2", "worker.actor.ulysses_sequence_parallel_size=2")
+    finish(train(made, folder, *options, steps=2), folder)
+    # The workers of a row count it once.
+    rows, separate = (
+        [line["metrics"]["actor/micro_batches"] for line in lines(each)] for each in (folder, two_workers)
+    )
+    assert all(together < apart for together, apart in zip(rows, separate[:2], strict=True))
+    assert_close(lines(folder), lines(two_workers)[:2], tolerance=1e-5)
+    for values, expected in zip(token_values(folder), token_values(two_workers), strict=True):
+        assert values == pytest.approx(expected, abs=1e-4)
+
+
 def test_one_worker_resumes_from_a_checkpoint_of_two(made, two_workers, tmp_path):
     folder = from_step(two_workers, 2, tmp_path / "run")
     finish(train(made, folder), folder)
@@ -198,6 +212,7 @@ def test_a_killed_worker_ends_the_run_in_any_phase_and_the_next_run_resumes_exac
     assert rollouts(folder) == rollouts(two_workers)
 
 
+@pytest.mark.faults
 def test_ctrl_c_reaches_the_driver_alone_and_a_second_one_ends_all_processes(made, tmp_path):
     folder, mark = tmp_path / "run", secrets.token_hex(8)
     options = ("trainer.n_gpus_per_node=2", "trainer.save_freq=-1")

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from hypothesis import settings
 
-from support.mutations import MUTATIONS, Mutation
+from support.mutations import MUTATIONS
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.faults
-in_full = pytest.mark.skipif(
-    settings.get_current_profile_name() != "faults", reason="takes minutes: runs with `make test-faults`"
-)
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +30,60 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_tests(copied: Path, mutation: Mutation) -> subprocess.CompletedProcess[str]:
-    """Run the tests of a mutation with the package in `copied`."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", str(mutation.seconds)]
-    return subprocess.run(
-        [*command, f"tests/{mutation.test}", "-k", mutation.names],
+class Ended(NamedTuple):
+    """How tests ended. status: of pytest, or minus the number of the signal that ended it."""
+
+    status: int
+    output: str
+
+
+@pytest.fixture(scope="module")
+def run_tests(copied: Path) -> Iterator[Callable[[str, str, int], Ended]]:
+    """Return a function that runs tests of a file with the package in `copied`.
+
+    Called with the file, an expression of `pytest -k`, and seconds: a test that takes longer ends
+    the run with status 1, since an exception in its thread might be handled by the code under test.
+    """
+    server = subprocess.Popen(
+        [sys.executable, "-m", "support.forked_tests"],
         cwd=copied,
-        env={**os.environ, "PYTHONPATH": str(copied), "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": ""},
-        capture_output=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(copied), str(ROOT / "tests")]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTEST_ADDOPTS": "",
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=400,
     )
+
+    def run(test: str, names: str, seconds: int) -> Ended:
+        limit = ["--timeout", str(seconds), "--timeout-method", "thread"]
+        imported = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # the libraries are before pytest begins
+        arguments = ["-q", "-x", "-p", "no:cacheprovider", *imported, *limit, f"tests/{test}", "-k", names]
+        output = copied / "output.txt"
+        output.unlink(missing_ok=True)
+        print(json.dumps([arguments, str(output), 400]), file=server.stdin, flush=True)
+        status = server.stdout.readline()
+        assert status, "the process that runs the tests has ended"
+        return Ended(int(status), output.read_text(encoding="utf-8", errors="replace"))
+
+    with server:
+        yield run
+        server.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def unchanged(run_tests: Callable[[str, str, int], Ended]) -> Callable[[str], Ended]:
+    """Return a function that runs the tests of all mutations in a test file, with no edit, once."""
+
+    @cache
+    def run(test: str) -> Ended:
+        mutations = [mutation for mutation in MUTATIONS if mutation.test == test]
+        return run_tests(test, " or ".join(f"({mutation.names})" for mutation in mutations), 90)
+
+    return run
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.guard)
@@ -54,18 +97,17 @@ def test_there_are_at_least_twenty_guards():
     assert len({mutation.guard for mutation in MUTATIONS}) == len(MUTATIONS) >= 20
 
 
-@in_full
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.guard)
-def test_a_broken_guard_is_noticed(copied, mutation):
+def test_a_broken_guard_is_noticed(copied, run_tests, unchanged, mutation):
     file = copied / "trigon" / mutation.file
     text = file.read_text(encoding="utf-8")
-    unchanged = run_tests(copied, mutation)
-    assert unchanged.returncode == 0, unchanged.stdout[-2000:]
-    assert " passed" in unchanged.stdout, "no test was run"
+    assert unchanged(mutation.test).status == 0, unchanged(mutation.test).output[-2000:]
     file.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
     try:
-        broken = run_tests(copied, mutation)
+        broken = run_tests(mutation.test, mutation.names, mutation.seconds)
     finally:
         file.write_text(text, encoding="utf-8")
-    assert broken.returncode == 1, f"the tests pass without this guard: {mutation.test} -k '{mutation.names}'"
-    assert " failed" in broken.stdout or " error" in broken.stdout, broken.stdout[-2000:]
+    assert broken.status == 1, (
+        f"tests/{mutation.test} -k '{mutation.names}' ends with status {broken.status}: {broken.output[-2000:]}"
+    )
+    assert any(word in broken.output for word in (" failed", " error", "Timeout")), broken.output[-2000:]

@@ -19,6 +19,7 @@ from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import completion_positions, prompt_positions
 from trigon.parity import ParityCheck
+from trigon.rollout.protocol import Interruption, Until
 from trigon.types import (
     GroupSpan,
     LocalWeights,
@@ -205,7 +206,9 @@ def test_the_parity_check_excuses_one_token_but_not_stale_weights(scene, truncat
             RolloutGroup(prompt, tuple(Rollout(completion, Score(0.0, {}, "ok", "")) for completion in row))
             for prompt, row in zip(scene.prompts, rows, strict=True)
         ]
-        [probe] = parity.probe(groups, scene.engine, sampling, step=step)
+        [probe] = parity.probe(
+            groups, scene.engine, sampling, prompt=scene.prompts[0], step=step, version=scene.version
+        )
     metrics = parity.check([probe], scene, warn=pytest.fail)
     assert metrics["parity/logprobs_diff_max"].value < 1e-4
 
@@ -424,3 +427,97 @@ def test_an_interrupted_call_does_not_affect_the_next_one(scene, callback):
         with pytest.raises(KeyboardInterrupt):
             scene.engine.generate(scene.prompts, SAMPLING, step=2, **{callback: interrupt})
         assert scene.engine.generate(scene.prompts, SAMPLING, step=1) == expected
+
+
+# -- engines that stop before all completions have ended --
+
+STOPPING = pytest.mark.parametrize(
+    "scene", [each for each in SCENES if each[0] == "vllm" and each[1] != "qwen2"], ids=scene_id, indirect=True
+)
+
+
+def generate_until(scene, prompts, sampling, until, *, step=1):
+    with scene.awake():
+        return scene.engine.generate_until(prompts, sampling, until, step=step)
+
+
+@STOPPING
+def test_a_greedy_completion_that_was_stopped_goes_on_to_the_same_tokens(scene):
+    greedy = replace(SAMPLING, n=2, temperature=0.0, max_tokens=40)
+    whole = scene.generate(greedy)
+    lengths = [len(row[0].token_ids) for row in whole]
+    shortest = min(lengths)
+    assert max(lengths) > shortest, "all end at once"
+    rows = generate_until(scene, scene.prompts, greedy, Until(1))
+    finished = [index for index, row in enumerate(rows) if not row[0].is_unfinished]
+    assert finished == [index for index, length in enumerate(lengths) if length == shortest]
+    assert all(len(each.token_ids) == shortest for row in rows for each in row)
+    left = [index for index in range(len(rows)) if index not in finished]
+    begun = tuple(tuple(rows[index]) for index in left)
+    again = generate_until(
+        scene, [scene.prompts[index] for index in left], greedy, Until(len(left), begun=begun), step=2
+    )
+    assert again == [whole[index] for index in left]
+
+
+@STOPPING
+def test_what_goes_on_under_other_weights_has_the_trainers_log_probabilities(scene):
+    short = replace(FULL_LENGTH, max_tokens=10)
+    begun = tuple(
+        tuple(replace(each, finish_reason="unfinished", text="") for each in row) for row in scene.generate(short)
+    )
+    old_version = scene.version
+    scene.change_weights()
+    rows = generate_until(scene, scene.prompts, FULL_LENGTH, Until(len(begun), begun=begun), step=2)
+    for prompt, row, first in zip(scene.prompts, rows, begun, strict=True):
+        trained = scene.trainer_logprobs(prompt, row, 1.0).split([len(each.token_ids) for each in row])
+        for completion, before, logprobs in zip(row, first, trained, strict=True):
+            assert completion.version_runs == ((old_version, 10), (scene.version, 14))
+            assert completion.token_ids[:10] == before.token_ids
+            assert completion.sampling_logprobs[:10] == before.sampling_logprobs
+            difference = (torch.tensor(completion.sampling_logprobs) - logprobs).abs()
+            assert float(difference[10:].max()) <= 1e-4
+            assert float(difference[:10].max()) > 1e-3
+            text = scene.processors.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            assert completion.text == text
+    assert len({each.token_ids for row in rows for each in row}) == len(rows) * FULL_LENGTH.n
+
+
+@STOPPING
+def test_a_call_that_is_interrupted_keeps_what_it_has_and_changes_no_later_one(scene):
+    expected = scene.generate(FULL_LENGTH)
+
+    def interrupt(kind, *, after, begun=()):
+        interruption, passes = Interruption(), []
+
+        def on_progress(_):
+            passes.append(1)
+            if len(passes) == after:
+                interruption.ask(kind)
+
+        until = Until(len(scene.prompts), begun=begun, interruption=interruption)
+        with scene.awake():
+            return scene.engine.generate_until(scene.prompts, FULL_LENGTH, until, step=1, on_progress=on_progress)
+
+    drained = [each for row in interrupt("drain", after=1) for each in row]
+    assert {(each.is_unfinished, len(each.token_ids)) for each in drained} <= {(False, 24), (True, 0)}
+    assert not all(each.is_unfinished for each in drained)
+    stopped = interrupt("stop", after=3)
+    assert all(each.is_unfinished and len(each.token_ids) <= 3 for row in stopped for each in row)
+    assert any(each.token_ids for row in stopped for each in row)
+    again = interrupt("stop", after=5, begun=tuple(map(tuple, stopped)))
+    for row, before in zip(again, stopped, strict=True):
+        for each, begun in zip(row, before, strict=True):
+            assert each.token_ids[: len(begun.token_ids)] == begun.token_ids
+            assert len(each.sampling_logprobs) == len(each.token_ids) <= len(begun.token_ids) + 5
+    assert scene.generate(FULL_LENGTH) == expected
+
+
+@STOPPING
+def test_a_call_after_one_that_stopped_gives_what_it_would_without_it(scene):
+    sampling = replace(SAMPLING, n=1, max_tokens=64)  # most of them end, each after another number of tokens
+    expected = scene.generate(sampling)
+    first = generate_until(scene, scene.prompts, sampling, Until(1))
+    assert any(each.is_unfinished for row in first for each in row)
+    assert scene.generate(sampling) == expected
+    assert generate_until(scene, scene.prompts, sampling, Until(1)) == first

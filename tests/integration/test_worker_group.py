@@ -23,10 +23,12 @@ from ray import cloudpickle
 from support.sockets import descendants, listeners
 from trigon.distributed.cluster import Layout, WorkerHandle, open_cluster, start_workers
 from trigon.distributed.engines import WorkersRolloutEngine, WorkersTrainEngine
+from trigon.distributed.heartbeat import HeartbeatRequest
 from trigon.distributed.serialization import encode_completions
-from trigon.distributed.worker import HeartbeatRequest, Worker, WorkerEngines, ray_actor_class
+from trigon.distributed.worker import Worker, ray_actor_class
+from trigon.distributed.worker_engines import WorkerEngines
 from trigon.distributed.worker_group import WorkerGroup
-from trigon.errors import CheckpointError, EngineError, PeerError, TrigonError, WorkerError
+from trigon.errors import CheckpointError, EngineError, LostWorkerError, PeerError, TrigonError, WorkerError
 from trigon.metrics import Sum
 from trigon.resuming import SameCommand
 from trigon.types import (
@@ -382,7 +384,7 @@ def test_the_rank_that_died_is_named_rather_than_the_rank_that_failed_first(work
     with pytest.raises(WorkerError) as caught, engine.awake(trainer.weights(), version=5):
         worker_group.call_all(TestWorker.fail, "peer dies", Path("/"), phase="update")
     error = caught.value
-    assert type(error) is WorkerError
+    assert type(error) is LostWorkerError
     assert str(error).startswith("rank 1 on ")
     assert "in update: the process died" in str(error)
     assert "Also failed: rank 0" in str(error)

@@ -85,6 +85,14 @@ ON_FOUR = (
     Batch(((2,), (), (1, 0), ()), seed=40),
 )
 
+# With sequence parallelism consecutive ranks have the same groups, and compute each row together.
+TOGETHER = tuple(replace(batch, groups_of_rank=((2, 0, 1),) * 2) for batch in ON_TWO)
+TWO_BY_TWO = tuple(
+    replace(batch, groups_of_rank=(first, first, last, last))
+    for batch in ON_TWO
+    for first, last in [batch.groups_of_rank]
+)
+
 # The same groups on other ranks, so that a rank encodes images whose features only the other rank
 # has cached.
 REASSIGNED = (*ON_TWO, Batch(((0, 2), (1,)), seed=20), Batch(((0,), (1, 2)), seed=40))
@@ -307,6 +315,7 @@ def folders_of(state: Path) -> list[str]:
 
 VL, TIED, TEXT = ("qwen2_5_vl", False), ("qwen3_vl", True), ("qwen2", False)
 MOE, TILES = ("qwen3_vl_moe", False), ("internvl", False)
+TWO_RANKS = {"sequence_parallel_size": 2}
 LORA = {"lora_rank": 2, "max_tokens": ONE_GROUP}
 BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens": ONE_GROUP}
 
@@ -339,6 +348,15 @@ BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens":
             "lora": (VL, ON_TWO, FULL, LORA | {"terms": KL_TERMS}),
             "lora, hybrid": (VL, ON_FOUR, HYBRID, LORA),
             "lora, tied, checkpointing": (TIED, ON_TWO, FULL, LORA | {"checkpointing": True}),
+            "rows on 2": (VL, TOGETHER, FULL, {"max_tokens": ONE_GROUP, "checkpointing": True} | TWO_RANKS),
+            "rows on 2 of 4, hybrid": (VL, TWO_BY_TWO, HYBRID, {"terms": SEQ_KL_TERMS} | TWO_RANKS),
+            "rows on 2 of 4, gspo": (TIED, TWO_BY_TWO, FULL, {"max_tokens": ONE_GROUP, "terms": ALL_TERMS} | TWO_RANKS),
+            "rows on 2, full kl": (VL, TOGETHER, FULL, {"terms": FULL_KL_TERMS} | TWO_RANKS),
+            "rows on 2, lora, full kl": (TIED, TOGETHER, FULL, LORA | {"terms": FULL_KL_TERMS} | TWO_RANKS),
+            "rows on 2 of 4, frozen tower": (TIED, TWO_BY_TWO, FULL, {"freeze": True} | TWO_RANKS),
+            "rows on 2, lora, frozen tower": (VL, TOGETHER, GATHERED, LORA | {"freeze": True} | TWO_RANKS),
+            "rows on 2, moe": (MOE, TOGETHER, FULL, {"max_tokens": ONE_GROUP} | TWO_RANKS),
+            "rows on 2, tiles": (TILES, TOGETHER, FULL, TWO_RANKS),
             "lora, frozen tower, gathered": (TIED, ON_TWO, GATHERED, LORA | {"freeze": True}),
         }.items()
     ],

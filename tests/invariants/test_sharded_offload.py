@@ -82,3 +82,12 @@ def test_offloading_a_sharded_policy_changes_nothing(tiny_model, processes, mode
     for (metrics, weights), (expected_metrics, expected_weights) in zip(offloaded, kept, strict=True):
         assert metrics == expected_metrics
         assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)
+
+
+@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_moe"])
+def test_offloading_the_inputs_of_layers_changes_nothing(tiny_model, processes, model):
+    kept = processes.run(train, tiny_model(model), {"checkpointing": True}, False, ranks=2)
+    offloaded = processes.run(train, tiny_model(model), {"offloads_activations": True}, False, ranks=2)
+    for (metrics, weights), (expected_metrics, expected_weights) in zip(offloaded, kept, strict=True):
+        assert metrics == expected_metrics
+        assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)

@@ -32,8 +32,8 @@ def marked(mark: str) -> dict[int, str]:
 
 
 @contextmanager
-def two_ray_nodes(folder: Path) -> Iterator[dict[str, str]]:
-    """Start two Ray nodes with one CPU each, and return the environment of a run on them.
+def two_ray_nodes(folder: Path, *, num_cpus: int = 1) -> Iterator[dict[str, str]]:
+    """Start two Ray nodes with so many CPUs each, and return the environment of a run on them.
 
     folder: for their logs. All processes of the nodes, and of runs on them, are killed at the end.
     """
@@ -43,7 +43,7 @@ def two_ray_nodes(folder: Path) -> Iterator[dict[str, str]]:
     mark = secrets.token_hex(8)
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
     ray = str(Path(sys.executable).with_name("ray"))
-    common = ["--num-cpus=1", "--disable-usage-stats", "--block"]
+    common = [f"--num-cpus={num_cpus}", "--disable-usage-stats", "--block"]
     head = ["--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
     environment = {**os.environ, **token, MARK: mark}
     nodes: list[subprocess.Popen[bytes]] = []

@@ -5,7 +5,7 @@ Engines run in a single process or as one of several ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor
 from support.oracle import make_group, make_prompt
 from trigon.algorithms.losses import LossSettings
 from trigon.models.features import VisionFeatureCache
+from trigon.models.kernels import Kernel
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.lora import LoraSettings, add_lora
 from trigon.models.policy import Policy
@@ -73,6 +74,7 @@ def make_engine(
     max_tokens: int = ONE_ROW,
     freeze: bool = False,
     checkpointing: bool = False,
+    offloads_activations: bool = False,
     warmup_updates: int = 0,
     lora_rank: int = 0,
     sharding: Sharding | None = None,
@@ -80,6 +82,10 @@ def make_engine(
     vision_cache_bytes: int = 2**20,
     logprob_chunk: int = 1024,
     offload: bool = False,
+    sequence_parallel_size: int = 1,
+    kernel: Kernel = "sdpa",
+    model_class: type[Policy] = Policy,
+    prepare: Callable[[Policy], object] = lambda policy: None,
 ) -> LocalTrainEngine:
     """Return the engine of a model folder.
 
@@ -91,14 +97,17 @@ def make_engine(
         group.
         compared_with: model folder of the reference of the full KL.
         vision_cache_bytes: size of the feature cache, for a frozen vision tower.
+        offloads_activations: keep the inputs of checkpointed layers in host memory.
         offload: move weights and optimizer states to the CPU while they are not in use.
+        sequence_parallel_size: consecutive ranks that compute every row together.
+        prepare: called with the policy when it has weights.
     """
     processors = processors_of(folder)
 
     def open_policy(folder: Path, device: torch.device, *, as_stored: bool = False) -> Policy:
         stored = stored_dtype(folder) if as_stored else None
-        return Policy(
-            load_model(str(folder), dtype=dtype if stored is None else stored, device=device),
+        return model_class(
+            load_model(str(folder), dtype=dtype if stored is None else stored, device=device, attention_kernel=kernel),
             processors.family,
             temperature=0.7,
             banned_token_ids=processors.banned_token_ids,
@@ -111,14 +120,23 @@ def make_engine(
             policy.freeze_vision_tower()
         if lora_rank:
             add_lora(policy.model, LoraSettings(lora_rank, 2 * lora_rank, "all-linear", None), seed=0)
-        if checkpointing:
-            policy.enable_gradient_checkpointing()
+        if checkpointing or offloads_activations:
+            policy.enable_gradient_checkpointing(offload=offloads_activations)
+        if device.type != "meta":
+            prepare(policy)
         return policy
 
     process_group = SingleProcess() if sharding is None else TorchProcessGroup(CPU)
 
+    ranks = None
+    if isinstance(process_group, TorchProcessGroup) and sequence_parallel_size > 1:
+        ranks = process_group.row_ranks(sequence_parallel_size)
+
     def place(make: MakePolicy) -> Policy:
-        return make(CPU) if sharding is None else open_sharded(make, process_group, sharding, CPU)
+        policy = make(CPU) if sharding is None else open_sharded(make, process_group, sharding, CPU)
+        if ranks is not None:
+            policy.use_row_ranks(ranks)
+        return policy
 
     positions = positions_of(processors.family, processors.hf_config)
     placement = Placement(

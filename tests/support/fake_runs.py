@@ -103,6 +103,10 @@ class RecordingEngine(FakeEngine):
         self.record.events.append(f"sample {len(prompts)} for {step}")
         return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
 
+    def generate_until(self, prompts, sampling, until, *, step, on_progress=None, on_group=None):
+        self.record.events.append(f"sample {len(prompts)} for {step} until {until.num_groups}")
+        return super().generate_until(prompts, sampling, until, step=step, on_progress=on_progress, on_group=on_group)
+
 
 class RecordingTrainer(FakeTrainEngine):
     """A fake train engine that records the groups of each update."""
@@ -202,7 +206,15 @@ def plan_of(*, steps: int, per_step: int = 4, per_update: int = 4, epochs: int =
 
 
 @contextmanager
-def open_run(parts: SharedParts, folder: Path, *, complete=sometimes_right, token_logprob=FAKE_LOGPROB, **changes: Any):
+def open_run(
+    parts: SharedParts,
+    folder: Path,
+    *,
+    complete=sometimes_right,
+    token_logprob=FAKE_LOGPROB,
+    tokens_per_step: int | None = None,
+    **changes: Any,
+):
     """Yield a run that writes into the folder, and release the folder at the end."""
     with ExitStack() as stack:
         record = Record()
@@ -211,6 +223,7 @@ def open_run(parts: SharedParts, folder: Path, *, complete=sometimes_right, toke
             stop_token_id=parts.processors.stop_token_ids[0],
             complete=complete,
             token_logprob=token_logprob,
+            tokens_per_step=tokens_per_step,
         )
         rollout.record = record
         trainer = RecordingTrainer(record)

@@ -39,6 +39,7 @@ def measure(
     compute_dtype: torch.dtype | None,
     kernel: Kernel = "sdpa",
     has_adapters: bool = False,
+    offloads: bool = False,
 ) -> Peaks:
     """Measure passes over a row of equal groups with prompts full of images, and count them."""
     policy, memory = engine.policy, HostMemory(shared_by=1)
@@ -76,6 +77,7 @@ def measure(
             chunk_rows=policy.logprob_chunk,
             tied=size.tied,
             on_cpu=True,
+            offloads=offloads,
         ),
     )
     return Peaks(update_peak, score_peak, update_bytes(*arguments), score_bytes(*arguments))

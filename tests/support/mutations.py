@@ -109,7 +109,8 @@ MUTATIONS = (
         "if time.thread_time() > deadline:",
         "if False:",
         "unit/test_data_prompts.py",
-        "template",
+        "templates_are_bounded",
+        seconds=30,
     ),
     Mutation(
         "a template makes no large text",

@@ -31,17 +31,10 @@ def load_hugging_face(folder: Path, dtype: torch.dtype):
     return auto_class.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
 
 
-def padded_logprobs(
-    model,
-    prompt: Prompt,
-    completions: Sequence[tuple[int, ...]],
-    *,
-    temperature: float,
-    banned_token_ids: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """Return (logprobs, entropy), each [sum of R]: the tokens of all completions, concatenated.
+def padded_logits(model, prompt: Prompt, completions: Sequence[tuple[int, ...]]) -> Tensor:
+    """Return the logits that predict the tokens of each completion, [N, longest R, V].
 
-    The batch is padded on the right to [N, T]; all logits [N, R, V] are in memory at once.
+    The batch is padded on the right to [N, T]. With a head of one output they are values.
     """
     longest = max(len(completion) for completion in completions)
     start = len(prompt.token_ids)
@@ -66,14 +59,29 @@ def padded_logprobs(
         }
         if is_video and hasattr(model.config.vision_config, "tokens_per_second"):
             images["second_per_grid_ts"] = torch.tensor(prompt.vision.temporal_patch_seconds).repeat(len(completions))
-    logits = model(
+    logits: Tensor = model(
         input_ids=token_ids,
         attention_mask=attention_mask,
         use_cache=False,
         logits_to_keep=torch.arange(start - 1, start + longest - 1),
         **images,
     ).logits
-    logits = logits / temperature
+    return logits
+
+
+def padded_logprobs(
+    model,
+    prompt: Prompt,
+    completions: Sequence[tuple[int, ...]],
+    *,
+    temperature: float,
+    banned_token_ids: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """Return (logprobs, entropy), each [sum of R]: the tokens of all completions, concatenated.
+
+    All logits [N, R, V] are in memory at once.
+    """
+    logits = padded_logits(model, prompt, completions) / temperature
     if banned_token_ids:
         logits[..., list(banned_token_ids)] = -1e30
     table = logits.log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Which tests `make test` leaves to others, and which are skipped without vLLM.
+"""Which tests `make test` and `make test-all` leave to others, and which are skipped without vLLM.
 
 `make test` has lint, types, unit tests, invariants, and one run of each kind: one worker, two
 workers, resume, export, a learning test. The files below have more cases of the same kinds; their
@@ -11,36 +11,41 @@ import re
 from functools import cache
 from pathlib import Path
 
-RELIABILITY = Path(__file__).parents[2] / "docs" / "reliability.md"
+TESTS = Path(__file__).parents[1]
+RELIABILITY = TESTS.parent / "docs" / "reliability.md"
 
 KEPT = {
     "learn/test_every_algorithm.py": None,
     "learn/test_gridworld.py": None,
     "learn/test_learns_to_look_closer.py": None,
     "learn/test_smollm2.py": None,
-    "invariants/test_ranks_change_nothing.py": r"\[(vision on 2|lora, hybrid|full kl, lora|bfloat16 weights)\]|"
-    r"not_finite|\[2, read by 1 and 4\]|\[on 4, hybrid\]",
+    "invariants/test_ranks_change_nothing.py": r"\[(vision on 2|bfloat16 weights|2, read by 1 and 4)\]|not_finite",
+    "invariants/test_critic_invariants.py": r"^(?!.*two_ranks.*lora)",
+    "invariants/test_sequence_parallel.py": r"\[(qwen2_5_vl on 4, fewer key heads|qwen3_vl, two rows of 2)\]",
     "invariants/test_sharded_offload.py": r"\[tied, bf16\]",
     "invariants/test_checkpoint_killed.py": r"\[best-background\]",
     "integration/test_diverging_runs.py": r"test_gradients_that_are_nan",
-    "invariants/test_crash_points.py": r"\[export\]|\[some calls\]",
-    "integration/test_disk_faults.py": r"test_a_last_save",
+    "invariants/test_crash_points.py": r"\[some calls\]",
+    "integration/test_disk_faults.py": None,
     "integration/test_doctor.py": r"test_a_few_checks|test_a_wrong_tolerance|test_ending_the_command",
     "unit/test_check_page.py": r"thresholds",
     "unit/test_checks.py": r"^(?!test_exactly_the_planted|test_the_shipped_recipes|test_the_advice|test_prompts_are|"
     r"test_a_function_that_reads)"
     r"|\[(a misspelt option|a marker too few|a row twice|a reward function that hangs on nothing|large images)\]"
     r"|\[qwen2_5_vl_3b_geo3k_grpo\]",
+    "integration/test_sampler_pool.py": r"each_byte_is_sent_once|by_the_other_one\[die\]",
+    "integration/test_separate_pools.py": None,
     "integration/test_starter.py": None,
     "unit/test_model_judge.py": r"^(?!test_no_count_is_lost_when_processes)",
     "unit/test_rollout_vllm_arguments.py": r"^(?!test_importing_the_package)",
     "unit/test_tiny_model.py": r"^(?!test_the_same_arguments_give_the_same_bytes_in_another_process)",
     "unit/test_watchdog.py": r"\[hang_in_python\]|test_progress_from_another_thread|test_the_stacks_of",
-    "unit/test_models_activations.py": r"measured_peak\[qwen2_5_vl-|autocast-checkpointing-lora|variable_lengths",
+    "unit/test_models_activations.py": r"counted\[frozen vision\]|measured_peak\[qwen2_5_vl-|"
+    r"autocast-checkpointing-lora|variable_lengths",
     "integration/test_environment_pool.py": r"^(?!.*\[strict\b)",
     "integration/test_episodes_benchmark.py": r"sampled_tokens_are_compared",
     "integration/test_episodes_combined.py": None,
-    "integration/test_episodes_runs.py": r"turns_are_sampled|killed_in_the_middle",
+    "integration/test_episodes_runs.py": r"turns_are_sampled",
     "integration/test_evaluation.py": None,
     "integration/test_examples.py": None,
     "integration/test_memory_of_a_larger_model.py": None,
@@ -48,15 +53,15 @@ KEPT = {
     "integration/test_python_examples.py": r"test_the_page_has|saved_with_its_outputs",
     "integration/test_fused_parts.py": r"^(?!.*test_compiled_modules_compute_the_same)",
     "integration/test_gpu_placement.py": None,
-    "integration/test_hangs.py": r"\[hang_in_c-1\]",
+    "integration/test_hangs.py": None,
     "integration/test_judge_served.py": None,
     "integration/test_many_workers.py": r"test_two_workers_(have_the_numbers_of_one|process_each_image)",
     "integration/test_model_families.py": r"\[(qwen2_5_vl|qwen3_vl)\b",
+    "integration/test_oversampling_runs.py": None,
     "integration/test_network.py": r"test_two_workers_listen",
     "integration/test_plan_equals_run.py": None,
     "integration/test_page_sessions.py": r" options\]",
     "integration/test_push.py": r"^(?!test_a_lora_run)",
-    "integration/test_random_kills.py": None,
     "integration/test_reward_confinement.py": r"without_what_prevents_them\[(\]|namespaces, landlock\])|a_container|"
     r"is_killed\[all\]|supervisor_that_is|but_its_channel|\[(hang-timeout-)?all\]|asked_for|network|private|an_option",
     "integration/test_rollout_episode_engines.py": r"\[vllm-qwen2_5_vl|anew_with_the_same_bits\[vllm-qwen2\]|"
@@ -64,16 +69,31 @@ KEPT = {
     "integration/test_rollout_videos.py": None,
     "integration/test_rollout_vllm_cuda_config.py": r"\[qwen2_5_vl\]",
     "integration/test_rollout_vllm_random_weights.py": None,
-    "integration/test_secrets_of_a_run.py": r"one worker",
+    "integration/test_secrets_of_a_run.py": None,
     "integration/test_train_auto_micro_batch.py": None,
+    "integration/test_train_critic.py": r"test_the_policy_rests",
     "integration/test_train_lora.py": None,
     "integration/test_train_media.py": None,
-    "integration/test_stop_signals.py": r"test_a_long_step_is_left.*\[one worker\]",
+    "integration/test_stop_signals.py": None,
     "integration/test_train_resume.py": r"test_ctrl_c_and_sigterm",
-    "integration/test_watchers.py": r"constant_reward|function_that_leaks",
+    "integration/test_watchers.py": r"function_that_leaks",
     "integration/test_working_folder.py": None,
 }
 """File below tests/ -> pattern of the test ids that `make test` runs; None: none of them."""
+
+LEFT_TO_FAULTS = {
+    "integration/test_disk_faults.py": r"test_a_worker_that_cannot",
+    "integration/test_diverging_runs.py": r"two_workers",
+    "integration/test_hangs.py": r"of_two_workers|hang_in_c",
+    "integration/test_many_workers.py": r"test_a_killed_worker|test_ctrl_c_reaches",
+    "integration/test_mutations.py": r"test_a_broken_guard",
+    "integration/test_random_kills.py": r"",
+    "integration/test_separate_pools.py": r"whoever_is_killed|test_a_sampler_that_is_killed",
+    "integration/test_stop_signals.py": r"test_a_run_that_is_stopped_at_any_moment|test_two_workers_that_all_get|"
+    r"\[two workers\]",
+    "invariants/test_crash_points.py": r"test_a_save_.*\[(save|background|each call of a rank)\]|\[merge\]",
+}
+"""File below tests/ -> pattern of test ids that take minutes: only `make test-faults` runs them."""
 
 NEEDS_VLLM = {
     "integration/test_diverging_runs.py": r"test_two_workers_survive",
@@ -87,6 +107,7 @@ NEEDS_VLLM = {
     "integration/test_network.py": r"",
     "integration/test_page_sessions.py": r" (ten-minutes|debugging)\]",
     "integration/test_rollout_deepstack.py": r"",
+    "integration/test_separate_pools.py": r"",
     "integration/test_rollout_engines.py": r"\[vllm-",
     "integration/test_rollout_episode_engines.py": r"\[vllm-|tensor_parallelism",
     "integration/test_rollout_videos.py": r"\[vllm-",
@@ -113,6 +134,27 @@ def is_extended(file: str, test_id: str) -> bool:
         return False
     pattern = KEPT[file]
     return pattern is None or re.search(pattern, test_id) is None
+
+
+def has_selected_tests(file: str, expression: str) -> bool:
+    """Return whether a file may have tests that pytest's option -m selects.
+
+    file: its path below tests/. expression: a conjunction of "alone", "extended", each with or
+    without "not"; with any other word every file may have some.
+    """
+    words = expression.split(" and ")
+    if not set(words) <= {"alone", "not alone", "extended", "not extended"}:
+        return True
+    if "extended" in words and file not in KEPT:
+        return False
+    if "not extended" in words and KEPT.get(file, "") is None:
+        return False
+    return "alone" not in words or "mark.alone" in (TESTS / file).read_text(encoding="utf-8")
+
+
+def is_left_to_faults(file: str, test_id: str) -> bool:
+    """Return whether only `make test-faults` runs a test. file, test_id: as for is_extended."""
+    return file in LEFT_TO_FAULTS and re.search(LEFT_TO_FAULTS[file], test_id) is not None
 
 
 @cache

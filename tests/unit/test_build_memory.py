@@ -12,9 +12,10 @@ import torch
 from support.engines import make_engine
 from support.published import CONFIGS, configured
 from trigon.build.engines import staged_bytes
-from trigon.build.memory import count_memory, size_of_model
+from trigon.build.memory import count_memory
 from trigon.build.memory_check import MemoryCounter, check_memory, find_hardware, find_remedies, with_options
 from trigon.build.memory_table import GIB, Hardware
+from trigon.build.model_sizes import size_of_model
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.models.load import load_model
@@ -143,6 +144,43 @@ def test_a_longer_row_and_no_checkpointing_need_more():
     ]
     assert activations[0] < activations[1] < 9 * activations[0]
     assert activations[2] > 4 * activations[0]
+
+
+def test_offloaded_inputs_of_layers_are_in_host_memory_during_an_update():
+    config = configured("Qwen2.5-7B-Instruct", {"trainer.n_gpus_per_node": 8, "trainer.auto_micro_batch": True})
+    kept, offloaded = (
+        count(with_options(config, {"worker.actor.model.enable_activation_offload": offloads}))
+        for offloads in (False, True)
+    )
+    tokens = config.data.max_prompt_length + config.data.max_response_length
+    each = tokens * 3584 * 2
+    saved = parts_of(kept, "update")["activations"] - parts_of(offloaded, "update")["activations"]
+    # At the peak, while logits are computed, the input of the last of 28 layers is on the device.
+    assert saved == 27 * each
+    pinned = 2 ** (each - 1).bit_length()
+    assert parts_of(offloaded, "update", "host")["inputs of layers"] == 8 * 28 * pinned
+    assert [each.phase for each in kept.phases if each.pool == "host"] == ["start", "sampling", "save"]
+
+
+@pytest.mark.parametrize(
+    ("response", "kept", "offloaded", "host"), [(30_720, 13.0, 7.3, 56.0), (63_488, 26.1, 14.7, 112.0)]
+)
+def test_what_the_page_on_long_sequences_says_of_offloaded_inputs(response, kept, offloaded, host):
+    changes = {
+        "trainer.n_gpus_per_node": 8,
+        "trainer.auto_micro_batch": True,
+        "worker.actor.model.freeze_vision_tower": True,
+        "data.max_prompt_length": 2048,
+        "data.max_response_length": response,
+    }
+    config = configured("Qwen2.5-VL-7B-Instruct", changes)
+    memory = [
+        count(with_options(config, {"worker.actor.model.enable_activation_offload": offloads}))
+        for offloads in (False, True)
+    ]
+    activations = [round(parts_of(each, "update")["activations"] / GIB, 1) for each in memory]
+    assert activations == [kept, offloaded]
+    assert parts_of(memory[1], "update", "host")["inputs of layers"] == host * GIB
 
 
 def test_the_table_names_every_phase_and_part():

@@ -60,7 +60,8 @@ def test_commands_are_completed(complete):
 
 
 def test_parts_of_the_names_of_options_are_completed_one_at_a_time(complete):
-    assert complete("trigon train worker.") == ["worker.actor.", "worker.rollout.", "worker.ref.", "worker.reward."]
+    sections = ["worker.actor.", "worker.critic.", "worker.rollout.", "worker.ref.", "worker.reward."]
+    assert complete("trigon train worker.") == ["worker.hybrid_engine=", *sections]
     expected = [f"{option.name}=" for option in options().values() if option.name.startswith("data.max_")]
     assert complete("trigon train run.yaml data.max_") == expected
     assert len(expected) > 3
@@ -69,7 +70,8 @@ def test_parts_of_the_names_of_options_are_completed_one_at_a_time(complete):
 
 
 def test_the_last_part_of_a_name_is_enough_where_only_one_option_has_it(complete):
-    assert complete("trigon train lr_warmup_r") == ["worker.actor.optim.lr_warmup_ratio="]
+    assert complete("trigon train gpu_memory_u") == ["worker.rollout.gpu_memory_utilization="]
+    assert complete("trigon train lr_warmup_r") == []  # of the actor and of the critic
     assert complete("trigon train max_") == []
 
 

@@ -83,6 +83,16 @@ def test_cpu_offload_needs_several_workers():
     load_config(None, (*NEEDED, "worker.actor.fsdp.enable_cpu_offload=true", "trainer.n_gpus_per_node=2"))
 
 
+def test_activation_offload_needs_gradient_checkpointing():
+    offload, keep = ".enable_activation_offload=true", ".enable_gradient_checkpointing=false"
+    for name, others in (("worker.actor.model", ()), ("worker.critic.model", ("algorithm.adv_estimator=gae",))):
+        message = problem(name + offload, name + keep, *others)
+        assert f"{name}{offload[:-5]} is true without {name}{keep[:-6]}" in message
+        assert "set both to true" in message
+        load_config(None, (*NEEDED, name + offload, *others))
+    load_config(None, (*NEEDED, "worker.critic.model" + offload, "worker.critic.model" + keep))  # without a critic
+
+
 @pytest.mark.parametrize(
     ("per_step", "per_update", "proposals"),
     [
@@ -440,3 +450,35 @@ def test_a_kept_surplus_suggests_a_mismatch_correction():
 def test_train_weights_needs_one_weight_per_dataset():
     message = problem("data.train_files=[a.jsonl,b.jsonl]", "data.train_weights=[1,2,0.5]")
     assert "data.train_weights has 3 weights, but data.train_files 2 datasets" in message
+
+
+# -- oversampling ----------------------------------------------------------------------------------
+
+OVERSAMPLING = "worker.rollout.oversampling=0.25"
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("worker.rollout.name=transformers", "set worker.rollout.name=vllm, or worker.rollout.oversampling=0"),
+        ("worker.rollout.tools=[crop]", "cannot be left and gone on with"),
+        ("algorithm.online_filtering=true", "has rounds of its own"),
+        ("algorithm.adv_estimator=remax", "choose another estimator"),
+    ],
+)
+def test_oversampling_is_refused_where_steps_cannot_stop_early(override, part):
+    message = problem(OVERSAMPLING, override)
+    assert message.startswith("worker.rollout.oversampling is 0.25, but ")
+    assert part in message
+    assert "worker.rollout.oversampling" not in "".join(warnings("worker.rollout.oversampling=0", override))
+
+
+def test_importance_sampling_is_the_default_with_oversampling():
+    assert warnings(OVERSAMPLING) == ()
+    assert "corrects for it" in warnings(OVERSAMPLING, "algorithm.mismatch_correction=off")[0]
+    message = problem(OVERSAMPLING, "worker.rollout.top_p=0.9")
+    assert message.startswith("algorithm.mismatch_correction=truncate, the default with worker.rollout.oversampling,")
+    message = problem("worker.hybrid_engine=false", "algorithm.max_staleness=1", "worker.rollout.top_k=9")
+    assert "algorithm.mismatch_correction=truncate, the default with algorithm.max_staleness=1," in message
+    assert "worker.rollout.max_carried_steps has no effect" in warnings("worker.rollout.max_carried_steps=2")[0]
+    assert warnings(OVERSAMPLING, "worker.rollout.max_carried_steps=2") == ()

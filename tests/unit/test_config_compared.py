@@ -18,6 +18,7 @@ BY_CONTENT = {
     "data.override_chat_template",
     "worker.actor.model.model_path",
     "worker.actor.model.tokenizer_path",
+    "worker.critic.model.model_path",
     "worker.reward.reward_function",
     "worker.reward.val_reward_function",
     "worker.reward.reward_function_kwargs",
@@ -39,6 +40,7 @@ FREE = {
     "worker.actor.micro_batch_size_per_device_for_update",
     "worker.actor.micro_batch_size_per_device_for_experience",
     "worker.actor.model.enable_gradient_checkpointing",
+    "worker.actor.model.enable_activation_offload",
     "worker.actor.model.trust_remote_code",
     "worker.actor.model.vision_cache_gb",
     "worker.actor.model.attention_kernel",
@@ -50,6 +52,21 @@ FREE = {
     "worker.actor.fsdp.enable_cpu_offload",
     "worker.actor.offload.offload_params",
     "worker.actor.offload.offload_optimizer",
+    "worker.actor.ulysses_sequence_parallel_size",
+    "worker.critic.micro_batch_size_per_device_for_update",
+    "worker.critic.micro_batch_size_per_device_for_experience",
+    "worker.critic.model.enable_gradient_checkpointing",
+    "worker.critic.model.enable_activation_offload",
+    "worker.critic.model.trust_remote_code",
+    "worker.critic.fsdp.mp_reduce_dtype",
+    "worker.critic.fsdp.enable_full_shard",
+    "worker.critic.fsdp.fsdp_size",
+    "worker.critic.fsdp.enable_cpu_offload",
+    "worker.critic.offload.offload_params",
+    "worker.critic.offload.offload_optimizer",
+    "worker.hybrid_engine",
+    "worker.rollout.nnodes",
+    "worker.rollout.n_gpus_per_node",
     "worker.rollout.limit_images",
     "worker.rollout.gpu_memory_utilization",
     "worker.rollout.enforce_eager",
@@ -85,6 +102,7 @@ FREE = {
 # Together they use every option on which numbers depend.
 CONFIGS = [
     Config(algorithm={"kl_type": "adaptive", "online_filtering": True, "mismatch_correction": "mask"}),
+    Config(algorithm={"max_staleness": 2}),
     Config(algorithm={"adv_estimator": "gdpo"}, worker={"actor": {"loss_type": "sapo", "loss_avg_mode": "seq_fixed"}}),
     Config(
         algorithm={"adv_estimator": "reinforce_plus_plus"},
@@ -97,13 +115,19 @@ CONFIGS = [
             "rollout": {"tools": ("crop",)},
         },
     ),
+    Config(worker={"rollout": {"oversampling": 0.25}}),
+    Config(
+        algorithm={"adv_estimator": "gae"},
+        worker={"critic": {"optim": {"lr_scheduler_type": "cosine"}, "model": {"lora": {"rank": 4}}}},
+    ),
+    Config(algorithm={"adv_estimator": "gae"}, worker={"critic": {"share_trunk": True}}),
 ]
 
 
 def test_every_option_is_compared_or_known_to_change_nothing():
     names = {option.name for option in options().values() if not option.name.startswith("trainer.")}
     compared = {name for config in CONFIGS for name in compared_options(config)}
-    assert compared - names == {"trainer.max_try_make_batch"}
+    assert compared - names == {"trainer.max_try_make_batch", "trainer.critic_warmup"}
     assert not compared & (FREE | BY_CONTENT)
     assert names - compared - BY_CONTENT == FREE, "say in compared.py or here whether a run's numbers depend on it"
 

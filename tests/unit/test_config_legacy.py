@@ -61,7 +61,6 @@ def test_the_file_with_total_episodes_and_compute_score():
         "trainer.total_episodes",
         "worker.actor.fsdp.enable_rank0_init",
         "worker.actor.padding_free",
-        "worker.actor.ulysses_sequence_parallel_size",
         "worker.ref.fsdp.enable_rank0_init",
         "worker.reward.compute_score",
         "worker.reward.reward_type",
@@ -125,6 +124,7 @@ def test_a_renamed_key_gives_one_warning_with_the_new_name():
 
 
 VALUE_OF = {
+    "worker.actor.ulysses_sequence_parallel_size": "1",
     "data.mini_rollout_batch_size": "64",
     "data.rollout_batch_size": "512",
     "trainer.total_epochs": "7",
@@ -171,9 +171,7 @@ def test_an_ignored_key_with_an_unsupported_value_is_rejected_with_the_reason(ke
     "override",
     [
         "worker.actor.ulysses_size=4",
-        "worker.hybrid_engine=false",
         "worker.actor.fsdp.enable_cpu_offload=true",
-        "trainer.critic_warmup=5",
         "worker.reward.reward_type=model",
     ],
 )
@@ -184,16 +182,20 @@ def test_an_unsupported_value_is_rejected_with_advice(override):
 
 def test_the_command_line_can_override_a_rejected_value(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("worker: {actor: {ulysses_size: 4}}", encoding="utf-8")
-    loaded = load_config(path, (*NEEDED, "worker.actor.ulysses_size=1"))
+    path.write_text("worker: {reward: {reward_type: model}}", encoding="utf-8")
+    loaded = load_config(path, (*NEEDED, "worker.reward.reward_type=function"))
     assert len(loaded.warnings) == 1
 
 
-def test_an_ignored_section_gives_one_warning(tmp_path):
+def test_a_critic_without_gae_gives_a_warning(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("worker: {critic: {strategy: fsdp, model: {model_path: x}}}", encoding="utf-8")
     loaded = load_config(path, (*NEEDED, "worker.critic.ppo_epochs=2"))
-    assert loaded.warnings == ("worker.critic (command line) has no effect: none of the algorithms here has a critic",)
+    assert loaded.warnings == (
+        f"worker.critic.strategy ({path}, line 1) has no effect: several workers always shard the model with torch's "
+        "FSDP2",
+        "worker.critic has no effect without algorithm.adv_estimator=gae",
+    )
 
 
 @pytest.mark.parametrize(("key", "value"), UNSUPPORTED_VALUES)

@@ -197,14 +197,14 @@ def test_an_unreadable_value_is_reported(override, message):
 def test_all_problems_are_reported_at_once(tmp_path):
     message = problem(
         "lr=1",
-        "trainer.critic_warmup=8",
+        "worker.reward.reward_type=model",
         yaml="data:\n  seed: x\n  seed: 2\n  max_pixels: 0\ntrainer: {nodes: 2, val_freq: often}\n",
         folder=tmp_path,
     )
     lines = message.split("\n  - ")
     assert lines[0] == "7 problems in the configuration:"
-    found = ("data.seed is given twice", "trainer.nodes", "lr (command line)", "critic_warmup", "data.seed is 'x'")
-    for part in (*found, "data.max_pixels is 0", "trainer.val_freq is 'often'"):
+    found = ("data.seed is given twice", "trainer.nodes", "lr (command line)", "data.seed is 'x'")
+    for part in (*found, "data.max_pixels is 0", "trainer.val_freq is 'often'", "worker.reward.reward_type"):
         assert sum(part in line for line in lines[1:]) == 1, part
 
 

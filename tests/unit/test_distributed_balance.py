@@ -9,7 +9,7 @@ import torch
 
 from trigon.data.packing import tokens_of
 from trigon.distributed.balance import TOLERANCE, partition_balanced, partition_near
-from trigon.distributed.engines import update_costs
+from trigon.distributed.shares import update_costs
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, TrainGroup, TrainSequence
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trigon.build.memory_table import Hardware
-from trigon.build.workers import smallest_hardware
+from trigon.build.pools import smallest_hardware
 from trigon.distributed.preflight import (
     SAME_EVERYWHERE,
     NodeReport,
@@ -49,7 +49,7 @@ def folders(tmp_path: Path) -> dict[str, Path]:
 
 def inspect(folders: dict[str, Path], ranks: TwoRanks | None = None) -> NodeReport:
     return inspect_node(
-        ranks or TwoRanks(), model_path=str(folders["model"]), run_folder=folders["run"], marker="run.lock"
+        ranks or TwoRanks(), model_paths=[str(folders["model"])], run_folder=folders["run"], marker="run.lock"
     )
 
 

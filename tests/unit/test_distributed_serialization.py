@@ -15,12 +15,15 @@ from trigon.distributed.serialization import (
     decode_prompts,
     decode_rollouts,
     decode_train,
+    decode_until,
     encode_completions,
     encode_logprobs,
     encode_prompts,
     encode_rollouts,
     encode_train,
+    encode_until,
 )
+from trigon.rollout.protocol import Until
 from trigon.types import (
     Completion,
     EncodedMedia,
@@ -158,19 +161,31 @@ def sequence(length, *, old, ref, seed=0):
 
 @pytest.mark.parametrize("old", [True, False])
 @pytest.mark.parametrize("ref", [True, False])
-def test_train_groups_are_equal_bit_for_bit(old, ref):
+@pytest.mark.parametrize("critic", [True, False])
+def test_train_groups_are_equal_bit_for_bit(old, ref, critic):
     sent = [
         TrainGroup(PROMPTS[0], (sequence(1, old=old, ref=ref), sequence(300, old=old, ref=ref, seed=1))),
         TrainGroup(PROMPTS[1], ()),
         TrainGroup(PROMPTS[2], (sequence(17, old=old, ref=ref, seed=2),)),
     ]
+    if critic:
+        sent = [
+            replace(
+                group,
+                sequences=tuple(
+                    replace(each, values=-each.advantages, returns=2 * each.advantages) for each in group.sequences
+                ),
+            )
+            for group in sent
+        ]
     received = decode_train(encode_train(sent))
     assert [len(group.sequences) for group in received] == [2, 0, 1]
     for before, after in zip(sent, received, strict=True):
         assert_same_prompt(before.prompt, after.prompt)
         for one, other in zip(before.sequences, after.sequences, strict=True):
             assert one.token_ids == other.token_ids
-            for field in ("loss_mask", "advantages", "sampling_logprobs", "old_logprobs", "ref_logprobs"):
+            fields = ("loss_mask", "advantages", "sampling_logprobs", "old_logprobs", "ref_logprobs")
+            for field in (*fields, "values", "returns"):
                 if getattr(one, field) is None:
                     assert getattr(other, field) is None
                 else:
@@ -276,3 +291,14 @@ class Held(dict):
 
     def __init__(self, *files):
         super().__init__({hashlib.sha256(file).hexdigest(): file for file in files})
+
+
+def test_unfinished_completions_keep_the_version_of_each_token():
+    several = Completion((1, 2, 3), (-0.5, -0.25, -1.0), "unfinished", "", 9, policy_versions=((7, 2), (9, 1)))
+    none = Completion((), (), "unfinished", "", 9)
+    ended = Completion((4,), (-2.0,), "stop", "four", 8)
+    rows = [[ended, several, none], [], [none, none, none]]
+    assert decode_completions(encode_completions(rows)) == rows
+    until = Until(5, num_required=2, begun=tuple(map(tuple, rows)))
+    assert decode_until(encode_until(until, b"prompts")) == (until, b"prompts")
+    assert decode_until(encode_until(Until(1), b"")) == (Until(1), b"")

@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 
+from support.critics import make_critic, to_learn
 from support.engines import KL_TERMS, make_engine, make_rollouts, to_train
 from support.fake_runs import (
     ADVANTAGES,
@@ -18,10 +19,13 @@ from support.fake_runs import (
     full_settings,
     open_run,
     open_shared_parts,
+    plan_of,
     sometimes_crashing,
 )
 from support.models import processors_of
 from trigon.algorithms.importance import Correction
+from trigon.carried import describe_carried, describe_staleness
+from trigon.config.plan import CriticPlan
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.vision import image_processor_of
 from trigon.distributed.worker_group import Traffic
@@ -29,7 +33,7 @@ from trigon.loop import train
 from trigon.metrics import Metrics, values
 from trigon.parity import ParityCheck, Probe
 from trigon.rollout.statistics import describe_validation
-from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
+from trigon.training.fake import FAKE_LOGPROB, FakeCriticEngine, FakeTrainEngine
 from trigon.types import Rollout, RolloutGroup, Score
 from trigon.watch.meter import MemoryMeter, measure_worker
 from trigon.watch.rules import WatcherName
@@ -42,8 +46,17 @@ GPU_ONLY = {
     "perf/max_memory_allocated_gb",
     "perf/max_memory_reserved_gb",
     "perf/mfu_actor",
+    "perf/mfu_critic",
     "perf/peak_tflops",
 }
+AHEAD_ONLY = {
+    "perf/sampling_seconds",
+    "rollout/waiting_groups",
+    "staleness/dropped_groups",
+    "staleness/dropped_tokens",
+}
+"""Reported in tests/unit/test_batch_source.py and test_stream_source.py."""
+
 VLLM_ONLY = {"rollout/engine_restarts", "rollout/retried_requests"}
 """Reported in tests/integration/test_rollout_vllm_faults.py."""
 
@@ -56,7 +69,12 @@ EPISODES_ONLY = {
 }
 """Reported in tests/unit/test_rollout_episodes.py."""
 
-RAY_ONLY = {"perf/object_store_free_gb", "perf/object_store_used_gb"}
+RAY_ONLY = {
+    "perf/object_store_free_gb",
+    "perf/object_store_used_gb",
+    "moved/weights_sent_bytes",
+    "moved/values_bytes",
+}
 
 
 def documented_keys() -> set[str]:
@@ -90,15 +108,24 @@ def reported_keys(tiny_model, tmp_path_factory) -> set[str]:
         open_shared_parts(tiny_model("qwen2"), folder / "kit") as kit,
         open_run(
             kit,
+            folder / "critic",
+            critic=FakeCriticEngine(),
+            advantage_settings=replace(ADVANTAGES, estimator="gae"),
+            plan=replace(plan_of(steps=1), critic=CriticPlan(2, 1, 2, 2, 0, 100, 100)),
+        ) as with_critic,
+        open_run(
+            kit,
             folder / "run",
             complete=sometimes_crashing,
+            has_pools=True,
             **(full_settings(2) | {"advantage_settings": replace(ADVANTAGES, estimator="remax", kl_in_reward="kl")}),
             sampling=replace(SAMPLING, top_k=50),
             group_filter=replace(FILTER, low=-1.0, high=2.0),
         ) as run,
     ):
         train(replace(run, intervals=replace(ALL_INTERVALS, save_every=1)), None)
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        train(with_critic, None)
+    lines = [line for name in ("run", "critic") for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     keys = {key for line in lines for key in json.loads(line)["metrics"]}
 
     model = tiny_model("qwen2")
@@ -108,6 +135,7 @@ def reported_keys(tiny_model, tmp_path_factory) -> set[str]:
         keys |= values(engine.step(to_train(rollouts, old=old, ref=engine.logprobs(rollouts)))).keys()
     frozen = tiny_model("qwen2_5_vl")
     keys |= values(make_engine(frozen, freeze=True).step(to_train(make_rollouts(frozen)))).keys()
+    keys |= values(make_critic(frozen, freeze=True).step(to_learn(make_rollouts(frozen)))).keys()
     parts = {"overall": 1.0, "accuracy": 1.0}
     datasets = [
         replace(
@@ -118,6 +146,7 @@ def reported_keys(tiny_model, tmp_path_factory) -> set[str]:
         for name, group in zip(("geometry", "charts"), rollouts, strict=False)
     ]
     keys |= describe_validation(datasets).keys()
+    keys |= describe_carried(()).keys() | describe_staleness(rollouts, version=0).keys()
     keys |= excused_parity_metrics(rollouts).keys()
     traffic = Traffic()
     for phase in ("rollout", "logprobs", "reference_logprobs", "full_kl", "update"):
@@ -151,7 +180,7 @@ def test_every_reported_metric_is_documented(reported_keys):
 
 
 def test_every_documented_metric_is_reported(reported_keys):
-    expected = documented_keys() - GPU_ONLY - RAY_ONLY - VLLM_ONLY - EPISODES_ONLY
+    expected = documented_keys() - GPU_ONLY - RAY_ONLY - VLLM_ONLY - EPISODES_ONLY - AHEAD_ONLY
     unknown = [p for p in expected if not any(as_regex(p).fullmatch(key) for key in reported_keys)]
     assert sorted(unknown) == []
 

@@ -10,9 +10,10 @@ import pytest
 
 from support.published import CONFIGS
 from support.recipes import ROOT, arguments_of
-from trigon.build.memory import count_memory, size_of_model
+from trigon.build.memory import count_memory
 from trigon.build.memory_check import with_options
 from trigon.build.memory_table import GIB, Hardware
+from trigon.build.model_sizes import size_of_model
 from trigon.cli.doctor import make_parser
 from trigon.cli.main import COMMANDS
 from trigon.config.load import LoadedConfig, load_config, split_arguments

@@ -9,7 +9,8 @@ from trigon.build.run import check_environment
 from trigon.config.schema import Config
 from trigon.distributed.recent_files import RecentFiles
 from trigon.distributed.serialization import encode_train
-from trigon.distributed.worker import Worker, WorkerEngines
+from trigon.distributed.worker import Worker
+from trigon.distributed.worker_engines import WorkerEngines
 from trigon.errors import ConfigError
 from trigon.metrics import Max, Min, Sum, merge
 from trigon.system.gpu_memory import gpu_memory_metrics

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from support.engines import make_engine
 from support.memory import measure
@@ -45,6 +48,32 @@ def test_frozen_parts_adapters_and_tied_heads_are_counted(tiny_model, part, form
     )
     has_adapters = part == "lora"
     check(measure(engine, checkpointing=checkpointing, compute_dtype=compute_dtype, has_adapters=has_adapters))
+
+
+LAYERS = 24
+
+
+@pytest.fixture(scope="module")
+def deep(tiny_model, tmp_path_factory):
+    """Return a tiny model with more layers than have their inputs on the device."""
+    folder = tmp_path_factory.mktemp("deep")
+    shutil.copytree(tiny_model("qwen2_5_vl"), folder, dirs_exist_ok=True)
+    config = AutoConfig.from_pretrained(folder)
+    config.text_config.num_hidden_layers = config.vision_config.depth = LAYERS
+    config.text_config.layer_types = ["full_attention"] * LAYERS
+    AutoModelForImageTextToText.from_config(config, dtype=FLOAT32).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("options", [{}, {"freeze": True}, {"lora_rank": 4}], ids=["all", "frozen vision", "lora"])
+def test_offloaded_inputs_are_counted(deep, options):
+    engine = make_engine(deep, offloads_activations=True, **options)
+    peaks = measure(engine, checkpointing=True, offloads=True, compute_dtype=None, has_adapters="lora_rank" in options)
+    # On the CPU both are host memory. The inputs are about half of it.
+    counted = peaks.update_counted.total + peaks.update_counted.host
+    assert counted == pytest.approx(peaks.update, rel=TOLERANCE), peaks.update_counted
+    blocks = 0 if "freeze" in options else LAYERS * 2 * 4 * 81 * 64  # 81 of 100 tokens are an image
+    assert peaks.update_counted.host == 4 * (LAYERS * 2 * (100 + 4 * 60) * 128 + blocks)
 
 
 class _KeepsWhatTheKernelKeeps(torch.autograd.Function):

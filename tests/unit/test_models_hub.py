@@ -15,7 +15,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from trigon.build.workers import config_for_workers
+from trigon.build.pools import config_for_workers
 from trigon.config.load import load_config
 from trigon.data.sources import open_source
 from trigon.errors import ConfigError, DataError, ModelError

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from support.critics import make_value_model
 from support.models import processors_of
 from support.oracle import load_hugging_face, make_group, make_prompt
 from trigon.data.packing import pack_rollouts
@@ -122,6 +123,16 @@ def test_update_work_counts_the_operations_of_an_update(tiny_model: TinyModel) -
         update_flops(policy.model.config, lengths, "shared", trains_vision=False)
     )
     assert make_policy(tiny_model("internvl")).update_work([]) == {}
+
+
+def test_a_critic_has_no_operations_of_a_head_over_the_vocabulary(tiny_model: TinyModel) -> None:
+    folder = tiny_model("qwen3")
+    policy, critic = make_policy(folder), make_value_model(folder)
+    prompt = make_prompt(processors_of(folder), [], seed=1)
+    groups = [TrainGroup(prompt, (TrainSequence((1, 2, 3), *(torch.zeros(3),) * 3, None, None),))]
+    own, other = (each.update_work(groups)["actor/model_tflops"].value * 1e12 for each in (critic, policy))
+    text = policy.model.config.get_text_config()
+    assert other - own == pytest.approx(3 * 2 * 3 * text.hidden_size * (text.vocab_size - 1))
 
 
 def test_update_work_has_the_peak_of_a_known_gpu(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

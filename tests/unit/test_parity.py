@@ -126,6 +126,25 @@ def test_each_replica_is_judged_by_its_own_tokens():
         ParityCheck(0.1).check(swapped, FakeTrainEngine())
 
 
+def begun_in_another_step(*logprobs, begun):
+    """Return a group whose completions have `begun` tokens of version 1, and the others of 3."""
+    group = sampled(*logprobs)
+    rollouts = tuple(
+        replace(each, completion=replace(each.completion, policy_versions=((1, begun), (3, tokens - begun))))
+        for each, tokens in zip(group.rollouts, map(len, logprobs), strict=True)
+    )
+    return replace(group, rollouts=rollouts)
+
+
+def test_only_tokens_of_the_current_weights_are_compared():
+    older_differ = begun_in_another_step([-9.0, -1.0, -2.0], begun=1)
+    metrics = ParityCheck(0.25).check([Probe(older_differ, ())], FixedTrainer([-1.0, -1.25, -2.0]))
+    assert metrics == {"parity/logprobs_diff_mean": Mean(0.25, 2.0), "parity/logprobs_diff_max": Max(0.25)}
+    newer_differ = begun_in_another_step([-1.0, -9.0, -2.0], begun=1)
+    with pytest.raises(ParityError, match="on 2 tokens"):
+        ParityCheck(0.25).check([Probe(newer_differ, ())], FixedTrainer([-1.0, -1.25, -2.0]))
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model):
     return processors_of(tiny_model("qwen2")).tokenizer
@@ -153,7 +172,7 @@ def engine(tokenizer):
 )
 def test_without_truncation_the_probe_is_the_first_completions_of_the_first_group(engine, lengths, compared):
     groups = [sampled(*([-1.0] * length for length in lengths)), sampled([-3.0], [-4.0])]
-    [probe] = ParityCheck(0.1).probe(groups, engine, UNTRUNCATED, step=4)
+    [probe] = ParityCheck(0.1).probe(groups, engine, UNTRUNCATED, prompt=groups[0].prompt, step=4, version=3)
     assert probe.first.prompt is groups[0].prompt
     assert probe.first.rollouts == groups[0].rollouts[:compared]
     assert engine.calls == ()
@@ -161,15 +180,17 @@ def test_without_truncation_the_probe_is_the_first_completions_of_the_first_grou
 
 def test_further_completions_are_those_after_the_first_up_to_four_times_their_tokens(engine):
     groups = [sampled([-1.0] * 80, [-1.1] * 80), sampled(*[[-1.2] * 80] * 2), sampled(*[[-1.3] * 80] * 5)]
-    [probe] = ParityCheck(0.1).probe(groups, engine, UNTRUNCATED, step=4)
+    [probe] = ParityCheck(0.1).probe(groups, engine, UNTRUNCATED, prompt=groups[0].prompt, step=4, version=3)
     assert [group.rollouts for group in probe.further] == [
         groups[0].rollouts[1:],
         groups[1].rollouts,
         groups[2].rollouts[:1],
     ]
-    [probe] = ParityCheck(0.1).probe(groups[:1], engine, UNTRUNCATED, step=4)
+    [probe] = ParityCheck(0.1).probe(groups[:1], engine, UNTRUNCATED, prompt=groups[0].prompt, step=4, version=3)
     assert [group.rollouts for group in probe.further] == [groups[0].rollouts[1:]]
-    [probe] = ParityCheck(0.1).probe([sampled([-1.0])], engine, UNTRUNCATED, step=4)
+    [probe] = ParityCheck(0.1).probe(
+        [sampled([-1.0])], engine, UNTRUNCATED, prompt=sampled([-1.0]).prompt, step=4, version=3
+    )
     assert probe.further == ()
 
 
@@ -178,7 +199,9 @@ def test_further_completions_are_those_after_the_first_up_to_four_times_their_to
 def test_with_truncation_a_short_untruncated_completion_is_sampled(engine, truncation, max_tokens, length):
     sampling = replace(UNTRUNCATED, max_tokens=max_tokens, **truncation)
     with engine.awake(NO_WEIGHTS, version=6):
-        [probe] = ParityCheck(0.1).probe([sampled([-9.0], [-9.0])], engine, sampling, step=7)
+        [probe] = ParityCheck(0.1).probe(
+            [sampled([-9.0], [-9.0])], engine, sampling, prompt=sampled([-1.0]).prompt, step=7, version=6
+        )
     [first, further] = engine.calls
     assert first == (["train:17"], replace(UNTRUNCATED, n=1, max_tokens=length, one_turn=True), 7)
     assert further == (["train:17"], replace(UNTRUNCATED, n=5, max_tokens=length, one_turn=True), 7)
@@ -188,6 +211,15 @@ def test_with_truncation_a_short_untruncated_completion_is_sampled(engine, trunc
     [group] = probe.further
     assert [len(rollout.completion.token_ids) for rollout in group.rollouts] == [length] * 4
     assert ParityCheck(1e-6).check([probe], FakeTrainEngine())["parity/logprobs_diff_max"] == Max(0.0)
+
+
+def test_a_probe_has_completions_that_ended_in_this_step_with_enough_tokens_of_its_weights(engine):
+    [group] = [begun_in_another_step([-1.0] * 70, [-1.0] * 70, [-1.0] * 70, begun=30)]
+    older = replace(group.rollouts[0], completion=replace(group.rollouts[0].completion, policy_version=1))
+    mixed = replace(group, rollouts=(older, *group.rollouts))
+    [probe] = ParityCheck(0.1).probe([mixed], engine, UNTRUNCATED, prompt=mixed.prompt, step=4, version=3)
+    assert probe.first.rollouts == group.rollouts[:2]  # 2 x 40 tokens
+    assert engine.calls == ()
 
 
 class ReplicatedEngine(RecordingEngine):
@@ -216,7 +248,7 @@ def sampled_by(replica, logprob, *, version=3):
 
 def test_each_replica_is_compared_by_the_first_group_that_it_sampled(replicas):
     groups = [sampled_by(replica, -1.0) for replica in (2, 0, 2, 1, 0)]
-    probes = ParityCheck(0.1).probe(groups, replicas, UNTRUNCATED, step=4)
+    probes = ParityCheck(0.1).probe(groups, replicas, UNTRUNCATED, prompt=groups[0].prompt, step=4, version=3)
     assert [probe.first.rollouts for probe in probes] == [groups[1].rollouts, groups[3].rollouts, groups[0].rollouts]
     assert replicas.calls == ()
 
@@ -224,7 +256,7 @@ def test_each_replica_is_compared_by_the_first_group_that_it_sampled(replicas):
 def test_a_replica_without_groups_of_this_step_samples_a_short_completion(replicas):
     groups = [sampled_by(2, -1.0), sampled_by(0, -1.0, version=2)]
     with replicas.awake(NO_WEIGHTS, version=3):
-        probes = ParityCheck(0.1).probe(groups, replicas, UNTRUNCATED, step=4)
+        probes = ParityCheck(0.1).probe(groups, replicas, UNTRUNCATED, prompt=groups[0].prompt, step=4, version=3)
     assert [probe.first.rollouts[0].completion.replica for probe in probes] == [0, 1, 2]
     assert [len(probe.first.rollouts[0].completion.token_ids) for probe in probes] == [16, 16, 1]
     assert [(prompt_ids, used.n) for prompt_ids, used, _ in replicas.calls] == [(["train:2"] * 3, n) for n in (1, 5)]
@@ -234,6 +266,14 @@ def test_a_replica_without_groups_of_this_step_samples_a_short_completion(replic
         [1] * 4,
         [],
     ]
+
+
+def test_without_completions_of_the_step_every_replica_samples_some_whatever_the_version(replicas):
+    prompt = sampled([-1.0]).prompt
+    with replicas.awake(NO_WEIGHTS, version=0):
+        probes = ParityCheck(0.1).probe((), replicas, UNTRUNCATED, prompt=prompt, step=3, version=0)
+    assert [probe.first.rollouts[0].completion.replica for probe in probes] == [0, 1, 2]
+    assert {len(probe.first.rollouts[0].completion.token_ids) for probe in probes} == {SAMPLED_PROBE_TOKENS}
 
 
 @pytest.mark.parametrize("stale", [0, 1, 2])

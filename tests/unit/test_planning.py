@@ -9,9 +9,10 @@ import pytest
 
 from published_steps import ROWS, predict, table
 from support.plans import LENGTHS, planned
-from trigon.build.memory import count_memory, size_of_model
+from trigon.build.memory import count_memory
 from trigon.build.memory_check import with_options
 from trigon.build.memory_table import GIB, Hardware
+from trigon.build.model_sizes import size_of_model
 from trigon.config.schema import Config
 from trigon.errors import ConfigError, ModelError
 from trigon.models.flops import GroupLengths, forward_flops, update_flops

@@ -14,7 +14,7 @@ import pytest
 
 from trigon.build.memory_check import with_options
 from trigon.config.schema import Config
-from trigon.errors import DataError
+from trigon.errors import ConfigError, DataError
 from trigon.planning.calibration import calibrate, observe
 from trigon.planning.lengths import LengthOptions
 from trigon.planning.plan import plan
@@ -114,3 +114,22 @@ def test_factors_by_hand():
     assert changed["gen"] == 2.0
     assert changed["old"] == 4.5  # as the update, which the run that calibrates has
     assert changed["reward"] == 1.5  # per completion
+
+
+def test_a_run_with_separate_pools_calibrates_nothing(runs, tmp_path):
+    import yaml
+
+    shutil.copytree(runs["base"], tmp_path / "run")
+    file = tmp_path / "run" / "config.yaml"
+    shared = yaml.safe_load(file.read_text())
+    separate = {**shared, "worker": {**shared["worker"], "hybrid_engine": False}}
+    file.write_text(yaml.safe_dump(separate))
+    lengths = LengthOptions(prompt_tokens=39, image_tokens=16)
+    with pytest.raises(ConfigError, match=r"separate workers .*calibrate with a run of shared workers"):
+        plan(Config.model_validate(shared), calibrate_with=tmp_path / "run", lengths=lengths)
+    # A run of shared workers calibrates both, except for the weight sync.
+    made = plan(Config.model_validate(separate), calibrate_with=runs["base"], lengths=lengths)
+    plain = plan(Config.model_validate(separate), lengths=lengths)
+    assert made.time.calibrated
+    assert made.time.phases["weights"] == plain.time.phases["weights"]
+    assert made.time.phases["gen"] != plain.time.phases["gen"]

@@ -86,7 +86,7 @@ def test_lines_of_the_first_version_are_read(folder):
         ("not json", r"line 1 is not a rollout \(JSONDecodeError"),
         ("[]", "line 1 is not a rollout"),
         ('{"prompt_id": "a"}', "line 1 is not a rollout"),
-        (f'{{"version": {SCHEMA_VERSION + 1}}}', "has schema version 4, .* update trigon"),
+        (f'{{"version": {SCHEMA_VERSION + 1}}}', f"has schema version {SCHEMA_VERSION + 1}, .* update trigon"),
     ],
 )
 def test_a_line_that_is_no_rollout_is_an_error(tmp_path, line, message):

@@ -171,6 +171,7 @@ def test_a_rollout_is_written_with_prompt_score_and_ground_truth(folder):
         "finish_reason": "stop",
         "num_tokens": 2,
         "policy_version": 11,
+        "policy_versions": [],
         "images": ["train:17/images/0 (a.png)"],
         "ground_truth": "4",
         "ground_truth_type": "str",
@@ -181,7 +182,7 @@ def test_a_rollout_is_written_with_prompt_score_and_ground_truth(folder):
         "tokens": None,
         "num_prompt_tokens": 3,
         "turns": [],
-        "version": 3,
+        "version": 4,
     }
     assert second["sample"] == 1
 

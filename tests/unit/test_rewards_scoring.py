@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import is_running
+from support.processes import is_running, wait_until
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
@@ -175,7 +175,7 @@ def test_an_error_in_the_context_stops_the_workers_and_the_pool_is_usable(pool, 
 
     with pytest.raises(error):
         sample()
-    assert not is_running(int((tmp_path / "pids" / "endless").read_text()))
+    wait_until(lambda: not is_running(int((tmp_path / "pids" / "endless").read_text())))
     assert [score.overall for score in pool.score([request("aa", tmp_path)] * 5)] == [2.0] * 5
 
 
@@ -183,7 +183,7 @@ def test_leaving_the_context_does_not_wait_for_scores(pool, tmp_path):
     with pool.scoring(num_completions=1) as scoring:
         scoring.add(0, [request("endless", tmp_path, "hang")])
         wait_for(tmp_path / "started endless")
-    assert not is_running(int((tmp_path / "pids" / "endless").read_text()))
+    wait_until(lambda: not is_running(int((tmp_path / "pids" / "endless").read_text())))
     assert pool.score([request("a", tmp_path)])[0].overall == 1.0
 
 
@@ -272,3 +272,31 @@ def test_close_closes_all_files(open_pool):
     pool.score([request("a", "/tmp")])
     pool.close()
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_the_scores_of_a_group_are_found_once_all_of_them_are_there(pool, tmp_path):
+    with pool.scoring(num_completions=4) as scoring:
+        scoring.add(0, [request("a", tmp_path), request("aa", tmp_path)])
+        while (scores := scoring.find_scores(range(2))) is None:
+            time.sleep(0.005)
+        assert [score.overall for score in scores] == [1.0, 2.0]
+        scoring.add(2, [request("aaa", tmp_path)])
+        wait_for(tmp_path / "scored aaa")
+        assert scoring.find_scores(range(2, 4)) is None
+        scoring.result()
+        assert scoring.find_scores(range(2, 3)) is not None
+
+
+def test_failures_of_few_completions_may_be_relative_to_a_larger_number(open_pool, tmp_path):
+    pool = open_pool(REWARD, max_failed_fraction=0.25)
+    requests = [request("fails", tmp_path, "raise"), request("b", tmp_path)]
+    with pool.scoring(num_completions=2, min_counted=4) as scoring:
+        scoring.add(0, requests)
+        assert [score.outcome for score in scoring.result()] == ["failed", "ok"]
+        assert scoring.find_scores(range(2)) is not None
+    with pool.scoring(num_completions=2) as scoring:
+        scoring.add(0, requests)
+        with pytest.raises(RewardError, match="1 of 2 completions"):
+            scoring.result()
+        with pytest.raises(RewardError, match="1 of 2 completions"):
+            scoring.find_scores(range(2))

@@ -167,7 +167,7 @@ def test_other_options_are_masked_where_their_text_looks_like_a_secret_only():
 def test_every_free_mapping_is_known():
     mappings = {option.name for option in options().values() if option.kind == "mapping" and "," not in option.expected}
     assert mappings <= set(FREE_MAPPINGS)
-    assert len(mappings) == 3
+    assert len(mappings) == 4
 
 
 @pytest.mark.faults

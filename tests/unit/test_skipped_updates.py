@@ -97,6 +97,8 @@ def test_the_message_says_what_was_not_finite_of_the_tokens_that_are_learned_fro
     assert describe_skipped([train_group()], update, grad_norm=math.inf) == (
         start + "the loss and everything in it are finite; the backward pass overflowed"
     )
+    joint = update | {"critic/grad_norm": Mean(math.nan), "critic/vf_loss": Mean(0.5)}  # with a shared trunk
+    assert "the backward pass overflowed" in describe_skipped([train_group()], joint, grad_norm=math.inf)
     loss = update | {"actor/pg_loss": Mean(math.nan)}
     assert describe_skipped([train_group()], loss, grad_norm=math.inf) == (
         start + "its advantages and given log-probabilities are finite; the policy's outputs are not; metrics that are "

@@ -326,3 +326,26 @@ def test_peak_bytes_of_a_gpu_do_not_count_existing_tensors():
     assert peak == 256 << 20
     assert memory.free_bytes() == pytest.approx(free, abs=32 << 20)
     assert held.nbytes < memory.total_bytes - memory.free_bytes()
+
+
+def test_offloaded_activations_are_limited_by_the_host_memory(tiny_model):
+    lengths = replace(LENGTHS, update_tokens=100_000)
+    # Two layers of width 128 in float32; pinned memory takes up to four times as much.
+    per_token = 4 * (2 * 128 * 4)
+
+    def measured(host_bytes: int | None, known: Budgets | None = None) -> Budgets:
+        engine = make_engine(tiny_model("qwen2"), offloads_activations=True)
+        memory = HostMemory(shared_by=1)
+        return measure_budgets(engine, None, memory, lengths, SingleProcess(), known=known, host_bytes=host_bytes)
+
+    def tokens(host_bytes: int | None) -> int:
+        return measured(host_bytes).update_tokens
+
+    found = measured(2700 * per_token)
+    assert found.update_tokens == 1350  # half of it
+    assert found.host_bytes == 1350 * per_token
+    assert measured(2500 * per_token, found) is found  # a little less is free than in the run before
+    assert measured(2000 * per_token, found).update_tokens == 1000
+    assert tokens(None) == HostMemory.max_tokens
+    with pytest.raises(ConfigError, match=r"100 tokens, take up to .* host memory.*enable_activation_offload=false"):
+        tokens(190 * per_token)

@@ -16,7 +16,8 @@ from support.engines import make_engine, make_rollouts, to_train
 from trigon.build.engines import open_rollout
 from trigon.build.models import DevicePlacement
 from trigon.config.schema import Config
-from trigon.training.memory import free_cached_memory
+from trigon.training import local
+from trigon.training.memory import CudaMemory, free_cached_memory
 from trigon.training.parallel import SingleProcess
 
 
@@ -91,8 +92,28 @@ def test_nothing_is_moved_without_offloading(tiny_model):
 
 def test_cached_memory_is_freed_on_a_gpu_only(monkeypatch):
     freed = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: freed.append("copies"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append("cuda"))
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: freed.append("host"), raising=False)
     free_cached_memory(torch.device("cpu"))
     assert freed == []
     free_cached_memory(torch.device("cuda"))
-    assert freed == ["cuda"]
+    assert freed == ["copies", "cuda", "host"]
+    monkeypatch.delattr(torch.accelerator, "empty_host_cache")
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: freed.append("older"), raising=False)
+    free_cached_memory(torch.device("cuda"))
+    assert freed[3:] == ["copies", "cuda", "older"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 2))
+    assert CudaMemory(torch.device("cuda")).free_bytes() == 1
+    assert freed[6:] == ["copies", "cuda", "older"]
+
+
+def test_cached_memory_is_freed_before_sampling_and_saving(tiny_model, monkeypatch, tmp_path):
+    freed = []
+    monkeypatch.setattr(local, "free_cached_memory", freed.append)
+    engine = make_engine(tiny_model("qwen2"))
+    engine.weights()
+    assert len(freed) == 1
+    engine.save_state(tmp_path, model_only=True)
+    assert len(freed) == 2

@@ -34,6 +34,11 @@ HEALTHY = {
     "grader/failed_fraction": 0.0,
     "mismatch/logprobs_diff_mean": 0.01,
     "mismatch/k3": 0.001,
+    "critic/vf_explained_var": 0.4,
+    "critic/vf_loss": 0.05,
+    "critic/returns/max": 1.0,
+    "critic/returns/min": -1.0,
+    "actor/lr": 1e-6,
 }
 
 # Each is one way to fail: the watcher, the numbers of a failing step, the numbers of one that is
@@ -81,6 +86,18 @@ FAILURES: dict[str, tuple[WatcherName, dict[str, float], dict[str, float], str]]
         {"mismatch/logprobs_diff_mean": 0.049},
         "mismatch/logprobs_diff_mean is 0.051 nats, and was 0.01",
     ),
+    "critic": (
+        "critic",
+        {"critic/vf_explained_var": -1.1},
+        {"critic/vf_explained_var": -0.9},
+        "critic/vf_explained_var is -1.1 while the policy learns",
+    ),
+    "value loss": (
+        "critic",
+        {"critic/vf_loss": 5.1},
+        {"critic/vf_loss": 4.9},
+        "critic/vf_loss is 5.1, and was 0.05 before",
+    ),
     "mismatch, k3": ("mismatch", {"mismatch/k3": 0.11}, {"mismatch/k3": 0.09}, "mismatch/k3 is 0.11 nats"),
 }
 
@@ -110,8 +127,11 @@ def run_steps(watch: Watch, steps: list[dict[str, float]], *, first: int = 1):
     return {step: watched for step, watched in seen.items() if watched.metrics}
 
 
-def steps_needed(watcher: WatcherName) -> int:
-    return WatchConfig().equal_reward_steps if watcher == "equal_rewards" else WatchConfig().steps
+def steps_needed(name: str) -> int:
+    watch = WatchConfig()
+    if name == "critic":
+        return watch.critic_steps
+    return watch.equal_reward_steps if FAILURES[name][0] == "equal_rewards" else watch.steps
 
 
 def test_every_watcher_has_an_option_and_a_test():
@@ -122,7 +142,7 @@ def test_every_watcher_has_an_option_and_a_test():
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_warns_once_after_enough_steps_in_a_row(name):
     watcher, failing, _within, words = FAILURES[name]
-    needed = steps_needed(watcher)
+    needed = steps_needed(name)
     said = run_steps(open_watch(), [{}] * START + [failing] * (needed + 3))
     first = START + needed
     # The history of the last twenty steps keeps the level of before for the steps of this test.
@@ -138,7 +158,7 @@ def test_a_failure_warns_once_after_enough_steps_in_a_row(name):
 @pytest.mark.parametrize("name", FAILURES)
 def test_values_within_the_thresholds_and_short_failures_say_nothing(name):
     watcher, failing, within, _words = FAILURES[name]
-    needed = steps_needed(watcher)
+    needed = steps_needed(name)
     assert run_steps(open_watch(), [{}] * START + [within] * (needed + 5)) == {}
     assert run_steps(open_watch(), [{}] * START + [failing] * (needed - 1) + [{}] + [failing] * (needed - 1)) == {}
     assert run_steps(open_watch(**{watcher: "off"}), [{}] * START + [failing] * (needed + 1)) == {}
@@ -147,7 +167,7 @@ def test_values_within_the_thresholds_and_short_failures_say_nothing(name):
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_watcher_stops_the_run_if_it_is_told_to(name):
     watcher, failing, _within, _words = FAILURES[name]
-    needed = steps_needed(watcher)
+    needed = steps_needed(name)
     said = run_steps(open_watch(**{watcher: "stop"}), [{}] * START + [failing] * needed)
     alarm = said[START + needed].stop
     assert alarm is not None
@@ -208,6 +228,26 @@ def test_nothing_is_said_of_what_the_configuration_asks_for():
     assert run_steps(open_watch(n=1), single) == {}
 
 
+def test_a_critic_may_know_nothing_while_the_policy_rests():
+    watch = open_watch()
+    healthy = {key: value for key, value in HEALTHY.items() if key != "actor/lr"}
+    resting = {**healthy, "critic/vf_explained_var": -3.0}
+    assert [observe(watch, step, resting).new for step in range(1, 41)] == [()] * 40
+    said = run_steps(watch, [{"critic/vf_explained_var": -3.0}] * 20, first=41)
+    assert [step for step, watched in said.items() if watched.new] == [60]
+
+
+def test_a_critic_whose_loss_is_below_that_of_values_of_zero_does_not_explode():
+    assert run_steps(open_watch(), [{"critic/vf_loss": 1e-5}] * 12 + [{"critic/vf_loss": 0.49}] * 20) == {}
+
+
+def test_a_critic_explodes_also_where_the_returns_contain_its_values():
+    # All values are 50, and the returns, with a lambda below 1, are close to them.
+    exploded = {"critic/vf_loss": 700.0, "critic/returns/max": 50.0, "critic/returns/min": 1.0}
+    said = run_steps(open_watch(), [{}] * START + [exploded] * WatchConfig().steps)
+    assert [alarm.watcher for watched in said.values() for alarm in watched.new] == ["critic"]
+
+
 def test_the_validation_has_to_be_far_below_its_best_twice():
     def scores(*values, before=0.1):
         watch = open_watch()
@@ -240,12 +280,12 @@ def test_a_resumed_run_says_the_same_at_the_same_steps():
         if rng.random() < 0.2:
             changes["actor/entropy"] = float("nan")
         steps.append(changes)
-    whole = run_steps(open_watch(steps=3, equal_reward_steps=3), steps)
+    whole = run_steps(open_watch(steps=3, equal_reward_steps=3, critic_steps=3), steps)
     assert len(whole) > 50
     for split in (1, 30, 77):
-        before = open_watch(steps=3, equal_reward_steps=3)
+        before = open_watch(steps=3, equal_reward_steps=3, critic_steps=3)
         first = run_steps(before, steps[:split])
-        after = open_watch(steps=3, equal_reward_steps=3)
+        after = open_watch(steps=3, equal_reward_steps=3, critic_steps=3)
         after.load_state(json.loads(json.dumps(before.state())))
         assert {**first, **run_steps(after, steps[split:], first=split + 1)} == whole
 

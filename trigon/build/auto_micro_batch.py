@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 from trigon.build.engines import Engines
 from trigon.build.options import make_loss_terms, model_path, needs_reference
-from trigon.config.plan import Plan, num_workers
+from trigon.config.plan import Plan, has_critic, num_workers
 from trigon.config.schema import Config
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
@@ -61,8 +61,22 @@ def tune_plan(
         f"{format_bytes(budgets.device_bytes)}), {budgets.experience_tokens:,} per pass without gradient "
         f"({format_bytes(budgets.experience_bytes)}){', reused from the run folder' if budgets == known else ''}"
     )
+    critic = plan.critic
+    if has_critic(config):
+        console.print(
+            f"auto micro-batch of the critic: {budgets.critic_update_tokens:,} tokens per update pass, "
+            f"{budgets.critic_experience_tokens:,} per pass without gradient"
+        )
+        critic = replace(
+            critic,
+            tokens_per_update_pass=budgets.critic_update_tokens,
+            tokens_per_experience_pass=budgets.critic_experience_tokens,
+        )
     return replace(
-        plan, tokens_per_update_pass=budgets.update_tokens, tokens_per_experience_pass=budgets.experience_tokens
+        plan,
+        tokens_per_update_pass=budgets.update_tokens,
+        tokens_per_experience_pass=budgets.experience_tokens,
+        critic=critic,
     )
 
 
@@ -76,6 +90,7 @@ def make_lengths(config: Config, plan: Plan) -> Lengths:
         image_pixels=data.max_pixels,
         update_tokens=plan.prompts_per_update * group_tokens,
         step_tokens=plan.prompts_per_step * group_tokens,
+        critic_update_tokens=plan.critic.prompts_per_update * group_tokens if has_critic(config) else 0,
     )
 
 
@@ -85,6 +100,7 @@ def make_budget_key(config: Config, lengths: Lengths) -> dict[str, object]:
     return {
         "model": model_path(config),
         "workers": num_workers(config),
+        "workers_per_row": actor.ulysses_sequence_parallel_size,
         "lengths": asdict(lengths),
         "terms": asdict(make_loss_terms(config)),
         "strategy": actor.optim.strategy,
@@ -92,4 +108,5 @@ def make_budget_key(config: Config, lengths: Lengths) -> dict[str, object]:
         "actor.fsdp": actor.fsdp.model_dump(),
         "actor.offload": actor.offload.model_dump(),
         "ref": config.worker.ref.model_dump() if needs_reference(config) else None,
+        "critic": mask("worker.critic", config.worker.critic.model_dump()) if has_critic(config) else None,
     }

@@ -17,7 +17,7 @@ from trigon.build.options import (
 )
 from trigon.config.defaults import PIXEL_CACHE_BYTES
 from trigon.config.paths import read_template
-from trigon.config.plan import num_workers
+from trigon.config.plan import has_workers
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts, PromptSet, SkippedRow, open_prompts
 from trigon.data.media_processing import MediaProcessor
@@ -69,7 +69,7 @@ def open_builder(
     """
     data, episodes = config.data, make_episode_options(config)
     if process_images is None:
-        process_images = num_workers(config) == 1 and episodes is None
+        process_images = not has_workers(config) and episodes is None
     return PromptBuilder(
         processors,
         prompt_key=data.prompt_key,

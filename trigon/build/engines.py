@@ -11,11 +11,13 @@ from typing import Protocol, assert_never
 
 import torch
 
+from trigon.build.critic import open_critic
 from trigon.build.data import open_images
 from trigon.build.episodes import EpisodeParts, engine_limit_images, open_episodes
 from trigon.build.models import DevicePlacement, choose_device, open_models
 from trigon.build.options import model_path
 from trigon.checkpoint.store import CheckpointStore, Finish
+from trigon.config.critic import resolve_critic_path, with_critic_as_actor
 from trigon.config.defaults import (
     resolve_enable_chunked_prefill,
     resolve_max_num_seqs,
@@ -35,9 +37,9 @@ from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.restart import RestartableEngine, RestartingEngine
 from trigon.system.cpus import count_usable_cpus
 from trigon.training.budget import Budgets, Lengths, tune_engines
-from trigon.training.memory import memory_of
+from trigon.training.memory import host_memory_for, memory_of
 from trigon.training.parallel import SingleProcess
-from trigon.training.protocol import LogprobEngine, Sizes, TrainEngine, TunableEngine
+from trigon.training.protocol import CriticEngine, LogprobEngine, Sizes, TrainEngine, TunableEngine
 from trigon.training.trace import FOLDER, LocalTracer, Tracer
 
 
@@ -57,7 +59,7 @@ class Engines:
 
     device: description for the console. reference: None where the loop needs no log-probabilities
     of it. sizes: of each rank's shard, by rank; one entry for a single process. tune_micro_batch:
-    measures token budgets.
+    measures token budgets. critic: None but for the estimator gae. critic_sizes: as sizes.
     """
 
     device: str
@@ -67,6 +69,8 @@ class Engines:
     sizes: tuple[Sizes, ...]
     tracer: Tracer
     tune_micro_batch: TuneMicroBatch
+    critic: CriticEngine | None = None
+    critic_sizes: tuple[Sizes, ...] = ()
 
 
 def open_engines(
@@ -93,7 +97,9 @@ def open_engines(
         load_pixels = list if images is None else images.process_groups
         trainer, reference = open_models(config, processors, plan, place, load_pixels=load_pixels)
         stack.callback(trainer.close)
-        check_space(config, store, (trainer.sizes(),))
+        critic = open_critic(config, processors, plan, place, trainer, load_pixels=load_pixels)
+        critic_sizes = () if critic is None else (critic.sizes(),)
+        check_space(config, store, (trainer.sizes(),), critic_sizes)
     with report.phase("start rollout engine"):
         settings = None if episodes is None else open_episodes(config, processors, *episodes, images)
         if settings is not None:
@@ -112,27 +118,48 @@ def open_engines(
 
     def tune_micro_batch(lengths: Lengths, known: Budgets | None) -> Budgets:
         memory = memory_of(place.device, shared_by=1)
-        return tune_engines(trainer, reference, memory, lengths, place.process_group, known=known)
+        return tune_engines(
+            trainer,
+            reference,
+            memory,
+            lengths,
+            place.process_group,
+            known=known,
+            critic=critic,
+            host_bytes=host_memory_for(place.device, shared_by=1),
+        )
 
-    return Engines(str(place.device), trainer, reference, rollout, (trainer.sizes(),), tracer, tune_micro_batch)
+    return Engines(
+        str(place.device),
+        trainer,
+        reference,
+        rollout,
+        (trainer.sizes(),),
+        tracer,
+        tune_micro_batch,
+        critic,
+        critic_sizes,
+    )
 
 
 def open_rollout(
     config: Config,
     processors: Processors,
     place: DevicePlacement,
-    trainer: TunableEngine,
+    trainer: TunableEngine | None,
     *,
     shows_videos: bool,
     episodes: EpisodeSettings | None = None,
 ) -> RolloutEngine:
     """Start the rollout engine. episodes: None: completions of one turn.
 
-    trainer: the train engine on the same device. What it offloads leaves the device first: vLLM
-    takes a share of all of its memory when it starts, not of what is left.
+    trainer: the train engine on the same device; None: the device is the engine's alone. What it
+    offloads leaves the device first: vLLM takes a share of all of its memory when it starts, not of
+    what is left.
     Raises: ConfigError if vLLM is configured and not installed.
     """
-    trainer.offload()
+    if trainer is not None:
+        trainer.offload()
     rollout, model, device = config.worker.rollout, config.worker.actor.model, place.device
     match rollout.name:
         case "vllm":
@@ -160,11 +187,14 @@ def open_rollout(
                 override_config=model.override_config,
                 skip_special_tokens=config.worker.reward.skip_special_tokens,
                 disable_log_stats=rollout.disable_log_stats,
-                tensor_parallel_size=None if place.is_alone else rollout.tensor_parallel_size,
+                tensor_parallel_size=(
+                    None if isinstance(place.process_group, SingleProcess) else rollout.tensor_parallel_size
+                ),
                 shows_videos=shows_videos,
                 model_runner=None if rollout.model_runner == "auto" else rollout.model_runner,
                 async_scheduling=rollout.async_scheduling,
                 weight_check_freq=rollout.weight_check_freq,
+                stays_awake=trainer is None,
             )
             return VllmEngine(settings, processors, episodes)
         case "transformers":
@@ -185,33 +215,57 @@ def open_rollout(
             assert_never(rollout.name)
 
 
-def save_state(trainer: TrainEngine, source: Path, config: Config, folder: Path) -> Finish:
+def save_state(trainer: TrainEngine, source: Path, config: Config, critic: CriticEngine | None, folder: Path) -> Finish:
     """Write the state of the train engine, with the model's configuration and processors.
 
-    source: the model's folder. Returns: the function that finishes the write.
+    source: the model's folder. critic: writes its state into the folder "critic" beside this one.
+    Returns: the function that finishes the write.
     """
     copy_side_files(source, folder / "huggingface")
-    return trainer.save_state(folder, model_only=config.trainer.save_model_only)
+    model_only = config.trainer.save_model_only
+    finish = trainer.save_state(folder, model_only=model_only)
+    if critic is None:
+        return finish
+    of_critic = folder.parent / "critic"
+    path = resolve_critic_path(config)
+    assert path is not None
+    copy_side_files(model_folder(path), of_critic / "huggingface")
+    finish_critic = critic.save_state(of_critic, model_only=model_only)
+
+    def finish_both() -> None:
+        finish()
+        finish_critic()
+
+    return finish_both
 
 
-def check_space(config: Config, store: CheckpointStore, sizes: Sequence[Sizes]) -> None:
+def check_space(
+    config: Config, store: CheckpointStore, sizes: Sequence[Sizes], critic_sizes: Sequence[Sizes] = ()
+) -> None:
     """Raise CheckpointError if the disk has no space for one checkpoint.
 
-    sizes: of each rank's part.
+    sizes, critic_sizes: of each rank's part.
     """
     if config.trainer.val_only:
         return
-    copies = len(sizes) // workers_per_copy(config)
-    store.check_space(sum(saved_bytes(config, each) for each in sizes) // copies)
+    needed = sum(saved_bytes(config, each) for each in sizes) // (len(sizes) // workers_per_copy(config))
+    if critic_sizes:
+        changed = with_critic_as_actor(config)
+        copies = len(critic_sizes) // workers_per_copy(changed)
+        needed += sum(saved_bytes(changed, each) for each in critic_sizes) // copies
+    store.check_space(needed)
 
 
-def staged_bytes(config: Config, sizes: Sequence[Sizes]) -> int:
+def staged_bytes(config: Config, sizes: Sequence[Sizes], critic_sizes: Sequence[Sizes] = ()) -> int:
     """Return the host memory into which a save copies the state, on the machine that needs most.
 
-    sizes: of each rank's part. The ranks of a machine follow each other.
+    sizes, critic_sizes: of each rank's part. The ranks of a machine follow each other.
     """
     per_machine = config.trainer.n_gpus_per_node
     staged = [saved_bytes(config, each) for each in sizes]
+    if critic_sizes:
+        changed = with_critic_as_actor(config)
+        staged = [each + saved_bytes(changed, own) for each, own in zip(staged, critic_sizes, strict=True)]
     return max(sum(staged[first : first + per_machine]) for first in range(0, len(staged), per_machine))
 
 

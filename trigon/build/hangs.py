@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trigon.build.hub import hub_names
 from trigon.config.defaults import resolve_same_command
-from trigon.config.plan import num_workers
+from trigon.config.plan import has_workers
 from trigon.config.schema import Config
 from trigon.report.console import Console
 from trigon.rollout.restart import RESTART
@@ -58,4 +58,4 @@ def limit_of(config: Config, reads_hub: bool, name: str) -> float | None:
         return None
     limit = config.trainer.worker_timeout_seconds
     limit = max(limit, SLOW_SECONDS) if name.startswith(_SLOW) else limit
-    return limit + (_WORKERS_SECONDS if num_workers(config) > 1 else 0.0)
+    return limit + (_WORKERS_SECONDS if has_workers(config) else 0.0)

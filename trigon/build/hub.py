@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from trigon.config.critic import resolve_critic_path
 from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, split_dataset
+from trigon.config.plan import has_critic
 from trigon.config.schema import Config
 from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.report.console import Console
@@ -11,7 +13,9 @@ from trigon.report.console import Console
 def hub_names(config: Config) -> list[str]:
     """Return the models and datasets that are not in local folders, and may be downloaded."""
     model, data = config.worker.actor.model, config.data
-    models = [path for path in (model.model_path, model.tokenizer_path) if path and local_path(path) is None]
+    critic = resolve_critic_path(config) if has_critic(config) else None
+    paths = (model.model_path, model.tokenizer_path, critic)
+    models = [path for path in paths if path and local_path(path) is None]
     datasets = [
         location
         for location, _ in map(split_dataset, (*data.train_files, *data.val_files))

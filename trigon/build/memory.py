@@ -5,7 +5,10 @@
     sampling       it samples
     log-probs      the trainer, and then the reference, score completions
     update         a forward and backward, and the optimizer's step
+    critic values, critic update    as the two before, of a critic
     save           a checkpoint is copied to host memory
+
+With separate workers that learn and sample each has the phases and parts of what it does.
 
 Each part has an expected size, with rows and sequences of maximum length, and a certain one: what
 the run needs however short its data is. Only the latter makes a run impossible. No figure comes
@@ -19,16 +22,18 @@ from math import ceil
 
 import torch
 
-from trigon.build.memory_table import GIB, Hardware, Part, PhaseMemory, RunMemory, exactly, phase_of
-from trigon.build.models import open_trained_policy
-from trigon.build.options import kl_is_full, make_lora_settings, needs_reference
+from trigon.build.memory_critic import add_critic
+from trigon.build.memory_engine import EngineMemory
+from trigon.build.memory_pools import add_samplers, pixel_cache_bytes
+from trigon.build.memory_table import GIB, Hardware, Part, PhaseMemory, Pool, RunMemory, exactly, phase_of
+from trigon.build.options import kl_is_full, needs_reference
+from trigon.config.critic import with_critic_as_actor
 from trigon.config.defaults import (
-    PIXEL_CACHE_BYTES,
     resolve_auto_micro_batch,
     resolve_reference_dtype,
     resolve_weight_dtype,
 )
-from trigon.config.plan import context_length, num_workers, workers_per_copy
+from trigon.config.plan import has_workers, num_workers, workers_per_copy
 from trigon.config.schema import Config
 from trigon.models import activations
 from trigon.models.activations import (
@@ -40,49 +45,17 @@ from trigon.models.activations import (
 from trigon.models.dimensions import Dimensions
 from trigon.models.dtypes import DTYPES
 from trigon.models.kernels import FLASH_DTYPES, Kernel
-from trigon.models.load import Processors, family_of_folder, model_folder
 from trigon.models.logprobs import rows_per_chunk
-from trigon.models.memory import ModelSize, model_size
+from trigon.models.memory import ModelSize
 from trigon.training.optim import state_bytes, update_bytes
 
 CONTEXT_BYTES = GIB
 """Expected memory of CUDA's context, NCCL's buffers and the libraries, on each device."""
 
-GRAPH_BYTES = GIB
-"""Expected memory of vLLM's CUDA graphs, which stays while the engine sleeps."""
-
-WORKSPACE_BYTES = 4 * GIB
-"""The part of vLLM's share that it may keep for activations, and not allocate while it is idle."""
-
 PROCESS_BYTES = 2 * GIB
 """Expected host memory of one worker with its libraries, without tensors."""
 
-CPU_CACHE_BYTES = GIB
-"""The most that vLLM's KV cache takes on the CPU (rollout/vllm/arguments.py)."""
-
-_ADAPTER_BYTES = 4
-_SYNC_COPIES = 3  # of a tensor: gathered, converted, and as vLLM collects it for a layer
-
-
-def size_of_model(config: Config) -> ModelSize:
-    """Return the sizes of the policy of a configuration, from the config.json of its model."""
-    actor = config.worker.actor
-    # These kernels change no size, and may need a GPU. Adapters are counted, not added.
-    plain = actor.model.model_copy(
-        update={
-            "use_liger_kernel": False,
-            "compile_layers": False,
-            "lora": actor.model.lora.model_copy(update={"rank": 0}),
-        }
-    )
-    plain_config = config.model_copy(
-        update={"worker": config.worker.model_copy(update={"actor": actor.model_copy(update={"model": plain})})}
-    )
-    assert plain.model_path is not None
-    # Sizes depend on the family alone, not on the tokenizer and the processors.
-    processors = Processors(None, None, None, family_of_folder(model_folder(plain.model_path)), None, (), ())
-    policy = open_trained_policy(plain_config, processors, "sdpa", torch.device("meta"))
-    return model_size(policy, make_lora_settings(config) if actor.model.lora.rank > 0 else None)
+_FLOAT32_BYTES = 4  # of adapters and value heads
 
 
 def count_memory(config: Config, size: ModelSize, hardware: Hardware) -> RunMemory:
@@ -92,8 +65,13 @@ def count_memory(config: Config, size: ModelSize, hardware: Hardware) -> RunMemo
     longest sequence, which it has at least.
     """
     run = _Run(config, size, hardware)
-    phases = run.on_device() if hardware.device == "cuda" else ()
-    return RunMemory(hardware, (*phases, *run.on_host()), counts_passes=size.dimensions is not None)
+    phases = [*(run.on_device() if hardware.device == "cuda" else ()), *run.on_host()]
+    if size.critic is not None:
+        critic = _Run(with_critic_as_actor(config), size.critic, hardware, is_critic=True)
+        phases = add_critic(phases, run, critic)
+    if not config.worker.hybrid_engine:
+        phases = add_samplers(phases, config, size, hardware, context_bytes=CONTEXT_BYTES, process_bytes=PROCESS_BYTES)
+    return RunMemory(hardware, tuple(phases), counts_passes=size.dimensions is not None)
 
 
 def count_checkpoint_bytes(config: Config, size: ModelSize) -> int:
@@ -101,16 +79,24 @@ def count_checkpoint_bytes(config: Config, size: ModelSize) -> int:
 
     size: as for count_memory. Side files of the model (tokenizer, configs) are not counted.
     """
-    return _Run(config, size, Hardware("cpu", 0, 0)).checkpoint_bytes()
+    nothing = Hardware("cpu", 0, 0)
+    policy = _Run(config, size, nothing).checkpoint_bytes()
+    if size.critic is None:
+        return policy
+    return policy + _Run(with_critic_as_actor(config), size.critic, nothing).checkpoint_bytes()
 
 
 class _Run:
     """Counts the parts of a run's memory, for one rank."""
 
-    def __init__(self, config: Config, size: ModelSize, hardware: Hardware) -> None:
+    def __init__(self, config: Config, size: ModelSize, hardware: Hardware, *, is_critic: bool = False) -> None:
+        """Count for a policy with its reference, or for a critic."""
+        self._full_kl = kl_is_full(config) and not is_critic
         self._config = config
         self._size = size
         self._hardware = hardware
+        self._samples = config.worker.hybrid_engine
+        self._engine = EngineMemory(config, size, hardware, samples=self._samples)
         self._measures_budgets = resolve_auto_micro_batch(config, hardware.device)
         actor = config.worker.actor
         self._on_gpu = hardware.device == "cuda"
@@ -125,7 +111,7 @@ class _Run:
         self._offload_params = actor.offload.offload_params and moves
         self._offload_optimizer = actor.offload.offload_optimizer and moves and self._trains
         ref = config.worker.ref
-        self._has_reference = needs_reference(config) and not size.has_adapters
+        self._has_reference = needs_reference(config) and not size.has_adapters and not is_critic
         self._offload_reference = self._on_gpu and (ref.fsdp.enable_cpu_offload or ref.offload.offload_params)
 
     # -- what lives on after a phase ------------------------------------------------------------
@@ -133,13 +119,14 @@ class _Run:
     def _weights(self) -> int:
         """The policy's weights, as this rank stores them."""
         all_ = self._size.all
-        stored = (all_.frozen + all_.trained) * self._weight_dtype.itemsize + all_.adapters * _ADAPTER_BYTES
+        stored = (all_.frozen + all_.trained) * self._weight_dtype.itemsize
+        stored += (all_.adapters + self._size.value_head) * _FLOAT32_BYTES
         return ceil(stored / self._shards)
 
     def _trained(self) -> Sequence[torch.Tensor]:
         """Tensors with as many elements, and of the same dtypes, as this rank trains."""
         all_ = self._size.all
-        shapes = ((all_.trained, self._weight_dtype), (all_.adapters, torch.float32))
+        shapes = ((all_.trained, self._weight_dtype), (all_.adapters + self._size.value_head, torch.float32))
         return [torch.empty(number // self._shards, dtype=dtype, device="meta") for number, dtype in shapes if number]
 
     def _gradients(self) -> int:
@@ -155,24 +142,12 @@ class _Run:
         all_, dtype = self._size.all, DTYPES[resolve_reference_dtype(self._config)]
         return ceil((all_.frozen + all_.trained) * dtype.itemsize / self._shards)
 
-    def _engine_weights(self) -> int:
-        """The rollout engine's weights on one rank."""
-        all_, rollout = self._size.all, self._config.worker.rollout
-        parallel = rollout.tensor_parallel_size if rollout.name == "vllm" else 1
-        return ceil((all_.frozen + all_.trained) * DTYPES[rollout.dtype].itemsize / parallel)
-
-    def _cache_of_context(self) -> int:
-        """The KV cache of one sequence of maximum length, which vLLM needs at least."""
-        rollout = self._config.worker.rollout
-        share = max(self._size.key_heads // rollout.tensor_parallel_size, 1) / self._size.key_heads
-        return int(context_length(self._config) * self._size.key_values * DTYPES[rollout.dtype].itemsize * share)
-
     # -- the GPU of a rank ----------------------------------------------------------------------
 
     def on_device(self) -> Sequence[PhaseMemory]:
         """Return the phases on the GPU of one rank."""
         context = Part("CUDA context, NCCL", CONTEXT_BYTES, 0)
-        graphs = Part("CUDA graphs of vLLM", GRAPH_BYTES if self._has_graphs() else 0, 0)
+        graphs = self._engine.graphs()
         weights = exactly("weights", 0 if self._fsdp_offload else self._weights())
         at_rest = exactly("weights", 0 if self._offload_params or self._fsdp_offload else self._weights())
         states = exactly("optimizer states", 0 if self._fsdp_offload else self._states())
@@ -180,10 +155,8 @@ class _Run:
         gradients = exactly("gradients", 0 if self._fsdp_offload else self._gradients())
         reference = exactly("reference model", 0 if self._offload_reference else self._reference())
         awake = exactly("reference model", self._reference())
-        synced = self._size.largest * DTYPES[self._config.worker.rollout.dtype].itemsize
-        moved = Part("largest tensor, gathered and converted", _SYNC_COPIES * synced, 0)
         phases: list[PhaseMemory] = [
-            phase_of("start", "GPU", [at_rest, reference, *self._engine(starts=True), context]),
+            phase_of("start", "GPU", [at_rest, reference, *self._engine.awake(starts=True), context]),
             phase_of(
                 "weight sync",
                 "GPU",
@@ -191,22 +164,22 @@ class _Run:
                     weights,
                     reference,
                     states_at_rest,
-                    exactly("vLLM's weights", self._engine_weights()),
-                    moved,
+                    exactly("vLLM's weights", self._engine.weights),
+                    self._engine.synced(),
                     graphs,
                     context,
                 ],
             ),
-            phase_of(
-                "sampling", "GPU", [at_rest, reference, states_at_rest, *self._engine(starts=False), graphs, context]
-            ),
         ]
+        if self._samples:
+            sampling = [at_rest, reference, states_at_rest, *self._engine.awake(starts=False), graphs, context]
+            phases.append(phase_of("sampling", "GPU", sampling))
         if not self._trains:
             return phases
         score, update = self._score_pass(), self._update_pass()
         scoring = [*self._pass_parts(score), self._gathered(score, updates=False), graphs, context]
         updating = [*self._pass_parts(update), self._gathered(update, updates=True), graphs, context]
-        in_update = awake if kl_is_full(self._config) else reference
+        in_update = awake if self._full_kl else reference
         # FSDP moves the shards of an offloaded reference unit by unit.
         in_scoring = reference if self._offload_reference and self._shards > 1 else awake
         step = Part("temporaries of the optimizer", self._step_temporaries(), 0)
@@ -216,26 +189,6 @@ class _Run:
             phase_of("update", "GPU", [weights, gradients, states, in_update, *updating]),
             phase_of("optimizer step", "GPU", [weights, gradients, states, in_update, step, graphs, context]),
             phase_of("save", "GPU", [weights, states_at_rest, reference, graphs, context]),
-        ]
-
-    def _has_graphs(self) -> bool:
-        rollout = self._config.worker.rollout
-        return rollout.name == "vllm" and not rollout.enforce_eager
-
-    def _engine(self, *, starts: bool) -> list[Part]:
-        """The rollout engine while it samples: vLLM takes a fixed share of the GPU.
-
-        starts: vLLM refuses to start if its share is not free.
-        """
-        rollout, weights = self._config.worker.rollout, self._engine_weights()
-        if rollout.name != "vllm":
-            return [exactly("rollout engine's weights", weights)]
-        share = int(rollout.gpu_memory_utilization * self._hardware.device_bytes)
-        needed = weights + self._cache_of_context()
-        certain = max(share - (0 if starts else WORKSPACE_BYTES), needed) - weights
-        return [
-            exactly("vLLM's weights", weights),
-            Part("vLLM's KV cache and workspace", max(share, needed) - weights, certain),
         ]
 
     def _step_temporaries(self) -> int:
@@ -299,7 +252,8 @@ class _Run:
                 chunk_rows=rows_per_chunk(dimensions.text.vocabulary, self._hardware.device),
                 tied=size.tied,
                 on_cpu=not self._on_gpu,
-                full_kl=kl_is_full(config),
+                full_kl=self._full_kl,
+                offloads=model.enable_activation_offload and model.enable_gradient_checkpointing,
             ),
         )
 
@@ -328,7 +282,7 @@ class _Run:
 
     def on_host(self) -> Sequence[PhaseMemory]:
         """Return the phases in the host memory of a node, which all of its ranks share."""
-        parameters, rollout = self._size.all.frozen + self._size.all.trained, self._config.worker.rollout
+        parameters = self._size.all.frozen + self._size.all.trained
         process = self._of_ranks("processes", PROCESS_BYTES, 0)
         caches = self._of_ranks("caches of images and features", self._cache_bytes(), 0)
         # A process with a GPU of its own converts the weights on the CPU. With several, rank 0 maps
@@ -336,15 +290,21 @@ class _Run:
         full = parameters * self._weight_dtype.itemsize if num_workers(self._config) == 1 and self._on_gpu else 0
         reading = exactly("model, as it is read", full)
         kept = self._kept_on_host()
-        copy = self._of_ranks("copy of the checkpoint", self._staged() if self._trains else 0, 0)
+        copy = self.copied()
+        inputs = self._inputs_on_host()
         if self._on_gpu:
             return [
                 phase_of("start", "host", [reading, process]),
-                phase_of("sampling", "host", [*kept, caches, process]),
+                *([phase_of("sampling", "host", [*kept, caches, process])] if self._samples else []),
+                *(
+                    [phase_of("update", "host", [*kept, inputs, caches, process])]
+                    if inputs.expected or not self._samples
+                    else []
+                ),
                 phase_of("save", "host", [*kept, copy, caches, process]),
             ]
-        engine = self._of_ranks("rollout engine's weights", self._engine_weights(), self._engine_weights())
-        cache = self._of_ranks("vLLM's KV cache", CPU_CACHE_BYTES if rollout.name == "vllm" else 0, 0)
+        engine = self._of_ranks("rollout engine's weights", self._engine.weights, self._engine.weights)
+        cache = self._of_ranks("vLLM's KV cache", self._engine.cpu_cache, 0)
         passes = [
             self._of_ranks(part.name, part.expected, part.certain) for part in self._pass_parts(self._update_pass())
         ]
@@ -358,6 +318,7 @@ class _Run:
                     *kept,
                     self._of_ranks("gradients", self._gradients(), self._gradients()),
                     *passes,
+                    inputs,
                     self._of_ranks(gathered.name, gathered.expected, gathered.certain),
                     engine,
                     cache,
@@ -367,6 +328,29 @@ class _Run:
             ),
             phase_of("save", "host", [*kept, copy, engine, cache, caches, process]),
         ]
+
+    def _inputs_on_host(self) -> Part:
+        """The inputs of layers that a pass keeps in host memory.
+
+        An engine returns what is cached of them before sampling, a save, and passes of others.
+        """
+        counted = self._update_pass() if self._trains else None
+        return self._of_ranks("inputs of layers", 0 if counted is None else counted.host, 0)
+
+    def resting(self, pool: Pool) -> list[Part]:
+        """See Counted."""
+        if pool == "host":
+            return self._kept_on_host()
+        moved = self._offload_params or self._fsdp_offload
+        return [
+            exactly("weights", 0 if moved else self._weights()),
+            exactly("reference model", 0 if self._offload_reference else self._reference()),
+            exactly("optimizer states", 0 if self._offload_optimizer or self._fsdp_offload else self._states()),
+        ]
+
+    def copied(self) -> Part:
+        """See Counted."""
+        return self._of_ranks("copy of the checkpoint", self._staged() if self._trains else 0, 0)
 
     def checkpoint_bytes(self) -> int:
         """The parts of a checkpoint that the ranks of one copy of the policy write together."""
@@ -395,11 +379,9 @@ class _Run:
         if dimensions is None or dimensions.vision is None:
             return 0
         features = 0 if self._size.trains_vision else int(config.worker.actor.model.vision_cache_gb * GIB)
-        if num_workers(config) == 1:
+        if not has_workers(config):
             return features
-        patches = config.data.max_prompt_length * dimensions.vision.merge**2
-        prompts = ceil(config.data.rollout_batch_size / num_workers(config))
-        return features + min(PIXEL_CACHE_BYTES, prompts * patches * dimensions.vision.values_per_patch * 4)
+        return features + pixel_cache_bytes(config, dimensions, num_workers(config))
 
     def _of_ranks(self, name: str, expected: int, certain: int) -> Part:
         """The same on all ranks of a node."""
@@ -407,17 +389,22 @@ class _Run:
 
 
 def longest_row(config: Config, dimensions: Dimensions, max_tokens: int) -> RowLengths:
-    """Return the row of a pass with this budget that takes most memory: prompts full of images."""
+    """Return the row of a pass with this budget that takes most memory: prompts full of images.
+
+    With sequence parallelism a rank's slice of it, and its share of the images.
+    """
     data = config.data
     prompt, response = data.max_prompt_length, data.max_response_length
     completions = max(1, min(config.worker.rollout.n, (max_tokens - prompt) // response))
     group = prompt + completions * response
     patches = 0 if dimensions.vision is None else prompt * dimensions.vision.merge**2
+    # Of each length, the part of one rank of those that compute the row together.
+    ranks = config.worker.actor.ulysses_sequence_parallel_size
     return RowLengths(
         groups=max(1, max_tokens // group),
-        prompt=prompt,
+        prompt=ceil(prompt / ranks),
         completions=completions,
-        response=response,
-        patches=patches,
-        image_patches=patches,
+        response=ceil(response / ranks),
+        patches=ceil(patches / ranks),
+        image_patches=ceil(patches / ranks),
     )

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
-from trigon.build.memory import count_memory, size_of_model
+from trigon.build.memory import count_memory
 from trigon.build.memory_table import Hardware, PhaseMemory, RunMemory, format_gib
-from trigon.config.plan import num_workers
+from trigon.build.model_sizes import size_of_model
+from trigon.config.critic import find_contradictions
+from trigon.config.plan import has_critic, num_samplers, num_workers, shares_trunk
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.models.memory import ModelSize
@@ -69,7 +71,6 @@ def check_memory(
     """
     if not config.trainer.check_memory:
         return None
-
     count = MemoryCounter(config, hardware, size).count
     memory = count(config)
     worst = memory.worst(certain=True)
@@ -85,7 +86,7 @@ def check_memory(
     if likely.expected > TIGHT * memory.capacity(likely):
         warn(
             f"memory is tight: {likely.phase} is expected to need {format_gib(likely.expected)} of "
-            f"{format_gib(memory.capacity(likely))} ({_pool(memory, likely)}) where prompts and completions have "
+            f"{format_gib(memory.capacity(likely))} ({describe_pool(likely)}) where prompts and completions have "
             "their maximum length"
         )
     return memory
@@ -100,15 +101,13 @@ class MemoryCounter:
     def __init__(self, config: Config, hardware: Hardware, size: ModelSize | None = None) -> None:
         """Keep the configuration. size: that of its model, if it is known."""
         self._config, self._hardware = config, hardware
-        self._sizes: dict[tuple[int, bool], ModelSize] = {} if size is None else {_kind(config): size}
+        self._sizes: dict[tuple[Any, ...], ModelSize] = {} if size is None else {_kind(config): size}
 
     def size(self, changed: Config) -> ModelSize:
         """Return the sizes of the model."""
         key = _kind(changed)
         if key not in self._sizes:
-            changes = dict(
-                zip(("worker.actor.model.lora.rank", "worker.actor.model.freeze_vision_tower"), key, strict=True)
-            )
+            changes = dict(zip(_SIZED_BY, key, strict=True))
             self._sizes[key] = size_of_model(with_options(self._config, changes))
         return self._sizes[key]
 
@@ -117,10 +116,20 @@ class MemoryCounter:
         return count_memory(changed, self.size(changed), self._hardware)
 
 
-def _kind(config: Config) -> tuple[int, bool]:
-    """Return the options on which the sizes of one model depend: LoRA rank and a frozen tower."""
-    model = config.worker.actor.model
-    return model.lora.rank, model.freeze_vision_tower
+_SIZED_BY = (
+    "worker.actor.model.lora.rank",
+    "worker.actor.model.freeze_vision_tower",
+    "worker.critic.model.lora.rank",
+    "worker.critic.model.freeze_vision_tower",
+    "worker.critic.share_trunk",
+)
+
+
+def _kind(config: Config) -> tuple[Any, ...]:
+    """Return the values of _SIZED_BY, on which the sizes of the models depend."""
+    model, critic = config.worker.actor.model, config.worker.critic.model
+    shares = config.worker.critic.share_trunk
+    return model.lora.rank, model.freeze_vision_tower, critic.lora.rank, critic.freeze_vision_tower, shares
 
 
 def find_remedies(
@@ -152,7 +161,8 @@ def _remedy(
         return phase.certain if certain else phase.expected
 
     changed = count(with_options(config, changes))
-    same = [needed(each) for each in changed.phases if (each.phase, each.pool) == (worst.phase, worst.pool)]
+    place = (worst.phase, worst.pool, worst.workers)
+    same = [needed(each) for each in changed.phases if (each.phase, each.pool, each.workers) == place]
     limit = changed.worst(certain=certain)
     return Remedy(changes, needed(worst) - sum(same), fits=needed(limit) <= changed.capacity(limit))
 
@@ -176,6 +186,11 @@ def with_options(config: Config, changes: Changes) -> Config:
     return Config.model_validate(values)
 
 
+def can_divide_engine(config: Config) -> bool:
+    """Return whether several workers may hold one rollout engine (tensor_parallel_size)."""
+    return config.worker.hybrid_engine or config.algorithm.max_staleness <= 1
+
+
 def _candidates(config: Config, memory: RunMemory) -> Iterator[Sequence[Changes]]:
     """Yield changes that can save memory, each as its alternatives, the mildest first.
 
@@ -190,12 +205,24 @@ def _candidates(config: Config, memory: RunMemory) -> Iterator[Sequence[Changes]
         # The frozen weights of LoRA have the format of the forward pass by default.
         yield [{"worker.actor.model.lora.rank": 64, **({} if actor.fsdp.torch_dtype is None else bf16)}]
     yield [{"worker.actor.model.freeze_vision_tower": True}]
+    if memory.hardware.device == "cuda" and actor.model.enable_gradient_checkpointing:
+        yield [{"worker.actor.model.enable_activation_offload": True}]
     params = {"worker.actor.offload.offload_params": True}
     optimizer = {"worker.actor.offload.offload_optimizer": True}
     yield [params, optimizer, {**params, **optimizer}]
     if num_workers(config) > 1:  # it is FSDP that moves the weights
         yield [{"worker.actor.fsdp.enable_cpu_offload": True}]
     yield [{"worker.actor.fsdp.enable_full_shard": True}]
+    if has_critic(config) and not shares_trunk(config):
+        if not find_contradictions(config):
+            yield [{"worker.critic.share_trunk": True}]
+        params = {"worker.critic.offload.offload_params": True}
+        optimizer = {"worker.critic.offload.offload_optimizer": True}
+        yield [params, optimizer, {**params, **optimizer}]
+        if memory.hardware.device == "cuda" and config.worker.critic.model.enable_gradient_checkpointing:
+            yield [{"worker.critic.model.enable_activation_offload": True}]
+        yield [{"worker.critic.model.lora.rank": 64}]
+        yield [{"worker.critic.fsdp.torch_dtype": "bf16", "worker.critic.optim.strategy": "adamw_bf16"}]
     yield [{"worker.ref.fsdp.enable_cpu_offload": True}, {"algorithm.disable_kl": True}]
     # Workers of one machine share its host memory, but each has its own GPU.
     gpus, nodes = trainer.n_gpus_per_node, trainer.nnodes
@@ -204,11 +231,12 @@ def _candidates(config: Config, memory: RunMemory) -> Iterator[Sequence[Changes]
         yield more_gpus or [{"trainer.nnodes": nodes * factor} for factor in (2, 4, 8)]
     elif num_workers(config) > 1:
         yield [{"trainer.nnodes": nodes * factor} for factor in (2, 4, 8)]
-    yield [
-        {"worker.rollout.tensor_parallel_size": rollout.tensor_parallel_size * factor}
-        for factor in (2, 4, 8)
-        if num_workers(config) % (rollout.tensor_parallel_size * factor) == 0
-    ]
+    if can_divide_engine(config):
+        yield [
+            {"worker.rollout.tensor_parallel_size": rollout.tensor_parallel_size * factor}
+            for factor in (2, 4, 8)
+            if num_samplers(config) % (rollout.tensor_parallel_size * factor) == 0
+        ]
     lowest_first = [tenth / 10 for tenth in range(1, 10) if tenth / 10 < rollout.gpu_memory_utilization]
     yield [{"worker.rollout.gpu_memory_utilization": share} for share in reversed(lowest_first)]
     yield [{"data.max_response_length": max(1, config.data.max_response_length // 2)}]
@@ -217,7 +245,7 @@ def _candidates(config: Config, memory: RunMemory) -> Iterator[Sequence[Changes]
 def _refusal(memory: RunMemory, worst: PhaseMemory, remedies: list[Remedy]) -> str:
     lines = [
         f"this run needs at least {format_gib(worst.certain)} during {worst.phase}, and there are "
-        f"{format_gib(memory.capacity(worst))} ({_pool(memory, worst)}):"
+        f"{format_gib(memory.capacity(worst))} ({describe_pool(worst)}):"
     ]
     lines += [f"  {format_gib(part.certain):>10}  {part.name}" for part in worst.parts if part.certain]
     lines.append("What helps most:" if remedies else "No single change of the configuration helps.")
@@ -226,10 +254,12 @@ def _refusal(memory: RunMemory, worst: PhaseMemory, remedies: list[Remedy]) -> s
     return "\n".join(lines)
 
 
-def _pool(memory: RunMemory, phase: PhaseMemory) -> str:
+def describe_pool(phase: PhaseMemory) -> str:
+    """Return which memory a phase needs, as text within a sentence."""
+    of_workers = "" if phase.workers == "all" else f" of the {phase.workers}"
     if phase.pool == "GPU":
-        return "on each GPU"
-    return "host memory of a machine, for all of its workers"
+        return f"on each GPU{of_workers}"
+    return f"host memory of a machine{of_workers}, for all of its workers"
 
 
 def _yaml(value: Any) -> str:

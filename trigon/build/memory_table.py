@@ -11,7 +11,20 @@ GIB = 2**30
 Pool = Literal["GPU", "host"]
 """GPU: of each rank. host: of a node, for all of its ranks together."""
 
-Phase = Literal["start", "weight sync", "sampling", "log-probs", "update", "optimizer step", "save"]
+Workers = Literal["all", "learners", "samplers"]
+"""The workers that a phase is of: those of one pool, or all."""
+
+Phase = Literal[
+    "start",
+    "weight sync",
+    "sampling",
+    "log-probs",
+    "update",
+    "optimizer step",
+    "critic values",
+    "critic update",
+    "save",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +38,18 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PhaseMemory:
-    """The memory of a phase in one pool."""
+    """The memory of a phase in one pool of memory, of one or of all pools of workers."""
 
     phase: Phase
     pool: Pool
     parts: tuple[Part, ...]
+    workers: Workers = "all"
+
+    @property
+    def where(self) -> str:
+        """Whose memory it is, for people."""
+        place = "GPU" if self.pool == "GPU" else "host"
+        return place if self.workers == "all" else f"{place} of {self.workers}"
 
     @property
     def expected(self) -> int:
@@ -82,7 +102,7 @@ class RunMemory:
         lines = []
         for phase in self.phases:
             lines.append(
-                f"{phase.phase}, {phase.pool}: {format_gib(phase.expected)} of {format_gib(self.capacity(phase))}"
+                f"{phase.phase}, {phase.where}: {format_gib(phase.expected)} of {format_gib(self.capacity(phase))}"
             )
             lines += [f"    {format_gib(part.expected):>12}  {part.name}" for part in phase.parts if part.expected]
         return "\n".join(lines)

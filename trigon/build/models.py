@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,7 @@ from trigon.build.options import (
     needs_reference,
 )
 from trigon.config.defaults import resolve_reference_dtype, resolve_weight_dtype
-from trigon.config.plan import Plan, workers_per_copy
+from trigon.config.plan import Plan, shares_trunk, workers_per_copy
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.models.dtypes import DTYPES
@@ -27,6 +27,8 @@ from trigon.models.load import Processors, load_model, model_folder
 from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
+from trigon.models.sequence_parallel import RowRanks, require_divisible_heads
+from trigon.models.value import ActorCritic
 from trigon.models.weight_files import stored_dtype
 from trigon.names import DeviceType
 from trigon.training.local import LocalTrainEngine
@@ -42,10 +44,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlacement:
-    """The device of a process, and the process group of which it is a rank."""
+    """The device of a process, and the process group of which it is a rank.
+
+    row_ranks: those with which it computes rows together; None: none.
+    """
 
     device: torch.device
     process_group: ProcessGroup
+    row_ranks: RowRanks | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -112,6 +118,13 @@ def choose_kernel(config: Config, device: torch.device) -> Kernel:
     return resolve_kernel(actor.model.attention_kernel, device=device, dtype=DTYPES[actor.fsdp.mp_param_dtype])
 
 
+def check_sequence_parallel(config: Config, hf_config: Any) -> None:
+    """Raise ConfigError if the workers of a row cannot divide the attention of this model."""
+    size = config.worker.actor.ulysses_sequence_parallel_size
+    if size > 1:
+        require_divisible_heads(hf_config.get_text_config(), size, model_type=hf_config.model_type)
+
+
 def open_models(
     config: Config, processors: Processors, plan: Plan, place: DevicePlacement, *, load_pixels: LoadPixels = list
 ) -> tuple[LocalTrainEngine, LogprobEngine | None]:
@@ -142,13 +155,20 @@ def open_trainer(
 ) -> LocalTrainEngine:
     """Load the policy, sharded if there are several ranks, and make its optimizer.
 
+    With a shared trunk it has a value head, which open_critic makes an optimizer for.
     reference: the train engine uses it only for an exact KL over the whole vocabulary.
     """
     actor = config.worker.actor
     compute_dtype = DTYPES[actor.fsdp.mp_param_dtype]
     policy = place_policy(
         config,
-        partial(open_trained_policy, config, processors, choose_kernel(config, place.device)),
+        partial(
+            open_trained_policy,
+            config,
+            processors,
+            choose_kernel(config, place.device),
+            model_class=ActorCritic if shares_trunk(config) else Policy,
+        ),
         place,
         full_shard=actor.fsdp.enable_full_shard,
         param_dtype=compute_dtype,
@@ -227,21 +247,27 @@ def open_reference(
 
 
 def open_trained_policy(
-    config: Config, processors: Processors, kernel: Kernel, device: torch.device, *, as_stored: bool = False
+    config: Config,
+    processors: Processors,
+    kernel: Kernel,
+    device: torch.device,
+    *,
+    as_stored: bool = False,
+    model_class: type[Policy] = Policy,
 ) -> Policy:
     """Load the policy with frozen parts, LoRA and gradient checkpointing as configured.
 
-    as_stored: see open_policy.
+    as_stored, model_class: see open_policy.
     """
     actor = config.worker.actor
     dtype = DTYPES[resolve_weight_dtype(config)]
-    policy = open_policy(config, processors, kernel, dtype, device, as_stored=as_stored)
+    policy = open_policy(config, processors, kernel, dtype, device, as_stored=as_stored, model_class=model_class)
     if actor.model.freeze_vision_tower:
         policy.freeze_vision_tower()
     if actor.model.lora.rank > 0:
         add_lora(policy.model, make_lora_settings(config), seed=config.worker.rollout.seed)
     if actor.model.enable_gradient_checkpointing:
-        policy.enable_gradient_checkpointing()
+        policy.enable_gradient_checkpointing(offload=actor.model.enable_activation_offload)
     return policy
 
 
@@ -253,17 +279,19 @@ def open_policy(
     device: torch.device,
     *,
     as_stored: bool = False,
+    model_class: type[Policy] = Policy,
 ) -> Policy:
     """Load the model as a policy. On device "meta" no weights are loaded.
 
     as_stored: in the dtype of the model's files instead of dtype, if that is narrower. On the CPU
         the weights are then mapped from the files, and take no memory of their own.
+    model_class: another one replaces the head, or adds one.
     """
     model = config.worker.actor.model
     if as_stored:
         stored = stored_dtype(model_folder(model_path(config)))
         dtype = stored if stored is not None and stored.itemsize < dtype.itemsize else dtype
-    policy = Policy(
+    policy = model_class(
         load_model(
             model_path(config),
             dtype=dtype,
@@ -309,7 +337,10 @@ def place_policy(
         reduce_dtype=reduce_dtype,
         cpu_offload=cpu_offload,
     )
-    return open_sharded(make_policy, place.process_group, sharding, place.device)
+    policy = open_sharded(make_policy, place.process_group, sharding, place.device)
+    if place.row_ranks is not None:
+        policy.use_row_ranks(place.row_ranks)
+    return policy
 
 
 def feature_memory(config: Config, *, shared: bool) -> VisionFeatureCache:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from trigon.algorithms.gae import GaeSettings
 from trigon.algorithms.importance import Correction
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.algorithms.losses import LossSettings
 from trigon.batch import GroupFilter
+from trigon.carried import Oversampling
 from trigon.config.defaults import (
     resolve_cispo_cap,
     resolve_loss_fixed_length,
+    resolve_mismatch_correction,
     resolve_prompts_per_round,
 )
-from trigon.config.plan import Plan
+from trigon.config.plan import Plan, shares_trunk, workers_per_machine
 from trigon.config.schema import Config
 from trigon.data.videos import FrameSampling
 from trigon.models.lora import LoraSettings
@@ -19,6 +22,7 @@ from trigon.run import Intervals
 from trigon.system.cpus import count_usable_cpus
 from trigon.train_groups import AdvantageSettings
 from trigon.training.step import LossTerms
+from trigon.training.value_terms import ValueTerms
 from trigon.types import SamplingParams
 
 """The torch dtype of each value of an option of type Dtype."""
@@ -45,7 +49,7 @@ def count_image_threads(config: Config, *, usable_cpus: int) -> int:
     As configured, but at most its share of the usable CPUs of its node, whose other workers process
     images at the same time; at least 1.
     """
-    return min(config.data.filter_overlong_prompts_workers, max(1, usable_cpus // config.trainer.n_gpus_per_node))
+    return min(config.data.filter_overlong_prompts_workers, max(1, usable_cpus // workers_per_machine(config)))
 
 
 # -- the KL term --------------------------------------------------------------------------------
@@ -155,6 +159,14 @@ def make_group_filter(config: Config) -> GroupFilter | None:
     )
 
 
+def make_oversampling(config: Config) -> Oversampling | None:
+    """Return how many more prompts are sampled than a step learns from; None: none."""
+    rollout = config.worker.rollout
+    if rollout.oversampling == 0:
+        return None
+    return Oversampling(share=rollout.oversampling, max_carried_steps=rollout.max_carried_steps)
+
+
 def make_advantage_settings(config: Config) -> AdvantageSettings:
     """Return how advantages are computed from rewards."""
     algorithm = config.algorithm
@@ -164,6 +176,19 @@ def make_advantage_settings(config: Config) -> AdvantageSettings:
         weights=algorithm.reward_weights or None,
         kl_in_reward=algorithm.kl_penalty if kl_is_in_reward(config) else None,
         mask_overlong=algorithm.overlong_filtering,
+        gae=make_gae_settings(config) if algorithm.adv_estimator == "gae" else GaeSettings(),
+    )
+
+
+def make_gae_settings(config: Config) -> GaeSettings:
+    """Return how rewards and values become advantages."""
+    algorithm = config.algorithm
+    return GaeSettings(
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        lam_critic=algorithm.lam_critic,
+        lam_alpha=algorithm.lam_alpha,
+        bootstraps_cut=algorithm.bootstrap_cut,
     )
 
 
@@ -193,16 +218,24 @@ def make_loss_terms(config: Config) -> LossTerms:
         kl_coefficient=algorithm.kl_coef,
         entropy_coefficient=actor.entropy_coeff,
         correction=make_correction(config),
+        values=make_value_terms(config) if shares_trunk(config) else None,
+        value_coefficient=config.worker.critic.vf_coef if shares_trunk(config) else 0.0,
     )
+
+
+def make_value_terms(config: Config) -> ValueTerms:
+    """Return the loss of the critic."""
+    critic = config.worker.critic
+    return ValueTerms(clip=critic.cliprange_value, averaging=critic.loss_avg_mode)
 
 
 def make_correction(config: Config) -> Correction | None:
     """Return the importance-sampling correction of the train-inference mismatch; None: off."""
-    algorithm = config.algorithm
-    if algorithm.mismatch_correction == "off":
+    algorithm, kind = config.algorithm, resolve_mismatch_correction(config)
+    if kind == "off":
         return None
     return Correction(
-        kind=algorithm.mismatch_correction,
+        kind=kind,
         level=algorithm.mismatch_level,
         low=algorithm.mismatch_low,
         high=algorithm.mismatch_high,

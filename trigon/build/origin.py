@@ -21,7 +21,7 @@ from trigon.checkpoint.store import Checkpoint
 from trigon.config.compared import compared_options, is_accepted, schedule_depends_on_length
 from trigon.config.options import format_value
 from trigon.config.paths import expand_path, is_python_object, local_path, read_template
-from trigon.config.plan import Plan, num_workers
+from trigon.config.plan import Plan, has_critic, num_workers
 from trigon.config.rewards import RewardOption, describe_option
 from trigon.config.schema import Config
 from trigon.content import file_digest, text_digest, weights_digest
@@ -37,6 +37,7 @@ KEY = "made_from"
 """The entry of a checkpoint's progress that has the record."""
 
 MODEL = "worker.actor.model.model_path"
+CRITIC = "worker.critic.model.model_path"
 TOKENIZER = "worker.actor.model.tokenizer_path"
 REWARD = "worker.reward.reward_function"
 ARGUMENTS = "worker.reward.reward_function_kwargs"
@@ -216,6 +217,11 @@ class Origin:
         tokenizer = model.tokenizer_path or model_path(self._config)
         self._contents[TOKENIZER] = _model_digests(model_folder(tokenizer), with_weights=False)
         self._given[TOKENIZER] = model.tokenizer_path or ""
+        if has_critic(self._config):
+            critic = self._config.worker.critic.model.model_path
+            folder = model_folder(critic or model_path(self._config))
+            self._contents[CRITIC] = _model_digests(folder, with_weights=True)
+            self._given[CRITIC] = critic or ""
 
     def _compare(self, changed: Mapping[str, str] | None = None) -> None:
         """Compare all that is known by now. changed: further differences, by name."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trigon.build.auto_micro_batch import tune_plan
+from trigon.build.critic import check_trained_critic
 from trigon.build.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
 from trigon.build.engines import Engines, open_engines, save_state, staged_bytes
 from trigon.build.episodes import check_episodes, find_episodes
@@ -22,22 +23,24 @@ from trigon.build.hangs import EXPORT, open_hang_watch
 from trigon.build.hub import announce_downloads
 from trigon.build.memory_check import check_memory, find_hardware
 from trigon.build.memory_table import Hardware
-from trigon.build.models import choose_device, choose_kernel, device_type
+from trigon.build.models import check_sequence_parallel, choose_device, choose_kernel, device_type
 from trigon.build.objects import NO_OBJECTS, RunObjects, RunOutcome
 from trigon.build.options import (
     make_advantage_settings,
     make_group_filter,
     make_initial_kl,
     make_intervals,
+    make_oversampling,
     make_sampling_params,
     max_completion_tokens,
     model_path,
     needs_old_logprobs,
 )
 from trigon.build.origin import KEY, Origin
+from trigon.build.pools import open_worker_pools
 from trigon.build.rewards import check_rewards, open_rewards, open_validation_rewards
 from trigon.build.watchers import open_watchers
-from trigon.build.workers import open_worker_group, open_workers
+from trigon.build.workers import open_workers
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.manifest import OnProgress, no_progress
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
@@ -50,7 +53,7 @@ from trigon.config.defaults import (
 )
 from trigon.config.files import local_sources
 from trigon.config.load import dump_config
-from trigon.config.plan import Plan, make_plan, num_workers
+from trigon.config.plan import Plan, critic_warmup, has_critic, has_workers, make_plan, num_devices
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts
 from trigon.data.prompts import PromptBuilder
@@ -127,11 +130,12 @@ def run_training(
         announce_downloads(config, console)
         origin.add_model()
         processors = open_processors(config)
+        check_sequence_parallel(config, processors.hf_config)
         check_hardware = partial(check_run_memory, config, console)
-        worker_group = None
-        if num_workers(config) > 1:
-            worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware, console.warn))
-            device = worker_group.device
+        workers = None
+        if has_workers(config):
+            workers = stack.enter_context(open_worker_pools(config, folder.path, check_hardware, console.warn))
+            device = workers.device
         else:
             own_device = choose_device(config)
             device = device_type(own_device)
@@ -165,13 +169,13 @@ def run_training(
         origin.add_data(prompts, () if val_prompts is None else val_prompts.contents, plan)
 
         console.print("loading the model and starting the rollout engine")
-        if worker_group is None:
+        if workers is None:
             engines = open_engines(
                 config, processors, plan, store, report, stack, shows_videos=shows_videos, episodes=episodes
             )
         else:
             parts = None if episodes is None else episodes[0]
-            engines = open_workers(config, plan, worker_group, store, report, shows_videos=shows_videos, episodes=parts)
+            engines = open_workers(config, plan, workers, store, report, shows_videos=shows_videos, episodes=parts)
         if resolve_auto_micro_batch(config, device) and not config.trainer.val_only:
             plan = tune_plan(config, plan, engines, folder, report, console, resumes=checkpoint is not None)
         show_overview(config, plan, engines, val_prompts, report)
@@ -197,9 +201,9 @@ def run_training(
             grace=Grace() if grace is None else grace,
             hooks=objects.hooks,
         )
-        save_bytes = staged_bytes(config, engines.sizes)
+        save_bytes = staged_bytes(config, engines.sizes, engines.critic_sizes)
         pools = [pool for pool in (rewards, val_rewards) if pool is not None]
-        watchers = open_watchers(config, plan, pools, worker_group, save_bytes=save_bytes)
+        watchers = open_watchers(config, plan, pools, workers, save_bytes=save_bytes)
         run = replace(run, watch=stack.enter_context(watchers), val_rewards=val_rewards)
         # The garbage collector need not scan again what has been imported and built by now.
         stack.callback(gc.unfreeze)
@@ -222,7 +226,7 @@ def check_environment(config: Config) -> None:
     The devices of several workers are checked when these have started.
     """
     check_loggers(config.trainer.logger)
-    if num_workers(config) == 1:
+    if not has_workers(config):
         device = choose_device(config)
         if device.type == "cuda" and config.worker.rollout.name == "vllm":
             require_free_memory(config.worker.rollout.gpu_memory_utilization)
@@ -321,6 +325,8 @@ def check_trained_parts(config: Config, checkpoint: Checkpoint) -> None:
     read_updates(checkpoint.actor, has_adapters=rank > 0, strategy=config.worker.actor.optim.strategy)
     if rank > 0:
         check_lora_rank(checkpoint.actor, rank)
+    if has_critic(config) and checkpoint.critic is not None:
+        check_trained_critic(config, checkpoint.critic)
 
 
 def open_reporter(
@@ -340,7 +346,7 @@ def open_reporter(
         folder,
         console,
         loggers,
-        num_devices=num_workers(config),
+        num_devices=num_devices(config),
         images=ImageStore(folder.path, max_side=trainer.saved_image_side) if trainer.save_images else None,
         token_texts=TokenTexts(processors.tokenizer),
         watch=hang_watch,
@@ -410,7 +416,7 @@ def make_run(
         token_groups=config.trainer.rollout_tokens,
         parity=ParityCheck(resolve_parity_tolerance(config)),
         store=store,
-        save_state=partial(save_state, engines.trainer, model_folder(model_path(config)), config),
+        save_state=partial(save_state, engines.trainer, model_folder(model_path(config)), config, engines.critic),
         report=report,
         made_from=made_from,
         traced_steps=frozenset(config.trainer.profile_steps),
@@ -420,4 +426,10 @@ def make_run(
         same_command=resolve_same_command(config),
         grace=grace,
         hooks=hooks,
+        oversampling=make_oversampling(config),
+        critic=engines.critic,
+        critic_warmup=critic_warmup(config),
+        has_pools=not config.worker.hybrid_engine,
+        max_staleness=config.algorithm.max_staleness,
+        partial=config.worker.rollout.partial,
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from trigon.config.plan import Plan
+from trigon.config.plan import Plan, workers_per_machine
 from trigon.config.schema import Config
 from trigon.names import GROUP_ESTIMATORS
 from trigon.rewards.pool import RewardPool
@@ -15,23 +15,23 @@ from trigon.watch.rules import Thresholds
 from trigon.watch.watch import Watch, WatchSettings
 
 if TYPE_CHECKING:
-    from trigon.distributed.worker_group import WorkerGroup
+    from trigon.build.pools import Workers
 
 
 @contextmanager
 def open_watchers(
-    config: Config, plan: Plan, rewards: Sequence[RewardPool], worker_group: WorkerGroup | None, *, save_bytes: int
+    config: Config, plan: Plan, rewards: Sequence[RewardPool], workers: Workers | None, *, save_bytes: int
 ) -> Iterator[Watch]:
     """Yield the watchers, which measure the memory of all processes of the run in the context.
 
     save_bytes: host memory into which a save copies the state, on one machine.
     """
     asks_ray = config.trainer.watch.memory != "off"
-    with open_meter(rewards, worker_group, asks_ray=asks_ray) as meter:
+    with open_meter(rewards, workers, asks_ray=asks_ray) as meter:
         yield Watch(make_watch_settings(config, plan, save_bytes=save_bytes), meter)
 
 
-def open_meter(rewards: Sequence[RewardPool], worker_group: WorkerGroup | None, *, asks_ray: bool) -> MemoryMeter:
+def open_meter(rewards: Sequence[RewardPool], workers: Workers | None, *, asks_ray: bool) -> MemoryMeter:
     """Return what measures the memory of all processes of the run, until it is closed.
 
     asks_ray: Ray's object store is measured too, by a request to Ray in each step.
@@ -40,14 +40,14 @@ def open_meter(rewards: Sequence[RewardPool], worker_group: WorkerGroup | None, 
     def reward_workers() -> Sequence[int]:
         return [process_id for pool in rewards for process_id in pool.process_ids]
 
-    if worker_group is None:
+    if workers is None:
         return MemoryMeter(reward_workers=reward_workers)
     if not asks_ray:
-        return MemoryMeter(reward_workers=reward_workers, workers=worker_group.local_process_ids)
+        return MemoryMeter(reward_workers=reward_workers, workers=workers.local_process_ids)
     from trigon.distributed.cluster import object_store_metrics
 
     return MemoryMeter(
-        reward_workers=reward_workers, workers=worker_group.local_process_ids, object_store=object_store_metrics
+        reward_workers=reward_workers, workers=workers.local_process_ids, object_store=object_store_metrics
     )
 
 
@@ -64,6 +64,7 @@ def make_watch_settings(config: Config, plan: Plan, *, save_bytes: int = 0) -> W
             "reward_failures": watch.reward_failures,
             "mismatch": watch.mismatch,
             "validation": watch.validation,
+            "critic": watch.critic,
             "memory": watch.memory,
         },
         thresholds=Thresholds(
@@ -79,11 +80,13 @@ def make_watch_settings(config: Config, plan: Plan, *, save_bytes: int = 0) -> W
             max_mismatch_growth=watch.max_mismatch_growth,
             max_mismatch_kl=watch.max_mismatch_kl,
             max_validation_drop=watch.max_validation_drop,
+            min_explained_variance=watch.min_explained_variance,
+            critic_steps=watch.critic_steps,
             groups_compared=rollout.n > 1 and config.algorithm.adv_estimator in GROUP_ESTIMATORS,
             completions_end=not rollout.ignore_eos,
         ),
         memory_steps=watch.memory_steps,
         total_steps=plan.total_steps,
-        num_workers=config.trainer.n_gpus_per_node,
+        num_workers=workers_per_machine(config),
         save_gb=save_bytes / 2**30,
     )

@@ -91,7 +91,7 @@ def export_checkpoint(
             f"weights cannot be written as {dtype!r}; choose one of {', '.join((*DTYPES, *DTYPE_ALIASES))}"
         )
     on_progress(f"verifying {path}")
-    checkpoint = _find(path, best=best, warn=warn)
+    checkpoint = find_checkpoint(path, best=best, warn=warn)
     side_files = checkpoint.actor / "huggingface"
     if output is None:
         is_actor_folder = path.resolve() == checkpoint.actor.resolve()
@@ -106,7 +106,7 @@ def export_checkpoint(
     if into_checkpoint and adapter:
         raise CheckpointError(f"{output} belongs to the checkpoint; name another folder for its adapter")
     if not into_checkpoint:
-        _check_replaceable(output)
+        check_replaceable(output)
     if lora is not None and lora.base_folder.resolve().is_relative_to(output.resolve()):
         raise CheckpointError(f"{output} holds the base model, from which the export is made; name another folder")
 
@@ -128,7 +128,7 @@ def export_checkpoint(
         if into_checkpoint:
             _move_into_checkpoint(temporary, checkpoint)
         else:
-            _publish(temporary, output)
+            publish_export(temporary, output)
     except BaseException as error:
         fault = None if isinstance(error, CheckpointError) else fault_number(error)
         description = "" if fault is None else describe_fault(error, temporary)
@@ -181,7 +181,8 @@ class _Verification:
         on_progress(f"verified: {verified}; {further}")
 
 
-def _find(path: Path, *, best: bool, warn: Callable[[str], None]) -> Checkpoint:
+def find_checkpoint(path: Path, *, best: bool, warn: Callable[[str], None]) -> Checkpoint:
+    """Return the checkpoint of a path; of a run folder the latest, or the best."""
     if (path / MANIFEST).is_file() or not any(path.glob("global_step_*")):
         return open_checkpoint(path, resumable=False)
     store = CheckpointStore(path, keep=-1, warn=warn)
@@ -191,7 +192,7 @@ def _find(path: Path, *, best: bool, warn: Callable[[str], None]) -> Checkpoint:
     return found
 
 
-def _check_replaceable(output: Path) -> None:
+def check_replaceable(output: Path) -> None:
     """Raise CheckpointError if output exists and holds anything but an earlier export."""
     is_empty_folder = output.is_dir() and not any(output.iterdir())
     if output.exists() and not (output / EXPORT_RECORD).is_file() and not is_empty_folder:
@@ -226,9 +227,9 @@ def _write_model(
     _check_space(folder, weights, dtype)
     copy_side_files(checkpoint.actor / "huggingface", folder)
     on_progress(f"writing {len(weights.tensors)} tensors of step {checkpoint.step}")
-    written_dtype = _write_weights(weights, folder, dtype=dtype)
-    _set_config_dtype(folder / "config.json", written_dtype)
-    _write_record(folder, checkpoint, written_dtype)
+    written_dtype = write_weights(weights, folder, dtype=dtype)
+    set_config_dtype(folder / "config.json", written_dtype)
+    write_export_record(folder, checkpoint, written_dtype)
     on_progress("verifying tensors")
     verify_tensors(weights, folder)
     verify_names(weights, folder)
@@ -260,7 +261,7 @@ def _write_adapter(
     [written_dtype] = _write_file(
         lora.adapter, list(lora.adapter.tensors), folder / "adapter_model.safetensors", dtype=dtype
     )
-    _write_record(folder, checkpoint, written_dtype)
+    write_export_record(folder, checkpoint, written_dtype)
     on_progress("verifying tensors")
     verify_tensors(lora.adapter, folder)
     base = MergedWeights(lora, dtype=None)  # compares shapes
@@ -295,7 +296,7 @@ def _check_space(folder: Path, weights: Weights, dtype: torch.dtype | None) -> N
         )
 
 
-def _write_weights(weights: Weights, folder: Path, *, dtype: torch.dtype | None) -> torch.dtype:
+def write_weights(weights: Weights, folder: Path, *, dtype: torch.dtype | None) -> torch.dtype:
     """Write the weights as one or more safetensors files, and return their dtype.
 
     One file at a time is in memory.
@@ -345,7 +346,7 @@ def _write_file(weights: Weights, names: Sequence[str], file: Path, *, dtype: to
     return {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
 
 
-def _set_config_dtype(path: Path, dtype: torch.dtype) -> None:
+def set_config_dtype(path: Path, dtype: torch.dtype) -> None:
     """Set the dtype of the weights in the config and its sub-configs.
 
     The file is untouched if it is set already.
@@ -362,7 +363,8 @@ def _set_config_dtype(path: Path, dtype: torch.dtype) -> None:
         _write_json(path, config)
 
 
-def _write_record(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+def write_export_record(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    """Write EXPORT_RECORD."""
     _write_json(
         folder / EXPORT_RECORD,
         {
@@ -380,7 +382,7 @@ def _replaced(output: Path) -> Path:
     return output.absolute().with_name(f".removing_{output.name}")
 
 
-def _publish(exported: Path, output: Path) -> None:
+def publish_export(exported: Path, output: Path) -> None:
     """Rename a finished export to output, and remove an earlier one.
 
     After a crash at any moment there is a complete export at output, or none.

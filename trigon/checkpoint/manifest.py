@@ -82,7 +82,7 @@ def verify_checkpoint(folder: Path, *, optimizer: bool, on_progress: OnProgress 
 
 def is_optimizer(name: str) -> bool:
     """Return whether a file of a checkpoint is of the optimizer. name: within the folder."""
-    return name.startswith("actor/optimizer")  # a folder, or the one file of a small engine
+    return name.startswith(("actor/optimizer", "critic/optimizer"))  # a folder, or the one file of a small engine
 
 
 def _verify_files(
@@ -91,7 +91,9 @@ def _verify_files(
     include: Callable[[str], bool],
     on_progress: OnProgress,
 ) -> None:
-    found = (*_files_below(folder, "actor"), *(path.name for path in folder.glob("*.safetensors")))
+    engines = [name for name in ("actor", "critic") if (folder / name).is_dir()]
+    below = [file for name in engines for file in _files_below(folder, name)]
+    found = (*below, *(path.name for path in folder.glob("*.safetensors")))
     added = [name for name in found if name not in manifest and include(name)]
     if added:
         raise CheckpointError(

@@ -76,6 +76,12 @@ class Checkpoint:
         """The folder that the train engine wrote."""
         return self.folder / "actor"
 
+    @property
+    def critic(self) -> Path | None:
+        """The folder that the critic wrote; None if the run had none."""
+        folder = self.folder / "critic"
+        return folder if folder.is_dir() else None
+
 
 Finish = Callable[[], None]
 """The rest of a save, which reads nothing that training changes. May run in another thread."""

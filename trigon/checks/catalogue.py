@@ -43,7 +43,7 @@ _DATA = (*_MODEL, "data.", "worker.rollout.limit_images")
 _REWARD = (*_DATA, "worker.reward.")
 _CODE = ("worker.rollout.", "worker.reward.")
 _EPISODES = (*_DATA, *_CODE)
-_WORKERS = ("trainer.n_gpus_per_node", "trainer.nnodes")
+_WORKERS = ("trainer.n_gpus_per_node", "trainer.nnodes", "worker.hybrid_engine")
 _SIZE = ("worker.actor.", *_WORKERS)
 _STEPS = (*_DATA, "worker.actor.", "trainer.max_steps", "trainer.total_epochs", "trainer.val_only")
 

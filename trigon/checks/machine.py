@@ -11,7 +11,7 @@ from importlib import metadata
 
 from trigon.checks.result import CheckSkipped, Findings, Problem
 from trigon.checks.subject import Subject, run_folder_of
-from trigon.config.plan import num_workers
+from trigon.config.plan import num_devices, workers_per_machine
 from trigon.config.schema import Config
 from trigon.errors import ConfigError, ModelError
 
@@ -99,7 +99,7 @@ def check_devices(subject: Subject) -> Findings:
     from trigon.build.models import choose_device_type, choose_kernel
 
     config, machine = subject.given, subject.machine
-    wanted = config.trainer.n_gpus_per_node
+    wanted = workers_per_machine(config)
     try:
         device = choose_device_type(config, has_gpu=bool(machine.gpus) or machine.has_cluster)
     except ConfigError as error:
@@ -117,24 +117,24 @@ def check_devices(subject: Subject) -> Findings:
 
 
 def _count_devices(config: Config, machine: Machine, device: str) -> Iterator[Problem]:
-    wanted = config.trainer.n_gpus_per_node
+    wanted, option = workers_per_machine(config), "trainer.n_gpus_per_node"
+    if not config.worker.hybrid_engine:
+        option += " + worker.rollout.n_gpus_per_node"
     if device == "cpu":
         if wanted > machine.num_cpus:
-            message = (
-                f"trainer.n_gpus_per_node={wanted} starts {wanted} workers, and {machine.num_cpus} CPUs are usable"
-            )
-            yield Problem("devices.idle", False, message, f"set trainer.n_gpus_per_node={machine.num_cpus} or lower")
+            message = f"{option}={wanted} starts {wanted} workers, and {machine.num_cpus} CPUs are usable"
+            yield Problem("devices.idle", False, message, f"set {option}={machine.num_cpus} or lower")
         if machine.gpus and config.trainer.device == "cpu":
             message = f"trainer.device=cpu leaves {len(machine.gpus)} GPUs ({machine.gpus[0].name}) idle"
             yield Problem("devices.idle", False, message, "leave trainer.device out")
         return
     there = len(machine.gpus)
     if wanted > there:
-        message = f"trainer.n_gpus_per_node={wanted}, and torch finds {there} GPUs"
-        yield Problem("devices.missing", True, message, f"set trainer.n_gpus_per_node={there}, or free more GPUs")
+        message = f"{option}={wanted}, and torch finds {there} GPUs"
+        yield Problem("devices.missing", True, message, f"set {option}={there}, or free more GPUs")
     elif wanted < there:
-        message = f"trainer.n_gpus_per_node={wanted} leaves {there - wanted} of {there} GPUs idle"
-        advice = f"set trainer.n_gpus_per_node={there}, or hide the others with CUDA_VISIBLE_DEVICES"
+        message = f"{option}={wanted} leaves {there - wanted} of {there} GPUs idle"
+        advice = f"set {option}={there}, or hide the others with CUDA_VISIBLE_DEVICES"
         yield Problem("devices.idle", False, message, advice)
     rollout = config.worker.rollout
     for index, gpu in enumerate(machine.gpus[:wanted]):
@@ -149,7 +149,7 @@ def _count_devices(config: Config, machine: Machine, device: str) -> Iterator[Pr
 
 def check_network(subject: Subject) -> Findings:
     """Return whether processes of this machine can connect to each other."""
-    workers = num_workers(subject.given)
+    workers = num_devices(subject.given)
     if workers == 1:
         raise CheckSkipped("one worker, in one process, to which no other connects")
     try:

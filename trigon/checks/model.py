@@ -7,7 +7,7 @@ from typing import Any
 from trigon.checks.result import Findings, Problem
 from trigon.checks.subject import Subject
 from trigon.config.paths import local_path
-from trigon.config.plan import context_length
+from trigon.config.plan import context_length, has_critic
 from trigon.errors import ConfigError, ModelError, TrigonError
 
 _ANSWER = "An answer of the assistant."
@@ -15,6 +15,7 @@ _ANSWER = "An answer of the assistant."
 
 def check_model(subject: Subject) -> Findings:
     """Return whether config, tokenizer and processors can be read, and the model is supported."""
+    from trigon.build.critic import require_same_tokens
     from trigon.models.load import require_weights
 
     config = subject.given
@@ -23,6 +24,11 @@ def check_model(subject: Subject) -> Findings:
         if config.worker.actor.model.model_path and local_path(config.worker.actor.model.model_path) is not None:
             require_weights(str(model.model_path))
         processors = subject.processors.get()
+        critic = config.worker.critic.model.model_path if has_critic(config) else None
+        if critic is not None and local_path(critic) is not None:
+            require_weights(critic)
+        if critic is not None:
+            require_same_tokens(subject.config.get(), processors)
         size = subject.size.get()
     except (ModelError, ConfigError) as error:
         kind = "template.chat" if "chat template" in str(error) else "model.unusable"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from trigon.checks.result import CheckSkipped
 from trigon.config.load import InspectedConfig
+from trigon.config.plan import has_critic
 from trigon.config.schema import Config
 from trigon.errors import TrigonError
 
@@ -158,6 +159,9 @@ class Subject:
         changes = {"worker.actor.model.model_path": str(folder_without_weights(model.model_path))}
         if model.tokenizer_path:
             changes["worker.actor.model.tokenizer_path"] = str(folder_without_weights(model.tokenizer_path))
+        critic = self.given.worker.critic.model.model_path if has_critic(self.given) else None
+        if critic:
+            changes["worker.critic.model.model_path"] = str(folder_without_weights(critic))
         return with_options(self.given, changes)
 
     def _open_processors(self) -> Processors:
@@ -166,7 +170,7 @@ class Subject:
         return read_processors(self.config.get())
 
     def _count_weights(self) -> ModelSize:
-        from trigon.build.memory import size_of_model
+        from trigon.build.model_sizes import size_of_model
 
         return size_of_model(self.config.get())
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trigon.cli.parser import ArgumentParser
+from trigon.errors import ConfigError
 from trigon.report.console import Console
 
 
@@ -24,6 +25,22 @@ def export(options: Namespace) -> int:
     from trigon.checkpoint.export import export_checkpoint
 
     console = Console()
+    if options.critic:
+        given = {"--adapter": options.adapter, "--base": options.base, "--no-logits": not options.logits}
+        if unused := [name for name, is_given in given.items() if is_given]:
+            raise ConfigError(f"{', '.join(unused)} cannot be used with --critic; leave out either")
+        from trigon.checkpoint.export_critic import export_critic
+
+        folder = export_critic(
+            options.local_dir or options.checkpoint,
+            options.output,
+            dtype=options.dtype,
+            best=options.best,
+            warn=console.warn,
+            on_progress=console.print,
+        )
+        console.print(f"exported: {folder}")
+        return 0
     folder = export_checkpoint(
         options.local_dir or options.checkpoint,
         options.output,
@@ -74,6 +91,12 @@ def make_parser(command: str) -> ArgumentParser:
         action="store_false",
         help="do not load the exported model to verify its logits, which takes memory for it in its dtype; names, "
         "shapes and values of all tensors are always verified",
+    )
+    parser.add_argument(
+        "--critic",
+        action="store_true",
+        help="write the critic of a run with gae instead, as a token classifier with one label, for families of which "
+        "transformers has one; default: huggingface_critic in CHECKPOINT, or beside ACTOR",
     )
     parser.add_argument(
         "--best", action="store_true", help="export the best checkpoint of a run folder instead of the latest"

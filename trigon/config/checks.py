@@ -9,17 +9,22 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, assert_never, cast
 
 from trigon.config.compared import find_unknown_names
-from trigon.config.defaults import resolve_weight_dtype
+from trigon.config.critic_checks import CRITIC_CHECKS, warn_of_critic
+from trigon.config.defaults import resolve_mismatch_correction, resolve_weight_dtype
 from trigon.config.episode_checks import EPISODE_CHECKS, warn_of_episodes
 from trigon.config.files import FILE_CHECKS, REQUIRED_CHECKS
+from trigon.config.offload_checks import OFFLOAD_CHECKS
+from trigon.config.oversampling_check import check_oversampling
 from trigon.config.plan import (
     context_length,
     join_with_or,
     longest_sequence,
+    num_samplers,
     num_workers,
     suggest_batch_sizes,
     workers_per_copy,
 )
+from trigon.config.pool_checks import POOL_CHECKS, describe_samplers, warn_of_pools
 from trigon.config.schema import Config, Section
 from trigon.errors import ConfigError
 from trigon.names import SINGLE_COMPLETION_ESTIMATORS, DeviceType
@@ -57,7 +62,13 @@ def find_problems(config: Config, *, uncertain: Collection[str] = ()) -> list[st
 
 def find_warnings(config: Config) -> tuple[str, ...]:
     """Return warnings about options that work against each other or have no effect."""
-    return (*_warn_of_conflicts(config), *_warn_of_unused(config), *warn_of_episodes(config))
+    return (
+        *_warn_of_conflicts(config),
+        *_warn_of_unused(config),
+        *warn_of_critic(config),
+        *warn_of_episodes(config),
+        *warn_of_pools(config),
+    )
 
 
 def find_device_warnings(config: Config, device: DeviceType) -> tuple[str, ...]:
@@ -101,11 +112,11 @@ class _RecordedSection:
 
 def _check_tensor_parallel_size(config: Config) -> list[str]:
     rollout = config.worker.rollout
-    if num_workers(config) % rollout.tensor_parallel_size:
-        workers, divisors = _describe_workers(config)
+    if num_samplers(config) % rollout.tensor_parallel_size:
+        workers, divisors = describe_samplers(config)
         return [
-            f"worker.rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but {workers} "
-            f"(trainer.nnodes x trainer.n_gpus_per_node), which it must divide; set it to {divisors}"
+            f"worker.rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but {workers}, which it must "
+            f"divide; set it to {divisors}"
         ]
     if rollout.tensor_parallel_size > 1 and rollout.name != "vllm":
         return [
@@ -125,13 +136,14 @@ def _check_fsdp_size(config: Config) -> list[str]:
     ]
 
 
-def _check_cpu_offload(config: Config) -> list[str]:
-    if not config.worker.actor.fsdp.enable_cpu_offload or num_workers(config) > 1:
+def _check_sequence_parallel_size(config: Config) -> list[str]:
+    size = config.worker.actor.ulysses_sequence_parallel_size
+    if num_workers(config) % size == 0:
         return []
+    workers, divisors = _describe_workers(config)
     return [
-        "worker.actor.fsdp.enable_cpu_offload is true, but a single worker does not shard the model and cannot "
-        "keep its weights in host memory; set it to false, and worker.actor.offload.offload_params=true to move "
-        "them there while completions are sampled"
+        f"worker.actor.ulysses_sequence_parallel_size is {size}, but {workers}, which it must divide; set it to "
+        f"{divisors}"
     ]
 
 
@@ -231,7 +243,7 @@ def _check_optimizer(config: Config) -> list[str]:
 
 def _check_group_size(config: Config) -> list[str]:
     estimator, n = config.algorithm.adv_estimator, config.worker.rollout.n
-    if n >= 2 or estimator in SINGLE_COMPLETION_ESTIMATORS or config.trainer.val_only:
+    if n >= 2 or estimator == "gae" or estimator in SINGLE_COMPLETION_ESTIMATORS or config.trainer.val_only:
         return []
     return [
         f"worker.rollout.n is {n}, but {estimator} compares the completions of a group; set "
@@ -286,11 +298,14 @@ def _check_group_filter(config: Config) -> list[str]:
 
 
 def _check_mismatch_correction(config: Config) -> list[str]:
-    correction, rollout = config.algorithm.mismatch_correction, config.worker.rollout
+    correction, rollout = resolve_mismatch_correction(config), config.worker.rollout
     if correction == "off" or (rollout.top_p >= 1 and rollout.top_k <= 0):
         return []
+    staleness = f"algorithm.max_staleness={config.algorithm.max_staleness}"
+    older = "worker.rollout.oversampling" if rollout.oversampling > 0 else staleness
+    default = "" if config.algorithm.mismatch_correction else f", the default with {older},"
     return [
-        f"algorithm.mismatch_correction={correction} compares the probabilities of engine and "
+        f"algorithm.mismatch_correction={correction}{default} compares the probabilities of engine and "
         f"trainer, and with worker.rollout.top_p={rollout.top_p}, worker.rollout.top_k={rollout.top_k} they are "
         "those of different distributions; set top_p=1 and top_k=-1, or mismatch_correction=off"
     ]
@@ -319,7 +334,8 @@ def _check_lengths(config: Config) -> list[str]:
 _CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     _check_tensor_parallel_size,
     _check_fsdp_size,
-    _check_cpu_offload,
+    _check_sequence_parallel_size,
+    *OFFLOAD_CHECKS,
     _check_batch_sizes,
     _check_top_k,
     _check_train_weights,
@@ -332,8 +348,11 @@ _CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     _check_reward_weights,
     _check_group_filter,
     _check_mismatch_correction,
+    check_oversampling,
     _check_lengths,
     find_unknown_names,
+    *CRITIC_CHECKS,
+    *POOL_CHECKS,
     *EPISODE_CHECKS,
     *REQUIRED_CHECKS,
     *FILE_CHECKS,
@@ -370,10 +389,16 @@ def _warn_of_conflicts(config: Config) -> list[str]:
             "algorithm.adv_estimator=dr_grpo omits the standard deviation; the other half of Dr. GRPO, no length bias, "
             "is worker.actor.loss_avg_mode=seq_fixed"
         )
-    if algorithm.filter_surplus == "keep" and algorithm.online_filtering and algorithm.mismatch_correction == "off":
+    correction = resolve_mismatch_correction(config)
+    if algorithm.filter_surplus == "keep" and algorithm.online_filtering and correction == "off":
         warnings.append(
             "algorithm.filter_surplus=keep trains on completions that are one step old; "
             "algorithm.mismatch_correction=truncate corrects for it"
+        )
+    if rollout.oversampling > 0 and correction == "off":
+        warnings.append(
+            f"worker.rollout.oversampling={rollout.oversampling:g} trains on tokens of older weights; "
+            "algorithm.mismatch_correction=truncate, the default with it, corrects for it"
         )
     if rollout.top_p < 1 or rollout.top_k > 0:
         warnings.append(
@@ -387,12 +412,15 @@ def _warn_of_unused(config: Config) -> list[str]:
     """Return warnings about options that have no effect without another one."""
     data, algorithm, actor = config.data, config.algorithm, config.worker.actor
     filtering = ("algorithm.online_filtering=true", algorithm.online_filtering)
+    oversampling = ("worker.rollout.oversampling above 0", config.worker.rollout.oversampling > 0)
     gdpo = ("algorithm.adv_estimator=gdpo", algorithm.adv_estimator == "gdpo")
-    discounting = ("algorithm.adv_estimator=reinforce_plus_plus", algorithm.adv_estimator == "reinforce_plus_plus")
+    discounts = algorithm.adv_estimator in ("reinforce_plus_plus", "gae")
+    discounting = ("algorithm.adv_estimator=reinforce_plus_plus or gae", discounts)
     cispo = ("worker.actor.loss_type=cispo", actor.loss_type == "cispo")
     seq_fixed = ("worker.actor.loss_avg_mode=seq_fixed", actor.loss_avg_mode == "seq_fixed")
     kl = ("algorithm.disable_kl=false", not algorithm.disable_kl)
     options = [
+        ("worker.rollout.max_carried_steps", config.worker.rollout.max_carried_steps != 4, oversampling),
         ("data.mini_rollout_batch_size", data.mini_rollout_batch_size is not None, filtering),
         ("algorithm.filter_surplus=keep", algorithm.filter_surplus == "keep", filtering),
         ("algorithm.reward_weights", bool(algorithm.reward_weights), gdpo),

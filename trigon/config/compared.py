@@ -11,9 +11,11 @@ import json
 from collections.abc import Collection
 from typing import Any
 
+from trigon.config.critic import as_critic, with_critic_as_actor
 from trigon.config.defaults import (
     resolve_cispo_cap,
     resolve_loss_fixed_length,
+    resolve_mismatch_correction,
     resolve_observation_role,
     resolve_prompts_per_round,
     resolve_reference_dtype,
@@ -38,6 +40,8 @@ def compared_options(config: Config) -> dict[str, Any]:
     others has the value that it stands for.
     """
     values = {**_data(config), **_algorithm(config), **_actor(config), **_rollout(config), **_episodes(config)}
+    if config.algorithm.adv_estimator == "gae":
+        values |= _critic(config)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
@@ -84,7 +88,7 @@ def _algorithm(config: Config) -> dict[str, Any]:
         "algorithm.disable_kl": algorithm.disable_kl,
         "algorithm.online_filtering": algorithm.online_filtering,
         "algorithm.overlong_filtering": algorithm.overlong_filtering,
-        "algorithm.mismatch_correction": algorithm.mismatch_correction,
+        "algorithm.mismatch_correction": resolve_mismatch_correction(config),
     }
     if algorithm.adv_estimator == "reinforce_plus_plus":
         values["algorithm.gamma"] = algorithm.gamma
@@ -113,7 +117,9 @@ def _algorithm(config: Config) -> dict[str, Any]:
             "data.mini_rollout_batch_size": resolve_prompts_per_round(config),
             "trainer.max_try_make_batch": max(0, config.trainer.max_try_make_batch),
         }
-    if algorithm.mismatch_correction != "off":
+    if algorithm.max_staleness > 0:
+        values["algorithm.max_staleness"] = algorithm.max_staleness
+    if values["algorithm.mismatch_correction"] != "off":
         values |= {
             "algorithm.mismatch_level": algorithm.mismatch_level,
             "algorithm.mismatch_low": algorithm.mismatch_low,
@@ -173,10 +179,47 @@ def _actor(config: Config) -> dict[str, Any]:
     return values
 
 
+_OF_POLICY_LOSS = ("entropy_coeff", "loss_type", "tau_positive", "tau_negative", "cispo_cap", "loss_fixed_length")
+
+
+def _critic(config: Config) -> dict[str, Any]:
+    """Return the options of gae and its critic, which are those of a policy but for the loss.
+
+    A critic with a shared trunk has those of its optimizer.
+    """
+    algorithm, critic = config.algorithm, config.worker.critic
+    of_model = {
+        as_critic(name): value
+        for name, value in _actor(with_critic_as_actor(config)).items()
+        if not name.startswith("worker.actor.clip_ratio") and name.rpartition(".")[2] not in _OF_POLICY_LOSS
+    }
+    if critic.share_trunk:
+        of_head = ("worker.critic.optim.", "worker.critic.max_grad_norm", "worker.critic.loss_avg_mode")
+        of_model = {name: value for name, value in of_model.items() if name.startswith(of_head)}
+        of_model["worker.critic.vf_coef"] = critic.vf_coef
+    return {
+        "algorithm.gamma": algorithm.gamma,
+        "algorithm.lam": algorithm.lam,
+        "algorithm.lam_critic": algorithm.lam_critic,
+        "algorithm.lam_alpha": algorithm.lam_alpha,
+        "algorithm.bootstrap_cut": algorithm.bootstrap_cut,
+        "trainer.critic_warmup": config.trainer.critic_warmup,
+        "worker.critic.share_trunk": critic.share_trunk,
+        "worker.critic.cliprange_value": critic.cliprange_value,
+        **of_model,
+    }
+
+
 def _rollout(config: Config) -> dict[str, Any]:
     rollout, override = config.worker.rollout, config.worker.rollout.val_override_config
     prefix = "worker.rollout.val_override_config."
+    oversampling: dict[str, Any] = {"worker.rollout.oversampling": rollout.oversampling}
+    if rollout.oversampling > 0:
+        oversampling["worker.rollout.max_carried_steps"] = rollout.max_carried_steps
+    if config.algorithm.max_staleness > 1:
+        oversampling["worker.rollout.partial"] = rollout.partial
     return {
+        **oversampling,
         "worker.rollout.name": rollout.name,
         "worker.rollout.n": rollout.n,
         "worker.rollout.temperature": rollout.temperature,
@@ -213,6 +256,11 @@ def _episodes(config: Config) -> dict[str, Any]:
 
 def schedule_depends_on_length(config: Config) -> bool:
     """Return whether the learning rate at a step depends on how many steps the run has."""
+    models = [config, *([with_critic_as_actor(config)] if config.algorithm.adv_estimator == "gae" else [])]
+    return any(_optim_depends_on_length(each) for each in models)
+
+
+def _optim_depends_on_length(config: Config) -> bool:
     optim = config.worker.actor.optim
     warms_up_by_share = optim.lr_warmup_steps is None and optim.lr_warmup_ratio > 0
     return warms_up_by_share or optim.lr_scheduler_type != "constant"

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trigon.config.schema import Config
-from trigon.names import DeviceType, Dtype, ObservationRole
+from trigon.names import CorrectionKind, DeviceType, Dtype, ObservationRole
 from trigon.resuming import SameCommand
 
 # -- defaults that depend on the device -----------------------------------------------------------
@@ -152,6 +152,15 @@ def resolve_cispo_cap(config: Config) -> float:
 def resolve_loss_fixed_length(config: Config) -> int:
     """Return the tokens by which loss_avg_mode=seq_fixed divides. Default: max_response_length."""
     return config.worker.actor.loss_fixed_length or config.data.max_response_length
+
+
+def resolve_mismatch_correction(config: Config) -> Literal["off", CorrectionKind]:
+    """Return the importance-sampling correction. Default: truncate where weights may be older."""
+    configured = config.algorithm.mismatch_correction
+    if configured is not None:
+        return configured
+    may_be_older = config.worker.rollout.oversampling > 0 or config.algorithm.max_staleness > 0
+    return "truncate" if may_be_older else "off"
 
 
 def resolve_observation_role(config: Config) -> ObservationRole:

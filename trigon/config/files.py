@@ -114,6 +114,11 @@ def _model(config: Config) -> Paths:
     return _local_model("worker.actor.model.model_path", config.worker.actor.model.model_path)
 
 
+def _critic_model(config: Config) -> Paths:
+    path = config.worker.critic.model.model_path if config.algorithm.adv_estimator == "gae" else None
+    return _local_model("worker.critic.model.model_path", path)
+
+
 def _tokenizer(config: Config) -> Paths:
     return _local_model("worker.actor.model.tokenizer_path", config.worker.actor.model.tokenizer_path)
 
@@ -158,7 +163,7 @@ def local_sources(config: Config) -> dict[str, str]:
 
     The other models and datasets are hub ids, or objects of a program.
     """
-    texts = {**_model(config), **_tokenizer(config)}
+    texts = {**_model(config), **_critic_model(config), **_tokenizer(config)}
     texts |= {**_datasets("data.train_files", config.data.train_files), **_val_files(config)}
     return {text: str(expand_path(text).absolute()) for text in texts.values()}
 
@@ -220,6 +225,7 @@ FILE_CHECKS = tuple(
         _train_files,
         _val_files,
         _model,
+        _critic_model,
         _tokenizer,
         _reward,
         _writable,

@@ -23,6 +23,7 @@ RENAMED: Mapping[str, str] = {
     "worker.actor.kl_loss_type": "algorithm.kl_penalty",
     "worker.actor.kl_penalty": "algorithm.kl_penalty",
     "worker.actor.ppo_mini_batch_size": "worker.actor.global_batch_size",
+    "worker.actor.ulysses_size": "worker.actor.ulysses_sequence_parallel_size",
     "worker.actor.use_kl_loss": "algorithm.use_kl_loss",
     "worker.reward.compute_score": "worker.reward.reward_function",
     "worker.reward.score_function": "worker.reward.reward_function",
@@ -56,19 +57,13 @@ class IgnoredKey:
 
 
 _AUTOMATIC = "it is computed from other keys"
-_CRITIC = "none of the algorithms here has a critic"
 _FSDP_2 = "torch's FSDP2 always keeps parameters as they are"
 _PACKED = "sequences are always packed without padding, up to a token budget, and results do not depend on it"
 _RANK_0 = "one worker always reads the weights and broadcasts each tensor to the others"
 _STRATEGY = "several workers always shard the model with torch's FSDP2"
-_ULYSSES = IgnoredKey(
-    "sequences are not split over devices",
-    allowed=(1,),
-    advice="sequence parallelism is not supported; set it to 1 or leave it out",
-)
+_ULYSSES = IgnoredKey("worker.actor.ulysses_sequence_parallel_size applies to the reference and the critic too")
 
 IGNORED: Mapping[str, IgnoredKey] = {
-    "algorithm.lam": IgnoredKey(f"{_CRITIC}, and this key belongs to its advantage estimates"),
     "worker.actor.clip_ratio": IgnoredKey(
         "the bounds are worker.actor.clip_ratio_low and worker.actor.clip_ratio_high",
         allowed=(None,),
@@ -82,15 +77,20 @@ IGNORED: Mapping[str, IgnoredKey] = {
     "worker.actor.optim.training_steps": IgnoredKey("updates are counted from the data; trainer.max_steps limits them"),
     "worker.actor.padding_free": IgnoredKey(_PACKED),
     "worker.actor.strategy": IgnoredKey(_STRATEGY),
-    "worker.actor.ulysses_sequence_parallel_size": _ULYSSES,
-    "worker.actor.ulysses_size": _ULYSSES,
     "worker.actor.use_torch_compile": IgnoredKey("log-probabilities are computed in chunks, without compiling"),
-    "worker.critic": IgnoredKey(_CRITIC),
-    "worker.hybrid_engine": IgnoredKey(
-        "trainer and engine always share the device",
-        allowed=(True,),
-        advice="trainer and engine on separate devices are not supported; set it to true",
+    "worker.critic.dynamic_batching": IgnoredKey(_PACKED),
+    "worker.critic.fsdp.enable_rank0_init": IgnoredKey(_RANK_0),
+    "worker.critic.fsdp.mp_buffer_dtype": IgnoredKey("buffers keep the dtype that the model gives them"),
+    "worker.critic.fsdp.use_orig_params": IgnoredKey(_FSDP_2),
+    "worker.critic.global_batch_size_per_device": IgnoredKey(_AUTOMATIC),
+    "worker.critic.model.tokenizer_path": IgnoredKey("the critic reads the tokens of the policy"),
+    "worker.critic.optim.training_steps": IgnoredKey(
+        "updates are counted from the data; trainer.max_steps limits them"
     ),
+    "worker.critic.padding_free": IgnoredKey(_PACKED),
+    "worker.critic.strategy": IgnoredKey(_STRATEGY),
+    "worker.critic.ulysses_sequence_parallel_size": _ULYSSES,
+    "worker.critic.ulysses_size": _ULYSSES,
     "worker.ref.dynamic_batching": IgnoredKey(_PACKED),
     "worker.ref.fsdp.enable_rank0_init": IgnoredKey(_RANK_0),
     "worker.ref.fsdp.fsdp_size": IgnoredKey("worker.actor.fsdp.fsdp_size applies to the reference too"),
@@ -104,6 +104,7 @@ IGNORED: Mapping[str, IgnoredKey] = {
     "worker.ref.offload.offload_optimizer": IgnoredKey("the reference has no optimizer"),
     "worker.ref.padding_free": IgnoredKey(_PACKED),
     "worker.ref.strategy": IgnoredKey(_STRATEGY),
+    "worker.ref.ulysses_sequence_parallel_size": _ULYSSES,
     "worker.ref.ulysses_size": _ULYSSES,
     "worker.ref.use_torch_compile": IgnoredKey("log-probabilities are computed in chunks, without compiling"),
     "worker.reward.reward_function_name": IgnoredKey("worker.reward.reward_function names file and function"),
@@ -115,17 +116,11 @@ IGNORED: Mapping[str, IgnoredKey] = {
     "worker.rollout.prompt_length": IgnoredKey("data.max_prompt_length decides"),
     "worker.rollout.response_length": IgnoredKey("data.max_response_length decides"),
     "worker.rollout.trust_remote_code": IgnoredKey("worker.actor.model.trust_remote_code decides"),
-    "trainer.critic_warmup": IgnoredKey(
-        _CRITIC,
-        allowed=(0,),
-        advice="there is no critic to warm up; set it to 0",
-    ),
     "trainer.ray_timeline": IgnoredKey("the timing_s/* metrics give the time of each phase of a step"),
 }
 """Keys without effect. The name of a section stands for all keys in it."""
 
 UNSUPPORTED_VALUES: Mapping[tuple[str, str], str] = {
-    ("algorithm.adv_estimator", "gae"): "it needs a critic, which is not supported",
     ("worker.rollout.dtype", "auto"): "set the dtype explicitly, so that it can be compared with the trainer's",
     ("worker.rollout.name", "hf"): "its name is transformers",
     ("worker.rollout.name", "sglang"): "the supported engines are vllm and transformers",
@@ -134,7 +129,7 @@ UNSUPPORTED_VALUES: Mapping[tuple[str, str], str] = {
 
 VERL_SECTIONS: Mapping[str, str] = {
     "actor_rollout_ref": "it is verl's name; the sections here are worker.actor, worker.rollout and worker.ref",
-    "critic": f"it is verl's name; {_CRITIC}",
+    "critic": "it is verl's name; the section here is worker.critic",
     "custom_reward_function": "it is verl's name; use worker.reward.reward_function=file.py:function",
     "reward_model": "it is verl's name; use worker.reward.reward_function=file.py:function",
 }

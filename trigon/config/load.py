@@ -19,9 +19,11 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from trigon.config.arguments import write_arguments
 from trigon.config.checks import MAX_PROBLEMS, find_problems, find_warnings, raise_problems
 from trigon.config.convert import convert
+from trigon.config.critic import warn_of_overruled
 from trigon.config.files import find_missing_objects
 from trigon.config.legacy import IGNORED, RENAMED, UNSUPPORTED_VALUES, VERL_SECTIONS, ignored_key, renamed_file
 from trigon.config.options import KeyPath, Option, options, sections
+from trigon.config.plan import shares_trunk
 from trigon.config.schema import Config
 from trigon.config.secret_values import find_exposed, find_masked
 from trigon.config.yaml_nodes import LIST_TAG, MAX_CHARACTERS, MAX_DEPTH, NULL_TAG, TEXT_TAG, construct, parse_yaml
@@ -150,7 +152,9 @@ def inspect_config(
     found = find_problems(config, uncertain=reader.uncertain)
     problems = (*reader.problems, *found, *missing, *find_masked(config, sources))
     exposed = find_exposed(config, [key for key, source in sources.items() if source == COMMAND_LINE])
-    loaded = LoadedConfig(config, (*reader.warnings, *find_warnings(config), *exposed), sources)
+    on_purpose = [key for key, source in sources.items() if source in (COMMAND_LINE, ARGUMENTS)]
+    overruled = warn_of_overruled(config, on_purpose) if shares_trunk(config) else []
+    loaded = LoadedConfig(config, (*reader.warnings, *find_warnings(config), *overruled, *exposed), sources)
     return InspectedConfig(loaded, problems, frozenset(reader.uncertain))
 
 

@@ -9,6 +9,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
@@ -149,9 +150,10 @@ def descriptions() -> dict[KeyPath, str]:
     by_class = {node.name: node for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)}
     result: dict[KeyPath, str] = {}
     for path, section in sections():
-        node = by_class[section.__name__]
-        result[path] = ast.get_docstring(node) or ""
-        for field, docstring in zip(node.body, node.body[1:], strict=False):
+        result[path] = ast.get_docstring(by_class[section.__name__]) or ""
+        nodes = [by_class[each.__name__] for each in reversed(section.__mro__) if each.__name__ in by_class]
+        body = [statement for node in nodes for statement in node.body]
+        for field, docstring in pairwise(body):
             match field, docstring:
                 case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(text))):
                     result[(*path, key)] = " ".join(text.split())

@@ -5,8 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trigon.config.schema import Config
+from trigon.config.critic import with_critic_as_actor
+from trigon.config.schema import Config, OptimConfig
 from trigon.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class CriticPlan:
+    """The updates of a critic; each number as in Plan.
+
+    shares_trunk: it is a head of the policy, which is updated with it unless the policy rests.
+    """
+
+    prompts_per_update: int
+    epochs_per_step: int
+    updates_per_step: int
+    total_updates: int
+    warmup_updates: int
+    tokens_per_update_pass: int
+    tokens_per_experience_pass: int
+    shares_trunk: bool = False
+
+
+NO_CRITIC = CriticPlan(1, 0, 0, 0, 0, 0, 0)
+"""The plan of a run without a critic, which makes no updates of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +47,7 @@ class Plan:
     and without, gradient.
     max_tokens_per_step: tokens of a step if every prompt and completion had its maximum length,
     each prompt counted once.
+    critic: of the run's critic.
     """
 
     num_train_prompts: int
@@ -41,6 +64,7 @@ class Plan:
     tokens_per_update_pass: int
     tokens_per_experience_pass: int
     max_tokens_per_step: int
+    critic: CriticPlan = NO_CRITIC
 
 
 def make_plan(config: Config, *, num_train_prompts: int) -> Plan:
@@ -49,7 +73,7 @@ def make_plan(config: Config, *, num_train_prompts: int) -> Plan:
     Example: 2101 prompts in steps of 256 and updates of 64, n = 6, 15 epochs: 8 steps per epoch,
     120 steps, 4 updates per step, 1536 completions per step.
     With trainer.val_only there are no steps, updates and training prompts.
-    Raises: ConfigError if an epoch does not fill one step, or if warm-up is longer than training.
+    Raises: ConfigError if an epoch does not fill one step, or if a warm-up is longer than training.
     """
     data, actor, optim = config.data, config.worker.actor, config.worker.actor.optim
     prompts_per_step, prompts_per_update = data.rollout_batch_size, actor.global_batch_size
@@ -59,17 +83,14 @@ def make_plan(config: Config, *, num_train_prompts: int) -> Plan:
     total_steps = config.trainer.max_steps or steps_per_epoch * config.trainer.total_epochs
     if config.trainer.val_only:
         total_steps = 0
+    warmup = critic_warmup(config)
+    if warmup >= total_steps > 0:
+        raise ConfigError(too_long_critic_warmup(config, total_steps))
     updates_per_step = prompts_per_step // prompts_per_update * actor.ppo_epochs
-    total_updates = total_steps * updates_per_step
-    if optim.lr_warmup_steps is not None:
-        warmup_updates = optim.lr_warmup_steps * updates_per_step
-    else:
-        warmup_updates = round(optim.lr_warmup_ratio * total_updates)
-    if warmup_updates > total_updates and not config.trainer.val_only:
-        raise ConfigError(
-            f"worker.actor.optim.lr_warmup_steps is {optim.lr_warmup_steps}, but training has {total_steps} steps and "
-            f"would never reach its learning rate; set it to at most {total_steps}"
-        )
+    # In the first steps only a critic learns.
+    learning_steps = total_steps - warmup
+    total_updates = learning_steps * updates_per_step
+    warmup_updates = _warmup_updates(config, optim, updates_per_step, learning_steps, "worker.actor")
     group_size = config.worker.rollout.n
     longest = data.max_prompt_length + data.max_response_length
     return Plan(
@@ -87,18 +108,121 @@ def make_plan(config: Config, *, num_train_prompts: int) -> Plan:
         tokens_per_update_pass=actor.micro_batch_size_per_device_for_update * longest,
         tokens_per_experience_pass=actor.micro_batch_size_per_device_for_experience * longest,
         max_tokens_per_step=prompts_per_step * (data.max_prompt_length + group_size * data.max_response_length),
+        critic=make_critic_plan(config, total_steps=total_steps),
     )
 
 
+def has_critic(config: Config) -> bool:
+    """Return whether the run trains a critic."""
+    return config.algorithm.adv_estimator == "gae" and not config.trainer.val_only
+
+
+def shares_trunk(config: Config) -> bool:
+    """Return whether the run's critic is a head on the policy's trunk, not a model of its own."""
+    return has_critic(config) and config.worker.critic.share_trunk
+
+
+def critic_warmup(config: Config) -> int:
+    """Return the number of first steps in which the policy rests; 0 without a critic."""
+    return config.trainer.critic_warmup if has_critic(config) else 0
+
+
+def too_long_critic_warmup(config: Config, total_steps: int) -> str:
+    """Return the message of a run in all of whose steps the policy rests."""
+    trainer = config.trainer
+    given = "trainer.max_steps" if trainer.max_steps is not None else "trainer.total_epochs"
+    return (
+        f"trainer.critic_warmup is {trainer.critic_warmup}, but there are {total_steps} steps ({given}): "
+        "the policy would never learn; lower the first or raise the second"
+    )
+
+
+def make_critic_plan(config: Config, *, total_steps: int) -> CriticPlan:
+    """Return the plan of the critic's updates. Raises: ConfigError if its warm-up is too long."""
+    if not has_critic(config):
+        return NO_CRITIC
+    data, critic = config.data, with_critic_as_actor(config).worker.actor
+    updates_per_step = data.rollout_batch_size // critic.global_batch_size * critic.ppo_epochs
+    longest = data.max_prompt_length + data.max_response_length
+    return CriticPlan(
+        prompts_per_update=critic.global_batch_size,
+        epochs_per_step=critic.ppo_epochs,
+        updates_per_step=updates_per_step,
+        total_updates=total_steps * updates_per_step,
+        warmup_updates=_warmup_updates(config, critic.optim, updates_per_step, total_steps, "worker.critic"),
+        tokens_per_update_pass=critic.micro_batch_size_per_device_for_update * longest,
+        tokens_per_experience_pass=critic.micro_batch_size_per_device_for_experience * longest,
+        shares_trunk=shares_trunk(config),
+    )
+
+
+def _warmup_updates(config: Config, optim: OptimConfig, updates_per_step: int, steps: int, name: str) -> int:
+    """Return the updates during which the learning rate rises. steps: in which there are updates.
+
+    name: of the model's options. Raises: ConfigError if warm-up is longer than training.
+    """
+    total_updates = steps * updates_per_step
+    if optim.lr_warmup_steps is not None:
+        warmup_updates = optim.lr_warmup_steps * updates_per_step
+    else:
+        warmup_updates = round(optim.lr_warmup_ratio * total_updates)
+    if warmup_updates > total_updates and not config.trainer.val_only:
+        raise ConfigError(
+            f"{name}.optim.lr_warmup_steps is {optim.lr_warmup_steps}, but training has {steps} steps and "
+            f"would never reach its learning rate; set it to at most {steps}"
+        )
+    return warmup_updates
+
+
 def num_workers(config: Config) -> int:
-    """Return the number of workers. A single worker is the process of the run itself."""
+    """Return the number of workers that train.
+
+    A single worker is the process of the run itself, unless others sample.
+    """
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def has_workers(config: Config) -> bool:
+    """Return whether workers do the work, and not the process of the run itself."""
+    return num_workers(config) > 1 or not config.worker.hybrid_engine
+
+
+def num_samplers(config: Config) -> int:
+    """Return the number of workers that sample: those that train, unless they are separate."""
+    rollout = config.worker.rollout
+    return num_workers(config) if config.worker.hybrid_engine else rollout.nnodes * rollout.n_gpus_per_node
+
+
+def num_devices(config: Config) -> int:
+    """Return the number of workers, of both pools if they are separate."""
+    return num_workers(config) if config.worker.hybrid_engine else num_workers(config) + num_samplers(config)
+
+
+def workers_per_machine(config: Config) -> int:
+    """Return how many workers share a machine: those of both pools if each has one machine.
+
+    Two pools of one machine each may be on two machines; each worker then has CPUs to spare.
+    """
+    trainer, rollout = config.trainer, config.worker.rollout
+    if config.worker.hybrid_engine:
+        return trainer.n_gpus_per_node
+    if trainer.nnodes == rollout.nnodes == 1:
+        return trainer.n_gpus_per_node + rollout.n_gpus_per_node
+    return max(trainer.n_gpus_per_node, rollout.n_gpus_per_node)
 
 
 def workers_per_copy(config: Config) -> int:
     """Return the number of workers that share one sharded copy of the policy: fsdp_size, or all."""
     fsdp_size, world_size = config.worker.actor.fsdp.fsdp_size, num_workers(config)
     return fsdp_size if 0 < fsdp_size < world_size else world_size
+
+
+def num_shares(config: Config) -> int:
+    """Return the number of shares that the groups of an update are distributed into.
+
+    One for each worker, or for each of those that compute their rows together.
+    """
+    return num_workers(config) // config.worker.actor.ulysses_sequence_parallel_size
 
 
 def longest_sequence(config: Config) -> int:

@@ -13,10 +13,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from trigon.names import (
     DTYPE_ALIASES,
-    AdvantageEstimator,
     CorrectionKind,
     CorrectionLevel,
     Dtype,
+    Estimator,
     KlEstimator,
     LearningRateSchedule,
     LossAveraging,
@@ -184,12 +184,29 @@ class DataConfig(Section):
 class AlgorithmConfig(Section):
     """Advantages, the KL penalty, group filtering, and the mismatch correction."""
 
-    adv_estimator: AdvantageEstimator = "grpo"
-    """Advantage estimator, see docs/algorithms.md. The first five are EasyR1's."""
+    adv_estimator: Estimator = "grpo"
+    """Advantage estimator, see docs/algorithms.md. The first five and gae are EasyR1's.
+    gae: PPO with a critic (worker.critic)."""
 
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount per token (reinforce_plus_plus).
+    """Discount per token (reinforce_plus_plus, gae).
     Lowering it gives the last tokens more of the credit."""
+
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """Weight of later steps in the advantages of gae; 1: the whole return, 0: one step.
+    Lowering it relies more on the critic: less noise, more bias."""
+
+    lam_critic: float | None = Field(default=None, ge=0, le=1)
+    """The same for the returns that the critic learns; null: as lam.
+    1 with a lower lam is the decoupled estimate of VC-PPO. Trigon only."""
+
+    lam_alpha: float | None = Field(default=None, gt=0, le=1000)
+    """A completion of S tokens has 1 - 1 / (lam_alpha * S) in place of lam; null: lam.
+    VAPO has 0.05. Raising it brings lam nearer to 1. Trigon only."""
+
+    bootstrap_cut: bool = False
+    """The state after a completion that was cut at its limit has the critic's value; false: 0.
+    Trigon only."""
 
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each part of the reward in gdpo; empty: 1 for all but `overall`. Trigon only."""
@@ -242,8 +259,9 @@ class AlgorithmConfig(Section):
     """Exclude completions cut at max_response_length from the loss.
     Their rewards still count in their group (DAPO, section 3.4). Trigon only."""
 
-    mismatch_correction: Literal["off", CorrectionKind] = "off"
-    """Importance sampling against the train-inference mismatch.
+    mismatch_correction: Literal["off", CorrectionKind] | None = None
+    """Importance sampling against the train-inference mismatch, and for tokens of older weights.
+    null: truncate with worker.rollout.oversampling or max_staleness above 0, else off.
     The ratio of trainer to engine probability weights the loss of a token. truncate: the ratio is
     capped at mismatch_high; mask: tokens outside mismatch_low and mismatch_high are excluded;
     reject: completions outside are excluded, the others have weight 1. Trigon only."""
@@ -258,6 +276,13 @@ class AlgorithmConfig(Section):
     mismatch_high: float = Field(default=2.0, ge=1, le=1e9)
     """Ratio at which truncate caps, and above which mask and reject exclude.
     Lowering it is stricter. Trigon only."""
+
+    max_staleness: int = Field(default=0, ge=0, le=1000)
+    """Steps by which the weights that sample may be older than those that learn.
+    1: a batch is sampled while the last one is learned from, with the weights before that. Above 1:
+    groups are sampled all the time, up to so many steps ahead, and those that have become older are
+    sampled again. Both need worker.hybrid_engine=false, see docs/separate-workers.md. Trigon only.
+    """
 
 
 class LoraConfig(Section):
@@ -295,6 +320,10 @@ class ModelConfig(Section):
 
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more time, much less memory."""
+
+    enable_activation_offload: bool = False
+    """Keep the inputs of recomputed layers in host memory until the backward pass: longer rows.
+    They are copied while the GPU computes; on the CPU it saves nothing. Trigon only."""
 
     trust_remote_code: bool = False
     """Run code from the model's repository. EasyR1's default is true."""
@@ -448,6 +477,11 @@ class ActorConfig(Section):
     tau_negative: float = Field(default=1.05, gt=0, le=1e6)
     """Steepness of sapo's gate for negative advantages."""
 
+    ulysses_sequence_parallel_size: int = Field(default=1, ge=1, le=4096)
+    """Workers that compute each row of sequences together, a slice of its tokens each.
+    Divides the number of workers. For sequences whose activations do not fit into one GPU, see
+    docs/long-sequences.md: raising it divides them, and costs communication."""
+
     entropy_coeff: float = Field(default=0.0, ge=0, le=1000)
     """Weight of an entropy bonus in the loss.
     Raising it keeps completions varied and costs a little time."""
@@ -459,6 +493,90 @@ class ActorConfig(Section):
     optim: OptimConfig = Field(default_factory=OptimConfig)
     fsdp: FsdpConfig = Field(default_factory=FsdpConfig)
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
+
+
+class CriticLoraConfig(LoraConfig):
+    """Adapters (LoRA) of the critic, trained with its head instead of its weights."""
+
+
+class CriticModelConfig(Section):
+    """The model of the critic. Kernels and the cache of image features are worker.actor's."""
+
+    model_path: str | None = None
+    """Model that the critic starts from, with a new head of zeros; null: the policy's.
+    It needs the policy's tokens: one of the same family. EasyR1 requires it."""
+
+    override_config: dict[str, Any] = Field(default_factory=dict)
+    """Values to set in the critic's config before its weights are loaded; empty and without
+    model_path: the policy's."""
+
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: about a third more time, much less memory."""
+
+    enable_activation_offload: bool = False
+    """Keep the inputs of recomputed layers in host memory until the backward pass: longer rows.
+    They are copied while the GPU computes; on the CPU it saves nothing. Trigon only."""
+
+    trust_remote_code: bool = False
+    """Run code from the critic's repository. EasyR1's default is true."""
+
+    freeze_vision_tower: bool = False
+    """Train everything but the vision tower: less memory and time."""
+
+    lora: CriticLoraConfig = Field(default_factory=CriticLoraConfig)
+
+
+class CriticOptimConfig(OptimConfig):
+    """The optimizer of the critic and its learning rate."""
+
+
+class CriticFsdpConfig(FsdpConfig):
+    """Number formats of the critic, and its sharding over workers (FSDP)."""
+
+
+class CriticOffloadConfig(OffloadConfig):
+    """What of the critic moves to host memory while it is not in use."""
+
+
+class CriticConfig(Section):
+    """The critic of algorithm.adv_estimator=gae, and its update."""
+
+    share_trunk: bool = False
+    """One model for policy and critic: the critic is a second head on the actor's trunk.
+    Much less memory and time; the critic has no model, batches and formats of its own. Trigon only.
+    """
+
+    vf_coef: float = Field(default=0.1, ge=0, le=1e6)
+    """Weight of the value loss in the gradient of a shared trunk; the head learns from all of it.
+    Raising it lets the values shape the trunk more, against the policy. Trigon only."""
+
+    global_batch_size: int = Field(default=256, ge=1, le=MAX_COUNT)
+    """Prompts per update of the critic, each with its n completions.
+    Lowering it makes more updates per step."""
+
+    micro_batch_size_per_device_for_update: int = Field(default=4, ge=1, le=MAX_COUNT)
+    """Token budget of a forward and backward pass, as in worker.actor."""
+
+    micro_batch_size_per_device_for_experience: int = Field(default=16, ge=1, le=MAX_COUNT)
+    """The same token budget, for the pass without gradient that computes the values."""
+
+    max_grad_norm: float = Field(default=1.0, gt=0, le=1e12)
+    """Maximum norm of the gradient, which is scaled down to it."""
+
+    cliprange_value: float = Field(default=0.5, gt=0, le=1e12)
+    """A value is clipped to that before the step's updates plus or minus this, in the loss.
+    Raising it lets the critic follow the returns faster, with several updates per step."""
+
+    loss_avg_mode: Literal["token", "seq"] = "token"
+    """How the token losses of an update are averaged, as in worker.actor."""
+
+    ppo_epochs: int = Field(default=1, ge=1, le=10_000)
+    """Passes over the data of a step. Raising it fits the critic better to them."""
+
+    model: CriticModelConfig = Field(default_factory=CriticModelConfig)
+    optim: CriticOptimConfig = Field(default_factory=CriticOptimConfig)
+    fsdp: CriticFsdpConfig = Field(default_factory=CriticFsdpConfig)
+    offload: CriticOffloadConfig = Field(default_factory=CriticOffloadConfig)
 
 
 class ValOverride(Section):
@@ -526,6 +644,22 @@ class RolloutConfig(Section):
     ignore_eos: bool = False
     """Continue after the end-of-sequence token, to the maximum length; for speed measurements."""
 
+    oversampling: float = Field(default=0.0, ge=0, le=1)
+    """Share of prompts that a step samples beyond those it learns from; 0: none.
+    Sampling stops once enough groups are complete, and the next step goes on with the others.
+    Raising it shortens the wait for the longest completions, and trains on older ones. See
+    docs/long-tails.md. Trigon only."""
+
+    max_carried_steps: int = Field(default=4, ge=1, le=MAX_COUNT)
+    """Steps that may leave a group unfinished; the next one waits for it.
+    The oldest tokens that are trained on are so many steps old. Trigon only."""
+
+    partial: Literal["finish", "continue"] = "finish"
+    """What completions do that are being sampled when new weights arrive.
+    finish: they end with the old weights; once these are max_staleness / 2 versions old, no others
+    begin until the new ones are loaded. continue: they go on with the new weights. Needs
+    max_staleness above 1, see docs/separate-workers.md. Trigon only."""
+
     enforce_eager: bool = False
     """Run vLLM without CUDA graphs: faster start and less memory, slower sampling."""
 
@@ -537,8 +671,14 @@ class RolloutConfig(Section):
     enable_prefix_caching: bool = True
     """Let vLLM compute the shared prefix of prompts once. Trigon only."""
 
+    nnodes: int = Field(default=1, ge=1, le=10_000)
+    """Machines of the workers that sample, with worker.hybrid_engine=false. Trigon only."""
+
+    n_gpus_per_node: int = Field(default=1, ge=1, le=1024)
+    """Workers per machine that sample, with worker.hybrid_engine=false. Trigon only."""
+
     tensor_parallel_size: int = Field(default=1, ge=1, le=4096)
-    """Workers per copy of the model in vLLM; must divide the number of workers.
+    """Workers per copy of the model in vLLM; must divide the number of workers that sample.
     Raising it leaves more memory on each. EasyR1's default is 2."""
 
     max_model_len: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
@@ -728,7 +868,13 @@ class RewardConfig(Section):
 class WorkerConfig(Section):
     """Sampling, scoring and training."""
 
+    hybrid_engine: bool = True
+    """Sample and learn with the same workers, in turns. false: learn with those of
+    trainer.nnodes x trainer.n_gpus_per_node, and sample with worker.rollout.nnodes x
+    worker.rollout.n_gpus_per_node others; see docs/separate-workers.md."""
+
     actor: ActorConfig = Field(default_factory=ActorConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     ref: RefConfig = Field(default_factory=RefConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
@@ -764,6 +910,9 @@ class WatchConfig(Section):
 
     validation: WatchLevel = "warn"
     """The validation reward is far below its best."""
+
+    critic: WatchLevel = "warn"
+    """The values of gae's critic are much worse than a constant, or its loss explodes."""
 
     memory: WatchLevel = "stop"
     """Memory grows and reaches its limit before the last step; stop: saves and ends the run when
@@ -807,6 +956,13 @@ class WatchConfig(Section):
     """validation: distance from the best, as a share of it, or of the range so far if that is more.
     """
 
+    min_explained_variance: float = Field(default=-1.0, ge=-1e6, le=1)
+    """critic: critic/vf_explained_var, in steps in which the policy learns; -1: the errors of the
+    values vary twice as much as the returns."""
+
+    critic_steps: int = Field(default=20, ge=1, le=MAX_COUNT)
+    """Steps in a row for min_explained_variance: of a small batch it is noisy."""
+
     memory_steps: int = Field(default=5, ge=1, le=MAX_COUNT)
     """memory: stop when it lasts for fewer steps than these."""
 
@@ -836,6 +992,10 @@ class TrainerConfig(Section):
     n_gpus_per_node: int = Field(default=1, ge=1, le=1024)
     """Workers per machine, with a GPU each, or with CPU cores if it has no GPUs.
     EasyR1's default is 8."""
+
+    critic_warmup: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """First steps of gae in which only the critic learns, and the policy rests.
+    EasyR1 rests one step fewer."""
 
     max_skipped_updates: int = Field(default=3, ge=0, le=1000)
     """Updates in a row whose gradients are not finite after which the run stops; it also stops if

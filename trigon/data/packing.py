@@ -88,7 +88,7 @@ def pack_train(groups: Sequence[TrainGroup], *, max_tokens: int, positions: Posi
     """Pack completions with the per-token inputs of the loss.
 
     Every completion is kept, even if its loss_mask is all zero. Either all sequences have
-    old_logprobs or none, and likewise ref_logprobs.
+    old_logprobs or none, and likewise ref_logprobs, values and returns.
     """
     rows = _pack(
         [group.prompt for group in groups],
@@ -298,6 +298,8 @@ def _micro_batch(packed: PackedGroups, sequences: Sequence[TrainSequence]) -> Mi
         sampling_logprobs=torch.cat([sequence.sampling_logprobs for sequence in sequences]),
         old_logprobs=_concatenate_optional([sequence.old_logprobs for sequence in sequences]),
         ref_logprobs=_concatenate_optional([sequence.ref_logprobs for sequence in sequences]),
+        values=_concatenate_optional([sequence.values for sequence in sequences]),
+        returns=_concatenate_optional([sequence.returns for sequence in sequences]),
     )
 
 

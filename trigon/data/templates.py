@@ -7,6 +7,7 @@ Jinja's sandbox limits what a template can reach, not how long it takes.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,9 @@ _TEMPLATE = "<template>"
 _JINJA = str(Path(jinja2.__file__).parent)
 
 _GROWING = (str, list, tuple, dict)
+
+# CPython 3.11 raises RuntimeError in one of two threads that set their trace functions at once.
+_SETS_TRACE = threading.Lock()
 
 announce_operations()
 
@@ -156,7 +160,8 @@ def bounded_rendering() -> Iterator[None]:
         return trace
 
     previous = sys.gettrace()
-    sys.settrace(trace)
+    with _SETS_TRACE:
+        sys.settrace(trace)
     try:
         yield
     except _LimitReached as error:
@@ -169,4 +174,5 @@ def bounded_rendering() -> Iterator[None]:
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TemplateFailure(message, line=getattr(error, "lineno", None)) from error
     finally:
-        sys.settrace(previous)
+        with _SETS_TRACE:
+            sys.settrace(previous)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -44,6 +44,9 @@ A process with hundreds of GiB in host memory that GPUs can read takes more than
 
 _KILL_SECONDS = 3.0
 """How long Ray has to end a worker, before this module kills it."""
+
+_WORKER_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
+"""The options that say how many workers there are."""
 
 SEGMENTS_VARIABLE = "TRIGON_SHARED_MEMORY"
 """Environment variable of a worker: how the names of its shared memory segments begin."""
@@ -74,6 +77,11 @@ class WorkerHandle:
     host: str
     pid: int
     actor: Any
+
+
+def starts_cluster(*, nodes: int) -> bool:
+    """Return whether a run on so many nodes starts a Ray cluster, on this machine alone."""
+    return nodes == 1 and os.environ.get("RAY_ADDRESS") in (None, "", "local")
 
 
 @contextmanager
@@ -200,34 +208,56 @@ def object_store_metrics() -> Metrics:
 
 
 @contextmanager
-def start_workers(layout: Layout, actor_class: Any, run_name: str) -> Iterator[list[WorkerHandle]]:
+def start_workers(
+    layout: Layout, actor_class: Any, run_name: str, *, loopback: bool | None = None
+) -> Iterator[list[WorkerHandle]]:
     """Run layout.size actors, each in its own process, and kill them when the context ends.
 
-    To be entered inside open_cluster(). On one node they listen on the loopback address only.
+    To be entered inside open_cluster().
 
     Args: actor_class: made by ray.remote and constructed with the rank. Its prepare() receives the
     variables that torch.distributed and vLLM read: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
     MASTER_PORT; and SEGMENTS_VARIABLE. run_name: yielded by open_cluster().
+    loopback: they listen on the loopback address only; None: on one node.
     Raises: ConfigError if the cluster is too small or its resources are in use; WorkerError if a
     process does not start.
     """
-    _check_resources(layout)
-    worker_resources = {"CPU": 1.0} | ({"GPU": 1.0} if layout.device == "cuda" else {})
-    bundle = {name: amount * layout.workers_per_node for name, amount in worker_resources.items()}
-    group = placement_group([bundle] * layout.nodes, strategy="STRICT_SPREAD" if layout.nodes > 1 else "PACK")
-    loopback = layout.nodes == 1
-    actors: list[Any] = []
-    workers: list[WorkerHandle] = []
-    try:
-        if not group.wait(_PLACEMENT_SECONDS):
-            raise ConfigError(
-                f"Ray did not allocate {layout.nodes} x {bundle} within {_PLACEMENT_SECONDS} s: other jobs of the "
-                "cluster use these resources; see `ray status`"
-            )
-        for rank in range(layout.size):
+    with reserve(layout) as reserved:
+        loopback = layout.nodes == 1 if loopback is None else loopback
+        yield reserved.start(range(layout.size), actor_class, run_name, loopback=loopback)
+
+
+class ReservedWorkers:
+    """The resources of a layout's workers, in which workers are started and replaced."""
+
+    def __init__(self, layout: Layout, group: Any) -> None:
+        """Keep a placement group of Ray, which has a bundle for each node."""
+        self._layout = layout
+        self._group = group
+        self._actors: list[Any] = []
+        self._workers: list[WorkerHandle] = []
+
+    def start(
+        self,
+        places: Sequence[int],
+        actor_class: Any,
+        name: str,
+        *,
+        loopback: bool,
+        role: str = "",
+        seconds: float | None = None,
+    ) -> list[WorkerHandle]:
+        """Start a worker in each of these places of the layout, as ranks of one process group.
+
+        name: begins the names of their shared memory. role: what they are in messages.
+        seconds: time limit; None: as long as it takes.
+        Raises: WorkerError if a process does not start.
+        """
+        layout, actors = self._layout, []
+        for rank, place in enumerate(places):
             strategy = PlacementGroupSchedulingStrategy(
-                placement_group=group,
-                placement_group_bundle_index=rank // layout.workers_per_node,
+                placement_group=self._group,
+                placement_group_bundle_index=place // layout.workers_per_node,
                 placement_group_capture_child_tasks=True,
             )
             options = actor_class.options(
@@ -237,40 +267,87 @@ def start_workers(layout: Layout, actor_class: Any, run_name: str) -> Iterator[l
                 max_restarts=0,
                 max_task_retries=0,
             )
-            actors.append(options.remote(rank))
+            actors.append(options.remote(rank, role) if role else options.remote(rank))
+        self._actors += actors
         try:
-            hosts = ray.get([actor.host.remote() for actor in actors])
-            master, port = ray.get(actors[0].listen.remote(loopback=loopback))
-        except (RayActorError, RayTaskError) as error:
+            workers = self._prepare(actors, name, loopback=loopback, seconds=seconds)
+        except RayError as error:
+            for actor in actors:  # so that others can be started in their places
+                ray.kill(actor, no_restart=True)
+            if isinstance(error, GetTimeoutError):
+                raise WorkerError(f"{role or 'a worker'}: its process did not start within {seconds:g} s") from error
             raise WorkerError(
                 "a worker process did not start. Every node needs the same installation, in the environment in which "
                 f"`ray start` ran there; see docs/multi-node.md. The error:\n{error}"
             ) from error
-        for rank, (actor, (host, pid)) in enumerate(zip(actors, hosts, strict=True)):
-            workers.append(WorkerHandle(rank, host, pid, actor))
-        ray.get(
-            [
-                actor.prepare.remote(
-                    {
-                        "RANK": str(rank),
-                        "WORLD_SIZE": str(layout.size),
-                        # Ray makes one GPU visible to each worker: its local index is 0.
-                        "LOCAL_RANK": "0" if layout.device == "cuda" else str(rank % layout.workers_per_node),
-                        "MASTER_ADDR": master,
-                        "MASTER_PORT": str(port),
-                        SEGMENTS_VARIABLE: run_name,
-                    },
-                    loopback=loopback,
-                )
-                for rank, actor in enumerate(actors)
-            ]
-        )
-        yield workers
-    finally:
-        for actor in actors:
-            ray.kill(actor, no_restart=True)
-        remove_placement_group(group)
+        self._workers += workers
+        return workers
+
+    def _prepare(
+        self, actors: Sequence[Any], name: str, *, loopback: bool, seconds: float | None
+    ) -> list[WorkerHandle]:
+        """Wait until actors have started, and give them their environment variables."""
+        layout = self._layout
+        hosts = ray.get([actor.host.remote() for actor in actors], timeout=seconds)
+        master, port = ray.get(actors[0].listen.remote(loopback=loopback), timeout=seconds)
+        workers = [
+            WorkerHandle(rank, host, pid, actor)
+            for rank, (actor, (host, pid)) in enumerate(zip(actors, hosts, strict=True))
+        ]
+        environments = [
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(actors)),
+                # Ray makes one GPU visible to each worker: its local index is 0.
+                "LOCAL_RANK": "0" if layout.device == "cuda" else str(rank % layout.workers_per_node),
+                "MASTER_ADDR": master,
+                "MASTER_PORT": str(port),
+                SEGMENTS_VARIABLE: name,
+            }
+            for rank in range(len(actors))
+        ]
+        prepared = [
+            actor.prepare.remote(environment, loopback=loopback)
+            for actor, environment in zip(actors, environments, strict=True)
+        ]
+        ray.get(prepared, timeout=seconds)
+        return workers
+
+    def end(self, workers: Sequence[WorkerHandle]) -> None:
+        """Kill workers, so that others can be started in their places."""
+        for worker in workers:
+            ray.kill(worker.actor, no_restart=True)
         _wait_for_exit([worker.pid for worker in workers if worker.host == socket.gethostname()])
+
+    def end_all(self) -> None:
+        """Kill all workers, and give the resources back."""
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        remove_placement_group(self._group)
+        _wait_for_exit([worker.pid for worker in self._workers if worker.host == socket.gethostname()])
+
+
+@contextmanager
+def reserve(layout: Layout, *, keys: tuple[str, str] = _WORKER_KEYS) -> Iterator[ReservedWorkers]:
+    """Reserve the resources of the workers of a layout; kill the workers when the context ends.
+
+    keys: the options of the layout, for messages.
+    Raises: ConfigError if the cluster is too small or its resources are in use.
+    """
+    _check_resources(layout, keys)
+    worker_resources = {"CPU": 1.0} | ({"GPU": 1.0} if layout.device == "cuda" else {})
+    bundle = {name: amount * layout.workers_per_node for name, amount in worker_resources.items()}
+    group = placement_group([bundle] * layout.nodes, strategy="STRICT_SPREAD" if layout.nodes > 1 else "PACK")
+    reserved = ReservedWorkers(layout, group)
+    try:
+        if not group.wait(_PLACEMENT_SECONDS):
+            raise ConfigError(
+                f"Ray did not allocate {layout.nodes} x {bundle} ({keys[0]}, {keys[1]}) within "
+                f"{_PLACEMENT_SECONDS} s: other jobs of the cluster use these resources; see `ray status`"
+            )
+        yield reserved
+    finally:
+        reserved.end_all()
 
 
 def set_environment(environment: Mapping[str, str], *, address: str | None) -> None:
@@ -290,7 +367,28 @@ def set_environment(environment: Mapping[str, str], *, address: str | None) -> N
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def _check_resources(layout: Layout) -> None:
+def check_total(layouts: Sequence[Layout], keys: Sequence[tuple[str, str]]) -> None:
+    """Raise ConfigError if the cluster is too small for all of these layouts at the same time.
+
+    keys: the options of each layout, for messages.
+    """
+    needed = sum(layout.size for layout in layouts)
+    names = ["CPU"] + (["GPU"] if any(layout.device == "cuda" for layout in layouts) else [])
+    available = {name: ray.cluster_resources().get(name, 0.0) for name in names}
+    if all(available[name] >= needed for name in names):
+        return
+    options = " and ".join(
+        f"{of_nodes}={layout.nodes} x {of_workers}={layout.workers_per_node}"
+        for layout, (of_nodes, of_workers) in zip(layouts, keys, strict=True)
+    )
+    raise ConfigError(
+        f"{options} ask for {needed} workers at the same time, each with a {' and a '.join(names)} of its own; the Ray "
+        f"cluster has {' and '.join(f'{number:g} {name}s' for name, number in available.items())}. Lower them, or add "
+        "nodes with `ray start --address=...`"
+    )
+
+
+def _check_resources(layout: Layout, keys: tuple[str, str]) -> None:
     """Raise ConfigError if too few nodes have the resources of workers_per_node workers."""
     required = {"CPU": layout.workers_per_node} | ({"GPU": layout.workers_per_node} if layout.device == "cuda" else {})
     nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -304,7 +402,7 @@ def _check_resources(layout: Layout) -> None:
         for node in nodes
     )
     raise ConfigError(
-        f"trainer.nnodes={layout.nodes} and trainer.n_gpus_per_node={layout.workers_per_node} ask for {layout.nodes} "
+        f"{keys[0]}={layout.nodes} and {keys[1]}={layout.workers_per_node} ask for {layout.nodes} "
         f"node{'s' if layout.nodes > 1 else ''} with {required_text}; {len(fitting)} of {len(nodes)} in the Ray "
         f"cluster have that: {available_text}. Lower them, or add nodes with `ray start --address=...`"
     )

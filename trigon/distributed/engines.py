@@ -12,27 +12,26 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from trigon.data.packing import tokens_of
-from trigon.distributed.balance import partition_near
-from trigon.distributed.recent_files import RecentFiles
+from trigon.distributed.heartbeat import Heartbeat, HeartbeatRequest
+from trigon.distributed.pairs import split_pairs
 from trigon.distributed.serialization import (
     decode_completions,
-    decode_logprobs,
     encode_prompts,
-    encode_rollouts,
     encode_train,
-    group_parts,
+    encode_until,
 )
-from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
+from trigon.distributed.shares import FilesOfRanks, call_by_group, partition, put_shares, update_costs
+from trigon.distributed.worker import Worker
 from trigon.distributed.worker_group import DISK_SECONDS, WorkerGroup
 from trigon.errors import EngineError
 from trigon.metrics import Metrics, merge
-from trigon.rollout.protocol import OnGroup
-from trigon.training.local import has_gradient
+from trigon.rollout.protocol import InterruptKind, OnGroup, Until
+from trigon.rollout.stopping import SamplesUntil
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TokenLogprobs, TrainGroup, WeightsHandle
 
 Item = TypeVar("Item")
@@ -54,40 +53,36 @@ class WorkersTrainEngine:
 
     regularized: whether groups without advantages have a gradient, too, because of a regularization
     term of the loss.
+    ranks_per_row: consecutive ranks that compute each row together, and get the same groups.
     """
 
-    def __init__(self, worker_group: WorkerGroup, *, regularized: bool) -> None:
+    def __init__(self, worker_group: WorkerGroup, *, regularized: bool, ranks_per_row: int = 1) -> None:
         self._worker_group = worker_group
         self._regularized = regularized
+        self._ranks_per_row = ranks_per_row
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
-        return _call_by_group(self._worker_group, Worker.logprobs, groups, phase="logprobs")
+        return call_by_group(self._worker_group, Worker.logprobs, groups, self._ranks_per_row, phase="logprobs")
 
     def token_logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[TokenLogprobs]]:
         """See TrainEngine."""
-        scored = _call_by_group(self._worker_group, Worker.token_logprobs, groups, phase="logprobs")
+        scored = call_by_group(self._worker_group, Worker.token_logprobs, groups, self._ranks_per_row, phase="logprobs")
         return [
-            [
-                TokenLogprobs(logprobs, entropy, None)
-                for logprobs, entropy in zip(group[: len(group) // 2], group[len(group) // 2 :], strict=True)
-            ]
-            for group in scored
+            [TokenLogprobs(logprobs, entropy, None) for logprobs, entropy in zip(*group, strict=True)]
+            for group in zip(*split_pairs(scored), strict=True)
         ]
 
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See TrainEngine."""
-        return _call_by_group(self._worker_group, Worker.full_kl, groups, phase="full_kl")
+        return call_by_group(self._worker_group, Worker.full_kl, groups, self._ranks_per_row, phase="full_kl")
 
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
         """See TrainEngine. The metrics include the bytes moved since the last update."""
         worker_group = self._worker_group
         costs = update_costs(groups, regularized=self._regularized)
-        shares = _partition(worker_group, groups, costs)
-        payloads = [
-            _put_groups(worker_group, encode_train, [groups[index] for index in share], rank=rank, phase="update")
-            for rank, share in enumerate(shares)
-        ]
+        shares = partition(worker_group, groups, costs, self._ranks_per_row)
+        payloads = put_shares(worker_group, encode_train, groups, shares, self._ranks_per_row, phase="update")
         metrics = worker_group.call_all(Worker.step, per_rank=payloads, phase="update")
         return merge(*metrics, worker_group.traffic.pop_metrics())
 
@@ -115,15 +110,69 @@ class WorkersTrainEngine:
         """Do nothing: the workers end with the context that started them."""
 
 
-class WorkersReference:
-    """Computes log-probabilities of the reference on all workers. Implements LogprobEngine."""
+class WorkersCritic:
+    """Trains a critic on all workers. Implements CriticEngine.
 
-    def __init__(self, worker_group: WorkerGroup) -> None:
+    ranks_per_row: as for WorkersTrainEngine.
+    """
+
+    def __init__(self, worker_group: WorkerGroup, *, ranks_per_row: int = 1) -> None:
         self._worker_group = worker_group
+        self._ranks_per_row = ranks_per_row
+
+    def values(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        """See CriticEngine."""
+        return call_by_group(self._worker_group, Worker.values, groups, self._ranks_per_row, phase="values")
+
+    def step(self, groups: Sequence[TrainGroup]) -> Metrics:
+        """See CriticEngine. The metrics include the bytes moved since the last update."""
+        worker_group = self._worker_group
+        costs = [tokens_of(group) for group in groups]
+        shares = partition(worker_group, groups, costs, self._ranks_per_row)
+        payloads = put_shares(worker_group, encode_train, groups, shares, self._ranks_per_row, phase="update")
+        metrics = worker_group.call_all(Worker.critic_step, per_rank=payloads, phase="update_critic")
+        return merge(*metrics, worker_group.traffic.pop_metrics())
+
+    def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
+        """Return a function that does nothing: the workers write both models in one call."""
+        return _nothing_to_write
+
+    def load_state(self, folder: Path) -> None:
+        """See CriticEngine."""
+        self._worker_group.call_all(
+            Worker.load_critic, folder.absolute(), phase="load", min_deadline_seconds=DISK_SECONDS
+        )
+
+    def close(self) -> None:
+        """Do nothing: the workers end with the context that started them."""
+
+
+class WorkersTrunkCritic(WorkersCritic):
+    """Trains a value head on the policy's trunk on all workers. Implements TrunkCriticEngine."""
+
+    def logprobs_and_values(self, groups: Sequence[RolloutGroup]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """See TrunkCriticEngine."""
+        scored = call_by_group(
+            self._worker_group, Worker.logprobs_and_values, groups, self._ranks_per_row, phase="logprobs"
+        )
+        return split_pairs(scored)
+
+
+class WorkersReference:
+    """Computes log-probabilities of the reference on all workers. Implements LogprobEngine.
+
+    ranks_per_row: as for WorkersTrainEngine.
+    """
+
+    def __init__(self, worker_group: WorkerGroup, *, ranks_per_row: int = 1) -> None:
+        self._worker_group = worker_group
+        self._ranks_per_row = ranks_per_row
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
-        return _call_by_group(self._worker_group, Worker.reference_logprobs, groups, phase="reference_logprobs")
+        return call_by_group(
+            self._worker_group, Worker.reference_logprobs, groups, self._ranks_per_row, phase="reference_logprobs"
+        )
 
 
 class WorkersTracer:
@@ -142,7 +191,7 @@ class WorkersTracer:
         self._worker_group.call_all(Worker.finish_trace, step, phase="trace", min_deadline_seconds=DISK_SECONDS)
 
 
-class WorkersRolloutEngine:
+class WorkersRolloutEngine(SamplesUntil):
     """Samples on all workers. Implements RolloutEngine.
 
     tensor_parallel_size: the number of consecutive ranks that form one replica.
@@ -154,6 +203,7 @@ class WorkersRolloutEngine:
         self._sends_rows = sends_rows
         self._tensor_parallel_size = tensor_parallel_size
         self._generations = count(1)
+        self._generation = 0  # the number of the last call
 
     @property
     def num_replicas(self) -> int:
@@ -177,16 +227,20 @@ class WorkersRolloutEngine:
             raise
         self._worker_group.call_all(Worker.sleep, phase="sleep")
 
-    def generate(
+    def _generate(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
+        until: Until | None,
         *,
         step: int,
-        on_progress: Callable[[int | None], None] | None = None,
-        on_group: OnGroup | None = None,
+        on_progress: Callable[[int | None], None] | None,
+        on_group: OnGroup | None,
     ) -> list[list[Completion]]:
-        """See RolloutEngine. Finished groups arrive with heartbeats, about a second apart."""
+        """See SamplesUntil. Finished groups arrive with heartbeats, about a second apart.
+
+        Each replica stops when its part of until is reached.
+        """
         worker_group, replica_size = self._worker_group, self._tensor_parallel_size
         num_workers = len(worker_group.workers)
         num_replicas = self.num_replicas
@@ -195,13 +249,15 @@ class WorkersRolloutEngine:
         payloads = []
         for replica, share in enumerate(shares):
             ranks = range(replica * replica_size, (replica + 1) * replica_size)
-            files = _FilesOfRanks([worker_group.files[rank] for rank in ranks])
+            files = FilesOfRanks([worker_group.files[rank] for rank in ranks])
             share_prompts = [prompts[index] for index in share]
             payload = encode_prompts(share_prompts, files, with_rows=self._sends_rows)
+            if until is not None:
+                payload = encode_until(until.of_replica(replica, num_replicas), payload)
             payloads.append(worker_group.put(payload, phase="rollout"))
             files.add(share_prompts)
             worker_group.processed.add(share_prompts, ranks)
-        generation = next(self._generations)
+        self._generation = generation = next(self._generations)
         progress = _GenerationProgress(
             worker_group,
             generation,
@@ -215,6 +271,7 @@ class WorkersRolloutEngine:
             sampling,
             step,
             generation,
+            until is not None,
             per_rank=[payloads[rank // replica_size] for rank in range(num_workers)],
             phase="rollout",
             listener=progress,
@@ -224,6 +281,13 @@ class WorkersRolloutEngine:
         for rank, heartbeat in enumerate(last_heartbeats):  # with the groups that finished since those of the call
             progress.receive(rank, heartbeat)
         return [progress.completions[index] for index in range(len(prompts))]
+
+    def interrupt(self, kind: InterruptKind) -> None:
+        """End the call of generate_until that runs; from another thread.
+
+        To be repeated until it has ended: a call that a worker has not begun is not interrupted.
+        """
+        self._worker_group.submit_all(Worker.interrupt, self._generation, kind)
 
     def restart(self) -> None:
         """See RestartableEngine. All workers start their engines anew, since their starts are one.
@@ -287,81 +351,9 @@ class _GenerationProgress:
             completions = [replace(completion, replica=rank // self._replica_size) for completion in decoded]
             self.completions[index] = completions
             self._worker_group.processed.add(completions, [rank])
-            if self._on_group is not None:
+            if self._on_group is not None and not any(each.is_unfinished for each in completions):
                 self._on_group(index, completions)
 
 
-def update_costs(groups: Sequence[TrainGroup], *, regularized: bool) -> list[int]:
-    """Return the cost of each group in an update: its tokens, or 1 if it has no gradient."""
-    return [tokens_of(group) if has_gradient(group, regularized=regularized) else 1 for group in groups]
-
-
-def _call_by_group(
-    worker_group: WorkerGroup,
-    method: Callable[[Worker, bytes], bytes],
-    groups: Sequence[RolloutGroup],
-    *,
-    phase: str,
-) -> list[list[Tensor]]:
-    """Call a method on all workers, each with a share of groups, and return its tensors."""
-    shares = _partition(worker_group, groups, [tokens_of(group) for group in groups])
-    payloads = [
-        _put_groups(worker_group, encode_rollouts, [groups[index] for index in share], rank=rank, phase=phase)
-        for rank, share in enumerate(shares)
-    ]
-    results = worker_group.call_all(method, per_rank=payloads, phase=phase)
-    return _restore_order(
-        shares, [decode_logprobs(worker_group.count_received(result, phase=phase)) for result in results]
-    )
-
-
-def _partition(
-    worker_group: WorkerGroup, groups: Sequence[RolloutGroup] | Sequence[TrainGroup], costs: Sequence[int]
-) -> list[list[int]]:
-    """Return the indices of each rank's groups: balanced by cost, most where their pixels are."""
-    homes = [worker_group.processed.ranks_of(group) for group in groups]
-    return partition_near(costs, homes, len(worker_group.workers))
-
-
-def _put_groups(
-    worker_group: WorkerGroup,
-    encode: Callable[[Sequence[Group], RecentFiles], bytes],
-    groups: Sequence[Group],
-    *,
-    rank: int,
-    phase: str,
-) -> Any:
-    """Put the message with a rank's groups, and return Ray's reference."""
-    files = worker_group.files[rank]
-    payload = encode(groups, files)
-    files.add(group_parts(groups))
-    worker_group.processed.add(group_parts(groups), [rank])
-    return worker_group.put(payload, phase=phase)
-
-
-class _FilesOfRanks:
-    """The files that all of these ranks have: those that a message to all of them can omit."""
-
-    def __init__(self, ranks: Sequence[RecentFiles]) -> None:
-        self._ranks = ranks
-
-    def __contains__(self, file_hash: object) -> bool:
-        return all(file_hash in files for files in self._ranks)
-
-    def add(self, prompts: Sequence[Prompt]) -> None:
-        """See RecentFiles."""
-        for files in self._ranks:
-            files.add(prompts)
-
-
-def _restore_order(shares: Sequence[Sequence[int]], results: Sequence[Sequence[Item]]) -> list[Item]:
-    """Return the results of all shares in the order of the items.
-
-    shares: for each part of results, the indices of its items.
-    """
-    by_index = {
-        index: result
-        for share, part in zip(shares, results, strict=True)
-        for index, result in zip(share, part, strict=True)
-    }
-    return [by_index[index] for index in sorted(by_index)]
+def _nothing_to_write() -> None:
+    """Do nothing."""

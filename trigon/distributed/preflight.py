@@ -49,10 +49,12 @@ class NodeReport:
     requires_token: bool = True
 
 
-def inspect_node(process_group: TorchProcessGroup, *, model_path: str, run_folder: Path, marker: str) -> NodeReport:
+def inspect_node(
+    process_group: TorchProcessGroup, *, model_paths: Sequence[str], run_folder: Path, marker: str
+) -> NodeReport:
     """Inspect this rank's node. Collective: all ranks must call it.
 
-    Args: model_path: an absolute folder, which must exist, or a hub id, which is not checked.
+    Args: model_paths: each an absolute folder, which must exist, or a hub id, which is not checked.
     run_folder: the folder to which every rank will write its part of a checkpoint. marker: name of
     a file that the driver has created in run_folder, which shows that this node sees the same disk.
     Raises: EngineError if an all-reduce over the ranks does not count all of them.
@@ -62,15 +64,19 @@ def inspect_node(process_group: TorchProcessGroup, *, model_path: str, run_folde
         raise EngineError(f"{process_group.size} workers add up to {num_ranks}: the network between them does not work")
     problems = []
     device = process_group.device
-    folder = Path(model_path).expanduser()
-    if folder.is_absolute() and not (folder / "config.json").is_file():
-        problems.append(f"there is no model in {folder}; copy it to every node, or to a disk that they share")
+    folders = [Path(each).expanduser() for each in model_paths]
+    problems += [
+        f"there is no model in {folder}; copy it to every node, or to a disk that they share"
+        for folder in folders
+        if folder.is_absolute() and not (folder / "config.json").is_file()
+    ]
     if not (run_folder / marker).is_file():
         problems.append(
             f"there is no {run_folder}; it must be on a disk that all nodes share (trainer.save_checkpoint_path)"
         )
     else:
-        free, weights = shutil.disk_usage(run_folder).free, sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+        free = shutil.disk_usage(run_folder).free
+        weights = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
         if free < weights:
             problems.append(
                 f"the disk of {run_folder} has {free:,} bytes free, and the model alone has {weights:,}; make room, or "

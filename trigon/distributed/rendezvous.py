@@ -29,16 +29,28 @@ def listen_at(address: str) -> socket.socket:
     return listener
 
 
-def open_store(address: str, port: int, *, size: int, listener: socket.socket | None) -> Store:
-    """Return the store of all ranks, which all of them open together.
+def open_store(
+    address: str,
+    port: int,
+    *,
+    listener: socket.socket | None,
+    size: int | None = None,
+    seconds: float = JOIN_SECONDS,
+) -> Store:
+    """Return the store of all ranks.
 
     Args:
-        size: number of ranks. listener: on rank 0 the socket of that address and port, which the
-            store takes over; None on all others.
+        listener: on rank 0 the socket of that address and port, which the store takes over; None on
+            all others.
+        size: number of ranks, for all of which rank 0 waits; None: it waits for none.
+        seconds: time limit of connecting, and of each wait for a key.
     """
-    timeout = datetime.timedelta(seconds=JOIN_SECONDS)
+    timeout, waits = datetime.timedelta(seconds=seconds), size is not None
     if listener is None:
-        store: Store = TCPStore(address, port, size, is_master=False, timeout=timeout)
+        store: Store = TCPStore(address, port, size, is_master=False, timeout=timeout, wait_for_workers=waits)
     else:
-        store = TCPStore(address, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+        descriptor = listener.detach()
+        store = TCPStore(
+            address, port, size, is_master=True, timeout=timeout, wait_for_workers=waits, master_listen_fd=descriptor
+        )
     return store

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from trigon.distributed.recent_files import RecentFiles
 from trigon.json_files import dump_columns
+from trigon.rollout.protocol import Until
 from trigon.types import (
     Completion,
     EncodedMedia,
@@ -91,6 +92,8 @@ def encode_completions(rows: Sequence[Sequence[Completion]]) -> bytes:
     writer.floats([completion.sampling_logprobs for completion in completions])
     writer.ints([[_FINISH_REASONS.index(completion.finish_reason) for completion in completions]])
     writer.ints([[completion.policy_version for completion in completions]])
+    several = [number for number, completion in enumerate(completions) if completion.policy_versions]
+    writer.ints([several, *(list(chain.from_iterable(completions[number].policy_versions)) for number in several)])
     writer.texts([completion.error for completion in completions])
     turns = [turn for completion in completions for turn in completion.turns]
     writer.ints([[len(completion.turns) for completion in completions]])
@@ -109,6 +112,8 @@ def decode_completions(message: bytes) -> list[list[Completion]]:
     sampling_logprobs = reader.floats()
     [finish_reasons] = reader.ints()
     [policy_versions] = reader.ints()
+    several, *runs = reader.ints()
+    version_runs = dict(zip(several, map(tuple, map(_pairs, runs)), strict=True))
     errors = reader.texts()
     [num_turns] = reader.ints()
     starts, ends, nums_images = reader.ints()
@@ -136,9 +141,27 @@ def decode_completions(message: bytes) -> list[list[Completion]]:
         map(tuple, rows_of_turns),
         media,
         errors,
+        (version_runs.get(number, ()) for number in range(len(token_ids))),
         strict=True,
     )
     return _split((Completion(*values) for values in fields), num_completions)
+
+
+def encode_until(until: Until, prompts: bytes) -> bytes:
+    """Encode when a call of generate stops, what it goes on with, and its encoded prompts."""
+    writer = _Writer()
+    writer.ints([[until.num_groups, until.num_required]])
+    writer.blobs([encode_completions(until.begun), prompts])
+    return writer.message()
+
+
+def decode_until(message: bytes) -> tuple[Until, bytes]:
+    """Decode what encode_until has encoded, except the prompts."""
+    reader = _Reader(message)
+    [[num_groups, num_required]] = reader.ints()
+    begun, prompts = reader.blobs()
+    reader.close()
+    return Until(num_groups, num_required, tuple(map(tuple, decode_completions(begun)))), prompts
 
 
 def encode_rollouts(groups: Sequence[RolloutGroup], held: Container[str] = ()) -> bytes:
@@ -196,6 +219,10 @@ def encode_train(groups: Sequence[TrainGroup], held: Container[str] = ()) -> byt
     writer.tensors([sequence.sampling_logprobs for sequence in sequences])
     writer.tensors([_none_to_empty(sequence.old_logprobs) for sequence in sequences])
     writer.tensors([_none_to_empty(sequence.ref_logprobs) for sequence in sequences])
+    has_values = any(sequence.values is not None for sequence in sequences)
+    writer.ints([[int(has_values)]])
+    for of_critic in ([each.values for each in sequences], [each.returns for each in sequences]) if has_values else ():
+        writer.tensors([_none_to_empty(values) for values in of_critic])
     _write_media(writer, list(group_parts(groups)), held)
     return writer.message()
 
@@ -211,6 +238,9 @@ def decode_train(message: bytes, held: RecentFiles | None = None) -> list[TrainG
     token_ids = reader.ints()
     sampled = (tuple(_pairs(ranges)) for ranges in reader.ints())
     loss_mask, advantages, sampling_logprobs, old_logprobs, ref_logprobs = (reader.tensors() for _ in range(5))
+    [[has_values]] = reader.ints()
+    of_critic = [reader.tensors() if has_values else [_NO_VALUES] * len(token_ids) for _ in range(2)]
+    values_and_returns = zip(*(map(_empty_to_none, each) for each in of_critic), strict=True)
     media = iter(_read_media(reader, held))
     reader.close()
     fields = zip(
@@ -226,8 +256,12 @@ def decode_train(message: bytes, held: RecentFiles | None = None) -> list[TrainG
     groups = []
     for prompt, count in zip(prompts, num_sequences, strict=True):
         prompt = replace(prompt, vision=next(media))
-        sequences = tuple(replace(TrainSequence(*values), vision=next(media)) for values in islice(fields, count))
-        groups.append(TrainGroup(prompt, sequences))
+        sequences = []
+        for arguments in islice(fields, count):
+            values, returns = next(values_and_returns)
+            sequence = TrainSequence(*arguments)
+            sequences.append(replace(sequence, vision=next(media), values=values, returns=returns))
+        groups.append(TrainGroup(prompt, tuple(sequences)))
     return groups
 
 

@@ -1,7 +1,8 @@
-"""The worker process: a rank of the sharded trainer and a rollout engine on the same device.
+"""The worker process: a rank of the sharded trainer, a rollout engine, or both on the same device.
 
-Weight syncs from the trainer to the rollout engine stay inside the process; calls carry serialized
-bytes (serialization.py). Does not depend on how engines are built: the function that builds them is
+With both, weight syncs from the trainer to the rollout engine stay inside the process; otherwise
+weights come from the workers that train (weight_transfer.py). Calls carry serialized bytes
+(serialization.py). Does not depend on how engines are built: the function that builds them is
 an argument.
 """
 
@@ -16,15 +17,16 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import ray
 from torch import Tensor
 
-from trigon.data.media_processing import MediaProcessor
 from trigon.distributed.cluster import set_environment
+from trigon.distributed.heartbeat import Heartbeat, HeartbeatRequest
+from trigon.distributed.pairs import join_pairs
 from trigon.distributed.preflight import NodeReport
 from trigon.distributed.recent_files import RecentFiles
 from trigon.distributed.rendezvous import listen_at, open_store
@@ -32,12 +34,15 @@ from trigon.distributed.serialization import (
     decode_prompts,
     decode_rollouts,
     decode_train,
+    decode_until,
     encode_completions,
     encode_logprobs,
     group_parts,
 )
+from trigon.distributed.weight_transfer import TransferAddress, TransferMember
+from trigon.distributed.worker_engines import Opened, OpenWorkerEngines, WorkerEngines
 from trigon.metrics import Metrics
-from trigon.rollout.protocol import RolloutEngine
+from trigon.rollout.protocol import Interruption, InterruptKind, RolloutEngine, StoppingEngine, require_local_weights
 from trigon.rollout.restart import RestartableEngine
 from trigon.system.garbage import return_freed_memory, set_gc_threshold
 from trigon.system.gpu_memory import gpu_memory_metrics
@@ -45,9 +50,10 @@ from trigon.system.network import LOOPBACK
 from trigon.system.signals import ignore_stop_signals
 from trigon.system.stacks import register_stacks
 from trigon.training.budget import Budgets, Lengths, tune_engines
+from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.fsdp import Rendezvous, TorchProcessGroup
-from trigon.training.memory import memory_of
-from trigon.training.protocol import LogprobEngine, Sizes, TunableEngine
+from trigon.training.memory import host_memory_for, memory_of
+from trigon.training.protocol import TunableEngine
 from trigon.training.trace import LocalTracer
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TrainGroup
 from trigon.watch.meter import measure_worker
@@ -56,65 +62,10 @@ Group = TypeVar("Group", RolloutGroup, TrainGroup)
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WorkerEngines:
-    """The engines of one worker.
-
-    reference: None if no loss term needs one. images: loads the pixels of prompts to be sampled;
-    trainer and reference load from it themselves. None for a text model. replica_rank: this
-    worker's index among the ranks that sample the same prompts together (tensor parallelism); only
-    index 0 returns the completions. has_episodes: completions have environments or tools.
-    """
-
-    trainer: TunableEngine
-    reference: LogprobEngine | None
-    rollout: RolloutEngine
-    images: MediaProcessor | None
-    replica_rank: int
-    has_episodes: bool = False
-
-
-class OpenWorkerEngines(Protocol):
-    """Builds a worker's engines. Called in the worker, on all ranks at once."""
-
-    def __call__(self, process_group: TorchProcessGroup) -> WorkerEngines: ...
-
-
 class JoinRanks(Protocol):
     """Joins the process group and inspects the node. Called in the worker, on all ranks at once."""
 
     def __call__(self, rendezvous: Rendezvous) -> tuple[TorchProcessGroup, NodeReport]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class HeartbeatRequest:
-    """What a heartbeat should include besides memory use.
-
-    with_stack: the Python stack of the method that is running. generation: the number of a call of
-    Worker.generate whose progress is requested; 0 for none. skip_groups: how many of its finished
-    groups the driver already has.
-    """
-
-    with_stack: bool = False
-    generation: int = 0
-    skip_groups: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """The state of a worker.
-
-    memory_bytes, max_memory_bytes: resident memory, current and peak. stack: the innermost call
-    last; "" unless requested. num_samples: completions finished so far in the requested generation.
-    groups: its finished groups in the order in which they finished, less skip_groups: the index of
-    the prompt and the encoded completions.
-    """
-
-    memory_bytes: int
-    max_memory_bytes: int
-    stack: str
-    num_samples: int
-    groups: tuple[tuple[int, bytes], ...]
 
 
 @dataclass(slots=True)
@@ -124,6 +75,7 @@ class _Generation:
     number: int
     num_samples: int = 0
     groups: list[tuple[int, bytes]] = field(default_factory=list)
+    interruption: Interruption = field(default_factory=Interruption)
 
 
 def _concurrent(group: str) -> Callable[[Method], Method]:
@@ -139,8 +91,9 @@ class Worker:
     and stage_state and write_state, have threads of their own.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, role: str = "") -> None:
         self._rank = rank
+        self._role = role
         self._generation = _Generation(0)
         self._thread: int | None = None
         self._awake_contexts: list[ExitStack] = []
@@ -150,6 +103,7 @@ class Worker:
         self._process_group: TorchProcessGroup
         self._tracer: LocalTracer
         self._engines: WorkerEngines | None = None
+        self._transfer: TransferMember
         self._files = RecentFiles(keeps_content=True)
         # Sampling does not use the trainer: its state can be saved meanwhile.
         self._trainer_in_use = threading.Lock()
@@ -159,7 +113,7 @@ class Worker:
         ignore_stop_signals()  # the driver, which saves first, ends this process
 
     def __repr__(self) -> str:  # the prefix of each line that this worker prints
-        return f"rank {self._rank}"
+        return f"{self._role} rank {self._rank}".lstrip()
 
     def host(self) -> tuple[str, int]:
         """Return the host name and the process id."""
@@ -191,40 +145,94 @@ class Worker:
             listener=self._listener,
         )
         self._process_group, report = join_ranks(Rendezvous(self._rank, size, store))
+        self._transfer = TransferMember(self._process_group.device)
         return report
 
-    def open(self, open_worker_engines: OpenWorkerEngines) -> Sizes:
-        """Build the engines, and return the sizes of the trainer's model."""
+    def open(self, open_worker_engines: OpenWorkerEngines) -> Opened | None:
+        """Build the engines. Returns: sizes of the models; None if this worker only samples."""
         self._engines = open_worker_engines(self._process_group)
-        return self._engines.trainer.sizes()
+        trainer, critic = self._engines.trainer, self._engines.critic
+        return None if trainer is None else (trainer.sizes(), None if critic is None else critic.sizes())
 
     def tune_micro_batch(self, lengths: Lengths, known: Budgets | None, num_sharing: int) -> Budgets:
         """Find and set the number of tokens per pass. num_sharing: workers on this machine."""
-        engines = self._require_engines
         memory = memory_of(self._process_group.device, shared_by=num_sharing)
-        return tune_engines(engines.trainer, engines.reference, memory, lengths, self._process_group, known=known)
+        engines = self._require_engines
+        return tune_engines(
+            self._trainer,
+            engines.reference,
+            memory,
+            lengths,
+            self._process_group,
+            known=known,
+            critic=engines.critic,
+            host_bytes=host_memory_for(self._process_group.device, shared_by=num_sharing),
+        )
 
     # -- rollout --
 
     def wake(self, version: int) -> None:
         """Wake the rollout engine and sync the trainer's weights to it. Collective."""
-        if self._require_engines.images is not None:
-            self._require_engines.images.start_step()
+        self.start_step()
         context = ExitStack()
         with self._trainer_in_use:
-            context.enter_context(
-                self._require_engines.rollout.awake(self._require_engines.trainer.weights(), version=version)
-            )
+            context.enter_context(self._rollout.awake(self._trainer.weights(), version=version))
         self._awake_contexts.append(context)
+
+    def start_step(self) -> None:
+        """Allow the pixels of the last step to be dropped."""
+        if self._require_engines.images is not None:
+            self._require_engines.images.start_step()
 
     def sleep(self) -> None:
         """Undo the last wake()."""
         self._awake_contexts.pop().close()
 
-    def generate(self, prompts: bytes, sampling: SamplingParams, step: int, generation: int) -> None:
+    # -- the weight transfer between pools --
+
+    def listen_for_transfer(self, loopback: bool) -> tuple[str, int]:
+        """Begin a new transfer group, and return its address. For the first learner."""
+        return self._transfer.listen(LOOPBACK if loopback else ray.util.get_node_ip_address())
+
+    def join_transfer(self, rank: int, address: TransferAddress, timeout_seconds: float) -> None:
+        """Connect to the other members of a transfer group. rank: 0 for the first learner."""
+        self._transfer.join(address, rank, timeout_seconds=timeout_seconds)
+
+    @_concurrent("heartbeat")
+    def leave_transfer(self) -> None:
+        """Leave the transfer group. Ends a broadcast that waits for a member that has died."""
+        self._transfer.leave()
+
+    def send_weights(self) -> int:
+        """Send the weights to the samplers. Collective over the learners. Returns: bytes sent."""
+        with self._trainer_in_use:
+            weights = require_local_weights(self._trainer.weights())
+            return self._transfer.send(weights.read, self._process_group)
+
+    def receive_weights(self, version: int) -> None:
+        """Wake the rollout engine with the weights that the learners send."""
+        self.start_step()
+        while self._awake_contexts:
+            self._awake_contexts.pop().close()
+        context = ExitStack()
+        context.enter_context(self._rollout.awake(self._transfer.weights(), version=version))
+        self._awake_contexts.append(context)
+
+    # -- sampling --
+
+    def generate(
+        self,
+        prompts: bytes,
+        sampling: SamplingParams,
+        step: int,
+        generation: int,
+        stops: bool = False,
+    ) -> None:
         """Sample completions, which the heartbeats that request this generation number return.
 
         Of the ranks that sample the same prompts together, only the first returns completions.
+        stops: before all completions have ended; encode_until then encoded the prompts, and groups
+        that are not finished follow those that are.
         """
         self._generation = progress = _Generation(generation)
         returns_completions = self._require_engines.replica_rank == 0
@@ -235,21 +243,38 @@ class Worker:
         def on_group(index: int, completions: Sequence[Completion]) -> None:
             progress.groups.append((index, encode_completions([completions])))
 
-        self._require_engines.rollout.generate(
-            self._load_pixels(decode_prompts(prompts, self._files)),
-            sampling,
-            step=step,
-            on_progress=on_progress if returns_completions else None,
-            on_group=on_group if returns_completions else None,
+        until = None
+        if stops:
+            until, prompts = decode_until(prompts)
+            until = replace(until, interruption=progress.interruption)
+        loaded = self._load_pixels(decode_prompts(prompts, self._files))
+        report_progress, report_group = (on_progress, on_group) if returns_completions else (None, None)
+        if until is None:
+            self._rollout.generate(loaded, sampling, step=step, on_progress=report_progress, on_group=report_group)
+            return
+        rollout = self._rollout
+        assert isinstance(rollout, StoppingEngine), "the configuration was checked"
+        rows = rollout.generate_until(
+            loaded, sampling, until, step=step, on_progress=report_progress, on_group=report_group
         )
+        finished = {index for index, _ in progress.groups}
+        for index, row in enumerate(rows if returns_completions else []):
+            if index not in finished:  # unfinished, or [] where one failed while others were sampled
+                on_group(index, row)
+
+    @_concurrent("heartbeat")
+    def interrupt(self, generation: int, kind: InterruptKind) -> None:
+        """End a call of generate that stops early; nothing if it is not the one that runs."""
+        if self._generation.number == generation:
+            self._generation.interruption.ask(kind)
 
     def restart_rollout(self) -> None:
         """Start the rollout engine anew, asleep. Collective: vLLM's start is."""
         while self._awake_contexts:  # of ranks on which the last wake() did not fail
             self._awake_contexts.pop().close()
-        rollout = self._require_engines.rollout
+        rollout = self._rollout
         assert isinstance(rollout, RestartableEngine), "the driver restarts no other engine"
-        self._require_engines.trainer.offload()
+        self._trainer.offload()
         rollout.restart()
 
     def pop_rollout_metrics(self) -> Metrics:
@@ -257,7 +282,7 @@ class Worker:
 
         Memory alone for all but the first rank of a replica: they count the same requests.
         """
-        metrics = self._require_engines.rollout.pop_metrics()
+        metrics = self._rollout.pop_metrics()
         if self._require_engines.replica_rank == 0:
             return metrics
         return {name: metric for name, metric in metrics.items() if name.startswith("perf/")}
@@ -266,7 +291,7 @@ class Worker:
 
     def logprobs(self, groups: bytes) -> bytes:
         """Compute the policy's log-probabilities of this rank's groups."""
-        return self._compute(self._require_engines.trainer.logprobs, groups)
+        return self._compute(self._trainer.logprobs, groups)
 
     def token_logprobs(self, groups: bytes) -> bytes:
         """Compute the policy's log-probabilities and entropies of this rank's groups.
@@ -274,17 +299,18 @@ class Worker:
         Returns: encoded, for each group the log-probabilities of its completions, then the
         entropies.
         """
-        trainer = self._require_engines.trainer
+        trainer = self._trainer
 
         def compute(rollouts: Sequence[RolloutGroup]) -> list[list[Tensor]]:
             scored = trainer.token_logprobs(rollouts)
-            return [[*(each.logprobs for each in group), *(each.entropy for each in group)] for group in scored]
+            logprobs = [[each.logprobs for each in group] for group in scored]
+            return join_pairs(logprobs, [[each.entropy for each in group] for group in scored])
 
         return self._compute(compute, groups)
 
     def full_kl(self, groups: bytes) -> bytes:
         """Compute the full-vocabulary KL divergence from the reference for this rank's groups."""
-        return self._compute(self._require_engines.trainer.full_kl, groups)
+        return self._compute(self._trainer.full_kl, groups)
 
     def reference_logprobs(self, groups: bytes) -> bytes:
         """Compute the reference's log-probabilities of this rank's groups."""
@@ -296,11 +322,25 @@ class Worker:
 
         Returns: this rank's metrics; those of all ranks, merged, are the metrics of the update.
         """
-        engines = self._require_engines
         with self._trainer_in_use:
-            metrics = engines.trainer.step(self._keep_files(decode_train(groups, self._files)))
-        images = {} if engines.images is None else engines.images.pop_metrics()
-        return {**metrics, **images, **gpu_memory_metrics(), **measure_worker()}
+            metrics = self._trainer.step(self._keep_files(decode_train(groups, self._files)))
+        return {**metrics, **self._measure()}
+
+    def values(self, groups: bytes) -> bytes:
+        """Compute the critic's values of this rank's groups."""
+        return self._compute(self._critic.values, groups)
+
+    def logprobs_and_values(self, groups: bytes) -> bytes:
+        """Compute what logprobs and values do, for each group first the log-probabilities."""
+        critic = self._critic
+        assert isinstance(critic, LocalTrunkCritic), "this critic has a model of its own"
+        return self._compute(lambda own: join_pairs(*critic.logprobs_and_values(own)), groups)
+
+    def critic_step(self, groups: bytes) -> Metrics:
+        """Make one update of the critic, as step does of the policy. Collective."""
+        with self._trainer_in_use:
+            metrics = self._critic.step(self._keep_files(decode_train(groups, self._files)))
+        return {**metrics, **self._measure()}
 
     # -- traces --
 
@@ -322,8 +362,17 @@ class Worker:
         Runs beside generate(), which a run that is asked to stop does not wait for, and after any
         other method.
         """
+        critic = self._require_engines.critic
         with self._trainer_in_use:
-            self._write_state = self._require_engines.trainer.save_state(folder, model_only=model_only)
+            writes = [self._trainer.save_state(folder, model_only=model_only)]
+            if critic is not None:
+                writes.append(critic.save_state(folder.parent / "critic", model_only=model_only))
+
+        def write() -> None:
+            for each in writes:
+                each()
+
+        self._write_state = write
 
     @_concurrent("saving")
     def write_state(self) -> None:
@@ -336,7 +385,11 @@ class Worker:
 
     def load_state(self, folder: Path) -> None:
         """Load this rank's part of a checkpoint, which any number of ranks may have written."""
-        self._require_engines.trainer.load_state(folder)
+        self._trainer.load_state(folder)
+
+    def load_critic(self, folder: Path) -> None:
+        """Load this rank's part of the critic of a checkpoint."""
+        self._critic.load_state(folder)
 
     @_concurrent("heartbeat")
     def heartbeat(self, request: HeartbeatRequest) -> Heartbeat:
@@ -358,6 +411,27 @@ class Worker:
     def _require_engines(self) -> WorkerEngines:
         assert self._engines is not None, "open() has not been called"
         return self._engines
+
+    @property
+    def _critic(self) -> LocalCriticEngine:
+        critic = self._require_engines.critic
+        assert critic is not None, "this run has no critic"
+        return critic
+
+    @property
+    def _trainer(self) -> TunableEngine:
+        assert self._require_engines.trainer is not None, "this worker does not train"
+        return self._require_engines.trainer
+
+    @property
+    def _rollout(self) -> RolloutEngine:
+        assert self._require_engines.rollout is not None, "this worker does not sample"
+        return self._require_engines.rollout
+
+    def _measure(self) -> Metrics:
+        """Return the memory of this worker, and the images processed since the last call."""
+        images = self._require_engines.images
+        return {**({} if images is None else images.pop_metrics()), **gpu_memory_metrics(), **measure_worker()}
 
     def _compute(self, compute: Callable[[Sequence[RolloutGroup]], list[list[Tensor]]], groups: bytes) -> bytes:
         """Return the encoded result of a function of groups: a tensor for each completion."""

@@ -19,10 +19,11 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from trigon.distributed.cluster import WorkerHandle
+from trigon.distributed.heartbeat import Heartbeat, HeartbeatRequest
 from trigon.distributed.processed_media import ProcessedMedia
 from trigon.distributed.recent_files import RecentFiles
-from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
-from trigon.errors import PeerError, TrigonError, WorkerError
+from trigon.distributed.worker import Worker
+from trigon.errors import LostWorkerError, PeerError, TrigonError, WorkerError
 from trigon.metrics import Metric, Sum
 from trigon.resuming import SAME_COMMAND, SameCommand
 from trigon.system.stacks import descendants, dump_stacks, register_stacks
@@ -99,6 +100,8 @@ class WorkerGroup:
     device: the kind of device that each worker has. deadline_seconds: time limit of one call.
     stacks_file: where the stacks of all processes on this machine are written if a call hangs.
     same_command: goes on with the run when a worker has died.
+    role: what its workers are in messages, where a run has several groups. is_closed: set from
+    another thread, ends a call that waits.
     files: the media files that each worker has, by rank; updated by those who encode messages.
     processed: which workers have the pixels of which prompts; updated likewise.
     """
@@ -108,6 +111,8 @@ class WorkerGroup:
     deadline_seconds: float
     stacks_file: Path | None = None
     same_command: SameCommand = SAME_COMMAND
+    role: str = ""
+    is_closed: bool = False
     traffic: Traffic = field(default_factory=Traffic)
     files: list[RecentFiles] = field(init=False)
     processed: ProcessedMedia = field(default_factory=ProcessedMedia)
@@ -135,6 +140,7 @@ class WorkerGroup:
         phase: str,
         listener: HeartbeatListener | None = None,
         min_deadline_seconds: float = 0.0,
+        max_deadline_seconds: float = math.inf,
     ) -> list[Result]: ...
 
     def call_all(
@@ -177,6 +183,8 @@ class WorkerGroup:
             if failures:
                 self._wait_for_failures(pending, results, failures)
                 raise self._root_cause(failures, phase)
+            if self.is_closed:
+                raise WorkerError(f"{phase} was given up, since the run ends")
             if pending and time.monotonic() - started > deadline:
                 raise self._deadline_error(list(pending.values()), phase, deadline)
             for rank in self._receive_heartbeats(heartbeats):
@@ -187,6 +195,17 @@ class WorkerGroup:
                     request = HeartbeatRequest() if listener is None else listener.request(worker.rank)
                     heartbeats[worker.actor.heartbeat.remote(request)] = worker.rank
         return [results[worker.rank] for worker in self.workers]
+
+    def first(self) -> WorkerGroup:
+        """Return a group of the first worker alone."""
+        return WorkerGroup(
+            self.workers[:1],
+            self.device,
+            self.deadline_seconds,
+            stacks_file=self.stacks_file,
+            same_command=self.same_command,
+            role=self.role,
+        )
 
     def local_process_ids(self) -> list[int]:
         """Return the process ids of the workers on this machine."""
@@ -263,7 +282,7 @@ class WorkerGroup:
 
         first = min(failures, key=priority)
         cause = _unwrap(first.error)
-        location = f"rank {first.rank} on {self._describe_host(first.rank)}, in {phase}"
+        location = f"{self._describe_rank(first.rank)}, in {phase}"
         if isinstance(cause, TrigonError):
             return type(cause)(f"{location}: {cause}")
         other_ranks = sorted(failure.rank for failure in failures if failure is not first)
@@ -271,12 +290,10 @@ class WorkerGroup:
         memory = self._describe_memory(first.rank)
         if isinstance(first.error, RayTaskError):
             return WorkerError(f"{location}: raised an error{memory}:\n{first.error}{also}")
-        return WorkerError(
-            f"{location}: the process died{memory}: {_describe_death(first.error)}{also}\n"
-            f"All other workers were stopped; {self.same_command.from_last('goes on from the last checkpoint')}"
-        )
+        goes_on = f"All other workers were stopped; {self.same_command.from_last('goes on from the last checkpoint')}"
+        return LostWorkerError(f"{location}: the process died{memory}: {_describe_death(first.error)}{also}\n{goes_on}")
 
-    def _deadline_error(self, workers: Sequence[WorkerHandle], phase: str, deadline: float) -> WorkerError:
+    def _deadline_error(self, workers: Sequence[WorkerHandle], phase: str, deadline: float) -> LostWorkerError:
         """Return the error for workers that missed the deadline, with their stacks."""
         request = HeartbeatRequest(with_stack=True)
         references = {worker.rank: worker.actor.heartbeat.remote(request) for worker in workers}
@@ -290,10 +307,10 @@ class WorkerGroup:
                     heartbeat = ray.get(reference)
                     self._heartbeats[rank] = heartbeat
                     state = f"is in\n{heartbeat.stack}"
-            lines.append(f"rank {rank} on {self._describe_host(rank)}{self._describe_memory(rank)} {state}")
+            lines.append(f"{self._describe_rank(rank)}{self._describe_memory(rank)} {state}")
         limit = " (trainer.worker_timeout_seconds)" if deadline == self.deadline_seconds else ""
-        return WorkerError(
-            f"{phase} was not done after {deadline:g} s{limit}; ranks "
+        return LostWorkerError(
+            f"{phase} was not done after {deadline:g} s{limit}; {self.role and self.role + ' '}ranks "
             f"{sorted(references)} of {len(self.workers)} hang:\n" + "\n".join(lines) + self._write_stacks()
         )
 
@@ -310,9 +327,9 @@ class WorkerGroup:
             return f"\nThe stacks of all processes cannot be written to {self.stacks_file} ({error}):\n{text}"
         return f"\nThe stacks of all processes on this machine are in {self.stacks_file}"
 
-    def _describe_host(self, rank: int) -> str:
+    def _describe_rank(self, rank: int) -> str:
         worker = self.workers[rank]
-        return f"{worker.host} (process {worker.pid})"
+        return f"{self.role} rank {rank} on {worker.host} (process {worker.pid})".lstrip()
 
     def _describe_memory(self, rank: int) -> str:
         heartbeat = self._heartbeats.get(rank)

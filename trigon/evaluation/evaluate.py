@@ -20,6 +20,7 @@ from trigon.build.memory_check import find_hardware
 from trigon.build.models import choose_device
 from trigon.build.objects import EpisodeCode, RunObjects, make_episode_code
 from trigon.build.options import make_validation_sampling_params, max_completion_tokens
+from trigon.build.pools import open_worker_pools
 from trigon.build.rewards import check_rewards, open_rewards, open_validation_rewards
 from trigon.build.run import (
     check_environment,
@@ -27,11 +28,11 @@ from trigon.build.run import (
     open_reporter,
     open_store,
 )
-from trigon.build.workers import open_worker_group, open_workers
+from trigon.build.workers import open_workers
 from trigon.config.episode_checks import has_episodes
 from trigon.config.load import LoadedConfig, dump_config
 from trigon.config.paths import PYTHON_PREFIX
-from trigon.config.plan import make_plan, num_workers
+from trigon.config.plan import has_workers, make_plan
 from trigon.config.rewards import describe_option, validation_option
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts, PromptSet
@@ -258,10 +259,10 @@ def evaluate_model(
         folder.write_config(dump_config(config))
         processors = open_processors(config)
         report = stack.enter_context(open_reporter(config, folder, console, processors, (), None))
-        worker_group = None
+        workers = None
         check_hardware = partial(check_run_memory, config, console)
-        if num_workers(config) > 1:
-            worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware, console.warn))
+        if has_workers(config):
+            workers = stack.enter_context(open_worker_pools(config, folder.path, check_hardware, console.warn))
         elif (hardware := find_hardware(choose_device(config))) is not None:
             check_hardware(hardware)
         episodes = find_episodes(config, processors, stack, request.code)
@@ -274,7 +275,7 @@ def evaluate_model(
             check_episodes(config, processors, *episodes, prompts, max_tokens=max_completion_tokens(config))
         check_columns([prompts[0].row], request.by)  # all rows of a table have the same columns
         plan, store = make_plan(config, num_train_prompts=0), open_store(config, folder, console)
-        if worker_group is None:
+        if workers is None:
             engines = open_engines(
                 config, processors, plan, store, report, stack, shows_videos=prompts.shows_videos, episodes=episodes
             )
@@ -282,7 +283,7 @@ def evaluate_model(
             engines = open_workers(
                 config,
                 plan,
-                worker_group,
+                workers,
                 store,
                 report,
                 shows_videos=prompts.shows_videos,

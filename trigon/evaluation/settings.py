@@ -33,9 +33,15 @@ PROMPTS_PER_CALL = 256
 _RESET = (
     "trainer.nnodes=1",
     "trainer.n_gpus_per_node=1",
+    "worker.hybrid_engine=true",
+    "worker.rollout.nnodes=1",
+    "worker.rollout.n_gpus_per_node=1",
+    "algorithm.max_staleness=0",
+    "worker.rollout.partial=finish",
     "trainer.profile_steps=[]",
     "worker.rollout.tensor_parallel_size=1",
     "worker.actor.fsdp.fsdp_size=-1",
+    "worker.actor.ulysses_sequence_parallel_size=1",
     "worker.actor.fsdp.enable_cpu_offload=false",
 )
 

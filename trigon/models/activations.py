@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from trigon.models.activation_offload import DEVICE_INPUTS, host_bytes
 from trigon.models.dimensions import Dimensions, VisionDimensions
 from trigon.models.kernels import Kernel
 
@@ -88,6 +89,7 @@ class PassOptions:
     chunk_rows: rows of logits that are computed at a time. tied: the head is the embedding.
     on_cpu: where sdpa takes fewer key heads than query heads, and pixels are not copied.
     full_kl: the KL from a reference is computed over the whole vocabulary.
+    offloads: with checkpointing, the inputs of layers are in host memory, see activation_offload.
     """
 
     checkpointing: bool
@@ -98,6 +100,7 @@ class PassOptions:
     tied: bool
     on_cpu: bool
     full_kl: bool = False
+    offloads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,8 @@ class PassBytes:
 
     moment: when the peak is. activations: hidden states and what autograd keeps. logits: chunks of
     logits, and the head's gradient in float32. copies: of weights, by autocast. gradients: of
-    weights and of activations, before they are added or freed.
+    weights and of activations, before they are added or freed. host: inputs of layers that are kept
+    in host memory, which are not part of the total.
     """
 
     moment: Moment
@@ -114,10 +118,11 @@ class PassBytes:
     logits: int
     copies: int
     gradients: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
+        """The sum of all parts on the device."""
         return self.activations + self.logits + self.copies + self.gradients
 
 
@@ -148,9 +153,12 @@ class _Pass:
         """Return the moments of an update at which its memory can be largest."""
         options, text = self._options, self._text
         inputs = self._row_inputs()
-        layers = self._layer_inputs() if options.checkpointing else self._all_layers()
+        layers = self._layer_inputs(DEVICE_INPUTS) if options.checkpointing else self._all_layers()
         vision = self._vision_kept() if options.trains_vision else self._vision_features()
         kept = inputs + layers + vision
+        # Before the backward only the last layer's input is on the device, if they are offloaded.
+        before = inputs + (self._layer_inputs(1) if options.checkpointing else layers) + vision
+        host = self._offloaded_inputs()
         head_weight = text.vocabulary * text.width
         # The gradient of a tied head waits for that of the embedding, which comes last.
         waiting = head_weight * self._state if options.tied and options.trains_weights else 0
@@ -162,24 +170,26 @@ class _Pass:
         forward_copies = 0 if options.checkpointing and not options.trains_weights else self._weight_copies()
         graph_copies = 0 if options.checkpointing else self._weight_copies()
         moments = [
-            PassBytes("forward", kept + self._head_states(), self._logits(), forward_copies, 0),
-            PassBytes("head, backward", kept + self._head_states(), self._logits_backward(), graph_copies, 0),
+            PassBytes("forward", before + self._head_states(), self._logits(), forward_copies, 0, host),
+            PassBytes("head, backward", before + self._head_states(), self._logits_backward(), graph_copies, 0, host),
             PassBytes(
                 "layer, backward",
                 kept + (one_layer if options.checkpointing else 0),
                 0,
                 self._layer_copies() if options.checkpointing else graph_copies,
                 waiting + self._layer_gradients(),
+                host,
             ),
         ]
         if self._vision is not None and options.trains_vision:
             moments.append(
                 PassBytes(
                     "vision, backward",
-                    inputs + vision + (self._vision_block(self._vision) if options.checkpointing else 0),
+                    inputs + vision + self._recomputed_vision(self._vision),
                     0,
                     0,
                     waiting + self._vision_gradients(self._vision),
+                    host,
                 )
             )
         return moments
@@ -203,8 +213,23 @@ class _Pass:
         """The rotary embeddings, which all layers share."""
         return self._row.tokens * 2 * self._text.head_dim * self._state
 
-    def _layer_inputs(self) -> int:
-        return self._text.layers * self._row.tokens * self._text.width * self._state
+    def _layer_inputs(self, offloading: int) -> int:
+        """The inputs of layers on the device. offloading: how many if the others are offloaded."""
+        layers = self._text.layers
+        return (min(layers, offloading) if self._options.offloads else layers) * self._layer_input()
+
+    def _layer_input(self) -> int:
+        return self._row.tokens * self._text.width * self._state
+
+    def _offloaded_inputs(self) -> int:
+        """The inputs of layers and of trained vision blocks in host memory."""
+        options, vision = self._options, self._vision
+        if not options.offloads:
+            return 0
+        host = self._text.layers * host_bytes(self._layer_input(), pinned=not options.on_cpu)
+        if vision is not None and options.trains_vision:
+            host += vision.layers * host_bytes(self._vision_input(vision), pinned=not options.on_cpu)
+        return host
 
     def _all_layers(self) -> int:
         text = self._text
@@ -358,7 +383,7 @@ class _Pass:
             return 0
         patches = self._row.groups * self._row.patches
         if self._options.checkpointing:
-            blocks = vision.layers * patches * vision.width * self._compute
+            blocks = 0 if self._options.offloads else vision.layers * self._vision_input(vision)
         else:
             blocks = vision.layers * self._vision_block(vision)
         # The pixels, which the first layer keeps for the gradient of its weight; and the mergers.
@@ -367,6 +392,16 @@ class _Pass:
             first = patches * vision.values_per_patch * self._compute
         merger = patches * vision.width * (4 + 4 * self._compute)
         return blocks + first + vision.mergers * merger + self._vision_features()
+
+    def _vision_input(self, vision: VisionDimensions) -> int:
+        return self._row.groups * self._row.patches * vision.width * self._compute
+
+    def _recomputed_vision(self, vision: VisionDimensions) -> int:
+        """What the backward of a block needs beside what was kept, with checkpointing."""
+        if not self._options.checkpointing:
+            return 0
+        offloaded = min(vision.layers, DEVICE_INPUTS) * self._vision_input(vision) if self._options.offloads else 0
+        return self._vision_block(vision) + offloaded
 
     def _vision_block(self, vision: VisionDimensions) -> int:
         """What autograd keeps of one block."""

@@ -39,6 +39,7 @@ from trigon.models.kernels import (
     supports,
     varlen_attention,
 )
+from trigon.models.sequence_parallel import heads_for_tokens, tokens_for_heads
 
 # None of these names contains "flash": transformers would make masks for such an implementation.
 GROUP_ATTENTION: dict[Kernel, str] = {
@@ -316,7 +317,13 @@ def _group_attention_forward(
     # on.
     layer: Any = module
     window = sliding_windows(layer.config)[layer.layer_idx]
-    return group_attention(query, key, value, attention_metadata, scale=scaling, window=window), None
+    ranks = attention_metadata.row_ranks
+    if ranks is None:
+        return group_attention(query, key, value, attention_metadata, scale=scaling, window=window), None
+    length = query.shape[2]
+    query, key, value = tokens_for_heads(query, key, value, attention_metadata.tokens, ranks)
+    output = group_attention(query, key, value, attention_metadata, scale=scaling, window=window)
+    return heads_for_tokens(output, length, ranks), None
 
 
 def _window_attention_forward(

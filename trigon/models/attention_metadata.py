@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trigon.models.kernels import Kernel, KeyLayout, Segments, TokenIndices, make_block_mask
+from trigon.models.sequence_parallel import RowRanks
 from trigon.models.transfer import to_device
 from trigon.types import GroupSpan
 
@@ -52,14 +53,23 @@ class AttentionMetadata:
     Args:
         spans: the groups of the row, in order and without gaps.
         kernel: the kernel that the language model attends with.
+        row_ranks: the ranks that hold a slice of the row each; None if this rank holds the row.
     """
 
-    def __init__(self, spans: Sequence[GroupSpan], device: torch.device, kernel: Kernel) -> None:
+    def __init__(
+        self, spans: Sequence[GroupSpan], device: torch.device, kernel: Kernel, *, row_ranks: RowRanks | None = None
+    ) -> None:
         self.kernel = kernel
+        self.row_ranks = row_ranks
         self._spans = tuple(spans)
         self._device = device
         self._masks: dict[int | None, tuple[GroupMasks, ...]] = {}
         self._block_masks: dict[int | None, Any] = {}
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the row."""
+        return self._spans[-1].completions[-1][1]
 
     @cached_property
     def groups(self) -> tuple[GroupLayout, ...]:
@@ -94,7 +104,7 @@ class AttentionMetadata:
         """
         query_starts, key_starts = [0], [0]
         sources: list[Tensor] = []
-        own = torch.empty(self._spans[-1].completions[-1][1], dtype=torch.int64)
+        own = torch.empty(self.tokens, dtype=torch.int64)
         shared: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the number of copies of each prompt key
         for span in self._spans:
             prompt = torch.arange(*span.prompt)

@@ -91,6 +91,15 @@ class VisionFeatureCache:
             self._num_hits, self._num_lookups = counts
             self._stores = True
 
+    def swap_counts(self, counts: tuple[int, int]) -> tuple[int, int]:
+        """Go on from these numbers of hits and lookups, and return those so far.
+
+        Models that share the cache thereby count apart.
+        """
+        before = self.pop_metrics()
+        self._num_hits, self._num_lookups = counts
+        return before
+
     def pop_metrics(self) -> tuple[int, int]:
         """Return the number of hits, and of lookups, since the last call.
 

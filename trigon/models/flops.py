@@ -89,13 +89,16 @@ class Flops:
         return self.linear + self.attention + self.head + self.vision + self.patch_embedding
 
 
-def forward_flops(hf_config: Any, groups: Sequence[GroupLengths], counting: Counting) -> Flops | None:
+def forward_flops(
+    hf_config: Any, groups: Sequence[GroupLengths], counting: Counting, *, outputs: int | None = None
+) -> Flops | None:
     """Return the operations of a forward over groups; None for a family that is not counted.
 
     Args:
         hf_config: the Hugging Face config of the model.
         groups: the lengths of each group.
         counting: how often prompts and images count, see the module.
+        outputs: of the head; None: the vocabulary.
     """
     dimensions = dimensions_of(hf_config)
     if dimensions is None:
@@ -124,14 +127,19 @@ def forward_flops(hf_config: Any, groups: Sequence[GroupLengths], counting: Coun
     return Flops(
         linear=2 * tokens * _active_weights(text),
         attention=4 * pairs * text.heads * text.head_dim,
-        head=2 * logits * text.width * text.vocabulary,
+        head=2 * logits * text.width * (text.vocabulary if outputs is None else outputs),
         vision=blocks,
         patch_embedding=patch_embedding,
     )
 
 
 def update_flops(
-    hf_config: Any, groups: Sequence[GroupLengths], counting: Counting, *, trains_vision: bool = True
+    hf_config: Any,
+    groups: Sequence[GroupLengths],
+    counting: Counting,
+    *,
+    trains_vision: bool = True,
+    outputs: int | None = None,
 ) -> int | None:
     """Return the operations of an update over groups; None for a family that is not counted.
 
@@ -139,7 +147,7 @@ def update_flops(
 
     Args: as in forward_flops. trains_vision: False for a frozen vision tower.
     """
-    forward = forward_flops(hf_config, groups, counting)
+    forward = forward_flops(hf_config, groups, counting, outputs=outputs)
     if forward is None:
         return None
     backward = 2 * (forward.linear + forward.attention + forward.head)

@@ -42,7 +42,9 @@ class ModelSize:
     root: everything else, and a weight that they share.
     largest: weights of the largest tensor. key_values: keys and values of a token in the KV cache,
     over all layers. key_heads: of a layer. tied: the head is the embedding. trains_vision: the
-    vision tower has gradients. dimensions: None for a family whose passes are not counted.
+    vision tower has gradients. dimensions: None for a family whose passes are not counted. critic:
+    the sizes of the run's critic; None without one. value_head: weights of a value head on the
+    policy's trunk, in float32, which are no part of the units.
     """
 
     model_type: str
@@ -56,6 +58,8 @@ class ModelSize:
     tied: bool
     trains_vision: bool
     dimensions: Dimensions | None
+    critic: ModelSize | None = None
+    value_head: int = 0
 
     @property
     def all(self) -> UnitSize:

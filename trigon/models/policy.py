@@ -9,26 +9,27 @@ on losses or engines.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from trigon.errors import ModelError
 from trigon.metrics import Max, Metric, Sum
+from trigon.models.activation_offload import ActivationOffload
 from trigon.models.attention import configured_kernel
 from trigon.models.attention_metadata import AttentionMetadata
 from trigon.models.families import ModelFamily
-from trigon.models.features import VisionFeatureCache, VisionFeatures
+from trigon.models.features import VisionFeatureCache
 from trigon.models.flops import GroupLengths, peak_tflops, update_flops
 from trigon.models.fused import compile_parts, use_liger
-from trigon.models.head import LogprobHead, use_logprob_head
+from trigon.models.head import FORWARD_METHODS, LogprobHead, use_logprob_head
 from trigon.models.logprobs import Predictions, rows_per_chunk, target_and_source_positions
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
-from trigon.models.tiles import to_tiles
-from trigon.models.transfer import concatenated, to_device
-from trigon.models.vision_inputs import tower_inputs
-from trigon.types import NamedTensors, PackedGroups, TokenLogprobs, TrainGroup, Vision
+from trigon.models.sequence_parallel import RowRanks, RowSlice, complete_results, require_divisible_heads, slice_of
+from trigon.models.transfer import to_device
+from trigon.models.vision_encoder import VisionEncoder, add_deepstack
+from trigon.types import NamedTensors, PackedGroups, TokenLogprobs, TrainGroup
 
 
 class Policy(nn.Module):
@@ -40,6 +41,15 @@ class Policy(nn.Module):
         logprob_chunk: rows of logits computed at a time; None for logprobs.rows_per_chunk of the
             device that computes.
     """
+
+    head_methods: ClassVar[tuple[str, ...]] = FORWARD_METHODS
+    """The methods of the head, besides forward, that use its weight."""
+    row_methods: ClassVar[tuple[str, ...]] = ()
+    """The methods, besides forward, that compute a row."""
+    head_dtype: ClassVar[torch.dtype | None] = None
+    """The dtype in which a sharded head is gathered; None: that of the other weights."""
+    num_outputs: ClassVar[int | None] = None
+    """The outputs of the head; None: one for each token of the vocabulary."""
 
     def __init__(
         self,
@@ -57,12 +67,13 @@ class Policy(nn.Module):
         self.family = family
         self.temperature = temperature
         self.banned_token_ids = tuple(banned_token_ids)
-        use_logprob_head(model)
+        self._use_head(model)
         self._logprob_chunk = logprob_chunk
         if family.deepstack:
-            family.language_model(model)._deepstack_process = _add_deepstack
-        self._feature_cache: VisionFeatureCache | None = None
-        self._all_reduce_max: Callable[[int], int] = int
+            family.language_model(model)._deepstack_process = add_deepstack
+        self._vision = VisionEncoder(model, family)
+        self._row_ranks: RowRanks | None = None
+        self._offload: ActivationOffload | None = None
 
     def forward(
         self,
@@ -84,61 +95,100 @@ class Policy(nn.Module):
             run_dummy_vision: if the row has no images, run the vision tower on an empty image, with
                 no effect on the result. A tower that is sharded over ranks has to run on all of
                 them.
-            against: a reference's predictions of these tokens, to compute the KL as well.
+            against: a reference's predictions of these tokens, to compute the KL as well; with
+                sequence parallelism those of this rank's slice.
             states_only: return the factors of the logits instead (see predictions).
         Returns: the TokenLogprobs of token_logprobs, on the model's device; or the Predictions.
         Raises: ModelError if the images do not match the placeholder tokens of the row.
         """
-        language = self.family.language_model(self.model)
-        device = computing_device(language.embed_tokens.weight)
-        embeddings = language.embed_tokens(to_device(packed.token_ids, device))[None]
-        deepstack_arguments: dict[str, Any] = {}
-        if packed.visions:
-            encode = self._encode_together if self._feature_cache is None else self._encode_each
-            features, deepstack_features = encode(packed.visions)
-            placeholders = torch.tensor(self.family.placeholder_token_ids(self.model.config))
-            places = torch.isin(packed.token_ids, placeholders).nonzero().flatten()
-            if len(places) != len(features):
-                count = sum(len(vision.grid_thw) for vision in packed.visions)
-                raise ModelError(
-                    f"A packed row has {len(places)} placeholder tokens, but its {count} images and videos give "
-                    f"{len(features)} features. Build prompts and images with the same processor."
-                )
-            places = to_device(places, device)
-            # By positions: a mask would have to be read to know how many features its gradient has.
-            embeddings = embeddings.index_copy(1, places, features.to(embeddings.dtype)[None])
-            if self.family.deepstack:
-                deepstack_arguments = {
-                    "visual_pos_masks": places,  # for _add_deepstack
-                    "deepstack_visual_embeds": deepstack_features,
-                }
-        elif run_dummy_vision and self._feature_cache is not None:
-            self._encode_dummy(self._all_reduce_max(0))
-        elif run_dummy_vision and self.family.has_vision:
-            features, deepstack_features = self._encode_vision(*self._empty_image())
-            embeddings = embeddings + 0.0 * sum(part.sum() for part in (features, *deepstack_features))
-        position_ids = to_device(packed.position_ids, device)
-        states = language(
-            inputs_embeds=embeddings,
-            position_ids=position_ids[:, None] if self.family.rope == "mrope" else position_ids,
-            use_cache=False,
-            attention_metadata=AttentionMetadata(packed.spans, device, configured_kernel(language.config)),
-            **deepstack_arguments,
-        ).last_hidden_state[0]
-        targets, sources = target_and_source_positions(packed.spans)
-        predicting: Tensor = states[to_device(sources, device)]
+        states, row = self.row_states(packed, run_dummy_vision=run_dummy_vision)
         if states_only:
+            _, sources = target_and_source_positions(packed.spans)
+            predicting, _ = self.states_at(sources, states, row)
             return Predictions(predicting, self.head.full_weight())
+        return self.score_states(states, row, packed, entropy_gradient=entropy_gradient, against=against)
+
+    def states_at(self, places: Tensor, states: Tensor, row: RowSlice) -> tuple[Tensor, Tensor]:
+        """Return the states at those of a row's places that this rank holds, and which these are.
+
+        Args: places: [S] positions of the row, on the CPU. states, row: of row_states.
+        Returns: [M, D], and the [M] indices in places, on the CPU.
+        """
+        held = row.held(places)
+        return states[to_device(places[held] - row.start, states.device)], held
+
+    def score_states(
+        self,
+        states: Tensor,
+        row: RowSlice,
+        packed: PackedGroups,
+        *,
+        entropy_gradient: bool = False,
+        against: Predictions | None = None,
+    ) -> TokenLogprobs:
+        """Return what forward does, given the states of row_states."""
+        targets, sources = target_and_source_positions(packed.spans)
+        predicting, held = self.states_at(sources, states, row)
         logprobs, entropy, kl = self.head.token_logprobs(
             predicting,
-            to_device(packed.token_ids[targets], device),
+            to_device(packed.token_ids[targets[held]], states.device),
             temperature=self.temperature,
             banned_token_ids=self.banned_token_ids,
             entropy_gradient=entropy_gradient,
             against=against,
             chunk_tokens=self._logprob_chunk,
         )
+        if self._row_ranks is not None:
+            columns = [logprobs, entropy] if kl is None else [logprobs, entropy, kl]
+            logprobs, entropy, *kls = self.of_row(columns, held, len(targets))
+            kl = kls[0] if kls else None
         return TokenLogprobs(logprobs=logprobs, entropy=entropy, kl=kl)
+
+    def of_row(self, columns: Sequence[Tensor], held: Tensor, num_tokens: int) -> list[Tensor]:
+        """Return the values of all tokens of a row, given those of this rank's slice.
+
+        Args:
+            columns: [M] each, with the gradient that their results will have on this rank alone.
+            held: [M], their indices in the results, on the CPU. num_tokens: of the results.
+        """
+        if self._row_ranks is None:
+            return [*columns]
+        stacked = torch.stack([*columns])
+        results = complete_results(stacked, to_device(held, stacked.device), num_tokens, self._row_ranks)
+        return [column.clone() for column in results]  # FSDP warns of views
+
+    def row_states(self, packed: PackedGroups, *, run_dummy_vision: bool) -> tuple[Tensor, RowSlice]:
+        """Return the last hidden states of this rank's slice of a row, [T, D]; see forward."""
+        language, ranks = self.family.language_model(self.model), self._row_ranks
+        device = computing_device(language.embed_tokens.weight)
+        row = slice_of(packed, ranks)
+        embeddings = language.embed_tokens(to_device(row.token_ids, device))[None]
+        deepstack_arguments: dict[str, Any] = {}
+        if packed.visions:
+            features = self._vision.encode_row(packed, row, embeddings, ranks)
+            places = to_device(features.places, device)
+            # By positions: a mask would have to be read to know how many features its gradient has.
+            embeddings = embeddings.index_copy(1, places, features.tokens.to(embeddings.dtype)[None])
+            if self.family.deepstack:
+                deepstack_arguments = {
+                    "visual_pos_masks": places,  # for add_deepstack
+                    "deepstack_visual_embeds": features.deepstack,
+                }
+        elif run_dummy_vision:
+            embeddings = self._vision.run_without_images(embeddings)
+        position_ids = to_device(row.position_ids, device)
+        states: Tensor = language(
+            inputs_embeds=embeddings,
+            position_ids=position_ids[:, None] if self.family.rope == "mrope" else position_ids,
+            use_cache=False,
+            attention_metadata=AttentionMetadata(
+                packed.spans, device, configured_kernel(language.config), row_ranks=ranks
+            ),
+            **deepstack_arguments,
+        ).last_hidden_state[0]
+        return states, row
+
+    _use_head = staticmethod(use_logprob_head)
 
     @torch.no_grad()
     def predictions(self, packed: PackedGroups, *, run_dummy_vision: bool = False) -> Predictions:
@@ -186,13 +236,24 @@ class Policy(nn.Module):
         """Whether the head has the weight of the embedding."""
         return self.head.weight is self.embedding.weight
 
-    def enable_gradient_checkpointing(self) -> None:
+    def enable_gradient_checkpointing(self, *, offload: bool = False) -> None:
         """Recompute each layer in the backward instead of keeping its activations.
 
         Sets train mode, as transformers requires.
+
+        Args:
+            offload: keep the inputs of the layers in host memory; see activation_offload.py.
         """
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if offload:
+            self._offload = ActivationOffload()
+            self._offload.checkpoint_layers(self.layers())
         self.train()
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """The most bytes of the inputs of layers that a pass had in host memory so far."""
+        return 0 if self._offload is None else self._offload.most_bytes
 
     def compile_layers(self) -> None:
         """Compile the norms and MLPs of each layer; see fused.compile_parts."""
@@ -228,13 +289,25 @@ class Policy(nn.Module):
                 run equally often on all ranks: in every pass with run_dummy_vision, ranks with
                 fewer images to encode run it on empty images.
         """
-        self._feature_cache = cache
-        self._all_reduce_max = all_reduce_max
+        self._vision = VisionEncoder(self.model, self.family, cache=cache, all_reduce_max=all_reduce_max)
+
+    def use_row_ranks(self, ranks: RowRanks) -> None:
+        """Compute every row together with other ranks, which have to call forward with the same.
+
+        Raises: ConfigError if the attention of the model cannot be split over so many ranks.
+        """
+        config = self.family.language_model(self.model).config
+        require_divisible_heads(config, ranks.size, model_type=self.family.model_type)
+        self._row_ranks = ranks
+
+    @property
+    def row_ranks(self) -> RowRanks | None:
+        """The ranks that compute every row together; None if each computes its own."""
+        return self._row_ranks
 
     def clear_features(self) -> None:
         """Clear the feature cache, after the weights of the vision tower have changed."""
-        if self._feature_cache is not None:
-            self._feature_cache.clear()
+        self._vision.clear_features()
 
     @property
     def has_adapters(self) -> bool:
@@ -253,6 +326,7 @@ class Policy(nn.Module):
             [GroupLengths.of(group.prompt, group.sequences) for group in groups],
             "shared",
             trains_vision=tower is not None and any(parameter.requires_grad for parameter in tower.parameters()),
+            outputs=self.num_outputs,
         )
         if flops is None:
             return {}
@@ -331,94 +405,6 @@ class Policy(nn.Module):
         for name, weight in own.items():
             weight.copy_(weights[name])
         self.clear_features()
-
-    def _encode_together(self, visions: Sequence[Vision]) -> tuple[Tensor, list[Tensor]]:
-        """Run the vision tower on all images and videos of a row; see _encode_vision."""
-        device = computing_device(self.family.language_model(self.model).embed_tokens.weight)
-        grid_thw = torch.cat([vision.grid_thw for vision in visions])
-        pixels = self._tower_pixels(concatenated([vision.pixel_values for vision in visions], device), grid_thw)
-        return self._run_tower(pixels, grid_thw)
-
-    def _encode_vision(self, pixel_values: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Run the vision tower on images and videos.
-
-        Args: pixel_values: [patches, values], grid_thw: [images and videos, 3], both on the CPU.
-        Returns: features [tokens, D], and with deepstack [tokens, D] for each of the first layers.
-        """
-        return self._run_tower(self._tower_pixels(pixel_values, grid_thw), grid_thw)
-
-    def _tower_pixels(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
-        """Return pixels as the vision tower takes them, on its device and in its dtype."""
-        tower: Any = self.family.vision_tower(self.model)
-        if self.family.tiles:
-            pixel_values = to_tiles(pixel_values, grid_thw, self.family.patch_size(self.model.config))
-        return to_device(pixel_values, tower.device).to(tower.dtype)
-
-    def _run_tower(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the features of images and videos, given their pixels; see _encode_vision."""
-        tower: Any = self.family.vision_tower(self.model)
-        if self.family.tiles:
-            return self.family.image_features(self.model, pixels), []
-        output = tower(pixels, grid_thw=grid_thw, **tower_inputs(tower, grid_thw))
-        return output.pooler_output, output.deepstack_features if self.family.deepstack else []
-
-    @torch.no_grad()
-    def _encode_each(self, visions: Sequence[Vision]) -> tuple[Tensor, list[Tensor]]:
-        """Return the same as _encode_together; each image is encoded by itself, or looked up.
-
-        Nothing is cached if their hashes are unknown.
-        """
-        assert self._feature_cache is not None
-        tower: Any = self.family.vision_tower(self.model)
-        grid_thw = torch.cat([vision.grid_thw for vision in visions])
-        hashes = tuple(key for vision in visions for key in vision.hashes)
-        parts = [
-            part
-            for vision in visions
-            for part in torch.split(vision.pixel_values, vision.grid_thw.prod(dim=1).tolist())
-        ]
-        features = self._feature_cache.lookup(hashes, tower.device)
-        keys = hashes or tuple(map(str, range(len(parts))))
-        misses = {key: index for index, key in enumerate(keys) if key not in features}  # duplicates once
-        # Before the tower runs: other ranks may have fewer images to encode.
-        runs = self._all_reduce_max(len(misses))
-        for key, index in misses.items():
-            tokens, deepstack = self._encode_vision(parts[index], grid_thw[index : index + 1])
-            features[key] = VisionFeatures(tokens, tuple(deepstack))
-            if hashes:
-                self._feature_cache.store(key, features[key])
-        self._encode_dummy(runs - len(misses))
-        return torch.cat([features[key].tokens for key in keys]), [
-            torch.cat(layer) for layer in zip(*(features[key].deepstack for key in keys), strict=True)
-        ]
-
-    @torch.no_grad()
-    def _encode_dummy(self, times: int) -> None:
-        """Run the vision tower on an empty image this many times.
-
-        As often as the rank with most images runs it.
-        """
-        for _ in range(times):
-            self._encode_vision(*self._empty_image())
-
-    def _empty_image(self) -> tuple[Tensor, Tensor]:
-        side = self.family.patches_per_side(self.model.config)
-        values = self.family.values_per_patch(self.model.config)
-        return torch.zeros(side * side, values), torch.tensor([[1, side, side]])
-
-
-def _add_deepstack(hidden_states: Tensor, places: Tensor, features: Tensor) -> Tensor:
-    """Add deepstack features to the hidden states of their placeholder tokens.
-
-    In place of the method of transformers, which takes a mask, and has to read from the device how
-    many tokens it selects, in the forward and in the backward of each layer.
-    Args: hidden_states: [B, T, D]. places: the positions of the placeholders, [M] int64, counted
-    over all rows; or the mask, [B, T] bool, of a forward that transformers makes itself.
-    features: [M, D].
-    """
-    positions = places.flatten().nonzero().flatten() if places.dtype == torch.bool else places
-    added = hidden_states.flatten(0, 1).index_add(0, positions, features.to(hidden_states))
-    return added.view_as(hidden_states)
 
 
 def computing_device(weight: Tensor) -> torch.device:

@@ -17,6 +17,7 @@ from trigon.build.data import NO_SOURCES
 from trigon.build.memory_check import find_hardware, with_options
 from trigon.config.checks import find_problems, raise_problems
 from trigon.config.episode_checks import has_episodes
+from trigon.config.plan import workers_per_machine
 from trigon.config.schema import Config
 from trigon.data.sources import Source
 from trigon.errors import ConfigError
@@ -46,7 +47,8 @@ def plan(
 
     Args:
         gpus: the devices, such as 8xH100-80G, or 2x8xH100-80G for two nodes, which set
-            trainer.n_gpus_per_node and trainer.nnodes; None: those of this machine.
+            trainer.n_gpus_per_node and trainer.nnodes; None: those of this machine. Workers that
+            sample separately have the same kind, and the configured number.
         host_memory: bytes of each machine; None: this machine's without gpus, else not limited.
         model_config: a config.json, or its folder, in place of that of model_path.
         calibrate_with: the folder of a finished run on the same hardware, whose timings replace
@@ -80,7 +82,7 @@ def _find_place(config: Config, gpus: str | None, host_memory: int | None) -> Pl
     found = find_hardware(device)
     if host_memory is None and found is not None:
         host_memory = found.host_bytes
-    accelerator = CPU.of_cores(max(1, count_usable_cpus() // trainer.n_gpus_per_node))
+    accelerator = CPU.of_cores(max(1, count_usable_cpus() // workers_per_machine(config)))
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         known = accelerator_named(name)
@@ -110,6 +112,11 @@ def _calibration(folder: Path, gpus: str | None, model_config: Path | None, give
     """
     run = open_run(folder)
     config = Config.model_validate(run.config())
+    if not config.worker.hybrid_engine:
+        raise ConfigError(
+            f"{folder} has separate workers that sample and learn (worker.hybrid_engine=false), whose phases wait for "
+            "each other; calibrate with a run of shared workers"
+        )
     groups = config.data.rollout_batch_size * config.worker.actor.ppo_epochs
     observed = observe(run.metrics(), str(folder), groups_per_step=groups)
     place = _find_place(config, gpus, None)

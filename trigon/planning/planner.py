@@ -12,11 +12,21 @@ from typing import Any
 import torch
 
 from trigon.build.data import NO_SOURCES
-from trigon.build.memory_check import TIGHT, MemoryCounter, Remedy, find_remedies, with_options
+from trigon.build.memory import count_checkpoint_bytes
+from trigon.build.memory_check import TIGHT, MemoryCounter, Remedy, can_divide_engine, find_remedies, with_options
 from trigon.build.memory_table import Hardware, PhaseMemory, RunMemory, format_gib
 from trigon.build.options import make_loss_terms, needs_old_logprobs, needs_reference
+from trigon.config.critic import with_critic_as_actor
 from trigon.config.defaults import resolve_auto_micro_batch, resolve_weight_dtype
-from trigon.config.plan import context_length, make_plan, num_workers
+from trigon.config.plan import (
+    context_length,
+    has_critic,
+    has_workers,
+    make_plan,
+    num_devices,
+    num_samplers,
+    num_workers,
+)
 from trigon.config.schema import Config
 from trigon.data.sources import Source
 from trigon.errors import ConfigError
@@ -28,8 +38,9 @@ from trigon.planning.calibration import Calibration
 from trigon.planning.hardware import Cluster
 from trigon.planning.lengths import LengthOptions, find_lengths
 from trigon.planning.model import open_model_config
+from trigon.planning.pools import describe_devices, plan_pools
 from trigon.planning.result import Disk, RunPlan, Verdict
-from trigon.planning.timing import StepTime, Timing
+from trigon.planning.timing import StepTime, Timing, may_share_node
 from trigon.planning.work import TRIGON, Ledger, Trainer, count_flops, make_ledger
 from trigon.training.budget import HEADROOM
 from trigon.training.optim import state_bytes
@@ -82,6 +93,10 @@ class Planner:
         self._model = actor.model_path or ""
         with open_model_config(self._model, model_config) as folder:
             self._sized = with_options(config, {"worker.actor.model.model_path": str(folder)})
+            critic = config.worker.critic.model.model_path if has_critic(config) else None
+            if critic is not None:
+                with open_model_config(critic, None) as own:
+                    self._sized = with_options(self._sized, {"worker.critic.model.model_path": str(own)})
             self._hf_config: Any = load_hf_config(
                 folder, trust_remote_code=actor.trust_remote_code, override_config=actor.override_config
             )
@@ -103,11 +118,16 @@ class Planner:
         self._lengths = find_lengths(
             config, self._hf_config, options, observed=observed, download=download, opened=opened
         )
-        self._plan = make_plan(config, num_train_prompts=self._lengths.num_prompts or config.data.rollout_batch_size)
+        knows_steps = bool(self._lengths.num_prompts or config.trainer.max_steps)
+        self._plan = make_plan(
+            # Of an unknown number of steps the warm-up may be a part.
+            config if knows_steps else with_options(config, {"trainer.critic_warmup": 0}),
+            num_train_prompts=self._lengths.num_prompts or config.data.rollout_batch_size,
+        )
 
     def uncalibrated(self, *, learned_share: float) -> tuple[dict[str, float], int]:
         """Return the seconds of the phases of a step, and its completions."""
-        ledger, timing = self._step(learned_share)
+        ledger, timing = self.step(learned_share)
         if timing is None:
             raise ConfigError(f"the operations of {self._hf_config.model_type} models are not counted")
         return timing.phases(), ledger.sampled
@@ -115,7 +135,7 @@ class Planner:
     def plan(self) -> RunPlan:
         """Return the plan."""
         config, calibration = self._config, self._calibration
-        ledger, timing = self._step(1.0 if calibration is None else calibration.learned_share)
+        ledger, timing = self.step(1.0 if calibration is None else calibration.learned_share)
         steps = self._plan.total_steps if self._lengths.num_prompts or config.trainer.max_steps else None
         time, validation, flops, moved = None, 0.0, None, None
         if timing is not None:
@@ -125,14 +145,18 @@ class Planner:
             flops, moved = timing.flops, timing.bytes()
             if calibration is not None:
                 validation *= calibration.factors.get("gen", 1.0)
-                phases = calibration.apply(phases, completions=ledger.sampled)
+                measured = calibration.apply(phases, completions=ledger.sampled)
+                # Separate workers get their weights in another way than those of the measured run.
+                phases = measured if config.worker.hybrid_engine else measured | {"weights": phases["weights"]}
             if self._verdict != "does not fit":
-                time = StepTime(phases, calibration is not None)
+                time = StepTime(phases, calibration is not None, steps_ahead=config.algorithm.max_staleness)
         all_ = self._size.all
         return RunPlan(
             model=self._model,
-            devices=str(self._place.cluster),
-            num_devices=num_workers(config),
+            devices=describe_devices(config, self._place.cluster),
+            num_devices=num_devices(config),
+            num_learners=num_workers(config),
+            pools=plan_pools(config, self._place.cluster, time),
             device=self._place.device,
             peak_flops=self._place.cluster.accelerator.flops,
             parameters=all_.frozen + all_.trained + all_.adapters,
@@ -158,7 +182,11 @@ class Planner:
             assumptions=tuple(self._assumptions(ledger)),
         )
 
-    def _step(self, learned_share: float) -> tuple[Ledger, Timing | None]:
+    def step(self, learned_share: float) -> tuple[Ledger, Timing | None]:
+        """Return the batches of a step, and its times; None for a family that is not counted.
+
+        learned_share: share of the groups that have a gradient.
+        """
         keep = self._keep_rate()[0]
         ledger = make_ledger(
             self._config,
@@ -220,7 +248,11 @@ class Planner:
         changes = {f"worker.actor.{key}": micro, "trainer.auto_micro_batch": False}
         memory = self._count(with_options(self._sized, changes))
         used = max(each.expected for each in memory.phases if (each.phase, each.pool) == (phase, "GPU"))
-        return used <= (1 - HEADROOM) * memory.hardware.device_bytes
+        on_host = max(
+            (each.expected for each in memory.phases if (each.phase, each.pool) == (phase, "host")), default=0
+        )
+        fits_host = on_host <= memory.hardware.host_bytes
+        return used <= (1 - HEADROOM) * memory.hardware.device_bytes and fits_host
 
     def _engine_problem(self) -> str | None:
         """Return why vLLM's share of a GPU cannot hold its weights and one sequence, or None."""
@@ -238,9 +270,9 @@ class Planner:
         if needed(rollout.tensor_parallel_size) <= share:
             return None
         ways = []
-        ranks = num_workers(self._config)
+        ranks = num_samplers(self._config)
         fitting = [parallel for parallel in (2, 4, 8, 16) if ranks % parallel == 0 and needed(parallel) <= share]
-        if fitting:
+        if fitting and can_divide_engine(self._config):
             ways.append(f"worker.rollout.tensor_parallel_size={fitting[0]}")
         enough = ceil(10 * needed(rollout.tensor_parallel_size) / hardware.device_bytes) / 10
         if enough < 1:
@@ -274,7 +306,7 @@ class Planner:
         Prompts go out for sampling, prompts and completions for each kind of pass; completions come
         back with a log-probability for each token, scorings with one.
         """
-        if num_workers(self._config) == 1:
+        if not has_workers(self._config):
             return 0
         scorings = needs_old_logprobs(self._config, self._plan) + needs_reference(self._config)
         prompt, response = ledger.prompt_tokens, ledger.response_tokens
@@ -302,6 +334,11 @@ class Planner:
         else:
             stored = (all_.frozen + all_.trained) * weight
             states = self._states()
+        critic = 0
+        if config.worker.critic.share_trunk:
+            critic = self._size.value_head * (4 if trainer.save_model_only else 12)
+        elif self._size.critic is not None:
+            critic = count_checkpoint_bytes(with_critic_as_actor(config), self._size.critic)
         saves = 1
         if trainer.save_freq > 0 and steps is not None:
             saves = -(-steps // trainer.save_freq)
@@ -310,7 +347,7 @@ class Planner:
         text = ledger.sampled * (_ROLLOUT_BYTES + _TEXT_BYTES * tokens)
         recorded = min(trainer.rollout_tokens, ledger.prompts) * ledger.completions * self._lengths.response_tokens
         text += _TOKEN_RECORD_BYTES * recorded
-        return Disk(stored + (0 if trainer.save_model_only else states), kept, round(text))
+        return Disk(stored + (0 if trainer.save_model_only else states) + critic, kept, round(text))
 
     def _states(self) -> int:
         """The optimizer states of all ranks together."""
@@ -339,7 +376,17 @@ class Planner:
             lines.append(f"time: by the timings of {self._calibration.source}")
         else:
             lines.append("time: by specification figures and assumed efficiencies (docs/plan.md)")
-        if num_workers(config) > 1 and self._place.cluster.nodes > 1:
+        shared = config.worker.hybrid_engine
+        if not shared and config.algorithm.max_staleness:
+            lines.append("sampling and learning take their times at once, without slowing each other")
+        if not shared and config.algorithm.max_staleness > 1:
+            what = (
+                "the prefills of completions that go on with new weights"
+                if config.worker.rollout.partial == "continue"
+                else "samplers that idle before a weight sync, while the last completions end"
+            )
+            lines.append(f"not counted: {what}, and groups that are sampled again because they became too old")
+        if (num_workers(config) > 1 and self._place.cluster.nodes > 1) or not (shared or may_share_node(config)):
             rate = self._place.cluster.network_rate * 8 / 1e9
             lines.append(f"network between nodes: {rate:,.0f} Gbit/s for each GPU, assumed")
         return lines

@@ -35,10 +35,28 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """Workers that only learn or only sample. busy: seconds of a step, weight sync included.
+
+    devices: for people. num_devices: of them. replicas: of the rollout engine; 0 of learners. busy,
+    idle_fraction: None if the time of a step is not known.
+    """
+
+    workers: Literal["learners", "samplers"]
+    devices: str
+    num_devices: int
+    replicas: int
+    busy: float | None
+    idle_fraction: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class RunPlan:
     """What a run will do and need.
 
-    model: its path. devices: for people. parameters, trained_parameters: of the model.
+    model: its path. devices: for people. num_devices: of all workers, num_learners: of those that
+    learn. pools: learners and samplers, if they are separate.
+    parameters, trained_parameters: of the model.
     plan: steps and updates; see num_prompts. num_prompts: usable training prompts; None: unknown,
     so that epochs are too. num_steps: of the run; None if the number of prompts decides it and is
     not known. lengths, ledger: of prompts, completions, and a step.
@@ -56,6 +74,8 @@ class RunPlan:
     model: str
     devices: str
     num_devices: int
+    num_learners: int
+    pools: tuple[PoolPlan, ...]
     device: DeviceType
     peak_flops: float
     parameters: int
@@ -95,7 +115,7 @@ class RunPlan:
         """The model FLOPs utilization of the updates, as perf/mfu_actor; None if unknown."""
         if self.time is None or self.flops is None:
             return None
-        return self.flops.update / (self.time.phases["update_actor"] * self.num_devices * self.peak_flops)
+        return self.flops.update / (self.time.phases["update_actor"] * self.num_learners * self.peak_flops)
 
     @property
     def epoch_seconds(self) -> float | None:

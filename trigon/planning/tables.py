@@ -36,6 +36,7 @@ def as_text(plan: RunPlan, *, width: int | None = None) -> str:
         _section("Batches of a step", _pairs(_batches(plan), width)),
         _section("Memory", [*_memory(plan, width - 2), *_changes(plan, width)]),
         _section("Work and time of a step", _work(plan)),
+        _section("Workers", _pairs(_pools(plan), width)),
         _section("The run", _pairs(_run(plan), width)),
         _section("Moved and written", _pairs(_moved(plan), width)),
         _section("This rests on", [line for each in plan.assumptions for line in _item(each, width)]),
@@ -50,11 +51,13 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
         "model": plan.model,
         "devices": plan.devices,
         "num_devices": plan.num_devices,
+        "pools": [asdict(each) for each in plan.pools],
         "verdict": plan.verdict,
         "fits": plan.fits,
         "fullest_phase": {
             "phase": worst.phase,
             "pool": worst.pool,
+            "workers": worst.workers,
             "needed_bytes": worst.expected,
             "capacity_bytes": _capacity(plan, worst),
         },
@@ -81,6 +84,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             {
                 "phase": phase.phase,
                 "pool": phase.pool,
+                "workers": phase.workers,
                 "needed_bytes": phase.expected,
                 "at_least_bytes": phase.certain,
                 "capacity_bytes": _capacity(plan, phase),
@@ -98,6 +102,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             "run": plan.run_seconds,
             "validation": plan.validation_seconds,
             "calibrated": plan.time.calibrated,
+            "sampling_overlaps_learning": plan.time.overlaps,
         },
         "tokens_per_second_per_device": plan.tokens_per_second,
         "update_mfu": plan.update_mfu,
@@ -116,7 +121,8 @@ def _verdict(plan: RunPlan) -> str:
     if plan.problem is not None:
         return f"{plan.verdict}; {plan.problem}"
     worst = plan.memory.worst(certain=False)
-    where = "on each GPU" if worst.pool == "GPU" else "of a machine's memory"
+    of_workers = "" if worst.workers == "all" else f" of the {worst.workers}"
+    where = f"on each GPU{of_workers}" if worst.pool == "GPU" else f"of a machine's memory{of_workers}"
     capacity = _capacity(plan, worst)
     limit = "" if capacity is None else f" of {format_gib(capacity)}"
     return f"{plan.verdict}; the fullest phase, {worst.phase}, needs {format_gib(worst.expected)}{limit} {where}"
@@ -169,7 +175,7 @@ def _memory(plan: RunPlan, width: int) -> list[str]:
         rows.append(
             (
                 phase.phase,
-                "each GPU" if phase.pool == "GPU" else "machine",
+                _where(phase),
                 format_gib(phase.expected),
                 "unknown" if capacity is None else format_gib(capacity),
                 ", ".join(f"{part.name} {format_gib(part.expected)}" for part in parts),
@@ -179,6 +185,11 @@ def _memory(plan: RunPlan, width: int) -> list[str]:
     if not plan.memory.counts_passes:
         lines += _wrap("Activations of this family are not counted.", width)
     return [line if len(line) <= width else line[: width - 3] + "..." for line in lines]
+
+
+def _where(phase: PhaseMemory) -> str:
+    of_workers = "" if phase.workers == "all" else f" of {phase.workers}"
+    return ("each GPU" if phase.pool == "GPU" else "machine") + of_workers
 
 
 def _changes(plan: RunPlan, width: int) -> list[str]:
@@ -209,7 +220,7 @@ def _work(plan: RunPlan) -> list[str]:
     }
     rows = [("phase", "work", "time", "share")]
     seconds = {} if plan.time is None else plan.time.phases
-    total = sum(seconds.values())
+    total = 0.0 if plan.time is None else plan.time.total
     for name in PHASES:
         if not seconds.get(name) and not flops.get(name):
             continue
@@ -224,6 +235,23 @@ def _work(plan: RunPlan) -> list[str]:
     elif plan.flops.computed < plan.flops.update:
         lines.append(f"update: {_flops(plan.flops.computed)} without the gradients that LoRA does not need")
     return lines
+
+
+def _pools(plan: RunPlan) -> list[tuple[str, str]]:
+    """Return a row for each pool of workers, if they are separate."""
+    rows: list[tuple[str, str]] = []
+    for pool in plan.pools:
+        does = f"{pool.replicas} replicas of vLLM" if pool.replicas else "model, optimizer, no vLLM"
+        busy = ""
+        if pool.busy is not None and pool.idle_fraction is not None:
+            busy = f"; busy {format_seconds(pool.busy)} of a step, idle {pool.idle_fraction:.0%}"
+        rows.append((pool.workers, f"{pool.devices}, {does}{busy}"))
+    if plan.time is not None and plan.pools:
+        ahead = plan.time.steps_ahead
+        in_advance = "one batch in advance" if ahead == 1 else f"up to {ahead} steps in advance"
+        how = f"at the same time, {in_advance}" if plan.time.overlaps else "in turns"
+        rows.append(("they work", how))
+    return rows
 
 
 def _share(seconds: float | None, total: float) -> tuple[str, str]:
@@ -244,6 +272,11 @@ def _run(plan: RunPlan) -> list[tuple[str, str]]:
         seconds = "" if plan.run_seconds is None else f", {format_seconds(plan.run_seconds)}"
         updates = plan.num_steps * plan.plan.updates_per_step
         rows.append(("the run", f"{plan.num_steps:,} steps, {updates:,} updates{seconds}"))
+    if plan.plan.critic.updates_per_step:
+        what = "in the memory and the checkpoints, not in the times and the operations"
+        if plan.plan.critic.shares_trunk:
+            what = "a head of the policy, in the memory and the checkpoints; passes for values alone are not timed"
+        rows.append(("critic", what))
     if plan.num_validations and plan.time is not None:
         rows.append(("validations", f"{plan.num_validations}, each {format_seconds(plan.validation_seconds)}"))
     if plan.tokens_per_second is not None and plan.update_mfu is not None:
@@ -262,6 +295,8 @@ def _moved(plan: RunPlan) -> list[tuple[str, str]]:
             ("FSDP", f"{format_bytes(plan.moved.gathers)} of weights gathered {each}"),
             ("gradients", f"{format_bytes(plan.moved.gradients)} reduced {each}"),
         ]
+    if plan.moved is not None and plan.moved.sent:
+        rows.append(("samplers", f"{format_bytes(plan.moved.sent)} of weights received by each in a step"))
     if plan.moved is not None and plan.moved.offload:
         rows.append(("offloading", f"{format_bytes(plan.moved.offload)} to and from host memory in a step"))
     if plan.sent_bytes:

@@ -12,7 +12,7 @@ from typing import Any
 
 from trigon.build.options import make_loss_terms, needs_old_logprobs, needs_reference
 from trigon.config.defaults import resolve_prompts_per_round
-from trigon.config.plan import Plan, num_workers
+from trigon.config.plan import Plan, num_shares
 from trigon.config.schema import Config
 from trigon.data.packing import row_lengths
 from trigon.distributed.balance import partition_balanced
@@ -144,7 +144,7 @@ def make_ledger(
         epochs=plan.epochs_per_step,
         prompts_per_update=plan.prompts_per_update,
         sequences_per_update=plan.sequences_per_update,
-        sequences_per_gpu=ceil(plan.sequences_per_update / num_workers(config)),
+        sequences_per_gpu=ceil(plan.sequences_per_update / num_shares(config)),
         update_rows=update_rows,
         score_rows=score_rows,
         update_budget=budgets[0],
@@ -164,13 +164,13 @@ def _cost(group: GroupLengths) -> int:
 
 def _rows(config: Config, lengths: Lengths, num_groups: int, budget: int, trainer: Trainer) -> tuple[int, int]:
     """Return the rows of the rank that has most, and the tokens of all rows of all ranks."""
-    ranks = num_workers(config)
+    shares = num_shares(config)
     if trainer.counting == "shared":
         groups = lengths.groups(num_groups, config.worker.rollout.n)
     else:
         groups = [each for each in lengths.groups(num_groups, 1) for _ in range(config.worker.rollout.n)]
     most = tokens = 0
-    parts = partition_balanced([_cost(group) for group in groups], ranks) if ranks > 1 else [range(len(groups))]
+    parts = partition_balanced([_cost(group) for group in groups], shares) if shares > 1 else [range(len(groups))]
     for part in parts:
         rows = row_lengths([(groups[index].prompt, groups[index].completions) for index in part], max_tokens=budget)
         most, tokens = max(most, len(rows)), tokens + sum(rows)

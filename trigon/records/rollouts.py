@@ -19,7 +19,7 @@ from trigon.errors import DataError
 from trigon.json_files import parse_json
 from trigon.types import Completion, EncodedMedia, RolloutGroup, TokenLogprobs, TrainGroup, TrainSequence
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Version of the lines that are written; 1 has no field `version`."""
 
 IMAGES = "images"
@@ -42,6 +42,8 @@ class TokenRecord:
     sampling_logprobs: by the rollout engine. advantages: as used by the update.
     old_logprobs: by the trainer, before the update. entropy: of the trainer's next-token
     distribution, in nats. None: not computed.
+    values, returns: of a critic before the update, and what it learns them to be. None, and not
+    written, without a critic.
     """
 
     ids: Sequence[int]
@@ -50,6 +52,8 @@ class TokenRecord:
     advantages: Sequence[float] | None = None
     old_logprobs: Sequence[float] | None = None
     entropy: Sequence[float] | None = None
+    values: Sequence[float] | None = None
+    returns: Sequence[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class RolloutRow:
     num_prompt_tokens: with the tokens of the images. 0 in lines of version 1.
     turns: of an episode; empty for a completion of one turn without observation and reward, and in
     lines before version 3.
+    policy_versions: as in Completion; empty in lines before version 4.
     """
 
     prompt_id: str
@@ -111,6 +116,7 @@ class RolloutRow:
     tokens: TokenRecord | None = None
     num_prompt_tokens: int = 0
     turns: tuple[TurnRecord, ...] = ()
+    policy_versions: tuple[tuple[int, int], ...] = ()
     version: int = field(default=SCHEMA_VERSION)
 
 
@@ -152,6 +158,7 @@ def rollout_rows(
             advantage=None if learned is None else _mean_advantage(learned[number].sequences[sample]),
             num_prompt_tokens=len(group.prompt.token_ids),
             turns=_turns(rollout.completion),
+            policy_versions=rollout.completion.policy_versions,
         )
         for number, group in enumerate(groups)
         for sample, rollout in enumerate(group.rollouts)
@@ -186,6 +193,8 @@ def with_tokens(
             advantages=_rounded(sequence.advantages.tolist()) if sequence is not None and _trains(sequence) else None,
             old_logprobs=None if old is None else _rounded(old.tolist()),
             entropy=None if output is None else _rounded(output.entropy.tolist()),
+            values=None if sequence is None or sequence.values is None else _rounded(sequence.values.tolist()),
+            returns=None if sequence is None or sequence.returns is None else _rounded(sequence.returns.tolist()),
         )
         recorded.append(replace(row, tokens=tokens))
     return recorded
@@ -261,6 +270,7 @@ def parse_row(line: bytes, place: str) -> RolloutRow:
         known["reward"] = nan if content["reward"] is None else content["reward"]
         for name in ("images", "image_files"):
             known[name] = tuple(known.get(name, ()))
+        known["policy_versions"] = tuple((step, count) for step, count in known.get("policy_versions", ()))
         if known.get("tokens") is not None:
             known["tokens"] = TokenRecord(**known["tokens"])
         known["turns"] = tuple(
@@ -290,6 +300,8 @@ def _fields(value: RolloutRow | TokenRecord | TurnRecord) -> dict[str, Any]:
     names = [each.name for each in fields(value)]
     if isinstance(value, TurnRecord):
         names.remove("images")
+    if isinstance(value, TokenRecord) and value.values is None:
+        names = [name for name in names if name not in ("values", "returns")]
     return {name: getattr(value, name) for name in names}
 
 

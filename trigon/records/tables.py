@@ -168,6 +168,7 @@ def _column_types() -> dict[str, Any]:
                 ]
             )
         ),
+        "policy_versions": pyarrow.list_(pyarrow.list_(integer)),
         "version": integer,
     }
     names = ["step", "split", *(each.name for each in fields(RolloutRow) if each.name != "parts")]
@@ -188,6 +189,8 @@ def _flat(row: RolloutRow, *, step: int, split: Split) -> dict[str, Any]:
                 )
             case "images" | "image_files":
                 flat[each.name] = list(map(_text, value))
+            case "policy_versions":
+                flat[each.name] = list(map(list, value))
             case "turns":
                 flat[each.name] = list(map(_flat_turn, value))
             case "tokens":

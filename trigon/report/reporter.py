@@ -175,11 +175,13 @@ class Reporter:
 
     def _utilization(self, metrics: Metrics) -> dict[str, Metric]:
         """Return the model FLOPs utilization of the updates, or nothing if the peak is unknown."""
-        work, peak = metrics.get("actor/model_tflops"), metrics.get("perf/peak_tflops")
-        seconds = self._seconds.get("update_actor", 0.0)
-        if work is None or peak is None or not seconds:
-            return {}
-        return {"perf/mfu_actor": Mean(work.value / (seconds * self._num_devices * peak.value))}
+        utilization: dict[str, Metric] = {}
+        for model in ("actor", "critic"):
+            work, peak = metrics.get(f"{model}/model_tflops"), metrics.get("perf/peak_tflops")
+            seconds = self._seconds.get(f"update_{model}", 0.0)
+            if work is not None and peak is not None and seconds:
+                utilization[f"perf/mfu_{model}"] = Mean(work.value / (seconds * self._num_devices * peak.value))
+        return utilization
 
     def skipped_rows(self, dataset: str, rows: Sequence[tuple[int, str, str]]) -> Path:
         """Write the rows of a dataset that are not used into the run folder, and return the file.

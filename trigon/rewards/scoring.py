@@ -46,6 +46,7 @@ class Scoring:
         wake_pool: Callable[[], None],
         warn_omitted: Callable[[Sequence[str]], None],
         media: MediaWriter | None = None,
+        min_counted: int = 0,
     ) -> None:
         """Make an empty scoring.
 
@@ -55,7 +56,8 @@ class Scoring:
         are a chunk, for the group contract.
         name: of the reward function, for errors. wake_pool: wakes the pool's thread. warn_omitted:
         called with the columns that JSON cannot represent. media: writes images and videos; None if
-        the function does not look at them.
+        the function does not look at them. min_counted: the number to which max_failed_fraction is
+        relative, if fewer are added.
         """
         self.outcome: Future[list[Score]] = Future()
         self.is_cancelled = False
@@ -68,6 +70,7 @@ class Scoring:
         self._added: SimpleQueue[list[_EncodedRequest] | Exception | None] = SimpleQueue()
         # The fields below are only used by the pool's thread.
         self._num_completions = num_completions
+        self._min_counted = min_counted
         self._is_closed = False
         self._indices: set[int] = set()
         self._encoded: dict[int, str] = {}
@@ -119,6 +122,17 @@ class Scoring:
             before, num_scored = num_scored, len(self._scores)
             on_progress(num_scored - before or None)
         return self.outcome.result()
+
+    def find_scores(self, indices: Sequence[int]) -> list[Score] | None:
+        """Return the scores of these requests; None while one of them is not scored.
+
+        Raises: as add.
+        """
+        if self.outcome.done():
+            self.outcome.result()
+        scores = [self._scores.get(index) for index in indices]
+        found = [score for score in scores if score is not None]
+        return found if len(found) == len(scores) else None
 
     def seconds(self) -> list[float]:
         """Return how long the reward function took for each request, in the order of the scores.
@@ -314,13 +328,14 @@ class Scoring:
         return None if first is None else (self._scores[first].error, self._tracebacks[first])
 
     def _check_failures(self) -> None:
-        max_failed = int(self._max_failed_fraction * self._num_completions + 1e-9)  # 0.29 * 100 is slightly below 29
+        counted = max(self._num_completions, self._min_counted)
+        max_failed = int(self._max_failed_fraction * counted + 1e-9)  # 0.29 * 100 is slightly below 29
         if len(self._tracebacks) <= max_failed:
             return
         first = min(self._tracebacks)
         outcomes = [self._scores[index].outcome for index in self._tracebacks]
         raise RewardError(
-            f"{self._name} could not score {len(outcomes)} of {self._num_completions} completions, and "
+            f"{self._name} could not score {len(outcomes)} of {counted} completions, and "
             f"worker.reward.max_failed_fraction allows {max_failed} ({outcomes.count('failed')} failed, "
             f"{outcomes.count('timeout')} timed out; the others were not scored). "
             f"The first error: {self._scores[first].error}\n{self._tracebacks[first]}"

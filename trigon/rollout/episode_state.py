@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from trigon.data.turns import TurnTokens
 from trigon.rollout.seeds import turn_seed
-from trigon.rollout.turns import SampledTurn, TurnRequest
+from trigon.rollout.turns import BegunTurn, SampledTurn, TurnRequest
 from trigon.types import Completion, EncodedMedia, FinishReason, Prompt, Turn, Vision
 
 
@@ -17,7 +17,8 @@ class Episode:
     number: for the environments. unprocessed: the prompt with files. visions: of all tokens so far.
     token_ids, logprobs, turns, media: as in Completion, so far. observation: the text of the tokens
     after the last turn, and num_images how many they have. asked: when the environment was asked,
-    by time.perf_counter().
+    by time.perf_counter(). begun: an unfinished completion of one turn that goes on; token_ids and
+    logprobs have its tokens.
     """
 
     number: int
@@ -34,6 +35,7 @@ class Episode:
     observation: str = ""
     num_images: int = 0
     asked: float = 0.0
+    begun: Completion | None = None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -60,15 +62,30 @@ class Episode:
             visions=tuple(self.visions),
             max_tokens=max_tokens,
             seed=turn_seed(self.seed, turn),
+            begun=() if self.begun is None else self.begun.token_ids,
         )
 
     def add(self, turn: SampledTurn) -> None:
         """Append a turn."""
-        start = len(self.token_ids)
+        start = len(self.token_ids) if self.begun is None else 0
         self.token_ids += turn.token_ids
         self.logprobs += turn.logprobs
         self.turns.append(Turn(start, len(self.token_ids), turn.text, self.observation, num_images=self.num_images))
         self.observation, self.num_images = "", 0
+
+    def unfinished(self, sampled: BegunTurn, *, policy_version: int) -> Completion:
+        """Return all tokens so far, with those that were sampled of a turn that was stopped."""
+        assert not self.turns, "an episode cannot go on in another call"
+        token_ids = self.token_ids + sampled.token_ids
+        versions = self._versions(len(token_ids), policy_version)
+        return Completion(
+            token_ids=token_ids,
+            sampling_logprobs=self.logprobs + sampled.logprobs,
+            finish_reason="unfinished",
+            text="",
+            policy_version=versions[-1][0],
+            policy_versions=versions if len(versions) > 1 else (),
+        )
 
     def completion(self, reason: FinishReason, *, policy_version: int, end_token_id: int, error: str) -> Completion:
         """Return all turns, at the end of the episode.
@@ -81,6 +98,7 @@ class Episode:
             assert error
             self.add(SampledTurn((end_token_id,), (0.0,), "", "stop"))
         media = self.media
+        versions = self._versions(len(self.token_ids), policy_version)
         return Completion(
             token_ids=self.token_ids,
             sampling_logprobs=self.logprobs,
@@ -95,7 +113,17 @@ class Episode:
             if media
             else None,
             error=error,
+            policy_versions=versions if len(versions) > 1 else (),
         )
+
+    def _versions(self, num_tokens: int, policy_version: int) -> tuple[tuple[int, int], ...]:
+        """Return Completion.version_runs of all tokens: what is not begun has policy_version."""
+        runs = () if self.begun is None or not self.begun.token_ids else self.begun.version_runs
+        num_new = num_tokens - sum(count for _, count in runs)
+        if runs and (runs[-1][0] == policy_version or num_new == 0):
+            version, count = runs[-1]
+            return *runs[:-1], (version, count + num_new)
+        return *runs, (policy_version, num_new)
 
 
 class Groups:
@@ -116,6 +144,15 @@ class Groups:
     def is_finished(self, prompt_index: int) -> bool:
         """Return whether no completion of the prompt is pending."""
         return self._num_pending[prompt_index] == 0
+
+    def has_ended(self, prompt_index: int) -> bool:
+        """Return whether the prompt is finished, and no completion of it is to go on later."""
+        row = self._completions[prompt_index]
+        return self.is_finished(prompt_index) and not any(each is not None and each.is_unfinished for each in row)
+
+    def is_complete(self, prompt_index: int) -> bool:
+        """Return whether all completions of the prompt have ended, and none has failed."""
+        return self.has_ended(prompt_index) and prompt_index not in self._failed
 
     def completions(self, prompt_index: int) -> list[Completion]:
         """Return the completions of a finished prompt, by sample; [] if one failed."""

@@ -25,9 +25,9 @@ from trigon.errors import DataError
 from trigon.metrics import Mean, Metric, Metrics, Sum, mean_of, merge
 from trigon.rollout.episode_settings import EpisodeSettings, Outcome
 from trigon.rollout.episode_state import Episode, Groups
-from trigon.rollout.protocol import OnGroup
+from trigon.rollout.protocol import OnGroup, Until
 from trigon.rollout.seeds import sample_seed
-from trigon.rollout.turns import SampledTurn, TurnEngine
+from trigon.rollout.turns import BegunTurn, SampledTurn, TurnEngine
 from trigon.types import Completion, FinishReason, Prompt, SamplingParams, Vision
 
 POLL_SECONDS = 1.0
@@ -89,8 +89,9 @@ class Episodes:
         policy_version: int,
         on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
+        until: Until | None = None,
     ) -> list[list[Completion]]:
-        """Return what RolloutEngine.generate returns.
+        """Return what RolloutEngine.generate returns; with until, StoppingEngine.generate_until.
 
         An episode whose environment fails, or whose observation cannot be shown to the model, has a
         completion with an error. The caller aborts what is still sampled if this raises.
@@ -100,6 +101,9 @@ class Episodes:
         Raises: as turns.step, on_progress and on_group do, and as the environments do for what is
         not the failure of one episode.
         """
+        assert until is None or self._settings is None, "episodes do not go on in another call"
+        groups = Groups(len(prompts), sampling.n)
+        begun = _begun(until, groups)
         episodes = [
             Episode(
                 number=next(self._numbers),
@@ -109,16 +113,20 @@ class Episodes:
                 unprocessed=unprocessed[prompt_index],
                 seed=sample_seed(sampling.seed, step=step, prompt_id=prompt.prompt_id, sample=sample),
                 visions=[] if vision is None else [vision],
+                token_ids=() if so_far is None else so_far.token_ids,
+                logprobs=() if so_far is None else so_far.sampling_logprobs,
+                begun=so_far,
             )
             for prompt_index, prompt in enumerate(prompts)
             for vision in [prompt.pixels()]
             for sample in range(sampling.n)
+            for so_far in [begun.get((prompt_index, sample))]
+            if so_far is None or so_far.is_unfinished
         ]
-        groups = Groups(len(prompts), sampling.n)
         rules = _Rules(sampling, self._turn_by_turn, self._decode, self._end_token_id, policy_version)
         settings = None if sampling.one_turn else self._settings
         with closing(_Run(settings, turns, episodes, groups, rules)) as run:
-            run.finish(on_progress, on_group)
+            run.finish(on_progress, on_group, until)
         # Not of a call that failed, whose episodes all run again.
         self._metrics = merge(self._metrics, run.metrics())
         return [groups.completions(prompt_index) for prompt_index in range(len(prompts))]
@@ -181,9 +189,20 @@ class _Run:
         self._idle_seconds = 0.0
         self._started = time.perf_counter()
 
-    def finish(self, on_progress: Callable[[int | None], None] | None, on_group: OnGroup | None) -> None:
-        """Run all episodes to their end."""
+    def finish(
+        self, on_progress: Callable[[int | None], None] | None, on_group: OnGroup | None, until: Until | None = None
+    ) -> None:
+        """Run all episodes to their end, or until enough have ended."""
+        num_complete, drained = 0, False
         while self._not_begun or self._waiting or self._loading or self._ready or self._sampling:
+            interrupted = None if until is None else until.interrupted
+            if until is not None and (interrupted == "stop" or self._has_enough(until, num_complete)):
+                self._stop()
+                return
+            if interrupted == "drain" and not drained:
+                self._ready += [self._sampling.pop(name) for name in self._turns.stop_waiting()]
+                self._leave()
+                drained = True
             self._begin()
             self._submit()
             works = bool(self._sampling)
@@ -195,8 +214,30 @@ class _Run:
             if on_progress is not None:
                 on_progress(len(ended) if ended or works else None)
             for prompt_index in dict.fromkeys(ended):
-                if self._groups.is_finished(prompt_index) and on_group is not None:
+                num_complete += self._groups.is_complete(prompt_index)
+                if self._groups.has_ended(prompt_index) and on_group is not None:
                     on_group(prompt_index, self._groups.completions(prompt_index))
+
+    def _has_enough(self, until: Until, num_complete: int) -> bool:
+        required = range(until.num_required)
+        return num_complete >= until.num_groups and all(map(self._groups.is_finished, required))
+
+    def _stop(self) -> None:
+        """Keep the tokens of all completions that have not ended, and drop their requests."""
+        version = self._rules.policy_version
+        stopped = [(self._sampling.pop(name), begun) for name, begun in self._turns.stop()]
+        assert not self._sampling, "the engine dropped a request"
+        for episode, begun in stopped:
+            self._groups.add(episode.prompt_index, episode.sample, episode.unfinished(begun, policy_version=version))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Leave the completions that have no request as they are."""
+        for episode in [*self._not_begun, *self._ready]:
+            unfinished = episode.unfinished(BegunTurn((), ()), policy_version=self._rules.policy_version)
+            self._groups.add(episode.prompt_index, episode.sample, unfinished)
+        self._not_begun.clear()
+        self._ready.clear()
 
     def close(self) -> None:
         """Stop the environments of the episodes that have not ended."""
@@ -378,6 +419,21 @@ class _Run:
         elif completion is not None:
             self._num_turns.append(len(completion.turns))
             self._num_cut += reason == "length"
+
+
+def _begun(until: Until | None, groups: Groups) -> dict[tuple[int, int], Completion]:
+    """Return what was begun, by prompt index and sample, and add to groups what has ended of it."""
+    if until is None:
+        return {}
+    begun = {
+        (prompt_index, sample): completion
+        for prompt_index, completions in enumerate(until.begun)
+        for sample, completion in enumerate(completions)
+    }
+    for (prompt_index, sample), completion in begun.items():
+        if not completion.is_unfinished:
+            groups.add(prompt_index, sample, completion)
+    return begun
 
 
 def find_long_opening(num_tokens: int, max_tokens: int) -> str | None:

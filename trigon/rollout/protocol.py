@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
 
 from trigon.errors import EngineError
 from trigon.metrics import Metrics
@@ -70,6 +71,92 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Free everything. The engine cannot be used afterwards."""
+        ...
+
+
+InterruptKind = Literal["drain", "stop"]
+
+
+class Interruption:
+    """Ends a call of generate_until early: one thread asks for it, the one that samples looks.
+
+    drain: completions that have a token go on to their ends, and no others begin. stop: all stop.
+    """
+
+    def __init__(self) -> None:
+        """Ask for nothing yet."""
+        self._kind: InterruptKind | None = None
+
+    @property
+    def kind(self) -> InterruptKind | None:
+        """What is asked for."""
+        return self._kind
+
+    def ask(self, kind: InterruptKind) -> None:
+        """Ask for this, unless a stop is asked for already."""
+        if self._kind != "stop":
+            self._kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """When a call stops sampling before all completions have ended, and with what it begins.
+
+    num_groups: it stops as soon as all completions of so many prompts have ended,
+    num_required: those of the first num_required prompts among them.
+    begun: for each of the first prompts, the n completions that an earlier call has begun, which go
+    on from their tokens unless they have ended; () for a prompt that begins anew.
+    interruption: ends the call, too, when it is asked for; the result then depends on the time.
+    """
+
+    num_groups: int
+    num_required: int = 0
+    begun: tuple[tuple[Completion, ...], ...] = ()
+    interruption: Interruption | None = None
+
+    @property
+    def interrupted(self) -> InterruptKind | None:
+        """What the interruption asks for."""
+        return None if self.interruption is None else self.interruption.kind
+
+    def of_replica(self, replica: int, num_replicas: int) -> Until:
+        """Return the part of one replica, which samples every num_replicas-th prompt.
+
+        Each stops by itself, so that the result does not depend on which of them is faster.
+        """
+
+        def count(number: int) -> int:
+            return len(range(replica, number, num_replicas))
+
+        return Until(
+            count(self.num_groups),
+            count(self.num_required),
+            self.begun[replica::num_replicas],
+            self.interruption,
+        )
+
+
+@runtime_checkable
+class StoppingEngine(RolloutEngine, Protocol):
+    """A rollout engine that can stop before all completions have ended, and go on with them."""
+
+    def generate_until(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        until: Until,
+        *,
+        step: int,
+        on_progress: Callable[[int | None], None] | None = None,
+        on_group: OnGroup | None = None,
+    ) -> list[list[Completion]]:
+        """Return what generate returns, some completions of some prompts being unfinished.
+
+        on_group is called for a prompt only once all its completions have ended. What a completion
+        goes on with is seeded as a completion that begins in this step (seeds.sample_seed). For
+        completions of one turn. When the call stops depends on the number of forward passes, not on
+        the time that they take, unless it is interrupted.
+        """
         ...
 
 

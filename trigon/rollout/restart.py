@@ -14,7 +14,8 @@ from typing import Protocol, runtime_checkable
 from trigon.errors import RolloutError
 from trigon.metrics import Metrics, Sum, merge
 from trigon.resuming import SameCommand
-from trigon.rollout.protocol import OnGroup, RolloutEngine
+from trigon.rollout.protocol import OnGroup, RolloutEngine, StoppingEngine, Until
+from trigon.rollout.stopping import SamplesUntil
 from trigon.types import Completion, Prompt, SamplingParams, WeightsHandle
 
 RESTART = "restart rollout engine"
@@ -42,7 +43,7 @@ class _Awake:
     stack: ExitStack = field(default_factory=ExitStack)
 
 
-class RestartingEngine:
+class RestartingEngine(SamplesUntil):
     """A rollout engine that is started anew after its first RolloutError. Satisfies RolloutEngine.
 
     The new engine loads the trainer's weights, with all checks of a weight sync, and samples all
@@ -97,16 +98,17 @@ class RestartingEngine:
         finally:
             self._contexts.remove(context)
 
-    def generate(
+    def _generate(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
+        until: Until | None,
         *,
         step: int,
-        on_progress: Callable[[int | None], None] | None = None,
-        on_group: OnGroup | None = None,
+        on_progress: Callable[[int | None], None] | None,
+        on_group: OnGroup | None,
     ) -> list[list[Completion]]:
-        """See RolloutEngine. on_group is called once for each prompt, whatever fails."""
+        """See SamplesUntil. on_group is called once for each prompt, whatever fails."""
         finished: dict[int, Sequence[Completion]] = {}
         num_reported = 0
         while True:
@@ -126,9 +128,15 @@ class RestartingEngine:
                         on_group(index, completions)
 
             try:
-                rows = self._engine.generate(
-                    prompts, sampling, step=step, on_progress=report_progress, on_group=report_group
-                )
+                if until is None:
+                    rows = self._engine.generate(
+                        prompts, sampling, step=step, on_progress=report_progress, on_group=report_group
+                    )
+                else:
+                    assert isinstance(self._engine, StoppingEngine), "the configuration was checked"
+                    rows = self._engine.generate_until(
+                        prompts, sampling, until, step=step, on_progress=report_progress, on_group=report_group
+                    )
             except RolloutError as error:
                 self._restart(error, self._contexts)
                 continue

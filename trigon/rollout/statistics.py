@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from trigon.algorithms.gae import explained_variance
 from trigon.metrics import Max, Mean, Metric, Min, Sum, mean_of, merge
 from trigon.types import RolloutGroup
 
@@ -42,6 +44,27 @@ def describe_learned(
         **_mean_max_min("critic/score", (score for group in groups for score in _scores(group))),
         **_mean_max_min("critic/rewards", rewards[valid].tolist()),
         **_mean_max_min("critic/advantages", means[valid].tolist()),
+    }
+
+
+def describe_critic(
+    values: Sequence[Sequence[Tensor]], returns: Sequence[Sequence[Tensor]], valid: Tensor
+) -> dict[str, Metric]:
+    """Return metrics of a critic's values before the update, and of what it learns them to be.
+
+    Args: values, returns: [S] float of each completion of each group; valid: see describe_learned.
+    """
+    scored = valid.flatten().tolist()
+    if not any(scored):
+        return {}
+    before, targets = (
+        torch.cat(list(itertools.compress((tokens for group in each for tokens in group), scored)))
+        for each in (values, returns)
+    )
+    return {
+        **_mean_max_min("critic/values", before.tolist()),
+        **_mean_max_min("critic/returns", targets.tolist()),
+        "critic/vf_explained_var": Mean(explained_variance(before, targets)),
     }
 
 

@@ -24,7 +24,7 @@ from trigon.models.tiles import to_tiles
 from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.episodes import Episodes
 from trigon.rollout.protocol import OnGroup, require_local_weights
-from trigon.rollout.turns import SampledTurn, TurnRequest
+from trigon.rollout.turns import BegunTurn, SampledTurn, TurnRequest
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, Vision, WeightsHandle
 
 
@@ -271,6 +271,18 @@ class _TransformersTurns:
         except StopIteration as ended:
             self._sampling = None
             return [(request.name, turn) for request, turn in zip(self._batch, ended.value, strict=True)]
+        return []
+
+    def stop(self) -> list[tuple[str, BegunTurn]]:
+        """See TurnEngine. Prompts are sampled one after the other, so that nothing is gained."""
+        raise EngineError(
+            "The transformers engine cannot stop before all completions have ended. Set worker.rollout.name=vllm, or "
+            "worker.rollout.oversampling=0."
+        )
+
+    def stop_waiting(self) -> list[str]:
+        """See TurnEngine. As stop."""
+        self.stop()
         return []
 
     def abort(self) -> None:

@@ -21,6 +21,8 @@ class TurnRequest:
     visions: the images or videos whose placeholders are in token_ids, in order: the prompt's, then
     those of the observations.
     max_tokens: most tokens of the turn. seed: of its sampling.
+    begun: the tokens of the turn that an earlier call has sampled, which are the last of token_ids.
+    SampledTurn.text begins with them; its other fields, and max_tokens, are without.
     """
 
     name: str
@@ -29,6 +31,7 @@ class TurnRequest:
     visions: tuple[Vision, ...]
     max_tokens: int
     seed: int
+    begun: tuple[int, ...] = ()
 
     def same_context(self, other: TurnRequest) -> bool:
         """Return whether both are for turns of completions of one prompt, after the same tokens."""
@@ -55,6 +58,14 @@ class SampledTurn:
     finish_reason: Literal["stop", "length"]
 
 
+@dataclass(frozen=True, slots=True)
+class BegunTurn:
+    """The tokens that were sampled of a turn that was stopped; perhaps none. As in SampledTurn."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
 class TurnEngine(Protocol):
     """Samples turns for one call of generate, any number at a time."""
 
@@ -68,6 +79,20 @@ class TurnEngine(Protocol):
         None for a turn that the engine failed to sample twice. To be called only while turns that
         were submitted have not ended; it may return none.
         Raises: RolloutError if the engine fails.
+        """
+        ...
+
+    def stop(self) -> list[tuple[str, BegunTurn]]:
+        """Drop all turns that have not ended; return what was sampled of each, by its request.
+
+        Raises: EngineError if the engine cannot.
+        """
+        ...
+
+    def stop_waiting(self) -> list[str]:
+        """Drop all turns of which nothing is sampled yet, and return their requests.
+
+        Raises: EngineError if the engine cannot.
         """
         ...
 

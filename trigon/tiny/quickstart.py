@@ -15,7 +15,7 @@ from trigon.build.start import share_heaps
 from trigon.cli.parser import ArgumentParser
 from trigon.cli.train import train
 from trigon.config.load import load_config, split_arguments
-from trigon.config.plan import num_workers
+from trigon.config.plan import has_workers
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.system.child_python import python_command
@@ -78,7 +78,7 @@ def import_ahead(config: Config) -> None:
     from trigon.data import sources
 
     sources.import_ahead()
-    uses_vllm = config.worker.rollout.name == "vllm" and config.trainer.device == "cpu" and num_workers(config) == 1
+    uses_vllm = config.worker.rollout.name == "vllm" and config.trainer.device == "cpu" and not has_workers(config)
     if uses_vllm and importlib.util.find_spec("vllm") is not None:
         from trigon.rollout import vllm
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 
@@ -22,7 +22,9 @@ import torch
 
 from trigon.data.packing import tokens_of
 from trigon.errors import ConfigError
+from trigon.models.activation_offload import host_bytes_at_most
 from trigon.models.policy import Policy
+from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.dry_run import as_rollouts, dummy_group
 from trigon.training.memory import Memory
 from trigon.training.parallel import ProcessGroup
@@ -34,11 +36,17 @@ HEADROOM = 0.1
 processes.
 """
 
+HOST_SHARE = 0.5
+"""Fraction of the free host memory for offloaded activations: checkpoints and caches need some too.
+"""
+
+_KNOWN_HOST_SHARE = 0.6  # of budgets of an earlier run: what is free varies a little
+
 _ROUND = 256  # budgets are multiples of this number, for readability
 
 _REMEDIES = (
-    "set worker.actor.model.enable_gradient_checkpointing=true, lower data.max_prompt_length or "
-    "data.max_response_length, or use more workers (trainer.n_gpus_per_node)"
+    "set {model}.enable_gradient_checkpointing=true and {model}.enable_activation_offload=true, lower "
+    "data.max_prompt_length or data.max_response_length, or use more workers (trainer.n_gpus_per_node)"
 )
 
 
@@ -49,7 +57,7 @@ class Lengths:
     prompt_tokens, response_tokens: of the longest prompt and completion.
     image_pixels: of the largest image; None: no limit.
     update_tokens: of all groups of one update. step_tokens: of all groups that are scored in one
-    step.
+    step. critic_update_tokens: of all groups of one update of the critic; 0 without one.
     """
 
     prompt_tokens: int
@@ -57,6 +65,7 @@ class Lengths:
     image_pixels: int | None
     update_tokens: int
     step_tokens: int
+    critic_update_tokens: int = 0
 
     @property
     def longest(self) -> int:
@@ -70,6 +79,8 @@ class Budgets:
 
     update_bytes, experience_bytes: memory of the device that is in use during such a pass, by all
     processes. device: its name. device_bytes: its total memory, or the share of this rank.
+    critic_update_tokens, critic_experience_tokens: the same for the critic; 0 without one.
+    host_bytes: the most that offloaded activations take in the host memory of a rank.
     """
 
     update_tokens: int
@@ -78,6 +89,9 @@ class Budgets:
     experience_bytes: int
     device: str
     device_bytes: int
+    critic_update_tokens: int = 0
+    critic_experience_tokens: int = 0
+    host_bytes: int = 0
 
 
 def tune_engines(
@@ -88,11 +102,28 @@ def tune_engines(
     process_group: ProcessGroup,
     *,
     known: Budgets | None,
+    critic: LocalCriticEngine | None = None,
+    host_bytes: int | None = None,
 ) -> Budgets:
     """Measure the token budgets, and set them in the engines. Args: see measure_budgets."""
     # With LoRA the reference is the trainer without its adapters, and has no budget of its own.
     scorer = reference if isinstance(reference, TunableScorer) else None
-    budgets = measure_budgets(trainer, scorer, memory, lengths, process_group, known=known)
+    # A critic on the policy's trunk makes the passes of the policy.
+    on_trunk = isinstance(critic, LocalTrunkCritic)
+    apart = None if on_trunk else critic
+    budgets = measure_budgets(
+        trainer, scorer, memory, lengths, process_group, known=known, critic=apart, host_bytes=host_bytes
+    )
+    if on_trunk:
+        budgets = replace(
+            budgets,
+            critic_update_tokens=budgets.update_tokens,
+            critic_experience_tokens=budgets.experience_tokens,
+        )
+    if critic is not None:
+        critic.use_budgets(
+            update_max_tokens=budgets.critic_update_tokens, score_max_tokens=budgets.critic_experience_tokens
+        )
     trainer.use_budgets(update_max_tokens=budgets.update_tokens, score_max_tokens=budgets.experience_tokens)
     if scorer is not None:
         scorer.use_budget(budgets.experience_tokens)
@@ -107,33 +138,67 @@ def measure_budgets(
     process_group: ProcessGroup,
     *,
     known: Budgets | None,
+    critic: LocalCriticEngine | None = None,
+    host_bytes: int | None = None,
 ) -> Budgets:
     """Return the token budgets that fit on every rank. The engines do not change.
 
     All ranks call this together before the first update, while the rollout engine sleeps.
 
     Args:
-        known: budgets of an earlier run, which are returned if all ranks have the same device.
+        known: budgets of an earlier run, which are returned if all ranks have the same device, and
+            host memory for their offloaded activations.
+        host_bytes: free host memory for offloaded activations of this rank; None: not a limit. A
+            critic has it too: memory.free_bytes, which comes last, returns what passes have cached.
     Raises: ConfigError if a pass over the longest sequence does not fit.
     """
-    [num_other_devices] = process_group.all_reduce_sum([float(known is None or known.device != memory.device_name)])
-    if known is not None and num_other_devices == 0:
+    usable = math.inf if host_bytes is None else _KNOWN_HOST_SHARE * host_bytes
+    is_other = known is None or known.device != memory.device_name or known.host_bytes > usable
+    [num_others] = process_group.all_reduce_sum([float(is_other)])
+    if known is not None and num_others == 0:
         return known
+    reserved = trainer.optimizer_bytes + (0 if critic is None else critic.resting_bytes)
     with trainer.dry_run_updates() as update:
-        tuner = _Tuner(trainer.policy, memory, lengths, process_group)  # offloaded weights are on the device now
+        # Offloaded weights are on the device now.
+        tuner = _Tuner(trainer.policy, memory, lengths, process_group, host_bytes=host_bytes)
         tuner.warm_up(update, what="an update's pass")  # allocates the gradients, which most passes find allocated
         update_tokens, update_bytes = tuner.max_tokens(
-            update, reserved_bytes=trainer.optimizer_bytes, limit=lengths.update_tokens, what="an update's pass"
+            update,
+            reserved_bytes=reserved,
+            limit=tuner.host_limit(lengths.update_tokens),
+            what="an update's pass",
         )
+        pinned_bytes = tuner.pinned_bytes(update_tokens)
     scored = [
         tuner.max_tokens(
             partial(_score, dry_run),
-            reserved_bytes=trainer.optimizer_bytes,
+            reserved_bytes=reserved,
             limit=lengths.step_tokens,
             what="a pass without gradient",
         )
         for dry_run in (trainer.dry_run, *(() if reference is None else (reference.dry_run,)))
     ]
+    critic_update_tokens = critic_experience_tokens = 0
+    if critic is not None:
+        reserved = trainer.resting_bytes + critic.optimizer_bytes
+        with critic.dry_run_updates() as update:
+            tuner = _Tuner(
+                critic.policy, memory, lengths, process_group, model="worker.critic.model", host_bytes=host_bytes
+            )
+            what = "an update's pass of the critic"
+            tuner.warm_up(update, what=what)
+            critic_update_tokens, _ = tuner.max_tokens(
+                update, reserved_bytes=reserved, limit=tuner.host_limit(lengths.critic_update_tokens), what=what
+            )
+            pinned_bytes = max(pinned_bytes, tuner.pinned_bytes(critic_update_tokens))
+        critic_experience_tokens, _ = tuner.max_tokens(
+            partial(_score, critic.dry_run),
+            reserved_bytes=reserved,
+            limit=lengths.step_tokens,
+            what="a pass of the critic without gradient",
+        )
+        critic.offload()
+    [most_pinned] = process_group.all_reduce_max([float(pinned_bytes)])
     return Budgets(
         update_tokens=update_tokens,
         update_bytes=update_bytes,
@@ -141,6 +206,9 @@ def measure_budgets(
         experience_bytes=max(used_bytes for _, used_bytes in scored),
         device=memory.device_name,
         device_bytes=memory.total_bytes,
+        critic_update_tokens=critic_update_tokens,
+        critic_experience_tokens=critic_experience_tokens,
+        host_bytes=int(most_pinned),
     )
 
 
@@ -167,12 +235,29 @@ class _LinearFit:
 class _Tuner:
     """Finds the longest row that fits on all ranks, for one kind of pass at a time."""
 
-    def __init__(self, policy: Policy, memory: Memory, lengths: Lengths, process_group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        memory: Memory,
+        lengths: Lengths,
+        process_group: ProcessGroup,
+        *,
+        model: str = "worker.actor.model",
+        host_bytes: int | None = None,
+    ) -> None:
+        """Make the groups of the passes.
+
+        model: the section of its options, for error messages. host_bytes: see measure_budgets.
+        """
+        self._policy, self._model, self._host_bytes = policy, model, host_bytes
+        self._remedies = _REMEDIES.format(model=model)
         self._memory = memory
         self._lengths = lengths
         self._process_group = process_group
         # Logits are computed in chunks of rows: from one full chunk on their memory is constant.
-        self._num_completions = ceil(policy.logprob_chunk / lengths.response_tokens)
+        # Of ranks that compute a row together each has a part of them.
+        ranks_per_row = 1 if policy.row_ranks is None else policy.row_ranks.size
+        self._num_completions = ceil(ranks_per_row * policy.logprob_chunk / lengths.response_tokens)
         self._group, self._large_group = (
             dummy_group(
                 policy,
@@ -183,6 +268,7 @@ class _Tuner:
             )
             for num_completions in (self._num_completions, 2 * self._num_completions)
         )
+        self._pinned_per_token = 0.0  # of offloaded activations, at most
         self._smallest_group = dummy_group(
             policy, prompt_tokens=1, response_tokens=1, image_pixels=lengths.image_pixels, num_completions=1
         )
@@ -191,6 +277,34 @@ class _Tuner:
         """Make the smallest pass. Raises: ConfigError if it does not fit."""
         if self._peak_bytes(make_pass, [self._group]) is None:
             raise self._does_not_fit(what, math.inf, self._memory.free_bytes())
+        self._pinned_per_token = host_bytes_at_most(self._policy.offloaded_bytes) / tokens_of(self._group)
+
+    def pinned_bytes(self, tokens: int) -> int:
+        """Return the most host memory that the offloaded activations of a row take."""
+        return int(tokens * self._pinned_per_token)
+
+    def host_limit(self, limit: int) -> int:
+        """Return the limit, or fewer tokens of a row if their offloaded activations need more.
+
+        To be called after warm_up, whose pass is measured.
+        Raises: ConfigError if those of the longest sequence do not fit into the host memory.
+        """
+        if self._pinned_per_token == 0:
+            return limit
+        per_token = self._pinned_per_token
+        usable = math.inf if self._host_bytes is None else HOST_SHARE * self._host_bytes
+        [shortfall] = self._process_group.all_reduce_max([-usable / per_token])
+        if math.isinf(shortfall):  # no rank knows its host memory
+            return limit
+        if -shortfall < self._lengths.longest:
+            raise ConfigError(
+                f"the offloaded activations of the longest sequence, {self._lengths.longest:,} tokens, take up to "
+                f"{self._lengths.longest * per_token / 2**30:,.2f} GiB of host memory, and there are "
+                f"{-shortfall * per_token / 2**30:,.2f} GiB for them in each worker; set "
+                f"{self._model}.enable_activation_offload=false, or lower data.max_prompt_length or "
+                "data.max_response_length"
+            )
+        return min(limit, int(-shortfall))
 
     def max_tokens(self, make_pass: Pass, *, reserved_bytes: int, limit: int, what: str) -> tuple[int, int]:
         """Return the largest number of tokens of a row, and the bytes of the device then in use.
@@ -270,7 +384,7 @@ class _Tuner:
             if self._process_group.size > 1:
                 raise ConfigError(
                     f"a dry run over {sum(map(tokens_of, groups)):,} tokens ran out of memory on "
-                    f"{self._memory.device_name} ({error}); {_REMEDIES}"
+                    f"{self._memory.device_name} ({error}); {self._remedies}"
                 ) from error
         gc.collect()  # reference cycles may hold tensors of the pass
         return None
@@ -280,5 +394,5 @@ class _Tuner:
         return ConfigError(
             f"{what} over the longest sequence, {self._lengths.longest:,} tokens, takes {needed}, and "
             f"{self._memory.device_name} has {max(usable_bytes, 0.0) / 2**30:,.2f} GiB left for it beside weights, "
-            f"gradients, optimizer and a reserve; {_REMEDIES}"
+            f"gradients, optimizer and a reserve; {self._remedies}"
         )

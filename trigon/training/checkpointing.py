@@ -13,9 +13,9 @@ state.py has the format of the tensor files.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,13 @@ from trigon.errors import CheckpointError
 from trigon.json_files import read_json_object, write_json
 from trigon.models.lora import adapter_config
 from trigon.models.policy import Policy
+from trigon.models.value import HEAD_NAME
 from trigon.names import OptimizerStrategy
 from trigon.training.finite import all_finite, require_finite
 from trigon.training.optim import COMPENSATION, STEP, state_dtype, step_device, upgrade_state
 from trigon.training.parallel import ProcessGroup
 from trigon.training.state import ShardedFiles, copy_to_host, load_tensors, save_tensors
+from trigon.types import NamedTensors
 
 WEIGHTS_FOLDER = "weights"
 ADAPTER_FOLDER = "adapter"
@@ -40,8 +42,29 @@ FINITE = "finite"
 """Key of state.json: all values were found finite when they were saved. Absent in older ones."""
 
 
+class Saved(Protocol):
+    """What is saved and loaded: a policy, a value model, or a value head alone."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether saved_tensors are adapters."""
+        ...
+
+    def saved_tensors(self) -> NamedTensors:
+        """Iterate over the parameters, by their names in a checkpoint."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters, by the names of their optimizer states."""
+        ...
+
+    def clear_features(self) -> None:
+        """Take note that the weights have changed."""
+        ...
+
+
 def stage_state(
-    policy: Policy,
+    policy: Saved,
     optimizer: Optimizer,
     folder: Path,
     *,
@@ -70,8 +93,9 @@ def stage_state(
     )
     parts = {part: copy_to_host(tensors) for part, tensors in saved.items()}
     state = {"updates": updates, "strategy": strategy, FINITE: True}
-    model: Any = policy.model
-    adapter = adapter_config(model, base_model=model.name_or_path) if policy.has_adapters else None
+    adapter = None
+    if isinstance(policy, Policy) and policy.has_adapters:
+        adapter = adapter_config(policy.model, base_model=policy.model.name_or_path)
 
     def write() -> None:
         for name, tensors in parts.items():
@@ -157,6 +181,12 @@ def check_lora_rank(folder: Path, rank: int) -> None:
         )
 
 
+def is_head_alone(folder: Path) -> bool:
+    """Return whether the folder holds a value head without a model: that of a shared trunk."""
+    weights = folder / WEIGHTS_FOLDER
+    return weights.is_dir() and all(name.startswith(f"{HEAD_NAME}.") for name in ShardedFiles(weights).tensors)
+
+
 def read_adapter_rank(folder: Path) -> int:
     """Return the rank of the LoRA adapters in the folder."""
     return int(read_object(folder / ADAPTER_CONFIG, r=int)["r"])
@@ -178,7 +208,7 @@ def read_object(path: Path, **types: type) -> dict[str, Any]:
 
 
 def load_policy_and_optimizer(
-    policy: Policy, optimizer: Optimizer, folder: Path, *, strategy: OptimizerStrategy, process_group: ProcessGroup
+    policy: Saved, optimizer: Optimizer, folder: Path, *, strategy: OptimizerStrategy, process_group: ProcessGroup
 ) -> None:
     """Load weights and optimizer states in place. Any number of ranks may have written them.
 
@@ -190,7 +220,7 @@ def load_policy_and_optimizer(
     )
 
 
-def load_policy(policy: Policy, folder: Path, *, process_group: ProcessGroup) -> None:
+def load_policy(policy: Saved, folder: Path, *, process_group: ProcessGroup) -> None:
     """Load weights in place, without optimizer states.
 
     Raises: CheckpointError unless the names, shapes and dtypes of all tensors match.
@@ -205,11 +235,11 @@ def load_policy(policy: Policy, folder: Path, *, process_group: ProcessGroup) ->
     policy.clear_features()
 
 
-def _weights_folder(policy: Policy) -> str:
+def _weights_folder(policy: Saved) -> str:
     return ADAPTER_FOLDER if policy.has_adapters else WEIGHTS_FOLDER
 
 
-def _optimizer_tensors(policy: Policy, optimizer: Optimizer) -> dict[str, Tensor]:
+def _optimizer_tensors(policy: Saved, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return all optimizer states under the names that they have in a checkpoint."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in policy.named_parameters()}
     return {
@@ -220,7 +250,7 @@ def _optimizer_tensors(policy: Policy, optimizer: Optimizer) -> dict[str, Tensor
 
 
 def _load_optimizer_tensors(
-    policy: Policy, optimizer: Optimizer, folder: Path, *, strategy: OptimizerStrategy, process_group: ProcessGroup
+    policy: Saved, optimizer: Optimizer, folder: Path, *, strategy: OptimizerStrategy, process_group: ProcessGroup
 ) -> None:
     """Replace all optimizer states. Raises: CheckpointError if they do not match."""
     trainable = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}

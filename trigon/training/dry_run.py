@@ -9,18 +9,20 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isqrt
+from typing import Protocol
 
 import torch
-from torch.optim import Optimizer
 
 from trigon.algorithms.reduce import Denominators
+from trigon.algorithms.unread import UnreadMetrics
 from trigon.data.packing import Positions, pack_train, tokens_of
 from trigon.models.policy import Policy
 from trigon.training.parallel import ProcessGroup
 from trigon.training.scorer import LocalScorer
-from trigon.training.step import LossTerms, Reference, idle_backward, micro_batch_backward, to_device
+from trigon.training.step import to_device
 from trigon.types import (
     Completion,
+    MicroBatch,
     Prompt,
     Rollout,
     RolloutGroup,
@@ -31,14 +33,22 @@ from trigon.types import (
 )
 
 
+class Backward(Protocol):
+    """Makes the forward and backward pass of one micro-batch, as an update does."""
+
+    def __call__(
+        self, batch: MicroBatch, denominators: Denominators, *, run_dummy_vision: bool, gradient_scale: float
+    ) -> UnreadMetrics: ...
+
+
 @contextmanager
 def update_passes(
     scorer: LocalScorer,
-    optimizer: Optimizer,
-    terms: LossTerms,
+    free_gradients: Callable[[], None],
+    backward: Backward,
+    idle_backward: Callable[[bool], None],
     *,
     positions: Positions,
-    reference: Reference | None,
     process_group: ProcessGroup,
 ) -> Iterator[Callable[[Sequence[TrainGroup]], None]]:
     """Return a context with a function that makes one update pass over all groups in one row.
@@ -48,20 +58,17 @@ def update_passes(
 
     Args:
         scorer: of the policy that is trained; gives the policy, its device and its precision.
-        reference: as in micro_batch_backward, with its weights on the device.
+        backward: of the engine. idle_backward: makes a pass whose gradient is zero; gets whether
+            the vision tower runs.
     """
     policy = scorer.policy
 
     def dry_run(groups: Sequence[TrainGroup]) -> None:
         [batch] = pack_train(groups, max_tokens=sum(map(tokens_of, groups)), positions=positions)
         process_group.before_forward(policy, sync_gradients=False)
-        micro_batch_backward(
-            policy,
+        backward(
             to_device(batch, scorer.device),
-            terms,
             Denominators(tokens=len(batch.loss_mask), sequences=batch.num_sequences),
-            scorer.precision,
-            reference=reference,
             run_dummy_vision=bool(batch.packed.visions),
             gradient_scale=1.0,
         )
@@ -70,10 +77,10 @@ def update_passes(
         yield dry_run
         # FSDP would add deferred gradients of a sharded policy to the first real update.
         process_group.before_forward(policy, sync_gradients=True)
-        idle_backward(policy, scorer.precision, reference=reference, run_dummy_vision=True)
+        idle_backward(True)
     finally:
         process_group.reshard(policy)
-        optimizer.zero_grad(set_to_none=True)
+        free_gradients()
 
 
 def dummy_group(
@@ -110,6 +117,8 @@ def dummy_group(
         sampling_logprobs=-ones,
         old_logprobs=-ones,
         ref_logprobs=-ones,
+        values=ones,
+        returns=ones,
     )
     prompt = Prompt(
         prompt_id="dummy",

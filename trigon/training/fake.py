@@ -1,4 +1,4 @@
-"""A train engine without a model, which counts updates.
+"""A train engine and a critic without models, which count updates.
 
 For tests of the loop, and for trying out a dataset and a reward function within milliseconds.
 """
@@ -73,3 +73,45 @@ class FakeTrainEngine:
 
     def close(self) -> None:
         """See TrainEngine."""
+
+
+class FakeCriticEngine:
+    """Satisfies CriticEngine. Values everything at the number of updates made."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def values(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        """See CriticEngine."""
+        return [
+            [torch.full((rollout.completion.num_sampled + 1,), float(self.updates)) for rollout in group.rollouts]
+            for group in groups
+        ]
+
+    def step(self, groups: Sequence[TrainGroup]) -> Metrics:
+        """See CriticEngine. The loss is the mean return."""
+        self.updates += 1
+        returns = [sequence.returns for group in groups for sequence in group.sequences if sequence.returns is not None]
+        return {
+            "critic/vf_loss": Mean(float(torch.cat(returns).mean())),
+            "critic/grad_norm": Mean(1.0),
+            "critic/skipped_updates": Sum(0.0),
+            "critic/nonfinite_updates": Sum(0.0),
+        }
+
+    def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
+        """See CriticEngine."""
+        text = json.dumps({"updates": self.updates})
+
+        def write() -> None:
+            folder.mkdir(exist_ok=True)
+            (folder / "optimizer.json").write_text(text, encoding="utf-8")
+
+        return write
+
+    def load_state(self, folder: Path) -> None:
+        """See CriticEngine."""
+        self.updates = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))["updates"]
+
+    def close(self) -> None:
+        """See CriticEngine."""

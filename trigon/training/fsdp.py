@@ -26,8 +26,9 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from trigon.models.head import FORWARD_METHODS
 from trigon.models.policy import Policy
+from trigon.models.sequence_parallel import RowRanks
+from trigon.models.value import ActorCritic
 from trigon.training.parallel import ProcessGroup
 
 if TYPE_CHECKING:
@@ -69,14 +70,14 @@ class TorchProcessGroup:
     def __init__(self, device: torch.device, *, timeout_seconds: float | None = None) -> None:
         """Wrap the default process group, which is initialized already.
 
-        device: on which this rank computes. timeout_seconds: of the state group; None: torch's
-        default, which is less than a large checkpoint may take.
+        device: on which this rank computes. timeout_seconds: of the groups that this makes; None:
+        torch's default, which is less than a large checkpoint may take.
         """
         self.device = device
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         # Checkpoints are written from a second thread while training goes on.
-        timeout = None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
-        self._state_group = dist.new_group(backend="gloo", timeout=timeout)
+        self._timeout = None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
+        self._state_group = dist.new_group(backend="gloo", timeout=self._timeout)
 
     @classmethod
     def joined(cls, device: torch.device, rendezvous: Rendezvous, *, timeout_seconds: float) -> TorchProcessGroup:
@@ -127,6 +128,18 @@ class TorchProcessGroup:
         count = torch.ones((), dtype=torch.int64, device=self.device)
         dist.all_reduce(count)
         return int(count)
+
+    def row_ranks(self, size: int) -> RowRanks:
+        """Return the consecutive ranks, so many, with which this rank computes its rows.
+
+        Makes a torch process group; all ranks call it together.
+        """
+        first = self._rank - self._rank % size
+        groups = {
+            start: dist.new_group(range(start, start + size), timeout=self._timeout)
+            for start in range(0, self._size, size)
+        }
+        return RowRanks(self._rank - first, size, groups[first])
 
     def before_forward(self, policy: nn.Module, *, sync_gradients: bool) -> None:
         """See ProcessGroup.
@@ -214,7 +227,7 @@ def _mesh(device: torch.device, size: int, ranks_per_copy: int | None) -> Device
 def _shard(policy: Policy, mesh: DeviceMesh, sharding: Sharding) -> None:
     """Shard the policy in units, each of which is gathered while it computes.
 
-    A unit is a layer, a merger, the embedding, the head, or the root with all other modules. The
+    A unit is a layer, a merger, the embedding, a head, or the root with all other modules. The
     root is gathered from the start of the forward until the end of the backward, and with it an
     embedding and a head that share a weight.
     """
@@ -231,10 +244,21 @@ def _shard(policy: Policy, mesh: DeviceMesh, sharding: Sharding) -> None:
         embedding = fully_shard(policy.embedding, reshard_after_forward=sharding.full_shard, **options)
         embedding.set_unshard_in_backward(False)  # its gradient does not depend on its weight
         # The backward of the head follows its forward at once.
-        fully_shard(policy.head, reshard_after_forward=False, **options)
-        for method in FORWARD_METHODS:
+        head_options = options
+        if policy.head_dtype is not None:
+            precision = MixedPrecisionPolicy(
+                param_dtype=policy.head_dtype, reduce_dtype=policy.head_dtype, cast_forward_inputs=False
+            )
+            head_options = {**options, "mp_policy": precision}
+        fully_shard(policy.head, reshard_after_forward=False, **head_options)
+        for method in policy.head_methods:
             register_fsdp_forward_method(policy.head, method)
+    if isinstance(policy, ActorCritic):
+        exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(policy.value_head, reshard_after_forward=False, **{**options, "mp_policy": exact})
     fully_shard(policy, **options)
+    for method in policy.row_methods:
+        register_fsdp_forward_method(policy, method)
 
 
 def _broadcast_buffers(policy: Policy, full_policy: Policy | None, device: torch.device) -> None:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trigon.algorithms.reduce import Denominators, count_denominators
 from trigon.algorithms.unread import UnreadMetrics, read_metrics
-from trigon.data.packing import Positions, pack_train
+from trigon.data.packing import Positions
 from trigon.errors import ModelError, NotFiniteError
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum
 from trigon.models.features import VisionFeatureCache
@@ -27,13 +27,17 @@ from trigon.training import checkpointing
 from trigon.training.dry_run import update_passes
 from trigon.training.finite import require_finite
 from trigon.training.memory import free_cached_memory
-from trigon.training.optim import make_optimizer, move_states, on_this_rank, state_bytes, update_bytes
-from trigon.training.parallel import passes_in_step
+from trigon.training.optim import make_optimizer, move_states, on_this_rank, update_bytes
 from trigon.training.protocol import SKIPPED_GRAD_NORM, LoadPixels, Sizes
 from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
 from trigon.training.settings import Placement, TrainSettings
-from trigon.training.step import Reference, idle_backward, micro_batch_backward, to_device
-from trigon.types import LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup, has_media
+from trigon.training.sizes import sizes_of
+from trigon.training.step import LossTerms, Reference, idle_backward, micro_batch_backward, to_device
+from trigon.training.update_plan import AppliedUpdate, UpdatePlan, plan_update
+from trigon.types import LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup
+
+_OF_EACH_RANK = ("actor/vision_remembered", "critic/vision_remembered")
+"""The metrics that differ between the ranks that compute rows together."""
 
 
 class LocalTrainEngine:
@@ -41,6 +45,9 @@ class LocalTrainEngine:
 
     All ranks of the process group call every method together, each with its own groups.
     """
+
+    name: ClassVar = "actor"  # prefix of the metrics
+    loss_key: ClassVar = "actor/pg_loss"
 
     def __init__(
         self,
@@ -71,10 +78,10 @@ class LocalTrainEngine:
         self._offload_params = placement.offload_params
         self._offload_optimizer = placement.offload_optimizer
         self._process_group = placement.process_group
-        self._features = features
+        self.features = features
         self._made_optimizer = (
             make_optimizer(
-                policy.parameters(),
+                self._trained.parameters(),
                 strategy=settings.strategy,
                 learning_rate=settings.schedule.peak,
                 betas=settings.betas,
@@ -84,6 +91,8 @@ class LocalTrainEngine:
             else None
         )
         self._updates = 0  # optimizer updates made; skipped ones do not count
+        # What is updated from the gradients of one backward pass: this, and a head on its trunk.
+        self._together: tuple[LocalTrainEngine, ...] = (self,)
         # Which weights may have changed since the last weight sync that found them finite.
         self._unchecked: Literal["all", "trainable", "none"] = "all"
         self._scorer = LocalScorer(
@@ -99,6 +108,10 @@ class LocalTrainEngine:
             self.reference_without_adapters() if policy.has_adapters else None
         )
 
+    def update_together_with(self, engine: LocalTrainEngine) -> None:
+        """Let each update also update what this engine trains, from the same backward passes."""
+        self._together = (*self._together, engine)
+
     def reference_without_adapters(self) -> ReferenceWithoutAdapters:
         """Return the reference policy of LoRA: the policy with its adapters disabled."""
         return ReferenceWithoutAdapters(self, self._scorer)
@@ -111,7 +124,7 @@ class LocalTrainEngine:
     def token_logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[TokenLogprobs]]:
         """See TrainEngine."""
         self._wake(optimizer=False)
-        with nullcontext() if self._features is None else self._features.unchanged():
+        with nullcontext() if self.features is None else self.features.unchanged():
             return self._scorer.token_logprobs(groups)
 
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
@@ -132,107 +145,141 @@ class LocalTrainEngine:
         with nullcontext() if reference is None else reference.awake():
             self._wake(optimizer=True)
             groups = self._load_pixels(groups)
-            plan = self._plan_passes(groups)
+            plan = plan_update(
+                groups,
+                self._denominators(groups),
+                regularized=self._terms.regularized,
+                max_tokens=self._update_max_tokens,
+                positions=self._positions,
+                process_group=self._process_group,
+            )
             unread: list[UnreadMetrics] = []
             for index, run_dummy_vision in enumerate(plan.passes):
                 self._process_group.before_forward(self._policy, sync_gradients=plan.syncs_gradients(index))
                 if index >= len(plan.batches):  # other ranks have more micro-batches
-                    idle_backward(
-                        self._policy, self._scorer.precision, reference=reference, run_dummy_vision=run_dummy_vision
-                    )
+                    self._idle_backward(run_dummy_vision)
                     continue
                 unread.append(
-                    micro_batch_backward(
-                        self._policy,
+                    self._backward(
                         to_device(plan.batches[index], self._device),
-                        self._terms,
                         plan.denominators,
-                        self._scorer.precision,
-                        reference=reference,
                         run_dummy_vision=run_dummy_vision,
                         gradient_scale=float(self._process_group.size),  # FSDP averages gradients over the ranks
                     )
                 )
-            applied, metrics = self._apply_update(plan, unread)
-            return {**metrics, **self._update_metrics(plan, applied, metrics, num_groups=len(groups))}
+            [applied, *others], metrics = self._apply_update(plan, unread)
+            for engine, other in zip(self._together[1:], others, strict=True):
+                metrics |= engine._loss_metrics(other, metrics)
+            metrics |= self._update_metrics(plan, applied, metrics, num_groups=len(groups))
+            return metrics if self._counts_row else {key: metrics[key] for key in _OF_EACH_RANK if key in metrics}
 
-    def _plan_passes(self, groups: Sequence[TrainGroup]) -> _UpdatePlan:
-        """Pack this rank's groups, and agree with the other ranks on the number of passes."""
-        denominators = self._denominators(groups)
-        with_gradient = [group for group in groups if has_gradient(group, regularized=self._terms.regularized)]
-        batches = pack_train(with_gradient, max_tokens=self._update_max_tokens, positions=self._positions)
-        shows_image = [bool(batch.packed.visions) for batch in batches]
-        if len(with_gradient) < len(groups):
-            # AdamW treats a gradient of zero and no gradient differently: with the former the
-            # moments still move the parameter. If all groups of a kind are left out, one idle pass
-            # gives the same parameters a gradient.
-            had_image = any(has_media(group) for group in groups)
-            if not batches or (had_image and not any(shows_image)):
-                shows_image.append(had_image)
-        return _UpdatePlan(
-            with_gradient=with_gradient,
-            batches=batches,
-            denominators=denominators,
-            passes=passes_in_step(shows_image, self._process_group),
+    def _backward(
+        self, batch: MicroBatch, denominators: Denominators, *, run_dummy_vision: bool, gradient_scale: float
+    ) -> UnreadMetrics:
+        return micro_batch_backward(
+            self._policy,
+            batch,
+            self._policy_terms,
+            denominators,
+            self._scorer.precision,
+            reference=self._full_kl_reference(),
+            run_dummy_vision=run_dummy_vision,
+            gradient_scale=gradient_scale,
+        )
+
+    def _idle_backward(self, run_dummy_vision: bool) -> None:
+        against = self._full_kl_reference()
+        idle_backward(
+            self._policy,
+            self._policy_terms,
+            self._scorer.precision,
+            reference=against,
+            run_dummy_vision=run_dummy_vision,
         )
 
     def _denominators(self, groups: Sequence[TrainGroup]) -> Denominators:
         """Return the trainable tokens and sequences of the update, over all ranks."""
         local = count_denominators(sequence.loss_mask for group in groups for sequence in group.sequences)
-        tokens, sequences = self._process_group.all_reduce_sum([local.tokens, local.sequences])
+        own = float(self._counts_row)
+        tokens, sequences = self._process_group.all_reduce_sum([own * local.tokens, own * local.sequences])
         return Denominators(int(tokens), int(sequences))
 
     def _apply_update(
-        self, plan: _UpdatePlan, unread: Sequence[UnreadMetrics]
-    ) -> tuple[_AppliedUpdate, dict[str, Metric]]:
+        self, plan: UpdatePlan, unread: Sequence[UnreadMetrics]
+    ) -> tuple[list[AppliedUpdate], dict[str, Metric]]:
         """Clip the gradients, apply them unless the update is skipped, and free them.
 
-        Returns what was done, and the metrics of the micro-batches, merged. They are read from the
-        device together with the norm of the gradient: the one time that an update waits for it.
+        Returns what was done to each of _together, and the metrics of the micro-batches, merged.
+        They are read from the device together with the norms of the gradients: the one time that an
+        update waits for it.
         """
+        clipped = [engine._clip_gradients() for engine in self._together]
+        metrics, norms = read_metrics(unread, *clipped)
+        is_finite = all(norm < float("inf") for norm in norms)  # False for nan as well
+        # Without a trainable token the moments alone would move the parameters.
+        is_applied = is_finite and plan.denominators.tokens > 0
+        rates = [engine._set_learning_rate() for engine in self._together]
+        if is_applied:
+            for engine in self._together:
+                engine._optimizer.step()
+                engine._updates += 1
+        self._free_gradients()
+        if not is_finite:  # of both, if one is not
+            norms = [next(norm for norm in norms if not norm < float("inf"))] * len(norms)
+        each = zip(rates, norms, strict=True)
+        return [AppliedUpdate(*done, is_finite=is_finite, is_applied=is_applied) for done in each], metrics
+
+    def _clip_gradients(self) -> Tensor:
+        """Return the norm of the gradients before."""
+        return full_tensor(nn.utils.clip_grad_norm_(self._trained.parameters(), self._settings.max_grad_norm))
+
+    def _set_learning_rate(self) -> float:
+        """Set and return the learning rate of the next update."""
         rate = self._settings.schedule.learning_rate(self._updates + 1)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        clipped = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._settings.max_grad_norm)
-        metrics, [norm] = read_metrics(unread, full_tensor(clipped))
-        is_finite = norm < float("inf")  # False for nan as well
-        # Without a trainable token the moments alone would move the parameters.
-        is_applied = is_finite and plan.denominators.tokens > 0
-        if is_applied:
-            self._optimizer.step()
-            self._updates += 1
-        self._optimizer.zero_grad(set_to_none=True)
-        return _AppliedUpdate(rate, norm, is_finite=is_finite, is_applied=is_applied), metrics
+        return rate
+
+    def _free_gradients(self) -> None:
+        for engine in self._together:
+            engine._optimizer.zero_grad(set_to_none=True)
 
     def _update_metrics(
-        self, plan: _UpdatePlan, applied: _AppliedUpdate, batch_metrics: Metrics, *, num_groups: int
+        self, plan: UpdatePlan, applied: AppliedUpdate, batch_metrics: Metrics, *, num_groups: int
     ) -> dict[str, Metric]:
         """Return the metrics of the update that are not those of its micro-batches.
 
         batch_metrics: of this rank's micro-batches, merged. num_groups: of this rank.
         """
         packed_tokens = float(sum(batch.packed.token_ids.numel() for batch in plan.batches))
-        [loss] = self._process_group.all_reduce_sum([batch_metrics.get("actor/pg_loss", Sum(0.0)).value])
         metrics: dict[str, Metric] = {
-            # The summands of the micro-batches add up to the loss of one update; updates of a step
-            # are averaged.
-            "actor/pg_loss": Mean(loss),
-            "actor/grad_norm": Mean(applied.grad_norm) if applied.is_finite else Mean(0.0, 0.0),
-            "actor/lr": Mean(applied.learning_rate),
-            "actor/skipped_updates": Sum(float(not applied.is_applied and self._process_group.rank == 0)),
-            "actor/nonfinite_updates": Sum(float(not applied.is_finite and self._process_group.rank == 0)),
-            "actor/micro_batches": Sum(float(len(plan.batches))),
-            "actor/packed_tokens": Sum(packed_tokens),
-            "actor/packing_fill": Mean(packed_tokens, float(len(plan.batches) * self._update_max_tokens)),
-            "actor/skipped_groups": Sum(float(num_groups - len(plan.with_gradient))),
+            **self._loss_metrics(applied, batch_metrics),
+            f"{self.name}/skipped_updates": Sum(float(not applied.is_applied and self._process_group.rank == 0)),
+            f"{self.name}/nonfinite_updates": Sum(float(not applied.is_finite and self._process_group.rank == 0)),
+            f"{self.name}/micro_batches": Sum(float(len(plan.batches))),
+            f"{self.name}/packed_tokens": Sum(packed_tokens),
+            f"{self.name}/packing_fill": Mean(packed_tokens, float(len(plan.batches) * self._update_max_tokens)),
+            f"{self.name}/skipped_groups": Sum(float(num_groups - len(plan.with_gradient))),
             **self._policy.update_work(plan.with_gradient),
         }
         if not applied.is_finite:
             metrics[SKIPPED_GRAD_NORM] = Max(applied.grad_norm)
-        cached, total = (0, 0) if self._features is None else self._features.pop_metrics()
+        cached, total = (0, 0) if self.features is None else self.features.pop_metrics()
         if total:
-            metrics["actor/vision_remembered"] = Mean(float(cached), float(total))
+            metrics[f"{self.name}/vision_remembered"] = Mean(float(cached), float(total))
         return metrics
+
+    def _loss_metrics(self, applied: AppliedUpdate, batch_metrics: Metrics) -> dict[str, Metric]:
+        """Return the loss of the update, the norm of its gradient, and its learning rate."""
+        own_loss = batch_metrics.get(self.loss_key, Sum(0.0)).value if self._counts_row else 0.0
+        [loss] = self._process_group.all_reduce_sum([own_loss])
+        return {
+            # The summands of the micro-batches add up to the loss of one update; updates of a step
+            # are averaged.
+            self.loss_key: Mean(loss),
+            f"{self.name}/grad_norm": Mean(applied.grad_norm) if applied.is_finite else Mean(0.0, 0.0),
+            f"{self.name}/lr": Mean(applied.learning_rate),
+        }
 
     @contextmanager
     def dry_run_updates(self) -> Iterator[Callable[[Sequence[TrainGroup]], None]]:
@@ -243,10 +290,10 @@ class LocalTrainEngine:
             nullcontext() if reference is None else reference.awake(),
             update_passes(
                 self._scorer,
-                self._optimizer,
-                self._terms,
+                self._free_gradients,
+                self._backward,
+                self._idle_backward,
                 positions=self._positions,
-                reference=reference,
                 process_group=self._process_group,
             ) as dry_run,
         ):
@@ -276,14 +323,23 @@ class LocalTrainEngine:
         is_on_device = next(self._policy.parameters()).device.type == self._device.type
         if self._made_optimizer is None or not (is_on_device or self._offload_params):
             return 0
-        trainable = [on_this_rank(part) for part in self._policy.parameters() if part.requires_grad]
+        trainable = [on_this_rank(part) for part in self._trained.parameters() if part.requires_grad]
         return self.sizes().optimizer_bytes + update_bytes(trainable, self._settings.strategy)
+
+    @property
+    def resting_bytes(self) -> int:
+        """See TunableEngine."""
+        return 0 if self._offload_optimizer else self.optimizer_bytes
 
     def offload(self) -> None:
         """See TunableEngine."""
+        self.offload_weights()
+        self._offload_states()
+
+    def offload_weights(self) -> None:
+        """Move the weights to host memory if they are offloaded; their next use moves them back."""
         if self._offload_params:
             self._policy.to("cpu")
-        self._offload_states()
 
     def weights(self) -> LocalWeights:
         """See TrainEngine. Offloaded weights leave the device when all tensors are read.
@@ -313,8 +369,7 @@ class LocalTrainEngine:
     def _read_weights(self, dtype: torch.dtype | None = None) -> NamedTensors:
         self._wake(optimizer=False)
         yield from self._policy.named_weights(dtype)
-        if self._offload_params:
-            self._policy.to("cpu")
+        self.offload_weights()
 
     def _offload_states(self) -> None:
         """Offload the optimizer states if configured, and free what the allocator has cached."""
@@ -324,8 +379,9 @@ class LocalTrainEngine:
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
         """See TrainEngine."""
+        free_cached_memory(self._device)  # the copy needs host memory
         return checkpointing.stage_state(
-            self._policy,
+            self._saved,
             self._optimizer,
             folder,
             updates=self._updates,
@@ -339,39 +395,48 @@ class LocalTrainEngine:
         self._unchecked = "all"
         if self._made_optimizer is None:
             self._wake(optimizer=False)
-            checkpointing.load_policy(self._policy, folder, process_group=self._process_group)
+            checkpointing.load_policy(self._saved, folder, process_group=self._process_group)
             return
         strategy = self._settings.strategy
-        updates = checkpointing.read_updates(folder, has_adapters=self._policy.has_adapters, strategy=strategy)
+        updates = checkpointing.read_updates(folder, has_adapters=self._saved.has_adapters, strategy=strategy)
         self._wake(optimizer=True)
         checkpointing.load_policy_and_optimizer(
-            self._policy, self._optimizer, folder, strategy=strategy, process_group=self._process_group
+            self._saved, self._optimizer, folder, strategy=strategy, process_group=self._process_group
         )
         self._updates = updates
 
     def sizes(self) -> Sizes:
         """See TunableEngine."""
-        parameters = list(self._policy.parameters())
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        gradient_bytes = sum(part.numel() * part.element_size() for part in map(on_this_rank, trainable))
-        return Sizes(
-            parameters=sum(parameter.numel() for parameter in parameters),
-            trainable=sum(parameter.numel() for parameter in trainable),
-            weight_bytes=sum(part.numel() * part.element_size() for part in map(on_this_rank, parameters)),
-            gradient_bytes=gradient_bytes if self._settings.makes_updates else 0,
-            optimizer_bytes=(
-                sum(state_bytes(part, self._settings.strategy) for part in map(on_this_rank, trainable))
-                if self._settings.makes_updates
-                else 0
-            ),
-        )
+        return sizes_of(self._trained, self._settings.strategy, makes_updates=self._settings.makes_updates)
 
     def close(self) -> None:
         """See TrainEngine. There is nothing to free but memory."""
 
+    @property
+    def _trained(self) -> nn.Module:
+        """What the optimizer updates: the policy's model, without a value head on its trunk."""
+        model: nn.Module = self._policy.model
+        return model
+
+    @property
+    def _saved(self) -> checkpointing.Saved:
+        """What a checkpoint has."""
+        return self._policy
+
+    @property
+    def _policy_terms(self) -> LossTerms:
+        assert isinstance(self._terms, LossTerms), "a policy has a policy loss"
+        return self._terms
+
     def _full_kl_reference(self) -> Reference | None:
         """Return the reference of the full KL; None if the loss does not have one."""
-        return self._reference if self._terms.kl_estimator == "full" else None
+        is_full = isinstance(self._terms, LossTerms) and self._terms.kl_estimator == "full"
+        return self._reference if is_full else None
+
+    @property
+    def _counts_row(self) -> bool:
+        """Whether this rank counts its rows: of the ranks that compute them together, the first."""
+        return self._policy.row_ranks is None or self._policy.row_ranks.rank == 0
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -384,50 +449,3 @@ class LocalTrainEngine:
             self._policy.to(self._device)
         if optimizer and self._offload_optimizer:
             move_states(self._optimizer, self._device)
-
-
-@dataclass(frozen=True, slots=True)
-class _UpdatePlan:
-    """The passes of one update on this rank.
-
-    with_gradient: the groups that have a gradient. batches: these groups, packed.
-    denominators: of the update, over all ranks.
-    passes: for each pass that all ranks make together, whether the vision tower runs; see
-    passes_in_step. At least as many as batches.
-    """
-
-    with_gradient: list[TrainGroup]
-    batches: list[MicroBatch]
-    denominators: Denominators
-    passes: tuple[bool, ...]
-
-    def syncs_gradients(self, index: int) -> bool:
-        """Return whether gradients are reduced over all ranks after a pass.
-
-        After the last pass is enough if all passes reach the same parameters, which is not so if
-        only some of them run the vision tower.
-        """
-        return index == len(self.passes) - 1 or len(set(self.passes)) > 1
-
-
-@dataclass(frozen=True, slots=True)
-class _AppliedUpdate:
-    """What the optimizer did.
-
-    grad_norm: before clipping. is_finite: whether grad_norm is. is_applied: False if the update was
-    skipped.
-    """
-
-    learning_rate: float
-    grad_norm: float
-    is_finite: bool
-    is_applied: bool
-
-
-def has_gradient(group: TrainGroup, *, regularized: bool) -> bool:
-    """Return whether any trainable token of the group can have a gradient.
-
-    regularized: see LossTerms.regularized. If False, only tokens whose advantage is not zero have a
-    gradient.
-    """
-    return regularized or any(bool(((part.loss_mask > 0) & (part.advantages != 0)).any()) for part in group.sequences)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from trigon.errors import ConfigError
-from trigon.system.host_memory import read_meminfo
+from trigon.system.host_memory import count_usable_bytes, read_meminfo
 
 
 class Memory(Protocol):
@@ -53,9 +53,8 @@ class CudaMemory:
         self.total_bytes = torch.cuda.mem_get_info(device)[1]
 
     def free_bytes(self) -> int:
-        """See Memory. Cached blocks of the allocator are returned to the device first."""
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
+        """See Memory. Cached blocks of the allocators, of pinned memory too, are returned first."""
+        free_cached_memory(self._device)
         return torch.cuda.mem_get_info(self._device)[0]
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
@@ -118,13 +117,24 @@ def memory_of(device: torch.device, *, shared_by: int) -> Memory:
     return CudaMemory(device) if device.type == "cuda" else HostMemory(shared_by=shared_by)
 
 
-def free_cached_memory(device: torch.device) -> None:
-    """Return the free blocks of a GPU's caching allocator to the device, for other allocators.
+def host_memory_for(device: torch.device, *, shared_by: int) -> int | None:
+    """Return the free host memory of one rank beside its GPU; None: unknown, or without a GPU."""
+    usable = count_usable_bytes() if device.type == "cuda" else None
+    return None if usable is None else usable // shared_by
 
-    vLLM allocates its weights and its cache past torch's allocator. Does nothing on the CPU.
+
+def free_cached_memory(device: torch.device) -> None:
+    """Return the free blocks of a GPU's caching allocators to the device and to the host.
+
+    vLLM allocates its weights and its cache past torch's allocator. Pinned host memory is cached as
+    well, and pages of it cannot be used for anything else. Does nothing on the CPU.
     """
     if device.type == "cuda":
+        torch.cuda.synchronize(device)  # a pinned block is free once the copies that use it have ended
         torch.cuda.empty_cache()
+        # torch 2.11 may have it for CUDA only.
+        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
+        empty_host_cache()
 
 
 class _TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -106,6 +106,49 @@ class TrainEngine(LogprobEngine, Protocol):
         ...
 
 
+class CriticEngine(Protocol):
+    """Holds a critic, which estimates the reward that is to come, and its optimizer."""
+
+    def values(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        """Return the values of the states of each completion, without gradient.
+
+        Returns: for each group, for each rollout, float32 [S + 1] on the CPU: of the state before
+        each of S sampled tokens, and of the state after the last one.
+        """
+        ...
+
+    def step(self, groups: Sequence[TrainGroup]) -> Metrics:
+        """Make one optimizer update from these groups, which have values and returns.
+
+        As TrainEngine.step, with keys that begin with critic/.
+        """
+        ...
+
+    def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
+        """See TrainEngine."""
+        ...
+
+    def load_state(self, folder: Path) -> None:
+        """See TrainEngine."""
+        ...
+
+    def close(self) -> None:
+        """See TrainEngine."""
+        ...
+
+
+@runtime_checkable
+class TrunkCriticEngine(CriticEngine, Protocol):
+    """A critic on the policy's trunk. TrainEngine.step updates both; step is for resting policies.
+
+    The metrics of TrainEngine.step then have those of the critic's loss.
+    """
+
+    def logprobs_and_values(self, groups: Sequence[RolloutGroup]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """Return what TrainEngine.logprobs and values do, from one pass."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """The size of a policy, and the memory that training it needs on this rank without activations.
@@ -145,6 +188,11 @@ class TunableEngine(TrainEngine, Protocol):
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of this rank's device that an update takes: optimizer states and temporaries."""
+        ...
+
+    @property
+    def resting_bytes(self) -> int:
+        """Bytes of this rank's device that optimizer states take between updates, or may take."""
         ...
 
     def sizes(self) -> Sizes:

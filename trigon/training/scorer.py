@@ -66,7 +66,7 @@ class LocalScorer:
         Autocast, or nothing if all weights have the dtype already.
         """
         dtype = self._compute_dtype
-        if dtype is None or all(parameter.dtype == dtype for parameter in self.policy.parameters()):
+        if dtype is None or all(parameter.dtype == dtype for parameter in self.policy.model.parameters()):
             return nullcontext()
         return torch.autocast(self.device.type, dtype=dtype)
 

@@ -10,6 +10,7 @@ from trigon.names import OptimizerStrategy
 from trigon.training.optim import Schedule
 from trigon.training.parallel import ProcessGroup, SingleProcess
 from trigon.training.step import LossTerms
+from trigon.training.value_terms import ValueTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class TrainSettings:
     makes_updates: False: there is no optimizer, and only weights are loaded from a checkpoint.
     """
 
-    terms: LossTerms
+    terms: LossTerms | ValueTerms
     strategy: OptimizerStrategy
     schedule: Schedule
     betas: tuple[float, float]

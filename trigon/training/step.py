@@ -25,8 +25,10 @@ from trigon.metrics import Max, Mean, Sum
 from trigon.models import transfer
 from trigon.models.logprobs import Predictions
 from trigon.models.policy import Policy
+from trigon.models.value import ActorCritic
 from trigon.names import KlEstimator, LossAveraging
 from trigon.training.parallel import ProcessGroup, passes_in_step
+from trigon.training.value_terms import ValueTerms, reduced_value_loss
 from trigon.types import GroupSpan, MicroBatch, PackedGroups, RolloutGroup, TokenLogprobs
 
 Precision = Callable[[], AbstractContextManager[object]]
@@ -37,6 +39,9 @@ Precision = Callable[[], AbstractContextManager[object]]
 class LossTerms:
     """The loss of an update: policy loss + kl_coefficient * KL - entropy_coefficient * entropy.
 
+    A critic on the policy's trunk adds its loss, whose gradient reaches the trunk times
+    value_coefficient, and its head whole.
+
     policy: settings of the policy loss.
     averaging: how per-token values become one number; the same for all three terms.
     fixed_length: divisor of averaging="seq_fixed"; unused otherwise.
@@ -44,6 +49,7 @@ class LossTerms:
     kl_coefficient: factor of the KL term.
     entropy_coefficient: factor of the entropy bonus; 0 for none.
     correction: importance sampling against the train-inference mismatch; None for no correction.
+    values: the loss of a critic on the policy's trunk; None: there is none.
     """
 
     policy: LossSettings
@@ -53,11 +59,13 @@ class LossTerms:
     kl_coefficient: float
     entropy_coefficient: float
     correction: Correction | None
+    values: ValueTerms | None = None
+    value_coefficient: float = 0.0
 
     @property
     def regularized(self) -> bool:
         """Whether a token whose advantage is zero can still have a gradient."""
-        return self.kl_estimator is not None or self.entropy_coefficient > 0
+        return self.kl_estimator is not None or self.entropy_coefficient > 0 or self.values is not None
 
 
 class Reference(Protocol):
@@ -112,18 +120,39 @@ def micro_batch_backward(
     """
     against = None if reference is None else reference.predictions(batch.packed, run_dummy_vision=run_dummy_vision)
     with precision():
-        outputs: TokenLogprobs = policy(
-            batch.packed,
-            run_dummy_vision=run_dummy_vision,
-            entropy_gradient=terms.entropy_coefficient > 0,
-            against=against,
+        outputs, values = _pass_with_gradient(
+            policy, batch.packed, terms, run_dummy_vision=run_dummy_vision, against=against
         )
     # Without an update since sampling, old and current log-probabilities are equal: the ratio is
     # exactly 1.
     old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     loss, metrics = _total_loss(outputs, old, batch, terms, denominators)
+    if terms.values is not None:
+        assert values is not None, "the value loss needs a value head"
+        of_values, value_metrics = reduced_value_loss(values, batch, terms.values, denominators)
+        loss, metrics = loss + of_values, metrics | value_metrics
     torch.autograd.backward(loss * gradient_scale)
     return metrics | mismatch_metrics(batch.sampling_logprobs, old, batch.trainable)
+
+
+def _pass_with_gradient(
+    policy: Policy, packed: PackedGroups, terms: LossTerms, *, run_dummy_vision: bool, against: Predictions | None
+) -> tuple[TokenLogprobs, Tensor | None]:
+    """Return the outputs of a row, and its values if the loss has a term of them."""
+    entropy_gradient = terms.entropy_coefficient > 0
+    if terms.values is None:
+        outputs: TokenLogprobs = policy(
+            packed, run_dummy_vision=run_dummy_vision, entropy_gradient=entropy_gradient, against=against
+        )
+        return outputs, None
+    assert isinstance(policy, ActorCritic), "the value loss needs a value head"
+    return policy.with_values(
+        packed,
+        run_dummy_vision=run_dummy_vision,
+        entropy_gradient=entropy_gradient,
+        against=against,
+        trunk_gradient=terms.value_coefficient,
+    )
 
 
 def _total_loss(
@@ -204,14 +233,17 @@ def _kl_of(outputs: TokenLogprobs, batch: MicroBatch, estimator: KlEstimator) ->
     return kl_per_token(outputs.logprobs, batch.ref_logprobs, estimator)
 
 
-def idle_backward(policy: Policy, precision: Precision, *, reference: Reference | None, run_dummy_vision: bool) -> None:
+def idle_backward(
+    policy: Policy, terms: LossTerms, precision: Precision, *, reference: Reference | None, run_dummy_vision: bool
+) -> None:
     """Make a pass whose gradient is zero, for a rank with fewer micro-batches than another one."""
-    row = _idle_row(policy)
+    row = idle_row(policy)
     if reference is not None:
         reference.predictions(row, run_dummy_vision=run_dummy_vision)
     with precision():
-        outputs = policy(row, run_dummy_vision=run_dummy_vision)
-    torch.autograd.backward(outputs.logprobs.sum() * 0.0)
+        outputs, values = _pass_with_gradient(policy, row, terms, run_dummy_vision=run_dummy_vision, against=None)
+    total = outputs.logprobs.sum() if values is None else outputs.logprobs.sum() + values.sum()
+    torch.autograd.backward(total * 0.0)
 
 
 def score_rollouts(
@@ -232,24 +264,53 @@ def score_rollouts(
         against: if given, the full KL from this reference is returned as well.
     Returns: tensors float32 [R] on the CPU, without gradient.
     """
+
+    def score(packed: PackedGroups, run_dummy_vision: bool) -> Tensor:
+        predicted = None if against is None else against.predictions(packed, run_dummy_vision=run_dummy_vision)
+        return _stacked(policy(packed, run_dummy_vision=run_dummy_vision, against=predicted))
+
+    scored = score_rows(
+        policy,
+        groups,
+        score,
+        max_tokens=max_tokens,
+        positions=positions,
+        precision=precision,
+        process_group=process_group,
+    )
+    return [
+        [TokenLogprobs(each[0], each[1], None if against is None else each[2]) for each in group] for group in scored
+    ]
+
+
+def score_rows(
+    policy: Policy,
+    groups: Sequence[RolloutGroup],
+    score: Callable[[PackedGroups, bool], Tensor],
+    *,
+    max_tokens: int,
+    positions: Positions,
+    precision: Precision,
+    process_group: ProcessGroup,
+) -> list[list[Tensor]]:
+    """Return what a pass without gradient gives for each completion: [K, R] float32 on the CPU.
+
+    score: makes the pass over a row, and returns [K, S]; gets the row, and whether the vision tower
+    runs if it has no images. The other arguments are those of score_rollouts.
+    """
     rows = pack_rollouts(groups, max_tokens=max_tokens, positions=positions)
     passes = passes_in_step([bool(row.packed.visions) for row in rows], process_group)
-    values: list[TokenLogprobs] = []
+    values: list[Tensor] = []
     with torch.no_grad(), precision():
         for index, run_dummy_vision in enumerate(passes):
-            packed = rows[index].packed if index < len(rows) else _idle_row(policy)
-            predicted = None if against is None else against.predictions(packed, run_dummy_vision=run_dummy_vision)
-            values.append(policy(packed, run_dummy_vision=run_dummy_vision, against=predicted))
+            packed = rows[index].packed if index < len(rows) else idle_row(policy)
+            values.append(score(packed, run_dummy_vision))
     process_group.reshard(policy)
     if not rows:
         return []
     # Copied together, since each copy to the host waits for the passes before it.
-    scored = torch.cat([_stacked(value) for value in values[: len(rows)]], dim=1).cpu()
-    lengths = [len(value.logprobs) for value in values[: len(rows)]]
-    return [
-        [TokenLogprobs(each[0], each[1], None if against is None else each[2]) for each in group]
-        for group in by_group(rows, torch.split(scored, lengths, dim=1))
-    ]
+    scored = torch.cat(values[: len(rows)], dim=1).cpu()
+    return by_group(rows, torch.split(scored, [value.shape[1] for value in values[: len(rows)]], dim=1))
 
 
 def _stacked(outputs: TokenLogprobs) -> Tensor:
@@ -258,7 +319,7 @@ def _stacked(outputs: TokenLogprobs) -> Tensor:
     return torch.stack(columns if outputs.kl is None else [*columns, outputs.kl])
 
 
-def _idle_row(policy: Policy) -> PackedGroups:
+def idle_row(policy: Policy) -> PackedGroups:
     """Return the smallest possible row: a prompt of one token and a completion of one token."""
     return PackedGroups(
         token_ids=torch.zeros(2, dtype=torch.int64),

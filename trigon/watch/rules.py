@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Literal
+from typing import Literal, assert_never
 
 from trigon.watch.history import History
 
 WatcherName = Literal[
-    "loss", "kl", "entropy", "length", "equal_rewards", "reward_failures", "mismatch", "validation", "memory"
+    "loss", "kl", "entropy", "length", "equal_rewards", "reward_failures", "mismatch", "validation", "critic", "memory"
 ]
 """The options of trainer.watch that are levels."""
 
@@ -50,6 +50,8 @@ class Thresholds:
     max_mismatch_growth: float
     max_mismatch_kl: float
     max_validation_drop: float
+    min_explained_variance: float
+    critic_steps: int
     groups_compared: bool = True
     completions_end: bool = True
 
@@ -64,7 +66,8 @@ class Rule:
 
     needs: the metrics without which a step says nothing. judge: see Judge. means: what it usually
     means. advice: what to do. lasts: a step without the metrics has those of the step before: where
-    no group has an advantage there is no update, and the policy stays as it is.
+    no group has an advantage there is no update, and the policy stays as it is. steps: the
+    threshold that says in how many steps in a row it has to be so.
     """
 
     watcher: WatcherName
@@ -74,6 +77,19 @@ class Rule:
     means: str
     advice: str
     lasts: bool = False
+    steps: Literal["steps", "equal_reward_steps", "critic_steps"] = "steps"
+
+    def num_steps(self, thresholds: Thresholds) -> int:
+        """Return the steps in a row in which it has to be so."""
+        match self.steps:
+            case "steps":
+                return thresholds.steps
+            case "equal_reward_steps":
+                return thresholds.equal_reward_steps
+            case "critic_steps":
+                return thresholds.critic_steps
+            case _:
+                assert_never(self.steps)
 
     def look(self, metrics: Mapping[str, float], history: History, thresholds: Thresholds) -> str | bool:
         """Return what is wrong with a step; False: nothing; True: the step does not say."""
@@ -160,6 +176,26 @@ def _mismatch_is_large(metrics: Mapping[str, float], _: History, thresholds: Thr
     return f"mismatch/k3 is {kl:.3g} nats" if kl > thresholds.max_mismatch_kl else None
 
 
+def _critic_knows_nothing(metrics: Mapping[str, float], _: History, thresholds: Thresholds) -> str | None:
+    explained = metrics["critic/vf_explained_var"]
+    if explained >= thresholds.min_explained_variance:
+        return None
+    return f"critic/vf_explained_var is {explained:.3g} while the policy learns"
+
+
+def _value_loss_explodes(metrics: Mapping[str, float], history: History, thresholds: Thresholds) -> str | None:
+    loss, level = metrics["critic/vf_loss"], history.level_until_now("critic/vf_loss")
+    returns = [history.level_until_now(key) for key in ("critic/returns/max", "critic/returns/min")]
+    if level is None or None in returns:
+        return None
+    # The most that a critic can have whose values are all 0: less of it is no explosion. By the
+    # returns of the steps before: with a lambda below 1 those of this step contain its values.
+    of_zeros = 0.5 * max(each for each in returns if each is not None) ** 2
+    if loss <= max(of_zeros, thresholds.max_loss_growth * level):
+        return None
+    return f"critic/vf_loss is {loss:.3g}, and was {level:.3g} before"
+
+
 _KL_MEANS = (
     "The policy writes text that the reference would hardly ever write: the learning rate or the rewards are too "
     "large, or algorithm.kl_coef is too small to hold it."
@@ -224,6 +260,7 @@ RULES: tuple[Rule, ...] = (
         "function does not see what it expects.",
         "Compare completions and ground truths in the rollouts; use data on which the model is sometimes right, or "
         "raise worker.rollout.n",
+        steps="equal_reward_steps",
     ),
     Rule(
         "reward_failures",
@@ -243,6 +280,27 @@ RULES: tuple[Rule, ...] = (
         _MISMATCH_ADVICE,
     ),
     Rule("mismatch", "kl", ("mismatch/k3",), _mismatch_is_large, _MISMATCH_MEANS, _MISMATCH_ADVICE),
+    Rule(
+        "critic",
+        "explained_variance",
+        # There is no actor/lr while the policy rests (trainer.critic_warmup): the critic learns.
+        ("critic/vf_explained_var", "actor/lr"),
+        _critic_knows_nothing,
+        "The errors of the critic's values vary much more than the returns, and make the advantages noisier.",
+        "Raise trainer.critic_warmup, worker.critic.optim.lr or worker.critic.ppo_epochs, or set "
+        "algorithm.lam_critic=1; with worker.critic.share_trunk=true, which has the actor's ppo_epochs, lower "
+        "worker.actor.optim.lr, since the trunk changes under the values",
+        steps="critic_steps",
+    ),
+    Rule(
+        "critic",
+        "value_loss",
+        ("critic/vf_loss", "critic/returns/max", "critic/returns/min"),
+        _value_loss_explodes,
+        "An update of the critic was too large: its weights are probably damaged, and the advantages are wrong.",
+        "Lower worker.critic.optim.lr or worker.critic.max_grad_norm; with worker.critic.share_trunk=true lower "
+        "worker.critic.vf_coef too",
+    ),
 )
 """All rules but that of the validation, which compares with the best so far, and the memory's."""
 
@@ -252,5 +310,8 @@ REMEMBERED = (
     "actor/entropy",
     "response_length/mean",
     "mismatch/logprobs_diff_mean",
+    "critic/vf_loss",
+    "critic/returns/max",
+    "critic/returns/min",
 )
 """The metrics whose history the rules read."""

@@ -208,7 +208,7 @@ class Watch:
         if self._level(rule.watcher) == "off":
             return []
         seen = rule.look(numbers, self._history, thresholds)
-        needed = thresholds.equal_reward_steps if rule.watcher == "equal_rewards" else thresholds.steps
+        needed = rule.num_steps(thresholds)
         return self._count(rule.watcher, rule.name, step, seen, needed=needed, text=f"{rule.means} {rule.advice}")
 
     def _watch_validation(self, step: int, numbers: Mapping[str, float]) -> list[tuple[Alarm, bool]]:

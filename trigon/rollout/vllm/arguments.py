@@ -57,6 +57,8 @@ class VllmSettings:
     shows_videos: whether prompts may have videos, for which vLLM then reserves memory.
     weight_check_freq: the checksums of the weights are compared with the trainer's at every version
         that is a multiple of it; 0: never.
+    stays_awake: keep the memory of a GPU while the engine sleeps, with its weights: no trainer is
+        on the device.
     """
 
     model_folder: Path
@@ -80,6 +82,12 @@ class VllmSettings:
     model_runner: ModelRunner | None = None
     async_scheduling: bool | None = None
     weight_check_freq: int = 1
+    stays_awake: bool = False
+
+    @property
+    def frees_memory(self) -> bool:
+        """Whether the engine gives memory back while it sleeps. It has none to give on the CPU."""
+        return self.device == "cuda" and not self.stays_awake
 
     def checks_weights(self, version: int, *, restarted: bool = False) -> bool:
         """Return whether the weights of this version are compared by checksum.
@@ -112,7 +120,7 @@ def engine_arguments(
         "async_scheduling": None if on_cpu else settings.async_scheduling,
         "enable_chunked_prefill": splits_prompts(settings),
         "enable_prefix_caching": settings.enable_prefix_caching,
-        "enable_sleep_mode": not on_cpu,
+        "enable_sleep_mode": settings.frees_memory,
         # external_launcher takes its rank from RANK and LOCAL_RANK, in the process group that
         # exists already.
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size is None else "external_launcher",

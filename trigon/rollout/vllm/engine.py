@@ -17,7 +17,8 @@ from trigon.metrics import Metrics, Sum, merge
 from trigon.models.load import Processors
 from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.episodes import Episodes
-from trigon.rollout.protocol import OnGroup, require_local_weights
+from trigon.rollout.protocol import OnGroup, Until, require_local_weights
+from trigon.rollout.stopping import SamplesUntil
 from trigon.rollout.vllm.arguments import ModelRunner, VllmSettings, batched_tokens, engine_arguments
 from trigon.rollout.vllm.inputs import check_prompt, check_sampling
 from trigon.rollout.vllm.process import one_thread, start_llm_engine, stop_llm_engine
@@ -31,7 +32,7 @@ from trigon.system.variables import set_variables
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
 
 
-class VllmEngine:
+class VllmEngine(SamplesUntil):
     """Samples with vLLM. Satisfies RolloutEngine.
 
     Log-probabilities are those of the distribution that was sampled from: after the ban of media
@@ -97,7 +98,7 @@ class VllmEngine:
             store_folder=self._store_folder,
         )
         self._state = SleepingState(())
-        if self._settings.device == "cuda":
+        if self._settings.frees_memory:
             [model] = self._llm_engine.apply_model(itself)
             self._state = find_state(model, in_weights_pool())
         self._sleep()
@@ -165,14 +166,15 @@ class VllmEngine:
                 )
             yield
             return
-        on_gpu = self._settings.device == "cuda"
-        if on_gpu:
+        sleeps = self._settings.frees_memory
+        if sleeps:
             self._wake_up("weights")
             self._state.restore()
         if version != self._version:
             self._load(weights, version)
-        if on_gpu:
+        if sleeps:
             self._wake_up("kv_cache")
+        if self._settings.device == "cuda":
             self._memory_left = merge(self._memory_left, gpu_memory_left())
         self._reset_caches()
         self._episodes.wake()
@@ -183,16 +185,17 @@ class VllmEngine:
             self._awake = False
             self._sleep()
 
-    def generate(
+    def _generate(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
+        until: Until | None,
         *,
         step: int,
-        on_progress: Callable[[int | None], None] | None = None,
-        on_group: OnGroup | None = None,
+        on_progress: Callable[[int | None], None] | None,
+        on_group: OnGroup | None,
     ) -> list[list[Completion]]:
-        """See RolloutEngine. A request that vLLM gives up or loses is submitted once more.
+        """See SamplesUntil. A request that vLLM gives up or loses is submitted once more.
 
         With the same seed, so that the completion does not depend on the failure. If the call is
         interrupted, all of its requests are aborted.
@@ -236,6 +239,7 @@ class VllmEngine:
                     policy_version=self._version,
                     on_progress=on_progress,
                     on_group=on_group,
+                    until=until,
                 )
             finally:
                 self._num_retried += turns.num_retried
@@ -311,7 +315,7 @@ class VllmEngine:
         if self._unusable_because:
             return
         self._reset_caches()
-        if self._settings.device == "cuda":
+        if self._settings.frees_memory:
             # Level 2 drops the weights; level 1 would copy them to the host, but the next awake()
             # loads them anyway.
             self._llm_engine.sleep(level=2)

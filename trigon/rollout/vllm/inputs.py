@@ -196,17 +196,45 @@ def vllm_sampling_params(sampling: SamplingParams, processors: Processors, *, ma
 
 
 def to_turn(
-    output: Any, name: str, sampling: SamplingParams, processors: Processors, *, skip_special_tokens: bool
+    output: Any,
+    name: str,
+    sampling: SamplingParams,
+    processors: Processors,
+    *,
+    skip_special_tokens: bool,
+    begun: tuple[int, ...] = (),
 ) -> SampledTurn:
     """Return a finished vllm.CompletionOutput as a SampledTurn.
 
+    name: of the prompt, for errors. begun: as in TurnRequest.
+    Raises: EngineError as sampled_tokens does, if it has no tokens, and for an unknown finish
+    reason.
+    """
+    token_ids, logprobs = sampled_tokens(output, name, sampling, processors)
+    if not token_ids:
+        raise EngineError(
+            f"{name}: vLLM returned a completion without tokens. "
+            "Check that the installed vLLM is a version that Trigon supports (docs/dependencies.md)."
+        )
+    return SampledTurn(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        text=processors.tokenizer.decode(begun + token_ids, skip_special_tokens=skip_special_tokens),
+        finish_reason=_finish_reason(output.finish_reason, name),
+    )
+
+
+def sampled_tokens(
+    output: Any, name: str, sampling: SamplingParams, processors: Processors
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return the tokens of a vllm.CompletionOutput and their log-probabilities, 0 if greedy.
+
     name: of the prompt, for errors.
-    Raises: EngineError if it has no tokens, not one log-probability per token, a banned token, or
-    an unknown finish reason.
+    Raises: EngineError if there is not one log-probability per token, and for a banned token.
     """
     token_ids = tuple(output.token_ids)
     logprobs = tuple(output.logprobs.logprobs)
-    if not token_ids or len(logprobs) != len(token_ids):
+    if len(logprobs) != len(token_ids):
         raise EngineError(
             f"{name}: vLLM returned {len(token_ids)} tokens with {len(logprobs)} log-probabilities. "
             "Check that the installed vLLM is a version that Trigon supports (docs/dependencies.md)."
@@ -217,12 +245,7 @@ def to_turn(
             f"{name}: vLLM sampled the banned media tokens {sorted(banned)}. "
             "Check that the installed vLLM is a version that Trigon supports (docs/dependencies.md)."
         )
-    return SampledTurn(
-        token_ids=token_ids,
-        logprobs=logprobs if sampling.temperature > 0 else (0.0,) * len(token_ids),
-        text=processors.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
-        finish_reason=_finish_reason(output.finish_reason, name),
-    )
+    return token_ids, logprobs if sampling.temperature > 0 else (0.0,) * len(token_ids)
 
 
 def _finish_reason(reason: str | None, name: str) -> Literal["stop", "length"]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trigon.models.load import Processors
-from trigon.rollout.turns import SampledTurn, TurnRequest
-from trigon.rollout.vllm.inputs import engine_input, to_turn, vllm_sampling_params
+from trigon.rollout.turns import BegunTurn, SampledTurn, TurnRequest
+from trigon.rollout.vllm.inputs import engine_input, sampled_tokens, to_turn, vllm_sampling_params
 from trigon.types import SamplingParams
 
 # Finish reasons of a request that vLLM gave up for an internal reason.
@@ -87,11 +87,38 @@ class VllmTurns:
                     self._sampling,
                     self._processors,
                     skip_special_tokens=self._skip_special_tokens,
+                    begun=attempt.turn.begun,
                 )
                 ended.append((attempt.turn.name, turn))
             elif not self._submit_again(attempt):
                 ended.append((attempt.turn.name, None))
         return ended
+
+    def stop(self) -> list[tuple[str, BegunTurn]]:
+        """See TurnEngine. vLLM then has no trace of the requests."""
+        begun = {name: BegunTurn((), ()) for name in self._pending}
+        for output in unfinished_outputs(self._llm_engine):
+            turn, sampled = self._pending[output.request_id].turn, output.outputs[0]
+            begun[output.request_id] = BegunTurn(
+                *sampled_tokens(sampled, turn.prompt.prompt_id, self._sampling, self._processors)
+            )
+        self.abort()
+        stopped = [(attempt.turn.name, begun[name]) for name, attempt in self._pending.items()]
+        self._pending.clear()
+        # vLLM drops them from its batch with the next step. A later batch would otherwise have
+        # another order than in a process that has not stopped anything, and so other last bits.
+        self._step()
+        return stopped
+
+    def stop_waiting(self) -> list[str]:
+        """See TurnEngine."""
+        waiting = [
+            output.request_id
+            for output in unfinished_outputs(self._llm_engine)
+            if not output.outputs[0].token_ids and output.request_id in self._pending
+        ]
+        self._llm_engine.abort_request(waiting)
+        return [self._pending.pop(name).turn.name for name in waiting]
 
     def abort(self) -> None:
         """See TurnEngine."""
@@ -113,3 +140,20 @@ class VllmTurns:
         params = vllm_sampling_params(self._sampling, self._processors, max_tokens=turn.max_tokens, seed=turn.seed)
         self._pending[attempt.name] = attempt
         self._llm_engine.add_request(attempt.name, self._last[1], params)
+
+
+def unfinished_outputs(llm_engine: Any) -> list[Any]:
+    """Return the vllm.RequestOutput, so far, of each request that has not ended.
+
+    vLLM returns outputs of unfinished requests in each step, too, which would cost as much as a
+    step for many requests; this is how its own AsyncLLM makes the output of an aborted one.
+    """
+    from vllm.v1.engine import FinishReason
+
+    states = llm_engine.output_processor.request_states.values()
+    return [
+        state.make_request_output(
+            new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
+        )
+        for state in states
+    ]

@@ -19,6 +19,12 @@ export function rewardDots(rewards, { low = 0, high = 1 } = {}) {
     }));
 }
 
+function versionsOf(row) {
+  const versions = row.policy_versions ?? [];
+  if (!versions.length) return `step ${row.policy_version}`;
+  return `steps ${versions.map(([version, tokens]) => `${version} (${count(tokens, "token")})`).join(", ")}`;
+}
+
 export function badges(group) {
   return [
     h("span.badge", {}, `step ${group.step}`),
@@ -119,7 +125,7 @@ export function groupView({ onOpen, onBack, onMove }) {
         row.advantage === null ? null : h("span.advantage", { class: `advantage ${row.advantage < 0 ? "below" : row.advantage > 0 ? "above" : ""}`, title: "advantage, mean over its tokens" }, `adv ${signed(row.advantage)}`),
         h("span.facts", {},
           row.finish_reason === "length" ? h("span.badge.cut", { title: "It reached the limit of its length" }, "cut") : null,
-          h("span.muted", { title: `sampled with the weights after step ${row.policy_version}` }, count(row.num_tokens, "token")))),
+          h("span.muted", { title: `sampled with the weights after ${versionsOf(row)}` }, count(row.num_tokens, "token")))),
       parts.length ? h("ul.parts", {}, parts.map(([name, value]) => h("li", {}, h("span.muted", {}, visible(name)), " ", number(value, 3)))) : null,
       row.outcome === "ok" ? null : h("p.problem", {}, h("b", {}, `Reward function: ${visible(row.outcome)}`), " ", visible(row.error)),
       text);

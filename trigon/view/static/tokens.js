@@ -6,6 +6,9 @@ import { number, signed } from "./format.js";
 const difference = (tokens) => tokens.old_logprobs && tokens.old_logprobs.map((value, t) =>
   value === null || tokens.sampling_logprobs[t] === null ? null : value - tokens.sampling_logprobs[t]);
 
+const criticError = (tokens) => tokens.values && tokens.values.map((value, t) =>
+  value === null || tokens.returns[t] === null ? null : tokens.returns[t] - value);
+
 // least: the scale never ends below this, so that rounding is not drawn in full colour.
 export const TOKEN_COLORS = {
   plain: { title: "Plain" },
@@ -14,6 +17,14 @@ export const TOKEN_COLORS = {
   mismatch: {
     title: "Mismatch", isSigned: true, least: 0.01, unit: "nats", values: difference,
     meaning: "trainer's log-probability minus the engine's, before the update",
+  },
+  value: {
+    title: "Value", isSigned: true, least: 0.01, values: (tokens) => tokens.values,
+    meaning: "the critic's estimate of the reward to come, before the token",
+  },
+  td: {
+    title: "TD error", isSigned: true, least: 0.01, values: criticError,
+    meaning: "the return (with the critic's lambda) minus the value: how much better it went than the critic thought",
   },
   logprob: {
     title: "Log-prob", isReversed: true, least: 0.1, unit: "nats", values: (tokens) => tokens.sampling_logprobs,
@@ -96,6 +107,8 @@ export function tokenFacts(row, t) {
     ["mismatch", mismatch && signed(mismatch[t])],
     ["entropy", tokens.entropy && number(tokens.entropy[t])],
     ["advantage", tokens.advantages && signed(tokens.advantages[t])],
+    ["value", tokens.values && signed(tokens.values[t])],
+    ["return", tokens.returns && signed(tokens.returns[t])],
   ];
   return [
     h("code.token-name", {}, visible(JSON.stringify(tokens.texts[t] ?? "")).slice(1, -1)),

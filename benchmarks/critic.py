@@ -1,0 +1,257 @@
+"""What a critic costs beside the policy, and how PPO with a critic learns beside GRPO.
+
+    python benchmarks/critic.py cost
+    python benchmarks/critic.py learning --seeds 0 1 2 3
+
+cost: one update of a group of 8 completions of 64 tokens, with a prompt of 322 tokens of which 256
+are an image, on a random Qwen2.5-VL of 40 M parameters, in float32 on one CPU thread: seconds, and
+peak memory of the update without weights and optimizer states, of policy and critic, and what a
+critic on the policy's trunk (worker.critic.share_trunk) adds to an update of the policy. All
+include AdamW. The best of several repeats counts.
+
+learning: the quickstart with grpo and n = 8, gae and n = 8, the same with a shared trunk, and gae
+and n = 1, from the same model with the same number of completions in each step, so that n = 1 has
+eight times as many prompts. --variants: some of them.
+Prints the reward of the last steps, its standard deviation over seeds, and the explained variance
+of the critic at the start and the end, and plots all curves. --small: a few steps of one seed, to
+see that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from shared import SHORT, VOCABULARY, Figure, figures_table, table
+
+VARIANTS = {
+    "grpo, n = 8": ("algorithm.adv_estimator=grpo",),
+    "gae, n = 8": ("algorithm.adv_estimator=gae", "worker.critic.global_batch_size=16"),
+    "gae, shared trunk, n = 8": ("algorithm.adv_estimator=gae", "worker.critic.share_trunk=true"),
+    "gae, n = 1": (
+        "algorithm.adv_estimator=gae",
+        "worker.rollout.n=1",
+        "data.rollout_batch_size=128",
+        "worker.actor.global_batch_size=128",
+        "worker.critic.global_batch_size=128",
+    ),
+}
+CRITIC = (
+    "algorithm.lam=0.95",
+    "algorithm.lam_critic=1",
+    "trainer.critic_warmup=10",
+    "worker.critic.optim.lr=1e-3",
+    "worker.critic.optim.weight_decay=0",
+)
+CRITICS_MODEL = (
+    "worker.critic.fsdp.torch_dtype=fp32",
+    "worker.critic.fsdp.mp_param_dtype=fp32",
+    "worker.critic.model.enable_gradient_checkpointing=false",
+)
+LAST_STEPS = 20
+
+
+def measure_cost(*, repeats: int) -> list[Figure]:
+    """Return the seconds and the memory of updates of policy and critic, as ratios."""
+    import torch
+    from shared import make_model
+    from update import SPECIAL, make_group
+
+    from trigon.algorithms.losses import LossSettings
+    from trigon.models.families import family_of
+    from trigon.models.load import patch_model
+    from trigon.models.policy import Policy
+    from trigon.models.positions import positions_of
+    from trigon.models.value import ActorCritic, ValueModel
+    from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
+    from trigon.training.local import LocalTrainEngine
+    from trigon.training.memory import HostMemory
+    from trigon.training.optim import Schedule
+    from trigon.training.settings import Placement, TrainSettings
+    from trigon.training.step import LossTerms
+    from trigon.training.value_terms import ValueTerms
+    from trigon.types import Prompt, TrainGroup, TrainSequence, Vision
+
+    prompt, completions, pixels, grid = make_group([SHORT.response] * SHORT.n)
+    ones = torch.ones(SHORT.response)
+    group = TrainGroup(
+        Prompt("0", tuple(prompt), Vision(pixels, grid, hashes=()), "", None, {}, ()),
+        tuple(
+            TrainSequence(
+                tuple(tokens), ones, ones * (-1) ** index, -ones, None, None, values=0 * ones, returns=ones * index
+            )
+            for index, tokens in enumerate(completions)
+        ),
+    )
+
+    def settings(terms: LossTerms | ValueTerms) -> TrainSettings:
+        return TrainSettings(
+            terms=terms,
+            strategy="adamw",
+            schedule=Schedule(1e-5, "constant", 0, 100, 0.0),
+            betas=(0.9, 0.999),
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            update_max_tokens=100_000,
+            score_max_tokens=100_000,
+        )
+
+    clipped = LossSettings("default", 0.2, 0.3, 3.0, 1.3, 1.0, 1.05)
+    terms = LossTerms(clipped, "token", 1, None, 0.0, 0.0, None)
+    place = Placement(torch.device("cpu"), torch.float32)
+    updates: dict[str, Callable[[], object]] = {}
+    value_terms = ValueTerms(0.5, "token")
+    for name in ("policy", "critic", "both on one trunk"):
+        model = make_model(VOCABULARY, SPECIAL)
+        family = family_of(model.config)
+        patch_model(model, family)
+        positions = positions_of(family, model.config)
+        if name == "policy":
+            policy = Policy(model, family, temperature=1.0, banned_token_ids=())
+            engine = LocalTrainEngine(policy, settings(terms), place, positions=positions)
+        elif name == "critic":
+            engine = LocalCriticEngine(ValueModel(model, family), settings(value_terms), place, positions=positions)
+        else:
+            both = ActorCritic(model, family, temperature=1.0, banned_token_ids=())
+            with_values = replace(terms, values=value_terms, value_coefficient=0.1)
+            engine = LocalTrainEngine(both, settings(with_values), place, positions=positions)
+            LocalTrunkCritic(both, settings(value_terms), place, trainer=engine, positions=positions)
+        updates[name] = lambda engine=engine: engine.step([group])  # type: ignore[misc]
+    memory = HostMemory(shared_by=1)
+    seconds: dict[str, float] = {}
+    peaks: dict[str, int] = {}
+    for update in updates.values():
+        update()  # makes the optimizer states
+    for _ in range(repeats):  # in turn, so that all see the same machine
+        for name, update in updates.items():
+            start = time.perf_counter()
+            update()
+            seconds[name] = min(seconds.get(name, float("inf")), time.perf_counter() - start)
+    for name, update in updates.items():
+        peaks[name] = memory.peak_bytes(update)
+    what = "n = 8, 322 prompt and 64 response tokens"
+    figures = []
+    for quantity, measured, shown in (
+        ("seconds", seconds, "{:.2f} s"),
+        ("peak memory", {name: peak / 2**20 for name, peak in peaks.items()}, "{:,.0f} MiB"),
+    ):
+        of_policy = measured["policy"]
+        added = measured["both on one trunk"] - of_policy
+        for compared, value, limit, others in (
+            ("critic / policy", measured["critic"] / of_policy, 1.0, measured["critic"]),
+            ("what a critic on one trunk adds / policy", added / of_policy, 0.3, measured["both on one trunk"]),
+        ):
+            note = f"{shown.format(others)}, {shown.format(of_policy)}"
+            figures.append(
+                Figure(19, f"{quantity} of an update, {compared}, {what}", value, "x", at_most=limit, note=note)
+            )
+    return figures
+
+
+def run_learning(
+    folder: Path, seeds: Sequence[int], variants: Sequence[str], overrides: Sequence[str]
+) -> dict[str, list[Path]]:
+    """Train variants with all seeds, and return their run folders. Finished runs are kept."""
+    runs: dict[str, list[Path]] = {}
+    for seed in seeds:
+        made = folder / "made" / f"seed{seed}"
+        for name in variants:
+            place = folder / f"{name.replace(' = ', '').replace(', ', '_').replace(' ', '_')}_seed{seed}"
+            place.mkdir(parents=True, exist_ok=True)
+            made.mkdir(parents=True, exist_ok=True)
+            if not (place / "made").exists():
+                (place / "made").symlink_to(made.absolute())  # the same model and data for all
+            of_critic = CRITIC if "gae" in name else ()
+            of_critic += CRITICS_MODEL if of_critic and "shared" not in name else ()
+            command = [sys.executable, "-m", "trigon.cli", "quickstart", "--folder", str(place), "--seed", str(seed)]
+            start = time.monotonic()
+            with (place / "log").open("a", encoding="utf-8") as log:
+                subprocess.run(
+                    [*command, *VARIANTS[name], *of_critic, *overrides],
+                    check=True,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+            print(f"{name}, seed {seed}: {time.monotonic() - start:.0f} s", flush=True)
+            runs.setdefault(name, []).append(place / "run")
+    return runs
+
+
+def learning_table(runs: dict[str, list[Path]]) -> str:
+    """Return what each variant has learned, as a table."""
+    rows = []
+    for name, folders in runs.items():
+        steps = [_metrics(folder) for folder in folders]
+        last = [statistics.fmean(each["reward/overall"] for each in run[-LAST_STEPS:]) for run in steps]
+        first = [statistics.fmean(each["reward/overall"] for each in run[:5]) for run in steps]
+        key = "critic/vf_explained_var"
+        explained = [[each[key] for each in run if key in each] for run in steps]
+        spread = f"{statistics.stdev(last):.3f}" if len(last) > 1 else ""
+        variance = [
+            f"{statistics.fmean(statistics.fmean(run[part]) for run in explained):.2f}" if all(explained) else ""
+            for part in (slice(5), slice(-LAST_STEPS, None))
+        ]
+        rows.append((name, f"{statistics.fmean(first):.3f}", f"{statistics.fmean(last):.3f}", spread, *variance))
+    header = (
+        "",
+        "reward, first 5 steps",
+        f"last {LAST_STEPS} steps",
+        "std over seeds",
+        "explained variance, first",
+        "last",
+    )
+    return table(rows, header)
+
+
+def _metrics(run: Path) -> list[dict[str, float]]:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [line["metrics"] for line in map(json.loads, lines) if "reward/overall" in line["metrics"]]
+
+
+def plot(runs: dict[str, list[Path]], output: Path) -> None:
+    """Draw the rewards of all runs; runs that differ in their seeds are one line."""
+    folders = [str(folder) for each in runs.values() for folder in each]
+    command = [sys.executable, "-m", "trigon.cli", "plot", *folders, "-o", str(output), "--smooth", "5"]
+    subprocess.run([*command, "--metric", "reward/overall"], check=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["cost", "learning"])
+    parser.add_argument("--repeats", type=int, default=5, help="cost: updates of each; the best counts (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="learning: (%(default)s)")
+    parser.add_argument("--folder", type=Path, help="learning: of all runs; default: a temporary one")
+    parser.add_argument("--plot", type=Path, help="learning: a figure (.png, .svg) or its numbers (.csv)")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS], help="learning: default: all")
+    parser.add_argument("--small", action="store_true", help="one repeat; a few steps of one seed")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="learning: options of all runs")
+    chosen = parser.parse_intermixed_args()
+    if chosen.what == "cost":
+        import torch
+
+        torch.set_num_threads(1)
+        print(figures_table(measure_cost(repeats=1 if chosen.small else chosen.repeats)))
+        return
+    small = ["trainer.max_steps=3", "trainer.critic_warmup=1", "trainer.val_freq=-1"] if chosen.small else []
+    with tempfile.TemporaryDirectory(prefix="critic-") as temporary:
+        folder = chosen.folder or Path(temporary)
+        seeds = chosen.seeds[:1] if chosen.small else chosen.seeds
+        runs = run_learning(folder, seeds, chosen.variants, [*small, *chosen.overrides])
+        print(learning_table(runs))
+        if chosen.plot is not None:
+            plot(runs, chosen.plot)
+
+
+if __name__ == "__main__":
+    main()

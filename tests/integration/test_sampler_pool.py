@@ -1,0 +1,481 @@
+"""The engine of samplers over real Ray processes and real transfers, with fake engines: failures.
+
+One learner, and two replicas of two ranks. Each test leaves all replicas alive.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from ray import cloudpickle
+
+from trigon.distributed.cluster import Layout, check_total, open_cluster, reserve
+from trigon.distributed.engines import WorkerWeights
+from trigon.distributed.sampler_pool import MAX_REPLACEMENTS, SamplerPool
+from trigon.distributed.streaming_samplers import StreamingSamplersEngine
+from trigon.distributed.weight_transfer import TransferMember
+from trigon.distributed.worker import Worker, ray_actor_class
+from trigon.distributed.worker_engines import WorkerEngines
+from trigon.distributed.worker_group import WorkerGroup
+from trigon.errors import (
+    ConfigError,
+    EngineError,
+    LostSamplersError,
+    LostWorkerError,
+    RewardError,
+    RolloutError,
+    TrigonError,
+    WorkerError,
+)
+from trigon.rollout.protocol import Interruption, Until
+from trigon.training.parallel import SingleProcess
+from trigon.types import Completion, LocalWeights, Prompt, SamplingParams
+
+pytestmark = pytest.mark.alone
+
+SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=20, ignore_eos=False, seed=7)
+NUM_TENSORS = 4
+
+
+class CountingTrainer:
+    """A trainer whose weights are the number of updates, each tensor with another shape."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def weights(self):
+        def read(dtype=None):
+            for number in range(NUM_TENSORS):
+                yield f"weights.{number}", torch.full((number + 1, 3), float(self.updates), dtype=dtype)
+
+        return LocalWeights(read)
+
+
+class EchoEngine:
+    """A rollout engine that repeats each prompt with its weights, and fails as a file says.
+
+    The file has "<step, 'sync' or 'synced'> <how>" and is removed by the rank that fails: in the
+    middle of the weights, or after them. Weights of the version that it has are not read again.
+    """
+
+    def __init__(self, faults: Path) -> None:
+        self.faults = faults
+        self.value: float | None = None
+        self.version: int | None = None
+
+    def fail(self, when: str) -> None:
+        try:
+            planned, how = self.faults.read_text().split(maxsplit=1)
+        except FileNotFoundError:
+            return
+        if planned != when:
+            return
+        try:
+            self.faults.rename(self.faults.with_suffix(".done"))
+        except FileNotFoundError:
+            return
+        match how:
+            case "die later":  # when others are done
+                time.sleep(2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                time.sleep(600)
+            case "rollout":
+                raise RolloutError("the engine has failed")
+            case "engine":
+                raise EngineError("a prompt is too long")
+
+    @contextmanager
+    def awake(self, weights, *, version):
+        if version == self.version:
+            yield
+            return
+        self.version = None
+        received = {}
+        for name, tensor in weights.read(torch.bfloat16):
+            received[name] = tensor
+            if len(received) == 2:
+                self.fail("sync")
+        assert len(received) == NUM_TENSORS
+        assert {tensor.dtype for tensor in received.values()} == {torch.bfloat16}
+        [self.value] = {float(value) for tensor in received.values() for value in tensor.flatten()}
+        self.fail("synced")
+        self.version = version
+        yield
+
+    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+        rows = []
+        for index, prompt in enumerate(prompts):
+            if index == 1:
+                self.fail(str(step))
+            rows.append([Completion((*prompt.token_ids, int(self.value)), (-0.5,) * 2, "stop", "", step)] * sampling.n)
+            if on_progress is not None:
+                on_progress(sampling.n)
+            if on_group is not None:
+                on_group(index, rows[-1])
+        return rows
+
+    def generate_until(self, prompts, sampling, until, *, step, on_progress=None, on_group=None):
+        """End the first prompt at once, and the others as soon as the call is interrupted."""
+        self.generate(prompts[:1], sampling, step=step, on_progress=on_progress, on_group=on_group)
+        tokens = [[tuple(each.token_ids) for each in row] or [()] * sampling.n for row in until.begun]
+        self.fail(str(step))
+        while until.interrupted is None:
+            time.sleep(0.01)
+        [ended] = self.generate(prompts[:1], sampling, step=step)
+        return [
+            ended,
+            *(
+                [
+                    Completion((*each, int(self.value)), (-0.5,) * (len(each) + 1), "unfinished", "", step)
+                    for each in row
+                ]
+                for row in tokens[1:]
+            ),
+        ]
+
+    num_replicas = 1
+
+    def close(self):
+        pass
+
+    def pop_metrics(self):
+        return {}
+
+
+class TestWorker(Worker):
+    """A worker with fake engines, without torch.distributed."""
+
+    __test__ = False
+
+    def open_fakes(self, faults: Path | None) -> None:
+        self._process_group = SingleProcess()
+        self._transfer = TransferMember(torch.device("cpu"))
+        engine, trainer = (None, CountingTrainer()) if faults is None else (EchoEngine(faults), None)
+        self._engines = WorkerEngines(trainer, None, engine, None, replica_rank=self._rank)
+
+    def update(self) -> None:
+        self._trainer.updates += 1
+
+    def value(self) -> float | None:
+        return self._rollout.value
+
+
+class Starts:
+    """Starts replicas of two ranks. See StartReplica."""
+
+    def __init__(self, reserved, run_name: str, faults: Path) -> None:
+        self.reserved, self.run_name, self.faults = reserved, run_name, faults
+        self.num_started = 0
+        self.breaks: list[TrigonError] = []  # errors of the next starts
+
+    def start(self, replica: int) -> WorkerGroup:
+        if self.breaks:
+            raise self.breaks.pop()
+        self.num_started += 1
+        role = f"sampler {replica}"
+        places = range(2 * replica, 2 * replica + 2)
+        actor_class = ray_actor_class(TestWorker)
+        workers = self.reserved.start(places, actor_class, self.run_name, loopback=True, role=role, seconds=300)
+        return WorkerGroup(workers, "cpu", 300.0, role=role)
+
+    def end(self, group: WorkerGroup) -> None:
+        self.reserved.end(group.workers)
+
+    def open(self, group: WorkerGroup) -> None:
+        group.call_all(TestWorker.open_fakes, self.faults, phase="load")
+
+
+class Pools:
+    """Both pools with their engine, which the tests share."""
+
+    def __init__(self, learners: WorkerGroup, samplers: SamplerPool, starts: Starts, warnings: list[str]) -> None:
+        self.learners, self.samplers, self.starts, self.warnings = learners, samplers, starts, warnings
+        self.engine = StreamingSamplersEngine(learners, samplers, loopback=True)
+        self.version = 0
+
+    def plan_fault(self, when: str, how: str) -> None:
+        self.starts.faults.write_text(f"{when} {how}")
+        self.warnings.clear()
+
+    def learn(self) -> None:
+        self.learners.call_all(TestWorker.update, phase="update")
+        self.version += 1
+
+    def values(self) -> list[float]:
+        return [value for group in self.samplers.groups for value in group.call_all(TestWorker.value, phase="value")]
+
+    def sample(self, *, step: int = 1, num_prompts: int = 5) -> list[tuple[int, int, int]]:
+        """Return (prompt, weights, replica) of each prompt; each group is announced once."""
+        prompts = [Prompt(f"p{i}", (i,), None, "", "", {}, ()) for i in range(num_prompts)]
+        announced: list[int] = []
+        progress: list[int] = []
+        rows = self.engine.generate(
+            prompts,
+            SAMPLING,
+            step=step,
+            on_group=lambda index, _: announced.append(index),
+            on_progress=lambda k: progress.append(k or 0),
+        )
+        assert sorted(announced) == list(range(num_prompts))
+        assert sum(progress) == num_prompts * SAMPLING.n
+        return [(*row[0].token_ids, row[0].replica) for row in rows]
+
+    def stream(self, *, step: int, begun: Sequence[Sequence[Completion]], seconds: float) -> list[list[Completion]]:
+        """Return the completions of a call that is interrupted after this time."""
+        prompts = [Prompt(f"p{i}", (i,), None, "", "", {}, ()) for i in range(len(begun))]
+        announced: list[int] = []
+        interruption = Interruption()
+        timer = threading.Timer(seconds, interruption.ask, ["stop"])
+        timer.start()
+        until = Until(len(prompts), 0, tuple(map(tuple, begun)), interruption)
+        rows = self.engine.generate_until(
+            prompts, SAMPLING, until, step=step, on_group=lambda index, _: announced.append(index)
+        )
+        timer.join()
+        ended = [index for index, row in enumerate(rows) if not any(each.is_unfinished for each in row)]
+        assert sorted(announced) == ended
+        return rows
+
+    def expected(self, num_prompts: int = 5) -> list[tuple[int, int, int]]:
+        return [(index, self.version, index % 2) for index in range(num_prompts)]
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        with self.engine.awake(WorkerWeights(), version=self.version):
+            yield
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the test
+    faults = tmp_path_factory.mktemp("faults") / "fault"
+    with (
+        open_cluster(nodes=1, workers_per_node=5) as run_name,
+        reserve(Layout(1, 1, "cpu")) as for_learners,
+        reserve(Layout(1, 4, "cpu")) as for_samplers,
+    ):
+        learners = WorkerGroup(
+            for_learners.start([0], ray_actor_class(TestWorker), run_name, loopback=True), "cpu", 300.0
+        )
+        learners.call_all(TestWorker.open_fakes, None, phase="load")
+        starts, warnings = Starts(for_samplers, run_name, faults), []
+        samplers = SamplerPool(starts, [starts.start(replica) for replica in range(2)], warn=warnings.append)
+        samplers.open(starts.open)
+        yield Pools(learners, samplers, starts, warnings)
+        samplers.close()
+
+
+def test_every_rank_of_every_replica_gets_the_weights_and_each_byte_is_sent_once(pools):
+    pools.learn()
+    with pools.awake():
+        assert pools.values() == [1.0] * 4
+        assert pools.sample() == pools.expected()
+    num_values = sum(3 * (number + 1) for number in range(NUM_TENSORS))
+    metrics = pools.engine.pop_metrics()
+    assert metrics["moved/weights_sent_bytes"].value == 2 * num_values
+    with pools.awake():  # the same version: nothing is sent
+        assert pools.sample() == pools.expected()
+    assert pools.engine.pop_metrics()["moved/weights_sent_bytes"].value == 0
+
+
+@pytest.mark.parametrize("how", ["die", "rollout"])
+def test_the_prompts_of_a_lost_replica_are_sampled_by_the_other_one(pools, how):
+    pools.learn()
+    with pools.awake():
+        pools.plan_fault("7", how)
+        assert pools.sample(step=7) == pools.expected()
+        assert len(pools.samplers.alive) == 1
+        assert pools.sample(step=8) == pools.expected()
+    with pools.awake():
+        assert len(pools.samplers.alive) == 2
+        assert pools.values() == [float(pools.version)] * 4
+        assert pools.sample() == pools.expected()
+    assert len(pools.warnings) == 1
+    assert "is replaced, and the run goes on" in pools.warnings[0]
+    assert pools.engine.pop_metrics()["rollout/engine_restarts"].value == 1
+
+
+def test_replicas_that_are_all_lost_are_replaced_while_the_learners_have_the_weights(pools):
+    pools.learn()
+    with pools.awake():
+        pools.samplers.lose(1, LostWorkerError("it died before"))
+        pools.plan_fault("9", "die")
+        assert pools.sample(step=9) == pools.expected()
+
+
+def test_replicas_that_are_all_lost_after_the_weights_have_changed_are_an_error(pools):
+    with pools.awake():
+        pass
+    pools.samplers.lose(0, LostWorkerError("it died before"))
+    pools.plan_fault("10", "die")
+    with pytest.raises(LostSamplersError):
+        pools.sample(step=10)
+    pools.learn()
+    with pools.awake():
+        assert pools.sample() == pools.expected()
+
+
+def test_calls_that_are_interrupted_return_what_is_begun_and_what_a_lost_replica_had_as_it_was(pools):
+    pools.learn()
+    with pools.awake():
+        pass
+    rows = pools.stream(step=20, begun=[()] * 4, seconds=0.5)  # prompts 0 and 2 on replica 0
+    weights = int(pools.version)
+    assert [row[0].token_ids for row in rows] == [(0, weights), (1, weights), (weights,), (weights,)]
+    assert [row[0].replica for row in rows] == [0, 1, 0, 1]
+    assert [row[0].is_unfinished for row in rows] == [False, False, True, True]
+
+    pools.learn()
+    with pools.awake():
+        pass
+    pools.plan_fault("21", "die later")
+    begun = [rows[2], (), rows[2], rows[3], (), ()]  # of replica 0 and 1 in turn
+    found = pools.stream(step=21, begun=begun, seconds=4.0)
+    [alive] = pools.samplers.alive
+    for index, (before, after) in enumerate(zip(begun, found, strict=True)):
+        num_before = len(before[0].token_ids) if before else 0
+        if index % 2 == alive or index < 2:  # the first of the lost replica had arrived before
+            assert len(after[0].token_ids) == (2 if index < 2 else num_before + 1)
+        else:
+            assert {len(each.token_ids) for each in after} == {num_before}
+            assert all(each.is_unfinished for each in after)
+    pools.samplers.lose(alive, LostWorkerError("it died"))
+    none = pools.stream(step=22, begun=begun[:3], seconds=0.0)  # without a replica
+    assert [len(row[0].token_ids) for row in none] == [1, 0, 1]
+    with pools.awake():
+        assert pools.sample() == pools.expected()
+
+
+def test_an_error_of_what_gets_the_groups_interrupts_the_replicas(pools):
+    pools.learn()
+    with pools.awake():
+        pass
+    announced = []
+
+    def fail_later(index, completions):
+        announced.append(index)
+        if len(announced) == 2:  # both replicas sample
+            raise RewardError("as asked")
+
+    prompts = [Prompt(f"p{i}", (i,), None, "", "", {}, ()) for i in range(4)]
+    until = Until(4, interruption=Interruption())
+    with pytest.raises(RewardError, match="as asked"):
+        pools.engine.generate_until(prompts, SAMPLING, until, step=23, on_group=fail_later)
+    assert until.interrupted is None
+    with pools.awake():  # waits for the calls, which would not end
+        assert pools.sample() == pools.expected()
+
+
+@pytest.mark.parametrize("how", ["die", "rollout"])
+def test_a_replica_that_is_lost_during_a_weight_sync_is_replaced(pools, how):
+    pools.learn()
+    pools.plan_fault("sync", how)
+    with pools.awake():
+        assert pools.values() == [float(pools.version)] * 4
+        assert pools.sample() == pools.expected()
+    assert pools.warnings
+
+
+def test_weights_are_not_sent_again_to_a_replica_that_has_them_when_another_one_is_lost(pools):
+    pools.learn()
+    pools.plan_fault("synced", "die later")
+    pools.engine.pop_metrics()
+    with pools.awake():
+        assert pools.values() == [float(pools.version)] * 4
+        assert pools.sample() == pools.expected()
+    assert len(pools.warnings) == 1
+    assert pools.engine.pop_metrics()["rollout/engine_restarts"].value == 1
+    pools.learn()  # the next weights go to both again
+    with pools.awake():
+        assert pools.sample() == pools.expected()
+
+
+def test_a_replica_that_dies_while_it_is_idle_is_replaced_before_the_next_sampling(pools):
+    os.kill(pools.samplers.group(1).workers[1].pid, signal.SIGKILL)
+    pools.learn()
+    with pools.awake():
+        assert pools.sample() == pools.expected()
+    os.kill(pools.samplers.group(0).workers[0].pid, signal.SIGKILL)
+    pools.warnings.clear()
+    pools.engine.pop_metrics()  # as after a step, with a dead replica
+    with pools.awake():
+        assert pools.sample() == pools.expected()
+    assert "sampler 0 rank 0" in pools.warnings[0]
+
+
+def test_a_replica_that_dies_before_it_connects_holds_the_others_up_for_seconds_only(pools):
+    pools.learn()
+    pools.samplers.lose(1, LostWorkerError("it died before"))
+    pools.samplers.replace_lost()
+    killed = pools.samplers.group(1).workers[0].pid
+    timer = threading.Timer(0.0, partial(os.kill, killed, signal.SIGKILL))
+    timer.start()
+    with pools.awake():
+        assert pools.values() == [float(pools.version)] * 4
+    timer.join()
+
+
+def test_an_error_that_another_replica_would_make_too_ends_the_call(pools):
+    pools.learn()
+    with pools.awake():
+        pools.plan_fault("11", "engine")
+        with pytest.raises(EngineError, match=r"sampler \d rank \d on .*, in rollout: a prompt is too long"):
+            pools.sample(step=11)
+        assert len(pools.samplers.alive) == 2
+        assert pools.sample() == pools.expected()
+
+
+def test_a_replacement_is_tried_again_whatever_its_error(pools):
+    pools.learn()
+    pools.samplers.lose(0, LostWorkerError("it died"))
+    pools.starts.breaks = [ConfigError("too little GPU memory is free"), EngineError("vLLM does not start")]
+    pools.warnings.clear()
+    with pools.awake():
+        assert pools.sample() == pools.expected()
+    assert [warning.split(".")[0] for warning in pools.warnings] == [
+        "it died",
+        "vLLM does not start",
+        "too little GPU memory is free",
+    ]
+    with pools.awake():
+        pools.sample(step=101)  # a step further, with the same weights
+    pools.samplers.lose(1, LostWorkerError("it died"))
+    with pools.awake():
+        assert pools.sample() == pools.expected()
+
+
+def test_pools_for_which_the_cluster_is_too_small_together_are_refused_at_once(pools):
+    available = int(ray.cluster_resources()["CPU"])
+    layouts = [Layout(1, available, "cpu"), Layout(1, 1, "cpu")]
+    expected = rf"a.nodes=1 x a.gpus={available} and b.nodes=1 x b.gpus=1 ask for {available + 1} workers at the same"
+    with pytest.raises(ConfigError, match=expected):
+        check_total(layouts, [("a.nodes", "a.gpus"), ("b.nodes", "b.gpus")])
+    check_total(layouts[:1], [("a.nodes", "a.gpus")])
+
+
+def test_a_replica_that_cannot_be_replaced_is_an_error_that_says_so(pools):
+    pools.learn()
+    with pools.awake():
+        pass
+    pools.learn()
+    pools.samplers.lose(0, LostWorkerError("it died"))
+    pools.starts.breaks = [WorkerError("it does not start")] * MAX_REPLACEMENTS
+    with pytest.raises(WorkerError, match="were replaced 3 times since the last completed step, and have failed again"):
+        pools.engine.awake(WorkerWeights(), version=pools.version).__enter__()
+    pools.learn()  # a step was completed
+    with pools.awake():
+        assert pools.sample() == pools.expected()

@@ -1,0 +1,138 @@
+"""Ranks that compute a row together get the log-probabilities and the gradients of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load, save
+from torch import Tensor
+
+from support.engines import ONE_ROW, TERMS, make_engine, make_rollouts, processors_of, to_train
+from support.ranks import RankProcesses
+from trigon.algorithms.reduce import count_denominators
+from trigon.data.packing import pack_train
+from trigon.models.policy import full_tensor
+from trigon.models.positions import positions_of
+from trigon.training.fsdp import Sharding
+from trigon.training.step import micro_batch_backward
+
+FULL = Sharding(
+    full_shard=True, ranks_per_copy=None, param_dtype=torch.float32, reduce_dtype=torch.float32, cpu_offload=False
+)
+ENTROPY_TERMS = replace(TERMS, entropy_coefficient=0.1)
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Score groups, and compute the gradient of an update on them.
+
+    rows: the groups of each row, one row for each share of ranks. ranks_per_row: 1: this process.
+    """
+
+    model: Path
+    rows: tuple[tuple[int, ...], ...]
+    ranks_per_row: int
+    images: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows) * self.ranks_per_row
+
+
+def compute(task: Task) -> bytes:
+    """Return log-probabilities, entropies and gradients by name, as safetensors."""
+    torch.use_deterministic_algorithms(True)
+    is_split = task.ranks_per_row > 1
+    engine = make_engine(
+        task.model,
+        sharding=FULL if is_split else None,
+        sequence_parallel_size=task.ranks_per_row,
+        terms=ENTROPY_TERMS,
+        **task.options,
+    )
+    processors = processors_of(task.model)
+    rollouts = make_rollouts(task.model, images=task.images)
+    groups = to_train(rollouts)
+    denominators = count_denominators(part.loss_mask for group in groups for part in group.sequences)
+    result: dict[str, Tensor] = {}
+    for row in [task.rows[dist.get_rank() // task.ranks_per_row]] if is_split else task.rows:
+        for index, group in zip(row, engine.token_logprobs([rollouts[index] for index in row]), strict=True):
+            for number, scored in enumerate(group):
+                result[f"logprobs/{index}/{number}"] = scored.logprobs
+                result[f"entropy/{index}/{number}"] = scored.entropy
+        [batch] = pack_train(
+            [groups[index] for index in row],
+            max_tokens=ONE_ROW,
+            positions=positions_of(processors.family, processors.hf_config),
+        )
+        micro_batch_backward(
+            engine.policy,
+            batch,
+            ENTROPY_TERMS,
+            denominators,
+            nullcontext,
+            reference=None,
+            run_dummy_vision=task.images,
+            gradient_scale=float(task.ranks) if is_split else 1.0,
+        )
+    for name, parameter in engine.policy.named_parameters():
+        if parameter.grad is not None:
+            result[f"gradient/{name}"] = full_tensor(parameter.grad).contiguous()
+    return save(result)
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    with RankProcesses(4, tmp_path_factory.mktemp("rendezvous")) as processes:
+        yield processes
+
+
+# The models have four heads and two key heads, each of which two of four ranks need.
+TWO = ((2, 0, 1),)  # all groups in one row
+FOUR = ((2,), (0, 1))  # two ranks for each of two rows, one of which has no images
+LORA = {"lora_rank": 2, "freeze": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "ranks_per_row", "options"),
+    [
+        pytest.param(*case, id=name)
+        for name, case in {
+            "qwen2_5_vl on 2": ("qwen2_5_vl", TWO, 2, {"checkpointing": True}),
+            "qwen2_5_vl on 4, fewer key heads": ("qwen2_5_vl", TWO, 4, {}),
+            "qwen2_5_vl, two rows of 2, lora, frozen tower": ("qwen2_5_vl", FOUR, 2, LORA),
+            "qwen3_vl on 2, frozen tower": ("qwen3_vl", TWO, 2, {"freeze": True}),
+            "qwen3_vl, two rows of 2": ("qwen3_vl", FOUR, 2, {}),
+            "qwen3_vl on 4, lora, offloaded inputs": (
+                "qwen3_vl",
+                TWO,
+                4,
+                {"lora_rank": 2, "offloads_activations": True},
+            ),
+            "qwen3 on 2": ("qwen3", TWO, 2, {}),
+            "qwen3 on 4": ("qwen3", TWO, 4, {"checkpointing": True}),
+        }.items()
+    ],
+)
+def test_ranks_that_compute_a_row_together_get_what_one_process_gets(
+    processes, tiny_model, model, rows, ranks_per_row, options
+):
+    task = Task(tiny_model(model), rows, ranks_per_row, images=model != "qwen3", options=options)
+    results = [load(result) for result in processes.run(compute, task, ranks=task.ranks)]
+    expected = load(compute(replace(task, ranks_per_row=1)))
+    actual = {name: tensor for result in results for name, tensor in result.items()}
+    assert actual.keys() == expected.keys()
+    largest = max(tensor.abs().max() for name, tensor in expected.items() if name.startswith("gradient/"))
+    for result in results:  # every rank of a row has the results of the complete row
+        for name, tensor in result.items():
+            scale = largest if name.startswith("gradient/") else 1.0
+            assert (tensor - expected[name]).abs().max() <= TOLERANCE * scale, name

@@ -1,0 +1,224 @@
+"""Batches sampled one step ahead, on fake engines: versions, resuming, failures."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from support.fake_runs import (
+    INTERVALS,
+    RecordingEngine,
+    full_settings,
+    latest_checkpoint,
+    lines_of,
+    open_run,
+    plan_of,
+    rollouts_of,
+    saved_steps,
+    sometimes_right,
+)
+from trigon.ahead_state import batch_state, load_batch
+from trigon.batch import Batch
+from trigon.errors import LostSamplersError, RewardError
+from trigon.grace import Grace
+from trigon.loop import train
+from trigon.metrics import EffectiveShare, Max, Mean, Min, Sum
+from trigon.pool_clock import PoolClock
+from trigon.training.fake import FAKE_LOGPROB
+from trigon.types import Completion, Rollout, RolloutGroup, Score
+
+
+class AlwaysAwake(RecordingEngine):
+    """An engine that samples after awake(), too; in one step it fails as `failure`, once."""
+
+    failure: tuple[int, Exception] | None = None
+
+    @contextmanager
+    def awake(self, weights, *, version):
+        with super().awake(weights, version=version):
+            yield
+        self._awake = True
+
+    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+        if self.failure is not None and self.failure[0] == step:
+            error, self.failure = self.failure[1], None
+            raise error
+        return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
+
+
+def ahead(parts, *, complete=sometimes_right, failure=None):
+    """Return the settings of a run that samples one step ahead."""
+    rollout = AlwaysAwake(
+        tokenizer=parts.processors.tokenizer,
+        stop_token_id=parts.processors.stop_token_ids[0],
+        complete=complete,
+        token_logprob=FAKE_LOGPROB,
+    )
+    rollout.failure = failure
+    return {"rollout": rollout, "max_staleness": 1, "has_pools": True}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(parts, tmp_path_factory):
+    """Return the folder of a run of six steps, which samples one step ahead."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    with open_run(parts, folder, **full_settings(6), **ahead(parts)) as run:
+        train(run, None)
+    return folder
+
+
+def versions_of(folder):
+    return [
+        {row["policy_version"] for row in rows} for name, rows in rollouts_of(folder).items() if name.startswith("step")
+    ]
+
+
+def test_a_batch_is_sampled_with_the_weights_before_the_step_that_is_made_meanwhile(uninterrupted):
+    assert versions_of(uninterrupted) == [{0}, {0}, {1}, {2}, {3}, {4}]
+    lines = lines_of(uninterrupted)
+    assert [lines[step]["staleness/mean"] for step in range(1, 7)] == [0, 1, 1, 1, 1, 1]
+    assert [lines[step]["staleness/max"] for step in (1, 2)] == [0, 1]
+    assert lines[2]["staleness/fraction_age_1"] == 1
+    validated = rollouts_of(uninterrupted)["validation_000004.jsonl"]
+    assert {row["policy_version"] for row in validated} == {4}
+
+
+def test_a_batch_ahead_draws_the_prompts_that_a_batch_in_line_draws(parts, tmp_path, uninterrupted):
+    with open_run(parts, tmp_path, **full_settings(6)) as run:
+        train(run, None)
+    drawn = [
+        {name: [row["prompt_id"] for row in rows] for name, rows in rollouts_of(folder).items()}
+        for folder in (tmp_path, uninterrupted)
+    ]
+    assert drawn[0] == drawn[1]
+    epochs = [
+        [line["data/epoch"] for step, line in lines_of(folder).items() if step] for folder in (tmp_path, uninterrupted)
+    ]
+    assert epochs[0] == epochs[1]
+
+
+@pytest.mark.parametrize("stopped_after", [1, 2, 3, 5])
+def test_a_run_that_resumes_has_the_same_batches_as_one_without_a_stop(parts, tmp_path, uninterrupted, stopped_after):
+    with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
+        asked = iter([False] * (stopped_after - 1) + [True])
+        assert train(replace(run, should_stop=lambda: next(asked)), None).step == stopped_after
+    checkpoint = latest_checkpoint(tmp_path)
+    assert len(checkpoint.progress["ahead"]["groups"]) == 4
+    with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
+        assert train(run, checkpoint).step == 6
+    assert lines_of(tmp_path) == lines_of(uninterrupted)
+    assert rollouts_of(tmp_path) == rollouts_of(uninterrupted)
+
+
+def test_a_step_that_is_left_saves_the_batch_that_it_was_to_learn_from(parts, tmp_path, uninterrupted):
+    grace = Grace(1e-9)  # shorter than any save
+
+    settings = full_settings(6)
+    reference = settings["reference"]
+    calls = []
+
+    class StoppingReference:
+        def logprobs(self, groups):
+            calls.append(len(groups))
+            if len(calls) == 4:
+                grace.request(limited=True)
+            return reference.logprobs(groups)
+
+    settings |= {"reference": StoppingReference(), "grace": grace}
+    with open_run(parts, tmp_path, **settings, **ahead(parts)) as run:
+        assert train(run, None).step == 3
+    assert saved_steps(tmp_path) == [2, 3]
+    with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
+        train(run, latest_checkpoint(tmp_path))
+    assert lines_of(tmp_path) == lines_of(uninterrupted)
+    assert rollouts_of(tmp_path) == rollouts_of(uninterrupted)
+
+
+def test_a_step_is_recorded_and_saved_before_the_error_of_the_batch_ahead_ends_the_run(parts, tmp_path):
+    settings = {"plan": plan_of(steps=6), "intervals": replace(INTERVALS, save_every=2)}
+    with (
+        open_run(parts, tmp_path, **settings, **ahead(parts, failure=(3, RewardError("as asked")))) as run,
+        pytest.raises(RewardError, match="as asked"),
+    ):
+        train(run, None)
+    assert sorted(lines_of(tmp_path)) == [1, 2]
+    assert saved_steps(tmp_path) == [2]
+    assert "ahead" not in latest_checkpoint(tmp_path).progress
+    with open_run(parts, tmp_path, **settings, **ahead(parts)) as run:
+        assert train(run, latest_checkpoint(tmp_path)).step == 6
+    assert versions_of(tmp_path) == [{0}, {0}, {2}, {2}, {3}, {4}]
+
+
+def test_a_batch_whose_samplers_were_lost_is_sampled_again_with_the_newest_weights(parts, tmp_path, uninterrupted):
+    settings = full_settings(6) | ahead(parts, failure=(4, LostSamplersError("all are lost")))
+    with open_run(parts, tmp_path, **settings) as run:
+        assert train(run, None).step == 6
+    assert versions_of(tmp_path) == [{0}, {0}, {1}, {3}, {3}, {4}]
+    prompts = [
+        [row["prompt_id"] for row in rollouts_of(folder)["step_000004.jsonl"]] for folder in (tmp_path, uninterrupted)
+    ]
+    assert prompts[0] == prompts[1]
+
+
+def test_a_run_in_line_drops_a_batch_that_was_sampled_ahead(parts, tmp_path):
+    with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
+        train(replace(run, should_stop=lambda: True), None)
+    with open_run(parts, tmp_path, **full_settings(3)) as run:
+        train(run, latest_checkpoint(tmp_path))
+    assert versions_of(tmp_path) == [{0}, {1}, {2}]
+
+
+def test_a_batch_ahead_of_another_size_is_sampled_again(parts, tmp_path):
+    with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
+        train(replace(run, should_stop=lambda: True), None)
+    settings = full_settings(3) | {"plan": plan_of(steps=3, per_step=2, per_update=2)}
+    with open_run(parts, tmp_path, **settings, **ahead(parts)) as run:
+        assert train(run, latest_checkpoint(tmp_path)).step == 3
+    assert versions_of(tmp_path) == [{0}, {1}, {1}]
+    assert [len(rows) for name, rows in rollouts_of(tmp_path).items() if name.startswith("step")] == [12, 6, 6]
+
+
+def test_a_batch_in_a_checkpoint_keeps_its_metrics_and_baselines(parts, tmp_path):
+    metrics = {"a": Mean(1.0, 3.0), "b": Sum(2.0), "c": Max(0.1), "d": Min(-1.0), "e": EffectiveShare(1.0, 2.0, 3.0)}
+    baselines = torch.tensor([0.5, math.nan])
+    with open_run(parts, tmp_path) as run:
+        group = RolloutGroup(
+            run.prompts.take(1)[0],
+            (Rollout(Completion((5, 6), (-0.1, -1 / 3), "stop", "x", 2), Score(0.1, {"overall": 0.1}, "ok", "")),),
+        )
+        state = json.loads(json.dumps(batch_state(Batch([group, group], [], metrics, 4, baselines), {"at": 1})))
+        form = {"num_groups": 2, "n": 1, "with_baselines": True}
+        loaded = load_batch(state, run.prompts, **form, warn=pytest.fail)
+        assert loaded.metrics == metrics
+        assert loaded.num_sampled_tokens == 4
+        assert torch.equal(loaded.baselines.nan_to_num(-1.0), torch.tensor([0.5, -1.0]))
+        assert [each.rollouts for each in loaded.groups] == [group.rollouts, group.rollouts]
+        warnings = []
+        assert load_batch(state, run.prompts, **form | {"n": 2}, warn=warnings.append) is None
+        assert len(warnings) == 2
+        assert load_batch(state, run.prompts, **form | {"num_groups": 3}, warn=pytest.fail) is None
+        assert load_batch(state, run.prompts, **form | {"with_baselines": False}, warn=pytest.fail) is None
+
+
+def test_idle_times_are_those_without_sampling_and_those_of_waiting():
+    now = [0.0]
+    clock = PoolClock(lambda: now[0])
+    with clock.sampling():
+        now[0] = 6.0
+        with clock.waiting():
+            now[0] = 8.0
+        values = {name: metric.value for name, metric in clock.pop_metrics().items()}
+        assert values["perf/samplers_idle_seconds"] == 0
+        assert values["perf/learners_idle_seconds"] == 2
+        assert values["perf/learners_idle_fraction"] == 0.25
+        now[0] = 9.0
+    now[0] = 12.0
+    values = {name: metric.value for name, metric in clock.pop_metrics().items()}
+    assert values["perf/samplers_idle_seconds"] == 3
+    assert values["perf/samplers_idle_fraction"] == 0.75
+    assert values["perf/learners_idle_seconds"] == 0

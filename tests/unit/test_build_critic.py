@@ -1,0 +1,281 @@
+"""What is built, counted and refused for the critic of a configuration."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.critics import make_critic, make_trunk
+from support.published import configured
+from trigon.build.critic import check_trained_critic, make_critic_settings, require_same_tokens
+from trigon.build.hub import hub_names
+from trigon.build.memory import count_checkpoint_bytes, count_memory
+from trigon.build.memory_check import _candidates, with_options
+from trigon.build.memory_table import GIB, Hardware
+from trigon.build.model_sizes import size_of_model
+from trigon.build.options import make_advantage_settings, make_loss_terms
+from trigon.build.workers import config_for_workers
+from trigon.config.critic import find_contradictions, with_critic_as_actor
+from trigon.config.critic_checks import warn_of_critic
+from trigon.config.load import dump_config, inspect_config, load_config
+from trigon.config.plan import make_plan
+from trigon.config.schema import Config
+from trigon.errors import CheckpointError, ConfigError, ModelError
+from trigon.models.load import load_processors
+
+GAE = {"algorithm.adv_estimator": "gae", "worker.actor.fsdp.torch_dtype": "fp32"}
+KEPT_REFERENCE = {"worker.ref.fsdp.enable_cpu_offload": False, "worker.ref.offload.offload_params": False}
+GPU = Hardware("cuda", 80 * GIB, 2000 * GIB)
+
+
+def configured_with(**changes) -> Config:
+    return with_options(configured("Qwen2.5-VL-3B-Instruct"), GAE | changes)
+
+
+def parts_of(config: Config, phase: str, pool: str = "GPU") -> dict[str, int]:
+    memory = count_memory(config, size_of_model(config), GPU)
+    [found] = [each for each in memory.phases if (each.phase, each.pool) == (phase, pool)]
+    return {part.name: part.expected for part in found.parts}
+
+
+def test_the_memory_of_a_critic_is_that_of_its_engine(tiny_model):
+    folder = str(tiny_model("qwen2_5_vl"))
+    config = with_options(configured("Qwen2.5-VL-3B-Instruct"), GAE | {"worker.actor.model.model_path": folder})
+    parts, sizes = parts_of(config, "critic update"), make_critic(tiny_model("qwen2_5_vl")).sizes()
+    assert parts["critic's weights"] == sizes.weight_bytes
+    assert parts["critic's gradients"] == sizes.gradient_bytes
+    assert parts["critic's optimizer states"] == sizes.optimizer_bytes
+
+
+def test_a_critic_stays_in_memory_while_others_work_unless_it_is_offloaded():
+    config = configured_with()
+    resting = parts_of(config, "sampling")
+    rest = parts_of(with_options(config, {"algorithm.adv_estimator": "grpo"}), "sampling")
+    assert resting.keys() - rest.keys() == {"critic's weights", "critic's optimizer states"}
+    assert resting["critic's optimizer states"] == 2 * resting["critic's weights"] > 20 * GIB
+    offload = {f"worker.critic.offload.offload_{name}": True for name in ("params", "optimizer")}
+    assert parts_of(with_options(config, offload), "sampling") == rest
+    assert "critic's weights" in parts_of(with_options(config, offload), "sampling", "host")
+
+
+def test_the_inputs_of_the_critics_layers_can_be_in_host_memory():
+    offloads = configured_with(**{"worker.critic.model.enable_activation_offload": True})
+    parts, kept = parts_of(offloads, "critic update"), parts_of(configured_with(), "critic update")
+    assert parts["activations"] < kept["activations"]
+    assert parts_of(offloads, "critic update", "host")["inputs of layers"] > kept["activations"] - parts["activations"]
+
+
+@pytest.mark.parametrize(("changes", "offered"), [({}, True), ({"worker.critic.share_trunk": True}, False)])
+def test_that_the_critics_inputs_can_be_in_host_memory_is_offered(changes, offered):
+    config = configured_with(**changes)
+    changed = {"worker.critic.model.enable_activation_offload": True}
+    memory = count_memory(config, size_of_model(config), GPU)
+    assert (changed in [each for every in _candidates(config, memory) for each in every]) is offered
+
+
+@pytest.mark.parametrize(("phase", "own"), [("critic values", 2), ("critic update", 3)])
+def test_the_policy_rests_during_the_passes_of_the_critic(phase, own):
+    config = configured_with(**KEPT_REFERENCE)
+    parts = parts_of(config, phase)
+    assert {"weights", "optimizer states", "reference model", "activations"} <= parts.keys()
+    assert sum(name.startswith("critic's") for name in parts) == own
+    assert parts["reference model"] == parts_of(config, "sampling")["reference model"]
+    offload = {f"worker.actor.offload.offload_{name}": True for name in ("params", "optimizer")}
+    offload |= {"worker.ref.offload.offload_params": True}
+    rest = parts_of(with_options(config, offload), phase)
+    assert not {"weights", "optimizer states", "reference model"} & rest.keys()
+
+
+def test_adapters_of_the_critic_do_not_ask_for_another_reference():
+    adapters = {"worker.critic.model.lora.rank": 8}
+    config = configured_with(**KEPT_REFERENCE | adapters)
+    assert parts_of(config, "critic update")["reference model"] > GIB  # of the policy, which has none
+    without = configured_with(**KEPT_REFERENCE | {"worker.actor.model.lora.rank": 8})
+    assert "reference model" not in parts_of(without, "critic update")  # the policy without its adapters
+
+
+def test_a_checkpoint_has_the_critic_with_its_own_head():
+    config, without = configured_with(), configured_with(**{"algorithm.adv_estimator": "grpo"})
+    both, policy = (count_checkpoint_bytes(each, size_of_model(each)) for each in (config, without))
+    assert both - 2 * policy == 12 * 2049  # the policy's head is its embedding
+
+
+def test_a_critic_has_the_options_of_its_own_and_the_policys_model():
+    config = configured_with(**{"worker.critic.optim.lr": 0.5, "worker.critic.model.freeze_vision_tower": True})
+    actor = with_critic_as_actor(config).worker.actor
+    assert (actor.optim.lr, actor.model.freeze_vision_tower) == (0.5, True)
+    assert actor.model.model_path == config.worker.actor.model.model_path
+    other = with_options(config, {"worker.critic.model.model_path": "org/critic"})
+    assert with_critic_as_actor(other).worker.actor.model.model_path == "org/critic"
+    assert "org/critic" in hub_names(other)
+    assert "org/critic" not in hub_names(with_options(other, {"algorithm.adv_estimator": "grpo"}))
+
+
+def test_workers_get_an_absolute_path_of_the_critics_model(tiny_model, monkeypatch):
+    folder = tiny_model("qwen2_5_vl")
+    monkeypatch.chdir(folder.parent)
+    config = configured_with(**{"worker.critic.model.model_path": f"./{folder.name}"})
+    assert config_for_workers(config).worker.critic.model.model_path == str(folder)
+
+
+def test_a_critic_that_cannot_read_the_policys_tokens_is_refused(tiny_model):
+    processors = load_processors(str(tiny_model("qwen2_5_vl")))
+    require_same_tokens(configured_with(), processors)
+    same = configured_with(**{"worker.critic.model.model_path": str(tiny_model("qwen2_5_vl", seed=3))})
+    require_same_tokens(same, processors)
+    other = configured_with(**{"worker.critic.model.model_path": str(tiny_model("qwen3"))})
+    with pytest.raises(ModelError, match="it is a qwen3 model, and the policy a qwen2_5_vl model"):
+        require_same_tokens(other, processors)
+
+
+def test_the_plan_counts_the_critics_updates_and_the_steps_in_which_the_policy_rests():
+    config = Config(
+        algorithm={"adv_estimator": "gae"},
+        data={"rollout_batch_size": 8},
+        worker={
+            "actor": {"global_batch_size": 4, "optim": {"lr_warmup_steps": 1}},
+            "critic": {"global_batch_size": 2, "ppo_epochs": 3, "optim": {"lr_warmup_ratio": 0.5}},
+        },
+        trainer={"max_steps": 10, "critic_warmup": 4},
+    )
+    plan = make_plan(config, num_train_prompts=8)
+    assert (plan.updates_per_step, plan.total_updates, plan.warmup_updates) == (2, 12, 2)
+    assert (plan.critic.updates_per_step, plan.critic.total_updates, plan.critic.warmup_updates) == (12, 120, 60)
+
+
+@pytest.mark.parametrize("warmup", [4, 5])
+def test_a_policy_that_would_never_learn_is_refused_when_the_steps_are_counted(warmup):
+    config = Config(
+        algorithm={"adv_estimator": "gae"},
+        data={"rollout_batch_size": 8},
+        worker={"actor": {"global_batch_size": 8}, "critic": {"global_batch_size": 8}},
+        trainer={"total_epochs": 2, "critic_warmup": warmup},
+    )
+    assert make_plan(config, num_train_prompts=24).total_steps == 6
+    with pytest.raises(ConfigError, match=r"there are 4 steps \(trainer.total_epochs\): the policy would never learn"):
+        make_plan(config, num_train_prompts=16)
+    validates = with_options(config, {"trainer.val_only": True, "data.val_files": "x.jsonl"})
+    assert make_plan(validates, num_train_prompts=0).total_steps == 0
+
+
+def test_adapters_of_the_critic_in_a_checkpoint_are_compared_before_models_are_loaded(tiny_model, tmp_path):
+    make_critic(tiny_model("qwen3"), lora_rank=4).save_state(tmp_path, model_only=False)()
+    with pytest.raises(CheckpointError, match=r"set worker\.critic\.model\.lora\.rank=4 to resume"):
+        check_trained_critic(Config(), tmp_path)
+    with pytest.raises(CheckpointError, match=r"rank 4, and worker\.critic\.model\.lora\.rank is 2"):
+        check_trained_critic(with_options(Config(), {"worker.critic.model.lora.rank": 2}), tmp_path)
+    check_trained_critic(with_options(Config(), {"worker.critic.model.lora.rank": 4}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["worker.critic.global_batch_size=100"], "not a multiple of worker.critic.global_batch_size"),
+        (["worker.critic.fsdp.torch_dtype=bf16"], "worker.critic.optim.strategy=adamw_bf16"),
+        (["worker.critic.fsdp.mp_param_dtype=fp16"], "worker.critic.fsdp.mp_param_dtype is fp16"),
+        (["worker.critic.fsdp.enable_cpu_offload=true"], "a single worker does not shard the critic"),
+        (["trainer.critic_warmup=3", "trainer.max_steps=3"], "the policy would never learn"),
+        (["worker.critic.model.model_path=./no_such_folder"], "there is no ./no_such_folder"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_what_to_do(options, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["algorithm.adv_estimator=gae", *options])
+    assert message in str(caught.value)
+
+
+SHARED = ["algorithm.adv_estimator=gae", "worker.critic.share_trunk=true"]
+
+
+@pytest.mark.parametrize(
+    ("option", "other"),
+    [
+        ("global_batch_size=64", "global_batch_size=128"),
+        ("micro_batch_size_per_device_for_update=2", "micro_batch_size_per_device_for_update=4"),
+        ("ppo_epochs=2", "ppo_epochs=1"),
+        ("model.freeze_vision_tower=true", "model.freeze_vision_tower=false"),
+        ("model.lora.rank=8", "model.lora.rank=0"),
+        ("fsdp.enable_full_shard=false", "fsdp.enable_full_shard=true"),
+        ("offload.offload_params=true", "offload.offload_params=false"),
+    ],
+)
+def test_options_of_a_critic_that_contradict_those_of_its_trunk_are_refused(option, other):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*SHARED, f"worker.actor.{other}", f"worker.critic.{option}"])
+    assert f"worker.critic.{option} (worker.actor.{other})" in str(caught.value)
+    assert "does not go with worker.critic.share_trunk=true" in str(caught.value)
+    assert not find_contradictions(Config(algorithm={"adv_estimator": "gae"}, worker={"critic": {"share_trunk": True}}))
+
+
+def test_a_default_of_the_critic_on_the_command_line_that_its_trunk_overrules_is_a_warning(tmp_path):
+    options = ["worker.actor.ppo_epochs=4", "worker.actor.global_batch_size=128"]
+    explicit = inspect_config(None, [*SHARED, *options, "worker.critic.ppo_epochs=1"]).loaded
+    assert [warning for warning in explicit.warnings if "share_trunk" in warning] == [
+        "worker.critic.ppo_epochs=1 has no effect: with worker.critic.share_trunk=true "
+        "worker.actor.ppo_epochs=4 applies"
+    ]
+    dumped = tmp_path / "config.yaml"
+    dumped.write_text(dump_config(explicit.config), encoding="utf-8")
+    assert not any("share_trunk" in warning for warning in inspect_config(dumped, []).loaded.warnings)
+
+
+def test_a_critic_with_a_shared_trunk_has_the_batches_of_the_actor_and_an_optimizer_of_its_own():
+    config = Config(
+        algorithm={"adv_estimator": "gae"},
+        data={"rollout_batch_size": 8},
+        worker={
+            "actor": {"global_batch_size": 4, "ppo_epochs": 2, "micro_batch_size_per_device_for_update": 3},
+            "critic": {"share_trunk": True, "optim": {"lr": 0.5}, "vf_coef": 0.25, "cliprange_value": 0.75},
+        },
+        trainer={"max_steps": 10, "critic_warmup": 4},
+    )
+    plan = make_plan(config, num_train_prompts=8)
+    assert (plan.critic.prompts_per_update, plan.critic.epochs_per_step) == (4, 2)
+    assert plan.critic.tokens_per_update_pass == plan.tokens_per_update_pass
+    assert (plan.total_updates, plan.critic.total_updates) == (24, 40)  # the policy rests in 4 of 10 steps
+    assert make_critic_settings(config, plan).schedule.peak == 0.5
+    terms = make_loss_terms(config)
+    assert terms.regularized
+    assert (terms.value_coefficient, terms.values.clip) == (0.25, 0.75)
+    apart = make_loss_terms(with_options(config, {"worker.critic.share_trunk": False}))
+    assert (apart.values, apart.regularized) == (None, make_loss_terms(Config()).regularized)
+
+
+def test_the_memory_of_a_shared_trunk_is_that_of_its_engine(tiny_model):
+    folder = tiny_model("qwen2_5_vl")
+    changes = {"worker.actor.model.model_path": str(folder), "worker.critic.share_trunk": True}
+    config = with_options(configured("Qwen2.5-VL-3B-Instruct"), GAE | changes)
+    parts, engines = parts_of(config, "update"), make_trunk(folder)
+    sizes = [engine.sizes() for engine in engines]
+    for part, name in (("weights", "weight"), ("gradients", "gradient"), ("optimizer states", "optimizer")):
+        assert parts[part] == sum(getattr(each, f"{name}_bytes") for each in sizes)
+    phases = {phase.phase for phase in count_memory(config, size_of_model(config), GPU).phases}
+    assert not {"critic values", "critic update"} & phases
+    checkpoint = count_checkpoint_bytes(config, size_of_model(config))
+    policy = with_options(config, {"algorithm.adv_estimator": "grpo"})
+    assert checkpoint - count_checkpoint_bytes(policy, size_of_model(policy)) == 12 * sizes[1].parameters
+
+
+def test_a_checkpoint_of_the_other_kind_of_critic_is_refused_before_models_are_loaded(tiny_model, tmp_path):
+    shared = with_options(Config(), GAE | {"worker.critic.share_trunk": True})
+    apart = with_options(Config(), GAE)
+    make_critic(tiny_model("qwen3")).save_state(tmp_path / "apart", model_only=False)()
+    make_trunk(tiny_model("qwen3"))[1].save_state(tmp_path / "shared", model_only=False)()
+    check_trained_critic(shared, tmp_path / "shared")
+    check_trained_critic(apart, tmp_path / "apart")
+    with pytest.raises(CheckpointError, match=r"a model of its own, and worker\.critic\.share_trunk is true"):
+        check_trained_critic(shared, tmp_path / "apart")
+    with pytest.raises(CheckpointError, match=r"a head on the policy's trunk, and worker\.critic\."):
+        check_trained_critic(apart, tmp_path / "shared")
+
+
+def test_a_weight_of_the_values_without_a_shared_trunk_is_said_to_have_no_effect():
+    config = with_options(Config(), GAE | {"worker.critic.vf_coef": 0.5})
+    assert "worker.critic.vf_coef has no effect" in warn_of_critic(config)[0]
+    assert warn_of_critic(with_options(config, {"worker.critic.share_trunk": True})) == []
+
+
+def test_the_settings_of_gae_are_those_of_the_configuration():
+    given = {"gamma": 0.9, "lam": 0.5, "lam_critic": 1.0, "lam_alpha": 0.05, "bootstrap_cut": True}
+    settings = make_advantage_settings(Config(algorithm={"adv_estimator": "gae", **given})).gae
+    assert (settings.gamma, settings.lam, settings.lam_critic, settings.lam_alpha) == (0.9, 0.5, 1.0, 0.05)
+    assert settings.bootstraps_cut

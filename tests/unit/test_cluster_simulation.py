@@ -1,0 +1,210 @@
+"""The simulation of clusters (benchmarks/simulation.py, benchmarks/cluster_modes.py), by hand."""
+
+import itertools
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from cluster_modes import MODES, Hardware, simulate
+from simulation import Clock, Group, Linear, LongTail, Replica, SamplingTimes, Serial, draw_groups
+
+BY_NAME = {mode.name: mode for mode in MODES}
+K0, K1, CONTINUE = BY_NAME["separate, k = 0"], BY_NAME["separate, k = 1"], BY_NAME["separate, k = 4, continue"]
+OVERSAMPLING, FINISH = BY_NAME["colocated, oversampling"], BY_NAME["separate, k = 4, finish"]
+
+# A token takes 1 s + 0.5 s for each sequence.
+SLOW = SamplingTimes(Linear(1.0, 0.5), max_sequences=8)
+TAIL = LongTail.with_longest(100, ratio=8, of=512)
+CLUSTER = Hardware(4, SamplingTimes(Linear(0.01, 0.001), 16, 0.02, 0.001), learn_token=1e-3, sync_seconds=0.5)
+
+
+def sample(times, *lengths, prompt=0):
+    """Return when each group, all of which are submitted at 0, has ended."""
+    clock, ends = Clock(), {}
+
+    def ended(group):
+        ends[group.number] = clock.now
+
+    replica = Replica(clock, times, ended)
+    replica.submit(completion for number, each in enumerate(lengths) for completion in of(number, each).completions)
+    clock.run()
+    return ends
+
+
+def of(number, lengths):
+    return Group.of(number, 10, lengths)
+
+
+def run(mode, hardware=CLUSTER, *, lengths=TAIL, groups=8, steps=5, warm_up=0):
+    drawn = draw_groups(lengths, 4, seed=1)
+    return simulate(mode, hardware, drawn, groups_per_step=groups, prompt=20, steps=steps, warm_up=warm_up)
+
+
+def constant(lengths):
+    return itertools.repeat(lengths)
+
+
+# -- one replica -----------------------------------------------------------------------------------
+
+
+def test_two_sequences_share_the_steps_until_the_shorter_one_ends():
+    # 10 tokens at 2 s for both, and then 10 at 1.5 s for the longer one.
+    assert sample(SLOW, [10], [20]) == pytest.approx({0: 20.0, 1: 35.0})
+
+
+def test_sequences_that_do_not_fit_wait():
+    alone = replace(SLOW, max_sequences=1)
+    assert sample(alone, [10], [20]) == pytest.approx({0: 15.0, 1: 45.0})
+
+
+def test_a_prompt_is_prefilled_once_for_its_group():
+    times = replace(SLOW, prompt_seconds=3.0)
+    assert sample(times, [10, 10]) == pytest.approx({0: 3.0 + 20.0})
+    assert sample(times, [10], [10]) == pytest.approx({0: 6.0 + 20.0, 1: 6.0 + 20.0})
+
+
+def test_new_weights_prefill_again_what_was_sampled_and_tokens_have_their_version():
+    clock, ends = Clock(), []
+    replica = Replica(clock, replace(SLOW, prompt_seconds=3.0, token_seconds=0.25), lambda _: ends.append(clock.now))
+    group = of(0, [10])
+    replica.submit(group.completions)
+    clock.at(9.0, replica.pause)  # 3 s of prefill, and 4 tokens
+    clock.at(12.0, lambda: replica.load(1))
+    clock.run()
+    assert ends == pytest.approx([12.0 + 3.0 + 4 * 0.25 + 6 * 1.5])
+    assert dict(group.completions[0].segments) == pytest.approx({0: 4.0, 1: 6.0})
+    assert replica.totals()[0] == pytest.approx(ends[0] - 3.0)  # not while it was paused
+
+
+def test_withdrawn_completions_go_on_in_another_replica():
+    clock, ends = Clock(), []
+    times = replace(SLOW, token_seconds=0.25)
+    first, second = (Replica(clock, times, lambda _: ends.append(clock.now), number) for number in range(2))
+    group = of(0, [10])
+    first.submit(group.completions)
+    clock.at(6.0, lambda: second.submit(first.withdraw()))
+    clock.run()
+    assert ends == pytest.approx([6.0 + 4 * 0.25 + 6 * 1.5])
+    assert sum(tokens for _, tokens in group.completions[0].segments) == pytest.approx(10)
+
+
+def test_serial_work_waits_for_what_came_before():
+    clock, ends = Clock(), []
+    serial = Serial(clock)
+    clock.at(1.0, lambda: serial.work(2.0, lambda: ends.append(clock.now)))
+    clock.at(2.0, lambda: serial.work(2.0, lambda: ends.append(clock.now)))
+    clock.at(4.0, lambda: ends.append(serial.total()))
+    clock.run()
+    assert ends == [3.0, 3.0, 5.0]  # at 4.0 it has worked for 3 s
+
+
+# -- lengths ---------------------------------------------------------------------------------------
+
+
+def test_the_longest_of_so_many_is_about_so_many_medians():
+    lengths = LongTail.with_longest(1000, ratio=8, of=4096)
+    drawn = sorted(itertools.chain(*itertools.islice(draw_groups(lengths, 8, seed=3), 512)))
+    assert drawn[len(drawn) // 2] == pytest.approx(1000, rel=0.05)
+    assert 0.6 * 8000 < drawn[-1] <= lengths.limit == 8000
+    assert sum(drawn) / len(drawn) == pytest.approx(lengths.mean, rel=0.03)
+
+
+def test_lengths_without_a_tail_are_equal():
+    lengths = LongTail(50, 0.0, 40)
+    assert next(draw_groups(lengths, 2, seed=0)) == (40, 40)
+    assert lengths.mean == 40
+
+
+# -- modes -----------------------------------------------------------------------------------------
+
+
+def equal(mode, **changes):
+    """Two replicas, and a step of two groups of 2 x 10 tokens: 20 s; learning takes 30 s."""
+    hardware = Hardware(2, SLOW, learn_token=30 / 60, sync_seconds=1.0, group_seconds=2.0, **changes)
+    return simulate(mode, hardware, constant((10, 10)), groups_per_step=2, prompt=10, steps=3, warm_up=0)
+
+
+def test_in_turn_a_step_is_the_sum_of_its_phases():
+    found = equal(K0)
+    # 20 s of sampling, 4 s of the driver, 30 s of learning, and between steps 1 s of weight sync.
+    assert found.step_ends == pytest.approx([0, 54, 109, 164])
+    assert found.ages == {0: 120.0}
+    assert (found.sampling, found.learning) == pytest.approx((60 / 164, 90 / 164))
+    assert (found.driver, found.running) == pytest.approx((12 / 164, 2.0))
+
+
+def test_in_a_pipeline_a_step_is_its_longer_phase_and_all_tokens_are_one_version_old():
+    found = equal(K1)
+    # Batch 2 is sampled while step 1 learns; then weights are sent, and step 2 learns.
+    assert found.step_ends == pytest.approx([0, 54, 54 + 31, 54 + 62])
+    assert found.ages == {0: 40.0, 1: 80.0}  # batch 1 cannot be older
+
+
+def test_a_pipeline_has_staleness_one_after_the_first_step():
+    assert set(run(K1, warm_up=1).ages) == {1}
+
+
+@pytest.mark.parametrize("mode", [K0, MODES[0]], ids=lambda mode: mode.name)
+def test_in_turn_nothing_is_stale(mode):
+    found = run(mode)
+    assert (found.max_age, found.mean_age) == (0, 0.0)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_groups_and_tokens_are_conserved(mode):
+    found = run(mode)
+    assert found.started == found.learned + found.dropped + found.unfinished
+    assert found.learned == 5 * 8
+    assert sum(found.ages.values()) == pytest.approx(found.tokens)
+    assert found.max_age <= max(mode.max_staleness, 4 if mode is OVERSAMPLING else 0)
+    assert all(0 < share <= 1 + 1e-9 for share in (found.sampling, found.learning))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_the_same_seed_gives_the_same_numbers(mode):
+    assert run(mode) == run(mode)
+
+
+def test_oversampling_carries_the_groups_that_have_not_ended():
+    found = run(OVERSAMPLING)
+    # 10 groups are in flight for each batch of 8.
+    assert (found.started, found.unfinished) == (5 * 8 + 2, 2)
+    assert found.dropped == 0
+    assert found.max_age >= 1
+
+
+def test_oversampling_is_faster_than_waiting_for_the_longest():
+    assert run(OVERSAMPLING, steps=20).step_seconds < 0.9 * run(MODES[0], steps=20).step_seconds
+
+
+@pytest.mark.parametrize("mode", [FINISH, CONTINUE], ids=lambda mode: mode.name)
+def test_streaming_keeps_both_pools_busy_and_drops_what_is_too_old(mode):
+    balanced = replace(CLUSTER, learn_token=6e-4)
+    found = run(mode, balanced, steps=20, warm_up=5)
+    assert found.max_age <= 4
+    assert found.tokens_per_second > run(K1, balanced, steps=20, warm_up=5).tokens_per_second
+    # With a limit of 0 there is nothing to gain: what was sampled before an update is dropped.
+    on_policy = run(replace(mode, max_staleness=0), balanced, steps=5)
+    assert on_policy.max_age == 0
+
+
+def test_completions_that_finish_have_one_version_and_those_that_continue_several():
+    lengths = LongTail.with_longest(400, ratio=8, of=512)
+    assert not _mixed(FINISH, lengths)
+    assert _mixed(CONTINUE, lengths)
+
+
+def _mixed(mode, lengths):
+    """Return whether a step has tokens of an age that is no whole number of completions."""
+    found = run(mode, lengths=lengths, steps=6)
+    return any(abs(tokens - round(tokens)) > 1e-6 for tokens in found.ages.values())
+
+
+def test_a_driver_that_takes_longer_than_both_pools_sets_the_pace():
+    slow = replace(CLUSTER, group_seconds=5.0)
+    found = run(CONTINUE, slow, steps=6, warm_up=2)
+    assert found.step_seconds >= 8 * 5.0 - 1e-6
+    assert found.driver == pytest.approx(1.0)

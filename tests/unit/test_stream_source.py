@@ -1,0 +1,388 @@
+"""Groups sampled all the time, on fake engines: ages, the bound, drops, resuming, failures."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from support.fake_runs import (
+    INTERVALS,
+    SAMPLING,
+    Record,
+    RecordingEngine,
+    full_settings,
+    latest_checkpoint,
+    lines_of,
+    open_run,
+    plan_of,
+    record_of,
+    rollouts_of,
+    saved_steps,
+    sometimes_right,
+)
+from trigon.errors import EngineError, LostSamplersError, RewardError
+from trigon.grace import Grace
+from trigon.loop import train
+from trigon.report.console import Console
+from trigon.run import Hooks
+from trigon.training.fake import FAKE_LOGPROB
+from trigon.types import Completion
+
+PER_STEP = 4
+STREAM_SAMPLING = replace(SAMPLING, max_tokens=200)
+
+
+class StreamingEngine(RecordingEngine):
+    """An engine that samples after awake(), too.
+
+    pause_after: forward passes, after which a call waits until it is interrupted, or for so many
+    steps of the learner as pause_steps; but not for long, since the learner may wait for it.
+    is_idle: whether no call of generate_until runs. losses: calls, from 0, whose odd prompts are
+    returned as they were begun, as those of a lost replica. failures: errors of calls. fails: for
+    each prompt; failing: of these calls.
+    """
+
+    def prepare(self, *, pause_after=0, pause_steps=0, losses=(), failures=None, fails=False, failing=()):
+        self.failing = failing
+        self.pause_after, self.pause_steps = pause_after, pause_steps
+        self.losses, self.failures, self.fails = losses, failures or {}, fails
+        self.num_steps = 0
+        self.num_calls = 0
+        self.record = Record()
+        self.is_idle = True
+        return self
+
+    @contextmanager
+    def awake(self, weights, *, version):
+        assert self.is_idle, "weights are sent while completions run"
+        with super().awake(weights, version=version):
+            yield
+        self._awake = True
+
+    def generate_until(self, prompts, sampling, until, *, step, on_progress=None, on_group=None):
+        call, self.num_calls = self.num_calls, self.num_calls + 1
+        if call in self.failures:
+            raise self.failures[call]
+        if self.fails or call in self.failing:
+            return [[] for _ in prompts]
+        lost = {index for index in range(len(prompts)) if call in self.losses and index % 2}
+
+        passes = itertools.count(1)
+
+        def advance(k):
+            on_progress(k)
+            if next(passes) == self.pause_after:
+                started, steps = time.monotonic(), self.num_steps
+                while time.monotonic() < started + 0.5 and (
+                    self.num_steps < steps + self.pause_steps if self.pause_steps else until.interrupted is None
+                ):
+                    time.sleep(0.002)
+                    on_progress(None)
+
+        def receive(index, completions):
+            if index not in lost:
+                on_group(index, completions)
+
+        self.is_idle = False
+        try:
+            rows = super().generate_until(prompts, sampling, until, step=step, on_progress=advance, on_group=receive)
+        finally:
+            self.is_idle = True
+        nothing = [Completion((), (), "unfinished", "", self._version)] * sampling.n
+        return [list(until.begun[index]) or nothing if index in lost else row for index, row in enumerate(rows)]
+
+
+def stream(parts, k, partial, *, steps, complete=sometimes_right, tokens_per_step=1, waits=False, **options):
+    """Return the settings of a run. waits: a step waits until all that may begin has ended."""
+    rollout = StreamingEngine(
+        tokenizer=parts.processors.tokenizer,
+        stop_token_id=parts.processors.stop_token_ids[0],
+        complete=complete,
+        token_logprob=FAKE_LOGPROB,
+        tokens_per_step=tokens_per_step,
+    ).prepare(**options)
+
+    def on_rollouts(groups):
+        rollout.num_steps += 1
+        if waits:
+            wait_for_samplers()
+
+    return {
+        "rollout": rollout,
+        "max_staleness": k,
+        "partial": partial,
+        "has_pools": True,
+        "sampling": STREAM_SAMPLING,
+        "plan": plan_of(steps=steps),
+        "hooks": Hooks(on_rollouts=on_rollouts),
+    }
+
+
+def wait_for_samplers():
+    for thread in threading.enumerate():
+        if thread.name.startswith("sampling for step"):
+            thread.join(30)
+
+
+def long_tailed(so_far, version, seed):
+    """Complete some prompts in a few tokens, and others in many."""
+    if int(so_far.ground_truth) % 3 == 0:
+        return "no idea " * 40
+    return so_far.ground_truth if seed % 2 else "no idea"
+
+
+def rows_by_step(folder):
+    return {int(name[5:11]): rows for name, rows in rollouts_of(folder).items() if name.startswith("step_")}
+
+
+def runs_of(row):
+    return [tuple(run) for run in row["policy_versions"]] or [(row["policy_version"], row["num_tokens"])]
+
+
+def learned_prompts(folder):
+    """Return how often each row of the dataset was learned from."""
+    rows = [row for rows in rows_by_step(folder).values() for row in rows[:: SAMPLING.n]]
+    return Counter(row["prompt_id"].partition("#")[0] for row in rows)
+
+
+def drawn_prompts(parts, folder, steps):
+    """Return how often so many steps draw each row of the dataset."""
+    with open_run(parts, folder) as run:
+        return Counter(each.prompt_id.partition("#")[0] for each in run.prompts.take(steps * PER_STEP))
+
+
+def check_ages(folder, k):
+    """Check that no token is older than k, and that the metrics say how old they are."""
+    for step, rows in rows_by_step(folder).items():
+        assert len(rows) == PER_STEP * SAMPLING.n
+        ages = Counter()
+        for row in rows:
+            assert row["finish_reason"] in {"stop", "length"}
+            assert sum(count for _, count in runs_of(row)) == row["num_tokens"]
+            for version, count in runs_of(row):
+                ages[step - 1 - version] += count
+        assert 0 <= min(ages) <= max(ages) <= k
+        line = lines_of(folder)[step]
+        assert line["staleness/max"] == max(ages)
+        assert line["staleness/mean"] == pytest.approx(sum(a * c for a, c in ages.items()) / ages.total())
+
+
+@pytest.mark.parametrize("partial", ["finish", "continue"])
+def test_samplers_that_are_faster_stay_max_staleness_steps_ahead(parts, tmp_path, partial):
+    with open_run(parts, tmp_path, **stream(parts, 3, partial, steps=8, waits=True)) as run:
+        assert train(run, None).step == 8
+        events = record_of(run).events
+    # Steps 1 to 4 have weights 0, and each step later begins as many groups as it learns from.
+    versions = [{row["policy_version"] for row in rows} for rows in rows_by_step(tmp_path).values()]
+    assert versions == [{0}, {0}, {0}, {0}, {1}, {2}, {3}, {4}]
+    sampled = [event for event in run.rollout.record.events if "until" in event]
+    assert sampled == ["sample 16 for 1 until 16", *[f"sample 4 for {step} until 4" for step in range(2, 6)]]
+    assert events.count("learn from 4") == 8
+    lines = lines_of(tmp_path)
+    assert all(lines[step]["staleness/dropped_groups"] == 0 for step in range(1, 9))
+    assert [lines[step]["rollout/waiting_groups"] for step in (6, 7, 8)] == [8, 4, 0]
+    assert max(line["rollout/waiting_groups"] for line in lines.values()) <= 3 * PER_STEP
+    check_ages(tmp_path, 3)
+
+
+def test_completions_that_continue_have_the_version_of_each_token(parts, tmp_path):
+    with open_run(
+        parts, tmp_path, **stream(parts, 8, "continue", steps=6, complete=long_tailed, pause_after=30)
+    ) as run:
+        assert train(run, None).step == 6
+    check_ages(tmp_path, 8)
+    rows = [row for rows in rows_by_step(tmp_path).values() for row in rows]
+    several = [row for row in rows if row["policy_versions"]]
+    assert several
+    for row in several:
+        versions = [version for version, _ in row["policy_versions"]]
+        assert versions == sorted(set(versions))
+        assert row["policy_version"] == versions[-1]
+    assert sum(line["rollout/carried_tokens"] for line in lines_of(tmp_path).values()) > 0
+    assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 6)
+
+
+def test_completions_that_finish_have_one_version_and_steps_go_on_meanwhile(parts, tmp_path):
+    options = {"complete": long_tailed, "pause_after": 40, "pause_steps": 2}
+    with open_run(parts, tmp_path, **stream(parts, 8, "finish", steps=6, **options)) as run:
+        assert train(run, None).step == 6
+        awake = [event for event in run.rollout.record.events if event.startswith("awake")]
+    check_ages(tmp_path, 8)
+    assert all(not row["policy_versions"] for rows in rows_by_step(tmp_path).values() for row in rows)
+    assert len(awake) < 6  # the weights were not sent in each step
+    compared = ["parity/logprobs_diff_mean" in line for line in lines_of(tmp_path).values()]
+    assert compared.count(True) == len(set(awake))
+    assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 6)
+
+
+@pytest.mark.parametrize("partial", ["finish", "continue"])
+def test_groups_that_become_too_old_are_counted_and_begin_again(parts, tmp_path, partial):
+    options = {"complete": long_tailed, "pause_after": 30}
+    with open_run(parts, tmp_path, **stream(parts, 2, partial, steps=8, **options)) as run:
+        assert train(run, None).step == 8
+    check_ages(tmp_path, 2)
+    lines = list(lines_of(tmp_path).values())
+    # Completions that finish end before the groups that began with them are used up.
+    assert (sum(line["staleness/dropped_groups"] for line in lines) > 0) == (partial == "continue")
+    assert (sum(line["staleness/dropped_tokens"] for line in lines) > 0) == (partial == "continue")
+    assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 8)
+
+
+@pytest.mark.parametrize("partial", ["finish", "continue"])
+@pytest.mark.parametrize("stopped_after", [1, 3])
+def test_a_run_that_resumes_learns_from_each_prompt_once(parts, tmp_path, partial, stopped_after):
+    settings = full_settings(6) | stream(parts, 4, partial, steps=6, complete=long_tailed, pause_after=30)
+    with open_run(parts, tmp_path, **settings) as run:
+        asked = itertools.count(1)
+        assert train(replace(run, should_stop=lambda: next(asked) == stopped_after), None).step == stopped_after
+    saved = latest_checkpoint(tmp_path).progress["streamed"]
+    assert len(saved["ready"]) + len(saved["carried"]) == min(5, 7 - stopped_after) * PER_STEP - PER_STEP
+    tokens = sum(len(each["token_ids"]) for group in saved["carried"] for each in group["completions"])
+    assert (tokens > 0) == (partial == "continue")
+    with open_run(parts, tmp_path, **settings) as run:
+        assert train(run, latest_checkpoint(tmp_path)).step == 6
+    check_ages(tmp_path, 4)
+    assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 6)
+
+
+def test_groups_of_another_size_are_sampled_again_by_a_run_that_resumes(parts, tmp_path):
+    with open_run(parts, tmp_path, **stream(parts, 3, "finish", steps=4, waits=True)) as run:
+        train(replace(run, should_stop=lambda: True), None)
+    assert len(latest_checkpoint(tmp_path).progress["streamed"]["ready"]) == 3 * PER_STEP
+    shown = io.StringIO()
+    settings = stream(parts, 3, "finish", steps=4) | {"sampling": replace(STREAM_SAMPLING, n=2)}
+    with open_run(parts, tmp_path, **settings) as run:
+        run.report._console = Console(stream=shown, progress=False)
+        assert train(run, latest_checkpoint(tmp_path)).step == 4
+    assert "12 groups that the saved run had sampled ahead are sampled again" in " ".join(shown.getvalue().split())
+    learned = {step: Counter(row["prompt_id"] for row in rows) for step, rows in rows_by_step(tmp_path).items()}
+    assert [set(counts.values()) for counts in learned.values()] == [{3}, {2}, {2}, {2}]
+    names = Counter(name.partition("#")[0] for counts in learned.values() for name in counts)
+    assert names == drawn_prompts(parts, tmp_path / "other", 4)
+
+
+def test_a_step_that_is_left_saves_the_groups_that_it_was_to_learn_from(parts, tmp_path):
+    grace = Grace(1e-9)  # shorter than any save
+    settings = full_settings(6) | stream(parts, 3, "continue", steps=6)
+    reference, calls = settings["reference"], []
+
+    class StoppingReference:
+        def logprobs(self, groups):
+            calls.append(len(groups))
+            if len(calls) == 4:
+                grace.request(limited=True)
+            return reference.logprobs(groups)
+
+    with open_run(parts, tmp_path, **settings | {"reference": StoppingReference(), "grace": grace}) as run:
+        assert train(run, None).step == 3
+    assert saved_steps(tmp_path) == [2, 3]
+    saved = latest_checkpoint(tmp_path).progress["streamed"]
+    assert len(saved["ready"]) + len(saved["carried"]) == 3 * PER_STEP
+    with open_run(parts, tmp_path, **settings) as run:
+        assert train(run, latest_checkpoint(tmp_path)).step == 6
+    assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 6)
+
+
+@pytest.mark.parametrize("partial", ["finish", "continue"])
+def test_what_a_lost_sampler_had_is_sampled_again(parts, tmp_path, partial):
+    settings = stream(parts, 3, partial, steps=6, complete=long_tailed, pause_after=30, losses=(0, 2))
+    with open_run(parts, tmp_path, **settings) as run:
+        assert train(run, None).step == 6
+    check_ages(tmp_path, 3)
+    assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 6)
+
+
+def test_a_flight_whose_samplers_were_all_lost_is_flown_again(parts, tmp_path):
+    failures = {1: LostSamplersError("all are lost")}
+    with open_run(parts, tmp_path, **stream(parts, 2, "continue", steps=5, waits=True, failures=failures)) as run:
+        assert train(run, None).step == 5
+    assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 5)
+
+
+def test_a_step_is_saved_before_the_error_of_what_is_sampled_meanwhile_ends_the_run(parts, tmp_path):
+    settings = stream(parts, 2, "continue", steps=5, waits=True, failures={1: RewardError("as asked")})
+    settings |= {"intervals": replace(INTERVALS, save_every=2)}
+    with open_run(parts, tmp_path, **settings) as run, pytest.raises(RewardError, match="as asked"):
+        train(run, None)
+    assert saved_steps(tmp_path) == [2]
+    with open_run(parts, tmp_path, **stream(parts, 2, "continue", steps=5)) as run:
+        assert train(run, latest_checkpoint(tmp_path)).step == 5
+    assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 5)
+
+
+def test_a_prompt_that_fails_is_counted_and_another_one_takes_its_place(parts, tmp_path):
+    def complete(so_far, version, seed):
+        return None if so_far.ground_truth == "12" else so_far.ground_truth
+
+    with open_run(parts, tmp_path, **stream(parts, 2, "finish", steps=4, complete=complete)) as run:
+        assert train(run, None).step == 4
+    failed = sum(line["rollout/num_set_aside"] for line in lines_of(tmp_path).values())
+    assert failed >= 1
+    assert learned_prompts(tmp_path).total() == 16
+    assert "train:2" not in learned_prompts(tmp_path)
+
+
+def test_an_engine_that_fails_for_every_prompt_ends_the_run(parts, tmp_path):
+    settings = stream(parts, 2, "continue", steps=2, fails=True)
+    with open_run(parts, tmp_path, **settings) as run, pytest.raises(EngineError, match="any of 8 prompts"):
+        train(run, None)
+
+
+@pytest.mark.parametrize("failing", [{1}, {1, 2}])
+def test_a_flight_of_few_prompts_may_fail_once(parts, tmp_path, failing):
+    drawn, later = drawn_prompts(parts, tmp_path / "other", 3), drawn_prompts(parts, tmp_path / "later", 4)
+    once = next(name for name, count in drawn.items() if count == later[name] == 1)
+    failed = str(10 + int(once.removeprefix("train:")))
+
+    def complete(so_far, version, seed):
+        return None if so_far.ground_truth == failed else so_far.ground_truth
+
+    # Calls: 12 prompts, of which one fails; one in its place; one in the place of that.
+    settings = stream(parts, 2, "finish", steps=3, complete=complete, waits=True, failing=failing)
+    with open_run(parts, tmp_path, **settings) as run:
+        if len(failing) == 2:
+            with pytest.raises(EngineError, match="any of 1 prompts"):
+                train(run, None)
+            return
+        assert train(run, None).step == 3
+        assert [event for event in run.rollout.record.events if "until" in event][1:] == [
+            "sample 1 for 3 until 1",
+        ]
+    assert sum(line["rollout/num_set_aside"] for line in lines_of(tmp_path).values()) == 2
+    assert learned_prompts(tmp_path).total() == 12
+
+
+def test_a_validation_has_the_newest_weights_and_waits_for_what_runs(parts, tmp_path):
+    settings = full_settings(4) | stream(parts, 3, "continue", steps=4, complete=long_tailed, pause_after=30)
+    with open_run(parts, tmp_path, **settings) as run:
+        train(run, None)
+    for step in (2, 4):
+        validated = rollouts_of(tmp_path)[f"validation_{step:06d}.jsonl"]
+        assert {row["policy_version"] for row in validated} == {step}
+
+
+def test_a_batch_sampled_one_step_ahead_goes_on_in_a_run_that_samples_further_ahead(parts, tmp_path):
+    with open_run(parts, tmp_path, **stream(parts, 1, "finish", steps=4, tokens_per_step=None)) as run:
+        train(replace(run, should_stop=lambda: True), None)
+    ahead = [group["prompt_id"] for group in latest_checkpoint(tmp_path).progress["ahead"]["groups"]]
+    with open_run(parts, tmp_path, **stream(parts, 3, "continue", steps=4)) as run:
+        assert train(run, latest_checkpoint(tmp_path)).step == 4
+    assert sorted(row["prompt_id"] for row in rows_by_step(tmp_path)[2][:: SAMPLING.n]) == sorted(ahead)
+    assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 4)
+
+
+def test_a_run_that_samples_in_line_names_how_many_groups_it_drops(parts, tmp_path):
+    with open_run(parts, tmp_path, **stream(parts, 3, "continue", steps=4)) as run:
+        train(replace(run, should_stop=lambda: True), None)
+    shown = io.StringIO()
+    with open_run(parts, tmp_path, plan=plan_of(steps=2)) as run:
+        run.report._console = Console(stream=shown, progress=False)
+        assert train(run, latest_checkpoint(tmp_path)).step == 2
+    assert "12 groups that the saved run had sampled ahead are dropped" in " ".join(shown.getvalue().split())

@@ -1,0 +1,281 @@
+"""Sequence parallelism: several ranks compute one packed row together, a slice of its tokens each.
+
+    row           t0 t1 t2 t3 | t4 t5 t6 --      4 heads, 2 ranks; -- is padding
+    rank 0 holds  t0 t1 t2 t3                    outside of attention: all heads of its tokens
+    rank 1 holds              | t4 t5 t6 --
+    attention     rank 0: heads 0 and 1 of t0 ... t6, rank 1: heads 2 and 3 of t0 ... t6
+
+Everything but attention is computed for each token by itself. Around attention the ranks exchange
+tokens for heads, all-to-all, and back (DeepSpeed Ulysses, arXiv:2309.14509), so that each kernel
+has the complete row. Images are dealt out over the ranks, and each token's features sent to the
+rank that holds it. Of the results of sampled tokens each rank gets those of the complete row.
+
+Every exchange is a collective call, in the forward, in the backward and where layers are computed
+again: all ranks of a row make the same ones, in the same order. Does not depend on models or
+sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trigon.errors import ConfigError
+from trigon.types import PackedGroups, Vision
+
+_ATTENTION = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class RowRanks:
+    """The ranks that compute rows together. rank: of this process among them, from 0.
+
+    group: the torch process group of these ranks.
+    """
+
+    rank: int
+    size: int
+    group: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSlice:
+    """The part of a row that a rank holds, padded to the same length on all ranks.
+
+    token_ids: [L] int64. position_ids: [1 or 3, L]. start: the first token in the row. On the CPU.
+    """
+
+    token_ids: Tensor
+    position_ids: Tensor
+    start: int
+
+    def held(self, places: Tensor) -> Tensor:
+        """Return the indices of those positions of the row that are in this slice, ascending."""
+        return ((places >= self.start) & (places < self.start + len(self.token_ids))).nonzero().flatten()
+
+
+def require_divisible_heads(text_config: Any, size: int, *, model_type: str) -> None:
+    """Raise ConfigError unless the attention of a model can be computed by so many ranks.
+
+    text_config: the config of the language model.
+    """
+    kinds = sorted({*(getattr(text_config, "layer_types", None) or ())} - {*_ATTENTION})
+    if kinds:
+        raise ConfigError(
+            f"worker.actor.ulysses_sequence_parallel_size is {size}, but the {model_type} model has layers of type "
+            f"{', '.join(kinds)}, which compute one token after the other and cannot exchange them for heads; set it "
+            "to 1"
+        )
+    heads = int(text_config.num_attention_heads)
+    if heads % size:
+        divisors = " or ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise ConfigError(
+            f"worker.actor.ulysses_sequence_parallel_size is {size}, but the {model_type} model has {heads} attention "
+            f"heads, of which each rank computes as many; set it to {divisors}"
+        )
+
+
+def slice_of(packed: PackedGroups, ranks: RowRanks | None) -> RowSlice:
+    """Return this rank's slice of a row; all of the row if ranks is None. Copies nothing then.
+
+    The row is padded at its end with copies of token 0 at position 0, which nothing attends to.
+    """
+    if ranks is None:
+        return RowSlice(packed.token_ids, packed.position_ids, 0)
+    length = slice_length(len(packed.token_ids), ranks)
+    start, padding = ranks.rank * length, ranks.size * length - len(packed.token_ids)
+    token_ids, position_ids = (pad(tensor, (0, padding)) for tensor in (packed.token_ids, packed.position_ids))
+    return RowSlice(token_ids[start : start + length], position_ids[:, start : start + length], start)
+
+
+def slice_length(tokens: int, ranks: RowRanks) -> int:
+    """Return the tokens of each rank's slice of a row, with padding."""
+    return -(-tokens // ranks.size)
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+def tokens_for_heads(
+    query: Tensor, key: Tensor, value: Tensor, tokens: int, ranks: RowRanks
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Exchange all heads of this rank's L tokens for this rank's heads of all tokens of the row.
+
+    Key heads are repeated until their number is a multiple of the ranks, if it is not.
+
+    Args: query: [1, H, L, D]. key, value: [1, K, L, D]. tokens: T of the row, without padding.
+    Returns: [1, H / ranks, T, D] and twice [1, K' / ranks, T, D], where K' divides H.
+    """
+    key_heads = lcm(key.shape[1], ranks.size)
+    repeats = key_heads // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    # One exchange for all three. [1, H, L, D] -> [ranks, H / ranks, L, D]
+    parts = [states[0].reshape(ranks.size, -1, *states.shape[2:]) for states in (query, key, value)]
+    received = _exchange(torch.cat(parts, 1), ranks)
+    complete = received.transpose(0, 1).flatten(1, 2)[None, :, :tokens]
+    queries, keys, values = torch.split(complete, [part.shape[1] for part in parts], 1)
+    return queries, keys, values
+
+
+def heads_for_tokens(output: Tensor, length: int, ranks: RowRanks) -> Tensor:
+    """Exchange this rank's heads of the row for all heads of this rank's tokens.
+
+    Args: output: [1, T, H / ranks, D]. length: L of a slice. Returns: [1, L, H, D]; 0 for padding.
+    """
+    padding = length * ranks.size - output.shape[1]
+    if padding:
+        output = pad(output, (0, 0, 0, 0, 0, padding))
+    received = _exchange(output[0].reshape(ranks.size, length, *output.shape[2:]), ranks)
+    return received.transpose(0, 1).flatten(1, 2)[None]
+
+
+# -- images ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DealtImages:
+    """The images and videos of a row, dealt out over the ranks.
+
+    own: those that this rank encodes, in row order, one each. send_counts: how many of their
+    features go to each rank. receive_counts: how many this rank gets from each.
+    places: [M] where the received features are in this rank's slice, in the order of their arrival.
+    """
+
+    own: tuple[Vision, ...]
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    places: Tensor
+
+
+def deal_images(
+    visions: Sequence[Vision], places: Tensor, row: RowSlice, ranks: RowRanks, *, merge: int, by_hash: bool
+) -> DealtImages:
+    """Deal the images of a row out over the ranks, balanced by their patches.
+
+    Args:
+        places: [F] the positions of the placeholder tokens in the row, ascending; as many as there
+            are features.
+        merge: patches along each side that become one feature.
+        by_hash: the content of an image decides which rank encodes it, so that the rank finds its
+            features in its cache when the image comes again.
+    """
+    images = [image for vision in visions for image in _each(vision)]
+    patches = [int(image.grid_thw.prod()) for image in images]
+    if by_hash and all(image.hashes for image in images):
+        owners = [crc32(image.hashes[0].encode()) % ranks.size for image in images]
+    else:
+        owners = _balanced(patches, ranks.size)
+    # For each feature: which rank computes it, and which rank holds its token.
+    counts = torch.tensor(patches) // merge**2
+    computed_by = torch.tensor(owners).repeat_interleave(counts)
+    held_by = places // len(row.token_ids)
+    mine = held_by == ranks.rank
+    arrivals = [places[mine & (computed_by == rank)] - row.start for rank in range(ranks.size)]
+    sent = held_by[computed_by == ranks.rank].bincount(minlength=ranks.size)
+    return DealtImages(
+        own=tuple(image for image, owner in zip(images, owners, strict=True) if owner == ranks.rank),
+        send_counts=tuple(sent.tolist()),
+        receive_counts=tuple(len(part) for part in arrivals),
+        places=torch.cat(arrivals),
+    )
+
+
+def send_features(
+    features: Tensor, deepstack: Sequence[Tensor], dealt: DealtImages, ranks: RowRanks
+) -> tuple[Tensor, list[Tensor]]:
+    """Send the features of this rank's images to the ranks of their tokens.
+
+    Args: features: [features of own images, D]. deepstack: the same for each of the first layers.
+    Returns: the same for the tokens of this rank, [M, D], in the order of dealt.places.
+    """
+    columns = torch.cat([features, *deepstack], 1)
+    received: Tensor = _AllToAll.apply(columns, dealt.send_counts, dealt.receive_counts, ranks.group)  # type: ignore[no-untyped-call]
+    tokens, *layers = torch.split(received, [part.shape[1] for part in (features, *deepstack)], 1)
+    return tokens, layers
+
+
+def _each(vision: Vision) -> list[Vision]:
+    """Return each image or video of a vision by itself."""
+    pixels = torch.split(vision.pixel_values, vision.grid_thw.prod(dim=1).tolist())
+    return [
+        Vision(part, vision.grid_thw[index : index + 1], vision.hashes[index : index + 1], vision.kind)
+        for index, part in enumerate(pixels)
+    ]
+
+
+def _balanced(costs: Sequence[int], size: int) -> list[int]:
+    """Return the owner of each cost: the most expensive first, each to the rank with least."""
+    sums, owners = [0] * size, [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        owners[index] = sums.index(min(sums))
+        sums[owners[index]] += costs[index]
+    return owners
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+def complete_results(own: Tensor, indices: Tensor, total: int, ranks: RowRanks) -> Tensor:
+    """Return the results of all tokens of a row, on each of its ranks.
+
+    Each rank goes on to compute the loss of the complete row. The gradient of a result flows into
+    the rank that computed it, and there once, not once for each copy of the loss.
+
+    Args:
+        own: [columns, S of this rank]. indices: [S of this rank], their places among all.
+        total: S of the row.
+    Returns: [columns, S].
+    """
+    results: Tensor = _CompleteResults.apply(own, indices, total, ranks.group)  # type: ignore[no-untyped-call]
+    return results
+
+
+class _CompleteResults(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, indices: Tensor, total: int, group: Any) -> Tensor:
+        ctx.save_for_backward(indices)
+        results = own.new_zeros(len(own), total).index_copy_(1, indices, own)
+        dist.all_reduce(results, group=group)  # of each column all ranks but one have 0
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (indices,) = ctx.saved_tensors
+        return gradients[0].index_select(1, indices), None, None, None
+
+
+def _exchange(tensor: Tensor, ranks: RowRanks) -> Tensor:
+    """Return, as [ranks, ...], what each rank has at this rank's place of the first dimension."""
+    counts = (1,) * ranks.size
+    received: Tensor = _AllToAll.apply(tensor, counts, counts, ranks.group)  # type: ignore[no-untyped-call]
+    return received
+
+
+class _AllToAll(torch.autograd.Function):
+    """Send consecutive rows of a tensor to the ranks. The backward sends gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, send_counts: tuple[int, ...], receive_counts: tuple[int, ...], group: Any
+    ) -> Tensor:
+        ctx.send_counts, ctx.receive_counts, ctx.group = send_counts, receive_counts, group
+        return _all_to_all(tensor, send_counts, receive_counts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_to_all(gradients[0], ctx.receive_counts, ctx.send_counts, ctx.group), None, None, None
+
+
+def _all_to_all(tensor: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: Any) -> Tensor:
+    received = tensor.new_empty(sum(receive_counts), *tensor.shape[1:])
+    dist.all_to_all_single(received, tensor.contiguous(), [*receive_counts], [*send_counts], group=group)
+    return received

@@ -1,0 +1,214 @@
+"""The features of the images and videos of a packed row, by a model's vision tower.
+
+All images of a row are encoded together, or, with a cache, each by itself unless it is cached. With
+sequence parallelism the ranks of a row encode some of its images each. A tower that is sharded over
+ranks runs equally often on all of them: on empty images where a rank has fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trigon.errors import ModelError
+from trigon.models.families import ModelFamily
+from trigon.models.features import VisionFeatureCache, VisionFeatures
+from trigon.models.sequence_parallel import DealtImages, RowRanks, RowSlice, deal_images, send_features
+from trigon.models.tiles import to_tiles
+from trigon.models.transfer import concatenated, to_device
+from trigon.models.vision_inputs import tower_inputs
+from trigon.types import PackedGroups, Vision
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowFeatures:
+    """The features of a row's images, as far as this rank holds their tokens.
+
+    tokens: [M, D]. deepstack: [M, D] for each of the first decoder layers; empty without deepstack.
+    places: [M] int64 on the CPU, the positions of their tokens in the rank's slice.
+    """
+
+    tokens: Tensor
+    deepstack: list[Tensor]
+    places: Tensor
+
+
+class VisionEncoder:
+    """Runs the vision tower of a model.
+
+    Args:
+        cache: of a frozen tower; then each image or video is encoded by itself, cached or not, so
+            that its features are bit for bit the same in every row.
+        all_reduce_max: returns the maximum of a number over all ranks, for the cache.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        family: ModelFamily,
+        *,
+        cache: VisionFeatureCache | None = None,
+        all_reduce_max: Callable[[int], int] = int,
+    ) -> None:
+        self._model = model
+        self._family = family
+        self._cache = cache
+        self._all_reduce_max = all_reduce_max
+
+    def encode_row(
+        self, packed: PackedGroups, row: RowSlice, embeddings: Tensor, ranks: RowRanks | None
+    ) -> RowFeatures:
+        """Return the features of a row that has images.
+
+        Args: row: this rank's slice. embeddings: of its tokens, for their dtype and device.
+        Raises: ModelError if the images do not match the placeholder tokens of the row.
+        """
+        placeholders = torch.tensor(self._family.placeholder_token_ids(self._model.config))
+        places = torch.isin(packed.token_ids, placeholders).nonzero().flatten()
+        if ranks is None:
+            features, deepstack = self._encode_all(packed.visions, embeddings.device)
+            _require_features(packed, len(places), len(features))
+            return RowFeatures(features, deepstack, places)
+        merge = self._family.spatial_merge(self._model.config)
+        patches = sum(int(vision.grid_thw.prod(1).sum()) for vision in packed.visions)
+        _require_features(packed, len(places), patches // merge**2)
+        dealt = deal_images(packed.visions, places, row, ranks, merge=merge, by_hash=self._cache is not None)
+        features, deepstack = self._encode_dealt(dealt, embeddings)
+        return RowFeatures(*send_features(features, deepstack, dealt, ranks), dealt.places)
+
+    def run_without_images(self, embeddings: Tensor) -> Tensor:
+        """Run the tower as often as other ranks do, and return the embeddings, with its gradient.
+
+        The gradient is zero.
+        """
+        if self._cache is not None:
+            self._run_dummy(self._all_reduce_max(0))
+        elif self._family.has_vision:
+            features, deepstack = self._encode(*self._empty_image())
+            return embeddings + 0.0 * sum(part.sum() for part in (features, *deepstack))
+        return embeddings
+
+    def clear_features(self) -> None:
+        """Clear the cache, after the weights of the tower have changed."""
+        if self._cache is not None:
+            self._cache.clear()
+
+    def _encode_dealt(self, dealt: DealtImages, embeddings: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the features of this rank's images, in the dtype of the embeddings.
+
+        The tower of a rank without images runs as often as that of the others.
+        """
+        if dealt.own:
+            features, deepstack = self._encode_all(dealt.own, embeddings.device)
+        elif self._cache is None:
+            # What is sent of it is empty, but its backward runs.
+            features, deepstack = self._encode(*self._empty_image())
+            features, deepstack = features[:0], [part[:0] for part in deepstack]
+        else:
+            self._run_dummy(self._all_reduce_max(0))
+            tower: Any = self._family.vision_tower(self._model)
+            num_deepstack = len(tower.deepstack_merger_list) if self._family.deepstack else 0
+            features, *deepstack = [embeddings.new_zeros(0, embeddings.shape[-1])] * (1 + num_deepstack)
+        return features.to(embeddings.dtype), [part.to(embeddings.dtype) for part in deepstack]
+
+    def _encode_all(self, visions: Sequence[Vision], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """Run the tower on all these images and videos; see _encode."""
+        if self._cache is not None:
+            return self._encode_each(visions, self._cache)
+        grid_thw = torch.cat([vision.grid_thw for vision in visions])
+        pixels = self._tower_pixels(concatenated([vision.pixel_values for vision in visions], device), grid_thw)
+        return self._run_tower(pixels, grid_thw)
+
+    def _encode(self, pixel_values: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Run the vision tower on images and videos.
+
+        Args: pixel_values: [patches, values], grid_thw: [images and videos, 3], both on the CPU.
+        Returns: features [tokens, D], and with deepstack [tokens, D] for each of the first layers.
+        """
+        return self._run_tower(self._tower_pixels(pixel_values, grid_thw), grid_thw)
+
+    def _tower_pixels(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
+        """Return pixels as the vision tower takes them, on its device and in its dtype."""
+        tower: Any = self._family.vision_tower(self._model)
+        if self._family.tiles:
+            pixel_values = to_tiles(pixel_values, grid_thw, self._family.patch_size(self._model.config))
+        return to_device(pixel_values, tower.device).to(tower.dtype)
+
+    def _run_tower(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the features of images and videos, given their pixels; see _encode."""
+        tower: Any = self._family.vision_tower(self._model)
+        if self._family.tiles:
+            return self._family.image_features(self._model, pixels), []
+        output = tower(pixels, grid_thw=grid_thw, **tower_inputs(tower, grid_thw))
+        return output.pooler_output, output.deepstack_features if self._family.deepstack else []
+
+    @torch.no_grad()
+    def _encode_each(self, visions: Sequence[Vision], cache: VisionFeatureCache) -> tuple[Tensor, list[Tensor]]:
+        """Return the same as _encode_all; each image is encoded by itself, or looked up.
+
+        Nothing is cached if their hashes are unknown.
+        """
+        tower: Any = self._family.vision_tower(self._model)
+        grid_thw = torch.cat([vision.grid_thw for vision in visions])
+        hashes = tuple(key for vision in visions for key in vision.hashes)
+        parts = [
+            part
+            for vision in visions
+            for part in torch.split(vision.pixel_values, vision.grid_thw.prod(dim=1).tolist())
+        ]
+        features = cache.lookup(hashes, tower.device)
+        keys = hashes or tuple(map(str, range(len(parts))))
+        misses = {key: index for index, key in enumerate(keys) if key not in features}  # duplicates once
+        # Before the tower runs: other ranks may have fewer images to encode.
+        runs = self._all_reduce_max(len(misses))
+        for key, index in misses.items():
+            tokens, deepstack = self._encode(parts[index], grid_thw[index : index + 1])
+            features[key] = VisionFeatures(tokens, tuple(deepstack))
+            if hashes:
+                cache.store(key, features[key])
+        self._run_dummy(runs - len(misses))
+        return torch.cat([features[key].tokens for key in keys]), [
+            torch.cat(layer) for layer in zip(*(features[key].deepstack for key in keys), strict=True)
+        ]
+
+    @torch.no_grad()
+    def _run_dummy(self, times: int) -> None:
+        """Run the tower on an empty image this many times.
+
+        As often as the rank with most images runs it.
+        """
+        for _ in range(times):
+            self._encode(*self._empty_image())
+
+    def _empty_image(self) -> tuple[Tensor, Tensor]:
+        side = self._family.patches_per_side(self._model.config)
+        values = self._family.values_per_patch(self._model.config)
+        return torch.zeros(side * side, values), torch.tensor([[1, side, side]])
+
+
+def _require_features(packed: PackedGroups, num_places: int, num_features: int) -> None:
+    """Raise ModelError unless each placeholder token of a row has its feature."""
+    if num_places != num_features:
+        count = sum(len(vision.grid_thw) for vision in packed.visions)
+        raise ModelError(
+            f"A packed row has {num_places} placeholder tokens, but its {count} images and videos give "
+            f"{num_features} features. Build prompts and images with the same processor."
+        )
+
+
+def add_deepstack(hidden_states: Tensor, places: Tensor, features: Tensor) -> Tensor:
+    """Add deepstack features to the hidden states of their placeholder tokens.
+
+    In place of the method of transformers, which takes a mask, and has to read from the device how
+    many tokens it selects, in the forward and in the backward of each layer.
+    Args: hidden_states: [B, T, D]. places: the positions of the placeholders, [M] int64, counted
+    over all rows; or the mask, [B, T] bool, of a forward that transformers makes itself.
+    features: [M, D].
+    """
+    positions = places.flatten().nonzero().flatten() if places.dtype == torch.bool else places
+    added = hidden_states.flatten(0, 1).index_add(0, positions, features.to(hidden_states))
+    return added.view_as(hidden_states)
