@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from trigon.config.schema import (
     Config,
     CriticConfig,
+    CriticFsdpConfig,
+    CriticLoraConfig,
+    CriticOffloadConfig,
+    CriticOptimConfig,
     FsdpConfig,
     LoraConfig,
     OffloadConfig,
     OptimConfig,
     Section,
 )
-
-_S = TypeVar("_S", bound=Section)
 
 _BATCHES = (
     "global_batch_size",
@@ -40,7 +42,7 @@ def with_critic_as_actor(config: Config) -> Config:
     of_head: dict[str, Any] = {
         "max_grad_norm": critic.max_grad_norm,
         "loss_avg_mode": critic.loss_avg_mode,
-        "optim": _as_actors(OptimConfig, critic.optim),
+        "optim": _optim(critic.optim),
     }
     if critic.share_trunk:
         return _with_actor(config, of_head)
@@ -52,7 +54,7 @@ def with_critic_as_actor(config: Config) -> Config:
             "enable_activation_offload": critic.model.enable_activation_offload,
             "trust_remote_code": critic.model.trust_remote_code,
             "freeze_vision_tower": critic.model.freeze_vision_tower,
-            "lora": _as_actors(LoraConfig, critic.model.lora),
+            "lora": _lora(critic.model.lora),
         }
     )
     return _with_actor(
@@ -64,8 +66,8 @@ def with_critic_as_actor(config: Config) -> Config:
             "micro_batch_size_per_device_for_experience": critic.micro_batch_size_per_device_for_experience,
             "ppo_epochs": critic.ppo_epochs,
             "model": model,
-            "fsdp": _as_actors(FsdpConfig, critic.fsdp),
-            "offload": _as_actors(OffloadConfig, critic.offload),
+            "fsdp": _fsdp(critic.fsdp),
+            "offload": _offload(critic.offload),
         },
     )
 
@@ -139,6 +141,38 @@ def _with_actor(config: Config, changes: dict[str, Any]) -> Config:
     return config.model_copy(update={"worker": config.worker.model_copy(update={"actor": changed})})
 
 
-def _as_actors(kind: type[_S], section: _S) -> _S:
-    """Return a section of the critic's as one of the actor's, whose class differs in defaults only."""
-    return kind(**dict(section))
+# Every key by its name, so that one that nothing reads is found by a test.
+
+
+def _lora(lora: CriticLoraConfig) -> LoraConfig:
+    return LoraConfig(
+        rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules, exclude_modules=lora.exclude_modules
+    )
+
+
+def _optim(optim: CriticOptimConfig) -> OptimConfig:
+    return OptimConfig(
+        lr=optim.lr,
+        betas=optim.betas,
+        weight_decay=optim.weight_decay,
+        strategy=optim.strategy,
+        lr_warmup_ratio=optim.lr_warmup_ratio,
+        lr_warmup_steps=optim.lr_warmup_steps,
+        min_lr_ratio=optim.min_lr_ratio,
+        lr_scheduler_type=optim.lr_scheduler_type,
+    )
+
+
+def _fsdp(fsdp: CriticFsdpConfig) -> FsdpConfig:
+    return FsdpConfig(
+        torch_dtype=fsdp.torch_dtype,
+        mp_param_dtype=fsdp.mp_param_dtype,
+        mp_reduce_dtype=fsdp.mp_reduce_dtype,
+        enable_full_shard=fsdp.enable_full_shard,
+        fsdp_size=fsdp.fsdp_size,
+        enable_cpu_offload=fsdp.enable_cpu_offload,
+    )
+
+
+def _offload(offload: CriticOffloadConfig) -> OffloadConfig:
+    return OffloadConfig(offload_params=offload.offload_params, offload_optimizer=offload.offload_optimizer)
