@@ -8,21 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import is_running, wait_until
+from support.processes import is_locked, wait_until
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 
-# Writes files that show its progress, and behaves as the ground truth of a completion says.
+# Writes files that show its progress, and behaves as the ground truth of a completion says. Its
+# process locks a file while it lives: in another namespace it does not know its id.
 REWARD = """
-import os, pathlib, time
+import fcntl, os, pathlib, time
 
 REWARD_TYPE = "sequential"
+locks = []
 
 def main(reward_input):
     notes = pathlib.Path(reward_input["row"]["notes"])
-    (notes / "pids").mkdir(exist_ok=True)
-    (notes / "pids" / reward_input["response"]).write_text(str(os.getpid()))
+    (notes / "locks").mkdir(exist_ok=True)
+    locks.append((notes / "locks" / reward_input["response"]).open("w"))
+    fcntl.flock(locks[-1], fcntl.LOCK_SH)
     (notes / f"started {reward_input['response']}").touch()
     match reward_input["ground_truth"]:
         case "hang":
@@ -175,7 +178,7 @@ def test_an_error_in_the_context_stops_the_workers_and_the_pool_is_usable(pool, 
 
     with pytest.raises(error):
         sample()
-    wait_until(lambda: not is_running(int((tmp_path / "pids" / "endless").read_text())))
+    wait_until(lambda: not is_locked(tmp_path / "locks" / "endless"))
     assert [score.overall for score in pool.score([request("aa", tmp_path)] * 5)] == [2.0] * 5
 
 
@@ -183,7 +186,7 @@ def test_leaving_the_context_does_not_wait_for_scores(pool, tmp_path):
     with pool.scoring(num_completions=1) as scoring:
         scoring.add(0, [request("endless", tmp_path, "hang")])
         wait_for(tmp_path / "started endless")
-    wait_until(lambda: not is_running(int((tmp_path / "pids" / "endless").read_text())))
+    wait_until(lambda: not is_locked(tmp_path / "locks" / "endless"))
     assert pool.score([request("a", tmp_path)])[0].overall == 1.0
 
 
@@ -194,8 +197,7 @@ def test_a_crash_or_hang_before_result_affects_only_its_completion(open_pool, tm
             completions = [request("good", tmp_path), request(f"{index}", tmp_path, truth), request("better", tmp_path)]
             scoring.add(index - 1, completions)
             wait_for(tmp_path / f"started {index}")
-            pid = int((tmp_path / "pids" / f"{index}").read_text())
-            while is_running(pid):  # the time limit holds before result() is called
+            while is_locked(tmp_path / "locks" / f"{index}"):  # the time limit holds before result() is called
                 time.sleep(0.005)
         scoring.add(6, [request("last", tmp_path)])
         scores = scoring.result()
