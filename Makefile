@@ -14,7 +14,7 @@ PARALLEL = -n auto --maxprocesses 4 --dist loadfile
 DURATIONS = --durations 15 --durations-min 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup laptop-model quickstart gpu-check test test-all test-unit test-faults test-oldest test-loggers test-environments bench docs audit lint format clean
+.PHONY: help setup laptop-model quickstart gpu-check test test-all test-unit test-long test-faults test-oldest test-loggers test-environments bench docs audit lint format clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -35,8 +35,12 @@ test: lint ## lint, types, unit tests, invariants, and one run of each kind (und
 	$(VENV)/$(PYTEST) $(DURATIONS) -m "alone and not extended"
 
 test-all: test laptop-model ## the same, then every algorithm, model family, recipe and cluster layout (under 60 minutes): what CI runs
-	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "extended and not alone"
-	$(VENV)/$(PYTEST) $(DURATIONS) -m "extended and alone"
+	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "extended and not long and not alone"
+	$(VENV)/$(PYTEST) $(DURATIONS) -m "extended and not long and alone"
+
+test-long: $(VENV)/.ready ## the tests that take minutes each, which test-all leaves out
+	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "long and not alone"
+	$(VENV)/$(PYTEST) $(DURATIONS) -m "long and alone"
 
 test-unit: $(VENV)/.ready ## unit tests only
 	$(VENV)/$(PYTEST) $(PARALLEL) tests/unit

@@ -64,23 +64,24 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark extended tests and those of faults, and skip those that are for other runs.
+    """Mark extended and long tests and those of faults, and skip those that need vLLM without it.
 
     Raises: pytest.UsageError if a pattern of tests/support/tiers.py matches no test any more.
     """
     from support.tiers import (
         KEPT,
+        LONG,
         NEEDS_VLLM,
         has_selected_tests,
         is_extended,
         is_fault,
-        is_left_to_faults,
+        is_long,
         needs_vllm,
     )
 
     folder = Path(__file__).parent
     has_vllm = find_spec("vllm") is not None
-    collected, with_kept_tests, with_vllm_tests = set(), set(), set()
+    collected, with_kept_tests, with_long_tests, with_vllm_tests = set(), set(), set(), set()
     for item in items:
         file = item.path.relative_to(folder).as_posix()
         collected.add(file)
@@ -92,17 +93,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             with_kept_tests.add(file)
         if is_fault(file, item.name):
             item.add_marker(pytest.mark.faults)
-        if is_left_to_faults(file, item.name) and not item.get_closest_marker("faults"):
-            raise pytest.UsageError(f"tests/support/tiers.py: make test-faults does not run {item.nodeid}")
-        if is_left_to_faults(file, item.name) and settings.get_current_profile_name() != "faults":
-            item.add_marker(pytest.mark.skip(reason="takes minutes: runs with `make test-faults`"))
+        if is_long(file, item.name):
+            item.add_marker(pytest.mark.long)
+            with_long_tests.add(file)
         if needs_vllm(file, item.name):
             with_vllm_tests.add(file)
             if not has_vllm:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
     collects_all = config.args == list(config.getini("testpaths"))
-    missing = [file for file in (*KEPT, *NEEDS_VLLM) if not (folder / file).is_file()]
+    missing = [file for file in (*KEPT, *LONG, *NEEDS_VLLM) if not (folder / file).is_file()]
     unmatched = [file for file, pattern in KEPT.items() if pattern is not None and file not in with_kept_tests]
+    unmatched += [file for file in LONG if file not in with_long_tests]
     unmatched += [file for file in NEEDS_VLLM if file not in with_vllm_tests]
     unmatched = [*missing, *(file for file in unmatched if file in collected)]
     if collects_all and unmatched:

@@ -1,8 +1,9 @@
 """Which tests `make test` and `make test-all` leave to others, and which are skipped without vLLM.
 
 `make test` has lint, types, unit tests, invariants, and one run of each kind: one worker, two
-workers, resume, export, a learning test. The files below have more cases of the same kinds; their
-tests are extended, except those whose ids match the pattern.
+workers, resume, export, a learning test. The files of KEPT have more cases of the same kinds; their
+tests are extended, except those whose ids match the pattern. `make test-all` runs them too, except
+those of LONG, which take minutes.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ KEPT = {
     "learn/test_every_algorithm.py": None,
     "learn/test_gridworld.py": None,
     "learn/test_learns_to_look_closer.py": None,
+    "learn/test_reward_rises.py": r"^(?!.*blank_images)",
     "learn/test_smollm2.py": None,
-    "invariants/test_ranks_change_nothing.py": r"\[(vision on 2|bfloat16 weights|2, read by 1 and 4)\]|not_finite",
+    "invariants/test_ranks_change_nothing.py": r"\[(vision on 2|bfloat16 weights)\]|not_finite",
     "invariants/test_critic_invariants.py": r"^(?!.*two_ranks.*lora)",
-    "invariants/test_sequence_parallel.py": r"\[(qwen2_5_vl on 4, fewer key heads|qwen3_vl, two rows of 2)\]",
+    "invariants/test_sequence_parallel.py": r"\[qwen3_vl, two rows of 2\]",
     "invariants/test_sharded_offload.py": r"\[tied, bf16\]",
-    "invariants/test_checkpoint_killed.py": r"\[best-background\]",
+    "invariants/test_sharded_memory.py": r"\[all\]",
+    "invariants/test_checkpoint_killed.py": None,
     "integration/test_diverging_runs.py": r"test_gradients_that_are_nan",
-    "invariants/test_crash_points.py": r"\[some calls\]",
+    "invariants/test_crash_points.py": None,
     "integration/test_disk_faults.py": None,
     "integration/test_doctor.py": r"test_a_few_checks|test_a_wrong_tolerance|test_ending_the_command",
     "unit/test_check_page.py": r"thresholds",
@@ -49,7 +52,9 @@ KEPT = {
     "integration/test_evaluation.py": None,
     "integration/test_examples.py": None,
     "integration/test_memory_of_a_larger_model.py": None,
-    "integration/test_python_api.py": r"numbers_of_the_command_line_stops_resumes",
+    "integration/test_environment.py": None,
+    "integration/test_export.py": r"^(?!test_an_export_has_the_same_logprobs)",
+    "integration/test_python_api.py": None,
     "integration/test_python_examples.py": r"test_the_page_has|saved_with_its_outputs",
     "integration/test_fused_parts.py": r"^(?!.*test_compiled_modules_compute_the_same)",
     "integration/test_gpu_placement.py": None,
@@ -61,7 +66,7 @@ KEPT = {
     "integration/test_network.py": r"test_two_workers_listen",
     "integration/test_plan_equals_run.py": None,
     "integration/test_page_sessions.py": r" options\]",
-    "integration/test_push.py": r"^(?!test_a_lora_run)",
+    "integration/test_push.py": r"^(?!test_a_lora_run|test_failures_are)",
     "integration/test_reward_confinement.py": r"without_what_prevents_them\[(\]|namespaces, landlock\])|a_container|"
     r"is_killed\[all\]|supervisor_that_is|but_its_channel|\[(hang-timeout-)?all\]|asked_for|network|private|an_option",
     "integration/test_rollout_episode_engines.py": r"\[vllm-qwen2_5_vl|anew_with_the_same_bits\[vllm-qwen2\]|"
@@ -76,24 +81,30 @@ KEPT = {
     "integration/test_train_media.py": None,
     "integration/test_stop_signals.py": None,
     "integration/test_train_resume.py": r"test_ctrl_c_and_sigterm",
-    "integration/test_watchers.py": r"function_that_leaks",
+    "integration/test_watchers.py": None,
     "integration/test_working_folder.py": None,
 }
 """File below tests/ -> pattern of the test ids that `make test` runs; None: none of them."""
 
-LEFT_TO_FAULTS = {
+LONG = {
     "integration/test_disk_faults.py": r"test_a_worker_that_cannot",
     "integration/test_diverging_runs.py": r"two_workers",
+    "integration/test_episodes_combined.py": r"",
     "integration/test_hangs.py": r"of_two_workers|hang_in_c",
-    "integration/test_many_workers.py": r"test_a_killed_worker|test_ctrl_c_reaches",
+    "integration/test_judge_served.py": r"",
+    "integration/test_many_workers.py": r"test_a_killed_worker|test_ctrl_c_reaches|share_no_memory|"
+    r"test_four_workers_with_tensor_parallelism",
     "integration/test_mutations.py": r"test_a_broken_guard",
+    "integration/test_network.py": r"test_files_of_a_killed_run",
+    "integration/test_page_sessions.py": r" (ten-minutes|sharing)\]",
     "integration/test_random_kills.py": r"",
-    "integration/test_separate_pools.py": r"whoever_is_killed|test_a_sampler_that_is_killed",
+    "integration/test_separate_pools.py": r"whoever_is_killed|test_a_sampler_that_is_killed|two_nodes",
     "integration/test_stop_signals.py": r"test_a_run_that_is_stopped_at_any_moment|test_two_workers_that_all_get|"
     r"\[two workers\]",
     "invariants/test_crash_points.py": r"test_a_save_.*\[(save|background|each call of a rank)\]|\[merge\]",
 }
-"""File below tests/ -> pattern of test ids that take minutes: only `make test-faults` runs them."""
+"""File below tests/ -> pattern of test ids that take minutes: extended, but only `make test-long` runs
+them, and `make test-faults` those of faults."""
 
 NEEDS_VLLM = {
     "integration/test_diverging_runs.py": r"test_two_workers_survive",
@@ -126,10 +137,12 @@ def needs_vllm(file: str, test_id: str) -> bool:
 
 
 def is_extended(file: str, test_id: str) -> bool:
-    """Return whether a test runs in `make test-all` only.
+    """Return whether `make test` leaves a test to others.
 
     file: its path below tests/. test_id: its name, with the brackets of a parametrized test.
     """
+    if is_long(file, test_id):
+        return True
     if file not in KEPT:
         return False
     pattern = KEPT[file]
@@ -139,22 +152,24 @@ def is_extended(file: str, test_id: str) -> bool:
 def has_selected_tests(file: str, expression: str) -> bool:
     """Return whether a file may have tests that pytest's option -m selects.
 
-    file: its path below tests/. expression: a conjunction of "alone", "extended", each with or
-    without "not"; with any other word every file may have some.
+    file: its path below tests/. expression: a conjunction of "alone", "extended", "long", each with
+    or without "not"; with any other word every file may have some.
     """
     words = expression.split(" and ")
-    if not set(words) <= {"alone", "not alone", "extended", "not extended"}:
+    if not set(words) <= {"alone", "not alone", "extended", "not extended", "long", "not long"}:
         return True
-    if "extended" in words and file not in KEPT:
+    if "long" in words and file not in LONG:
+        return False
+    if "extended" in words and file not in KEPT and file not in LONG:
         return False
     if "not extended" in words and KEPT.get(file, "") is None:
         return False
     return "alone" not in words or "mark.alone" in (TESTS / file).read_text(encoding="utf-8")
 
 
-def is_left_to_faults(file: str, test_id: str) -> bool:
-    """Return whether only `make test-faults` runs a test. file, test_id: as for is_extended."""
-    return file in LEFT_TO_FAULTS and re.search(LEFT_TO_FAULTS[file], test_id) is not None
+def is_long(file: str, test_id: str) -> bool:
+    """Return whether `make test-all` leaves a test to others. file, test_id: as for is_extended."""
+    return file in LONG and re.search(LONG[file], test_id) is not None
 
 
 @cache

@@ -10,6 +10,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ class Evil:
         return (Path.write_text, (self.mark, "code was run"))
 
 
+@cache
 def calls() -> list[tuple[str, str, ast.Call]]:
     """Return the file, the dotted name and the node of every call in the package."""
     return [
