@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy
@@ -99,10 +99,13 @@ PREDICTED = (_setting(3, 64), _setting(2, 160), _setting(4, 320, mean=64))
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A measured step. lengths: of each group's completions. seconds: of its phases, by name."""
+    """A measured step. lengths: of each group's completions. seconds: of its phases, by name. idle:
+    the idle seconds of separate pools, by "learners" and "samplers".
+    """
 
     lengths: Sequence[tuple[int, ...]]
     seconds: Mapping[str, float]
+    idle: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def sampled_tokens(self) -> int:
@@ -113,6 +116,16 @@ class Step:
     def total(self) -> float:
         """The seconds of the step; the last one of a run also saves a checkpoint."""
         return self.seconds["step"] - self.seconds.get("save_checkpoint", 0.0)
+
+    @property
+    def sampling(self) -> float:
+        """The seconds in which completions were sampled and scored."""
+        return self.total - self.idle["samplers"] if self.idle else self.seconds["gen"] + self.seconds["reward"]
+
+    @property
+    def learning(self) -> float:
+        """The seconds outside of sampling; of separate pools those in which no learner waited."""
+        return self.total - (self.idle["learners"] if self.idle else self.sampling)
 
     @property
     def rest(self) -> float:
@@ -180,6 +193,11 @@ def _steps_of(folder: Path) -> list[Step]:
                 key.removeprefix("timing_s/"): value
                 for key, value in each.metrics.items()
                 if key.startswith("timing_s/")
+            },
+            idle={
+                pool: each.metrics[f"perf/{pool}_idle_seconds"]
+                for pool in ("learners", "samplers")
+                if f"perf/{pool}_idle_seconds" in each.metrics
             },
         )
         for each in run.metrics()
