@@ -34,11 +34,11 @@ test: lint ## lint, types, unit tests, invariants, and one run of each kind (und
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "not alone and not extended"
 	$(VENV)/$(PYTEST) $(DURATIONS) -m "alone and not extended"
 
-test-all: test laptop-model ## the same, then every algorithm, model family, recipe and cluster layout (under 60 minutes): what CI runs
+test-all: test laptop-model ## the same, then every algorithm and model family, recipes and cluster layouts (under 60 minutes): what CI runs
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "extended and not long and not alone"
 	$(VENV)/$(PYTEST) $(DURATIONS) -m "extended and not long and alone"
 
-test-long: $(VENV)/.ready ## the tests that take minutes each, which test-all leaves out
+test-long: $(VENV)/.ready ## what test-all leaves out: the other recipes, layouts and episodes, and faults that take minutes
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "long and not alone"
 	$(VENV)/$(PYTEST) $(DURATIONS) -m "long and alone"
 

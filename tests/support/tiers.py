@@ -3,7 +3,7 @@
 `make test` has lint, types, unit tests, invariants, and one run of each kind: one worker, two
 workers, resume, export, a learning test. The files of KEPT have more cases of the same kinds; their
 tests are extended, except those whose ids match the pattern. `make test-all` runs them too, except
-those of LONG, which take minutes.
+those of LONG, which take long.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ LONG = {
     "integration/test_disk_faults.py": r"test_a_worker_that_cannot",
     "integration/test_diverging_runs.py": r"two_workers",
     "integration/test_episodes_combined.py": r"",
+    "integration/test_examples.py": r"test_a_recipe_trains\[(?!qwen2_5_vl_7b_(visual_search_crop|multi_image)|"
+    r"qwen3_vl_4b_geo3k_grpo\]|qwen3_14b_dapo17k|baselines/qwen2_5_vl_3b_clevr|grpo_trainer)",
     "integration/test_hangs.py": r"of_two_workers|hang_in_c",
     "integration/test_judge_served.py": r"",
     "integration/test_many_workers.py": r"test_a_killed_worker|test_ctrl_c_reaches|share_no_memory|"
@@ -101,10 +103,14 @@ LONG = {
     "integration/test_separate_pools.py": r"whoever_is_killed|test_a_sampler_that_is_killed|two_nodes",
     "integration/test_stop_signals.py": r"test_a_run_that_is_stopped_at_any_moment|test_two_workers_that_all_get|"
     r"\[two workers\]",
+    "integration/test_train_resume.py": r"killed_three_times|the_output_of_a_run|run_without_steps",
+    "invariants/test_ranks_change_nothing.py": r"\[(vision on 4|full kl on 4|tied on|rows on 2 of 4, (gspo|frozen)|"
+    r"rows on 2, (moe|tiles|full kl)|lora, (hybrid|frozen tower, gathered|tied)|layers kept|tiles on|checkpointing)|"
+    r"tower, deepstack|budgets_give|read by 2 and 1\]|and hybrid\]|\[hybrid, read",
     "invariants/test_crash_points.py": r"test_a_save_.*\[(save|background|each call of a rank)\]|\[merge\]",
 }
-"""File below tests/ -> pattern of test ids that take minutes: extended, but only `make test-long` runs
-them, and `make test-faults` those of faults."""
+"""File below tests/ -> pattern of ids of extended tests that `make test-all` leaves out, since they
+take long. `make test-long` runs them, and `make test-faults` those of faults."""
 
 NEEDS_VLLM = {
     "integration/test_diverging_runs.py": r"test_two_workers_survive",
