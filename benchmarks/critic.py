@@ -13,8 +13,9 @@ learning: the quickstart with grpo and n = 8, gae and n = 8, the same with a sha
 and n = 1, from the same model with the same number of completions in each step, so that n = 1 has
 eight times as many prompts. --variants: some of them.
 Prints the reward of the last steps, its standard deviation over seeds, and the explained variance
-of the critic at the start and the end, and plots all curves. --small: a few steps of one seed, to
-see that it runs.
+of the critic at the start and the end, and plots all curves. --mixed: half of the drawings are
+blank, so that prompts differ in how often a completion is correct, which a critic can learn.
+--small: a few steps of one seed, to see that it runs.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ CRITICS_MODEL = (
     "worker.critic.fsdp.mp_param_dtype=fp32",
     "worker.critic.model.enable_gradient_checkpointing=false",
 )
+BLANK_WEIGHT = f"data.train_weights=[1,{2048 / 192}]"  # as many blank drawings as others
 LAST_STEPS = 20
 
 
@@ -159,9 +161,12 @@ def measure_cost(*, repeats: int) -> list[Figure]:
 
 
 def run_learning(
-    folder: Path, seeds: Sequence[int], variants: Sequence[str], overrides: Sequence[str]
+    folder: Path, seeds: Sequence[int], variants: Sequence[str], overrides: Sequence[str], *, mixed: bool
 ) -> dict[str, list[Path]]:
-    """Train variants with all seeds, and return their run folders. Finished runs are kept."""
+    """Train variants with all seeds, and return their run folders. Finished runs are kept.
+
+    mixed: half of the drawings are blank.
+    """
     runs: dict[str, list[Path]] = {}
     for seed in seeds:
         made = folder / "made" / f"seed{seed}"
@@ -174,10 +179,11 @@ def run_learning(
             of_critic = CRITIC if "gae" in name else ()
             of_critic += CRITICS_MODEL if of_critic and "shared" not in name else ()
             command = [sys.executable, "-m", "trigon.cli", "quickstart", "--folder", str(place), "--seed", str(seed)]
+            of_data = _mixed_data(made / f"qwen2_5_vl_seed{seed}", seed) if mixed else ()
             start = time.monotonic()
             with (place / "log").open("a", encoding="utf-8") as log:
                 subprocess.run(
-                    [*command, *VARIANTS[name], *of_critic, *overrides],
+                    [*command, *VARIANTS[name], *of_critic, *of_data, *overrides],
                     check=True,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -186,6 +192,16 @@ def run_learning(
             print(f"{name}, seed {seed}: {time.monotonic() - start:.0f} s", flush=True)
             runs.setdefault(name, []).append(place / "run")
     return runs
+
+
+def _mixed_data(made: Path, seed: int) -> tuple[str, str]:
+    """Return the options of data of which half are blank; makes them as the quickstart does."""
+    if not (made / "model").is_dir():
+        command = [sys.executable, "-m", "trigon.cli", "tiny", str(made), "--seed", str(seed)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    data = made.absolute() / "data"
+    files = f"data.train_files=[{data / 'train.parquet'},{data / 'validation_blank.parquet'}]"
+    return files, BLANK_WEIGHT
 
 
 def learning_table(runs: dict[str, list[Path]]) -> str:
@@ -235,6 +251,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="learning: of all runs; default: a temporary one")
     parser.add_argument("--plot", type=Path, help="learning: a figure (.png, .svg) or its numbers (.csv)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS], help="learning: default: all")
+    parser.add_argument("--mixed", action="store_true", help="learning: half of the drawings are blank")
     parser.add_argument("--small", action="store_true", help="one repeat; a few steps of one seed")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="learning: options of all runs")
     chosen = parser.parse_intermixed_args()
@@ -248,7 +265,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="critic-") as temporary:
         folder = chosen.folder or Path(temporary)
         seeds = chosen.seeds[:1] if chosen.small else chosen.seeds
-        runs = run_learning(folder, seeds, chosen.variants, [*small, *chosen.overrides])
+        runs = run_learning(folder, seeds, chosen.variants, [*small, *chosen.overrides], mixed=chosen.mixed)
         print(learning_table(runs))
         if chosen.plot is not None:
             plot(runs, chosen.plot)
