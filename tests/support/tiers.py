@@ -88,26 +88,35 @@ KEPT = {
 
 LONG = {
     "integration/test_disk_faults.py": r"test_a_worker_that_cannot",
-    "integration/test_diverging_runs.py": r"two_workers",
+    "integration/test_diverging_runs.py": r"two_workers|an_update_made_nan.*\[nan weight\]|learning_rate_of_ten",
     "integration/test_episodes_combined.py": r"",
     "integration/test_examples.py": r"test_a_recipe_trains\[(?!qwen2_5_vl_7b_(visual_search_crop|multi_image)|"
     r"qwen3_vl_4b_geo3k_grpo\]|qwen3_14b_dapo17k|baselines/qwen2_5_vl_3b_clevr|grpo_trainer)",
     "integration/test_hangs.py": r"of_two_workers|hang_in_c",
     "integration/test_judge_served.py": r"",
     "integration/test_many_workers.py": r"test_a_killed_worker|test_ctrl_c_reaches|share_no_memory|"
-    r"test_four_workers_with_tensor_parallelism",
+    r"test_four_workers_with_tensor_parallelism|test_a_cluster_of_two_nodes_has",
+    "integration/test_memory_of_a_larger_model.py": r"",
     "integration/test_mutations.py": r"test_a_broken_guard",
     "integration/test_network.py": r"test_files_of_a_killed_run",
-    "integration/test_page_sessions.py": r" (ten-minutes|sharing)\]",
+    "integration/test_page_sessions.py": r" (ten-minutes|sharing|evaluation)\]",
     "integration/test_random_kills.py": r"",
     "integration/test_separate_pools.py": r"whoever_is_killed|test_a_sampler_that_is_killed|two_nodes",
     "integration/test_stop_signals.py": r"test_a_run_that_is_stopped_at_any_moment|test_two_workers_that_all_get|"
-    r"\[two workers\]",
+    r"\[(one worker|two workers)\]",
+    "integration/test_train_auto_micro_batch.py": r"",
+    "integration/test_train_critic.py": r"that_is_killed|on_one_trunk",
+    "integration/test_train_media.py": r"test_a_run_on_videos\[2\]",
     "integration/test_train_resume.py": r"killed_three_times|the_output_of_a_run|run_without_steps",
+    "integration/test_watchers.py": r"constant_reward|control_group|learning_rate_that|failing_rewards_warn",
+    "integration/test_working_folder.py": r"",
+    "invariants/test_crash_points.py": r"\[(save|background|each call of a rank|merge|export)\]",
     "invariants/test_ranks_change_nothing.py": r"\[(vision on 4|full kl on 4|tied on|rows on 2 of 4, (gspo|frozen)|"
     r"rows on 2, (moe|tiles|full kl)|lora, (hybrid|frozen tower, gathered|tied)|layers kept|tiles on|checkpointing)|"
     r"tower, deepstack|budgets_give|read by 2 and 1\]|and hybrid\]|\[hybrid, read",
-    "invariants/test_crash_points.py": r"test_a_save_.*\[(save|background|each call of a rank)\]|\[merge\]",
+    "invariants/test_sequence_parallel.py": r"two rows of 2, lora",
+    "invariants/test_sharded_offload.py": r"\[vision\]",
+    "learn/test_learns_to_look_closer.py": r"",
 }
 """File below tests/ -> pattern of ids of extended tests that `make test-all` leaves out, since they
 take long. `make test-long` runs them, and `make test-faults` those of faults."""
