@@ -69,6 +69,7 @@ KEPT = {
     "integration/test_push.py": r"^(?!test_a_lora_run|test_failures_are)",
     "integration/test_reward_confinement.py": r"without_what_prevents_them\[(\]|namespaces, landlock\])|a_container|"
     r"is_killed\[all\]|supervisor_that_is|but_its_channel|\[(hang-timeout-)?all\]|asked_for|network|private|an_option",
+    "integration/test_rollout_engines.py": r"^(?!.*\[transformers-qwen3_vl)",
     "integration/test_rollout_episode_engines.py": r"\[vllm-qwen2_5_vl|anew_with_the_same_bits\[vllm-qwen2\]|"
     r"tensor_parallelism",
     "integration/test_rollout_videos.py": None,
@@ -101,6 +102,7 @@ LONG = {
     "integration/test_network.py": r"test_files_of_a_killed_run",
     "integration/test_page_sessions.py": r" (ten-minutes|sharing|evaluation)\]",
     "integration/test_random_kills.py": r"",
+    "integration/test_rollout_engines.py": r"\[transformers-qwen3_vl",
     "integration/test_separate_pools.py": r"whoever_is_killed|test_a_sampler_that_is_killed|two_nodes",
     "integration/test_stop_signals.py": r"test_a_run_that_is_stopped_at_any_moment|test_two_workers_that_all_get|"
     r"\[(one worker|two workers)\]",
