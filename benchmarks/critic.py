@@ -236,7 +236,7 @@ def _metrics(run: Path) -> list[dict[str, float]]:
 
 
 def plot(runs: dict[str, list[Path]], output: Path) -> None:
-    """Draw rewards and explained variance of all runs; those that differ in their seeds are one line."""
+    """Draw rewards and explained variance; runs that differ in their seeds are one line."""
     folders = [str(folder) for each in runs.values() for folder in each]
     command = [sys.executable, "-m", "trigon.cli", "plot", *folders, "-o", str(output), "--smooth", "5"]
     subprocess.run([*command, "--metric", "reward/overall", "critic/vf_explained_var"], check=True)
