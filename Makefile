@@ -30,11 +30,11 @@ gpu-check: ## check GPUs, versions, kernels, training, vLLM, memory and speed (t
 	elif [ -x $(VENV)/bin/trigon ]; then $(VENV)/bin/trigon doctor --gpu; \
 	else python3 -m trigon.cli doctor --gpu; fi
 
-test: lint ## lint, types, unit tests, invariants, and one run of each kind (under 15 minutes on 2 cores)
+test: lint ## lint, types, unit tests, invariants, and one run of each kind (about 15 minutes on 2 cores)
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "not alone and not extended"
 	$(VENV)/$(PYTEST) $(DURATIONS) -m "alone and not extended"
 
-test-all: test laptop-model ## the same, then every algorithm and model family, recipes and cluster layouts (under 60 minutes): what CI runs
+test-all: test laptop-model ## the same, then every algorithm and model family, recipes and cluster layouts (about an hour): what CI runs
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "extended and not long and not alone"
 	$(VENV)/$(PYTEST) $(DURATIONS) -m "extended and not long and alone"
 
