@@ -124,13 +124,8 @@ class SamplersRolloutEngine:
             if on_group is not None:
                 on_group(index, completions[index])
 
-        def advance(share: Share, num_more: int | None) -> None:
-            num_new = share.count(num_more)
-            if on_progress is not None:
-                on_progress(num_new)
-
         while shares:
-            able = [replica for replica in self._samplers.alive if self._versions.get(replica) == self._version]
+            able = self._able()
             if not able:
                 if not self._is_awake:
                     raise LostSamplersError("all samplers were lost while they sampled")
@@ -143,7 +138,7 @@ class SamplersRolloutEngine:
                 )
                 for replica, share in dealt.items()
             }
-            done = self._sample(dealt, calls, receive, advance)
+            done = self._sample(dealt, calls, receive, on_progress)
             shares = {replica: share for replica, share in shares.items() if replica not in done}
         return [completions[index] for index in range(len(prompts))]
 
@@ -173,21 +168,29 @@ class SamplersRolloutEngine:
             self._samplers.complete_step()
             self._step = step
 
+    def _able(self) -> list[int]:
+        """Return the replicas that can sample: they have the weights that were asked for last."""
+        return [replica for replica in self._samplers.alive if self._versions.get(replica) == self._version]
+
     def _sample(
         self,
         dealt: Mapping[int, Share],
         calls: Mapping[int, Callable[..., list[list[Completion]]]],
         receive: Callable[[Share, int, Sequence[Completion]], None],
-        advance: Callable[[Share, int | None], None],
+        on_progress: Callable[[int | None], None] | None,
         look: Callable[[Sequence[int]], object] | None = None,
     ) -> dict[int, list[list[Completion]]]:
         """Sample a share on each of these replicas; return the result of each share that is done.
 
-        calls: of the replicas' engines, which get on_progress and on_group. receive, advance:
-        called in this thread, with groups and with progress. look: called in this thread now and
-        then, with the replicas that sample.
+        calls: of the replicas' engines, which get on_progress and on_group. receive: called in this
+        thread with groups, as is on_progress. look: now and then, with the replicas that sample.
         """
         samplers = self._samplers
+
+        def advance(share: Share, num_more: int | None) -> None:
+            if on_progress is not None:
+                on_progress(share.count(num_more))
+
         events: SimpleQueue[Callable[[], None]] = SimpleQueue()
         for share in dealt.values():
             share.num_done = 0
@@ -401,11 +404,9 @@ def _deal(shares: Mapping[int, Share], able: Sequence[int]) -> dict[int, Share]:
     return own | dict(zip(free, others, strict=False))
 
 
-def _put(
-    events: SimpleQueue[Callable[[], None]], function: Callable[..., None], share: Share, *arguments: object
-) -> None:
+def _put(events: SimpleQueue[Callable[[], None]], function: Callable[..., None], *arguments: object) -> None:
     """Let the thread that reads the events call a function."""
-    events.put(partial(function, share, *arguments))
+    events.put(partial(function, *arguments))
 
 
 def _wake(events: SimpleQueue[Callable[[], None]], _: object) -> None:

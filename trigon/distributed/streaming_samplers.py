@@ -41,7 +41,7 @@ class StreamingSamplersEngine(SamplersRolloutEngine):
         assert until.interruption is not None, "sampling ends by an interruption"
         self._note_step(step)
         samplers, interruption = self._samplers, until.interruption
-        able = [replica for replica in samplers.alive if self._versions.get(replica) == self._version]
+        able = self._able()
         begun = {index: list(row) for index, row in enumerate(until.begun) if row}
         shares: dict[int, Share] = {}
         calls = {}
@@ -60,11 +60,6 @@ class StreamingSamplersEngine(SamplersRolloutEngine):
             if on_group is not None:
                 on_group(index, completions[index])
 
-        def advance(share: Share, num_more: int | None) -> None:
-            num_new = share.count(num_more)
-            if on_progress is not None:
-                on_progress(num_new)
-
         def interrupt(replicas: Sequence[int]) -> None:
             nonlocal asked, pending
             pending = replicas
@@ -76,7 +71,7 @@ class StreamingSamplersEngine(SamplersRolloutEngine):
                 self._engine_of(replica).interrupt(kind)
 
         try:
-            done = self._sample(shares, calls, receive, advance, look=interrupt)
+            done = self._sample(shares, calls, receive, on_progress, look=interrupt)
         except BaseException:
             if not samplers.is_closed:  # what the others would sample to the end is not used
                 for replica in pending:
