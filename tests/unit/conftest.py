@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from support.fake_runs import SharedParts
     from trigon.config.schema import Config
     from trigon.models.load import Processors
@@ -29,6 +31,14 @@ def processors(tiny_vlm: Path) -> Processors:
     from support.models import processors_of
 
     return processors_of(tiny_vlm)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Callable[..., Path]) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the tiny Qwen2."""
+    from support.models import processors_of
+
+    return processors_of(tiny_model("qwen2")).tokenizer
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from support.fake_runs import (
     record_of,
     rollouts_of,
 )
-from support.models import processors_of
 from support.rollout import NO_WEIGHTS
 from trigon.batch import load_surplus, surplus_state
 from trigon.batch_source import open_sampler
@@ -61,11 +60,6 @@ from trigon.rollout.transformers import _TransformersTurns
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 
 LONG = replace(SAMPLING, n=2, max_tokens=40)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model):
-    return processors_of(tiny_model("qwen2")).tokenizer
 
 
 def prompt(number):

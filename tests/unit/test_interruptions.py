@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from support.fake_runs import SAMPLING
-from support.models import processors_of
 from support.rollout import NO_WEIGHTS
 from trigon.distributed.serialization import decode_completions, encode_prompts, encode_until
 from trigon.distributed.worker import Worker
@@ -19,11 +18,6 @@ from trigon.rollout.turns import BegunTurn, SampledTurn
 from trigon.types import Prompt
 
 LONG = replace(SAMPLING, n=2, max_tokens=40)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model):
-    return processors_of(tiny_model("qwen2")).tokenizer
 
 
 def prompt(number):

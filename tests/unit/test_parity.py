@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support.models import processors_of
 from support.rollout import NO_WEIGHTS
 from trigon.errors import NotFiniteError, ParityError
 from trigon.metrics import Max, Mean
@@ -143,11 +142,6 @@ def test_only_tokens_of_the_current_weights_are_compared():
     newer_differ = begun_in_another_step([-1.0, -9.0, -2.0], begun=1)
     with pytest.raises(ParityError, match="on 2 tokens"):
         ParityCheck(0.25).check([Probe(newer_differ, ())], FixedTrainer([-1.0, -1.25, -2.0]))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model):
-    return processors_of(tiny_model("qwen2")).tokenizer
 
 
 class RecordingEngine(FakeEngine):

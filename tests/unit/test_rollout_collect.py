@@ -5,7 +5,6 @@ from contextlib import closing
 
 import pytest
 
-from support.models import processors_of
 from support.rollout import NO_WEIGHTS, Phases
 from trigon.errors import EngineError, RewardError
 from trigon.rewards.pool import RewardPool
@@ -31,11 +30,6 @@ def reward(completion):
         "level": completion["row"]["level"],
     }
 """
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model):
-    return processors_of(tiny_model("qwen2")).tokenizer
 
 
 @pytest.fixture

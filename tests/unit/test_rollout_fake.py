@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from support.models import processors_of
 from support.rollout import NO_WEIGHTS
 from trigon.errors import EngineError
 from trigon.rollout.fake import FakeEngine
@@ -15,11 +14,6 @@ SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=
 
 def prompt(name="train:0"):
     return Prompt(name, token_ids=(1, 2, 3), vision=None, text="How many?", ground_truth="3", row={}, image_refs=())
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model):
-    return processors_of(tiny_model("qwen2")).tokenizer
 
 
 def engine(tokenizer, complete=lambda prompt, version, seed: f"{prompt.ground_truth} {version}"):
