@@ -21,17 +21,16 @@ blank, so that prompts differ in how often a completion is correct, which a crit
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from learning import LAST_STEPS, mean_and_spread, plot, train_variants, values_of
 from shared import SHORT, VOCABULARY, Figure, figures_table, table
 
 VARIANTS = {
@@ -60,7 +59,6 @@ CRITICS_MODEL = (
     "worker.critic.model.enable_gradient_checkpointing=false",
 )
 BLANK_WEIGHT = f"data.train_weights=[1,{2048 / 192}]"  # as many blank drawings as others
-LAST_STEPS = 20
 
 
 def measure_cost(*, repeats: int) -> list[Figure]:
@@ -160,38 +158,11 @@ def measure_cost(*, repeats: int) -> list[Figure]:
     return figures
 
 
-def run_learning(
-    folder: Path, seeds: Sequence[int], variants: Sequence[str], overrides: Sequence[str], *, mixed: bool
-) -> dict[str, list[Path]]:
-    """Train variants with all seeds, and return their run folders. Finished runs are kept.
-
-    mixed: half of the drawings are blank.
-    """
-    runs: dict[str, list[Path]] = {}
-    for seed in seeds:
-        made = folder / "made" / f"seed{seed}"
-        for name in variants:
-            place = folder / f"{name.replace(' = ', '').replace(', ', '_').replace(' ', '_')}_seed{seed}"
-            place.mkdir(parents=True, exist_ok=True)
-            made.mkdir(parents=True, exist_ok=True)
-            if not (place / "made").exists():
-                (place / "made").symlink_to(made.absolute())  # the same model and data for all
-            of_critic = CRITIC if "gae" in name else ()
-            of_critic += CRITICS_MODEL if of_critic and "shared" not in name else ()
-            command = [sys.executable, "-m", "trigon.cli", "quickstart", "--folder", str(place), "--seed", str(seed)]
-            of_data = _mixed_data(made / f"qwen2_5_vl_seed{seed}", seed) if mixed else ()
-            start = time.monotonic()
-            with (place / "log").open("a", encoding="utf-8") as log:
-                subprocess.run(
-                    [*command, *VARIANTS[name], *of_critic, *of_data, *overrides],
-                    check=True,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
-                )
-            print(f"{name}, seed {seed}: {time.monotonic() - start:.0f} s", flush=True)
-            runs.setdefault(name, []).append(place / "run")
-    return runs
+def options_of(variant: str, seed: int, made: Path, *, mixed: bool) -> list[str]:
+    """Return the options of a run. mixed: half of the drawings are blank."""
+    of_critic = CRITIC if "gae" in variant else ()
+    of_critic += CRITICS_MODEL if of_critic and "shared" not in variant else ()
+    return [*VARIANTS[variant], *of_critic, *(_mixed_data(made, seed) if mixed else ())]
 
 
 def _mixed_data(made: Path, seed: int) -> tuple[str, str]:
@@ -208,17 +179,15 @@ def learning_table(runs: dict[str, list[Path]]) -> str:
     """Return what each variant has learned, as a table."""
     rows = []
     for name, folders in runs.items():
-        steps = [_metrics(folder) for folder in folders]
-        last = [statistics.fmean(each["reward/overall"] for each in run[-LAST_STEPS:]) for run in steps]
-        first = [statistics.fmean(each["reward/overall"] for each in run[:5]) for run in steps]
-        key = "critic/vf_explained_var"
-        explained = [[each[key] for each in run if key in each] for run in steps]
-        spread = f"{statistics.stdev(last):.3f}" if len(last) > 1 else ""
+        rewards = [values_of(folder, "reward/overall") for folder in folders]
+        first = statistics.fmean(statistics.fmean(run[:5]) for run in rewards)
+        last = mean_and_spread([statistics.fmean(run[-LAST_STEPS:]) for run in rewards])
+        explained = [values_of(folder, "critic/vf_explained_var") for folder in folders]
         variance = [
             f"{statistics.fmean(statistics.fmean(run[part]) for run in explained):.2f}" if all(explained) else ""
             for part in (slice(5), slice(-LAST_STEPS, None))
         ]
-        rows.append((name, f"{statistics.fmean(first):.3f}", f"{statistics.fmean(last):.3f}", spread, *variance))
+        rows.append((name, f"{first:.3f}", *last, *variance))
     header = (
         "",
         "reward, first 5 steps",
@@ -228,18 +197,6 @@ def learning_table(runs: dict[str, list[Path]]) -> str:
         "last",
     )
     return table(rows, header)
-
-
-def _metrics(run: Path) -> list[dict[str, float]]:
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [line["metrics"] for line in map(json.loads, lines) if "reward/overall" in line["metrics"]]
-
-
-def plot(runs: dict[str, list[Path]], output: Path) -> None:
-    """Draw rewards and explained variance; runs that differ in their seeds are one line."""
-    folders = [str(folder) for each in runs.values() for folder in each]
-    command = [sys.executable, "-m", "trigon.cli", "plot", *folders, "-o", str(output), "--smooth", "5"]
-    subprocess.run([*command, "--metric", "reward/overall", "critic/vf_explained_var"], check=True)
 
 
 def main() -> None:
@@ -265,10 +222,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="critic-") as temporary:
         folder = chosen.folder or Path(temporary)
         seeds = chosen.seeds[:1] if chosen.small else chosen.seeds
-        runs = run_learning(folder, seeds, chosen.variants, [*small, *chosen.overrides], mixed=chosen.mixed)
+
+        def options(variant: str, seed: int, made: Path) -> list[str]:
+            return [*options_of(variant, seed, made, mixed=chosen.mixed), *small, *chosen.overrides]
+
+        runs = train_variants(folder, seeds, chosen.variants, options)
         print(learning_table(runs))
         if chosen.plot is not None:
-            plot(runs, chosen.plot)
+            plot(runs, chosen.plot, "reward/overall", "critic/vf_explained_var")
 
 
 if __name__ == "__main__":
