@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -26,9 +25,10 @@ from pathlib import Path
 
 import numpy
 from cluster_modes import MODES, Hardware, Mode, simulate
+from drawn_lengths import environment
 from shared import SHORT, VOCABULARY, Shape, machine, make_data, make_folder, table
 from side_trigon import options
-from simulation import Linear, SamplingTimes
+from simulation import Linear, LongTail, SamplingTimes
 
 from trigon.config.load import load_config
 from trigon.errors import ConfigError
@@ -78,23 +78,30 @@ LAYOUTS = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The work of a run's step. mean: of lengths that differ, geometrically distributed and cut at
-    the shape's response; None: all have the shape's.
+    """The work of a run's step. lengths: of completions, at most the shape's response; None: all
+    have the shape's.
     """
 
     name: str
     shape: Shape
-    mean: int | None = None
+    lengths: LongTail | None = None
 
 
-def _setting(prompts: int, response: int, mean: int | None = None) -> Setting:
-    lengths = f"{response} tokens" if mean is None else f"{mean} tokens in the mean, at most {response}"
-    shape = replace(SHORT, prompts=prompts, response=response)
-    return Setting(f"{prompts} x {SHORT.n}, {lengths}", shape, mean)
+def equal(prompts: int, response: int, n: int = SHORT.n) -> Setting:
+    """Return steps whose completions all have one length."""
+    shape = replace(SHORT, prompts=prompts, n=n, response=response)
+    return Setting(f"{prompts} x {n}, {response} tokens", shape)
 
 
-FITTED = (_setting(2, 32), _setting(2, 96), _setting(4, 64))
-PREDICTED = (_setting(3, 64), _setting(2, 160), _setting(4, 320, mean=64))
+def long_tail(prompts: int, median: int, n: int = SHORT.n) -> Setting:
+    """Return steps with lognormal lengths, the longest of a step is about eight medians."""
+    lengths = LongTail.with_longest(median, ratio=8, of=prompts * n)
+    shape = replace(SHORT, prompts=prompts, n=n, response=lengths.limit)
+    return Setting(f"{prompts} x {n}, median of {median}, at most {lengths.limit}", shape, lengths)
+
+
+FITTED = (equal(2, 32), equal(2, 96), equal(4, 64))
+PREDICTED = (equal(3, 64), equal(2, 160), long_tail(4, 40))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,50 +145,42 @@ class Step:
 
 def command_options(layout: Layout, setting: Setting, folder: Path, steps: int) -> list[str]:
     """Return the options of a run."""
-    ignore_eos = str(setting.mean is None).lower()
     return [
         *options(folder, setting.shape, steps),
         *layout.options,
         f"trainer.max_steps={steps + 1}",
-        f"worker.rollout.ignore_eos={ignore_eos}",
         f"worker.rollout.max_num_seqs={setting.shape.sequences}",
     ]
 
 
-def measure(layout: Layout, setting: Setting, *, steps: int, tiny: bool) -> list[Step]:
-    """Return the steps of a real run, the first one, which warms up, included."""
+def measure(layout: Layout, setting: Setting, *, steps: int, tiny: bool, overrides: Sequence[str] = ()) -> list[Step]:
+    """Return the steps of a real run, the first one, which warms up, included.
+
+    overrides: further options, as on the command line.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _make_files(folder, setting, steps=steps, tiny=tiny)
-        command = [sys.executable, "-m", "trigon.cli", "train", *command_options(layout, setting, folder, steps)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        make_files(folder, setting, steps=steps, tiny=tiny)
+        options_of_run = [*command_options(layout, setting, folder, steps), *overrides]
+        command = [sys.executable, "-m", "trigon.cli", "train", *options_of_run]
+        variables = os.environ | {"OMP_NUM_THREADS": "1"}
+        if setting.lengths is not None:
+            variables |= environment(folder / "plugin", setting.lengths)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr[-3000:])
-        return _steps_of(folder / "trigon")
+        return steps_of(folder / "trigon")
 
 
-def _make_files(folder: Path, setting: Setting, *, steps: int, tiny: bool) -> None:
+def make_files(folder: Path, setting: Setting, *, steps: int, tiny: bool) -> None:
+    """Write the model and the data of a run."""
     shape = setting.shape
     make_folder(folder / "model", vocabulary=VOCABULARY, shape=shape, tiny=tiny)
     make_data(folder / "data.parquet", model=folder / "model", shape=shape, rows=shape.prompts * (steps + 2))
-    if setting.mean is not None:
-        _end_after(folder / "model", setting.mean)
 
 
-def _end_after(model: Path, mean: int) -> None:
-    """Make so many tokens end a completion that its length is about the mean: a model with random
-    weights samples all tokens about equally often.
-    """
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    vocabulary = config.get("text_config", config)["vocab_size"]
-    file = model / "generation_config.json"
-    generation = json.loads(file.read_text(encoding="utf-8"))
-    generation["eos_token_id"] = [1, *range(vocabulary // 2, vocabulary // 2 + vocabulary // mean)]
-    file.write_text(json.dumps(generation), encoding="utf-8")
-
-
-def _steps_of(folder: Path) -> list[Step]:
+def steps_of(folder: Path) -> list[Step]:
+    """Return the steps of a run folder."""
     run = open_run(folder)
     lengths: dict[int, dict[str, list[int]]] = {}
     for file, row in run.rollouts(splits=("train",)):
@@ -371,7 +370,7 @@ def compare(layouts: Sequence[Layout], *, steps: int, tiny: bool) -> str:
 def _refusal(layout: Layout) -> str | None:
     """Return why the configuration refuses a layout, or None."""
     with tempfile.TemporaryDirectory() as name:
-        _make_files(Path(name), FITTED[0], steps=1, tiny=True)
+        make_files(Path(name), FITTED[0], steps=1, tiny=True)
         try:
             load_config(None, command_options(layout, FITTED[0], Path(name), 1))
         except ConfigError as error:
