@@ -34,6 +34,7 @@ HEALTHY = {
     "grader/failed_fraction": 0.0,
     "mismatch/logprobs_diff_mean": 0.01,
     "mismatch/k3": 0.001,
+    "staleness/max": 0.0,
     "critic/vf_explained_var": 0.4,
     "critic/vf_loss": 0.05,
     "critic/returns/max": 1.0,
@@ -99,6 +100,13 @@ FAILURES: dict[str, tuple[WatcherName, dict[str, float], dict[str, float], str]]
         "critic/vf_loss is 5.1, and was 0.05 before",
     ),
     "mismatch, k3": ("mismatch", {"mismatch/k3": 0.11}, {"mismatch/k3": 0.09}, "mismatch/k3 is 0.11 nats"),
+    "older weights": (
+        "mismatch",
+        {"staleness/max": 4.0, "mismatch/k3": 0.11},
+        # Grown, since older weights differ, and less than what is too far.
+        {"staleness/max": 4.0, "mismatch/k3": 0.09, "mismatch/logprobs_diff_mean": 0.2},
+        "mismatch/k3 is 0.11 nats, of weights that are up to 4 steps old. The policy changes too much",
+    ),
 }
 
 START = 12

@@ -166,14 +166,32 @@ def _rewards_fail(metrics: Mapping[str, float], _: History, thresholds: Threshol
 def _mismatch_grows(metrics: Mapping[str, float], history: History, thresholds: Thresholds) -> str | None:
     key = "mismatch/logprobs_diff_mean"
     level = history.level_at_start(key)
-    if level is None or metrics[key] <= max(LEAST_MISMATCH, thresholds.max_mismatch_growth * level):
+    if (
+        _has_older_weights(metrics)
+        or level is None
+        or metrics[key] <= max(LEAST_MISMATCH, thresholds.max_mismatch_growth * level)
+    ):
         return None
     return f"{key} is {metrics[key]:.3g} nats, and was {level:.3g} at the start"
 
 
 def _mismatch_is_large(metrics: Mapping[str, float], _: History, thresholds: Thresholds) -> str | None:
     kl = metrics["mismatch/k3"]
-    return f"mismatch/k3 is {kl:.3g} nats" if kl > thresholds.max_mismatch_kl else None
+    if _has_older_weights(metrics) or kl <= thresholds.max_mismatch_kl:
+        return None
+    return f"mismatch/k3 is {kl:.3g} nats"
+
+
+def _older_weights_are_far(metrics: Mapping[str, float], _: History, thresholds: Thresholds) -> str | None:
+    kl = metrics["mismatch/k3"]
+    if not _has_older_weights(metrics) or kl <= thresholds.max_mismatch_kl:
+        return None
+    return f"mismatch/k3 is {kl:.3g} nats, of weights that are up to {metrics['staleness/max']:.0f} steps old"
+
+
+def _has_older_weights(metrics: Mapping[str, float]) -> bool:
+    """Return whether the mismatch of a step is also the distance between two versions."""
+    return metrics.get("staleness/max", 0.0) > 0
 
 
 def _critic_knows_nothing(metrics: Mapping[str, float], _: History, thresholds: Thresholds) -> str | None:
@@ -280,6 +298,15 @@ RULES: tuple[Rule, ...] = (
         _MISMATCH_ADVICE,
     ),
     Rule("mismatch", "kl", ("mismatch/k3",), _mismatch_is_large, _MISMATCH_MEANS, _MISMATCH_ADVICE),
+    Rule(
+        "mismatch",
+        "older_weights",
+        ("mismatch/k3", "staleness/max"),
+        _older_weights_are_far,
+        "The policy changes too much within so many steps: what it is corrected for is more than a correction can do, "
+        "and training may collapse.",
+        "Lower worker.actor.optim.lr, algorithm.max_staleness or worker.rollout.max_carried_steps",
+    ),
     Rule(
         "critic",
         "explained_variance",
