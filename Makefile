@@ -11,6 +11,8 @@ PYTEST = bin/python -m pytest
 # The tests of a file run in one process, since they share models and engines. At most four
 # processes: each needs some GB of memory.
 PARALLEL = -n auto --maxprocesses 4 --dist loadfile
+# Tests of faults wait for deadlines much of the time: three processes keep two cores busy.
+PARALLEL_WAITING = -n 3 --dist loadfile
 DURATIONS = --durations 15 --durations-min 5
 
 .DEFAULT_GOAL := help
@@ -46,7 +48,7 @@ test-unit: $(VENV)/.ready ## unit tests only
 	$(VENV)/$(PYTEST) $(PARALLEL) tests/unit
 
 test-faults: $(VENV)/.ready ## every fault and attack of docs/reliability.md, and longer fuzzing (50 minutes on 2 cores)
-	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) --hypothesis-profile faults -m "faults and not alone"
+	$(VENV)/$(PYTEST) $(PARALLEL_WAITING) $(DURATIONS) --hypothesis-profile faults -m "faults and not alone"
 	$(VENV)/$(PYTEST) $(DURATIONS) --hypothesis-profile faults -m "faults and alone"
 
 test-oldest: $(VENV_OLDEST)/.ready ## every test with the oldest supported transformers

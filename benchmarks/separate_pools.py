@@ -17,15 +17,12 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cluster_runs import LAYOUTS, Step, equal, long_tail, measure
+from cluster_runs import LAYOUTS, WARM_UP, Step, equal, long_tail, measure
 from shared import SHORT, Figure, figures_table, machine, table
 
 COLOCATED, SEPARATE = LAYOUTS["two workers"], LAYOUTS["separate, k = 1"]
-WARM_UP = 2
-"""Steps that do not count: one that warms up, and one in which nothing is sampled ahead yet."""
 
-
-OPTIONS = ("worker.actor.ppo_epochs=3", "trainer.rollout_tokens=0")
+PASSES = "worker.actor.ppo_epochs=3"
 
 
 class Described(NamedTuple):
@@ -73,10 +70,8 @@ def main() -> None:
         runs: dict[str, list[Described]] = {}
         for _ in range(chosen.repeats):
             for layout in (COLOCATED, SEPARATE):
-                overrides = [*OPTIONS, *chosen.overrides]
-                steps = measure(
-                    layout, setting, steps=chosen.steps + WARM_UP, tiny=not chosen.large, overrides=overrides
-                )
+                overrides = [PASSES, *chosen.overrides]
+                steps = measure(layout, setting, steps=chosen.steps, tiny=not chosen.large, overrides=overrides)
                 runs.setdefault(layout.name, []).append(describe(steps))
         means = {name: Described(*map(statistics.fmean, zip(*found, strict=True))) for name, found in runs.items()}
         rows += [

@@ -187,14 +187,15 @@ class AheadSource:
             batch = self._sample(step) if ahead is None else ahead.batch
             # A batch that was sampled ahead is older than the weights that were sent just now, so
             # each replica samples a few tokens with them.
-            probes = run.parity.probe(
-                batch.groups if ahead is None else (),
-                run.rollout,
-                run.sampling,
-                prompt=batch.groups[0].prompt,
-                step=step,
-                version=run.policy_version(step - 1),
-            )
+            with run.report.phase("parity"):
+                probes = run.parity.probe(
+                    batch.groups if ahead is None else (),
+                    run.rollout,
+                    run.sampling,
+                    prompt=batch.groups[0].prompt,
+                    step=step,
+                    version=run.policy_version(step - 1),
+                )
         if step < run.plan.total_steps:
             self._flight = _Flight(run, step + 1, self._clock)
         self._staleness = describe_staleness(batch.groups, version=run.policy_version(step - 1))

@@ -252,7 +252,7 @@ class StreamSource:
         self._carried.sort(key=lambda group: find_oldest_version(group.completions, version))
         self._carried += [CarriedGroup(prompt, (), 0) for prompt in new]
         first = self._carried[0].prompt if self._carried else self._ready[0].prompt
-        with awake(run, version=version):
+        with awake(run, version=version), run.report.phase("parity"):
             # None of the groups has these weights yet, so each replica samples a few tokens.
             probes = run.parity.probe((), run.rollout, run.sampling, prompt=first, step=step, version=version)
         self._counts = merge(self._counts, run.rollout.pop_metrics())

@@ -22,8 +22,6 @@ from trigon.errors import EpisodeError
 from trigon.rewards.confinement import landlock, seccomp
 from trigon.rewards.confinement.options import Confinement
 
-pytestmark = pytest.mark.alone
-
 ENVIRONMENT = """
 import ctypes, fcntl, os, random, signal, sys, threading, time
 from pathlib import Path

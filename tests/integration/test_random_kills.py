@@ -29,7 +29,7 @@ from support.tensors import assert_equal_tensors
 pytestmark = [pytest.mark.faults, pytest.mark.alone, pytest.mark.timeout(1800)]
 
 STEPS = 8
-MANY = int(os.environ.get("TRIGON_TEST_KILLS", "6" if settings.get_current_profile_name() == "faults" else "2"))
+MANY = int(os.environ.get("TRIGON_TEST_KILLS", "4" if settings.get_current_profile_name() == "faults" else "2"))
 NUM_KILLS = {1: MANY, 2: max(2, MANY // 2)}
 TARGETS = {
     1: {"driver": "trigon.trainer.main", "reward process": "rewards.worker"},

@@ -25,7 +25,6 @@ from trigon.rewards.pool import RewardPool
 
 pytestmark = [
     pytest.mark.faults,
-    pytest.mark.alone,
     pytest.mark.skipif(sys.platform != "linux", reason="the mechanisms are those of Linux"),
 ]
 

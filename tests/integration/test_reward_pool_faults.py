@@ -14,8 +14,6 @@ from trigon.errors import RewardError
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 
-pytestmark = pytest.mark.alone
-
 REWARD = """
 import ctypes, os, signal, sys, threading, time
 

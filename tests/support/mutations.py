@@ -119,6 +119,7 @@ MUTATIONS = (
         "pass",
         "unit/test_data_template_sizes.py",
         "fill_the_memory",
+        seconds=30,
     ),
     Mutation(
         "a reward is a number",
@@ -296,6 +297,7 @@ MUTATIONS = (
         "            if False:",
         "integration/test_environment_pool.py",
         "test_what_an_episode_leaves and all",
+        seconds=30,
     ),
     Mutation(
         "an episode that dies between its turns fails",
@@ -304,6 +306,7 @@ MUTATIONS = (
         "        found.owed = found.owed",
         "integration/test_environment_pool.py",
         "dies_between",
+        seconds=30,
     ),
     Mutation(
         "the reply of an environment is checked again",
