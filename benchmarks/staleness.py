@@ -70,7 +70,7 @@ def main() -> None:
         print(learned_table(runs))
         print(machine())
         if chosen.plot is not None:
-            plot(runs, chosen.plot, "reward/overall", "staleness/mean")
+            plot(runs, chosen.plot, "reward/overall", "val/accuracy_reward")
 
 
 if __name__ == "__main__":
