@@ -47,7 +47,7 @@ test-long: $(VENV)/.ready ## what test-all leaves out: the other recipes, layout
 test-unit: $(VENV)/.ready ## unit tests only
 	$(VENV)/$(PYTEST) $(PARALLEL) tests/unit
 
-test-faults: $(VENV)/.ready ## every fault and attack of docs/reliability.md, and longer fuzzing (50 minutes on 2 cores)
+test-faults: $(VENV)/.ready ## every fault and attack of docs/reliability.md, and longer fuzzing (24 minutes on 2 idle cores)
 	$(VENV)/$(PYTEST) $(PARALLEL_WAITING) $(DURATIONS) --hypothesis-profile faults -m "faults and not alone"
 	$(VENV)/$(PYTEST) $(DURATIONS) --hypothesis-profile faults -m "faults and alone"
 
