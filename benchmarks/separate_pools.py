@@ -1,6 +1,6 @@
 """Steps a second of one worker that learns beside one that samples, and of two that do both.
 
-    python benchmarks/separate_pools.py [--prompts 2] [--completions 8] [--median 96] [key=value]
+    python benchmarks/separate_pools.py [key=value] [--prompts 2] [--completions 8] [--median 96]
 
 Twice: with lengths that have a long tail (lognormal, the longest of a step about eight medians),
 and with equal ones of the same mean. Both layouts sample the same lengths, and their runs

@@ -1,6 +1,6 @@
 """What a run learns whose batches are sampled with older weights.
 
-    python benchmarks/staleness.py --seeds 0 1 2 3 [--plot FILE.svg]
+    python benchmarks/staleness.py [key=value ...] --seeds 0 1 2 3 [--plot FILE.svg]
 
 The quickstart with k = 0 (one worker that samples and learns), with k = 1 and with k = 4 and
 partial=continue (one learner and one sampler), from the same model and data for each seed. Prints
