@@ -176,17 +176,19 @@ def _mismatch_grows(metrics: Mapping[str, float], history: History, thresholds: 
 
 
 def _mismatch_is_large(metrics: Mapping[str, float], _: History, thresholds: Thresholds) -> str | None:
-    kl = metrics["mismatch/k3"]
-    if _has_older_weights(metrics) or kl <= thresholds.max_mismatch_kl:
-        return None
-    return f"mismatch/k3 is {kl:.3g} nats"
+    return None if _has_older_weights(metrics) else _large_kl(metrics, thresholds)
 
 
 def _older_weights_are_far(metrics: Mapping[str, float], _: History, thresholds: Thresholds) -> str | None:
-    kl = metrics["mismatch/k3"]
-    if not _has_older_weights(metrics) or kl <= thresholds.max_mismatch_kl:
+    large = _large_kl(metrics, thresholds)
+    if large is None or not _has_older_weights(metrics):
         return None
-    return f"mismatch/k3 is {kl:.3g} nats, of weights that are up to {metrics['staleness/max']:.0f} steps old"
+    return f"{large}, of weights that are up to {metrics['staleness/max']:.0f} steps old"
+
+
+def _large_kl(metrics: Mapping[str, float], thresholds: Thresholds) -> str | None:
+    kl = metrics["mismatch/k3"]
+    return f"mismatch/k3 is {kl:.3g} nats" if kl > thresholds.max_mismatch_kl else None
 
 
 def _has_older_weights(metrics: Mapping[str, float]) -> bool:
