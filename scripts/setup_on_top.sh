@@ -15,4 +15,8 @@ rm -rf "$VENV"
 # With the .pth files of the base, such as that of trigon/torchvision_stub.py.
 printf 'import site; site.addsitedir("%s")\n' "$(site_of "$BASE")" >"$(site_of "$VENV")/base.pth"
 # --no-deps: the file names all that is needed, and versions of the base must not be considered.
-"$VENV/bin/python" -m pip install --quiet --no-deps --ignore-installed --requirement "$REQUIREMENTS"
+source scripts/installer.sh
+choose_installer "$VENV" constraints/cpu.txt
+options=(--quiet --no-deps --requirement "$REQUIREMENTS")
+[[ $installer == uv ]] || options+=(--ignore-installed) # pip would count what the base has
+install_into "$VENV" "${options[@]}"
