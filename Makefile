@@ -34,8 +34,8 @@ gpu-check: ## check GPUs, versions, kernels, training, vLLM, memory and speed (t
 	else python3 -m trigon.cli doctor --gpu; fi
 
 test: lint ## lint, types, unit tests, invariants, and one run of each kind (about 15 minutes on 2 cores)
-	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "not alone and not extended"
-	$(VENV)/$(PYTEST) $(DURATIONS) -m "alone and not extended"
+	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "not alone and not extended and not long"
+	$(VENV)/$(PYTEST) $(DURATIONS) -m "alone and not extended and not long"
 
 test-all: test laptop-model ## the same, then every algorithm and model family, recipes and cluster layouts (about an hour): what CI runs
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "extended and not long and not alone"

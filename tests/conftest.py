@@ -7,6 +7,7 @@ Python start at once.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -45,6 +46,11 @@ os.environ.update(
 )
 
 
+CASE_MARKS = ("extended", "long", "vllm", "faults")
+"""Marks that may name cases of a parametrized test: extended(but=["small"]) is for all but the case
+"small", long(cases=["large"]) for "large" alone. A name is an id in the test's brackets, or the
+part of it that one parameter gives."""
+
 # `make test` tries the same few inputs each time, `make test-faults` many others.
 settings.register_profile("quick", max_examples=30, derandomize=True, database=None, deadline=None)
 settings.register_profile(
@@ -54,60 +60,41 @@ settings.load_profile("quick")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files without a test that -m selects: importing all of them takes most of a minute."""
-    from support.tiers import has_selected_tests
-
+    """Skip files without a test that has the marks of -m: importing all takes most of a minute."""
     if collection_path.is_dir() or not collection_path.name.startswith("test_"):
         return None
-    file = collection_path.relative_to(Path(__file__).parent).as_posix()
-    return None if has_selected_tests(file, str(config.option.markexpr)) else True
+    words = str(config.option.markexpr).split(" and ")
+    if not all(re.fullmatch(r"(not )?\w+", word) for word in words):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    for_all = " ".join(re.findall(r"^pytestmark = (\[.*?^\]|.*?$)", text, flags=re.MULTILINE | re.DOTALL))
+    missing = any(not word.startswith("not ") and f"mark.{word}" not in text for word in words)
+    excluded = any(word.startswith("not ") and f"mark.{word[4:]}" in for_all for word in words)
+    return True if missing or excluded else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark extended and long tests and those of faults, and skip those that need vLLM without it.
+    """Apply marks that name cases to these cases only; skip tests of vLLM where there is none.
 
-    Raises: pytest.UsageError if a pattern of tests/support/tiers.py matches no test any more.
+    Raises: pytest.UsageError if a mark names a case that does not exist.
     """
-    from support.tiers import (
-        KEPT,
-        LONG,
-        NEEDS_VLLM,
-        has_selected_tests,
-        is_extended,
-        is_fault,
-        is_long,
-        needs_vllm,
-    )
-
-    folder = Path(__file__).parent
     has_vllm = find_spec("vllm") is not None
-    collected, with_kept_tests, with_long_tests, with_vllm_tests = set(), set(), set(), set()
+    found: dict[tuple[str, str, str], bool] = {}
     for item in items:
-        file = item.path.relative_to(folder).as_posix()
-        collected.add(file)
-        if item.get_closest_marker("alone") and not has_selected_tests(file, "alone"):
-            raise pytest.UsageError(f"tests/{file}: mark tests by the words pytest.mark.alone")
-        if is_extended(file, item.name):
-            item.add_marker(pytest.mark.extended)
-        else:
-            with_kept_tests.add(file)
-        if is_fault(file, item.name):
-            item.add_marker(pytest.mark.faults)
-        if is_long(file, item.name):
-            item.add_marker(pytest.mark.long)
-            with_long_tests.add(file)
-        if needs_vllm(file, item.name):
-            with_vllm_tests.add(file)
-            if not has_vllm:
-                item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
-    collects_all = config.args == list(config.getini("testpaths"))
-    missing = [file for file in (*KEPT, *LONG, *NEEDS_VLLM) if not (folder / file).is_file()]
-    unmatched = [file for file, pattern in KEPT.items() if pattern is not None and file not in with_kept_tests]
-    unmatched += [file for file in LONG if file not in with_long_tests]
-    unmatched += [file for file in NEEDS_VLLM if file not in with_vllm_tests]
-    unmatched = [*missing, *(file for file in unmatched if file in collected)]
-    if collects_all and unmatched:
-        raise pytest.UsageError(f"tests/support/tiers.py: the patterns of {', '.join(unmatched)} match no test")
+        for mark in [mark for mark in item.own_markers if mark.name in CASE_MARKS and mark.kwargs]:
+            (way, cases) = next(iter(mark.kwargs.items()))
+            names = [case for case in cases if f"-{case}-" in f"-{item.name.partition('[')[2][:-1]}-"]
+            function = item.nodeid.partition("[")[0]
+            for case in cases:
+                found[function, mark.name, case] = found.get((function, mark.name, case), False) or case in names
+            if (way == "cases") != bool(names):
+                item.own_markers.remove(mark)
+        if item.get_closest_marker("vllm") and not has_vllm:
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+    unknown = [f"{function}: {name}: {case!r}" for (function, name, case), exists in found.items() if not exists]
+    if unknown and config.args == list(config.getini("testpaths")):
+        raise pytest.UsageError("marks name cases that do not exist: " + "; ".join(unknown))
 
 
 @pytest.fixture(autouse=True)

@@ -57,6 +57,7 @@ def is_loaded_or_refused(path: Path | None, overrides: list[str]) -> None:
     assert time.process_time() - start < SECONDS
 
 
+@pytest.mark.faults
 @given(st.dictionaries(names | near_names, values, max_size=6))
 def test_any_mapping_in_a_file(path: Path, content: dict[str, Any]):
     path.write_text(yaml.safe_dump(content, allow_unicode=True), encoding="utf-8")

@@ -110,6 +110,7 @@ def builders(tiny_vlm: Path) -> list[PromptBuilder]:
     return [make_builder(processors, max_image_pixels=MAX_PIXELS, **each) for each in changes]
 
 
+@pytest.mark.faults
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @given(row=rows, number=st.integers(0, 2))
 def test_any_row(builders: list[PromptBuilder], row: dict[str, Any], number: int):
@@ -129,6 +130,7 @@ def test_any_row(builders: list[PromptBuilder], row: dict[str, Any], number: int
         assert not any(builder._placeholders.count(prompt.token_ids, kind) for kind in ("image", "video"))
 
 
+@pytest.mark.faults
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # as a run does: ignore_pillow_warnings
 @given(damaged_files())
 def test_any_image_file(content: bytes):
@@ -166,6 +168,7 @@ PARTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.faults
 @given(st.lists(st.sampled_from(PARTS) | st.text(max_size=10), min_size=1, max_size=6).map("".join))
 def test_any_format_prompt(source: str):
     assume("{{" in source or "{%" in source)  # otherwise it is the name of a file

@@ -96,6 +96,7 @@ def damages(draw: st.DrawFn) -> Callable[[Path, list[Path]], None]:
     return damage
 
 
+@pytest.mark.faults
 @given(damages())
 def test_any_damage_of_a_checkpoint_is_noticed(saved: Path, tmp_path_factory: pytest.TempPathFactory, damage):
     root = tmp_path_factory.mktemp("damaged") / "run"
@@ -132,6 +133,7 @@ lines = st.one_of(
 )
 
 
+@pytest.mark.faults
 @given(lines)
 def test_any_line_of_rollouts(line: bytes):
     try:
@@ -148,6 +150,7 @@ metrics = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.faults
 @given(st.one_of(metrics.map(lambda value: json.dumps(value).encode()), st.binary(max_size=60), deep))
 def test_any_line_of_metrics(line: bytes):
     try:

@@ -42,6 +42,7 @@ rows = st.recursive(
 )
 
 
+@pytest.mark.faults
 @given(returned)
 def test_any_returned_value(value: Any):
     try:
@@ -113,6 +114,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
     pool.close()
 
 
+@pytest.mark.faults
 @settings(max_examples=10)
 @given(st.lists(messages.map(json.dumps) | st.text(max_size=50) | st.just("DEEP"), min_size=1, max_size=4))
 def test_any_message_on_the_channel(pool: RewardPool, texts: list[str]):

@@ -56,6 +56,7 @@ paths = st.sampled_from(["state", "metrics", "config", "groups", "group", "histo
 queries = st.lists(st.tuples(names | texts, texts), max_size=4)
 
 
+@pytest.mark.faults
 @given(path=paths, query=queries)
 def test_any_query(url: str, path: str, query: list[tuple[str, str]]):
     start = time.monotonic()
@@ -72,6 +73,7 @@ segments = st.sampled_from(
 )
 
 
+@pytest.mark.faults
 @given(st.lists(segments | st.text(max_size=10).map(lambda text: quote(text.encode("utf-8", "ignore"))), max_size=8))
 def test_any_path(url: str, parts: list[str]):
     status, content = answer(url, "/" + "/".join(parts))
@@ -113,6 +115,7 @@ rows = st.builds(
 )
 
 
+@pytest.mark.faults
 @settings(max_examples=settings.default.max_examples // 5)
 @given(st.lists(rows | st.binary(max_size=30), max_size=5))
 def test_any_rollouts(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]):

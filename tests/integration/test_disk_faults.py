@@ -48,6 +48,7 @@ def disk(tmp_path: Path) -> FaultyDisk:
     return FaultyDisk(tmp_path / "run", tmp_path / "work")
 
 
+@pytest.mark.extended
 def test_a_run_goes_on_while_its_disk_fails_and_when_its_folder_is_moved(made, disk, tmp_path):
     folder = tmp_path / "run"
     process = start(made, folder, *OPTIONS, steps=400, environment=disk.environment())
@@ -86,6 +87,7 @@ def test_a_run_goes_on_while_its_disk_fails_and_when_its_folder_is_moved(made, d
     print(log)
 
 
+@pytest.mark.extended
 def test_a_last_save_that_fails_ends_the_run_with_status_1_and_it_resumes(made, disk, tmp_path):
     folder = tmp_path / "run"
     process = start(made, folder, *OPTIONS, steps=2, environment=disk.environment())
@@ -104,6 +106,7 @@ def test_a_last_save_that_fails_ends_the_run_with_status_1_and_it_resumes(made, 
     assert [line["step"] for line in lines(folder)] == [1, 2]
 
 
+@pytest.mark.long
 @pytest.mark.alone  # starts two workers
 def test_a_worker_that_cannot_write_its_shard_costs_a_checkpoint_and_not_the_run(made, disk, tmp_path):
     folder = tmp_path / "run"

@@ -77,6 +77,8 @@ def test_gradients_that_are_nan_from_one_update_on_end_the_run(made, tmp_path):
     assert saved_steps(folder) == [1, 2, 3, 4]
 
 
+@pytest.mark.extended
+@pytest.mark.long(cases=["nan weight"])
 @pytest.mark.parametrize("fault", ["nan weight", "nan moment"])
 def test_a_value_that_an_update_made_nan_is_not_saved_and_the_run_goes_on_from_the_last_good_checkpoint(
     made, tmp_path, fault
@@ -93,6 +95,7 @@ def test_a_value_that_an_update_made_nan_is_not_saved_and_the_run_goes_on_from_t
         assert lines(folder) == lines(undisturbed)
 
 
+@pytest.mark.long
 def test_a_learning_rate_of_ten_is_refused_and_with_the_largest_accepted_one_all_that_is_saved_is_finite(
     made, tmp_path
 ):
@@ -106,6 +109,7 @@ def test_a_learning_rate_of_ten_is_refused_and_with_the_largest_accepted_one_all
     assert saved_steps(folder) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.extended
 def test_rewards_of_1e39_end_the_run(made, tmp_path):
     (tmp_path / "reward.py").write_text(
         'REWARD_TYPE = "sequential"\n\ndef score(reward_input):\n'
@@ -127,6 +131,8 @@ def two_workers(made: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
     return lines(folder)
 
 
+@pytest.mark.long
+@pytest.mark.vllm
 @pytest.mark.alone
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
@@ -156,6 +162,7 @@ def test_two_workers_survive_a_failing_engine_of_one_of_them_with_the_same_numbe
             assert math.isclose(line["metrics"][key], value, rel_tol=tolerance, abs_tol=tolerance), key
 
 
+@pytest.mark.long
 @pytest.mark.alone
 @pytest.mark.timeout(2400)
 def test_a_weight_of_one_of_two_workers_that_is_nan_ends_the_run_with_the_last_good_checkpoint(made, tmp_path):

@@ -56,6 +56,7 @@ def test_a_few_checks_pass_and_are_reported(tmp_path, capsys):
     assert not (tmp_path / "work").exists()
 
 
+@pytest.mark.extended
 def test_a_wrong_tolerance_and_a_short_limit_make_checks_fail(tmp_path, capsys):
     assert main(["--folder", str(tmp_path / "one"), "--only", "optimizer-memory", "--tolerance-factor", "1e-9"]) == 1
     failed = results(tmp_path / "one")["optimizer-memory"]
@@ -67,6 +68,7 @@ def test_a_wrong_tolerance_and_a_short_limit_make_checks_fail(tmp_path, capsys):
     assert capsys.readouterr().out.count("FAIL") == 2
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(2400)
 def test_every_check_comes_to_its_end_on_a_cpu(tmp_path):
     found = doctor(tmp_path)
@@ -79,6 +81,7 @@ def test_every_check_comes_to_its_end_on_a_cpu(tmp_path):
     assert not failed, "\n".join(failed.values())
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(1200)
 def test_without_vllm_its_checks_are_skipped_and_the_quickstart_uses_transformers(tmp_path):
     (tmp_path / "hide").mkdir()

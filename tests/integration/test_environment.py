@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.extended
 
+
+@pytest.mark.vllm(cases=["vllm"])
 @pytest.mark.parametrize(
     "script",
     [

@@ -481,6 +481,7 @@ def python(tools):
     tools.stop(0)
 
 
+@pytest.mark.extended(cases=["strict"])
 def test_a_turn_without_a_call_ends_the_episode_without_a_process(tools):
     before = descendants(tools.process_ids[0])
     tools.start(5, {})
@@ -490,6 +491,7 @@ def test_a_turn_without_a_call_ends_the_episode_without_a_process(tools):
     tools.stop(5)
 
 
+@pytest.mark.extended(cases=["strict"])
 def test_crop_shows_the_region_enlarged_and_counts_its_results_as_images(tools):
     image = Image.new("RGB", (200, 100), "white")
     image.paste("red", (100, 0, 200, 50))  # the top right quarter
@@ -516,6 +518,7 @@ def test_crop_shows_the_region_enlarged_and_counts_its_results_as_images(tools):
     tools.stop(0)
 
 
+@pytest.mark.extended(cases=["strict"])
 @pytest.mark.parametrize(
     ("code", "text"),
     [
@@ -533,6 +536,7 @@ def test_python_shows_what_is_printed_and_the_last_value(python, code, text):
     assert python(code) == text
 
 
+@pytest.mark.extended(cases=["strict"])
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("code", "expected"),
@@ -557,12 +561,14 @@ def test_python_keeps_its_limits(python, code, expected):
     assert python("1 + 1") == "2"
 
 
+@pytest.mark.extended(cases=["strict"])
 @pytest.mark.faults
 def test_python_finds_neither_the_ground_truth_nor_the_variables_of_the_run(python):
     code = "import gc, os\n''.join(['the ground ', 'truth']) in str(gc.get_objects()), sorted(os.environ)"
     assert python(code).startswith("(False, ['HOME', 'LANG', ")
 
 
+@pytest.mark.faults
 def test_tools_do_not_get_the_row(tmp_path):
     (tmp_path / "tools.py").write_text(
         'def look() -> bool:\n    "Look for the ground truth."\n    import gc\n'
@@ -587,6 +593,7 @@ def test_python_reads_no_file_beside_the_tools(tmp_path):
         assert "PermissionError" in read.observation.messages[0].text
 
 
+@pytest.mark.extended(cases=["strict"])
 @pytest.mark.faults
 def test_python_leaves_no_process(python, tools):
     assert python("1") == "1"  # from here on, the episode has its process

@@ -23,6 +23,8 @@ from support.videos import make_video
 from trigon.cli.main import main
 from trigon.records.rollouts import RolloutRow, read_rollouts
 
+pytestmark = pytest.mark.long
+
 STEPS = 4
 ENVIRONMENT = '''
 import random

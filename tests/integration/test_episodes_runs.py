@@ -147,6 +147,7 @@ def test_turns_are_sampled_scored_learned_from_and_recorded(uninterrupted):
 PARITY = ("parity/logprobs_diff_max", "rollout/num_turns")
 
 
+@pytest.mark.extended
 def test_a_run_killed_in_the_middle_of_an_episode_equals_an_uninterrupted_one(made, parts, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     process = start_episodes(made, parts, folder)
@@ -159,6 +160,7 @@ def test_a_run_killed_in_the_middle_of_an_episode_equals_an_uninterrupted_one(ma
     assert stored_images(folder) == stored_images(uninterrupted)
 
 
+@pytest.mark.extended
 def test_two_workers_have_the_numbers_of_one(made, parts, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     finish(start_episodes(made, parts, folder, "trainer.n_gpus_per_node=2"), folder)
@@ -171,6 +173,7 @@ def test_two_workers_have_the_numbers_of_one(made, parts, uninterrupted, tmp_pat
     assert [row.turns for row in first[0]] == [row.turns for row in first[1]]
 
 
+@pytest.mark.extended
 def test_an_environment_that_cannot_be_reset_ends_the_run_before_the_models_are_loaded(made, parts, tmp_path):
     folder = tmp_path / "run"
     process = start_episodes(made, parts, folder, "worker.rollout.environment_kwargs={turnz: 3}")

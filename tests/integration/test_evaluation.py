@@ -14,6 +14,8 @@ from trigon.evaluation.evaluate import evaluate
 from trigon.records.rollouts import read_rollouts
 from trigon.records.run import open_run
 
+pytestmark = pytest.mark.extended
+
 STEPS = 2
 
 

@@ -397,6 +397,8 @@ IN_VLLM = """
 """
 
 
+@pytest.mark.extended
+@pytest.mark.vllm
 def test_an_export_has_the_same_logprobs_in_vllm_and_transformers(tmp_path, checkpoint):
     folder = export_checkpoint(checkpoint.folder, None, dtype=None)
     declare_operators()

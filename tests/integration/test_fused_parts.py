@@ -73,6 +73,7 @@ def with_adapters(policy: Policy) -> Policy:
     return policy
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler here")
 # torch's own warnings while it compiles.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")

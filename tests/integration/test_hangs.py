@@ -51,6 +51,8 @@ sys.exit(main(["train", *sys.argv[2:]]))
 )
 
 
+@pytest.mark.extended
+@pytest.mark.long(but=["hang_in_python-1"])
 @pytest.mark.parametrize(
     ("function", "status"),
     [("hang_in_python", 1), ("hang_in_c", 1), ("hang_in_c_with_the_interpreter_lock", -signal.SIGKILL)],
@@ -79,6 +81,7 @@ def test_one_worker_that_hangs_while_it_samples_ends_and_the_same_command_goes_o
     assert "resuming after step " in log_of(folder).read_text()
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_of_two_workers_one_that_is_stopped_is_named_with_the_stacks_of_all_others(made, tmp_path):
     folder = tmp_path / "run"

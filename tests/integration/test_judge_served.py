@@ -21,7 +21,7 @@ from trigon.build.rewards import open_rewards
 from trigon.config.schema import Config
 from trigon.rewards.contract import RewardRequest
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.long, pytest.mark.vllm]
 
 FILE = Path(__file__).parents[2] / "examples" / "reward_function" / "judge.py"
 START_SECONDS = 300

@@ -137,6 +137,7 @@ def test_two_workers_process_each_image_about_once_a_step(two_workers):
     assert max(images_processed(two_workers)) <= 6
 
 
+@pytest.mark.extended
 def test_workers_that_compute_rows_together_have_the_numbers_of_those_that_do_not(made, two_workers, tmp_path):
     folder = tmp_path / "run"
     options = ("trainer.n_gpus_per_node=2", "worker.actor.ulysses_sequence_parallel_size=2")
@@ -151,6 +152,7 @@ def test_workers_that_compute_rows_together_have_the_numbers_of_those_that_do_no
         assert values == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.extended
 def test_one_worker_resumes_from_a_checkpoint_of_two(made, two_workers, tmp_path):
     folder = from_step(two_workers, 2, tmp_path / "run")
     finish(train(made, folder), folder)
@@ -158,6 +160,8 @@ def test_one_worker_resumes_from_a_checkpoint_of_two(made, two_workers, tmp_path
     assert_close(lines(folder), lines(two_workers), tolerance=1e-5)
 
 
+@pytest.mark.long
+@pytest.mark.vllm
 def test_four_workers_with_tensor_parallelism_and_two_copies_resume_from_a_checkpoint_of_two(
     made, two_workers, tmp_path
 ):
@@ -167,6 +171,8 @@ def test_four_workers_with_tensor_parallelism_and_two_copies_resume_from_a_check
     assert_close(lines(folder), lines(two_workers), tolerance=1e-4)
 
 
+@pytest.mark.long
+@pytest.mark.vllm
 def test_runs_with_tensor_parallelism_share_no_memory_and_leave_none_behind(made, tmp_path):
     def segments() -> set[str]:
         return {path.name for path in Path("/dev/shm").iterdir() if "cpushm" in path.name or "psm_" in path.name}
@@ -182,6 +188,8 @@ def test_runs_with_tensor_parallelism_share_no_memory_and_leave_none_behind(made
     assert segments() == before
 
 
+@pytest.mark.long
+@pytest.mark.faults
 @pytest.mark.timeout(1200)  # starts two workers five times
 def test_a_killed_worker_ends_the_run_in_any_phase_and_the_next_run_resumes_exactly(made, two_workers, tmp_path):
     folder = tmp_path / "run"
@@ -212,6 +220,7 @@ def test_a_killed_worker_ends_the_run_in_any_phase_and_the_next_run_resumes_exac
     assert rollouts(folder) == rollouts(two_workers)
 
 
+@pytest.mark.long
 @pytest.mark.faults
 def test_ctrl_c_reaches_the_driver_alone_and_a_second_one_ends_all_processes(made, tmp_path):
     folder, mark = tmp_path / "run", secrets.token_hex(8)
@@ -254,6 +263,8 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
         yield environment
 
 
+@pytest.mark.long
+@pytest.mark.vllm
 def test_a_cluster_of_two_nodes_has_the_numbers_of_one_worker(made, one_worker, two_nodes, tmp_path):
     folder = tmp_path / "run"
     sizes = ("trainer.nnodes=2", "worker.rollout.tensor_parallel_size=2")
@@ -263,6 +274,7 @@ def test_a_cluster_of_two_nodes_has_the_numbers_of_one_worker(made, one_worker, 
     assert images_processed(folder) == [8.0, 8.0]
 
 
+@pytest.mark.extended
 def test_the_error_of_a_cluster_that_is_too_small_names_what_is_required_and_available(made, two_nodes, tmp_path):
     folder = tmp_path / "run"
     process = train(made, folder, "trainer.nnodes=2", "trainer.n_gpus_per_node=3", environment=two_nodes)

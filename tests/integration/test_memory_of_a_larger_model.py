@@ -14,6 +14,8 @@ from support.memory import measure
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from shared import SHORT, VOCABULARY, make_folder
 
+pytestmark = pytest.mark.long
+
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 

@@ -75,6 +75,7 @@ def family_model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]
     return FamilyModel(folder, processors, changed_policy(folder, processors))
 
 
+@pytest.mark.extended
 def test_every_family_has_a_tiny_model() -> None:
     assert set(get_args(TinyModelType)) == set(supported_model_types())
 
@@ -119,6 +120,7 @@ def weighted(logprobs: Tensor) -> Tensor:
     return torch.randn(len(logprobs), generator=torch.Generator().manual_seed(0)) @ logprobs
 
 
+@pytest.mark.extended(but=["qwen2_5_vl", "qwen3_vl"])
 def test_packed_equals_padded(family_model: FamilyModel) -> None:
     groups = make_groups(family_model.processors)
     oracle = load_hugging_face(family_model.folder, torch.float32)
@@ -142,7 +144,8 @@ def test_packed_equals_padded(family_model: FamilyModel) -> None:
         assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, name
 
 
-@pytest.mark.parametrize("engine_name", ["vllm", "transformers"])
+@pytest.mark.extended(but=["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("engine_name", [pytest.param("vllm", marks=pytest.mark.vllm), "transformers"])
 def test_the_rollout_engine_samples_with_the_trainers_changed_weights(
     family_model: FamilyModel, engine_name: str
 ) -> None:
@@ -181,6 +184,7 @@ def max_difference(policy: Policy, processors: Processors, prompts: Sequence[Pro
     return float((concatenated(packed_logprobs(policy, processors, groups)) - torch.tensor(sampled)).abs().max())
 
 
+@pytest.mark.extended(but=["qwen2_5_vl", "qwen3_vl"])
 def test_an_export_loads_with_transformers_and_computes_the_same(family_model: FamilyModel, tmp_path: Path) -> None:
     def write(actor: Path) -> None:
         save_tensors(dict(family_model.policy.saved_tensors()), actor / "weights", group=None)

@@ -97,6 +97,8 @@ def test_there_are_at_least_twenty_guards():
     assert len({mutation.guard for mutation in MUTATIONS}) == len(MUTATIONS) >= 20
 
 
+@pytest.mark.long
+@pytest.mark.faults
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.guard)
 def test_a_broken_guard_is_noticed(copied, run_tests, unchanged, mutation):
     file = copied / "trigon" / mutation.file

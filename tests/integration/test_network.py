@@ -19,7 +19,7 @@ from support.processes import is_running
 from support.runs import finish, log_of, num_lines, press_ctrl_c, start, wait_for
 from support.sockets import Listener, descendants, listeners, outside_address
 
-pytestmark = [pytest.mark.alone, pytest.mark.faults]
+pytestmark = [pytest.mark.alone, pytest.mark.faults, pytest.mark.vllm]
 
 TWO_WORKERS = ("trainer.n_gpus_per_node=2", "worker.rollout.tensor_parallel_size=2")
 
@@ -78,6 +78,7 @@ def is_refused_without_token(gcs_port: int) -> bool:
     return tried.returncode != 0 and "nauthenticated" in tried.stderr.replace("Unauthorized", "Unauthenticated")
 
 
+@pytest.mark.extended
 def test_two_workers_listen_on_the_loopback_address_only(made, folder):
     # As on a machine where these name the interface of a cluster.
     outer = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
@@ -99,6 +100,7 @@ def test_two_workers_listen_on_the_loopback_address_only(made, folder):
     assert len({each.port for each in seen if each.process.startswith("ray::Worker")}) > 4
 
 
+@pytest.mark.extended
 def test_one_worker_listens_on_the_loopback_address_only(made, folder):
     process = start(made, folder, steps=2, environment={"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"})
     seen, reached = watch(process, outside_address())
@@ -108,6 +110,7 @@ def test_one_worker_listens_on_the_loopback_address_only(made, folder):
     assert seen  # vLLM's process group, by gloo
 
 
+@pytest.mark.extended
 def test_a_run_with_workers_leaves_no_temporary_file(made, folder, temporary):
     before = segments()
     process = start(made, folder, *TWO_WORKERS, steps=1, environment={"TMPDIR": str(temporary)})
@@ -127,6 +130,7 @@ def test_a_run_with_workers_leaves_no_temporary_file(made, folder, temporary):
     assert segments() <= before
 
 
+@pytest.mark.long
 def test_files_of_a_killed_run_are_removed_at_the_next_start_and_those_of_a_living_one_stay(made, tmp_path, temporary):
     def start_in(name: str, *options: str, steps: int) -> subprocess.Popen[str]:
         variables = {"TMPDIR": str(temporary)}

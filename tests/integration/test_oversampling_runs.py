@@ -9,6 +9,8 @@ import pytest
 
 from support.runs import assert_learned, comparable, finish, kill, lines, num_lines, rollouts, start, wait_for
 
+pytestmark = pytest.mark.extended
+
 OVERSAMPLING = (
     "worker.rollout.oversampling=0.75",
     "worker.rollout.max_carried_steps=2",

@@ -12,6 +12,8 @@ from trigon.build.memory_check import with_options
 from trigon.config.schema import Config
 from trigon.planning.plan import plan
 
+pytestmark = pytest.mark.extended
+
 STEPS = 2
 OVERRIDES = (
     "worker.rollout.ignore_eos=true",  # all completions have the maximum length

@@ -179,6 +179,7 @@ def test_the_folder_of_a_dry_run_is_loaded_by_transformers(run, tmp_path, capsys
     assert main(["push", str(run), "me/geo", "--dry-run", "--output", str(folder), "--no-logits"]) == 0
 
 
+@pytest.mark.extended
 def test_a_lora_run_pushes_its_adapter_or_with_merged_a_model(lora_run, tiny_vlm, tmp_path, capsys):
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
@@ -197,6 +198,7 @@ def test_a_lora_run_pushes_its_adapter_or_with_merged_a_model(lora_run, tiny_vlm
     assert ModelCard((tmp_path / "merged" / "README.md").read_text()).data.library_name == "transformers"
 
 
+@pytest.mark.extended
 def test_failures_are_one_sentence_and_nothing_is_exported(run, lora_run):
     with fake_hub() as hub:
         hub.locked.add("closed")

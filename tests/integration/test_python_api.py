@@ -16,6 +16,8 @@ import yaml
 
 from support.runs import CONFIG, assert_learned, finish, lines, overrides_of, restore_sigint, rollouts, start
 
+pytestmark = pytest.mark.extended
+
 STEPS = 4
 
 # Read from standard input, as a kernel reads cells: functions of __main__ have no file.

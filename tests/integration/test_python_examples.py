@@ -29,12 +29,14 @@ def run_example(name: str, model: Path, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.extended
 def test_the_example_of_the_page_trains(made: Path, tmp_path: Path) -> None:
     run_example("grpo.py", made / "model", tmp_path)
     lines = (tmp_path / "checkpoints" / "easy_r1" / "sums" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
+@pytest.mark.extended
 def test_the_example_with_images_and_hooks_trains(made: Path, tmp_path: Path) -> None:
     printed = run_example("images_and_hooks.py", made / "model", tmp_path)
     assert "step 4: accuracy" in printed
@@ -66,6 +68,7 @@ def test_the_notebook_is_saved_with_its_outputs() -> None:
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 3  # a row, the curve, the completions
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_notebook_runs_and_its_model_learns(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)

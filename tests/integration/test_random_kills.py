@@ -26,7 +26,7 @@ from support.processes import adopting_orphans, descendants, is_running, reap_ad
 from support.runs import comparable, lines, log_of, rollouts, start, stored_images
 from support.tensors import assert_equal_tensors
 
-pytestmark = [pytest.mark.faults, pytest.mark.alone, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.faults, pytest.mark.alone, pytest.mark.timeout(1800), pytest.mark.long]
 
 STEPS = 8
 MANY = int(os.environ.get("TRIGON_TEST_KILLS", "4" if settings.get_current_profile_name() == "faults" else "2"))

@@ -191,6 +191,7 @@ def test_files_with_other_content_at_the_same_place_are_refused(parts, saved, ca
     assert contents(saved) == before
 
 
+@pytest.mark.faults
 def test_files_of_the_same_content_elsewhere_and_options_without_consequence_are_accepted(
     parts, saved, tmp_path, capsys
 ):
@@ -217,6 +218,7 @@ def test_files_of_the_same_content_elsewhere_and_options_without_consequence_are
     assert "max_steps: 30" in (folder / "config.yaml").read_text()
 
 
+@pytest.mark.faults
 def test_accepted_changes_are_told_and_recorded_until_they_are_what_the_run_is_made_from(
     parts, saved, tmp_path, capsys
 ):
@@ -240,6 +242,7 @@ def test_accepted_changes_are_told_and_recorded_until_they_are_what_the_run_is_m
         train(parts, folder)
 
 
+@pytest.mark.faults
 def test_an_accepted_dataset_is_drawn_from_its_beginning(parts, saved, tmp_path, capsys):
     folder = shutil.copytree(saved, tmp_path / "run")
     with edited(parts / "data" / "train.parquet", change_one_answer):
@@ -250,6 +253,7 @@ def test_an_accepted_dataset_is_drawn_from_its_beginning(parts, saved, tmp_path,
     assert {json.loads(row)["prompt_id"] for row in rows} == {"train:0", "train:1"}
 
 
+@pytest.mark.faults
 def test_a_checkpoint_of_an_earlier_version_is_resumed_with_a_note(parts, saved, tmp_path, capsys):
     folder = shutil.copytree(saved, tmp_path / "run")
     remove_record(folder / "global_step_1")

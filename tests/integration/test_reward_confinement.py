@@ -175,6 +175,8 @@ def pool_of(tmp_path):
         pool.close()
 
 
+@pytest.mark.extended(but=["", "namespaces, landlock"])
+@pytest.mark.faults
 @pytest.mark.parametrize("without", SUCCEEDS, ids=", ".join)
 def test_attacks_on_other_processes_succeed_only_without_what_prevents_them(tmp_path, without):
     if "namespaces" not in without and NO_NAMESPACES:
@@ -189,6 +191,7 @@ def test_attacks_on_other_processes_succeed_only_without_what_prevents_them(tmp_
         assert any(words in line for line in logged) == (example in succeeded), words
 
 
+@pytest.mark.faults
 @pytest.mark.skipif(kernel.machine() not in ("x86_64", "aarch64"), reason="needs seccomp")
 def test_system_calls_that_a_container_forbids_are_named_and_done_without(tmp_path):
     (tmp_path / "reward.py").write_text(ATTACKS)
@@ -266,6 +269,8 @@ SYSTEMS = [
 ]
 
 
+@pytest.mark.extended(but=["hang-timeout-all"])
+@pytest.mark.faults
 @pytest.mark.parametrize("without", SYSTEMS)
 @pytest.mark.parametrize(("response", "outcome"), [("exit", "failed"), ("hang", "timeout"), ("return", "ok")])
 def test_nothing_that_a_function_started_outlives_its_worker(tmp_path, pool_of, without, response, outcome):
@@ -279,6 +284,8 @@ def test_nothing_that_a_function_started_outlives_its_worker(tmp_path, pool_of, 
     assert not is_locked(lock)
 
 
+@pytest.mark.extended(but=["all"])
+@pytest.mark.faults
 @pytest.mark.parametrize("without", SYSTEMS)
 def test_nothing_outlives_a_driver_that_is_killed(tmp_path, without):
     lock = tmp_path / "lock"
@@ -306,6 +313,7 @@ time.sleep(1000)
     wait_until(lambda: not is_locked(lock))
 
 
+@pytest.mark.faults
 @needs_namespaces
 def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, pool_of):
     lock = tmp_path / "lock"
@@ -317,6 +325,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, pool_of):
     assert pool.score(requests("return"))[0].overall == 1.0  # by another worker
 
 
+@pytest.mark.extended
 def test_off_leaves_the_end_of_all_processes_only(tmp_path, pool_of):
     lock = tmp_path / "lock"
     pool = pool_of(LEAVE, confinement=Confinement(level="off"), lock=str(lock))
@@ -328,6 +337,8 @@ def test_off_leaves_the_end_of_all_processes_only(tmp_path, pool_of):
     assert attack(tmp_path, Confinement(level="off"), sorted(ALL)) == (ALL, [])
 
 
+@pytest.mark.extended(but=["all"])
+@pytest.mark.faults
 @pytest.mark.parametrize("without", SYSTEMS)
 def test_a_function_that_starts_processes_without_end_is_killed_with_all_of_them(tmp_path, pool_of, without):
     lock = tmp_path / "lock"
@@ -355,6 +366,8 @@ def main(reward_input):
     assert not is_locked(lock)
 
 
+@pytest.mark.extended(but=["all"])
+@pytest.mark.faults
 @pytest.mark.parametrize("without", SYSTEMS)
 def test_the_memory_of_all_processes_of_a_function_counts(pool_of, without):
     text = """
@@ -396,6 +409,7 @@ def main(reward_input):
     assert beyond.error.endswith("worker.reward.max_memory_gb allows 1; it was killed")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("gibibytes", "address_space"), [(1, 16), (16, 16), (40, 40)])
 def test_the_address_space_of_a_worker_grows_with_the_memory_that_it_may_have(pool_of, gibibytes, address_space):
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -411,6 +425,7 @@ def main(reward_input):
     assert pool.score(requests("a"))[0].overall == address_space
 
 
+@pytest.mark.extended
 def test_a_worker_that_is_given_gpus_has_no_limit_of_address_space(pool_of, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     text = """
@@ -428,6 +443,7 @@ def main(reward_input):
     assert (hidden.overall, hidden.parts["gpu"]) == (0.0, -1.0)
 
 
+@pytest.mark.faults
 def test_a_worker_has_no_files_of_the_driver_but_its_channel_and_its_output(pool_of):
     text = """
 import os
@@ -450,6 +466,8 @@ def main(reward_input):
         assert pool_of(text).score(requests("a"))[0].error == ""
 
 
+@pytest.mark.extended(but=["all"])
+@pytest.mark.faults
 @pytest.mark.parametrize("without", SYSTEMS)
 def test_sigterm_to_all_processes_of_a_run_does_not_end_a_worker(pool_of, without):
     text = """
@@ -580,6 +598,7 @@ def works(pool_of, outside, confinement, responses):
     return {response for response, score in zip(responses, scores, strict=True) if score.overall}
 
 
+@pytest.mark.extended(but=["all"])
 @pytest.mark.parametrize("without", [*SYSTEMS, pytest.param(("namespaces", "signal scope"), id="an older Landlock")])
 def test_the_default_lets_functions_do_what_they_did(pool_of, outside, without):
     sandboxes = [] if NO_NAMESPACES else ["a_user_namespace"] if "signal scope" in without else SANDBOXES
@@ -587,6 +606,8 @@ def test_the_default_lets_functions_do_what_they_did(pool_of, outside, without):
     assert works(pool_of, outside, Confinement(without=without), responses) == set(responses)
 
 
+@pytest.mark.extended(but=["all"])
+@pytest.mark.faults
 @needs_landlock
 @pytest.mark.parametrize("without", SYSTEMS[:2])
 def test_strict_leaves_what_is_needed_to_compute_a_score(pool_of, outside, without):
@@ -603,6 +624,7 @@ def test_strict_can_be_told_of_folders_and_of_the_network(pool_of, outside):
     assert works(pool_of, outside, confinement, responses) == {"read_elsewhere", "network", "unix_sockets"}
 
 
+@pytest.mark.extended
 @needs_landlock
 def test_strict_can_be_told_where_functions_may_write(pool_of, outside):
     confinement = Confinement(level="strict", writable=(str(Path(outside["secret"]).parent),))
@@ -648,6 +670,7 @@ def test_the_temporary_folder_of_strict_is_private_and_removed(pool_of, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["reward.py"]
 
 
+@pytest.mark.faults
 @needs_landlock
 def test_the_temporary_folder_of_a_supervisor_that_is_killed_is_removed_by_the_next(pool_of, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -665,6 +688,7 @@ def test_the_temporary_folder_of_a_supervisor_that_is_killed_is_removed_by_the_n
     assert [path.name for path in tmp_path.iterdir()] == ["reward.py"]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("confinement", "message"),
     [

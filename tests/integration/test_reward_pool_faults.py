@@ -88,6 +88,7 @@ def pool_of(folder, text, *, num_workers=2, timeout_seconds=1.0):
     )
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("reward_type", ["sequential", "batch"])
 def test_a_failure_affects_only_its_completion(tmp_path, reward_type):
     responses = [response for index, bad in enumerate(BAD) for response in ("x" * index, bad, "y" * index)]

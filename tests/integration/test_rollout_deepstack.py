@@ -1,5 +1,6 @@
 """Qwen3-VL in vLLM keeps tensors that are neither parameters nor buffers, and reads them always."""
 
+import pytest
 import torch
 
 from support.rollout import handle_of, make_vllm_engine
@@ -8,6 +9,8 @@ from trigon.models.policy import Policy
 from trigon.rollout.vllm.sleep import find_state
 from trigon.rollout.vllm.weights import itself
 from trigon.types import Prompt, SamplingParams
+
+pytestmark = pytest.mark.vllm
 
 SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4, ignore_eos=True, seed=5)
 

@@ -41,12 +41,12 @@ SAMPLING = SamplingParams(n=4, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=
 FULL_LENGTH = replace(SAMPLING, ignore_eos=True)
 
 SCENES = [
-    ("vllm", "qwen2_5_vl", False),
-    ("vllm", "qwen3_vl", True),
-    ("vllm", "qwen2", True),
-    ("transformers", "qwen2_5_vl", False),
-    ("transformers", "qwen3_vl", True),
-    ("transformers", "qwen2", False),
+    pytest.param(("vllm", "qwen2_5_vl", False), id="vllm-qwen2_5_vl-untied", marks=pytest.mark.vllm),
+    pytest.param(("vllm", "qwen3_vl", True), id="vllm-qwen3_vl-tied", marks=pytest.mark.vllm),
+    pytest.param(("vllm", "qwen2", True), id="vllm-qwen2-tied", marks=pytest.mark.vllm),
+    pytest.param(("transformers", "qwen2_5_vl", False), id="transformers-qwen2_5_vl-untied"),
+    pytest.param(("transformers", "qwen3_vl", True), id="transformers-qwen3_vl-tied", marks=pytest.mark.long),
+    pytest.param(("transformers", "qwen2", False), id="transformers-qwen2-untied"),
 ]
 
 
@@ -146,12 +146,7 @@ def make_prompts(processors):
     ]
 
 
-def scene_id(scene):
-    name, model_type, tied = scene
-    return f"{name}-{model_type}-{'tied' if tied else 'untied'}"
-
-
-@pytest.fixture(scope="module", params=SCENES, ids=scene_id)
+@pytest.fixture(scope="module", params=SCENES)
 def scene(request, tiny_model):
     name, model_type, tied = request.param
     folder = str(tiny_model(model_type, tie_word_embeddings=tied))
@@ -186,6 +181,7 @@ def test_sampling_logprobs_equal_the_trainers_at_another_temperature(scene):
     assert scene.max_difference(replace(SAMPLING, temperature=0.7)) <= 1e-4
 
 
+@pytest.mark.faults
 def test_stale_weights_give_other_log_probabilities(scene):
     completions = scene.generate()
     scene.change_weights()
@@ -432,7 +428,7 @@ def test_an_interrupted_call_does_not_affect_the_next_one(scene, callback):
 # -- engines that stop before all completions have ended --
 
 STOPPING = pytest.mark.parametrize(
-    "scene", [each for each in SCENES if each[0] == "vllm" and each[1] != "qwen2"], ids=scene_id, indirect=True
+    "scene", [each for each in SCENES if each.id in ("vllm-qwen2_5_vl-untied", "vllm-qwen3_vl-tied")], indirect=True
 )
 
 
@@ -441,6 +437,7 @@ def generate_until(scene, prompts, sampling, until, *, step=1):
         return scene.engine.generate_until(prompts, sampling, until, step=step)
 
 
+@pytest.mark.vllm
 @STOPPING
 def test_a_greedy_completion_that_was_stopped_goes_on_to_the_same_tokens(scene):
     greedy = replace(SAMPLING, n=2, temperature=0.0, max_tokens=40)
@@ -460,6 +457,7 @@ def test_a_greedy_completion_that_was_stopped_goes_on_to_the_same_tokens(scene):
     assert again == [whole[index] for index in left]
 
 
+@pytest.mark.vllm
 @STOPPING
 def test_what_goes_on_under_other_weights_has_the_trainers_log_probabilities(scene):
     short = replace(FULL_LENGTH, max_tokens=10)
@@ -483,6 +481,7 @@ def test_what_goes_on_under_other_weights_has_the_trainers_log_probabilities(sce
     assert len({each.token_ids for row in rows for each in row}) == len(rows) * FULL_LENGTH.n
 
 
+@pytest.mark.vllm
 @STOPPING
 def test_a_call_that_is_interrupted_keeps_what_it_has_and_changes_no_later_one(scene):
     expected = scene.generate(FULL_LENGTH)
@@ -513,6 +512,7 @@ def test_a_call_that_is_interrupted_keeps_what_it_has_and_changes_no_later_one(s
     assert scene.generate(FULL_LENGTH) == expected
 
 
+@pytest.mark.vllm
 @STOPPING
 def test_a_call_after_one_that_stopped_gives_what_it_would_without_it(scene):
     sampling = replace(SAMPLING, n=1, max_tokens=64)  # most of them end, each after another number of tokens

@@ -26,7 +26,13 @@ from trigon.types import SamplingParams
 
 MAX_MODEL_LEN = 1024
 SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=600, ignore_eos=False, seed=5)
-SCENES = [("vllm", "qwen2"), ("vllm", "qwen2_5_vl"), ("vllm", "qwen3_vl"), ("transformers", "qwen2_5_vl")]
+SCENES = [
+    *(
+        pytest.param(("vllm", model_type), id=f"vllm-{model_type}", marks=pytest.mark.vllm)
+        for model_type in ("qwen2", "qwen2_5_vl", "qwen3_vl")
+    ),
+    pytest.param(("transformers", "qwen2_5_vl"), id="transformers-qwen2_5_vl"),
+]
 QUESTION = "Which of the shapes in the drawing has the most sides? " * 3
 HINT = "The drawing is turned by a quarter, and one of its shapes is hidden. " * 2
 
@@ -86,7 +92,7 @@ def make_prompts(processors):
     return prompts
 
 
-@pytest.fixture(scope="module", params=SCENES, ids="-".join)
+@pytest.fixture(scope="module", params=SCENES)
 def scene(request, tiny_model):
     name, model_type = request.param
     folder = tiny_model(model_type)
@@ -150,6 +156,7 @@ def max_difference(scene, rows):
     return max(differences)
 
 
+@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
 @pytest.mark.parametrize("turn_by_turn", [True, False])
 def test_logprobs_of_episodes_equal_a_forward_of_the_whole_sequence(scene, monkeypatch, turn_by_turn):
     monkeypatch.setattr(scene.engine._episodes, "_turn_by_turn", turn_by_turn)
@@ -165,6 +172,8 @@ def test_logprobs_of_episodes_equal_a_forward_of_the_whole_sequence(scene, monke
     assert values(scene.engine.pop_metrics())["rollout/episodes_failed"] == 0
 
 
+@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
+@pytest.mark.faults
 def test_results_are_the_same_bits_however_long_environments_take(scene):
     rows = [
         scene.generate(delay=lambda row, number, seed=seed: random.Random(f"{seed} {row} {number}").randrange(9))
@@ -174,6 +183,7 @@ def test_results_are_the_same_bits_however_long_environments_take(scene):
     assert len({completion.token_ids for row in rows[0] for completion in row}) == 2 * len(scene.prompts)
 
 
+@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
 def test_vllm_held_the_tokens_of_the_completion_and_computed_new_ones_only(scene, monkeypatch):
     if not scene.is_vllm:
         pytest.skip("it has no cache")
@@ -195,6 +205,7 @@ def test_vllm_held_the_tokens_of_the_completion_and_computed_new_ones_only(scene
     assert num_computed <= 1.2 * num_new
 
 
+@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
 def test_another_image_in_a_later_turn_gives_other_log_probabilities(scene):
     if not scene.processors.family.has_vision:
         pytest.skip("a text model")
@@ -215,6 +226,7 @@ def test_another_image_in_a_later_turn_gives_other_log_probabilities(scene):
         assert one.sampling_logprobs[second] != pytest.approx(two.sampling_logprobs[second], abs=1e-4)
 
 
+@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
 @pytest.mark.faults
 def test_a_request_lost_in_a_later_turn_is_repeated_with_the_same_tokens(scene, monkeypatch):
     if not scene.is_vllm:
@@ -240,6 +252,7 @@ def test_a_request_lost_in_a_later_turn_is_repeated_with_the_same_tokens(scene, 
     assert values(scene.engine.pop_metrics())["rollout/retried_requests"] == 1
 
 
+@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
 @pytest.mark.faults
 def test_a_prompt_whose_turn_is_lost_twice_has_no_completions(scene, monkeypatch):
     if not scene.is_vllm:
@@ -266,6 +279,7 @@ def test_a_prompt_whose_turn_is_lost_twice_has_no_completions(scene, monkeypatch
     assert scene.environments.running == {}
 
 
+@pytest.mark.extended(but=["vllm-qwen2", "vllm-qwen2_5_vl"])
 @pytest.mark.faults
 def test_an_engine_that_fails_in_a_later_turn_is_started_anew_with_the_same_bits(scene, monkeypatch):
     if not scene.is_vllm or scene.processors.family.has_vision:
@@ -293,6 +307,7 @@ def test_an_engine_that_fails_in_a_later_turn_is_started_anew_with_the_same_bits
     assert (metrics["rollout/engine_restarts"], metrics["rollout/num_turns"]) == (1, 2.5)
 
 
+@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
 @pytest.mark.faults
 def test_an_interrupted_call_does_not_affect_the_next_one(scene):
     expected = scene.generate()
@@ -309,6 +324,7 @@ def test_an_interrupted_call_does_not_affect_the_next_one(scene):
     assert bits(scene.generate()) == bits(expected)
 
 
+@pytest.mark.vllm
 def test_episodes_with_tensor_parallelism_raise(tiny_model, processors_of_text):
     from trigon.rollout.vllm import VllmEngine
 

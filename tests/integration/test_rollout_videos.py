@@ -20,6 +20,8 @@ from trigon.models.policy import Policy
 from trigon.rollout.vllm import VllmEngine
 from trigon.types import Completion, LocalWeights, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
+pytestmark = pytest.mark.extended
+
 MAX_MODEL_LEN = 512
 SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, ignore_eos=True, seed=5)
 SCENES = [(engine, model) for engine in ("vllm", "transformers") for model in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")]
@@ -89,10 +91,12 @@ def scene(request: pytest.FixtureRequest, tiny_model: Any) -> Iterator[Scene]:
     engine.close()
 
 
+@pytest.mark.vllm(cases=["vllm"])
 def test_sampling_logprobs_equal_the_trainers_for_videos(scene: Scene) -> None:
     assert scene.max_difference(scene.prompts, scene.generate(scene.prompts)) < 1e-4
 
 
+@pytest.mark.vllm(cases=["vllm"])
 def test_sampling_logprobs_equal_the_trainers_for_images_and_videos_in_one_batch(scene: Scene) -> None:
     from test_rollout_engines import png
 
@@ -103,6 +107,7 @@ def test_sampling_logprobs_equal_the_trainers_for_images_and_videos_in_one_batch
     assert scene.max_difference(prompts, scene.generate(prompts)) < 1e-4
 
 
+@pytest.mark.vllm(cases=["vllm"])
 def test_log_probabilities_depend_on_the_frames(scene: Scene) -> None:
     """So the other tests would detect an engine that ignores them."""
     prompt = scene.prompts[0]
@@ -113,6 +118,7 @@ def test_log_probabilities_depend_on_the_frames(scene: Scene) -> None:
     assert scene.max_difference([replace(prompt, vision=other)], completions) > 1e-2
 
 
+@pytest.mark.vllm(cases=["vllm"])
 def test_the_frame_rate_of_a_video_changes_the_log_probabilities_of_engine_and_trainer(scene: Scene) -> None:
     """Qwen2.5-VL encodes a video's times in its positions only."""
     if scene.processors.family.video != "seconds":
@@ -126,6 +132,7 @@ def test_the_frame_rate_of_a_video_changes_the_log_probabilities_of_engine_and_t
     assert scene.max_difference([prompt], completions) > 1e-3
 
 
+@pytest.mark.vllm(cases=["vllm"])
 def test_placeholders_that_do_not_match_the_videos_raise(scene: Scene) -> None:
     if not isinstance(scene.engine, VllmEngine):
         pytest.skip("the model of transformers has a check of its own")
@@ -137,6 +144,7 @@ def test_placeholders_that_do_not_match_the_videos_raise(scene: Scene) -> None:
     assert scene.max_difference([prompt], scene.generate([prompt])) < 1e-4
 
 
+@pytest.mark.vllm(cases=["vllm"])
 def test_a_video_larger_than_the_encoder_cache_raises(scene: Scene) -> None:
     if not isinstance(scene.engine, VllmEngine):
         pytest.skip("only vLLM has an encoder cache")

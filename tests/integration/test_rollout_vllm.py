@@ -19,6 +19,8 @@ from trigon.rollout.checksums import read_sums, sum_values
 from trigon.rollout.vllm import RunsWith, process
 from trigon.types import LocalWeights, Prompt, SamplingParams, Vision
 
+pytestmark = pytest.mark.vllm
+
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, ignore_eos=True, seed=5)
 
 

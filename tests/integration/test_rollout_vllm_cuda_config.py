@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.extended, pytest.mark.vllm]
+
 TESTS = Path(__file__).parents[1]
 
 ALONE = {

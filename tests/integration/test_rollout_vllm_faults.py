@@ -19,7 +19,7 @@ from trigon.rollout.restart import RestartingEngine
 from trigon.rollout.vllm.weights import itself
 from trigon.types import LocalWeights, Prompt, SamplingParams
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.vllm]
 
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, ignore_eos=True, seed=5)
 
@@ -220,6 +220,7 @@ def test_a_weight_sync_that_fails_half_way_is_made_again_by_a_new_engine(
     assert "no memory for a copy" in warning
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("again", "state"),
     [(4, "it could not be started anew"), (20, "its last weight sync did not finish")],

@@ -10,6 +10,8 @@ from trigon.rollout.vllm.arguments import engine_arguments
 from trigon.rollout.vllm.process import start_llm_engine
 from trigon.rollout.vllm.weights import canonical_names, checkpoint_names, itself, load_weights
 
+pytestmark = [pytest.mark.extended, pytest.mark.vllm]
+
 
 def tensors_after_weight_sync(folder, load_format):
     """Return parameters, buffers and other tensors of vLLM's model after one weight sync.

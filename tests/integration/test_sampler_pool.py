@@ -279,6 +279,7 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
         samplers.close()
 
 
+@pytest.mark.extended
 def test_every_rank_of_every_replica_gets_the_weights_and_each_byte_is_sent_once(pools):
     pools.learn()
     with pools.awake():
@@ -292,6 +293,7 @@ def test_every_rank_of_every_replica_gets_the_weights_and_each_byte_is_sent_once
     assert pools.engine.pop_metrics()["moved/weights_sent_bytes"].value == 0
 
 
+@pytest.mark.extended(but=["die"])
 @pytest.mark.parametrize("how", ["die", "rollout"])
 def test_the_prompts_of_a_lost_replica_are_sampled_by_the_other_one(pools, how):
     pools.learn()
@@ -309,6 +311,7 @@ def test_the_prompts_of_a_lost_replica_are_sampled_by_the_other_one(pools, how):
     assert pools.engine.pop_metrics()["rollout/engine_restarts"].value == 1
 
 
+@pytest.mark.extended
 def test_replicas_that_are_all_lost_are_replaced_while_the_learners_have_the_weights(pools):
     pools.learn()
     with pools.awake():
@@ -317,6 +320,7 @@ def test_replicas_that_are_all_lost_are_replaced_while_the_learners_have_the_wei
         assert pools.sample(step=9) == pools.expected()
 
 
+@pytest.mark.extended
 def test_replicas_that_are_all_lost_after_the_weights_have_changed_are_an_error(pools):
     with pools.awake():
         pass
@@ -329,6 +333,7 @@ def test_replicas_that_are_all_lost_after_the_weights_have_changed_are_an_error(
         assert pools.sample() == pools.expected()
 
 
+@pytest.mark.extended
 def test_calls_that_are_interrupted_return_what_is_begun_and_what_a_lost_replica_had_as_it_was(pools):
     pools.learn()
     with pools.awake():
@@ -360,6 +365,7 @@ def test_calls_that_are_interrupted_return_what_is_begun_and_what_a_lost_replica
         assert pools.sample() == pools.expected()
 
 
+@pytest.mark.extended
 def test_an_error_of_what_gets_the_groups_interrupts_the_replicas(pools):
     pools.learn()
     with pools.awake():
@@ -380,6 +386,7 @@ def test_an_error_of_what_gets_the_groups_interrupts_the_replicas(pools):
         assert pools.sample() == pools.expected()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("how", ["die", "rollout"])
 def test_a_replica_that_is_lost_during_a_weight_sync_is_replaced(pools, how):
     pools.learn()
@@ -390,6 +397,7 @@ def test_a_replica_that_is_lost_during_a_weight_sync_is_replaced(pools, how):
     assert pools.warnings
 
 
+@pytest.mark.extended
 def test_weights_are_not_sent_again_to_a_replica_that_has_them_when_another_one_is_lost(pools):
     pools.learn()
     pools.plan_fault("synced", "die later")
@@ -404,6 +412,7 @@ def test_weights_are_not_sent_again_to_a_replica_that_has_them_when_another_one_
         assert pools.sample() == pools.expected()
 
 
+@pytest.mark.extended
 def test_a_replica_that_dies_while_it_is_idle_is_replaced_before_the_next_sampling(pools):
     os.kill(pools.samplers.group(1).workers[1].pid, signal.SIGKILL)
     pools.learn()
@@ -417,6 +426,7 @@ def test_a_replica_that_dies_while_it_is_idle_is_replaced_before_the_next_sampli
     assert "sampler 0 rank 0" in pools.warnings[0]
 
 
+@pytest.mark.extended
 def test_a_replica_that_dies_before_it_connects_holds_the_others_up_for_seconds_only(pools):
     pools.learn()
     pools.samplers.lose(1, LostWorkerError("it died before"))
@@ -429,6 +439,7 @@ def test_a_replica_that_dies_before_it_connects_holds_the_others_up_for_seconds_
     timer.join()
 
 
+@pytest.mark.extended
 def test_an_error_that_another_replica_would_make_too_ends_the_call(pools):
     pools.learn()
     with pools.awake():
@@ -439,6 +450,7 @@ def test_an_error_that_another_replica_would_make_too_ends_the_call(pools):
         assert pools.sample() == pools.expected()
 
 
+@pytest.mark.extended
 def test_a_replacement_is_tried_again_whatever_its_error(pools):
     pools.learn()
     pools.samplers.lose(0, LostWorkerError("it died"))
@@ -458,6 +470,7 @@ def test_a_replacement_is_tried_again_whatever_its_error(pools):
         assert pools.sample() == pools.expected()
 
 
+@pytest.mark.extended
 def test_pools_for_which_the_cluster_is_too_small_together_are_refused_at_once(pools):
     available = int(ray.cluster_resources()["CPU"])
     layouts = [Layout(1, available, "cpu"), Layout(1, 1, "cpu")]
@@ -467,6 +480,7 @@ def test_pools_for_which_the_cluster_is_too_small_together_are_refused_at_once(p
     check_total(layouts[:1], [("a.nodes", "a.gpus")])
 
 
+@pytest.mark.extended
 def test_a_replica_that_cannot_be_replaced_is_an_error_that_says_so(pools):
     pools.learn()
     with pools.awake():

@@ -14,6 +14,8 @@ import yaml
 from support.runs import CONFIG, overrides_of
 from trigon.secrets import MASKED
 
+pytestmark = [pytest.mark.extended, pytest.mark.faults]
+
 IN_FILE = "judge-key-in-the-file-77"
 IN_VARIABLE = "judge-key-in-a-variable-88"
 KWARGS = "worker.reward.reward_function_kwargs"

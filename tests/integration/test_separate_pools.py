@@ -18,7 +18,7 @@ from safetensors import safe_open
 from support.clusters import MARK, marked, two_ray_nodes
 from support.runs import assert_learned, finish, lines, log_of, num_lines, rollouts, start
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.vllm]
 
 SEPARATE = ("worker.hybrid_engine=false", "worker.rollout.n_gpus_per_node=2")
 OF_POOLS = ("moved/", "staleness/", "rollout/engine_restarts")
@@ -78,6 +78,7 @@ def count_weight_bytes(folder: Path) -> int:
     return total
 
 
+@pytest.mark.extended
 def test_separate_pools_have_the_numbers_of_shared_workers_also_when_samplers_are_killed(made, tmp_path):
     shared, separate, mark = tmp_path / "shared", tmp_path / "separate", secrets.token_hex(8)
     options = ("trainer.n_gpus_per_node=2", "trainer.save_freq=-1")
@@ -97,6 +98,7 @@ def test_separate_pools_have_the_numbers_of_shared_workers_also_when_samplers_ar
     assert "is replaced, and the run goes on" in log
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.faults
 def test_a_run_that_samples_ahead_resumes_exactly_whoever_is_killed(made, tmp_path):
@@ -119,6 +121,7 @@ def test_a_run_that_samples_ahead_resumes_exactly_whoever_is_killed(made, tmp_pa
     assert rollouts(killed) == rollouts(whole)
 
 
+@pytest.mark.long
 @pytest.mark.faults
 def test_a_sampler_that_is_killed_while_the_learner_works_is_replaced(made, tmp_path):
     folder, mark = tmp_path / "run", secrets.token_hex(8)
@@ -136,6 +139,7 @@ def test_a_sampler_that_is_killed_while_the_learner_works_is_replaced(made, tmp_
     assert sum(line["metrics"]["rollout/engine_restarts"] for line in lines(folder)) == 1
 
 
+@pytest.mark.long
 def test_pools_on_two_nodes_with_tensor_parallelism_learn(made, tmp_path):
     folder = tmp_path / "run"
     with two_ray_nodes(tmp_path, num_cpus=2) as environment:
@@ -146,6 +150,7 @@ def test_pools_on_two_nodes_with_tensor_parallelism_learn(made, tmp_path):
     assert "4 workers" in log_of(folder).read_text()
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(900)
 def test_samplers_that_work_all_the_time_go_on_with_new_weights_and_lose_no_prompt(made, tmp_path):
     folder, mark = tmp_path / "run", secrets.token_hex(8)

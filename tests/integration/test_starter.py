@@ -4,6 +4,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.extended
+
 
 def test_the_folder_of_init_passes_the_checks_and_trains(tmp_path):
     trigon = [sys.executable, "-m", "trigon.cli"]

@@ -123,14 +123,17 @@ def check_every_moment(made: Path, folder: Path, expected: Path, options: tuple[
     assert stored_images(folder) == stored_images(expected)
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_at_any_moment_resumes_as_if_uninterrupted(made, uninterrupted, tmp_path):
     check_every_moment(made, tmp_path / "run", uninterrupted, ONE)
 
 
+@pytest.mark.long
 def test_two_workers_that_all_get_the_signal_save_first(made, uninterrupted_of_two, tmp_path):
     check_every_moment(made, tmp_path / "run", uninterrupted_of_two, TWO)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [ONE, TWO], ids=["one worker", "two workers"])
 def test_a_long_step_is_left_while_it_is_sampled_and_the_step_before_it_saved(made, tmp_path, options):
     folder, reward = tmp_path / "run", tmp_path / "reward.py"
@@ -165,6 +168,7 @@ def compute_score(reward_input):
     assert f"the same command resumes after step {made_steps}" in log_of(folder).read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [ONE, TWO], ids=["one worker", "two workers"])
 def test_a_second_signal_stops_at_once_and_leaves_no_process_and_no_half_written_checkpoint(made, tmp_path, options):
     folder = tmp_path / "run"
@@ -187,6 +191,7 @@ def test_a_second_signal_stops_at_once_and_leaves_no_process_and_no_half_written
     assert not any(folder.glob(".saving_*"))
 
 
+@pytest.mark.extended
 def test_a_run_whose_terminal_is_closed_saves(made, tmp_path):
     folder = tmp_path / "run"
     overrides = [*overrides_of(made, folder, steps=STEPS), "trainer.save_freq=-1"]

@@ -9,6 +9,8 @@ import pytest
 
 from support.runs import assert_learned, finish, lines, log_of, rollouts, start
 
+pytestmark = pytest.mark.long
+
 # A group of maximum lengths has 128 + 4 * 64 = 384 tokens. In CPU memory the two groups of an
 # update fit into one row, and so do the four of a step: 4 and 8 times the 192 tokens of the longest
 # sequence.

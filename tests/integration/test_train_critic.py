@@ -67,6 +67,7 @@ def test_the_policy_rests_while_the_critic_warms_up(made, uninterrupted):
     assert all(each["critic/micro_batches"] >= 4 for each in metrics)  # two updates, twice
 
 
+@pytest.mark.long
 def test_a_run_with_a_critic_that_is_killed_equals_an_uninterrupted_one(made, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     # The inputs of layers are in host memory, which changes no bit.
@@ -83,6 +84,7 @@ def test_a_run_with_a_critic_that_is_killed_equals_an_uninterrupted_one(made, un
         assert all((tensor == expected[name]).all() for name, tensor in weights_of(folder, 4, model).items())
 
 
+@pytest.mark.extended
 def test_another_option_of_the_critic_is_refused_on_resuming(made, uninterrupted):
     arguments = (*GAE, "worker.rollout.n=2", "worker.critic.optim.lr=1e-4")
     process = start(made, uninterrupted, *arguments, steps=5)
@@ -90,6 +92,7 @@ def test_another_option_of_the_critic_is_refused_on_resuming(made, uninterrupted
     assert "worker.critic.optim.lr was 0.001, and is now 0.0001" in log_of(uninterrupted).read_text()
 
 
+@pytest.mark.long
 def test_two_workers_train_a_policy_and_its_critic_on_one_trunk(made, tmp_path):
     folder = tmp_path / "run"
     own = [option for option in GAE if not option.startswith(("worker.critic.global", "worker.critic.ppo"))]
@@ -112,6 +115,7 @@ def test_two_workers_train_a_policy_and_its_critic_on_one_trunk(made, tmp_path):
     assert (head["value_head.weight"] != tensors_of(folder, 2, "critic")["value_head.weight"]).any()
 
 
+@pytest.mark.extended
 def test_easyr1s_configuration_with_one_completion_per_prompt_runs(made, tmp_path):
     """The keys of EasyR1's worker.critic, as its dataclasses have them."""
     folder, file = tmp_path / "run", tmp_path / "run.yaml"

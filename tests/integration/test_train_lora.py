@@ -15,6 +15,8 @@ from support.runs import finish, lines, rollouts, start
 from trigon.cli.export import main
 from trigon.torchvision_stub import declare_operators
 
+pytestmark = pytest.mark.extended
+
 STEPS = 3
 
 

@@ -40,6 +40,8 @@ def train_rollouts(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for name, text in files if name.startswith("step") for line in text.splitlines()]
 
 
+@pytest.mark.extended
+@pytest.mark.long(cases=["2"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_on_videos(made: Path, tmp_path: Path, workers: int) -> None:
     (tmp_path / "clips").mkdir()
@@ -63,6 +65,7 @@ def test_a_run_on_videos(made: Path, tmp_path: Path, workers: int) -> None:
     assert sources == {f"train:{number}/videos/0 ({number}.mp4)" for number in range(4)}
 
 
+@pytest.mark.extended
 def test_a_run_on_text_one_image_and_three(made: Path, tmp_path: Path) -> None:
     rows = [
         {"problem": "What is 1 + 2?", "answer": "3", "images": []},
@@ -80,6 +83,7 @@ def test_a_run_on_text_one_image_and_three(made: Path, tmp_path: Path) -> None:
     assert sorted({len(row["images"]) for row in train_rollouts(tmp_path / "run")}) == [0, 1, 3]
 
 
+@pytest.mark.extended
 def test_a_run_on_two_files_with_weights(made: Path, tmp_path: Path) -> None:
     for name, count in (("one", 2), ("two", 8)):
         text = "".join(json.dumps({"problem": f"{name} + {i}?", "answer": str(i)}) + "\n" for i in range(count))

@@ -35,6 +35,7 @@ def uninterrupted(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_output_of_a_run_is_its_own(uninterrupted):
     log = log_of(uninterrupted).read_text()
     assert log.startswith("trigon ")
@@ -43,6 +44,8 @@ def test_the_output_of_a_run_is_its_own(uninterrupted):
     assert foreign == []
 
 
+@pytest.mark.long
+@pytest.mark.faults
 def test_a_run_killed_three_times_equals_an_uninterrupted_one(made, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     process = start(made, folder)
@@ -60,6 +63,7 @@ def test_a_run_killed_three_times_equals_an_uninterrupted_one(made, uninterrupte
     assert stored_images(folder) == stored_images(uninterrupted)
 
 
+@pytest.mark.extended
 def test_starting_a_finished_run_again_changes_nothing(made, uninterrupted):
     before = (uninterrupted / "metrics.jsonl").read_bytes()
     finish(start(made, uninterrupted), uninterrupted)
@@ -95,6 +99,7 @@ def saved_step(folder: Path) -> int:
     return max(int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*"))
 
 
+@pytest.mark.extended
 def test_a_second_ctrl_c_stops_at_once(made, tmp_path):
     folder = tmp_path / "run"
     # A step of minutes, so that the run can only end in the middle of one.
@@ -111,6 +116,7 @@ def test_a_second_ctrl_c_stops_at_once(made, tmp_path):
     assert list(folder.glob("global_step_*")) == []
 
 
+@pytest.mark.extended
 def test_ctrl_c_before_the_first_step_ends_the_run(made, tmp_path):
     folder = tmp_path / "run"
     process = start(made, folder)
@@ -121,6 +127,7 @@ def test_ctrl_c_before_the_first_step_ends_the_run(made, tmp_path):
     assert list(folder.glob("global_step_*")) == []
 
 
+@pytest.mark.extended
 def test_val_only_needs_no_training_files_and_records_the_numbers_of_the_checkpoint(made, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     process = start(
@@ -145,6 +152,7 @@ def test_val_only_needs_no_training_files_and_records_the_numbers_of_the_checkpo
     assert list(folder.glob("global_step_*")) == []
 
 
+@pytest.mark.long
 def test_the_export_of_a_run_without_steps_is_of_the_loaded_checkpoint(made, uninterrupted, tmp_path):
     loaded = uninterrupted / f"global_step_{STEPS}"
     config = tmp_path / "config.yaml"
@@ -158,6 +166,7 @@ def test_the_export_of_a_run_without_steps_is_of_the_loaded_checkpoint(made, uni
     assert json.loads((tmp_path / "model" / "trigon_export.json").read_text())["step"] == STEPS
 
 
+@pytest.mark.extended
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(made, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     finish(start(made, folder, "trainer.save_limit=-1", steps=STEPS - 2), folder)

@@ -88,6 +88,7 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*"))
 
 
+@pytest.mark.long
 def test_a_constant_reward_stops_a_run_and_the_same_command_with_another_reward_goes_on(made, tmp_path):
     folder = tmp_path / "run"
     options = ("trainer.watch.equal_rewards=stop", "trainer.watch.equal_reward_steps=3", "trainer.val_freq=-1")
@@ -106,6 +107,7 @@ def test_a_constant_reward_stops_a_run_and_the_same_command_with_another_reward_
     assert "watch/equal_rewards" not in lines(folder)[-1]["metrics"]
 
 
+@pytest.mark.extended
 def test_a_reward_for_short_completions_stops_at_a_collapse_of_their_length(made, tmp_path):
     folder = tmp_path / "run"
     options = (*LEARNS_FAST, "worker.actor.optim.lr=3e-3", "trainer.watch.length=stop", "trainer.save_freq=1")
@@ -118,6 +120,7 @@ def test_a_reward_for_short_completions_stops_at_a_collapse_of_their_length(made
     assert first_short <= last - 4
 
 
+@pytest.mark.long
 def test_a_learning_rate_that_is_too_large_stops_when_the_entropy_is_gone(made, tmp_path):
     folder = tmp_path / "run"
     options = (*LEARNS_FAST, "worker.actor.optim.lr=5e-3", "trainer.watch.entropy=stop", "trainer.save_freq=-1")
@@ -126,6 +129,7 @@ def test_a_learning_rate_that_is_too_large_stops_when_the_entropy_is_gone(made, 
     assert saved_steps(folder) == []
 
 
+@pytest.mark.long
 def test_failing_rewards_warn_once_and_the_run_goes_on(made, tmp_path):
     folder = tmp_path / "run"
     options = ("worker.reward.max_failed_fraction=1", "trainer.watch.steps=3", "trainer.val_freq=-1")
@@ -138,6 +142,7 @@ def test_failing_rewards_warn_once_and_the_run_goes_on(made, tmp_path):
     assert lines(folder)[-1]["metrics"]["watch/reward_failures"] == 1.0
 
 
+@pytest.mark.extended
 def test_a_reward_function_that_leaks_saves_and_stops_the_run(made, tmp_path):
     folder = tmp_path / "run"
     # 24 MiB a step, in two workers; however much this machine has left, it is too little.
@@ -174,6 +179,7 @@ def memory_limit() -> Iterator[Path]:
     pytest.skip("no memory control group can be made here: that takes root, and a writable /sys/fs/cgroup")
 
 
+@pytest.mark.long
 def test_a_leak_in_a_control_group_stops_before_the_kernel_kills(made, tmp_path, memory_limit):
     folder = tmp_path / "run"
     # 96 MiB a step: without the watcher the kernel kills a process within about 25 steps.

@@ -378,6 +378,7 @@ def test_no_server_of_ray_answers_without_the_token(workers):
     assert {name for each in servers for name in each if each[name] == "UNAUTHENTICATED"} == services.keys()
 
 
+@pytest.mark.faults
 def test_the_rank_that_died_is_named_rather_than_the_rank_that_failed_first(worker_group, workers, tmp_path):
     engine, trainer = open_engine(worker_group, tmp_path)
     # Within awake(): that the dead worker cannot be put to sleep does not replace the first error.

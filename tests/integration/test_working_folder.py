@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.long]
 
 CLI = "import sys; from trigon.cli.main import main; sys.exit(main(sys.argv[1:]))"
 FILES = ("types.py", "random.py", "json.py", "pickle.py", "socket.py", "multiprocessing.py", "enum.py", "yaml.py")

@@ -10,6 +10,8 @@ import textwrap
 
 import pytest
 
+pytestmark = [pytest.mark.extended, pytest.mark.faults]
+
 # A process saves step 3 when steps 1 (the best) and 2 exist, and is killed by SIGKILL at its k-th
 # file system operation; k increases until the save finishes. The process is forked, so each attempt
 # takes milliseconds.

@@ -61,6 +61,7 @@ def killed_everywhere(folder, tmp_path, tiny_model):
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", ["save", "background"])
 def test_a_save_that_ends_after_any_call_leaves_the_old_checkpoint_or_the_new_one(killed_everywhere, scenario):
     report = killed_everywhere(scenario)
@@ -70,6 +71,7 @@ def test_a_save_that_ends_after_any_call_leaves_the_old_checkpoint_or_the_new_on
     assert report["attempts"]["after a call"] == sum(report["calls"].values()) > 50
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", ["export", "merge"])
 def test_an_export_that_ends_after_any_call_is_complete_or_absent_and_can_be_made_again(killed_everywhere, scenario):
     report = killed_everywhere(scenario)
@@ -78,6 +80,7 @@ def test_an_export_that_ends_after_any_call_is_complete_or_absent_and_can_be_mad
     assert report["attempts"]["after a call"] == sum(report["calls"].values()) > 30
 
 
+@pytest.mark.extended
 def test_the_library_sees_every_call_that_strace_sees(folder, tmp_path):
     strace = shutil.which("strace")
     if strace is None:
@@ -105,6 +108,8 @@ def test_the_library_sees_every_call_that_strace_sees(folder, tmp_path):
     assert seen["write"] > 5
 
 
+@pytest.mark.extended
+@pytest.mark.long(but=["some calls"])
 @pytest.mark.parametrize(
     ("most_of_rank", "most_of_driver"), [(4, 4), (1000, 60)], ids=["some calls", "each call of a rank"]
 )

@@ -320,6 +320,23 @@ LORA = {"lora_rank": 2, "max_tokens": ONE_GROUP}
 BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens": ONE_GROUP}
 
 
+@pytest.mark.extended(but=["vision on 2"])
+@pytest.mark.long(
+    but=[
+        "frozen tower",
+        "full kl, lora",
+        "gspo, entropy, rejection",
+        "lora",
+        "moe on 2",
+        "rows on 2",
+        "rows on 2 of 4, hybrid",
+        "rows on 2, lora, frozen tower",
+        "rows on 2, lora, full kl",
+        "text on 2",
+        "text on 4",
+        "vision on 2",
+    ]
+)
 @pytest.mark.parametrize(
     ("model", "batches", "sharding", "options"),
     [
@@ -378,6 +395,7 @@ def test_ranks_compute_the_updates_of_one_process(processes, tiny_model, tmp_pat
         assert all(torch.equal(weights[name], stored[name]) for name in weights)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("batches", "sharding", "options"),
     [
@@ -396,6 +414,7 @@ def test_measured_token_budgets_give_the_same_updates_as_configured_ones_bit_for
     assert measured == configured
 
 
+@pytest.mark.extended(but=["bfloat16 weights"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -414,6 +433,7 @@ def test_in_bfloat16_ranks_compute_the_updates_of_one_process_within_rounding_er
     assert sum(metrics["actor/skipped_updates"].value for result in many for metrics in result.metrics) == 0.0
 
 
+@pytest.mark.faults
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_update_on_all_and_is_counted_once(processes, tiny_vlm):
     first, infinite, last = ON_TWO[0], replace(ON_TWO[1], infinite=1), ON_TWO[2]
     options = {"max_tokens": ONE_GROUP, "warmup_updates": 8}
@@ -474,6 +494,9 @@ def test_a_value_that_is_not_finite_on_one_rank_is_neither_saved_nor_sampled_fro
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
+@pytest.mark.long(but=["1, read by 2", "2, read by 1 and 4"])
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("writers", "readers", "options", "done", "tolerance"),
     [

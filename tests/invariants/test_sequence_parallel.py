@@ -102,6 +102,8 @@ FOUR = ((2,), (0, 1))  # two ranks for each of two rows, one of which has no ima
 LORA = {"lora_rank": 2, "freeze": True}
 
 
+@pytest.mark.extended(but=["qwen2_5_vl, two rows of 2, lora, frozen tower", "qwen3_vl, two rows of 2"])
+@pytest.mark.long(cases=["qwen2_5_vl, two rows of 2, lora, frozen tower"])
 @pytest.mark.parametrize(
     ("model", "rows", "ranks_per_row", "options"),
     [

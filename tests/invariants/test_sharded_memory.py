@@ -71,6 +71,7 @@ def gathered_by_stage(folder: Path, options: dict[str, object]) -> dict[str, set
     return stages
 
 
+@pytest.mark.extended(but=["all"])
 @pytest.mark.parametrize(
     "options", [{}, {"lora_rank": 2}, {"checkpointing": True}], ids=["all", "lora", "checkpointing"]
 )
@@ -80,6 +81,7 @@ def test_embedding_head_and_merger_are_gathered_only_while_they_are_used(process
         assert stages == {"forward": set(), "backward": set(), "scored": set(), "updated": set()}
 
 
+@pytest.mark.extended
 def test_an_embedding_that_is_tied_to_the_head_stays_gathered(processes, tiny_model):
     folder = tiny_model("qwen2_5_vl", tie_word_embeddings=True)
     for stages in processes.run(gathered_by_stage, folder, {}, ranks=2):
@@ -113,6 +115,7 @@ def bytes_sent(folder: Path, dtype: torch.dtype | None, options: dict[str, objec
     return sent.num_bytes, engine.sizes().parameters
 
 
+@pytest.mark.extended
 def test_a_weight_sync_sends_weights_in_the_dtype_of_the_rollout_engine(processes, tiny_model):
     folder = tiny_model("qwen2_5_vl")
     for dtype, each in ((None, 4), (torch.float32, 4), (torch.bfloat16, 2)):
@@ -146,6 +149,7 @@ def tensors_of(policy: Policy) -> bytes:
     return save(weights | {name: buffer.clone() for name, buffer in policy.named_buffers()})
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("model_type", "as_stored"), [("qwen2_5_vl", True), ("qwen3_vl_moe", True), ("gemma3_text", False)]
 )
@@ -171,10 +175,12 @@ def state_group_timeout(seconds: float) -> float:
     return group._get_backend(CPU).options._timeout.total_seconds()
 
 
+@pytest.mark.extended
 def test_the_process_group_for_saving_waits_as_long_as_the_run_allows(processes):
     assert processes.run(state_group_timeout, 5000.0, ranks=2) == [5000.0] * 2
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("configured", "expected"), [(600.0, 3660.0), (3600.0, 3660.0), (7200.0, 7260.0)])
 def test_collective_calls_wait_longer_than_the_driver_allows_any_call(configured, expected):
     assert collective_timeout_seconds(Config(trainer={"worker_timeout_seconds": configured})) == expected

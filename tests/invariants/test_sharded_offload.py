@@ -67,6 +67,8 @@ def processes(tmp_path_factory):
         yield processes
 
 
+@pytest.mark.extended
+@pytest.mark.long(cases=["vision"])
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -84,6 +86,7 @@ def test_offloading_a_sharded_policy_changes_nothing(tiny_model, processes, mode
         assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_moe"])
 def test_offloading_the_inputs_of_layers_changes_nothing(tiny_model, processes, model):
     kept = processes.run(train, tiny_model(model), {"checkpointing": True}, False, ranks=2)

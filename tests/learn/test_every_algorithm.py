@@ -15,6 +15,8 @@ from trigon.cli.train import train
 from trigon.config.load import load_config
 from trigon.names import AdvantageEstimator, CorrectionKind, KlEstimator, LossAveraging, PolicyLossType
 
+pytestmark = pytest.mark.extended
+
 ROOT = Path(__file__).parents[2]
 STEPS = 6
 

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(1300)  # of the fixtures too, on busy cores
+pytestmark = [
+    pytest.mark.timeout(1300),  # of the fixtures too, on busy cores
+    pytest.mark.long,
+]
 
 STEPS = 16
 SEED = "3"  # whose model begins worst: docs/agents-examples.md

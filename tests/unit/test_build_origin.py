@@ -224,6 +224,7 @@ def test_a_record_from_before_tokenizers_were_always_recorded_is_not_compared_wi
     assert resumed(model, saved_by(model, change=earlier))[1] == []
 
 
+@pytest.mark.faults
 def test_the_code_of_an_environment_and_of_tools_is_compared(tmp_path):
     file = tmp_path / "games.py"
     file.write_text("class Maze:\n    size = 3\n")
@@ -242,6 +243,7 @@ def test_the_code_of_an_environment_and_of_tools_is_compared(tmp_path):
         resumed(config(worker__rollout__tools=["crop"]), saved_by(tools))
 
 
+@pytest.mark.faults
 def test_arguments_and_limits_of_an_environment_are_compared():
     def maze(**changes):
         return config(worker__rollout__environment="games.maze:Maze", **changes)

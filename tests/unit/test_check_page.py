@@ -19,6 +19,7 @@ def _own_cache(own_datasets_cache):
     """Do not fill the cache that other tests share."""
 
 
+@pytest.mark.extended
 def test_the_generated_parts_are_up_to_date():
     script = runpy.run_path(str(ROOT / "scripts" / "check_page.py"))
     assert script["page"](PAGE) == PAGE, "run: python scripts/check_page.py"

@@ -51,6 +51,7 @@ def entry(name="progress.json", size=5, digest="0" * 64):
     return json.dumps({"files": {"progress.json": {"bytes": 1, "sha256": ""}, name: {"bytes": size, "sha256": digest}}})
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("file", ["manifest.json", "progress.json"])
 @pytest.mark.parametrize(
     "content",
@@ -122,6 +123,7 @@ def test_an_invalid_file_of_the_train_engine_is_a_sentence(tmp_path, text):
         read_adapter_rank(tmp_path)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "text", [NESTED, "{}", "[]", '{"w": 3}', '{"w": {"saved_offsets": [-1, 0]}}', '{"w": {"saved_offsets": [0]}}']
 )
@@ -131,6 +133,7 @@ def test_an_invalid_header_of_tensors_is_a_sentence(tmp_path, text):
         ShardedFiles(tmp_path)
 
 
+@pytest.mark.faults
 def test_files_of_a_run_folder_that_are_nested_deeply_are_a_sentence(tmp_path):
     for name in ("config.yaml", "local_sources.json", BUDGETS):
         (tmp_path / name).write_text("[" * 3000 + "]" * 3000 if name == "config.yaml" else NESTED)
@@ -151,6 +154,7 @@ def test_files_of_a_run_folder_that_are_nested_deeply_are_a_sentence(tmp_path):
 # Files that were not saved
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "name",
     [
@@ -214,6 +218,7 @@ def test_links_to_files_and_folders_with_the_saved_contents_are_followed(store, 
     assert store.latest().step == 1
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("target", ["nowhere", "shard.safetensors", "/dev/zero", "/etc/passwd"])
 def test_a_file_replaced_by_a_link_to_something_else_is_damage(store, tmp_path, target):
     shard = tmp_path / "run" / "global_step_2" / "actor" / "weights" / "shard.safetensors"
@@ -222,6 +227,7 @@ def test_a_file_replaced_by_a_link_to_something_else_is_damage(store, tmp_path, 
     assert store.latest().step == 1
 
 
+@pytest.mark.faults
 def test_links_that_lead_in_circles_do_not_hang(store, tmp_path):
     weights = tmp_path / "run" / "global_step_2" / "actor" / "weights"
     (weights / "again").symlink_to(weights)

@@ -136,6 +136,7 @@ def truncate(path: Path):
     path.write_bytes(path.read_bytes()[:-2])
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("damage", [flip_a_byte, truncate, Path.unlink])
 @pytest.mark.parametrize(
     "name", ["actor/weights/shard.safetensors", "actor/optimizer/shard.safetensors", "progress.json", "manifest.json"]
@@ -165,6 +166,7 @@ def test_an_error_is_raised_if_all_checkpoints_are_damaged(store):
         store.latest()
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("tracker", [None, '{"last_global_step": 1', '{"last_global_step": 99}'])
 def test_a_missing_truncated_or_outdated_tracker_has_no_effect(store, tmp_path, tracker):
     save(store, 1, score=0.5)

@@ -71,6 +71,15 @@ def test_a_good_run_has_no_problem(run):
     assert [result.name for result in report.results[1:]] == [each.name for each in CHECKS]
 
 
+@pytest.mark.extended(
+    but=[
+        "a marker too few",
+        "a misspelt option",
+        "a reward function that hangs on nothing",
+        "a row twice",
+        "large images",
+    ]
+)
 @pytest.mark.parametrize("name", FAULTS)
 def test_exactly_the_planted_fault_is_named(run, name, monkeypatch):
     kind, plant = FAULTS[name]
@@ -115,6 +124,7 @@ def test_severity_depends_on_how_many_rows_are_lost(run):
     assert many.would_fail
 
 
+@pytest.mark.extended(but=["large images"])
 @pytest.mark.parametrize("name", ["some long prompts", "large images"])
 def test_the_advice_on_lengths_makes_all_rows_fit(run, name):
     FAULTS[name][1](run)
@@ -348,12 +358,14 @@ def test_the_room_for_a_first_observation_is_that_of_the_runs_completions(run):
     assert "a completion has at most 6 tokens" in message
 
 
+@pytest.mark.extended
 def test_a_function_that_reads_the_texts_of_episodes_is_judged(run):
     plant_environment(run, MAZE)
     run.options["worker.reward.reward_function"] = f"{run.folder / 'reward.py'}:score"
     assert check(run).result("reward").findings.summary.startswith("right 1, wrong 0;")
 
 
+@pytest.mark.extended
 def test_prompts_are_counted_with_the_descriptions_of_tools(run):
     (run.folder / "tools.py").write_text(TOOL)
     plain = check(run).result("prompt").findings
@@ -403,6 +415,7 @@ EXAMPLES_ROWS = {
 }
 
 
+@pytest.mark.extended(but=["qwen2_5_vl_3b_geo3k_grpo"])
 @pytest.mark.parametrize("name", EXAMPLES_ROWS)
 def test_the_shipped_recipes_have_no_problem(name, tmp_path, tiny_vlm, monkeypatch):
     monkeypatch.chdir(ROOT)

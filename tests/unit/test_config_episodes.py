@@ -130,6 +130,7 @@ def test_options_without_effect_are_told(code):
     assert "no observation follows" in single
 
 
+@pytest.mark.faults
 def test_secrets_of_an_environment_are_told_where_others_can_read_them(code):
     [exposed] = warnings(f"environment={code}:Maze", "environment_kwargs={api_key: sk-abcDEF1234567890abcd}")
     assert "worker.rollout.environment_kwargs has a secret on the command line" in exposed

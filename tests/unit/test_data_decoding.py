@@ -251,6 +251,7 @@ def test_strips_give_the_pixels_of_the_whole_image(kind, monkeypatch):
     assert found.tobytes() == expected.tobytes()
 
 
+@pytest.mark.faults
 def test_threads_share_the_budget_and_wait_in_order():
     budget = ByteBudget(100)
     running: list[int] = []
@@ -282,6 +283,7 @@ def test_threads_share_the_budget_and_wait_in_order():
     assert max(most) == 100
 
 
+@pytest.mark.faults
 def test_memory_is_given_back_after_an_error():
     budget = ByteBudget(10)
     for _ in range(3):

@@ -207,6 +207,7 @@ def test_accepted_data_are_drawn_from_their_beginning_and_an_accepted_seed_at_th
     open_stream(nine, seed=2, accepted_changes=("all",)).load_state(state)
 
 
+@pytest.mark.faults
 def test_an_image_file_with_other_content_is_other_data(processors, tmp_path, open_stream):
     def images(name, *, number=1):
         folder = tmp_path / name

@@ -19,6 +19,8 @@ from trigon.data.text_limits import (
 )
 from trigon.errors import ConfigError
 
+pytestmark = pytest.mark.faults
+
 
 def builder_of(processors, *, max_prompt_length: int = 64, **options) -> PromptBuilder:
     return PromptBuilder(

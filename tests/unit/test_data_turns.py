@@ -291,6 +291,7 @@ def test_a_reply_follows_a_prompt_with_a_video(processors):
 # Templates that cannot be used
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("model_type", "template", "role", "expected"),
     [
@@ -323,6 +324,7 @@ def test_space_before_a_turn_is_no_change_of_earlier_turns(family):
     make(family("mistral", chat_templates.MISTRAL)).check(["user"])
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -90,6 +90,7 @@ def check_that_saving_goes_on(store, messages, words, **sizes) -> None:
         save(store, 3, required=True, **sizes)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(
     ("options", "sizes", "words"),
@@ -109,6 +110,7 @@ def test_a_full_disk_is_a_warning_and_the_next_save_succeeds(tmp_path, messages,
         assert sorted(os.listdir(disk / "run")) == ["checkpoint_tracker.json", "global_step_4"]
 
 
+@pytest.mark.faults
 def test_a_file_system_that_becomes_read_only_is_a_warning(tmp_path, messages):
     with mounted(tmp_path / "disk", "size=1m") as disk:
         store = CheckpointStore(disk / "run", keep=1, warn=messages.append)
@@ -128,6 +130,7 @@ def test_a_file_system_that_becomes_read_only_is_a_warning(tmp_path, messages):
         assert store.latest(resumable=False).step == 4
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("limit", "words"),
     [(resource.RLIMIT_FSIZE, "a file would be larger than allowed"), (resource.RLIMIT_NOFILE, "too many open files")],
@@ -263,6 +266,7 @@ def test_output_that_fails_is_dropped_and_counted():
     assert lenient.encoding == stream.encoding
 
 
+@pytest.mark.faults
 def test_a_full_standard_output_is_no_traceback_and_no_other_exit_status():
     if not os.access("/dev/full", os.W_OK):
         pytest.skip("needs /dev/full")

@@ -119,6 +119,7 @@ def test_a_gpu_that_another_process_uses_is_an_error_before_anything_is_loaded(m
         require_gpu("cuda", free_fraction=0.6)
 
 
+@pytest.mark.faults
 def test_nodes_on_which_ray_requires_no_token_are_named(folders):
     assert find_token_warning([REPORT, replace(REPORT, host="two")]) is None
     open_to_all = replace(REPORT, requires_token=False)

@@ -45,6 +45,7 @@ def test_calls_are_found(tool_format, text, calls):
     assert find_calls(text, tool_format) == calls
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("tool_format", "text", "reason"),
     [

@@ -126,6 +126,7 @@ def test_frames_arrive_complete_however_they_are_cut():
         assert [frame for piece in pieces for frame in reader.feed(piece)] == expected
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "data",
     [
@@ -163,6 +164,7 @@ def test_a_reply_becomes_an_outcome():
     assert png_size(PNG) == (3, 2)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "change",
     [

@@ -11,6 +11,8 @@ import pytest
 
 from trigon.system.garbage import ARENAS_VARIABLE, NUM_ARENAS
 
+pytestmark = pytest.mark.faults
+
 SCRIPT = """
 import os, sys
 from trigon.system.garbage import return_freed_memory

@@ -8,6 +8,8 @@ from trigon.build.start import make_grace
 from trigon.config.schema import Config
 from trigon.grace import Grace, StepLeft
 
+pytestmark = pytest.mark.faults
+
 
 class Clock:
     now = 100.0

@@ -120,6 +120,7 @@ def test_a_run_that_ends_anyway_is_warned_and_saved(parts, tmp_path, ends):
     assert len(printed) == 1
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("split", [2, 4, 6])
 def test_a_resumed_run_warns_at_the_step_of_the_uninterrupted_one(parts, tmp_path, split):
     def run_to(folder, steps: int) -> list[str]:
@@ -155,6 +156,7 @@ MORE_STEPS_THAN_LEFT = 1_000_000
 """Of memory_steps: any certain growth stops the run, however much memory this machine has left."""
 
 
+@pytest.mark.faults
 def test_a_leak_in_the_driver_saves_and_stops(parts, tmp_path):
     kept = []
 
@@ -219,6 +221,7 @@ def test_a_step_that_begins_beside_a_save_in_progress_is_told(parts, tmp_path):
     assert told == [False, False, True]
 
 
+@pytest.mark.faults
 def test_the_memory_of_a_flat_run_gives_no_alarm(parts, tmp_path):
     with MemoryMeter() as meter:
         watch = watch_of(meter=meter, memory_steps=MORE_STEPS_THAN_LEFT, equal_rewards="off")

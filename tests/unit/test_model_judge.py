@@ -285,6 +285,7 @@ for number in range(int(sys.argv[3])):
 """
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_no_count_is_lost_when_processes_count_at_a_time_and_one_of_them_is_killed(tmp_path):
     def start(times):
@@ -334,6 +335,7 @@ def scores_by_workers(endpoint, cache, responses, monkeypatch, *, kwargs=None, *
         return pool.score(requests(*responses))
 
 
+@pytest.mark.faults
 def test_workers_share_the_endpoint_the_cache_and_the_budget(tmp_path, monkeypatch):
     responses = [str(number) for number in range(30)]
     with Endpoint(9, seconds=0.5) as endpoint:

@@ -12,7 +12,6 @@ import pytest
 from packaging.requirements import Requirement
 
 import gpu_constraints
-from support.tiers import KEPT, LONG, NEEDS_VLLM
 
 ROOT = Path(__file__).parents[2]
 GUIDES = [
@@ -131,10 +130,6 @@ def test_a_shell_script_is_executable_and_stops_at_the_first_error(script: str) 
     assert (ROOT / script).stat().st_mode & 0o111
     assert re.search(r"^set -euo pipefail$", read(script), flags=re.MULTILINE)
     subprocess.run(["bash", "-n", ROOT / script], check=True)
-
-
-def test_the_files_with_extended_and_long_tests_and_with_those_of_vllm_exist() -> None:
-    assert [file for file in (*KEPT, *LONG, *NEEDS_VLLM) if not (ROOT / "tests" / file).is_file()] == []
 
 
 def test_the_readme_is_short_and_says_that_no_gpu_has_run_it() -> None:

@@ -188,6 +188,7 @@ def test_a_logger_needs_two_methods_only():
     assert (logger.steps, warned) == ([1], [])
 
 
+@pytest.mark.faults
 def test_a_logger_that_fails_is_reported_once_and_the_others_go_on():
     warned = []
     bad, good = Recorder(error=ConnectionError("no network")), Recorder()
@@ -223,6 +224,7 @@ def test_a_logger_that_ends_its_thread_is_reported():
     assert warned[0].startswith("the logger recorder failed: SystemExit: 3. ")
 
 
+@pytest.mark.faults
 def test_a_logger_that_blocks_stops_neither_a_step_nor_the_end_of_the_run():
     warned, release = [], threading.Event()
     slow = Recorder(wait=release)

@@ -101,6 +101,7 @@ def test_a_limit_of_one_runs_calls_one_by_one_and_workers_share_them(tmp_path):
     assert {score.parts["at_a_time"] for score in scores} == {1}
 
 
+@pytest.mark.faults
 def test_a_call_that_times_out_is_cancelled_and_costs_its_own_completion(tmp_path):
     with pool_of(tmp_path, ASYNC, timeout_seconds=0.5) as pool:
         scores = pool.score(requests("first", "sleep 1000", "sleep 0.2", "late", "last"))

@@ -162,6 +162,7 @@ def test_python_functions_look_by_an_argument_or_an_attribute(tmp_path):
         reward_source(number, kwargs={})
 
 
+@pytest.mark.faults
 def test_an_image_that_cannot_be_read_costs_the_completions_of_its_prompt(tmp_path):
     def read():
         raise FileNotFoundError("no such file: a.png")
@@ -184,6 +185,7 @@ def test_a_mistake_of_ours_while_reading_ends_the_scoring(tmp_path):
         pool.score([request(read)])
 
 
+@pytest.mark.faults
 def test_a_strictly_confined_function_reads_the_images_and_nothing_else_of_the_folder_s_parent(tmp_path):
     text = LOOK + "\n    \ndef spy(reward_input):\n    open(reward_input['row']['file']).read()\n    return 1"
     secret = tmp_path / "other"

@@ -405,6 +405,7 @@ def test_a_secret_that_is_not_set_is_named(pool_of, monkeypatch):
         pool_of(text, passed_variables=["OPENAI_API_KEY"])
 
 
+@pytest.mark.faults
 def test_the_environment_is_a_list_of_what_is_allowed():
     kept = {
         "PATH": "/bin",

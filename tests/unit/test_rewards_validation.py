@@ -82,6 +82,7 @@ def test_an_evaluation_with_a_reward_function_uses_that_one():
     assert not any("val_reward" in each for each in EvaluationOptions(n=4).overrides())
 
 
+@pytest.mark.faults
 def test_a_resumed_run_notices_another_one(load, tmp_path):
     def origin(checkpoint=None, *overrides):
         result = Origin(load(*overrides), checkpoint, lambda line: None)

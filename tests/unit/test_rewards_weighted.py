@@ -60,6 +60,7 @@ def scores_of(config, *responses):
         return pool.score([RewardRequest(each, len(each), "4", "?", "stop", {}) for each in responses])
 
 
+@pytest.mark.faults
 def test_functions_of_all_contracts_are_summed_and_a_failure_costs_its_completion(load, tmp_path):
     config = load(override(entries(tmp_path)), "worker.reward.max_failed_fraction=1")
     right, failed, long = scores_of(config, "4", "fail", "a long answer")
@@ -153,6 +154,7 @@ def test_the_arguments_of_a_stored_run_are_found_by_function(load, tmp_path):
     assert run_kwargs(RunRecord(folder), "math") == {}
 
 
+@pytest.mark.faults
 def test_a_resumed_run_notices_other_code_weights_and_arguments(load, tmp_path):
     def origin(checkpoint=None, **changes):
         result = Origin(load(override(entries(tmp_path, **changes))), checkpoint, lambda line: None)

@@ -93,6 +93,7 @@ def test_fused_sharded_and_replicated_parameters_are_those_of_the_trainer(num_ra
     compare(shards(num_ranks, key_copies=key_copies), version=3)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_stale_shard_of_one_rank_raises_with_the_parameter_and_what_to_do(num_ranks):
     ranks = shards(num_ranks)

@@ -75,6 +75,7 @@ def sample(engine):
     return rows, done, groups
 
 
+@pytest.mark.faults
 def test_a_failure_while_sampling_wakes_a_new_engine_and_reports_each_group_once():
     engine, warnings = FailingEngine("sample 1"), []
     restarting = RestartingEngine(
@@ -110,6 +111,7 @@ def test_a_failure_while_loading_loads_again_also_inside_another_context():
     assert [event for event in engine.events[6:] if not event.startswith("sample")] == ["asleep", "asleep"]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("failures", "message"),
     [

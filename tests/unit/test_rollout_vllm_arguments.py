@@ -191,6 +191,7 @@ def test_the_cache_on_the_cpu_is_at_most_one_gibibyte(tiny_model):
     assert cpu_cache_bytes(replace(settings, max_model_len=100_000), processors) == 2**30
 
 
+@pytest.mark.extended
 def test_importing_the_package_does_not_import_vllm():
     script = "import sys, trigon.rollout.vllm; print('vllm' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -19,6 +19,8 @@ from trigon.rewards.process import check_passed_variables
 from trigon.secrets import ARGUMENTS, FREE_MAPPINGS, MASKED, mask, mask_text, masked_names, scrub, secrets_in
 from trigon.terminal import sanitize
 
+pytestmark = pytest.mark.faults
+
 KEY = "s3cr3t-judge-key-1"
 TOKEN = "hf_abcdefghijklmnopQRSTUVWXYZabcdefgh"  # most real ones have no digit
 

@@ -56,6 +56,7 @@ def test_a_row_may_be_longer_than_the_window():
         recent.require_progress("x", limit=25)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("outcomes", "limit", "problem"),
     [
@@ -185,6 +186,7 @@ def test_minibatches_of_other_steps_count_with_several_epochs_too(parts, tmp_pat
     assert sorted(lines_of(tmp_path)) == [1, 2]
 
 
+@pytest.mark.faults
 def test_the_row_goes_on_in_a_resumed_run(parts, tmp_path):
     with open_run(parts, tmp_path, **SAVING) as run:
         asked = iter([False, True])

@@ -62,6 +62,7 @@ def test_an_error_removes_it_too(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.faults
 def test_the_next_start_removes_the_folder_of_a_killed_process_and_not_that_of_a_living_one(tmp_path):
     (living, of_living), (killed, of_killed) = hold(tmp_path), hold(tmp_path)
     try:
@@ -82,6 +83,7 @@ def test_the_next_start_removes_the_folder_of_a_killed_process_and_not_that_of_a
     assert segments_of(of_living) == []
 
 
+@pytest.mark.faults
 def test_a_removal_that_was_killed_is_finished(tmp_path):
     killed, folder = hold(tmp_path)
     killed.kill()
@@ -102,6 +104,7 @@ def make_dead(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.faults
 def test_a_folder_of_another_machine_stays(tmp_path):
     folder = make_dead(tmp_path)
     written = (folder / "lock").read_text().split("\n")
@@ -130,6 +133,7 @@ def test_a_folder_that_was_just_made_has_time_to_be_locked(tmp_path):
         assert not folder.exists()
 
 
+@pytest.mark.faults
 def test_nothing_else_is_removed(tmp_path):
     user = os.geteuid()
     target = tmp_path / "target"
@@ -146,6 +150,7 @@ def test_nothing_else_is_removed(tmp_path):
     assert (target / "lock").exists()
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("name", "mode", "content"),
     [
@@ -180,6 +185,7 @@ def test_a_folder_that_others_can_enter_is_none_of_a_process(tmp_path):
     assert not folder.exists()
 
 
+@pytest.mark.faults
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
 def test_a_folder_of_another_user_stays(tmp_path):
     folder = make_dead(tmp_path)
@@ -188,6 +194,7 @@ def test_a_folder_of_another_user_stays(tmp_path):
     assert (folder / "lock").exists()
 
 
+@pytest.mark.faults
 def test_processes_that_start_at_the_same_time_do_not_remove_each_other(tmp_path):
     def use(number: int) -> bool:
         with private_folder(tmp_path) as folder:
@@ -207,6 +214,7 @@ def make_dead_like(tmp_path: Path) -> None:
     (tmp_path / f"trigon-{os.geteuid()}-{secrets.token_hex(4)}.removed").mkdir(mode=0o700)
 
 
+@pytest.mark.faults
 def test_a_folder_into_which_a_dying_process_still_writes_is_removed(tmp_path):
     writer = """
 import sys, time

@@ -63,6 +63,7 @@ def test_a_model_loads_as_its_family_with_under_a_million_parameters(
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.extended
 def test_the_same_arguments_give_the_same_bytes_in_another_process(tmp_path: Path) -> None:
     torch.manual_seed(99)
     here = make_tiny(tmp_path / "here", model_type="qwen2_5_vl", seed=3)

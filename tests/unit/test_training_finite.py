@@ -46,6 +46,7 @@ def test_the_message_names_the_tensors():
     )
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(("strategy", "dtype"), [("adamw", torch.float32), ("adamw_bf16", torch.bfloat16)])
 def test_a_weight_that_an_update_made_infinite_is_neither_sampled_from_nor_saved(tiny_model, tmp_path, strategy, dtype):
     folder = tiny_model("qwen2")
@@ -91,6 +92,7 @@ def test_an_optimizer_state_that_is_not_finite_is_not_saved(tiny_model, tmp_path
     engine.save_state(tmp_path, model_only=True)()  # the weights alone are good
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("part", ["weights", "optimizer"])
 def test_a_checkpoint_of_an_older_version_that_is_not_finite_is_damaged_and_the_one_before_it_is_used(
     tiny_model, tmp_path, part

@@ -25,6 +25,8 @@ from trigon.errors import ConfigError, DataError, ModelError
 from trigon.models.load import load_model, load_processors
 from trigon.training.state import ShardedFiles, load_tensors, save_tensors
 
+pytestmark = pytest.mark.faults
+
 PACKAGE = Path(trigon.__file__).parent
 
 # Where Trigon unpickles what it has pickled itself a moment before, in another process.

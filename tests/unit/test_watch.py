@@ -147,6 +147,7 @@ def test_every_watcher_has_an_option_and_a_test():
     assert {watcher for watcher, *_ in FAILURES.values()} | {"validation", "memory"} == set(get_args(WatcherName))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_warns_once_after_enough_steps_in_a_row(name):
     watcher, failing, _within, words = FAILURES[name]
@@ -163,6 +164,7 @@ def test_a_failure_warns_once_after_enough_steps_in_a_row(name):
     assert all(watched.stop is None for watched in said.values())
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", FAILURES)
 def test_values_within_the_thresholds_and_short_failures_say_nothing(name):
     watcher, failing, within, _words = FAILURES[name]
@@ -172,6 +174,7 @@ def test_values_within_the_thresholds_and_short_failures_say_nothing(name):
     assert run_steps(open_watch(**{watcher: "off"}), [{}] * START + [failing] * (needed + 1)) == {}
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_watcher_stops_the_run_if_it_is_told_to(name):
     watcher, failing, _within, _words = FAILURES[name]
@@ -204,6 +207,7 @@ def warned_with_gaps(key: str, failing: float, gap: float | None) -> list[int]:
     return raised
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("gap", [float("nan"), float("inf"), None])
 def test_a_step_without_the_number_neither_counts_nor_ends_a_series(gap):
     assert warned_with_gaps("actor/kl_loss", 9.0, gap) == [8]
@@ -275,6 +279,7 @@ def test_the_validation_has_to_be_far_below_its_best_twice():
     assert list(scores(-1.0, -0.2, -0.9, -0.9, before=-1.0)) == [4]
 
 
+@pytest.mark.faults
 def test_a_resumed_run_says_the_same_at_the_same_steps():
     rng = random.Random(0)
     steps = []
@@ -323,6 +328,7 @@ def test_flat_noisy_memory_gives_no_alarm():
     assert memory_steps([0.0] * 300, free_gb=0.5, noise=0.3) == [None] * 300
 
 
+@pytest.mark.faults
 def test_a_jump_and_growth_in_the_warm_up_give_no_alarm():
     assert memory_steps([5.0] * WARM_UP_STEPS + [0.0] * 200) == [None] * (WARM_UP_STEPS + 200)
     # Without the warm-up the eighth step would stop: 23 GiB left, and 5 GiB more at each step.

@@ -95,6 +95,7 @@ def started(folder: Path, function: str) -> Iterator[tuple[subprocess.Popen[str]
                     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.extended(cases=["hang_in_a_lock"])
 @pytest.mark.parametrize("function", ["hang_in_python", "hang_in_a_lock"])
 def test_a_hang_in_python_raises_an_error_with_the_place(tmp_path, function):
     with started(tmp_path, function) as (process, child):
@@ -111,6 +112,7 @@ def test_a_hang_in_python_raises_an_error_with_the_place(tmp_path, function):
     assert stacks.count("Current thread") == 2
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("function", "status"),
     [("hang_in_c", 1), ("hang_in_c_with_the_interpreter_lock", -signal.SIGKILL), ("hang_after_the_error", 1)],
@@ -128,6 +130,7 @@ def test_a_driver_that_cannot_take_the_error_is_killed_with_all_its_processes(tm
     )
 
 
+@pytest.mark.extended
 def test_a_stopped_child_is_named(tmp_path):
     with started(tmp_path, "hang_in_python") as (process, child):
         os.kill(child, signal.SIGSTOP)
@@ -137,6 +140,7 @@ def test_a_stopped_child_is_named(tmp_path):
     assert "it is STOPPED" in (tmp_path / "hang_stacks.txt").read_text()
 
 
+@pytest.mark.extended
 def test_progress_keeps_a_run_alive(tmp_path):
     with started(tmp_path, "make_progress") as (process, _):
         output, error = process.communicate(timeout=60)
@@ -163,6 +167,7 @@ def test_progress_from_another_thread_brings_back_no_phase_that_has_ended(tmp_pa
     assert (record.name, record.limit) == (f"{FOLLOWS}gen", 7.0)
 
 
+@pytest.mark.extended
 def test_a_driver_that_is_stopped_for_a_while_does_not_hang(tmp_path):
     with started(tmp_path, "make_progress") as (process, _):
         os.kill(process.pid, signal.SIGSTOP)
@@ -171,6 +176,7 @@ def test_a_driver_that_is_stopped_for_a_while_does_not_hang(tmp_path):
         assert process.wait(timeout=60) == 0
 
 
+@pytest.mark.extended
 def test_the_watching_process_outlives_signals_and_ends_with_the_driver(tmp_path):
     with started(tmp_path, "make_progress") as (process, _):
         [watching] = [pid for pid, command in descendants(process.pid).items() if "watchdog_process" in command]
