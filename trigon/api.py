@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trigon.build.start import StopSignals, quiet_torch, start_run
-from trigon.config.load import LoadedConfig, inspect_config, load_config
+from trigon.config.load import LoadedConfig, load_config
 from trigon.config.options import options as all_options
 from trigon.config.paths import PYTHON_PREFIX
 from trigon.config.schema import Config
@@ -140,8 +140,7 @@ def train(
             images; a datasets.Dataset; or files, folders and hub ids.
         reward: `file.py:function`, a shipped name, a function, or a list of functions or (function,
             weight), whose weighted sum is the reward (worker.reward.reward_function).
-        val_data: the validation data (data.val_files). Without any there is no validation before
-            training, unless trainer.val_before_train is set.
+        val_data: the validation data (data.val_files).
         val_reward: the reward of validation, given like reward; None: the same.
         environment: in which completions of several turns act: a class, or `file.py:Class`
             (worker.rollout.environment). See docs/agents.md.
@@ -387,9 +386,6 @@ def _load(path: Path | None, arguments: list[Mapping[str, Any]], objects: Collec
 
     objects: the names of those that the caller has; None: a plan is made.
     """
-    inspected = inspect_config(path, [], arguments=arguments)
-    if not inspected.loaded.config.data.val_files and "trainer.val_before_train" not in inspected.loaded.sources:
-        arguments = [*arguments, {"trainer.val_before_train": False}]
     if objects is None:
         return load_planned(path, [], arguments=arguments)
     return load_config(path, [], arguments=arguments, python_objects=objects)

@@ -36,11 +36,9 @@ def test_defaults_alone_report_every_missing_option():
     with pytest.raises(ConfigError) as caught:
         load_config(None, ())
     assert [line.partition(" ")[0] for line in str(caught.value).split("\n  - ")[1:]] == [
-        "worker.rollout.n",
         "worker.actor.model.model_path",
         "worker.reward.reward_function",
         "data.train_files",
-        "data.val_files",
     ]
 
 
@@ -105,7 +103,7 @@ def test_activation_offload_needs_gradient_checkpointing():
 def test_rollout_batch_size_must_be_a_multiple_of_global_batch_size(per_step, per_update, proposals):
     assert problem(f"data.rollout_batch_size={per_step}", f"worker.actor.global_batch_size={per_update}") == (
         f"data.rollout_batch_size ({per_step} prompts per step) is not a multiple of worker.actor.global_batch_size "
-        f"({per_update} prompts per update); the nearest valid values: {proposals}"
+        f"({per_update} prompts per update); the nearest valid values: {proposals}; or leave out one of them"
     )
 
 
@@ -174,9 +172,10 @@ def test_invalid_numbers_are_rejected(override, part):
 def test_validation_prompts_are_required_only_if_validation_is_on():
     without = ("data.val_files=",)
     off = ("trainer.val_before_train=false", "trainer.val_freq=-1")
-    assert "switch validation off with trainer.val_before_train=false trainer.val_freq=-1" in problem(*without)
-    assert problem("data.val_files=null") == problem(*without)
-    assert warnings("data.val_files=null", *off) == ()
+    on = "trainer.val_before_train=true"
+    assert "leave out trainer.val_before_train and trainer.val_freq" in problem(*without, on)
+    assert problem("data.val_files=null", on) == problem(*without, on)
+    assert warnings("data.val_files=null", *off) == warnings(*without) == ()
     assert "data.val_files is not set" in problem(*without, off[0], "trainer.val_freq=5")
     assert "data.val_files is not set" in problem(*without, *off, "trainer.val_only=true")
     assert warnings(*without, *off) == ()

@@ -27,6 +27,7 @@ from trigon.build.memory_engine import EngineMemory
 from trigon.build.memory_pools import add_samplers, pixel_cache_bytes
 from trigon.build.memory_table import GIB, Hardware, Part, PhaseMemory, Pool, RunMemory, exactly, phase_of
 from trigon.build.options import kl_is_full, needs_reference
+from trigon.config.batch_sizes import resolve_group_size
 from trigon.config.critic import with_critic_as_actor
 from trigon.config.defaults import (
     resolve_auto_micro_batch,
@@ -395,7 +396,7 @@ def longest_row(config: Config, dimensions: Dimensions, max_tokens: int) -> RowL
     """
     data = config.data
     prompt, response = data.max_prompt_length, data.max_response_length
-    completions = max(1, min(config.worker.rollout.n, (max_tokens - prompt) // response))
+    completions = max(1, min(resolve_group_size(config), (max_tokens - prompt) // response))
     group = prompt + completions * response
     patches = 0 if dimensions.vision is None else prompt * dimensions.vision.merge**2
     # Of each length, the part of one rank of those that compute the row together.

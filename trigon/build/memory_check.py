@@ -16,6 +16,7 @@ from trigon.build.memory import count_memory
 from trigon.build.memory_table import Hardware, PhaseMemory, RunMemory, format_gib
 from trigon.build.model_sizes import size_of_model
 from trigon.config.critic import find_contradictions
+from trigon.config.options import with_options
 from trigon.config.plan import has_critic, num_samplers, num_workers, shares_trunk
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
@@ -172,18 +173,6 @@ def _mildest(alternatives: Sequence[Remedy]) -> Remedy | None:
     saving = [remedy for remedy in alternatives if remedy.saved_bytes > 0]
     fitting = [remedy for remedy in saving if remedy.fits]
     return fitting[0] if fitting else max(saving, key=lambda remedy: remedy.saved_bytes, default=None)
-
-
-def with_options(config: Config, changes: Changes) -> Config:
-    """Return the configuration with new values of options, given by their full names."""
-    values = config.model_dump()
-    for name, value in changes.items():
-        *sections, key = name.split(".")
-        section = values
-        for each in sections:
-            section = section[each]
-        section[key] = value
-    return Config.model_validate(values)
 
 
 def can_divide_engine(config: Config) -> bool:

@@ -44,6 +44,7 @@ from trigon.build.workers import open_workers
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.manifest import OnProgress, no_progress
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+from trigon.config.batch_sizes import describe_chosen, fill_batch_sizes
 from trigon.config.checks import find_device_warnings
 from trigon.config.defaults import (
     resolve_auto_micro_batch,
@@ -161,12 +162,16 @@ def run_training(
         if episodes is not None:
             first = val_prompts if train_prompts is None else train_prompts
             check_episodes(config, processors, *episodes, first, max_tokens=max_completion_tokens(config))
-        plan = make_plan(config, num_train_prompts=0 if train_prompts is None else train_prompts.prompts_per_epoch)
+        num_train_prompts = 0 if train_prompts is None else train_prompts.prompts_per_epoch
+        plan = make_plan(config, num_train_prompts=num_train_prompts)
         prompts = None
         if train_prompts is not None:
+            config, chosen = fill_batch_sizes(config, num_train_prompts)
+            if chosen:
+                console.print(describe_chosen(chosen, num_train_prompts))
             prompts = open_stream(config, train_prompts)
             stack.callback(prompts.close)
-        origin.add_data(prompts, () if val_prompts is None else val_prompts.contents, plan)
+        origin.add_data(config, prompts, () if val_prompts is None else val_prompts.contents, plan)
 
         console.print("loading the model and starting the rollout engine")
         if workers is None:

@@ -150,7 +150,7 @@ class Subject:
         self.stack.close()
 
     def _localize(self) -> Config:
-        from trigon.build.memory_check import with_options
+        from trigon.config.options import with_options
         from trigon.models.load import folder_without_weights
 
         model = self.given.worker.actor.model
@@ -197,8 +197,8 @@ class Subject:
         return make_plan_of(self.given, self.datasets.require())
 
     def _open_rewards(self) -> RewardPool:
-        from trigon.build.memory_check import with_options
         from trigon.build.rewards import open_rewards
+        from trigon.config.options import with_options
 
         if not self.given.worker.reward.reward_function:
             raise CheckSkipped("no reward function is set")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from trigon.config.batch_sizes import resolve_prompts_per_critic_update, resolve_prompts_per_step
 from trigon.config.critic import find_contradictions
 from trigon.config.plan import (
     critic_warmup,
@@ -18,7 +19,7 @@ from trigon.config.schema import Config, CriticConfig
 
 
 def _check_batch_sizes(config: Config) -> list[str]:
-    per_step, per_update = config.data.rollout_batch_size, config.worker.critic.global_batch_size
+    per_step, per_update = resolve_prompts_per_step(config), resolve_prompts_per_critic_update(config)
     if not has_critic(config) or shares_trunk(config) or per_step % per_update == 0:
         return []
     steps, updates = suggest_batch_sizes(per_step, per_update)

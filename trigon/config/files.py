@@ -74,7 +74,7 @@ def _require_val_files(config: Config) -> list[str]:
     advice = (
         "give a hub id (hiyouga/geometry3k@test), a file or a folder"
         if trainer.val_only
-        else "set it, or switch validation off with trainer.val_before_train=false trainer.val_freq=-1"
+        else "set it, or leave out trainer.val_before_train and trainer.val_freq"
     )
     return [f"data.val_files is not set, but validation is on; {advice}"]
 

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trigon.config.batch_sizes import (
+    fill_batch_sizes,
+    resolve_group_size,
+    resolve_prompts_per_critic_update,
+    resolve_prompts_per_step,
+    resolve_prompts_per_update,
+)
 from trigon.config.critic import with_critic_as_actor
 from trigon.config.schema import Config, OptimConfig
 from trigon.errors import ConfigError
@@ -75,8 +82,9 @@ def make_plan(config: Config, *, num_train_prompts: int) -> Plan:
     With trainer.val_only there are no steps, updates and training prompts.
     Raises: ConfigError if an epoch does not fill one step, or if a warm-up is longer than training.
     """
+    config, _ = fill_batch_sizes(config, num_train_prompts)
     data, actor, optim = config.data, config.worker.actor, config.worker.actor.optim
-    prompts_per_step, prompts_per_update = data.rollout_batch_size, actor.global_batch_size
+    prompts_per_step, prompts_per_update = resolve_prompts_per_step(config), resolve_prompts_per_update(config)
     steps_per_epoch = num_train_prompts // prompts_per_step
     if steps_per_epoch == 0 and not config.trainer.val_only:
         raise ConfigError(_too_few_prompts(num_train_prompts, prompts_per_step, prompts_per_update))
@@ -91,7 +99,7 @@ def make_plan(config: Config, *, num_train_prompts: int) -> Plan:
     learning_steps = total_steps - warmup
     total_updates = learning_steps * updates_per_step
     warmup_updates = _warmup_updates(config, optim, updates_per_step, learning_steps, "worker.actor")
-    group_size = config.worker.rollout.n
+    group_size = resolve_group_size(config)
     longest = data.max_prompt_length + data.max_response_length
     return Plan(
         num_train_prompts=num_train_prompts,
@@ -142,10 +150,11 @@ def make_critic_plan(config: Config, *, total_steps: int) -> CriticPlan:
     if not has_critic(config):
         return NO_CRITIC
     data, critic = config.data, with_critic_as_actor(config).worker.actor
-    updates_per_step = data.rollout_batch_size // critic.global_batch_size * critic.ppo_epochs
+    prompts_per_update = resolve_prompts_per_critic_update(config)
+    updates_per_step = resolve_prompts_per_step(config) // prompts_per_update * critic.ppo_epochs
     longest = data.max_prompt_length + data.max_response_length
     return CriticPlan(
-        prompts_per_update=critic.global_batch_size,
+        prompts_per_update=prompts_per_update,
         epochs_per_step=critic.ppo_epochs,
         updates_per_step=updates_per_step,
         total_updates=total_steps * updates_per_step,

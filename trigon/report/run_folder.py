@@ -142,7 +142,8 @@ class RunFolder:
         to it by now; OSError.
         """
         try:
-            if (self.path / LOCK).read_text(encoding="utf-8") == _holder():
+            # By the file's identity: its text may have changed, and so may the name of this host.
+            if os.path.samestat(os.fstat(self._lock), os.stat(self.path / LOCK)):
                 return None
         except FileNotFoundError:
             pass
@@ -242,13 +243,8 @@ def _lock(path: Path) -> int:
         text = f"{path} cannot be locked ({error}): make sure that no other run uses this folder"
         warnings.warn(sanitize(text, max_characters=5000), stacklevel=3)
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, _holder().encode(), 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return descriptor
-
-
-def _holder() -> str:
-    """Return what a lock file of this process contains."""
-    return f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def _remove_incomplete_line(path: Path) -> None:
