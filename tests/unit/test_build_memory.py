@@ -18,8 +18,9 @@ from trigon.build.memory_table import GIB, Hardware
 from trigon.build.model_sizes import size_of_model
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
-from trigon.models.load import load_model
+from trigon.models.load import load_hf_config, load_model
 from trigon.models.lora import LoraSettings, add_lora
+from trigon.models.tensor_parallel import require_tensor_parallel
 from trigon.system.host_memory import count_total_bytes
 from trigon.training.protocol import Sizes
 
@@ -233,6 +234,34 @@ def test_what_helps_is_the_same_arithmetic_with_the_change():
         assert remedy.fits == (limit.certain <= 80 * GIB)
         if remedy.fits:
             warned(with_options(config, remedy.changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("Qwen2.5-VL-3B-Instruct", (1, 2, 4)),  # 16 heads in decoder and tower, whose MLPs have 3,420 columns
+        ("Qwen2.5-VL-7B-Instruct", (1, 2, 4)),  # 28 heads, and 16 in the tower
+        ("Qwen2.5-VL-32B-Instruct", (1, 2, 4, 8)),  # 40 heads
+        ("Qwen2.5-VL-72B-Instruct", (1, 2, 4, 8, 16)),
+        ("Qwen2.5-7B-Instruct", (1, 2, 4)),  # 28 heads, but 18,944 columns
+        ("Qwen3-VL-30B-A3B-Instruct", (1, 2, 4, 8, 16)),
+    ],
+)
+def test_sizes_of_tensor_parallelism_divide_heads_and_mlps_of_decoder_and_tower(name, sizes):
+    hf_config = load_hf_config(CONFIGS / name)
+    for size in range(1, 65):
+        if size in sizes:
+            require_tensor_parallel(hf_config, size, num_workers=64)
+        else:
+            with pytest.raises(ConfigError, match=rf"tensor_parallel_size is {size}, .*set it to 1 or 2 or 4"):
+                require_tensor_parallel(hf_config, size, num_workers=64)
+
+
+@pytest.mark.parametrize("option", ["rollout.tensor_parallel_size", "actor.ulysses_sequence_parallel_size"])
+def test_heads_that_the_workers_cannot_divide_are_refused_with_the_sizes_that_can(option):
+    config = configured("Qwen2.5-VL-7B-Instruct", {"trainer.n_gpus_per_node": 8, f"worker.{option}": 8})
+    with pytest.raises(ConfigError, match=rf"{option} is 8, .* 28 attention heads.*set it to 1 or 2 or 4$"):
+        size_of_model(config)
 
 
 def test_a_run_near_the_limit_is_warned_and_not_refused():

@@ -72,7 +72,12 @@ def count_memory(config: Config, size: ModelSize, hardware: Hardware) -> RunMemo
         phases = add_critic(phases, run, critic)
     if not config.worker.hybrid_engine:
         phases = add_samplers(phases, config, size, hardware, context_bytes=CONTEXT_BYTES, process_bytes=PROCESS_BYTES)
-    return RunMemory(hardware, tuple(phases), counts_passes=size.dimensions is not None)
+    return RunMemory(
+        hardware,
+        tuple(phases),
+        counts_passes=size.dimensions is not None,
+        tensor_parallel_sizes=size.tensor_parallel_sizes,
+    )
 
 
 def count_checkpoint_bytes(config: Config, size: ModelSize) -> int:

@@ -222,9 +222,9 @@ def _candidates(config: Config, memory: RunMemory) -> Iterator[Sequence[Changes]
         yield [{"trainer.nnodes": nodes * factor} for factor in (2, 4, 8)]
     if can_divide_engine(config):
         yield [
-            {"worker.rollout.tensor_parallel_size": rollout.tensor_parallel_size * factor}
-            for factor in (2, 4, 8)
-            if num_samplers(config) % (rollout.tensor_parallel_size * factor) == 0
+            {"worker.rollout.tensor_parallel_size": size}
+            for size in memory.tensor_parallel_sizes
+            if size > rollout.tensor_parallel_size and num_samplers(config) % size == 0
         ]
     lowest_first = [tenth / 10 for tenth in range(1, 10) if tenth / 10 < rollout.gpu_memory_utilization]
     yield [{"worker.rollout.gpu_memory_utilization": share} for share in reversed(lowest_first)]

@@ -16,7 +16,7 @@ from trigon.build.options import (
     needs_reference,
 )
 from trigon.config.defaults import resolve_reference_dtype, resolve_weight_dtype
-from trigon.config.plan import Plan, shares_trunk, workers_per_copy
+from trigon.config.plan import Plan, num_samplers, num_workers, shares_trunk, workers_per_copy
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.models.dtypes import DTYPES
@@ -28,6 +28,7 @@ from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.models.sequence_parallel import RowRanks, require_divisible_heads
+from trigon.models.tensor_parallel import require_tensor_parallel
 from trigon.models.value import ActorCritic
 from trigon.models.weight_files import stored_dtype
 from trigon.names import DeviceType
@@ -122,7 +123,17 @@ def check_sequence_parallel(config: Config, hf_config: Any) -> None:
     """Raise ConfigError if the workers of a row cannot divide the attention of this model."""
     size = config.worker.actor.ulysses_sequence_parallel_size
     if size > 1:
-        require_divisible_heads(hf_config.get_text_config(), size, model_type=hf_config.model_type)
+        require_divisible_heads(
+            hf_config.get_text_config(), size, model_type=hf_config.model_type, num_workers=num_workers(config)
+        )
+
+
+def check_parallel_sizes(config: Config, hf_config: Any) -> None:
+    """Raise ConfigError if the policy cannot be divided over workers that learn, or that sample."""
+    check_sequence_parallel(config, hf_config)
+    size = config.worker.rollout.tensor_parallel_size
+    if size > 1:
+        require_tensor_parallel(hf_config, size, num_workers=num_samplers(config))
 
 
 def open_models(

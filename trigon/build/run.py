@@ -23,7 +23,7 @@ from trigon.build.hangs import EXPORT, open_hang_watch
 from trigon.build.hub import announce_downloads
 from trigon.build.memory_check import check_memory, find_hardware
 from trigon.build.memory_table import Hardware
-from trigon.build.models import check_sequence_parallel, choose_device, choose_kernel, device_type
+from trigon.build.models import check_parallel_sizes, choose_device, choose_kernel, device_type
 from trigon.build.objects import NO_OBJECTS, RunObjects, RunOutcome
 from trigon.build.options import (
     make_advantage_settings,
@@ -131,7 +131,7 @@ def run_training(
         announce_downloads(config, console)
         origin.add_model()
         processors = open_processors(config)
-        check_sequence_parallel(config, processors.hf_config)
+        check_parallel_sizes(config, processors.hf_config)
         check_hardware = partial(check_run_memory, config, console)
         workers = None
         if has_workers(config):

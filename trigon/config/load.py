@@ -101,12 +101,13 @@ def load_config(
     *,
     arguments: Sequence[Mapping[str, Any]] = (),
     python_objects: Collection[str] = (),
+    undecided: Collection[str] = (),
 ) -> LoadedConfig:
     """Return the checked configuration of a YAML file and of `key=value` overrides.
 
     Args: as inspect_config. Raises: ConfigError, with all problems in one message.
     """
-    inspected = inspect_config(path, overrides, arguments=arguments, python_objects=python_objects)
+    inspected = inspect_config(path, overrides, arguments=arguments, python_objects=python_objects, undecided=undecided)
     raise_problems(inspected.problems)
     return inspected.loaded
 
@@ -131,12 +132,14 @@ def inspect_config(
     *,
     arguments: Sequence[Mapping[str, Any]] = (),
     python_objects: Collection[str] = (),
+    undecided: Collection[str] = (),
 ) -> InspectedConfig:
     """Return the configuration of a YAML file and of `key=value` overrides, with all its problems.
 
     path: None for the defaults only. arguments: options as Python values, nested or with dotted
     names; a later mapping replaces values of an earlier one. python_objects: the names of those
-    that the caller has (paths.PYTHON_PREFIX).
+    that the caller has (paths.PYTHON_PREFIX). undecided: options that the caller will change; the
+    checks across options that read them are left out, see find_problems.
     Raises: ConfigError if the file cannot be read, or is no YAML.
     """
     reader = _ConfigReader()
@@ -149,7 +152,7 @@ def inspect_config(
     config = reader.build()
     missing = find_missing_objects(config, python_objects)
     sources = {_option_at_or_above(key).name: value.location for key, value in reader.values.items()}
-    found = find_problems(config, uncertain=reader.uncertain)
+    found = find_problems(config, uncertain=reader.uncertain.union(undecided))
     problems = (*reader.problems, *found, *missing, *find_masked(config, sources))
     exposed = find_exposed(config, [key for key, source in sources.items() if source == COMMAND_LINE])
     on_purpose = [key for key, source in sources.items() if source in (COMMAND_LINE, ARGUMENTS)]

@@ -273,7 +273,7 @@ class Planner:
             return None
         ways = []
         ranks = num_samplers(self._config)
-        fitting = [parallel for parallel in (2, 4, 8, 16) if ranks % parallel == 0 and needed(parallel) <= share]
+        fitting = [size for size in self._size.tensor_parallel_sizes if ranks % size == 0 and needed(size) <= share]
         if fitting and can_divide_engine(self._config):
             ways.append(f"worker.rollout.tensor_parallel_size={fitting[0]}")
         enough = ceil(10 * needed(rollout.tensor_parallel_size) / hardware.device_bytes) / 10
