@@ -290,6 +290,7 @@ FAULTS: dict[str, tuple[str, Callable[[PlantedRun], None]]] = {
     "a missing column": ("dataset.unreadable", _missing_column),
     "a line that is no JSON": ("dataset.unreadable", lambda run: run.train.append("not a row")),
     "images in another column": ("dataset.unused_images", _other_column),
+    "half of a surrogate pair": ("rows.encoding", _set(21, problem="What is \ud83d?")),
     "an empty prompt": ("rows.prompt", _set(0, problem="")),
     "a row without a ground truth": ("rows.answer", _set(1, answer=None)),
     "a marker too many": ("rows.markers", _set(22, problem="<image><image>How much?")),

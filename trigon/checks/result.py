@@ -27,6 +27,7 @@ KINDS: Mapping[str, str] = {
     "template.format_prompt": "the format prompt uses unknown columns, or cannot be used",
     "dataset.unreadable": "a dataset cannot be found or read, has no rows, or lacks a column",
     "dataset.unused_images": "a column has images, and the configuration names another one",
+    "rows.encoding": "a text of a row is not UTF-8, or has half of a surrogate pair",
     "rows.prompt": "the text of a row is missing, empty, or no text and no list of chat messages",
     "rows.answer": "the ground truth of a row is missing",
     "rows.markers": "the number of `<image>` or `<video>` markers is not that of images or videos",

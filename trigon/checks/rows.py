@@ -21,6 +21,7 @@ _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".t
 _ROWS_LOOKED_AT = 20
 
 _ADVICE: dict[Reason, str] = {
+    "encoding": "write the texts of these rows as UTF-8, or remove the rows",
     "prompt": "write a question into each row, as text or as chat messages of which the last is the user's",
     "answer": "write a ground truth into each row, or remove the rows",
     "markers": "write <image> once for each image, where it belongs in the text",
@@ -87,7 +88,7 @@ def find_unnamed_images(dataset: ScannedDataset) -> Iterator[Problem]:
         return
     if any(row.problem is not None and "image" in row.problem.reason for row in dataset.rows):
         return
-    first = [source.rows[index] for index in range(min(len(dataset.rows), _ROWS_LOOKED_AT))]
+    first = [source.rows[row.index] for row in dataset.usable[:_ROWS_LOOKED_AT]]
     for column in source.columns:
         if column == builder.image_key or not all(_names_image(column_value(row, column)) for row in first):
             continue

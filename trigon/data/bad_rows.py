@@ -8,6 +8,7 @@ from typing import Literal
 from trigon.errors import BadRow
 
 Reason = Literal[
+    "encoding",
     "prompt",
     "answer",
     "markers",
@@ -29,6 +30,7 @@ Reason = Literal[
 ]
 """Why a row is skipped.
 
+encoding: a text is not UTF-8, or has half of a surrogate pair.
 prompt: the text is missing, empty, or neither a text nor chat messages.
 answer: the ground truth is missing.
 markers: the numbers of markers and of images (or videos) differ.

@@ -1,24 +1,29 @@
 """Opens a hub dataset, a file, or a folder of files as one table.
 
-The only module that imports `datasets`. Rows stay on disk, memory-mapped, and images stay encoded.
+The only module that imports `datasets`. Rows stay on disk, and images stay encoded. JSON and CSV
+files are read by text_rows.py, since `datasets` would infer a type for each column.
 """
 
 from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trigon.config.paths import local_path, split_dataset
+from trigon.data.bad_rows import UnusableRow
 from trigon.data.columns import column_names, column_value
+from trigon.data.text_rows import read_text_rows
 from trigon.errors import DataError
 from trigon.models.hub import modelscope_folder, uses_modelscope
 from trigon.suggestions import nearest
 
 _LOADERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+
+_TEXT_SUFFIXES = (".json", ".jsonl", ".csv")
 
 _NUM_JSON_ROWS = 100
 
@@ -39,7 +44,7 @@ class Source:
     """An opened table.
 
     name: prefix of the prompt ids of its rows: "train".
-    rows: a datasets.Dataset with undecoded media, or a list of dicts; at least one row.
+    rows: a datasets.Dataset with undecoded media, TextRows, or a list of dicts; at least one row.
     folder: relative image paths start here, and no path may lead outside it.
     columns: the names of all columns and structs' fields; fields with dots (columns.py).
     image_columns, video_columns: the columns or fields whose feature type is an image, or a video.
@@ -55,6 +60,25 @@ class Source:
     def has_column(self, name: str) -> bool:
         """Return whether the table has a column or a field of this name."""
         return name in self.columns
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        """Return a row. Raises: UnusableRow if one of its texts is not UTF-8."""
+        try:
+            row: Mapping[str, Any] = self.rows[index]
+        except UnicodeDecodeError as error:
+            raise UnusableRow("encoding", f"{self.name}:{index}: {self._not_utf8(index) or error}") from error
+        return row
+
+    def _not_utf8(self, index: int) -> str:
+        """Return which column of a row is not UTF-8, and what to do; "" if none is found."""
+        for column in self.rows.column_names:
+            try:
+                self.rows.select_columns([column])[index]
+            except UnicodeDecodeError as error:
+                byte = error.object[error.start]
+                hint = "write the text again as UTF-8, or store bytes as binary"
+                return f"column {column!r} is not UTF-8 text: byte 0x{byte:02x} at {error.start}; {hint}"
+        return ""
 
     def first(self, max_rows: int) -> Source:
         """Return the source of the first rows only, at most so many."""
@@ -174,10 +198,35 @@ def _split_of(path: Path) -> str | None:
 
 def _open_files(files: Sequence[Path], folder: Path, name: str, split: str) -> Source:
     where = str(files[0]) if len(files) == 1 else f"{len(files)} files in {folder}"
-    patterns = [glob.escape(str(path.resolve())) for path in files]
     slice_ = split.removeprefix(_base(split))
+    if files[0].suffix in _TEXT_SUFFIXES:
+        return _open_text_files(files, folder, name, where, slice_)
+    patterns = [glob.escape(str(path.resolve())) for path in files]
     rows = _load(where, _LOADERS[files[0].suffix], split=f"train{slice_}", data_files=patterns)
     return _source(where, rows, name, folder)
+
+
+def _open_text_files(files: Sequence[Path], folder: Path, name: str, where: str, slice_: str) -> Source:
+    """Open JSON or CSV files. slice_: "[:100]" of "train[:100]"; "": all rows."""
+    import datasets
+
+    rows = read_text_rows(files, cache_dir=Path(datasets.config.HF_DATASETS_CACHE))
+    if slice_:
+        rows = rows.select(_sliced(len(rows), slice_, where))
+    if len(rows) == 0:
+        raise DataError(f"{where} has no rows; name another dataset or split")
+    return Source(name=name, rows=rows, folder=folder, columns=rows.names, image_columns=(), video_columns=())
+
+
+def _sliced(num_rows: int, slice_: str, where: str) -> list[int]:
+    """Return the indices of the rows of a slice, as `datasets` understands it."""
+    import datasets
+
+    try:
+        parts = datasets.ReadInstruction.from_spec(f"train{slice_}").to_absolute({"train": num_rows})
+    except (AssertionError, ValueError) as error:
+        raise DataError(f"{where}@train{slice_} cannot be read: {error}") from error
+    return [index for part in parts for index in range(num_rows)[slice(part.from_, part.to)]]
 
 
 def _open_hub(repo_id: str, split: str) -> Source:

@@ -388,7 +388,7 @@ def find_all(sources: Sequence[ModelSource], config: Config, by: Sequence[str]) 
         if source.kind != "checkpoint":
             model_folder(source.path)
     opened = [open_source(spec) for spec in config.data.val_files]
-    check_columns([opened[0].rows[0]], by)
+    check_columns([dict.fromkeys(opened[0].columns)], by)
 
 
 def choose_ks(ks: Sequence[int], num_samples: int) -> tuple[int, ...]:
