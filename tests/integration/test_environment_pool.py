@@ -10,10 +10,13 @@ import time
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from support.images import odd_files
 from support.processes import descendants, is_locked, is_running, wait_until
+from trigon.data.images import open_image
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.protocol import Message, Observation, Outcome
 from trigon.environments.sandbox import find_obstacle
@@ -489,6 +492,23 @@ def test_a_turn_without_a_call_ends_the_episode_without_a_process(tools):
     assert step(tools, "The answer is 4.", 5) == Outcome(5, None, None, True)
     assert descendants(tools.process_ids[0]) == before
     tools.stop(5)
+
+
+@pytest.mark.extended(cases=["strict"])
+def test_tools_see_the_pixels_that_the_model_sees(tools):
+    files = odd_files()
+    tools.start(0, {}, list(files.values()))
+    outcomes(tools, 1)
+    for number, (name, file) in enumerate(files.items()):
+        [message] = step(tools, call("crop", bbox_2d=[0, 0, 1000, 1000], img_idx=number)).observation.messages
+        assert message.images, (name, message.text)
+        seen = open_image(file, where="", image_dir=None, max_pixels=10**6)
+        assert np.array_equal(Image.open(io.BytesIO(message.images[0])), seen), name
+    # Enlarged as any other image, not by its nearest pixels: with more colours than its palette.
+    number = list(files).index("palette")
+    [message] = step(tools, call("crop", bbox_2d=[400, 400, 600, 600], img_idx=number)).observation.messages
+    assert len(Image.open(io.BytesIO(message.images[0])).getcolors(1 << 20)) > 16
+    tools.stop(0)
 
 
 @pytest.mark.extended(cases=["strict"])

@@ -4,10 +4,12 @@ import socket
 
 import pytest
 
+from support.images import png
 from trigon.environments.settings import EnvironmentSettings, encode_setup, find_environment, find_tools
 from trigon.environments.source import check_environment, load_code
 from trigon.environments.tools import ToolEnvironment, describe_tools, load_tools
 from trigon.errors import EpisodeError
+from trigon.images import LazyImages
 
 GOOD = """
 class Maze:
@@ -186,7 +188,7 @@ def reply(folder, call, tool_format="hermes"):
         timeout_seconds=8.0,
         max_image_pixels=10**6,
     )
-    environment.reset({"images": ["an image"]})
+    environment.reset({"images": LazyImages([png()])})
     observation, reward, done = environment.step(f"<tool_call>{call}</tool_call>")
     assert (reward, done) == (None, False)
     [message] = observation.messages
@@ -223,7 +225,7 @@ def test_each_call_of_a_turn_has_its_message_and_too_many_are_refused(tmp_path):
     environment = ToolEnvironment(
         tools_of(tmp_path, "add"), tool_format="hermes", role="user", timeout_seconds=8.0, max_image_pixels=10**6
     )
-    environment.reset({"images": []})
+    environment.reset({"images": LazyImages([])})
     calls = [f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>' for number in range(17)]
     observation, _, _ = environment.step("".join(calls))
     texts = [message.text for message in observation.messages]

@@ -272,7 +272,9 @@ def test_turns_are_written_with_the_images_of_their_observations(folder, recorde
         0,
         turns=(
             Turn(0, 2, "left", reward=0.0),
-            Turn(4, 5, "right", "<image><image> You moved.", reward=1.0, num_images=2),
+            Turn(
+                4, 5, "right", "<image><image> You moved.", reward=1.0, num_images=2, image_sizes=((28, 56), (84, 28))
+            ),
         ),
         vision=images,
     )
@@ -287,5 +289,6 @@ def test_turns_are_written_with_the_images_of_their_observations(folder, recorde
     ]
     assert first.num_tokens == 3
     assert [len(turn.image_files) for turn in first.turns] == [0, 2]
+    assert [turn.image_sizes for turn in first.turns] == [(), ((28, 56), (84, 28))]
     assert [(folder.path / name).read_bytes() for name in first.turns[1].image_files] == [RED, BLUE]
     assert second.turns == ()

@@ -39,7 +39,7 @@ from trigon.data.videos import DEFAULT_SAMPLING, FrameSampling, encoded_video, o
 from trigon.data.vision import media_grids
 from trigon.errors import DataError
 from trigon.suggestions import nearest
-from trigon.types import EncodedMedia, Prompt, Vision
+from trigon.types import EncodedMedia, ImageSizes, Prompt, Vision
 
 if TYPE_CHECKING:
     from trigon.models.load import Processors
@@ -49,12 +49,13 @@ if TYPE_CHECKING:
 class PromptTokens:
     """A tokenized prompt. media_tokens: the number of placeholder tokens of each image or video.
 
-    text: of the messages, before the chat template.
+    text: of the messages, before the chat template. image_sizes: as Prompt.image_sizes.
     """
 
     token_ids: tuple[int, ...]
     media_tokens: tuple[int, ...]
     text: str
+    image_sizes: ImageSizes
 
 
 class PromptBuilder:
@@ -247,6 +248,7 @@ class PromptBuilder:
             ground_truth=column_value(row, self.answer_key),
             row=without_column(without_column(row, self.image_key), self.video_key),
             image_refs=media.names,
+            image_sizes=tokens.image_sizes,
         )
 
     def encoded_media(self, row: Mapping[str, Any], prompt_id: str, *, with_videos: bool) -> EncodedMedia | None:
@@ -375,7 +377,10 @@ class PromptBuilder:
         media_tokens = tuple(self._placeholders.count(ids, media.kind) for ids in expanded)
         prompt_text = messages_as_text(messages)
         return PromptTokens(
-            tuple(token_ids), media_tokens, prompt_text if masked is None else masked.unmask(prompt_text)
+            tuple(token_ids),
+            media_tokens,
+            prompt_text if masked is None else masked.unmask(prompt_text),
+            self._placeholders.processed_sizes(sizes),
         )
 
     def _messages(self, row: Mapping[str, Any], name: str) -> tuple[list[Message], MaskedTokens | None]:

@@ -25,11 +25,12 @@ from trigon.environments.protocol import (
     escape_markers,
 )
 from trigon.environments.replies import read_reward
+from trigon.images import orientation_of, upright_rgb
 from trigon.names import ObservationRole
 
 _KEYS = ("text", "image", "images")
-_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
-_WITH_TRANSPARENCY = ("LA", "La", "PA", "RGBA", "RGBa")
+_UNDEFINED_WHITE = ("F", "I")
+"""Modes in which code may store any range of numbers."""
 
 
 def to_observation(value: object, *, role: ObservationRole, max_image_pixels: int) -> Observation | None:
@@ -93,17 +94,11 @@ def to_step(value: object) -> tuple[object, float | None, bool]:
 
 
 def to_png(image: Image.Image) -> bytes:
-    """Return an image as an RGB PNG, with transparency on white. Raises: ValueError."""
-    if image.mode not in _MODES:
+    """Return an image as an RGB PNG, upright and on white (images.py). Raises: ValueError."""
+    if image.mode in _UNDEFINED_WHITE:
         raise ValueError(f"has an image of Pillow's mode {image.mode!r}; convert it to 'RGB'")
-    if image.mode in _WITH_TRANSPARENCY or (image.mode == "P" and "transparency" in image.info):
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image)
     file = io.BytesIO()
-    plain = image.convert("RGB")
-    plain.info = {}  # otherwise the PNG would contain its colour profile
-    plain.save(file, "PNG", compress_level=1)
+    upright_rgb(image, orientation_of(image), owned=False).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 

@@ -2,7 +2,8 @@
 
 A tool is a plain function with type hints and a docstring, from which the chat template's
 description is made. Two parameters are not described: `images` gets the images of the conversation,
-as PIL images, and `timeout_seconds` the time that the call may take.
+as PIL images that are opened when they are indexed, and `timeout_seconds` the time that the call
+may take.
 What a function raises is the reply to the model, since most errors are the model's.
 """
 
@@ -21,6 +22,7 @@ from trigon.environments.conversion import to_message
 from trigon.environments.protocol import MAX_IMAGES, MAX_TEXT_CHARACTERS, Message, Observation, escape_markers
 from trigon.environments.source import CodeSource, load_code
 from trigon.errors import EpisodeError
+from trigon.images import LazyImages
 from trigon.names import BUILT_IN_TOOLS, ObservationRole, ToolFormat
 from trigon.suggestions import did_you_mean
 
@@ -51,12 +53,12 @@ class ToolEnvironment:
         self._role = role
         self._timeout_seconds = timeout_seconds
         self._max_image_pixels = max_image_pixels
-        self._images: list[Any] = []
+        self._image_files: list[bytes | str] = []
         self._reported: set[str] = set()
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """Keep the prompt's images. There is nothing to observe."""
-        self._images = list(row[IMAGES])
+        self._image_files = list(row[IMAGES].files)
 
     def step(self, action: str) -> tuple[Observation | None, None, bool]:
         """Carry out the calls of a turn. Returns: a message for each; done if there were none."""
@@ -86,7 +88,7 @@ class ToolEnvironment:
             return self._text(f"Error: there is no tool {call.name!r}{hint} (the tools are {', '.join(self._tools)})")
         tool = self._tools[call.name]
         try:
-            arguments = _bind(tool, call, self._images, timeout_seconds)
+            arguments = _bind(tool, call, LazyImages(self._image_files), timeout_seconds)
             returned = tool(**arguments)
             if returned is None or (
                 isinstance(returned, bool | int | float | list | tuple) and not _has_images(returned)
@@ -98,7 +100,7 @@ class ToolEnvironment:
                 self._reported.add(call.name)  # it may be a mistake of the tool, so the log has it once
                 traceback.print_exception(error)
             return self._text(f"Error: {describe(error)}")
-        self._images += _opened(message)
+        self._image_files += message.images
         return message
 
     def _text(self, text: str) -> Message:
@@ -181,7 +183,7 @@ def _described(tool: Tool) -> list[str]:
     return [name for name in inspect.signature(tool).parameters if name not in (IMAGES, TIMEOUT)]
 
 
-def _bind(tool: Tool, call: ToolCall, images: list[Any], timeout_seconds: float) -> dict[str, Any]:
+def _bind(tool: Tool, call: ToolCall, images: LazyImages, timeout_seconds: float) -> dict[str, Any]:
     """Return the arguments of a call. Raises: ValueError for what the model has to correct."""
     names = _described(tool)
     parameters = inspect.signature(tool).parameters
@@ -226,16 +228,6 @@ def _as_described(tool: Tool) -> Tool:
         parameters=[parameter for name, parameter in signature.parameters.items() if name in names]
     )
     return shown
-
-
-def _opened(message: Message) -> list[Any]:
-    if not message.images:
-        return []
-    import io
-
-    from PIL import Image
-
-    return [Image.open(io.BytesIO(image)) for image in message.images]
 
 
 def _has_images(value: object) -> bool:

@@ -282,9 +282,10 @@ def _groups(window: Sequence[_Stored]) -> Iterator[list[RewardRequest]]:
                 prompt=row.prompt,
                 finish_reason=_FINISH_REASONS.get(row.finish_reason, "stop"),
                 row=row.row,
-                turns=[turn_input(each.observation, each.text, each.reward) for each in row.turns],
+                turns=[turn_input(each.observation, each.text, each.reward, each.image_sizes) for each in row.turns],
                 media=media,
                 turn_media=[partial(_stored_observation, stored, each) for each in row.turns],
+                image_sizes=row.image_sizes,
             )
         )
     if group:

@@ -38,17 +38,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trigon.errors import RewardError
-from trigon.rewards.calls import Result, score_chunk
+from trigon.rewards.calls import Result, score_chunk, with_images
 from trigon.rewards.contract import (
+    IMAGES,
     LoadedFunction,
     bind_kwargs,
     construct,
     detect_contract,
-    has_images_argument,
     is_async,
     is_class,
+    media_arguments,
 )
-from trigon.rewards.lazy_images import with_images
 from trigon.rewards.limits import limit_resources
 from trigon.rewards.load import RewardSource, RewardTerm, load_function
 from trigon.rewards.weighted import weighted_sum
@@ -130,11 +130,11 @@ def _load(source: RewardSource, kwargs: Mapping[str, Any], *, option: str = ARGU
     if is_class(function):  # once for each worker, so that it can load a model or open a connection
         function, kwargs = construct(function, kwargs, where=source.where, option=option), {}
     contract = detect_contract(function, loaded.reward_type, kwargs, where=source.where)
-    images_argument = has_images_argument(function, contract, kwargs, where=source.where)
+    arguments = media_arguments(function, contract, kwargs, where=source.where)
     return LoadedFunction(
         bind_kwargs(function, contract, kwargs, where=source.where, option=option),
         contract,
         is_async=is_async(function),
-        takes_images=images_argument or loaded.takes_images,
-        has_images_argument=images_argument,
+        takes_images=IMAGES in arguments or loaded.takes_images,
+        media_arguments=arguments,
     )
