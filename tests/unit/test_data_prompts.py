@@ -1,9 +1,11 @@
 """Rows become prompts: counts equal built lengths, and images replace their markers."""
 
+import base64
 import copy
 import hashlib
 import io
 from dataclasses import replace
+from urllib.parse import quote_from_bytes
 
 import pytest
 from PIL import Image
@@ -353,6 +355,97 @@ def test_a_truncated_image_is_detected_by_decoding_only(processors):
         with pytest.raises(UnusableRow) as caught:
             method(truncated, "train:7")
         assert caught.value.reason == "image_unreadable"
+
+
+# The shapes in which datasets hold images
+
+
+BASE64 = base64.b64encode(png()).decode()
+SHAPES = {
+    "image": {"image": "a.png"},
+    "image of bytes": {"image": {"bytes": png(), "path": None}},
+    "url": {"url": "a.png"},
+    "image_url": {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{BASE64}"}},
+    "text of bytes": {"bytes": BASE64},
+    "data URL": f"data:image/png;base64,{BASE64}",
+    "data URL in lines": f"DATA:image/png;name=a.png;base64,{base64.encodebytes(png()).decode()}",
+    "data URL of percents": "data:image/png," + quote_from_bytes(png()),
+    "base64": BASE64,
+    "file URL": "file://FOLDER/a%2epng",
+    "path": "a.png",
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_image_is_read_in_every_shape_that_datasets_use(processors, tmp_path, shape):
+    (tmp_path / "a.png").write_bytes(png())
+    image = SHAPES[shape]
+    if isinstance(image, str):
+        image = image.replace("FOLDER", str(tmp_path))
+    builder = make_builder(processors, image_dir=tmp_path)
+    expected = builder.build(row(), "train:0").vision.hashes
+    for images in ([image], image):
+        assert builder.build(row(images=images), "train:0").vision.hashes == expected
+    # The same in the content part of a message, as for the API of OpenAI, without the column.
+    for part in ({"type": "image", "image": image}, {"type": "image_url", "image_url": image}, {"image": image}):
+        message = {"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}
+        built = builder.build({"problem": [message], "answer": "1"}, "train:0")
+        assert built.vision.hashes == expected
+        assert built.token_ids == builder.build(row(), "train:0").token_ids
+
+
+REFUSED = {
+    "HEIC": (b"\x00\x00\x00\x18ftypheic" + bytes(500), "image_unreadable", ["HEIC", "JPEG"]),
+    "SVG": (b'<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg"/>', "image_unreadable", ["SVG"]),
+    "PDF": (b"%PDF-1.7" + bytes(100), "image_unreadable", ["PDF"]),
+    "HTML": (b"<!DOCTYPE html><html>", "image_unreadable", ["web page"]),
+    "LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "image_unreadable", ["git lfs pull"]),
+    "video": (b"\x00\x00\x00\x18ftypmp42" + bytes(500), "image_unreadable", ["video", "data.video_key"]),
+    "web": ({"url": "https://example.com/" + "a" * 20_000}, "image_outside", ["is a URL", "download"]),
+    "cut base64": ("data:image/png;base64," + BASE64[:-3], "image_unreadable", ["base64", "cut"]),
+    "cut bare base64": (BASE64[:-3], "image_unreadable", ["base64", "cut"]),
+    "base64 of no image": ("data:image/png;base64," + "QUFB" * 5000, "image_unreadable", ["train:7/images/0"]),
+    "long text": ("x/y" * 7_000, "image_missing", ["21,000 characters", "neither a path nor"]),
+    "long path": ("/nowhere/" + "a" * 4_000, "image_outside", ["data.image_dir"]),
+    "other keys": ({"caption": "a", "picture": "b"}, "image_missing", ["'caption', 'picture'"]),
+    "number": (17, "image_missing", ["int"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_image_is_named_in_a_short_sentence(processors, tmp_path, name):
+    image, expected, facts = REFUSED[name]
+    reason, message = rejection(make_builder(processors, image_dir=tmp_path), row(images=[image]))
+    assert reason == expected
+    assert message.startswith("train:7")
+    assert all(fact in message for fact in facts), message
+    assert len(message) <= 1_050
+
+
+def test_an_image_that_is_marked_twice_is_named(processors):
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "<image>What is it?"}]}
+    reason, text = rejection(make_builder(processors), row([message], [png()]))
+    assert reason == "markers"
+    assert "mark each image once" in text
+
+
+def test_images_of_earlier_turns_stand_where_they_were_beside_a_system_prompt(processors):
+    history = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "One?"}]},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "And <image> or <image>?"},
+    ]
+    prompt = make_builder(processors, system_prompt="Be brief.").build(
+        row(history, [png(), png(84, 56), png(112, 56)]), "train:0"
+    )
+    sizes = [int(t * h * w) // 4 for t, h, w in prompt.vision.grid_thw]
+    first, second, third = (f"<|vision_start|>{size * IMAGE_PAD}<|vision_end|>" for size in sizes)
+    assert decoded(processors, prompt) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        f"<|im_start|>user\n{first}One?<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n"
+        f"<|im_start|>user\nAnd {second} or {third}?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert sizes == [4, 6, 8]
 
 
 # Errors of the dataset

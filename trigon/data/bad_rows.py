@@ -45,6 +45,9 @@ row_size: more text in all columns than a reward function gets.
 overlong: above max_prompt_length, in tokens, or in characters by far.
 """
 
+_MAX_MESSAGE = 1000
+"""Characters of a message, which may quote the row; a longer one loses its middle."""
+
 
 class UnusableRow(BadRow):
     """One row cannot be used, for the given reason.
@@ -59,6 +62,8 @@ class UnusableRow(BadRow):
     def __init__(
         self, reason: Reason, message: str, *, folder: Path | None = None, num_tokens: int = 0, media_tokens: int = 0
     ) -> None:
+        if len(message) > _MAX_MESSAGE:
+            message = f"{message[: _MAX_MESSAGE - 200]} ... {message[-200:]}"
         super().__init__(message)
         self.reason: Reason = reason
         self.folder = folder

@@ -19,7 +19,7 @@ from PIL import Image
 
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.decoding import BYTES_PER_PIXEL, DECODING, decoding_bytes
-from trigon.data.media_files import in_one_line, open_bytes, read_bytes
+from trigon.data.media_files import in_one_line, open_bytes, read_bytes, what_bytes_are
 from trigon.images import DECODING_ERRORS, FORMATS, orientation_of, upright_rgb
 
 MAX_ASPECT_RATIO = 200
@@ -177,7 +177,9 @@ def _opened(source: Any, where: str, image_dir: Path | None, max_pixels: int) ->
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise UnusableRow("image_pixels", f"{where}: above the limit of Pillow: {in_one_line(error)}") from error
         except DECODING_ERRORS as error:
-            raise UnusableRow("image_unreadable", f"{where}: {in_one_line(error)}; replace or drop it") from error
+            known = what_bytes_are(stream)
+            cause = f"it is {known}" if known else f"{in_one_line(error)}; replace or drop it"
+            raise UnusableRow("image_unreadable", f"{where}: {cause}") from error
         with image:
             _check_header(image, where, max_pixels)
             yield image, orientation

@@ -31,7 +31,15 @@ from trigon.data.images import encoded_image, image_size, open_image
 from trigon.data.media_files import encoded_files, linked_digests, media_name
 from trigon.data.messages import MARKERS, Message, messages_as_text, read_messages
 from trigon.data.placeholders import MediaSize, Placeholders
-from trigon.data.row_media import BLANK_READERS, RowMedia, as_list, check_count, check_markers, decoded_images
+from trigon.data.row_media import (
+    BLANK_READERS,
+    RowMedia,
+    check_count,
+    check_markers,
+    decoded_images,
+    media_of,
+    plain_source,
+)
 from trigon.data.special_tokens import MaskedTokens, SpecialTokens
 from trigon.data.templates import TemplateFailure, bounded_rendering
 from trigon.data.text_limits import check_option_text, check_prompt_text, check_prompt_tokens, check_row_size
@@ -39,7 +47,7 @@ from trigon.data.videos import DEFAULT_SAMPLING, FrameSampling, encoded_video, o
 from trigon.data.vision import media_grids
 from trigon.errors import DataError
 from trigon.suggestions import nearest
-from trigon.types import EncodedMedia, ImageSizes, Prompt, Vision
+from trigon.types import EncodedMedia, ImageSizes, MediaKind, Prompt, Vision
 
 if TYPE_CHECKING:
     from trigon.models.load import Processors
@@ -306,27 +314,30 @@ class PromptBuilder:
 
     def _media(self, row: Mapping[str, Any], name: str) -> RowMedia:
         """Return the images or videos of a row. Raises: as build."""
-        images, videos = (as_list(column_value(row, key)) for key in (self.image_key, self.video_key))
+        images, image_key = media_of(row, "image", key=self.image_key, prompt_key=self.prompt_key)
+        videos, video_key = media_of(row, "video", key=self.video_key, prompt_key=self.prompt_key)
         if images and videos:
             raise UnusableRow(
                 "mixed_media",
-                f"{name}: {len(images)} images in {self.image_key!r} and {len(videos)} videos in {self.video_key!r}; a "
-                "row may have either",
+                f"{name}: {len(images)} images in {image_key!r} and {len(videos)} videos in {video_key!r}; a row may "
+                "have either",
             )
         if images and self.image_processor is None:
             raise DataError(
-                f"{name} has images in column {self.image_key!r}, but a {self._model_type} model takes none; "
+                f"{name} has images in column {image_key!r}, but a {self._model_type} model takes none; "
                 "train a vision-language model or a dataset without images"
             )
         if videos and self.video_processor is None:
             raise DataError(
-                f"{name} has videos in column {self.video_key!r}, but a {self._model_type} model takes none; train one "
+                f"{name} has videos in column {video_key!r}, but a {self._model_type} model takes none; train one "
                 "that does, such as Qwen2.5-VL or Qwen3-VL, or a dataset without videos"
             )
         check_count(images, name, limit_images=self._limit_images)
-        key, sources = (self.video_key, videos) if videos else (self.image_key, images)
+        key, found = (video_key, videos) if videos else (image_key, images)
+        kind: MediaKind = "video" if videos else "image"
+        sources = tuple(plain_source(each, kind, f"{name}/{key}/{index}") for index, each in enumerate(found))
         names = tuple(media_name(source, f"{name}/{key}/{index}") for index, source in enumerate(sources))
-        return RowMedia("video" if videos else "image", tuple(sources), names)
+        return RowMedia(kind, sources, names)
 
     def _read_media(
         self, media: RowMedia, read_image: Callable[..., Any], read_video: Callable[..., Any]
