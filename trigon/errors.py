@@ -12,6 +12,7 @@
     |   |-- RolloutError   the rollout engine failed while it loaded weights or sampled
     |   |   `-- LostSamplersError  all workers that sample were lost
     |   |-- ParityError    rollout engine and trainer have different weights
+    |   |-- DeviceMemoryError  a GPU ran out of memory while a model computed
     |   |-- TransferError  weights could not be sent to another worker
     |   `-- WorkerError    a worker died, hung, or raised an unexpected error
     |       `-- LostWorkerError  it died, or did not answer in time
@@ -82,6 +83,10 @@ class WorkerError(EngineError):
 
 class LostWorkerError(WorkerError):
     """A worker died, or did not answer in time. Another one in its place may work."""
+
+
+class DeviceMemoryError(EngineError):
+    """A GPU ran out of memory in a pass or an update of a model."""
 
 
 class TransferError(EngineError):

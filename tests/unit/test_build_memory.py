@@ -8,12 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from support.engines import make_engine
 from support.published import CONFIGS, configured
 from trigon.build.engines import staged_bytes
 from trigon.build.memory import count_memory
 from trigon.build.memory_check import MemoryCounter, check_memory, find_hardware, find_remedies, with_options
+from trigon.build.memory_remedies import (
+    find_remedies_of_critic,
+    find_remedies_of_policy,
+    find_remedies_of_reference,
+)
 from trigon.build.memory_table import GIB, Hardware
 from trigon.build.model_sizes import size_of_model
 from trigon.config.schema import Config
@@ -345,3 +351,45 @@ def test_a_save_copies_what_all_workers_of_a_machine_save():
     assert staged(n_gpus_per_node=2, nnodes=2) == 2 * 1100 + 5  # of the second machine
     assert staged(n_gpus_per_node=4, rank=8) == 4 * 1010
     assert staged(n_gpus_per_node=4, save_model_only=True) == 406
+
+
+# -- out of memory in a pass -----------------------------------------------------------------------
+
+ROWS = {"trainer.auto_micro_batch": False, "worker.actor.micro_batch_size_per_device_for_update": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({**ROWS}, ["trainer.auto_micro_batch=true", "for_update=1", "enable_activation_offload=true"]),
+        ({}, ["enable_activation_offload=true", "data.max_response_length (now 2,048)", "adamw_bf16"]),
+        (
+            {
+                "worker.actor.model.enable_gradient_checkpointing": False,
+                "worker.actor.fsdp.enable_full_shard": False,
+                "worker.actor.fsdp.fsdp_size": 2,
+                "trainer.n_gpus_per_node": 8,
+            },
+            ["enable_gradient_checkpointing=true", "fsdp_size=-1", "enable_full_shard=true"],
+        ),
+        (
+            {"worker.actor.model.enable_activation_offload": True, "worker.actor.model.lora.rank": 8},
+            ["data.max_response_length", "more workers"],
+        ),
+    ],
+)
+def test_remedies_for_a_gpu_out_of_memory_are_those_that_the_run_does_not_have_yet(changes, first):
+    remedies = find_remedies_of_policy(configured("Qwen2.5-VL-3B-Instruct", changes))
+    for remedy, named in zip(remedies, first, strict=False):
+        assert named in remedy
+    assert len(remedies) >= len(first)
+    critic = find_remedies_of_critic(configured("Qwen2.5-VL-3B-Instruct", {"algorithm.adv_estimator": "gae"}))
+    assert not any("worker.actor." in remedy for remedy in critic)
+
+
+def test_remedies_are_options_that_a_run_accepts():
+    for changes in ({}, ROWS):
+        config = configured("Qwen2.5-VL-3B-Instruct", changes)
+        for remedy in (*find_remedies_of_policy(config), *find_remedies_of_reference(config)):
+            named = [each.partition("=") for each in remedy.partition(": ")[0].split() if "=" in each]
+            with_options(config, {name: yaml.safe_load(value) for name, _, value in named})

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trigon.build.memory_remedies import find_remedies_of_critic, find_remedies_of_policy
 from trigon.build.models import DevicePlacement, choose_kernel, open_trained_policy, place_policy
 from trigon.build.options import make_value_terms, model_path
 from trigon.config.critic import as_critic, with_critic_as_actor
@@ -70,6 +71,8 @@ def open_critic(
             offload_params=critic.offload.offload_params and moves,
             offload_optimizer=critic.offload.offload_optimizer and moves,
             process_group=place.process_group,
+            model="critic",
+            remedies=find_remedies_of_critic(config),
         ),
         positions=positions_of(processors.family, processors.hf_config),
         features=shared_features(config, changed, model, trainer),
@@ -100,6 +103,8 @@ def open_trunk_critic(
             device=place.device,
             compute_dtype=compute_dtype if place.is_alone else None,
             process_group=place.process_group,
+            model="critic",
+            remedies=find_remedies_of_policy(config),
         ),
         trainer=trainer,
         positions=positions_of(processors.family, processors.hf_config),

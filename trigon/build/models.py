@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trigon.build.memory_remedies import find_remedies_of_policy, find_remedies_of_reference
 from trigon.build.options import (
     kl_is_full,
     make_lora_settings,
@@ -213,6 +214,7 @@ def open_trainer(
             offload_params=actor.offload.offload_params and moves,
             offload_optimizer=actor.offload.offload_optimizer and moves and not config.trainer.val_only,
             process_group=place.process_group,
+            remedies=find_remedies_of_policy(config),
         ),
         positions=positions_of(processors.family, processors.hf_config),
         reference=reference if kl_is_full(config) else None,
@@ -244,6 +246,8 @@ def open_reference(
             compute_dtype=dtype if place.is_alone else None,
             offload_params=offload and place.is_alone,
             process_group=place.process_group,
+            model="reference",
+            remedies=find_remedies_of_reference(config),
         ),
         positions=positions_of(processors.family, processors.hf_config),
         max_tokens=plan.tokens_per_experience_pass,

@@ -101,12 +101,21 @@ def pack_train(groups: Sequence[TrainGroup], *, max_tokens: int, positions: Posi
 
 def tokens_of(group: RolloutGroup | TrainGroup) -> int:
     """Return how many tokens a group takes in a row: its prompt once, and every completion."""
+    prompt, completions = _lengths_of(group)
+    return prompt + sum(completions)
+
+
+def longest_row(groups: Sequence[RolloutGroup | TrainGroup], *, max_tokens: int) -> int:
+    """Return the tokens of the longest row into which groups are packed; 0 without groups."""
+    return max(row_lengths([_lengths_of(group) for group in groups], max_tokens=max_tokens), default=0)
+
+
+def _lengths_of(group: RolloutGroup | TrainGroup) -> tuple[int, list[int]]:
     match group:
         case RolloutGroup(prompt=prompt, rollouts=rollouts):
-            lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
+            return len(prompt.token_ids), [len(rollout.completion.token_ids) for rollout in rollouts]
         case TrainGroup(prompt=prompt, sequences=sequences):
-            lengths = [len(sequence.token_ids) for sequence in sequences]
-    return len(prompt.token_ids) + sum(lengths)
+            return len(prompt.token_ids), [len(sequence.token_ids) for sequence in sequences]
 
 
 def row_lengths(groups: Sequence[tuple[int, Sequence[int]]], *, max_tokens: int) -> list[int]:

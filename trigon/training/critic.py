@@ -68,7 +68,8 @@ class LocalCriticEngine(LocalTrainEngine):
 
     def values(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See CriticEngine."""
-        with self._counting_apart():
+        explained = self._placement.explain_out_of_memory("values", groups, max_tokens=self._score_max_tokens)
+        with explained, self._counting_apart():
             scored = self._score(groups, max_tokens=self._score_max_tokens)
         self.offload()
         return [[_with_last(each) for each in group] for group in scored]
@@ -202,7 +203,8 @@ class LocalTrunkCritic(LocalCriticEngine):
 
     def logprobs_and_values(self, groups: Sequence[RolloutGroup]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
         """See TrunkCriticEngine."""
-        scored = self._score_with(groups, self._score_row_with_logprobs, max_tokens=self._score_max_tokens)
+        with self._placement.explain_out_of_memory("values", groups, max_tokens=self._score_max_tokens):
+            scored = self._score_with(groups, self._score_row_with_logprobs, max_tokens=self._score_max_tokens)
         logprobs = [[each[0] for each in group] for group in scored]
         return logprobs, [[_with_last(each[1:]) for each in group] for group in scored]
 

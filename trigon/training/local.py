@@ -33,7 +33,7 @@ from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
 from trigon.training.settings import Placement, TrainSettings
 from trigon.training.sizes import sizes_of
 from trigon.training.step import LossTerms, Reference, idle_backward, micro_batch_backward, to_device
-from trigon.training.update_plan import AppliedUpdate, UpdatePlan, plan_update
+from trigon.training.update_plan import AppliedUpdate, UpdatePlan, has_gradient, plan_update
 from trigon.types import LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup
 
 _OF_EACH_RANK = ("actor/vision_remembered", "critic/vision_remembered")
@@ -75,6 +75,7 @@ class LocalTrainEngine:
         self._positions = positions
         self._update_max_tokens = settings.update_max_tokens
         self._device = placement.device
+        self._placement = placement
         self._offload_params = placement.offload_params
         self._offload_optimizer = placement.offload_optimizer
         self._process_group = placement.process_group
@@ -141,6 +142,11 @@ class LocalTrainEngine:
         """
         if self._unchecked == "none":
             self._unchecked = "trainable"
+        learned = (group for group in groups if has_gradient(group, regularized=self._terms.regularized))
+        with self._placement.explain_out_of_memory("update", learned, max_tokens=self._update_max_tokens):
+            return self._step(groups)
+
+    def _step(self, groups: Sequence[TrainGroup]) -> Metrics:
         reference = self._full_kl_reference()
         with nullcontext() if reference is None else reference.awake():
             self._wake(optimizer=True)
