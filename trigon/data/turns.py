@@ -218,6 +218,9 @@ class TurnTemplate:
                 f"{roles}; set {_ROLE} to the other role, or {_OVERRIDE} to a template that writes one for each"
             )
         token_ids, _ = self._placeholders.expand(template_ids, "image", [self._size(file) for file in files])
+        unknown = self._chat.find_unknown(token_ids)
+        if unknown is not None:
+            raise ObservationError(f"{unknown}; call resize_token_embeddings on the model, or return other text")
         shown = messages_as_text([Message(message.role, message.text) for message in observed]) if observed else ""
         return TurnTokens(tuple(token_ids), shown, encoded_files(files, "image"))
 
