@@ -96,7 +96,7 @@ class TrainResult:
         Raises: CheckpointError as export.
         """
         from trigon.evaluation.models import EXPORTED, exported_step
-        from trigon.models.load import auto_class, family_of_folder, without_progress_bars
+        from trigon.models.load import ATTENTION, auto_class, family_of_folder, without_progress_bars
 
         folder = self.model_folder
         if folder is None:
@@ -104,7 +104,9 @@ class TrainResult:
             if exported_step(folder) != self.step:
                 folder = self.export()
         with without_progress_bars():
-            return auto_class(family_of_folder(folder)).from_pretrained(folder, dtype="auto")
+            return auto_class(family_of_folder(folder)).from_pretrained(
+                folder, dtype="auto", attn_implementation=ATTENTION
+            )
 
     def _last_checkpoint(self) -> Path:
         if self.checkpoint is None:

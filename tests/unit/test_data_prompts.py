@@ -646,3 +646,19 @@ def test_a_chat_template_with_a_power_is_a_config_error(processors):
     own.tokenizer.chat_template = "{{ messages }}{{ 9 ** 9 ** 9 }}"
     with pytest.raises(ConfigError, match=r"data\.override_chat_template.* uses the operator"):
         make_builder(own)
+
+
+def test_a_token_without_an_embedding_is_named(tiny_vlm):
+    processors = load_processors(str(tiny_vlm))
+    processors.tokenizer.add_tokens(["<grounding>"])
+    builder = make_builder(processors)
+    reason, message = rejection(builder, row("<image>Where <grounding>?"))
+    assert reason == "vocabulary"
+    num_embeddings = processors.hf_config.get_text_config().vocab_size
+    for said in ("'<grounding>'", f"{num_embeddings:,} embeddings"):
+        assert said in message
+    builder.build(row("<image>Where?"), "train:7")
+    with pytest.raises(UnusableRow, match="<grounding>"):  # also from a template, in every row
+        make_builder(processors, format_prompt="{{ content }}<grounding>").build(row(), "train:7")
+    processors.hf_config.get_text_config().vocab_size += 1  # resized
+    make_builder(processors).build(row("<image>Where <grounding>?"), "train:7")

@@ -33,7 +33,6 @@ from trigon.build.options import (
     make_oversampling,
     make_sampling_params,
     max_completion_tokens,
-    model_path,
     needs_old_logprobs,
 )
 from trigon.build.origin import KEY, Origin
@@ -63,7 +62,7 @@ from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
 from trigon.grace import Grace
 from trigon.loop import train
-from trigon.models.load import Processors, model_folder
+from trigon.models.load import Processors
 from trigon.parity import ParityCheck
 from trigon.report.console import Console
 from trigon.report.image_store import ImageStore
@@ -195,6 +194,7 @@ def run_training(
             config,
             plan,
             engines,
+            processors,
             prompts,
             val_prompts,
             rewards,
@@ -390,6 +390,7 @@ def make_run(
     config: Config,
     plan: Plan,
     engines: Engines,
+    processors: Processors,
     prompts: PromptStream | None,
     val_prompts: Prompts | None,
     rewards: RewardPool,
@@ -421,7 +422,7 @@ def make_run(
         token_groups=config.trainer.rollout_tokens,
         parity=ParityCheck(resolve_parity_tolerance(config)),
         store=store,
-        save_state=partial(save_state, engines.trainer, model_folder(model_path(config)), config, engines.critic),
+        save_state=partial(save_state, engines.trainer, config, processors, engines.critic),
         report=report,
         made_from=made_from,
         traced_steps=frozenset(config.trainer.profile_steps),

@@ -39,6 +39,7 @@ _ADVICE: dict[Reason, str] = {
     "video_shape": "crop the videos, or remove the rows",
     "mixed_media": "keep the images or the videos of a row",
     "row_size": "drop the columns that the reward function does not need",
+    "vocabulary": "call resize_token_embeddings on the model, or remove these tokens from the texts",
 }
 
 

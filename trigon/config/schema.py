@@ -157,13 +157,13 @@ class DataConfig(Section):
     seed: int = Field(default=1, ge=0, le=MAX_SEED)
     """Seed of the shuffle."""
 
-    min_pixels: int | None = Field(default=262144, ge=1, le=MAX_PIXELS)
-    """Smaller images are enlarged to this number of pixels; null: the model's limit.
-    Raising it uses more prompt tokens."""
+    min_pixels: int | None = Field(default=None, ge=1, le=MAX_PIXELS)
+    """Smaller images are enlarged to this number of pixels; null: the processor's limit.
+    Raising it uses more prompt tokens. EasyR1's default is 262144."""
 
-    max_pixels: int | None = Field(default=4194304, ge=1, le=MAX_PIXELS)
-    """Larger images are reduced to this number of pixels; null: the model's limit.
-    Raising it uses more prompt tokens."""
+    max_pixels: int | None = Field(default=None, ge=1, le=MAX_PIXELS)
+    """Larger images are reduced to this number of pixels; null: the processor's limit.
+    Raising it uses more prompt tokens. EasyR1's default is 4194304."""
 
     max_image_pixels: int = Field(default=64_000_000, ge=1, le=MAX_PIXELS)
     """Images with more pixels are rejected before decoding, to bound memory.

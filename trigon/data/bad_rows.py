@@ -26,6 +26,7 @@ Reason = Literal[
     "video_shape",
     "mixed_media",
     "row_size",
+    "vocabulary",
     "overlong",
 ]
 """Why a row is skipped.
@@ -42,6 +43,7 @@ image_count: above limit_images.
 video_*: the same for a video and its frames.
 mixed_media: images and videos in one row.
 row_size: more text in all columns than a reward function gets.
+vocabulary: it has a token for which the model has no embedding.
 overlong: above max_prompt_length, in tokens, or in characters by far.
 """
 

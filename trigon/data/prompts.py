@@ -384,6 +384,9 @@ class PromptBuilder:
             hint = f'it has to write one for each content part of {{"type": "{media.kind}"}}'
             raise UnusableRow("markers", f"{name}: {counts}; {hint}")
         token_ids, expanded = self._placeholders.expand(template_ids, media.kind, sizes)
+        unknown = self._chat.find_unknown(token_ids)
+        if unknown is not None:
+            raise UnusableRow("vocabulary", f"{name}: {unknown}")
         check_prompt_tokens(len(token_ids), expanded, media.kind, name, max_prompt_length=self.max_prompt_length)
         media_tokens = tuple(self._placeholders.count(ids, media.kind) for ids in expanded)
         prompt_text = messages_as_text(messages)

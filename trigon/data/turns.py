@@ -220,6 +220,9 @@ class TurnTemplate:
             )
         sizes = [self._size(file) for file in files]
         token_ids, _ = self._placeholders.expand(template_ids, "image", sizes)
+        unknown = self._chat.find_unknown(token_ids)
+        if unknown is not None:
+            raise ObservationError(f"{unknown}; call resize_token_embeddings on the model, or return other text")
         shown = messages_as_text([Message(message.role, message.text) for message in observed]) if observed else ""
         return TurnTokens(
             tuple(token_ids), shown, encoded_files(files, "image"), self._placeholders.processed_sizes(sizes)

@@ -6,7 +6,8 @@ so that the same settings give the same completions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from trigon.build.models import choose_device
 from trigon.build.objects import EpisodeCode, RunObjects, make_episode_code
 from trigon.build.options import make_validation_sampling_params, max_completion_tokens
 from trigon.build.pools import open_worker_pools
+from trigon.build.recorded import find_differences, known_settings
 from trigon.build.rewards import check_rewards, open_rewards, open_validation_rewards
 from trigon.build.run import (
     check_environment,
@@ -30,7 +32,9 @@ from trigon.build.run import (
 )
 from trigon.build.workers import open_workers
 from trigon.config.episode_checks import has_episodes
+from trigon.config.files import locate_sources
 from trigon.config.load import LoadedConfig, dump_config
+from trigon.config.options import options as config_options
 from trigon.config.paths import PYTHON_PREFIX
 from trigon.config.plan import has_workers, make_plan
 from trigon.config.rewards import describe_option, validation_option
@@ -41,7 +45,7 @@ from trigon.data.mixture import MixedPrompts, with_blank_media
 from trigon.data.sources import open_source
 from trigon.errors import ConfigError
 from trigon.evaluation.answers import SHIPPED_FORMS, AnswerForm
-from trigon.evaluation.models import ModelSource, context_length, exported_folder, find_model
+from trigon.evaluation.models import ModelSource, context_length, exported_folder, find_model, recorded_of
 from trigon.evaluation.output import BLIND, EXPORTED, RESULT, check_output, label, open_output, remove_earlier
 from trigon.evaluation.results import Blind, Comparison, Evaluation, ModelEvaluation
 from trigon.evaluation.settings import EvaluationOptions, load_settings
@@ -64,6 +68,7 @@ from trigon.models.load import Processors, model_folder
 from trigon.models.weight_files import stored_dtype
 from trigon.names import Dtype
 from trigon.records.rollouts import RolloutRow, rollout_rows
+from trigon.records.run import RunRecord, flatten
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
@@ -72,6 +77,9 @@ from trigon.rewards.pool import RewardPool
 from trigon.rollout.statistics import describe_validation
 from trigon.secrets import ARGUMENTS, ENVIRONMENT_ARGUMENTS, mask
 from trigon.types import RolloutGroup
+
+_MAX_SHOWN = 60
+"""Characters of a setting's value on the console."""
 
 
 def evaluate(
@@ -134,8 +142,13 @@ def evaluate(
     sources = [find_model(spec) for spec in specs]
     run_config = next((source.run_config for source in sources if source.run_config is not None), None)
     base = Path(config) if config is not None else run_config
+    recorded = [recorded_of(source) for source in sources]
+    located = {} if config is not None or run_config is None else locate_run(run_config.parent)
+    applied = {} if base is not None else known_settings(next(filter(None, recorded), {}))
     if base is not None:
         console.print(f"settings: {base}, and the options of this evaluation")
+    elif applied:
+        console.print(f"settings of the run that the model was exported from: {show_settings(applied)}")
     options = EvaluationOptions(
         data=(str(data),) if isinstance(data, str | Path) else tuple(str(each) for each in data),
         reward=reward if reward is None or isinstance(reward, str) else f"{PYTHON_PREFIX}{describe_reward(reward)}",
@@ -154,9 +167,8 @@ def evaluate(
         engine=engine,
     )
     # Before anything is exported or downloaded, so that a wrong option is found at once.
-    early = load_settings(
-        base, options, overrides, model_path=specs[0], folder=Path(), context=None, weight_dtype=None
-    ).config
+    load = partial(load_settings, base, options, overrides, located=located, recorded=applied)
+    early = load(model_path=specs[0], folder=Path(), context=None, weight_dtype=None).config
     ks = choose_ks(k, make_validation_sampling_params(early).n)
     code = make_episode_code(environment, tools)
     if output is not None:
@@ -186,10 +198,7 @@ def evaluate(
             for number, each in enumerate(sources, start=1)
         ]
         loaded = [
-            load_settings(
-                base,
-                options,
-                overrides,
+            load(
                 model_path=path,
                 folder=model_output,
                 context=min(lengths, default=None),
@@ -197,7 +206,7 @@ def evaluate(
             )
             for path, model_output in zip(paths, outputs, strict=True)
         ]
-        for warning in loaded[0].warnings:
+        for warning in (*loaded[0].warnings, *warn_of_differences(sources, recorded, loaded[0].config)):
             console.warn(warning)
         rewards.ready()
         # Only now, so that an error until here costs nothing.
@@ -375,6 +384,39 @@ def compare_models(results: Sequence[_ModelResult]) -> tuple[Comparison, ...]:
             results[1:], differences, holm([each.p_value for each in differences]), strict=True
         )
     )
+
+
+def locate_run(run: Path) -> dict[str, Any]:
+    """Return the options of a run whose relative paths become those of the run's own machine.
+
+    They start from the folder in which the run was started, which may be another one than this.
+    """
+    record = RunRecord(run)
+    names = {option.name for option in config_options().values()}
+    return locate_sources(flatten(record.config(), mappings=names), record.local_sources() or {})
+
+
+def warn_of_differences(
+    sources: Sequence[ModelSource], recorded: Sequence[Mapping[str, Any]], config: Config
+) -> Iterator[str]:
+    """Yield a warning for each model whose run had other prompts, pixels, limits or sampling."""
+    for source, settings in zip(sources, recorded, strict=True):
+        differences = find_differences(settings, config)
+        if differences:
+            listed = "; ".join(
+                f"{name} was {_shown(was)}, and is {_shown(now)}" for name, (was, now) in differences.items()
+            )
+            yield f"{source.spec} is not evaluated as its run validated it: {listed}"
+
+
+def show_settings(settings: Mapping[str, Any]) -> str:
+    """Return settings as `key=value`, separated by spaces."""
+    return " ".join(f"{name}={_shown(value)}" for name, value in settings.items())
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def _name_in_config(code: str | Callable[..., Any]) -> str:

@@ -48,7 +48,7 @@ class RunRecord:
         return content
 
     def local_sources(self) -> dict[str, str] | None:
-        """Return the absolute paths of the models and datasets that were on the run's machine.
+        """Return the absolute paths of the data, models, code and templates on the run's machine.
 
         Keys are the texts of config.yaml, whose relative paths are of the folder in which the run
         was started. None: the run did not write them. Raises: DataError for an invalid file.

@@ -4,7 +4,7 @@
       config.yaml                       the resolved configuration of the last start
       earlier_configs/001.yaml ...      those of earlier starts, if they were other ones
       starts.jsonl                      one line per start: where it resumed, and what had changed
-      local_sources.json                paths of the model and the data that are not hub ids
+      local_sources.json                paths of the model, data, code and templates on the machine
       auto_micro_batch.json             measured token budgets, with trainer.auto_micro_batch
       hang_stacks.txt                   stacks of all processes, if the run hung
       skipped_rows.jsonl                rows of the datasets that are not used, if there are any

@@ -208,7 +208,10 @@ def _vision_arguments(settings: VllmSettings, processors: Processors) -> dict[st
     # The largest image, by which vLLM sizes its encoder cache. It never processes an image itself.
     processor_arguments: dict[str, Any] = {}
     if not processors.family.tiles:
-        processor_arguments = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+        # No larger than a prompt has room for: published limits are up to 16,384 tokens.
+        side = processors.image_processor.patch_size * processors.image_processor.merge_size
+        largest = max(size["shortest_edge"], min(size["longest_edge"], settings.max_model_len * side**2))
+        processor_arguments = {"min_pixels": size["shortest_edge"], "max_pixels": largest}
     image_limit = {"image": settings.limit_images} if settings.limit_images else {}
     return {
         # vLLM plans its memory with the number of videos, and still accepts a prompt with more.
