@@ -552,6 +552,48 @@ def test_a_video_is_counted_without_its_processor(processors):
     assert builder.video_processor.calls == 1
 
 
+@pytest.mark.parametrize("clip", [{"frames": 1}, {"frames": 3}, {"frames": 10, "fps": 25}], ids=["1", "3", "0.4 s"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_the_shortest_videos_are_used(tiny_model, model_type, clip):
+    builder = make_builder(processors_of(tiny_model(model_type)))
+    one_row = video_row(videos=[make_video(**clip)])
+    prompt = builder.build(one_row, "train:7")
+    [[time, rows, columns]] = prompt.vision.grid_thw.tolist()
+    assert time == (2 if clip.get("fps") else 1)  # two frames each; at least four frames if there are so many
+    assert len(prompt.vision.pixel_values) == time * rows * columns
+    assert builder.count(one_row) == builder.check(one_row, "train:7") == len(prompt.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "seen"),
+    [
+        (1, 1, (56, 56)),
+        (1, 199, (28, 812)),
+        (690, 15420, (28, 588)),
+        (15420, 690, (588, 28)),
+        (1, 200, None),
+        (16, 3641, None),
+    ],
+)
+def test_images_of_extreme_shapes_are_used_or_refused_with_few_pixels(tiny_vlm, width, height, seen):
+    processors = load_processors(str(tiny_vlm), min_pixels=56 * 56, max_pixels=128 * 128)
+    builder = make_builder(processors, max_image_pixels=64_000_000)
+    stream = io.BytesIO()
+    Image.new("L", (width, height)).save(stream, "PNG")
+    one_row = row(images=[stream.getvalue()])
+    if seen is None:
+        reason, message = rejection(builder, one_row)
+        assert reason == "image_shape"
+        assert f"{width} x {height}" in message
+        return
+    prompt = builder.build(one_row, "train:7")
+    assert prompt.image_sizes == (seen,)
+    assert prompt.token_ids.count(processors.tokenizer.convert_tokens_to_ids(IMAGE_PAD)) == seen[0] * seen[1] // 28**2
+    assert builder.count(one_row) == builder.check(one_row, "train:7") == len(prompt.token_ids)
+    sent = make_builder(processors, max_image_pixels=64_000_000, process_images=False).build(one_row, "train:7")
+    assert (sent.token_ids, sent.image_sizes) == (prompt.token_ids, prompt.image_sizes)
+
+
 def test_a_row_with_images_and_videos_is_rejected(processors):
     reason, message = rejection(make_builder(processors), video_row("<image><video>?", images=[png()]))
     assert reason == "mixed_media"

@@ -61,7 +61,7 @@ def to_message(value: object, *, role: ObservationRole, max_image_pixels: int) -
     """Return what a tool or an environment returned as one message. Raises: as to_observation."""
     match value:
         case str():
-            return Message(role, escape_markers(_without_surrogates(value)))
+            return Message(role, escape_markers(without_surrogates(value)))
         case Image.Image():
             return _with_images("", [value], role, max_image_pixels)
         case list() if value and all(isinstance(each, Image.Image) for each in value):
@@ -126,7 +126,7 @@ def _from_dict(value: Mapping[Any, Any], role: ObservationRole, max_image_pixels
     for image in images:
         if not isinstance(image, Image.Image):
             raise ValueError(f"returned {_short(image)} among the images of the observation; they are PIL images")
-    return _with_images(_without_surrogates(text), images, role, max_image_pixels)
+    return _with_images(without_surrogates(text), images, role, max_image_pixels)
 
 
 def _with_images(text: str, images: list[Image.Image], role: ObservationRole, max_image_pixels: int) -> Message:
@@ -150,7 +150,7 @@ def _with_images(text: str, images: list[Image.Image], role: ObservationRole, ma
     return Message(role, text, tuple(files))
 
 
-def _without_surrogates(text: str) -> str:
+def without_surrogates(text: str) -> str:
     """Return a text that can be encoded: parts of characters become "\N{REPLACEMENT CHARACTER}"."""
     return text.encode("utf-8", errors="surrogatepass").decode("utf-8", errors="replace")
 

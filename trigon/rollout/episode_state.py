@@ -53,7 +53,7 @@ class Episode:
             self.media.append(tokens.media)
             self.visions.append(vision)
 
-    def request(self, max_tokens: int) -> TurnRequest:
+    def request(self, max_tokens: int, stop: tuple[str, ...]) -> TurnRequest:
         """Return the request for the next turn."""
         turn = len(self.turns)
         return TurnRequest(
@@ -63,6 +63,7 @@ class Episode:
             visions=tuple(self.visions),
             max_tokens=max_tokens,
             seed=turn_seed(self.seed, turn),
+            stop=stop,
             begun=() if self.begun is None else self.begun.token_ids,
         )
 

@@ -107,6 +107,7 @@ def engine_arguments(
     on_cpu = settings.device == "cpu"
     arguments: dict[str, Any] = {
         "model": str(settings.model_folder),
+        "tokenizer": str(processors.tokenizer.name_or_path),  # that of the run, which decodes stop strings
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
         "max_num_batched_tokens": batched_tokens(settings),

@@ -59,7 +59,8 @@ class VllmEngine(SamplesUntil):
         self._episodes = Episodes(
             episodes,
             decode=partial(processors.tokenizer.decode, skip_special_tokens=False),
-            end_token_id=processors.stop_token_ids[0],
+            to_text=partial(processors.tokenizer.decode, skip_special_tokens=settings.skip_special_tokens),
+            stop_token_ids=processors.stop_token_ids,
             on_cpu=settings.device == "cpu",
         )
         self._processors = processors
