@@ -86,10 +86,6 @@ class LocalScorer:
         """See LogprobEngine."""
         return [[each.logprobs for each in group] for group in self._score(groups, against=None)]
 
-    def token_logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[TokenLogprobs]]:
-        """See TrainEngine."""
-        return self._score(groups, against=None)
-
     def full_kl(self, groups: Sequence[RolloutGroup], reference: Reference) -> list[list[Tensor]]:
         """Return the KL of this policy and a reference at each token, as logprobs does."""
         with reference.awake():
