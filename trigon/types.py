@@ -382,10 +382,12 @@ class MicroBatch:
 
     num_sequences: number of completions. sequence_index: [S] int64, the completion of each token
     (0 .. num_sequences - 1, in row order). trainable: int64, the tokens whose loss_mask is not 0.
+    owners: (group, index within the group) of each completion, in row order.
     All other tensors are float32 [S], as in TrainSequence.
     """
 
     packed: PackedGroups
+    owners: tuple[tuple[int, int], ...]
     num_sequences: int
     sequence_index: Tensor
     trainable: Tensor

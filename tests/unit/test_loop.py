@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from support.fake_runs import (
     INTERVALS,
@@ -21,9 +22,10 @@ from support.fake_runs import (
     saved_steps,
 )
 from trigon.errors import ParityError
-from trigon.loop import count_tokens, is_due, train
+from trigon.loop import count_tokens, groups_to_record, is_due, train
 from trigon.metrics import Sum
 from trigon.training.fake import FAKE_LOGPROB
+from trigon.types import TrainGroup, TrainSequence
 
 
 def test_a_step_samples_with_the_weights_of_the_last_step_and_then_updates(parts, tmp_path):
@@ -36,7 +38,7 @@ def test_a_step_samples_with_the_weights_of_the_last_step_and_then_updates(parts
             *("awake 2", "sample 4 for 3", "asleep", "learn from 4"),
         ]
         assert run.report.phases == [
-            *("weights", "data", "gen", "reward", "parity", "records", "update_actor") * 3,
+            *("weights", "data", "gen", "reward", "parity", "update_actor") * 3,
             "save_checkpoint",
         ]
     versions = {name: {row["policy_version"] for row in rows} for name, rows in rollouts_of(tmp_path).items()}
@@ -218,3 +220,14 @@ def test_the_rollouts_of_a_step_that_fails_are_on_disk(parts, tmp_path):
         assert len(rows) == 12
         assert all((row["advantage"] is not None) == advantages for row in rows)
         assert not (tmp_path / folder / "metrics.jsonl").exists()
+
+
+def test_tokens_are_recorded_of_groups_that_are_learned_from_before_others(parts):
+    values = torch.ones(2)
+
+    def group(*advantages):
+        sequences = [TrainSequence((1, 2), values, values * each, values, None, None) for each in advantages]
+        return TrainGroup(parts.prompts[0], tuple(sequences))
+
+    groups = [group(0.0, 0.0), group(1.0, -1.0), group(0.0, 0.0), group(0.0, 2.0)]
+    assert [groups_to_record(groups, count) for count in (0, 1, 2, 3, 9)] == [[], [1], [1, 3], [0, 1, 3], [0, 1, 2, 3]]

@@ -263,7 +263,7 @@ def test_all_validation_completions_are_written_and_the_first_are_shown(folder, 
 
 def test_rollouts_are_written_into_the_folder(folder, stream, clock):
     report = reporter(folder, stream, clock)
-    report.rollouts(7, [group("train:1")], learned=None, scored=[], read_images=read_images)
+    report.rollouts(7, [group("train:1")], learned=None, recorded={}, read_images=read_images)
     report.flush()
     assert len((folder.path / "rollouts" / "step_000007.jsonl").read_text().splitlines()) == 2
 

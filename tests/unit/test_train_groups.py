@@ -42,7 +42,7 @@ def test_old_and_reference_logprobs_come_before_the_first_update(parts, tmp_path
         should_stop=lambda: True,
     ) as run:
         train(run, None)
-        assert run.report.phases[4:] == ["parity", "old", "ref", "records", "update_actor", "save_checkpoint"]
+        assert run.report.phases[4:] == ["parity", "old", "ref", "update_actor", "save_checkpoint"]
         [[group, *_]] = record_of(run).learned
     for sequence in group.sequences:
         assert sequence.old_logprobs.tolist() == [-1.0] * len(sequence.token_ids)
@@ -211,5 +211,5 @@ def test_the_full_kl_comes_from_the_trainer(parts, tmp_path):
     kl = AdaptiveKl(coefficient=0.1, target=0.1, horizon=0.0)
     with open_run(parts, tmp_path, plan=plan_of(steps=1), advantage_settings=advantage_settings, kl=kl) as run:
         train(run, None)
-        assert run.report.phases[4:] == ["parity", "ref", "records", "update_actor", "save_checkpoint"]
+        assert run.report.phases[4:] == ["parity", "ref", "update_actor", "save_checkpoint"]
     assert lines_of(tmp_path)[1]["actor/kl_penalty"] == 0.0  # the fake train engine returns 0

@@ -1063,8 +1063,8 @@ class TrainerConfig(Section):
     """Width and height in pixels to which larger files are reduced for save_images. Trigon only."""
 
     rollout_tokens: int = Field(default=2, ge=0, le=MAX_COUNT)
-    """Groups of each step whose rollouts are recorded with log-probabilities and entropy per token.
-    Each takes a forward pass of the group and about 60 bytes per token on disk; 0: none.
+    """Groups of each step, the first that are learned from, whose rollouts are recorded with
+    log-probabilities and entropy per token. They take about 60 bytes per token on disk; 0: none.
     Trigon only."""
 
     watch: WatchConfig = Field(default_factory=WatchConfig)

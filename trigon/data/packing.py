@@ -96,7 +96,7 @@ def pack_train(groups: Sequence[TrainGroup], *, max_tokens: int, positions: Posi
         max_tokens=max_tokens,
         positions=positions,
     )
-    return [_micro_batch(row.packed, [groups[group].sequences[index] for group, index in row.owners]) for row in rows]
+    return [_micro_batch(row, [groups[group].sequences[index] for group, index in row.owners]) for row in rows]
 
 
 def tokens_of(group: RolloutGroup | TrainGroup) -> int:
@@ -128,17 +128,23 @@ def row_lengths(groups: Sequence[tuple[int, Sequence[int]]], *, max_tokens: int)
 
 def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> list[list[Tensor]]:
     """Split per-token results, [..., S] per row, into one tensor per completion, by group."""
-    by_owner: dict[tuple[int, int], Tensor] = {}
-    for row, value in zip(rows, values, strict=True):
-        lengths = [_num_tokens(sampled) for span in row.packed.spans for sampled in span.sampled]
-        by_owner.update(zip(row.owners, torch.split(value, lengths, dim=-1), strict=True))
+    owned = by_owner(rows, values)
     result: list[list[Tensor]] = []
-    for group, index in sorted(by_owner):
+    for group, index in sorted(owned):
         if index == 0:
             result.append([])
         assert (group, index) == (len(result) - 1, len(result[-1]))
-        result[-1].append(by_owner[group, index])
+        result[-1].append(owned[group, index])
     return result
+
+
+def by_owner(rows: Sequence[PackedRow | MicroBatch], values: Sequence[Tensor]) -> dict[tuple[int, int], Tensor]:
+    """Split per-token results, [..., S] per row, by (group, index) of the completion."""
+    owned: dict[tuple[int, int], Tensor] = {}
+    for row, value in zip(rows, values, strict=True):
+        lengths = [_num_tokens(sampled) for span in row.packed.spans for sampled in span.sampled]
+        owned.update(zip(row.owners, torch.split(value, lengths, dim=-1), strict=True))
+    return owned
 
 
 def _pack(
@@ -294,11 +300,12 @@ def _build_row(
     )
 
 
-def _micro_batch(packed: PackedGroups, sequences: Sequence[TrainSequence]) -> MicroBatch:
+def _micro_batch(row: PackedRow, sequences: Sequence[TrainSequence]) -> MicroBatch:
     lengths = torch.tensor([_num_tokens(sequence.sampled) for sequence in sequences])
     loss_mask = torch.cat([sequence.loss_mask for sequence in sequences])
     return MicroBatch(
-        packed=packed,
+        packed=row.packed,
+        owners=row.owners,
         num_sequences=len(sequences),
         sequence_index=torch.arange(len(sequences)).repeat_interleave(lengths),
         trainable=(loss_mask > 0).nonzero().flatten(),

@@ -293,21 +293,6 @@ class Worker:
         """Compute the policy's log-probabilities of this rank's groups."""
         return self._compute(self._trainer.logprobs, groups)
 
-    def token_logprobs(self, groups: bytes) -> bytes:
-        """Compute the policy's log-probabilities and entropies of this rank's groups.
-
-        Returns: encoded, for each group the log-probabilities of its completions, then the
-        entropies.
-        """
-        trainer = self._trainer
-
-        def compute(rollouts: Sequence[RolloutGroup]) -> list[list[Tensor]]:
-            scored = trainer.token_logprobs(rollouts)
-            logprobs = [[each.logprobs for each in group] for group in scored]
-            return join_pairs(logprobs, [[each.entropy for each in group] for group in scored])
-
-        return self._compute(compute, groups)
-
     def full_kl(self, groups: bytes) -> bytes:
         """Compute the full-vocabulary KL divergence from the reference for this rank's groups."""
         return self._compute(self._trainer.full_kl, groups)
@@ -317,14 +302,21 @@ class Worker:
         assert self._require_engines.reference is not None
         return self._compute(self._require_engines.reference.logprobs, groups)
 
-    def step(self, groups: bytes) -> Metrics:
+    def step(self, groups: bytes, recorded: Mapping[int, Sequence[int]]) -> tuple[Metrics, dict[int, bytes]]:
         """Make one optimizer update, with this rank's share of the groups. Collective.
 
-        Returns: this rank's metrics; those of all ranks, merged, are the metrics of the update.
+        recorded: for each rank, indices among its groups; see TrainEngine.step_recording.
+        Returns: this rank's metrics; those of all ranks, merged, are the metrics of the update. And
+        for each recorded group the log-probabilities of its completions, then the entropies.
         """
         with self._trainer_in_use:
-            metrics = self._trainer.step(self._keep_files(decode_train(groups, self._files)))
-        return {**metrics, **self._measure()}
+            share = self._keep_files(decode_train(groups, self._files))
+            metrics, outputs = self._trainer.step_recording(share, recorded.get(self._rank, ()))
+        encoded = {
+            index: encode_logprobs([[each.logprobs for each in group], [each.entropy for each in group]])
+            for index, group in outputs.items()
+        }
+        return {**metrics, **self._measure()}, encoded
 
     def values(self, groups: bytes) -> bytes:
         """Compute the critic's values of this rank's groups."""

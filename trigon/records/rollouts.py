@@ -175,34 +175,42 @@ def with_tokens(
     groups: Sequence[RolloutGroup],
     *,
     learned: Sequence[TrainGroup] | None,
-    scored: Sequence[Sequence[TokenLogprobs]] | None,
+    recorded: Mapping[int, Sequence[TokenLogprobs] | None],
 ) -> list[RolloutRow]:
-    """Return rows with their tokens, whose texts are still empty.
+    """Return rows, some of them with their tokens, whose texts are still empty.
 
-    rows: of these groups. learned: as in rollout_rows. scored: the trainer's outputs before the
-    update, for each rollout of each group; None: not computed.
+    rows: of these groups. learned: as in rollout_rows. recorded: by the index of a group whose
+    tokens are added, the outputs of the update for each rollout; None: not computed.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    sequences = [None] * len(rows) if learned is None else [part for group in learned for part in group.sequences]
-    outputs = [None] * len(rows) if scored is None else [each for group in scored for each in group]
-    recorded = []
-    for row, rollout, sequence, output in zip(rows, rollouts, sequences, outputs, strict=True):
-        # With several updates in a step, the loss uses the log-probabilities of the sequence.
-        old = None if output is None else output.logprobs
-        if sequence is not None and sequence.old_logprobs is not None:
-            old = sequence.old_logprobs
-        tokens = TokenRecord(
-            ids=rollout.completion.sampled_ids,
-            texts=(),
-            sampling_logprobs=_rounded(rollout.completion.sampling_logprobs),
-            advantages=_rounded(sequence.advantages.tolist()) if sequence is not None and _trains(sequence) else None,
-            old_logprobs=None if old is None else _rounded(old.tolist()),
-            entropy=None if output is None else _rounded(output.entropy.tolist()),
-            values=None if sequence is None or sequence.values is None else _rounded(sequence.values.tolist()),
-            returns=None if sequence is None or sequence.returns is None else _rounded(sequence.returns.tolist()),
-        )
-        recorded.append(replace(row, tokens=tokens))
-    return recorded
+    result = list(rows)
+    places = iter(range(len(rows)))
+    for number, group in enumerate(groups):
+        own = list(itertools.islice(places, len(group.rollouts)))
+        if number not in recorded:
+            continue
+        scored = recorded[number]
+        outputs: Sequence[TokenLogprobs | None] = [None] * len(own) if scored is None else scored
+        sequences: Sequence[TrainSequence | None] = [None] * len(own) if learned is None else learned[number].sequences
+        for place, rollout, sequence, output in zip(own, group.rollouts, sequences, outputs, strict=True):
+            result[place] = replace(rows[place], tokens=_token_record(rollout.completion, sequence, output))
+    return result
+
+
+def _token_record(completion: Completion, sequence: TrainSequence | None, output: TokenLogprobs | None) -> TokenRecord:
+    # With several updates in a step, the loss uses the log-probabilities of the sequence.
+    old = None if output is None else output.logprobs
+    if sequence is not None and sequence.old_logprobs is not None:
+        old = sequence.old_logprobs
+    return TokenRecord(
+        ids=completion.sampled_ids,
+        texts=(),
+        sampling_logprobs=_rounded(completion.sampling_logprobs),
+        advantages=_rounded(sequence.advantages.tolist()) if sequence is not None and _trains(sequence) else None,
+        old_logprobs=None if old is None else _rounded(old.tolist()),
+        entropy=None if output is None else _rounded(output.entropy.tolist()),
+        values=None if sequence is None or sequence.values is None else _rounded(sequence.values.tolist()),
+        returns=None if sequence is None or sequence.returns is None else _rounded(sequence.returns.tolist()),
+    )
 
 
 def _turns(completion: Completion) -> tuple[TurnRecord, ...]:

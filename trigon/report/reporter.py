@@ -196,23 +196,20 @@ class Reporter:
         groups: Sequence[RolloutGroup],
         *,
         learned: Sequence[TrainGroup] | None,
-        scored: Sequence[Sequence[TokenLogprobs]],
+        recorded: Mapping[int, Sequence[TokenLogprobs] | None],
         read_images: ReadImages,
         shown: int = 0,
     ) -> None:
         """Write the rollouts of a step into the run folder.
 
         learned: what the update learns from, for each group; None if the step ends before it.
-        scored: the trainer's outputs of the first groups, whose tokens are written too.
+        recorded: by the index of a group whose tokens are written too, the outputs of the update,
+        if it computed any.
         read_images: of the prompts. shown: number of first rollouts that the loggers get.
         """
         rows = rollout_rows(groups, learned=learned)
-        first = groups[: len(scored)]
-        num_rows = sum(len(group.rollouts) for group in first)
-        with_values = with_tokens(
-            rows[:num_rows], first, learned=None if learned is None else learned[: len(first)], scored=scored
-        )
-        self._recorder.write(step, "train", [*with_values, *rows[num_rows:]], read_images)
+        with_values = with_tokens(rows, groups, learned=learned, recorded=recorded)
+        self._recorder.write(step, "train", with_values, read_images)
         if shown:
             self._loggers.samples(step, "train", partial(make_samples, rows[:shown], read_images, warn=self.warn))
 
@@ -237,10 +234,9 @@ class Reporter:
         token_groups: number of groups whose tokens are written too. read_images: of the prompts.
         """
         rows = rollout_rows(groups)
-        first = groups[:token_groups]
-        num_rows = sum(len(group.rollouts) for group in first)
-        recorded = [*with_tokens(rows[:num_rows], first, learned=None, scored=None), *rows[num_rows:]]
-        self._recorder.write(step, "validation", recorded, read_images)
+        recorded = dict.fromkeys(range(min(token_groups, len(groups))))
+        with_ids = with_tokens(rows, groups, learned=None, recorded=recorded)
+        self._recorder.write(step, "validation", with_ids, read_images)
         shown_rows = rows[:shown]
         if shown_rows:
             self._console.completions(f"validation after step {step}", shown_rows)

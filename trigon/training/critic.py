@@ -31,7 +31,7 @@ from trigon.training.settings import Placement, TrainSettings
 from trigon.training.step import idle_row, score_rows
 from trigon.training.value_step import idle_value_backward, value_backward
 from trigon.training.value_terms import ValueTerms
-from trigon.types import MicroBatch, PackedGroups, RolloutGroup, TrainGroup
+from trigon.types import MicroBatch, PackedGroups, RolloutGroup, TokenLogprobs, TrainGroup
 
 
 class LocalCriticEngine(LocalTrainEngine):
@@ -145,8 +145,15 @@ class LocalCriticEngine(LocalTrainEngine):
         return values
 
     def _backward(
-        self, batch: MicroBatch, denominators: Denominators, *, run_dummy_vision: bool, gradient_scale: float
+        self,
+        batch: MicroBatch,
+        denominators: Denominators,
+        *,
+        run_dummy_vision: bool,
+        gradient_scale: float,
+        on_outputs: Callable[[TokenLogprobs], None] | None = None,
     ) -> UnreadMetrics:
+        assert on_outputs is None, "a critic computes no log-probabilities"
         assert isinstance(self._terms, ValueTerms), "a critic has a value loss"
         return value_backward(
             self._values,

@@ -85,12 +85,8 @@ class LocalScorer:
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
-        return [[each.logprobs for each in group] for group in self.token_logprobs(groups)]
-
-    def token_logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[TokenLogprobs]]:
-        """See TrainEngine."""
         with self._placement.explain_out_of_memory("log-probabilities", groups, max_tokens=self._max_tokens):
-            return self._score(groups, against=None)
+            return [[each.logprobs for each in group] for group in self._score(groups, against=None)]
 
     def full_kl(self, groups: Sequence[RolloutGroup], reference: Reference) -> list[list[Tensor]]:
         """Return the KL of this policy and a reference at each token, as logprobs does."""
