@@ -145,9 +145,11 @@ class LocalTrainEngine:
             self._unchecked = "trainable"
         learned = (group for group in groups if has_gradient(group, regularized=self._terms.regularized))
         with self._placement.explain_out_of_memory("update", learned, max_tokens=self._update_max_tokens):
-            return self._step(groups)
+            return self._step(groups, recorded)
 
-    def _step(self, groups: Sequence[TrainGroup]) -> Metrics:
+    def _step(
+        self, groups: Sequence[TrainGroup], recorded: Collection[int]
+    ) -> tuple[Metrics, dict[int, list[TokenLogprobs]]]:
         reference = self._full_kl_reference()
         with nullcontext() if reference is None else reference.awake():
             self._wake(optimizer=True)
