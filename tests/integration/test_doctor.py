@@ -43,6 +43,7 @@ def doctor(folder: Path, *arguments: str, environment: dict[str, str] | None = N
     return results(folder)
 
 
+@pytest.mark.extended
 def test_a_few_checks_pass_and_are_reported(tmp_path, capsys):
     names = ["environment", "kernels", "optimizer-memory"]
     assert main(["--gpu", "--folder", str(tmp_path), *(f"--only={name}" for name in names)]) == 0

@@ -385,6 +385,7 @@ def described(settings):
         return pool.schemas
 
 
+@pytest.mark.extended
 def test_tools_are_described_when_the_code_is_loaded(tmp_path):
     assert described(settings_of(tmp_path)) == ()
     [crop] = described(EnvironmentSettings(environment=None, tools=find_tools(["crop"])))

@@ -118,6 +118,7 @@ def uninterrupted(made: Path, parts: Path, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.mark.extended
 def test_turns_are_sampled_scored_learned_from_and_recorded(uninterrupted):
     rows = list(read_rollouts(uninterrupted / "rollouts" / "step_000001.jsonl"))
     assert len(rows) == 8

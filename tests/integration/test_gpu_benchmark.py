@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.extended
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
 

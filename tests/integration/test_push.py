@@ -120,6 +120,7 @@ def pushed(run, tmp_path_factory):
     return hub, results, folder
 
 
+@pytest.mark.extended
 def test_the_files_of_the_folder_arrive_in_a_private_repository(pushed):
     hub, results, folder = pushed
     status, out, err = results[0]

@@ -403,6 +403,7 @@ def main(reward_input):
     assert beyond.error.endswith("worker.reward.max_memory_gb allows 0.390625; it was killed")
 
 
+@pytest.mark.extended
 def test_the_memory_that_a_run_allows_its_reward_workers_is_an_option(tmp_path):
     (tmp_path / "reward.py").write_text("""
 import time

@@ -97,6 +97,7 @@ def test_a_chat_template_may_be_given(make_classifier):
     assert rewards != pytest.approx(score(folder, "four"), abs=1e-3)
 
 
+@pytest.mark.extended
 def test_a_reward_worker_loads_it_and_a_completion_that_is_too_long_fails_alone(make_classifier):
     reward = {
         "reward_function": f"{FILE}:RewardModel",

@@ -133,6 +133,7 @@ def test_a_running_thread_of_the_function_delays_nothing(tmp_path):
         assert [score.overall for score in pool.score(requests("leave a thread", "a"))] == [14.0, 1.0]
 
 
+@pytest.mark.extended
 def test_chunks_of_a_slow_batch_function_are_halved_until_they_fit(tmp_path):
     text = """
 import time

@@ -282,6 +282,7 @@ def with_an_error(weights):
     raise EngineError("the trainer died")
 
 
+@pytest.mark.extended(but=["with_a_missing_tensor"])
 @pytest.mark.parametrize(
     ("read", "message"),
     [
@@ -346,6 +347,7 @@ def load_a_wrong_key(monkeypatch):
     return lambda model: None
 
 
+@pytest.mark.extended(but=["keep_an_old_norm"])
 @pytest.mark.parametrize(
     ("defect", "parameter"),
     [
@@ -397,6 +399,7 @@ def test_weights_are_read_in_the_dtype_of_vllm_with_the_same_completions(tiny_mo
     assert [[replace(each, policy_version=1) for each in group] for group in rounded] == exact
 
 
+@pytest.mark.extended
 def test_a_checkpoint_may_hold_a_tied_head_and_old_names(tiny_model, tmp_path, prompts):
     """Published folders name tensors differently from what save_pretrained writes today."""
     import shutil
@@ -468,6 +471,7 @@ def test_warnings_that_users_cannot_act_on_are_off_after_a_start_on_a_gpu(monkey
             logging.getLogger(name).setLevel(before)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backend", ["FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM", "TRITON"])
 def test_the_layouts_of_moe_weights_on_a_gpu_keep_their_checksums(engine, monkeypatch, backend):
     """vLLM's own conversions, with arbitrary permutations in the place of FlashInfer's."""

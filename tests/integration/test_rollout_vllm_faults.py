@@ -201,6 +201,7 @@ def test_an_engine_that_fails_is_started_anew_once_with_the_same_bits(engine, we
     engine.restart()
 
 
+@pytest.mark.extended
 def test_a_weight_sync_that_fails_half_way_is_made_again_by_a_new_engine(
     engine, weights, prompts, expected, monkeypatch
 ):

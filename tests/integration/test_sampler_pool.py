@@ -293,7 +293,7 @@ def test_every_rank_of_every_replica_gets_the_weights_and_each_byte_is_sent_once
     assert pools.engine.pop_metrics()["moved/weights_sent_bytes"].value == 0
 
 
-@pytest.mark.extended(but=["die"])
+@pytest.mark.extended
 @pytest.mark.parametrize("how", ["die", "rollout"])
 def test_the_prompts_of_a_lost_replica_are_sampled_by_the_other_one(pools, how):
     pools.learn()

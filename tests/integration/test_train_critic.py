@@ -46,6 +46,7 @@ def uninterrupted(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.extended
 def test_the_policy_rests_while_the_critic_warms_up(made, uninterrupted):
     metrics = [line["metrics"] for line in lines(uninterrupted)]
     assert [("actor/lr" in each, each["critic/lr"]) for each in metrics] == [

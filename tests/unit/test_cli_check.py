@@ -111,6 +111,7 @@ def test_init_writes_a_run_and_says_the_next_commands(tmp_path, monkeypatch, cap
     assert loaded.config.worker.actor.model.model_path == "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("command", [["reward.py"], ["-m", "pytest", "-q", "-p", "no:cacheprovider", "reward.py"]])
 def test_the_reward_function_that_init_writes_passes_its_test(tmp_path, command):
     assert main(["init", str(tmp_path)]) == 0

@@ -89,6 +89,7 @@ def test_every_trigon_command_exists(file: str) -> None:
     assert set(commands) <= set(COMMANDS)
 
 
+@pytest.mark.extended
 def test_every_ray_command_exists_with_its_options() -> None:
     from ray.scripts.scripts import cli
 

@@ -162,6 +162,7 @@ def reads() -> Reads:
     return Reads({str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in files})
 
 
+@pytest.mark.extended
 def test_every_key_is_read(reads):
     read = set().union(*reads.by_file.values())
     assert [option.name for option in options().values() if option.name not in read] == []

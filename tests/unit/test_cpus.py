@@ -69,6 +69,7 @@ def run_on_one_cpu(script: str) -> str:
     return subprocess.run([sys.executable, "-c", pinned], capture_output=True, text=True, check=True).stdout.strip()
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(AFFINITY < 2, reason="a machine with one CPU does not tell the two apart")
 def test_threads_that_build_prompts_are_no_more_than_the_usable_cpus():
     script = (

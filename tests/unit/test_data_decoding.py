@@ -108,6 +108,7 @@ def with_more_pictures(jpeg: bytes) -> bytes:
     return jpeg[:2] + content[start:end] + jpeg[2:]
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_decoding_takes_no_more_memory_than_is_reserved_for_it(tmp_path):
     if not os.access("/proc/self/clear_refs", os.W_OK):

@@ -116,6 +116,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_a_prompt_of_ten_million_characters_takes_little_memory(tiny_vlm):
     command = [sys.executable, "-c", MEASURE, str(tiny_vlm)]

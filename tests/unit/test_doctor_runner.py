@@ -79,6 +79,7 @@ def test_figures_are_compared_with_their_tolerances(tmp_path, difference, factor
     assert result.reason.startswith(f"difference is {difference:.3g}, accepted " if status == "fail" else "")
 
 
+@pytest.mark.extended
 def test_one_check_does_not_end_the_others_and_none_starts_after_the_time_of_all(tmp_path):
     checks = [
         Check("killed", "", doctor_checks.is_killed, 60),

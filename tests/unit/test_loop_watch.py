@@ -221,6 +221,7 @@ def test_a_step_that_begins_beside_a_save_in_progress_is_told(parts, tmp_path):
     assert told == [False, False, True]
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_the_memory_of_a_flat_run_gives_no_alarm(parts, tmp_path):
     with MemoryMeter() as meter:

@@ -335,6 +335,7 @@ def scores_by_workers(endpoint, cache, responses, monkeypatch, *, kwargs=None, *
         return pool.score(requests(*responses))
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_workers_share_the_endpoint_the_cache_and_the_budget(tmp_path, monkeypatch):
     responses = [str(number) for number in range(30)]
@@ -354,6 +355,7 @@ def test_workers_share_the_endpoint_the_cache_and_the_budget(tmp_path, monkeypat
         assert len(endpoint.requests) == 30  # only those that had no score
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_a_call_that_takes_too_long_costs_its_completion_alone(tmp_path, monkeypatch):
     with Endpoint("hang", 9) as endpoint:
@@ -376,6 +378,7 @@ needs_landlock = pytest.mark.skipif(
 )
 
 
+@pytest.mark.extended
 @needs_landlock
 def test_it_works_with_strict_confinement_as_the_guide_says(tmp_path, monkeypatch):
     cache = tmp_path / "cache"

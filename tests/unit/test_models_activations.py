@@ -24,7 +24,7 @@ def check(peaks) -> None:
     assert peaks.score_counted.total == pytest.approx(peaks.score, rel=TOLERANCE), peaks.score_counted
 
 
-@pytest.mark.extended(but=["qwen2_5_vl"])
+@pytest.mark.extended(but=["qwen2_5_vl-autocast-checkpointing"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -34,7 +34,7 @@ def test_the_arithmetic_of_a_pass_agrees_with_its_measured_peak(tiny_model, fami
     check(measure(engine, checkpointing=checkpointing, compute_dtype=compute_dtype))
 
 
-@pytest.mark.extended(but=["autocast-checkpointing-lora"])
+@pytest.mark.extended
 @pytest.mark.parametrize("part", ["frozen vision", "lora", "tied"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("formats", ["float32", "autocast"])
@@ -67,7 +67,7 @@ def deep(tiny_model, tmp_path_factory):
     return folder
 
 
-@pytest.mark.extended(but=["frozen vision"])
+@pytest.mark.extended
 @pytest.mark.parametrize("options", [{}, {"freeze": True}, {"lora_rank": 4}], ids=["all", "frozen vision", "lora"])
 def test_offloaded_inputs_are_counted(deep, options):
     engine = make_engine(deep, offloads_activations=True, **options)

@@ -54,6 +54,7 @@ def mirror() -> Iterator[tuple[str, list[str]]]:
     server.server_close()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("opening", "error"), [(OPEN_MODEL, "ModelError"), (OPEN_DATA, "DataError")])
 def test_a_mirror_replaces_the_hugging_face_hub(
     mirror: tuple[str, list[str]], tmp_path: Path, opening: str, error: str

@@ -315,6 +315,7 @@ def _base(made):
     return made.parameters - (made.trained_parameters if made.trained_parameters < made.parameters else 0)
 
 
+@pytest.mark.extended
 def test_the_published_steps_of_easyr1_are_predicted_within_a_factor():
     dense = [row for row in ROWS if "A3B" not in row.model]
     assert len(dense) == 6

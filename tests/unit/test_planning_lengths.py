@@ -67,6 +67,7 @@ def test_measured_prompts_are_those_that_are_built(tiny_model, tmp_path, family)
     assert lengths.sources[0] == ("prompts", f"measured in {data}")
 
 
+@pytest.mark.extended
 def test_prompts_are_measured_with_the_descriptions_of_tools_where_these_can_be_loaded(tiny_model, tmp_path):
     model = tiny_model("qwen3")
     data = write_rows(tmp_path, [{"problem": "What is it?", "answer": "a"}])
@@ -115,6 +116,7 @@ def test_rows_that_cannot_be_used_are_not_counted(tiny_model, tmp_path):
     assert (len(lengths.prompts), lengths.num_prompts) == (3, 3)
 
 
+@pytest.mark.extended
 def test_large_datasets_are_measured_in_part_and_passes_over_them_count(tiny_model, tmp_path):
     rows = [{"problem": f"Question {number}.", "answer": "a"} for number in range(MAX_MEASURED_ROWS + 500)]
     data = write_rows(tmp_path, rows)
@@ -137,6 +139,7 @@ def measure_two(tiny_model, folder, numbers, weights):
     return find_lengths(configured(model, files[0], **changes), hf_config, LengthOptions()), *alone
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("numbers", "weights", "share"),
     [

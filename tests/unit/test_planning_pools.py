@@ -131,6 +131,7 @@ def test_on_the_cpu_samplers_have_weights_and_a_cache_in_host_memory():
     assert [part.certain for part in update.parts if part.name == "workers that sample"] == [weights]
 
 
+@pytest.mark.extended
 def test_a_run_whose_samplers_do_not_fit_is_refused_with_what_helps_them():
     changes = SEPARATE | {"trainer.n_gpus_per_node": 32, "worker.rollout.gpu_memory_utilization": 0.9}
     config = configured("Qwen2.5-VL-32B-Instruct", changes)

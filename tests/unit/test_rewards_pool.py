@@ -322,11 +322,13 @@ def test_timeouts_of_several_groups_in_a_row_stop_the_scoring(pool_of, text):
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.extended
 def test_timeouts_with_a_score_in_between_do_not_stop_the_scoring(pool_of):
     scores = pool_of(SEQUENTIAL, timeout_seconds=0.5).score(requests(*["loop"] * 4, "good", *["loop"] * 2))
     assert [score.outcome for score in scores] == [*["timeout"] * 4, "ok", *["timeout"] * 2]
 
 
+@pytest.mark.extended
 def test_timeouts_of_one_group_do_not_stop_the_scoring(pool_of):
     pool = pool_of(SEQUENTIAL, timeout_seconds=0.5)
     with pool.scoring(num_completions=7) as scoring:

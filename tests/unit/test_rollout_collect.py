@@ -170,6 +170,7 @@ def test_reward_workers_remain_usable_after_an_engine_error(tokenizer, rewards):
     assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[0.0] * 3, [1.0] * 3]
 
 
+@pytest.mark.extended
 def test_too_many_reward_failures_stop_the_sampling(tokenizer, tmp_path):
     sampled = []
 

@@ -70,6 +70,7 @@ def test_the_site_is_built_without_a_broken_link(copied):
     assert "<h1" in (copied / "build/site/quickstart/index.html").read_text("utf-8")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("link", "message"),
     [

@@ -119,6 +119,7 @@ def test_budgets_do_not_exceed_the_tokens_of_an_update_or_a_step(engine):
     assert budgets_on(memory, engine).update_tokens == LENGTHS.longest
 
 
+@pytest.mark.extended
 def test_a_pass_that_takes_more_than_the_fit_is_made_smaller_until_it_fits(engine):
     def curved(tokens: int) -> int:
         return (tokens if tokens <= 2200 else tokens * 3 // 2) << 20
@@ -129,6 +130,7 @@ def test_a_pass_that_takes_more_than_the_fit_is_made_smaller_until_it_fits(engin
     assert found.update_tokens > 9000
 
 
+@pytest.mark.extended(but=["1100"])
 @pytest.mark.parametrize("largest_pass", [1100, 2140])
 def test_the_budget_is_the_longest_sequence_if_larger_passes_run_out_of_memory(engine, largest_pass):
     memory = EmulatedMemory(total=4 * GIB, free=2 * GIB, peak=lambda tokens: GIB if tokens <= largest_pass else 3 * GIB)
@@ -175,6 +177,7 @@ def test_a_dummy_group_has_the_maximum_lengths_and_as_many_images_as_fit(tiny_mo
     )
 
 
+@pytest.mark.extended(but=["{}"])
 @pytest.mark.parametrize("options", [{}, {"freeze": True}, {"lora_rank": 2}, {"checkpointing": True}], ids=str)
 def test_measuring_does_not_change_training(tiny_vlm, options):
     measured, configured = make_engine(tiny_vlm, **options), make_engine(tiny_vlm, **options)
@@ -211,6 +214,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.extended(but=["entropy"])
 @pytest.mark.parametrize("terms", LOSSES.values(), ids=LOSSES)
 def test_a_pass_takes_the_same_memory_each_time_and_a_larger_one_grows_linearly(tiny_model, terms):
     folder = tiny_model("qwen2")
@@ -328,6 +332,7 @@ def test_peak_bytes_of_a_gpu_do_not_count_existing_tensors():
     assert held.nbytes < memory.total_bytes - memory.free_bytes()
 
 
+@pytest.mark.extended
 def test_offloaded_activations_are_limited_by_the_host_memory(tiny_model):
     lengths = replace(LENGTHS, update_tokens=100_000)
     # Two layers of width 128 in float32; pinned memory takes up to four times as much.

@@ -107,6 +107,7 @@ def varlen_attn(
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value)
 
 
+@pytest.mark.extended(but=["qwen2_5_vl-options0"])
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [
