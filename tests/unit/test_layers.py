@@ -184,6 +184,11 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree(path)))
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
@@ -210,7 +215,7 @@ def nodes_outside(places: tuple[str, ...]) -> Iterator[tuple[str, ast.AST]]:
     """Return (place, node) for everything written in files that are not among `places`."""
     for path in FILES:
         if not is_among(name_of(path), places):
-            for node in ast.walk(tree(path)):
+            for node in nodes(path):
                 yield f"trigon/{name_of(path)}:{getattr(node, 'lineno', 0)}", node
 
 
@@ -219,12 +224,17 @@ def called_name(function: ast.expr) -> str:
     return ast.unparse(function).rsplit(".", 1)[-1]
 
 
-def imports(path: Path) -> Iterator[Import]:
+@cache
+def imports(path: Path) -> tuple[Import, ...]:
     """Return every import of a file, those inside functions too. `from a import b` counts as a and
     as a.b.
     """
+    return tuple(_find_imports(path))
+
+
+def _find_imports(path: Path) -> Iterator[Import]:
     parents = ["trigon", *path.relative_to(PACKAGE).parts[:-1]]
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         match node:
             case ast.Import(names=names):
                 modules = [alias.name for alias in names]
