@@ -39,7 +39,7 @@ from trigon.data.dataset import Prompts, PromptSet
 from trigon.data.images import ignore_pillow_warnings
 from trigon.data.mixture import MixedPrompts, with_blank_media
 from trigon.data.sources import open_source
-from trigon.errors import ConfigError
+from trigon.errors import ConfigError, raises_at_caller
 from trigon.evaluation.answers import SHIPPED_FORMS, AnswerForm
 from trigon.evaluation.models import ModelSource, context_length, exported_folder, find_model
 from trigon.evaluation.output import BLIND, EXPORTED, RESULT, check_output, label, open_output, remove_earlier
@@ -74,6 +74,7 @@ from trigon.secrets import ARGUMENTS, ENVIRONMENT_ARGUMENTS, mask
 from trigon.types import RolloutGroup
 
 
+@raises_at_caller
 def evaluate(
     models: str | Path | Sequence[str | Path],
     data: str | Path | Sequence[str | Path] = (),
