@@ -13,6 +13,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trigon.build.start import StopSignals, quiet_torch, start_run
+from trigon.config.arguments import dataset_names
 from trigon.config.legacy import nearest_option
 from trigon.config.load import LoadedConfig, load_config
 from trigon.config.options import options as all_options
@@ -327,7 +328,7 @@ def read_arguments(
         named["worker.actor.model.model_path"] = str(model)
     for key, spec, given in (("data.train_files", TRAIN, data), ("data.val_files", VALIDATION, val_data)):
         if given is not None:
-            names = _names(given)
+            names = dataset_names(given)
             named[key] = spec if names is None else names
             datasets |= {spec: given} if names is None else {}
     objects = set(datasets)
@@ -393,20 +394,6 @@ def _load(path: Path | None, arguments: list[Mapping[str, Any]], objects: Collec
     if objects is None:
         return load_planned(path, [], arguments=arguments)
     return load_config(path, [], arguments=arguments, python_objects=objects)
-
-
-def _names(data: Any) -> str | list[str] | None:
-    """Return the paths and hub ids that were given as data, or None for a Python object."""
-    if isinstance(data, Mapping) and not hasattr(data, "column_names"):  # not a DatasetDict
-        raise ConfigError(
-            "data is a dict; give rows as a list of dicts, and options of the section data in "
-            "options={'data.max_prompt_length': ...}"
-        )
-    if isinstance(data, str | PurePath):
-        return str(data)
-    if isinstance(data, list | tuple) and data and all(isinstance(each, str | PurePath) for each in data):
-        return [str(each) for each in data]
-    return None
 
 
 def _open(data: Any, spec: str) -> Source:
