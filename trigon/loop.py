@@ -60,7 +60,8 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
     if progress.step == 0 and run.intervals.validate_first:
         validation = validate(run, progress)
         run.watch.validation(0, validation)
-        run.hooks.step(0, run.report.step(0, run.plan.total_steps, validation))
+        if run.hooks.step(0, run.report.step(0, run.plan.total_steps, validation)) == "stop":
+            return progress
     with run.defer_interrupts():
         return take_steps_from(run, progress)
 
@@ -281,10 +282,16 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics, so
         # An alarm with a save is said before, since the save may fail or be killed.
         if seen is not alarm or seen.saves:
             run.report.warn(f"trainer.watch.{seen.watcher}: since step {seen.first_step}: {seen.text}")
-    if stopping or (alarm is None and is_due(step, run.intervals.save_every)):
+    saves = stopping or (alarm is None and is_due(step, run.intervals.save_every))
+    if saves:
         wait_for_batch(run, source)
         save(run, progress, source.state_after(), stopping=stopping)
-    run.hooks.step(step, recorded)
+    asked = run.hooks.step(step, recorded)
+    if asked is not None and alarm is None:
+        if not saves:
+            wait_for_batch(run, source)
+            save(run, progress, source.state_after(), stopping=asked == "stop")
+        stopping = stopping or asked == "stop"
     if is_due(step, run.intervals.validate_every) or is_due(step, run.intervals.save_every):
         return_freed_memory()
     if alarm is not None:

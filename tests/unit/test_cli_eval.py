@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from trigon.cli.eval import make_parser, show, show_blind, split_models
+from trigon.cli.eval import make_parser, split_models
 from trigon.cli.main import main
 from trigon.evaluation.results import Blind, Comparison, Evaluation, ModelEvaluation
 from trigon.evaluation.statistics import compare_pairs
 from trigon.evaluation.summary import outcomes_of, summarize, summarize_by
+from trigon.evaluation.tables import show, show_blind
 from trigon.records.rollouts import RolloutRow
 from trigon.report.console import Console
 

@@ -29,7 +29,7 @@ LAYER = {
     "rollout": 4, "training": 4,
     "data": 3,
     "models": 2, "rewards": 2, "environments": 2, "plotting": 2,
-    "algorithms": 1, "config": 1, "records": 1, "watch": 1,
+    "hooks": 1, "algorithms": 1, "config": 1, "records": 1, "watch": 1,
     "names": 0, "suggestions": 0, "json_files": 0, "installation": 0, "terminal": 0, "types": 0,
     "errors": 0, "metrics": 0, "torchvision_stub": 0, "content": 0, "grace": 0, "secrets": 0, "system": 0,
     "resuming": 0, "images": 0,

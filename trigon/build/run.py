@@ -37,7 +37,8 @@ from trigon.build.options import (
 )
 from trigon.build.origin import KEY, Origin
 from trigon.build.pools import open_worker_pools
-from trigon.build.rewards import check_rewards, open_rewards, open_validation_rewards
+from trigon.build.preflight import Opened, open_early
+from trigon.build.rewards import check_rewards
 from trigon.build.watchers import open_watchers
 from trigon.build.workers import open_workers
 from trigon.checkpoint.export import export_checkpoint
@@ -61,6 +62,7 @@ from trigon.data.sources import Source
 from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
 from trigon.grace import Grace
+from trigon.hooks import Hooks
 from trigon.loop import train
 from trigon.models.load import Processors
 from trigon.parity import ParityCheck
@@ -72,7 +74,7 @@ from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.rewards.pool import RewardPool
-from trigon.run import Hooks, Run
+from trigon.run import Run
 from trigon.secrets import mask
 from trigon.system.gpu_memory import require_free_memory
 from trigon.system.processes import Started
@@ -90,6 +92,7 @@ def run_training(
     defer_interrupts: Callable[[], AbstractContextManager[None]],
     export_to: Path | None,
     loggers: Sequence[Logger] = (),
+    opened: Opened | None = None,
     objects: RunObjects = NO_OBJECTS,
     grace: Grace | None = None,
     use_hang_watch: Callable[[HangWatch], object] | None = None,
@@ -101,8 +104,9 @@ def run_training(
     checkpoint and ends the run. defer_interrupts, grace: see Run. export_to: folder in which the
     last checkpoint is written as a Hugging Face model; None, or a stopped run: not exported.
     logger_environment: settings of the loggers in trainer.logger. loggers: further ones, which
-    this function opens. objects: what else the run is given as Python objects. use_hang_watch:
-    called with the watchdog of the run, which does not kill others.
+    this function opens. opened: datasets and reward workers; None: they are opened here.
+    objects: what else the run is given as Python objects. use_hang_watch: called with the watchdog
+    of the run, which does not kill others.
     Raises: TrigonError, before the models are loaded where possible.
     """
     check_environment(config)
@@ -110,11 +114,8 @@ def run_training(
     with ExitStack() as stack:
         # Again at the end: some processes of a run that was killed shortly before may end later.
         stack.callback(remove_dead_folders)
-        rewards = open_rewards(config, objects)
-        stack.callback(rewards.close)
-        val_rewards = open_validation_rewards(config, objects)
-        if val_rewards is not None:
-            stack.callback(val_rewards.close)
+        opened = open_early(config, objects, stack) if opened is None else opened
+        rewards, val_rewards = opened.rewards, opened.val_rewards
         folder = stack.enter_context(RunFolder(resolve_run_folder(config)))
         console = open_console(config)
         console.print(f"run folder: {folder.path}")
@@ -152,7 +153,7 @@ def run_training(
         )
 
         builder = open_builder(config, processors, schemas=() if episodes is None else episodes[0].schemas)
-        val_prompts, train_prompts = open_datasets(config, builder, report, objects.sources)
+        val_prompts, train_prompts = open_datasets(config, builder, report, opened.sources)
         shows_videos = any(each is not None and each.shows_videos for each in (train_prompts, val_prompts))
         if val_rewards is None or train_prompts is not None:
             check_rewards(rewards, val_prompts if train_prompts is None else train_prompts)
@@ -217,7 +218,8 @@ def run_training(
         stopped = progress.step < plan.total_steps
         last = last_checkpoint(folder, checkpoint, progress.step)
         exported = None
-        if export_to is not None and last is not None and not stopped:
+        # A run that a hook has stopped is as its user wants it.
+        if export_to is not None and last is not None and not (stopped and should_stop()):
             with hang_watch.phase(EXPORT):
                 exported = export_checkpoint(last, export_to, dtype=None)
         next_steps = suggest_next_steps(config, folder.path, last, exported, stopped=stopped)

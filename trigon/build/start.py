@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,11 +187,10 @@ def start_run(
     quiet_torch(loaded)
     keep_compiled_code()
     from trigon.build.objects import NO_OBJECTS
-    from trigon.build.run import run_training
-    from trigon.data.images import ignore_pillow_warnings
+    from trigon.build.preflight import open_early
     from trigon.report.loggers.protocol import LoggerEnvironment
 
-    ignore_pillow_warnings()
+    objects = NO_OBJECTS if objects is None else objects
     logger_environment = LoggerEnvironment(
         tensorboard_dir=read_path("TENSORBOARD_DIR"),
         swanlab_dir=read_path("SWANLAB_DIR"),
@@ -199,7 +198,12 @@ def start_run(
         swanlab_api_key=os.environ.get("SWANLAB_API_KEY"),
     )
     stop.grace = make_grace(loaded.config)
-    with stop.handled():
+    with stop.handled(), ExitStack() as stack:
+        opened = open_early(loaded.config, objects, stack)
+        from trigon.build.run import run_training
+        from trigon.data.images import ignore_pillow_warnings
+
+        ignore_pillow_warnings()
         return run_training(
             loaded.config,
             warnings=loaded.warnings,
@@ -211,7 +215,8 @@ def start_run(
             use_hang_watch=stop.use_hang_watch,
             others=others,
             export_to=export_to,
-            objects=NO_OBJECTS if objects is None else objects,
+            objects=objects,
+            opened=opened,
         )
 
 

@@ -21,7 +21,15 @@ from trigon.config.checks import MAX_PROBLEMS, find_problems, find_warnings, rai
 from trigon.config.convert import convert
 from trigon.config.critic import warn_of_overruled
 from trigon.config.files import find_missing_objects
-from trigon.config.legacy import IGNORED, RENAMED, UNSUPPORTED_VALUES, VERL_SECTIONS, ignored_key, renamed_file
+from trigon.config.legacy import (
+    IGNORED,
+    RENAMED,
+    UNSUPPORTED_VALUES,
+    VERL_SECTIONS,
+    ignored_key,
+    nearest_option,
+    renamed_file,
+)
 from trigon.config.options import KeyPath, Option, options, sections
 from trigon.config.plan import shares_trunk
 from trigon.config.schema import Config
@@ -29,7 +37,7 @@ from trigon.config.secret_values import find_exposed, find_masked
 from trigon.config.yaml_nodes import LIST_TAG, MAX_CHARACTERS, MAX_DEPTH, NULL_TAG, TEXT_TAG, construct, parse_yaml
 from trigon.errors import ConfigError
 from trigon.secrets import mask, mask_text
-from trigon.suggestions import did_you_mean, nearest_key
+from trigon.suggestions import did_you_mean
 
 COMMAND_LINE = "command line"
 ARGUMENTS = "arguments in Python"
@@ -88,7 +96,7 @@ def advise_without_dashes(argument: str, following: Sequence[str]) -> str:
     """
     name, equals, written = argument.lstrip("-").partition("=")
     name = name.replace("-", "_")
-    key = "config" if name == "config" else nearest_key(name, [option.name for option in options().values()])
+    key = "config" if name == "config" else nearest_option(name)
     is_value = bool(following) and not following[0].startswith("-") and "=" not in following[0]
     value = written if equals else following[0] if is_value else "..."
     shown = mask_text(f"{name}={value}").partition("=")[2]
@@ -324,8 +332,7 @@ class _ConfigReader:
         elif path[0] in VERL_SECTIONS:
             self.problems.append(f"{name} ({location}) is unknown: {VERL_SECTIONS[path[0]]}")
         elif len(self.problems) < MAX_PROBLEMS:
-            known = [_dotted(other) for other in (*options(), *(section for section, _ in sections() if section))]
-            meant = nearest_key(name, known)
+            meant = nearest_option(name, [_dotted(section) for section, _ in sections() if section])
             self.problems.append(f"{name} ({location}) is unknown; did you mean {meant}?")
             self.uncertain |= {o.name for o in options().values() if f"{o.name}.".startswith(f"{meant}.")}
         else:

@@ -24,7 +24,7 @@ from PIL import Image
 
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.chat_template import ChatTemplate
-from trigon.data.columns import column_names, column_value, has_column, without_column
+from trigon.data.columns import column_names, column_value, has_column, require_columns, without_column
 from trigon.data.decoding import reserve_frames
 from trigon.data.format_prompt import load_format_prompt
 from trigon.data.images import encoded_image, image_size, open_image
@@ -46,7 +46,6 @@ from trigon.data.text_limits import check_option_text, check_prompt_text, check_
 from trigon.data.videos import DEFAULT_SAMPLING, FrameSampling, encoded_video, open_video, video_layout
 from trigon.data.vision import media_grids
 from trigon.errors import DataError
-from trigon.suggestions import nearest
 from trigon.types import EncodedMedia, ImageSizes, MediaKind, Prompt, Vision
 
 if TYPE_CHECKING:
@@ -176,12 +175,7 @@ class PromptBuilder:
         columns: the names of all columns and structs' fields (columns.column_names).
         where: the name of the dataset, for the error.
         """
-        for option, key in (("prompt_key", self.prompt_key), ("answer_key", self.answer_key)):
-            if key not in columns:
-                fields = [column for column in columns if column.endswith(f".{key}")]
-                column = nearest(key, fields or columns, cutoff=0.0 if fields else 0.4)
-                hint = f"; did you mean data.{option}={column}?" if column else f"; set data.{option}"
-                raise DataError(f"{where} has no column {key!r}, only {', '.join(sorted(columns))}{hint}")
+        require_columns(columns, where, prompt_key=self.prompt_key, answer_key=self.answer_key)
 
     def count(self, row: Mapping[str, Any]) -> int:
         """Return the number of prompt tokens of a row, image and video tokens included.

@@ -162,7 +162,7 @@ def load_settings(
     ]
     if weight_dtype is not None:
         forced.append(f"worker.actor.fsdp.torch_dtype={weight_dtype}")
-    given = (options.reward, options.environment, *options.tools)
+    given = (options.reward, options.environment, *options.tools, *options.data)
     objects = [each for each in given if each is not None and is_python_object(each)]
     return load_config(base, [*first, *options.overrides(), *overrides, *forced], python_objects=objects)
 

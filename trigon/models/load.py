@@ -6,7 +6,6 @@ This is the only module that calls `from_pretrained` for models, tokenizers and 
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from trigon.errors import ModelError
 from trigon.json_files import read_json_object
 from trigon.models.attention import use_group_attention
 from trigon.models.families import ModelFamily, family_named
+from trigon.models.folders import require_config_file, require_weight_files
 from trigon.models.hub import IGNORED_FILES, modelscope_folder, uses_modelscope
 from trigon.models.kernels import Kernel
 from trigon.models.patches import use_patch_projection
@@ -88,10 +88,7 @@ def model_folder(model_path: str) -> Path:
     folder = local_path(model_path)
     if folder is None or not folder.is_dir():
         folder = modelscope_folder(model_path, "model") if uses_modelscope() else _download(model_path)
-    if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"{folder} contains no config.json, so it is not a Hugging Face model. {_suggest_export(folder)}"
-        )
+    require_config_file(folder)
     return folder
 
 
@@ -108,17 +105,8 @@ def folder_without_weights(model_path: str) -> Path:
 
 
 def require_weights(model_path: str) -> None:
-    """Raise ModelError if a model's folder has no safetensors files; they are not read."""
-    folder = model_folder(model_path)
-    if any(path.suffix == ".safetensors" for path in folder.iterdir()):
-        return
-    if any(folder.glob("pytorch_model*.bin")):
-        raise ModelError(
-            f"{folder} has its weights in pytorch_model.bin only, a format that can run code when it is read, and is "
-            "not read here. Download the model's *.safetensors, or convert it once: load it with transformers and "
-            "call save_pretrained on a new folder."
-        )
-    raise ModelError(f"{folder} has a config.json but no weights (*.safetensors). {_suggest_export(folder)}")
+    """Raise ModelError if a model's folder has no weights; they are not read."""
+    require_weight_files(model_folder(model_path))
 
 
 def require_tied_head(folder: Path, config: Any) -> None:
@@ -153,23 +141,6 @@ def _is_same(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
             torch.equal(first[start : start + _BLOCK_ROWS], second[start : start + _BLOCK_ROWS])
             for start in range(0, rows, _BLOCK_ROWS)
         )
-
-
-def _suggest_export(folder: Path) -> str:
-    """Return what to do about an incomplete model folder: a checkpoint has to be exported."""
-    if folder.parts[-2:] == ("actor", "huggingface"):
-        return (
-            "It belongs to a checkpoint, whose weights are in another format: "
-            f"`trigon export {shlex.quote(str(folder.parent))}` writes the weights into this folder."
-        )
-    if any((folder / place).is_dir() for place in ("huggingface", "actor/huggingface")) or any(
-        folder.glob("global_step_*")
-    ):
-        return (
-            f"It is a checkpoint: run `trigon export {shlex.quote(str(folder))}`, and set model_path to the folder "
-            "that it writes."
-        )
-    return "Use a folder written by `save_pretrained` or `trigon export`, or download the model again."
 
 
 @contextmanager
