@@ -53,7 +53,15 @@ from trigon.config.defaults import (
 )
 from trigon.config.files import local_sources
 from trigon.config.load import dump_config
-from trigon.config.plan import Plan, critic_warmup, has_critic, has_workers, make_plan, num_devices
+from trigon.config.plan import (
+    Plan,
+    critic_warmup,
+    find_long_warmups,
+    has_critic,
+    has_workers,
+    make_plan,
+    num_devices,
+)
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts
 from trigon.data.prompts import PromptBuilder
@@ -162,6 +170,8 @@ def run_training(
             first = val_prompts if train_prompts is None else train_prompts
             check_episodes(config, processors, *episodes, first, max_tokens=max_completion_tokens(config))
         plan = make_plan(config, num_train_prompts=0 if train_prompts is None else train_prompts.prompts_per_epoch)
+        for warning in find_long_warmups(config, plan):
+            console.warn(warning)
         prompts = None
         if train_prompts is not None:
             prompts = open_stream(config, train_prompts)
