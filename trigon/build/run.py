@@ -357,6 +357,7 @@ def open_reporter(
         console,
         loggers,
         num_devices=num_devices(config),
+        critic_warmup=critic_warmup(config),
         images=ImageStore(folder.path, max_side=trainer.saved_image_side) if trainer.save_images else None,
         token_texts=TokenTexts(processors.tokenizer),
         watch=hang_watch,
