@@ -177,7 +177,9 @@ class Completion:
     distribution sampled from, after temperature, top-p and top-k. All 0.0 for greedy decoding.
     text: the sampled tokens decoded, without special tokens if worker.reward.skip_special_tokens;
     several turns are joined by line breaks. "" for an unfinished one.
-    policy_version: the optimizer step whose weights sampled it; of several, the last one.
+    policy_version: of the weights that sampled it, the number of steps that had updated them; of
+    several, the last one. Records have the step instead (report/reporter.py), which differs after
+    trainer.critic_warmup.
     replica: index of the engine replica that sampled it; see RolloutEngine.num_replicas.
     turns: in order, at least one. If none are given, all tokens are one turn.
     vision: the images of the observations, in the order of their placeholder tokens.

@@ -370,6 +370,10 @@ FAULTS: dict[str, tuple[str, Callable[[PlantedRun], None]]] = {
     ),
     "a random reward": ("reward.random", _reward('import random\n    return {"overall": random.random() + 1}')),
     "a ground truth that cannot be right": ("reward.ground_truth", lambda run: run.train[20].update(answer="{3}")),
+    "a warm-up that never ends": (
+        "steps.warmup",
+        _option(worker__actor__optim__lr_warmup_steps=100_000),
+    ),
     "too few rows for a step": (
         "steps.plan",
         _option(data__rollout_batch_size=64, worker__actor__global_batch_size=64),

@@ -76,9 +76,13 @@ def test_variables_for_reward_workers_are_names_without_values():
     assert load_config(None, (*NEEDED, "worker.reward.env=A_KEY")).config.worker.reward.env == ("A_KEY",)
 
 
-def test_cpu_offload_needs_several_workers():
-    assert "worker.actor.offload.offload_params=true" in problem("worker.actor.fsdp.enable_cpu_offload=true")
-    load_config(None, (*NEEDED, "worker.actor.fsdp.enable_cpu_offload=true", "trainer.n_gpus_per_node=2"))
+@pytest.mark.parametrize("model", ["actor", "critic"])
+def test_cpu_offload_of_a_single_worker_is_ignored_with_a_warning(model):
+    given = (f"worker.{model}.fsdp.enable_cpu_offload=true", "algorithm.adv_estimator=gae")
+    [warning] = set(warnings(*given)) - set(warnings(*given[1:]))
+    assert f"worker.{model}.fsdp.enable_cpu_offload=true has no effect" in warning
+    assert f"worker.{model}.offload.offload_params=true" in warning
+    assert set(warnings(*given, "trainer.n_gpus_per_node=2")) == set(warnings(*given[1:], "trainer.n_gpus_per_node=2"))
 
 
 def test_activation_offload_needs_gradient_checkpointing():

@@ -12,7 +12,7 @@ from trigon.build.memory_remedies import find_remedies_of_critic, find_remedies_
 from trigon.build.models import DevicePlacement, choose_kernel, open_trained_policy, place_policy
 from trigon.build.options import make_value_terms, model_path
 from trigon.config.critic import as_critic, with_critic_as_actor
-from trigon.config.plan import Plan, has_critic, shares_trunk
+from trigon.config.plan import Plan, has_critic, keeps_weights_on_host, shares_trunk
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ModelError
 from trigon.models.dtypes import DTYPES
@@ -58,10 +58,10 @@ def open_critic(
         full_shard=critic.fsdp.enable_full_shard,
         param_dtype=compute_dtype,
         reduce_dtype=DTYPES[critic.fsdp.mp_reduce_dtype],
-        cpu_offload=critic.fsdp.enable_cpu_offload and place.device.type != "cpu",
+        cpu_offload=keeps_weights_on_host(config, critic.fsdp) and place.device.type != "cpu",
     )
     assert isinstance(model, ValueModel)
-    moves = place.device.type != "cpu" and not critic.fsdp.enable_cpu_offload
+    moves = place.device.type != "cpu" and not keeps_weights_on_host(config, critic.fsdp)
     engine = LocalCriticEngine(
         model,
         make_critic_settings(config, plan),

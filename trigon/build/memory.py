@@ -34,7 +34,7 @@ from trigon.config.defaults import (
     resolve_reference_dtype,
     resolve_weight_dtype,
 )
-from trigon.config.plan import has_workers, num_workers, workers_per_copy
+from trigon.config.plan import has_workers, keeps_weights_on_host, num_workers, workers_per_copy
 from trigon.config.schema import Config
 from trigon.models import activations
 from trigon.models.activations import (
@@ -112,7 +112,7 @@ class _Run:
         self._weight_dtype = DTYPES[resolve_weight_dtype(config)]
         self._compute_dtype = DTYPES[actor.fsdp.mp_param_dtype]
         # FSDP's own offloading keeps everything in host memory, and moves units to the device.
-        self._fsdp_offload = actor.fsdp.enable_cpu_offload and self._on_gpu
+        self._fsdp_offload = keeps_weights_on_host(config, actor.fsdp) and self._on_gpu
         moves = self._on_gpu and not self._fsdp_offload
         self._offload_params = actor.offload.offload_params and moves
         self._offload_optimizer = actor.offload.offload_optimizer and moves and self._trains

@@ -17,7 +17,7 @@ from trigon.build.options import (
     needs_reference,
 )
 from trigon.config.defaults import resolve_reference_dtype, resolve_weight_dtype
-from trigon.config.plan import Plan, num_samplers, num_workers, shares_trunk, workers_per_copy
+from trigon.config.plan import Plan, keeps_weights_on_host, num_samplers, num_workers, shares_trunk, workers_per_copy
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.models.dtypes import DTYPES
@@ -185,10 +185,10 @@ def open_trainer(
         full_shard=actor.fsdp.enable_full_shard,
         param_dtype=compute_dtype,
         reduce_dtype=DTYPES[actor.fsdp.mp_reduce_dtype],
-        cpu_offload=actor.fsdp.enable_cpu_offload and place.device.type != "cpu",
+        cpu_offload=keeps_weights_on_host(config, actor.fsdp) and place.device.type != "cpu",
     )
     # With FSDP's CPU offload, weights and states are in host memory already.
-    moves = place.device.type != "cpu" and not actor.fsdp.enable_cpu_offload
+    moves = place.device.type != "cpu" and not keeps_weights_on_host(config, actor.fsdp)
     return LocalTrainEngine(
         policy,
         TrainSettings(

@@ -54,7 +54,15 @@ from trigon.config.defaults import (
 )
 from trigon.config.files import local_sources
 from trigon.config.load import dump_config
-from trigon.config.plan import Plan, critic_warmup, has_critic, has_workers, make_plan, num_devices
+from trigon.config.plan import (
+    Plan,
+    critic_warmup,
+    find_long_warmups,
+    has_critic,
+    has_workers,
+    make_plan,
+    num_devices,
+)
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts
 from trigon.data.prompts import PromptBuilder
@@ -164,6 +172,8 @@ def run_training(
             check_episodes(config, processors, *episodes, first, max_tokens=max_completion_tokens(config))
         num_train_prompts = 0 if train_prompts is None else train_prompts.prompts_per_epoch
         plan = make_plan(config, num_train_prompts=num_train_prompts)
+        for warning in find_long_warmups(config, plan):
+            console.warn(warning)
         prompts = None
         if train_prompts is not None:
             config, chosen = fill_batch_sizes(config, num_train_prompts)
@@ -354,6 +364,7 @@ def open_reporter(
         console,
         loggers,
         num_devices=num_devices(config),
+        critic_warmup=critic_warmup(config),
         images=ImageStore(folder.path, max_side=trainer.saved_image_side) if trainer.save_images else None,
         token_texts=TokenTexts(processors.tokenizer),
         watch=hang_watch,

@@ -62,7 +62,8 @@ KINDS: Mapping[str, str] = {
     "reward.format": "the reward function reads another format than the prompt asks for",
     "reward.random": "the same completion is scored differently when it is scored again",
     "reward.ground_truth": "the reward function does not give a ground truth the score of the others",
-    "steps.plan": "an epoch does not fill one step, or the learning rate never ends its warm-up",
+    "steps.plan": "an epoch does not fill one step, or the policy would never learn",
+    "steps.warmup": "the learning rate never ends its warm-up",
     "disk.full": "the disk has no space for a checkpoint",
     "disk.checkpoints": "the disk has no space for all checkpoints that will be kept",
 }

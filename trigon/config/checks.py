@@ -20,7 +20,7 @@ from trigon.config.critic_checks import CRITIC_CHECKS, warn_of_critic
 from trigon.config.defaults import resolve_mismatch_correction, resolve_weight_dtype
 from trigon.config.episode_checks import EPISODE_CHECKS, warn_of_episodes
 from trigon.config.files import FILE_CHECKS, REQUIRED_CHECKS
-from trigon.config.offload_checks import OFFLOAD_CHECKS
+from trigon.config.offload_checks import OFFLOAD_CHECKS, warn_of_cpu_offload
 from trigon.config.oversampling_check import check_oversampling
 from trigon.config.plan import (
     context_length,
@@ -67,9 +67,13 @@ def find_problems(config: Config, *, uncertain: Collection[str] = ()) -> list[st
     return problems
 
 
-def find_warnings(config: Config) -> tuple[str, ...]:
-    """Return warnings about options that work against each other or have no effect."""
+def find_warnings(config: Config, *, uncertain: Collection[str] = ()) -> tuple[str, ...]:
+    """Return warnings about options that work against each other or have no effect.
+
+    uncertain: as for find_problems; those about the number of workers are left out.
+    """
     return (
+        *(() if {"trainer.nnodes", "trainer.n_gpus_per_node"}.intersection(uncertain) else warn_of_cpu_offload(config)),
         *_warn_of_conflicts(config),
         *_warn_of_unused(config),
         *warn_of_critic(config),

@@ -57,11 +57,6 @@ def _check_sharding(config: Config) -> list[str]:
             f"worker.critic.fsdp.fsdp_size is {fsdp.fsdp_size}, but there are {workers} workers, which it must divide; "
             "set it to -1 for all"
         )
-    if fsdp.enable_cpu_offload and workers == 1:
-        problems.append(
-            "worker.critic.fsdp.enable_cpu_offload is true, but a single worker does not shard the critic; set it to "
-            "false, and worker.critic.offload.offload_params=true to move its weights to host memory"
-        )
     return problems
 
 

@@ -160,12 +160,15 @@ def inspect_config(
     config = reader.build()
     missing = find_missing_objects(config, python_objects)
     sources = {_option_at_or_above(key).name: value.location for key, value in reader.values.items()}
-    found = find_problems(config, uncertain=reader.uncertain.union(undecided))
+    uncertain = reader.uncertain.union(undecided)
+    found = find_problems(config, uncertain=uncertain)
     problems = (*reader.problems, *found, *missing, *find_masked(config, sources))
     exposed = find_exposed(config, [key for key, source in sources.items() if source == COMMAND_LINE])
     on_purpose = [key for key, source in sources.items() if source in (COMMAND_LINE, ARGUMENTS)]
     overruled = warn_of_overruled(config, on_purpose) if shares_trunk(config) else []
-    loaded = LoadedConfig(config, (*reader.warnings, *find_warnings(config), *overruled, *exposed), sources)
+    loaded = LoadedConfig(
+        config, (*reader.warnings, *find_warnings(config, uncertain=uncertain), *overruled, *exposed), sources
+    )
     return InspectedConfig(loaded, problems, frozenset(reader.uncertain))
 
 

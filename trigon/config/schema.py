@@ -408,7 +408,8 @@ class FsdpConfig(Section):
     """Workers that share one copy of the model; -1, 0 or all workers: a single copy."""
 
     enable_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer states in host memory: least device memory, slow."""
+    """Keep weights, gradients and optimizer states in host memory: least device memory, slow.
+    No effect with a single worker, which shards nothing."""
 
 
 class OffloadConfig(Section):

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +56,7 @@ class Reporter:
         loggers: Sequence[Logger] = (),
         *,
         num_devices: int = 1,
+        critic_warmup: int = 0,
         images: ImageStore | None = None,
         token_texts: Callable[[Sequence[int]], Sequence[str]] | None = None,
         watch: HangWatch | None = None,
@@ -69,6 +71,7 @@ class Reporter:
             run_folder, images=images, token_texts=token_texts, faults=self._faults, warn=self.warn
         )
         self._num_devices = num_devices
+        self._critic_warmup = critic_warmup
         self._watch = HangWatch() if watch is None else watch
         self._clock = clock
         self._step_started = clock()
@@ -207,7 +210,7 @@ class Reporter:
         if it computed any.
         read_images: of the prompts. shown: number of first rollouts that the loggers get.
         """
-        rows = rollout_rows(groups, learned=learned)
+        rows = self._with_steps(rollout_rows(groups, learned=learned))
         with_values = with_tokens(rows, groups, learned=learned, recorded=recorded)
         self._recorder.write(step, "train", with_values, read_images)
         if shown:
@@ -216,7 +219,7 @@ class Reporter:
     def filtered_rollouts(self, step: int, rows: Sequence[RolloutRow], *, read_images: ReadImages) -> None:
         """Write what was sampled for a step, and no step learns from, into the run folder."""
         if rows:
-            self._recorder.write(step, "filtered", rows, read_images)
+            self._recorder.write(step, "filtered", self._with_steps(rows), read_images)
 
     def validation(
         self,
@@ -233,7 +236,7 @@ class Reporter:
         metrics: of the validation, for the console only; pass them to step() to record them.
         token_groups: number of groups whose tokens are written too. read_images: of the prompts.
         """
-        rows = rollout_rows(groups)
+        rows = self._with_steps(rollout_rows(groups))
         recorded = dict.fromkeys(range(min(token_groups, len(groups))))
         with_ids = with_tokens(rows, groups, learned=None, recorded=recorded)
         self._recorder.write(step, "validation", with_ids, read_images)
@@ -244,6 +247,23 @@ class Reporter:
             self._loggers.samples(step, "validation", make)
         figures = "  ".join(f"{_short_name(key)} {format_number(value)}" for key, value in _validation_metrics(metrics))
         self._console.print(f"validation after step {step}: {len(rows)} completions  {figures}")
+
+    def _with_steps(self, rows: Sequence[RolloutRow]) -> list[RolloutRow]:
+        """Return rows with steps instead of versions, which do not count those of a warm-up."""
+        if not self._critic_warmup:
+            return list(rows)
+
+        def step_of(version: int) -> int:
+            return version + self._critic_warmup if version > 0 else 0
+
+        return [
+            replace(
+                row,
+                policy_version=step_of(row.policy_version),
+                policy_versions=tuple((step_of(version), count) for version, count in row.policy_versions),
+            )
+            for row in rows
+        ]
 
     def flush(self) -> None:
         """Wait until all rollouts are on disk, but for those that could not be written."""
@@ -305,7 +325,7 @@ class Reporter:
             self._console.table("Time", ("phase", "time", "share"), times)
         if tokens:
             rate = format_number(tokens / all_seconds)
-            self._console.print(f"tokens trained on: {format_number(tokens)} ({rate} per second of the run)")
+            self._console.print(f"tokens, prompts included: {format_number(tokens)} ({rate} per second of the run)")
         self._console.print(f"run:      {self._folder.path}")
         self._console.print(f"metrics:  {self._folder.path / 'metrics.jsonl'}")
         self._console.print(f"rollouts: {self._folder.path / 'rollouts'}")

@@ -14,6 +14,7 @@
       rollouts/validation_000012.jsonl  the validation rollouts after step 12
       images/<SHA-256>.png              images of the prompts, with trainer.save_images
       mlflow.json, wandb.json           the id of the run in MLflow and W&B, with these loggers
+      mlflow/                           MLflow's files, with this logger and no tracking server
       run.lock                          locked while a run writes to the folder
       set_aside/report/ ...             reports of an earlier run, moved by one that starts anew
       global_step_12/ ...               checkpoints; see trigon/checkpoint/store.py
