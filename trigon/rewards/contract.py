@@ -36,6 +36,12 @@ RewardContract = Literal["batch", "group", "sequential", "legacy"]
 IMAGES = "images"
 """The entry of a reward_input, or the argument of a legacy function, with the prompt's images."""
 
+APPLIES = "/applies"
+"""After the name of a function of several: the score 1, or 0 where it returned None.
+
+All functions of a completion have it, if one of them returned None.
+"""
+
 MAX_PARTS = 100
 """Maximum number of scores that may be returned for a completion; each becomes a metric."""
 
