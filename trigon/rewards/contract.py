@@ -39,6 +39,12 @@ IMAGES = "images"
 IMAGE_SIZES = "image_sizes"
 """The entry, or the argument, with [width, height] of each image as the model sees it."""
 
+APPLIES = "/applies"
+"""After the name of a function of several: the score 1, or 0 where it returned None.
+
+All functions of a completion have it, if one of them returned None.
+"""
+
 MAX_PARTS = 100
 """Maximum number of scores that may be returned for a completion; each becomes a metric."""
 
