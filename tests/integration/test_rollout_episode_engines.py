@@ -160,13 +160,14 @@ def max_difference(scene, rows):
 
 
 def sample_turn(scene, request):
-    """Return one turn that the engine samples, without an environment."""
+    """Return one turn of the engine, without an environment, past end-of-sequence tokens."""
+    sampling = replace(SAMPLING, ignore_eos=True)
     with scene.engine.awake(handle_of(scene.weights), version=0):
         if scene.is_vllm:
             llm = scene.engine._llm_engine
-            turns = VllmTurns(llm, scene.processors, SAMPLING, step=llm.step, skip_special_tokens=False)
+            turns = VllmTurns(llm, scene.processors, sampling, step=llm.step, skip_special_tokens=False)
         else:
-            turns = _TransformersTurns(torch.inference_mode()(lambda batch: scene.engine._sample(batch, SAMPLING)))
+            turns = _TransformersTurns(lambda batch: scene.engine._sample(batch, sampling))
         turns.submit(request)
         while not (ended := turns.step()):
             pass
@@ -175,8 +176,7 @@ def sample_turn(scene, request):
 
 @pytest.mark.extended(but=["vllm-qwen2_5_vl", "transformers-qwen2_5_vl"])
 def test_a_turn_ends_with_the_token_that_completes_a_stop_text(scene):
-    scene.processors, stops = replace(scene.processors, stop_token_ids=(1001,)), []
-    prompt = scene.prompts[1]
+    prompt, stops = scene.prompts[1], []
     request = TurnRequest("a", prompt, prompt.token_ids, (), 60, seed=3)
     whole = sample_turn(scene, request)
     decode = scene.processors.tokenizer.decode
@@ -190,7 +190,8 @@ def test_a_turn_ends_with_the_token_that_completes_a_stop_text(scene):
     stopped = sample_turn(scene, replace(request, stop=("never written", stops[0])))
     assert stopped.token_ids == whole.token_ids[:num_kept]
     assert stopped.logprobs == pytest.approx(whole.logprobs[:num_kept], abs=1e-5)
-    assert (stopped.finish_reason, stopped.text) == ("stop", decode(stopped.token_ids))
+    assert stopped.finish_reason == "stop"
+    assert whole.text.startswith(stopped.text)
 
 
 @pytest.mark.extended(but=["vllm-qwen2_5_vl"])

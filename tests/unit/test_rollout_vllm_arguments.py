@@ -91,7 +91,7 @@ def test_engine_arguments(tiny_model, device, tensor_parallel_size, model_type):
     expected = DEVICES[device] | PARALLEL[tensor_parallel_size] | MODELS[model_type]
     if device == "cuda" and tensor_parallel_size == 2:
         expected |= NCCL_ONLY
-    assert engine_arguments(settings, processors) == expected
+    assert engine_arguments(settings, processors) == expected | {"tokenizer": str(tiny_model(model_type))}
 
 
 def test_videos_and_an_unlimited_number_of_images(tiny_vlm):
@@ -116,6 +116,7 @@ def test_the_configured_values_are_passed_on(tiny_model):
     arguments = engine_arguments(settings, processors_of(tiny_model("qwen2")))
     changed = {
         "model": str(tiny_model("qwen2")),
+        "tokenizer": str(tiny_model("qwen2")),
         "dtype": torch.bfloat16,
         "enforce_eager": True,
         "enable_prefix_caching": False,

@@ -25,6 +25,7 @@ from trigon.environments.calls import end_of_calls, invented_replies
 from trigon.environments.protocol import Observation
 from trigon.errors import DataError
 from trigon.metrics import Mean, Metric, Metrics, Sum, mean_of, merge
+from trigon.names import ToolFormat
 from trigon.rollout.episode_settings import EpisodeSettings, Outcome
 from trigon.rollout.episode_state import Episode, Groups
 from trigon.rollout.protocol import OnGroup, Until
@@ -312,13 +313,17 @@ class _Run:
         if turn is None:  # the prompt of the episode has no completions
             self._end(episode, None)
             return
-        turn = self._end_with_calls(turn)
+        if self._settings is None:
+            episode.add(turn)
+            self._end(episode, turn.finish_reason)
+            return
+        turn, action = self._end_with_calls(turn, self._settings.tool_format)
         episode.add(turn)
-        if turn.finish_reason == "length" or self._settings is None:
+        if turn.finish_reason == "length":
             self._end(episode, turn.finish_reason)
             return
         self._wait_for(episode)
-        self._settings.environments.step(episode.number, self._action(turn.token_ids))
+        self._settings.environments.step(episode.number, action)
 
     def _action(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn for its environment.
@@ -328,23 +333,22 @@ class _Run:
         has_end = token_ids[-1] in self._rules.stop_token_ids
         return self._rules.decode(token_ids[:-1] if has_end else token_ids)
 
-    def _end_with_calls(self, turn: SampledTurn) -> SampledTurn:
-        """Return a turn without what was sampled after its calls of tools, which is not learned.
+    def _end_with_calls(self, turn: SampledTurn, tool_format: ToolFormat | None) -> tuple[SampledTurn, str]:
+        """Return a turn without what was sampled after its calls of tools, and its text.
 
         The last call keeps its last token whole. Space and an end-of-sequence token may follow.
         """
-        if self._settings is None or self._settings.tool_format is None:
-            return turn
         action = self._action(turn.token_ids)
-        end = end_of_calls(action, self._settings.tool_format)
+        end = None if tool_format is None else end_of_calls(action, tool_format)
         if end is None or not action[end:].strip():
-            return turn
+            return turn, action
         decode, call = self._rules.decode, action[:end]
         lengths = range(1, len(turn.token_ids) + 1)
         kept = lengths[bisect_left(lengths, True, key=lambda length: decode(turn.token_ids[:length]).startswith(call))]
         self._num_dropped += len(turn.token_ids) - kept
         token_ids = turn.token_ids[:kept]
-        return SampledTurn(token_ids, turn.logprobs[:kept], self._rules.to_text(token_ids), "stop")
+        cut = SampledTurn(token_ids, turn.logprobs[:kept], self._rules.to_text(token_ids), "stop")
+        return cut, self._action(token_ids)
 
     def _wait_for(self, episode: Episode) -> None:
         """Note that the environment of an episode is asked."""
