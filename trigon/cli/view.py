@@ -94,10 +94,11 @@ def _parser() -> ArgumentParser:
         examples=[
             ("trigon view runs/quickstart", "one run, followed while it is written"),
             ("trigon view runs/a runs/b", "runs compared"),
+            ("trigon view runs", "all runs in a folder"),
             ("trigon view runs/a --export a.html", "one file, to send"),
         ],
     )
-    parser.add_argument("run", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("run", nargs="+", type=Path, metavar="RUN", help="the folder of a run, or of several runs")
     parser.add_argument(
         "--port", type=_port, help=f"port; default: {DEFAULT_PORT}, or a free one if that is in use; 0: a free one"
     )
