@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trigon.build.start import StopSignals, quiet_torch, start_run
+from trigon.build.start import StopSignals, start_run
 from trigon.config.arguments import dataset_names
 from trigon.config.legacy import nearest_option
 from trigon.config.load import LoadedConfig, load_config
@@ -187,7 +187,6 @@ def train(
     )
     sources = {spec: _open(dataset, spec) for spec, dataset in given.data.items()}
 
-    quiet_torch(given.loaded)
     from trigon.build.objects import RunObjects, make_episode_code
     from trigon.hooks import Hooks
 

@@ -35,6 +35,7 @@ PUBLISHED = {
     "Qwen2.5-VL-7B-Instruct": 8_292_166_656,
     "Qwen2.5-VL-32B-Instruct": 33_452_718_336,
     "Qwen2.5-VL-72B-Instruct": 73_410_777_344,
+    "Qwen2.5-1.5B-Instruct": 1_543_714_304,
     "Qwen2.5-3B-Instruct": 3_085_938_688,
     "Qwen2.5-7B-Instruct": 7_615_616_512,
     "Qwen3-4B": 4_022_468_096,

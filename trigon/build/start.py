@@ -156,15 +156,6 @@ def make_grace(config: Config) -> Grace:
     return Grace(config.trainer.grace_seconds, resolve_same_command(config))
 
 
-def quiet_torch(loaded: LoadedConfig) -> None:
-    """Do not let torch's C++ code log notes on a CPU, if it is not imported yet.
-
-    vLLM's notes on which NUMA node its memory is.
-    """
-    if loaded.config.trainer.device == "cpu":
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read as torch is imported
-
-
 def start_run(
     loaded: LoadedConfig,
     *,
@@ -184,7 +175,6 @@ def start_run(
     check_logger_objects(loggers)
     others = running_below()  # what this process has started before, such as the cells of a notebook
     share_heaps()
-    quiet_torch(loaded)
     keep_compiled_code()
     from trigon.build.objects import NO_OBJECTS
     from trigon.build.preflight import open_early

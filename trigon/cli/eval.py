@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -29,7 +28,6 @@ def main(arguments: Sequence[str]) -> int:
     names = [argument for argument in chosen.arguments if not _OVERRIDE.match(argument)]
     models, data = split_models(parser, names, chosen.data, chosen.config)
     console = Console(stream=sys.stderr if chosen.json else sys.stdout)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # see trigon.cli.train
     keep_compiled_code()
     # Imported here, so that errors of the command line do not wait for heavy libraries.
     from trigon.evaluation.evaluate import evaluate

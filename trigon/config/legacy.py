@@ -113,7 +113,8 @@ IGNORED: Mapping[str, IgnoredKey] = {
     "worker.reward.reward_type": IgnoredKey(
         "REWARD_TYPE in the file of the reward function decides",
         allowed=("function", "batch", "sequential"),
-        advice="reward models are not supported; set worker.reward.reward_function",
+        advice="a reward model is a reward function here, such as examples/reward_function/reward_model.py: set "
+        "worker.reward.reward_function",
     ),
     "worker.rollout.prompt_length": IgnoredKey("data.max_prompt_length decides"),
     "worker.rollout.response_length": IgnoredKey("data.max_response_length decides"),

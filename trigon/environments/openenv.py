@@ -8,7 +8,7 @@
           action: {message: "{action}"}
 
 The connection is that of OpenEnv's own client, a WebSocket. Needs that client:
-`pip install "trigon-rl[openenv]"`.
+`pip install -e ".[openenv]"`.
 """
 
 from __future__ import annotations

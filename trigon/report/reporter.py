@@ -21,7 +21,7 @@ from types import TracebackType
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
 from trigon.records.metrics import StepMetrics
 from trigon.records.rollouts import RolloutRow, rollout_rows, with_tokens
-from trigon.report.console import Advance, Console, format_duration, format_number
+from trigon.report.console import SAMPLE_CHARACTERS, Advance, Console, format_duration, format_number
 from trigon.report.image_store import ImageStore
 from trigon.report.log_faults import LogFaults, MetricsLog
 from trigon.report.loggers.delivery import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Deliveries
@@ -233,6 +233,7 @@ class Reporter:
     ) -> None:
         """Write the validation rollouts into the run folder, and show the first `shown` of them.
 
+        The console shows the beginning of one even if shown is 0.
         metrics: of the validation, for the console only; pass them to step() to record them.
         token_groups: number of groups whose tokens are written too. read_images: of the prompts.
         """
@@ -240,13 +241,15 @@ class Reporter:
         recorded = dict.fromkeys(range(min(token_groups, len(groups))))
         with_ids = with_tokens(rows, groups, learned=None, recorded=recorded)
         self._recorder.write(step, "validation", with_ids, read_images)
-        shown_rows = rows[:shown]
-        if shown_rows:
-            self._console.completions(f"validation after step {step}", shown_rows)
-            make = partial(make_samples, shown_rows, read_images, warn=self.warn)
-            self._loggers.samples(step, "validation", make)
         figures = "  ".join(f"{_short_name(key)} {format_number(value)}" for key, value in _validation_metrics(metrics))
         self._console.print(f"validation after step {step}: {len(rows)} completions  {figures}")
+        shown_rows = rows[:shown]
+        if not shown_rows:
+            self._console.completions("sample", rows[:1], max_characters=SAMPLE_CHARACTERS)
+        else:
+            self._console.completions("sample", shown_rows)
+            make = partial(make_samples, shown_rows, read_images, warn=self.warn)
+            self._loggers.samples(step, "validation", make)
 
     def _with_steps(self, rows: Sequence[RolloutRow]) -> list[RolloutRow]:
         """Return rows with steps instead of versions, which do not count those of a warm-up."""

@@ -40,7 +40,7 @@ from trigon.errors import CheckpointError, ConfigError
 from trigon.json_files import read_json_object, write_json
 from trigon.records.metrics import METRICS, StepMetrics, parse_step, read_metrics
 from trigon.records.rollouts import IMAGES, RolloutRow, Split, file_name, find_rollouts, row_to_line, to_json_line
-from trigon.records.run import CONFIG, SOURCES
+from trigon.records.run import CONFIG, LOCK, SOURCES
 from trigon.system.disk import sync_to_disk
 from trigon.terminal import sanitize
 
@@ -48,7 +48,6 @@ EARLIER_CONFIGS = "earlier_configs"
 STARTS = "starts.jsonl"
 BUDGETS = "auto_micro_batch.json"
 SKIPPED_ROWS = "skipped_rows.jsonl"
-LOCK = "run.lock"
 
 
 class RunFolder:
