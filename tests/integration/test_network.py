@@ -180,8 +180,10 @@ def test_no_process_of_ray_outlives_a_driver_that_is_killed(temporary):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         started = descendants(driver.pid)
+        killed = time.monotonic()
         driver.kill()
-    wait_until(lambda: not any(map(is_running, started)), seconds=20)
+    wait_until(lambda: not any(map(is_running, started)))
+    assert time.monotonic() - killed < 20
 
 
 def command(pid: int) -> str:
