@@ -133,6 +133,8 @@ SIGNALS = {"stop_a_process", "stop_a_process_by_its_descriptor", "stop_a_process
 NAMES = {"read_command_lines"}
 CALLS = {"make_a_key"}
 LIMITS = {"limit_a_process", "lower_a_priority", "choose_processors"}
+# Linux compares the capabilities of both for priorities, not for limits.
+LIMITS_WITH_FEWER_CAPABILITIES = {"limit_a_process"} if IS_ROOT else LIMITS
 ALL = PEEK | MEMORY_CALLS | SIGNALS | NAMES | CALLS | LIMITS
 
 # What of ATTACKS succeeds without some mechanisms. An ordinary user has no capabilities to give up.
@@ -141,7 +143,7 @@ SUCCEEDS = {
     (): set(),
     ("seccomp",): CALLS,
     ("namespaces",): NAMES,
-    ("namespaces", "seccomp"): NAMES | CALLS | LIMITS,
+    ("namespaces", "seccomp"): NAMES | CALLS | LIMITS_WITH_FEWER_CAPABILITIES,
     ("namespaces", "signal scope"): NAMES | SIGNALS,
     ("namespaces", "landlock"): NAMES | SIGNALS | (set() if IS_ROOT else PEEK),
     ("namespaces", "landlock", "fewer capabilities"): NAMES | SIGNALS | PEEK,

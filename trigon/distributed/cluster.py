@@ -22,7 +22,13 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trigon.distributed.local_ray import OTHERS_CLUSTER, check_loopback, make_base, prepare_local_cluster
+from trigon.distributed.local_ray import (
+    OTHERS_CLUSTER,
+    check_loopback,
+    ending_with_driver,
+    make_base,
+    prepare_local_cluster,
+)
 from trigon.errors import ConfigError, WorkerError
 from trigon.installation import clone_folder
 from trigon.metrics import Max, Metrics, Min
@@ -109,6 +115,7 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
     os.environ.setdefault(ARENAS_VARIABLE, str(NUM_ARENAS))
     with (
         private_folder(make_base()) as folder,
+        ending_with_driver(folder / "ray") if address == "local" else nullcontext(),
         prepare_local_cluster(folder, workers_per_node) if address == "local" else nullcontext(OTHERS_CLUSTER) as local,
     ):
         try:
