@@ -377,7 +377,8 @@ print("SCORES" + json.dumps(found))
 """
 
 
-@pytest.mark.extended
+@pytest.mark.long
+@pytest.mark.alone
 def test_vllm_serves_an_adapter_as_it_serves_the_merged_export(
     checkpoint: Path, tiny_vlm: Path, tmp_path: Path
 ) -> None:
@@ -385,7 +386,7 @@ def test_vllm_serves_an_adapter_as_it_serves_the_merged_export(
     adapter = export_checkpoint(checkpoint, tmp_path / "adapter", dtype=None, adapter=True)
     merged = export_checkpoint(checkpoint, tmp_path / "merged", dtype=None)
     command = [sys.executable, "-c", WITH_VLLM, str(tiny_vlm), str(adapter), str(merged)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     scores = {name: torch.tensor(each) for name, each in json.loads(done.stdout.partition("SCORES")[2]).items()}
     torch.testing.assert_close(scores["adapter"], scores["merged"], atol=1e-3, rtol=0)

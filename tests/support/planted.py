@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from tokenizers import Tokenizer
 
 from support.images import png
 from trigon.checks.machine import Gpu, Machine
@@ -203,6 +204,16 @@ def _no_chat_template(run: PlantedRun) -> None:
     run.options["worker.actor.model.model_path"] = model
 
 
+def _added_token(run: PlantedRun) -> None:
+    model = run.folder / "added"
+    shutil.copytree(run.model, model)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_tokens(["<grounding>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    run.options["worker.actor.model.model_path"] = model
+    run.train[37]["problem"] = "<image>Where <grounding>?"
+
+
 _NO_GENERATION_PROMPT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
@@ -318,6 +329,7 @@ FAULTS: dict[str, tuple[str, Callable[[PlantedRun], None]]] = {
         _set(33, images=[], videos=["no.mp4"], problem="<video>What?"),
     ),
     "a row with images and videos": ("rows.mixed_media", _set(34, videos=["a.mp4"])),
+    "a token that was added to the tokenizer": ("rows.vocabulary", _added_token),
     "a row with a large column": ("rows.row_size", _set(36, notes="x" * (2**24 + 1))),
     "a blank image": ("rows.blank_image", _image(35, _png_of(np.full((56, 56, 3), 200, np.uint8)))),
     "many long prompts": ("lengths.overlong", _many_too_long),

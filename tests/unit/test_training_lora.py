@@ -83,7 +83,11 @@ def test_every_adapter_learns_under_gradient_checkpointing_those_of_the_tower_to
         name: bool(weight.any()) for name, weight in tensors_in(tmp_path / "adapter").items() if "lora_B" in name
     }
     assert any("visual" in name for name in learned)
-    assert [name for name, moved in learned.items() if not moved] == []
+    # Qwen3-VL's second merger is added after the last layer of the tiny language model, to the
+    # image's own positions, on which no completion depends.
+    assert {name for name, moved in learned.items() if not moved} == {
+        name for name in learned if "deepstack_merger_list.1." in name
+    }
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -45,6 +45,7 @@ KINDS: Mapping[str, str] = {
     "rows.video_shape": "a video's frames are 200 times as long as they are wide, or more",
     "rows.mixed_media": "a row has images and videos",
     "rows.row_size": "the columns of a row have more text than a reward function gets",
+    "rows.vocabulary": "a text has a token that was added to the tokenizer, and for which the model has no embedding",
     "rows.blank_image": "an image has a single colour",
     "lengths.overlong": "prompts are longer than `data.max_prompt_length`",
     "environment.unusable": "the environment or the tools cannot be loaded, or lack what the protocol asks for",

@@ -41,7 +41,7 @@ ATTENTION = "sdpa"
 Always passed, since a config.json may name another one, and a name with a slash is code of a hub.
 """
 
-# Of a config and its parts, positive numbers, and what no model is near to.
+# Numbers of a config.json or its parts that are at least 1, and what no model is near to.
 _SIZES: Mapping[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "depth"), 2_000),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "head_dim"), 100_000),
@@ -340,26 +340,29 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _load_config(folder: Path, *, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
+    _require_sizes(_read_json(folder / "config.json"), folder)
     with _explain_errors("config", folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    _require_sizes(config, folder)
     config._attn_implementation = ATTENTION
     config._experts_implementation = None
     return config
 
 
-def _require_sizes(config: Any, folder: Path) -> None:
-    """Raise ModelError for a size that no model has, with which making one may never end."""
-    parts = [config, *(part for name in config.sub_configs if (part := getattr(config, name, None)) is not None)]
-    for part in parts:
-        for name, most in _SIZES.items():
-            value = getattr(part, name, None)
-            sizes = value if isinstance(value, list | tuple) else [value]
-            if any(isinstance(size, int) and not 1 <= size <= most for size in sizes):
-                raise ModelError(
-                    f"The config.json in {folder} has {name} = {value}, which must be at least 1 and at most {most:,}. "
-                    "Correct it, or download the model again."
-                )
+def _require_sizes(content: Mapping[str, Any], folder: Path) -> None:
+    """Raise ModelError for a size in a config.json that no model has.
+
+    Before transformers reads it, which may never end with such a number of layers.
+    """
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            _require_sizes(value, folder)
+        most = _SIZES.get(name)
+        sizes = value if isinstance(value, list) else [value]
+        if most is not None and any(isinstance(size, int | float) and not 1 <= size <= most for size in sizes):
+            raise ModelError(
+                f"The config.json in {folder} has {name} = {value}, which must be at least 1 and at most {most:,}. "
+                "Correct it, or download the model again."
+            )
 
 
 def _load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
