@@ -668,13 +668,31 @@ def test_templates_are_bounded(processors, monkeypatch, template, expected):
         chat = template.replace("content", "messages[0].content")
         own = replace(processors, tokenizer=copy.deepcopy(processors.tokenizer))
         own.tokenizer.chat_template = chat
-        if "more than" in expected or "10,000" in expected:
+        if any(limit in expected for limit in ("more than", "10,000", "without end")):
             with pytest.raises(ConfigError, match=f"the chat template .* cannot be used: .*{expected[-10:]}"):
                 make_builder(own)
         else:
             reason, message = rejection(make_builder(own), row("Hello", []))
             assert reason == "prompt"
             assert f"the chat template raises an error: {expected.rpartition(': ')[2]}" in message
+
+
+def test_a_template_that_reaches_its_limits_on_many_rows_ends_the_scan(processors):
+    endless = "{% macro f() %}{{ f() }}{% endmacro %}"
+    own = replace(processors, tokenizer=copy.deepcopy(processors.tokenizer))
+    own.tokenizer.chat_template = endless + "{% if messages[0].content == 'Hi' %}{{ f() }}{% endif %}{{ messages }}"
+    for builder in (
+        make_builder(processors, format_prompt=endless + "{% if content == 'Hi' %}{{ f() }}{% endif %}{{ content }}"),
+        make_builder(own),
+    ):
+        assert "without end" in rejection(builder, row("Hi", []))[1]
+        errors = []
+        for number in range(10):
+            with pytest.raises(DataError, match=f"train:{number}.*without end") as caught:
+                builder.check(row("Hi", []), f"train:{number}")
+            errors.append(type(caught.value))
+        assert errors[0] is UnusableRow
+        assert errors[-1] is DataError
 
 
 def test_a_format_prompt_that_fails_on_some_rows_skips_them(processors):

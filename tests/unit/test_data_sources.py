@@ -5,10 +5,14 @@ import io
 import json
 
 import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from trigon.data.sources import open_source
+from trigon.data.text_rows import MAX_ROW_CHARACTERS
 from trigon.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("own_datasets_cache")
@@ -284,3 +288,74 @@ def test_what_is_no_row_is_named_with_its_line(tmp_path, name):
     message = str(caught.value)
     assert all(fact in message for fact in (name, *facts)), message
     assert len(message) < 400 + len(str(tmp_path))
+
+
+def test_a_folder_that_datasets_has_saved_is_read(tmp_path):
+    saved = datasets.Dataset.from_list([{"problem": name, "answer": "007"} for name in "abc"])
+    saved.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=saved, validation=saved.select([2])).save_to_disk(tmp_path / "both")
+    assert problems(open_source(str(tmp_path / "one"))) == ["a", "b", "c"]
+    assert problems(open_source(f"{tmp_path / 'one'}@train[1:]")) == ["b", "c"]
+    assert problems(open_source(str(tmp_path / "both"))) == ["a", "b", "c"]
+    assert problems(open_source(f"{tmp_path / 'both'}@val")) == ["c"]
+    with pytest.raises(DataError, match="no split 'test', only train, validation"):
+        open_source(f"{tmp_path / 'both'}@test")
+    (tmp_path / "one" / "dataset_info.json").write_text("{")
+    with pytest.raises(DataError, match="one@train cannot be read"):
+        open_source(str(tmp_path / "one"))
+
+
+def repeated(text, num_rows):
+    return pa.DictionaryArray.from_arrays(np.zeros(num_rows, np.int32), pa.array([text]))
+
+
+EXPANDING = {
+    "texts": lambda: {"problem": repeated("a" * 900_000, 1000), "answer": repeated("1", 1000)},
+    "rows": lambda: {"problem": repeated("a", 1_100_000), "answer": repeated("1", 1_100_000)},
+    "lists": lambda: {"problem": pa.ListArray.from_arrays(pa.array([0, 70_000_000], pa.int32()), pa.nulls(70_000_000))},
+}
+
+
+@pytest.mark.parametrize("name", EXPANDING)
+def test_a_small_parquet_file_that_would_fill_the_memory_is_refused(tmp_path, name):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table(EXPANDING[name]()), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 20_000
+    with pytest.raises(DataError, match=r"x\.parquet has .* the same"):
+        open_source(str(path))
+
+
+def test_a_small_parquet_file_of_repeated_texts_is_read(tmp_path):
+    columns = {"problem": repeated("What is it? " * 1000, 2000), "answer": repeated("1", 2000)}
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet", store_schema=False)
+    assert len(open_source(str(tmp_path / "x.parquet")).rows) == 2000
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+def test_a_row_that_would_fill_the_memory_is_refused(tmp_path, suffix):
+    path = tmp_path / f"x{suffix}"
+    long = "a" * (MAX_ROW_CHARACTERS + 1)
+    rows = f"problem,answer\n{long},1\n" if suffix == ".csv" else f'{{"problem": "{long}", "answer": "1"}}'
+    path.write_text(f"[{rows}]" if suffix == ".json" else rows)
+    with pytest.raises(DataError, match=r"(line 1|line 2|row 0) is longer than 67,108,864 characters") as caught:
+        open_source(str(path))
+    assert len(str(caught.value)) < 400 + len(str(path))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_text_files_of_a_hub_dataset_are_read_as_local_ones(tmp_path, monkeypatch, suffix):
+    write(tmp_path / f"train{suffix}", ["007", "1.50"])
+    write(tmp_path / f"test{suffix}", ["true"])
+    load = datasets.load_dataset_builder
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda repo_id: load(str(tmp_path)))  # for a download
+    source = open_source("owner/data")
+    assert (source.name, problems(source)) == ("train", ["007", "1.50"])
+    assert problems(open_source("owner/data@test")) == ["true"]
+    assert problems(open_source("owner/data@train[1:]")) == ["1.50"]
+
+
+def test_text_files_of_a_hub_dataset_that_was_downloaded_are_read_offline(tmp_path, monkeypatch):
+    write(tmp_path / "datasets--owner--data" / "snapshots" / "0" / "train.jsonl", ["007"])
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert problems(open_source("owner/data")) == ["007"]

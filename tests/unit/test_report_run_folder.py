@@ -310,3 +310,13 @@ def test_each_start_is_a_line_and_a_torn_one_is_removed(tmp_path):
     first, second = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
     assert (first["after_step"], second["after_step"]) == (0, 7)
     assert datetime.datetime.fromisoformat(second["time"]).tzinfo is not None
+
+
+@pytest.mark.parametrize("name", ["\udcc3\udca9", "\u6570"])
+def test_a_name_that_the_locale_cannot_encode_is_refused_with_the_remedy(tmp_path, monkeypatch, name):
+    # "\udcc3\udca9" is how Python reads the bytes of an accented letter if LC_ALL=C is ASCII.
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    monkeypatch.setattr(os, "fsencode", lambda path: str(path).encode("ascii", "surrogateescape"))
+    with pytest.raises(ConfigError, match=r"run folder.*ascii; set PYTHONUTF8=1"):
+        RunFolder(tmp_path / name)
+    RunFolder(tmp_path / "plain").close()

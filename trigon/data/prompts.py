@@ -41,7 +41,7 @@ from trigon.data.row_media import (
     plain_source,
 )
 from trigon.data.special_tokens import MaskedTokens, SpecialTokens
-from trigon.data.templates import TemplateFailure, bounded_rendering
+from trigon.data.templates import TemplateFailure, TemplateLimitError, bounded_rendering
 from trigon.data.text_limits import check_option_text, check_prompt_text, check_prompt_tokens, check_row_size
 from trigon.data.videos import DEFAULT_SAMPLING, FrameSampling, encoded_video, open_video, video_layout
 from trigon.data.vision import media_grids
@@ -50,6 +50,10 @@ from trigon.types import EncodedMedia, ImageSizes, MediaKind, Prompt, Vision
 
 if TYPE_CHECKING:
     from trigon.models.load import Processors
+
+
+_MAX_LIMITS_REACHED = 8
+"""Rows for which a template may reach a limit (templates.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,7 @@ class PromptBuilder:
         self._special_tokens = SpecialTokens(tokenizer, tokenize=self._chat.tokenize, ignore=ignore)
         self._allow_special_tokens = allow_special_tokens
         self._shows_blank = False
+        self._limits_reached: set[str] = set()  # names of rows; shared by copies
 
     @property
     def writes_tools(self) -> bool:
@@ -368,7 +373,7 @@ class PromptBuilder:
         try:
             text = self._chat.render(messages, generation_prompt=self._generation_prompt)
         except TemplateFailure as error:
-            raise UnusableRow("prompt", f"{name}: the chat template raises an error: {error}") from error
+            raise self._template_error(name, "the chat template raises an error", error) from error
 
         check_prompt_text([text], name, max_prompt_length=self.max_prompt_length)
         template_ids = self._chat.tokenize(text) if masked is None else masked.tokenize(text)
@@ -391,6 +396,20 @@ class PromptBuilder:
             self._placeholders.processed_sizes(sizes),
         )
 
+    def _template_error(self, name: str, what: str, error: TemplateFailure) -> DataError:
+        """Return the error of a row whose template fails; DataError once too many reach a limit.
+
+        Each of these takes seconds, and a dataset has many rows.
+        """
+        if isinstance(error, TemplateLimitError):
+            self._limits_reached.add(name)
+            if len(self._limits_reached) >= _MAX_LIMITS_REACHED:
+                return DataError(
+                    f"{name}: {what}: {error}; so it is with {_MAX_LIMITS_REACHED} rows, and no more are tried: "
+                    "correct the template"
+                )
+        return UnusableRow("prompt", f"{name}: {what}: {error}")
+
     def _messages(self, row: Mapping[str, Any], name: str) -> tuple[list[Message], MaskedTokens | None]:
         """Return the row's chat messages, with format_prompt applied to the last one.
 
@@ -412,7 +431,7 @@ class PromptBuilder:
                 with bounded_rendering():
                     content = self._format.render(content=messages[-1].content)
             except TemplateFailure as error:
-                raise UnusableRow("prompt", f"{name}: format_prompt fails: {error}") from error
+                raise self._template_error(name, "format_prompt fails", error) from error
             messages[-1] = Message("user", content)
         if self._system_prompt is not None and messages[0].role != "system":
             messages.insert(0, Message("system", self._system_prompt))

@@ -29,6 +29,7 @@ import fcntl
 import itertools
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -53,11 +54,13 @@ SKIPPED_ROWS = "skipped_rows.jsonl"
 class RunFolder:
     """The folder of a run, locked until close().
 
-    Raises: ConfigError if another run has locked it, or if it cannot be written.
+    Raises: ConfigError if another run has locked it, if it cannot be written, or if the locale has
+    no encoding for its name.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        _check_encoding(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             if not os.access(path, os.W_OK | os.X_OK):
@@ -222,6 +225,25 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_encoding(path: Path) -> None:
+    """Raise ConfigError for a name that is not ASCII in a locale that is not UTF-8.
+
+    Python cannot encode such a name, or has read its bytes as lone surrogates, which no file of a
+    run can hold.
+    """
+    encoding = sys.getfilesystemencoding()
+    if encoding == "utf-8" or str(path).isascii():
+        return
+    try:
+        os.fsencode(path)
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the run folder {str(path)!a} has characters that file names in this locale cannot have, whose "
+            f"encoding is {encoding}; set PYTHONUTF8=1 (or LC_ALL=C.UTF-8) before the start, or choose an ASCII name"
+        ) from error
 
 
 def _lock(path: Path) -> int:
