@@ -102,7 +102,7 @@ def _reward_metrics(groups: Sequence[RolloutGroup], *, prefix: str, suffix: str)
     scores = [rollout.score.parts for group in groups for rollout in group.rollouts if rollout.score.parts]
     applies = {key: 1.0 for parts in scores for key in parts if key.endswith(APPLIES)}
     return merge(
-        *({f"{prefix}{key}{suffix}": Mean(value) for key, value in (applies | parts).items()} for parts in scores)
+        *({f"{prefix}{key}{suffix}": Mean(value) for key, value in {**applies, **parts}.items()} for parts in scores)
     )
 
 
