@@ -15,7 +15,8 @@ def check_steps(subject: Subject) -> Findings:
         plan = subject.plan.get()
     except ConfigError as error:
         return Findings("", (Problem("steps.plan", True, str(error)),))
+    unknown = "" if subject.reads_model else ", if none of the prompts is too long"
     return Findings(
         f"{plan.num_train_prompts:,} prompts, {plan.total_steps:,} steps of {plan.prompts_per_step} prompts and "
-        f"{plan.sequences_per_step} completions, {plan.total_updates:,} updates"
+        f"{plan.sequences_per_step} completions, {plan.total_updates:,} updates{unknown}"
     )
