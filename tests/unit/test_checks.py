@@ -72,6 +72,18 @@ def test_a_good_run_has_no_problem(run):
     assert [result.name for result in report.results[1:]] == [each.name for each in CHECKS]
 
 
+def test_without_the_model_rows_and_rewards_are_checked(run):
+    """A hub that is out of reach hides neither an unreadable image nor a wrong reward function."""
+    run.options["worker.actor.model.model_path"] = "owner/out-of-reach"
+    report = check(run)
+    assert found(report) == {"model.unusable"}, shown(report)
+    status = {result.name: result.status for result in report.results}
+    needs_model = {name for name, each in status.items() if each == "skipped"} - {"network"}
+    assert needs_model == {"memory", "environment", "template", "lengths", "prompt", "episode", "disk"}
+    run.train[3]["images"] = ["absent.png"]
+    assert found(check(run)) == {"model.unusable", "rows.image_missing"}
+
+
 @pytest.mark.extended(
     but=[
         "a marker too few",

@@ -93,6 +93,19 @@ def test_the_tables_have_every_number_and_no_control_characters():
     assert "\u202e" not in text
 
 
+def test_an_evaluation_is_readable_and_a_table():
+    evaluation = make_evaluation()
+    shown = repr(evaluation)
+    assert len(shown.splitlines()) == 4
+    for expected in ("accuracy 0.5000 [", "20 prompts, 80 completions", "b: ", "out"):
+        assert expected in shown
+    assert "\x1b" not in shown
+    table = evaluation.to_pandas()
+    assert list(table["accuracy"]) == [0.5, 0.5]
+    assert table.loc["b", "pass@4"] == evaluation.models[1].summary.pass_at[4].value
+    assert table.loc["b", "num_prompts"] == 20
+
+
 @pytest.mark.parametrize(
     ("shown", "hidden", "expected"),
     [

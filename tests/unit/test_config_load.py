@@ -384,3 +384,16 @@ def test_loading_a_configuration_imports_nothing_heavy():
     modules = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
     for heavy in ("torch", "ray", "vllm", "transformers", "datasets", "numpy", "PIL", "rich", "jinja2"):
         assert f"'{heavy}'" not in modules
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("rollout.n_samples=4", "worker.rollout.n?"),
+        ("num_generations=4", "worker.rollout.n?"),
+        ("worker.actor.optim.learning_rate=1", "worker.actor.optim.lr?"),
+        ("algorithm.adv_estimator=ppo", "gae"),
+    ],
+)
+def test_names_of_other_libraries_suggest_what_is_meant(override, meant):
+    assert problem(override).endswith(meant)

@@ -235,3 +235,8 @@ def test_the_context_is_that_of_the_language_model(tmp_path):
     assert context_length(tmp_path) == 4096
     (tmp_path / "config.json").write_text("{}")
     assert context_length(tmp_path) is None
+
+
+def test_data_can_be_a_python_object():
+    data = ("python:validation",)
+    assert settings(options=EvaluationOptions(data=data, reward="math")).data.val_files == data

@@ -77,7 +77,6 @@ def test_on_step_can_save_and_stop(parts, tmp_path, answer, last, saved):
 
 
 def test_a_misspelt_answer_of_on_step_is_an_error(parts, tmp_path):
-    hooks = Hooks(on_step=lambda step, metrics: "sotp")
-    misspelt = pytest.raises(ValueError, match="'sotp'; it may return 'stop', 'save'")
-    with open_run(parts, tmp_path, hooks=hooks) as run, misspelt:
-        train(run, None)
+    run = open_run(parts, tmp_path, hooks=Hooks(on_step=lambda step, metrics: "sotp"))
+    with run as opened, pytest.raises(ValueError, match="'sotp'; it may return 'stop', 'save'"):
+        train(opened, None)

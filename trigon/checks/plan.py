@@ -17,8 +17,9 @@ def check_steps(subject: Subject) -> Findings:
     except ConfigError as error:
         return Findings("", (Problem("steps.plan", True, str(error)),))
     problems = [Problem("steps.warmup", False, text) for text in find_long_warmups(subject.given, plan)]
+    unknown = "" if subject.reads_model else ", if none of the prompts is too long"
     return Findings(
         f"{plan.num_train_prompts:,} prompts, {plan.total_steps:,} steps of {plan.prompts_per_step} prompts and "
-        f"{plan.sequences_per_step} completions, {plan.total_updates:,} updates",
+        f"{plan.sequences_per_step} completions, {plan.total_updates:,} updates{unknown}",
         tuple(problems),
     )

@@ -89,7 +89,7 @@ class RewardTrial:
 
     def __init__(self, subject: Subject, pool: RewardPool) -> None:
         self._pool = pool
-        self._tokenizer = subject.processors.require().tokenizer
+        self._tokenizer = subject.readers.require()[1].tokenizer
 
     def example(self, dataset: ScannedDataset, facts: RowFacts) -> Example:
         """Return a row as an example. Builds its prompt, without pixels."""

@@ -130,6 +130,7 @@ def names(rows: Sequence[RowFacts]) -> tuple[str, ...]:
 
 def check_prompt(subject: Subject) -> Findings:
     """Return the first training prompt exactly as the model sees it, with its special tokens."""
+    processors = subject.processors.require()
     for dataset in subject.datasets.require():
         if dataset.scanned is not None and dataset.usable:
             break
@@ -140,9 +141,7 @@ def check_prompt(subject: Subject) -> Findings:
     prompt = builder.inspect(dataset.scanned.source.rows[facts.index], facts.name)
     sizes = ", ".join(f"{width} x {height} pixels" for width, height in facts.image_sizes)
     images = f", {facts.media_tokens} of them for {sizes}" if facts.image_sizes else ""
-    tokenizer = subject.processors.require().tokenizer
-    banned = subject.processors.require().banned_token_ids
-    text = show_prompt(tokenizer, prompt.token_ids, collapsed=banned)
+    text = show_prompt(processors.tokenizer, prompt.token_ids, collapsed=processors.banned_token_ids)
     return Findings(f"{facts.name} has {facts.num_tokens} tokens{images}", text=text)
 
 

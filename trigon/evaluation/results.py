@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trigon.evaluation.statistics import Difference, Estimate
+from trigon.terminal import sanitize
 
 if TYPE_CHECKING:
     import pandas
@@ -83,11 +84,10 @@ class ModelEvaluation:
     num_not_sampled: int
 
     def __repr__(self) -> str:
-        accuracy, summary = self.summary.accuracy, self.summary
-        return (
-            f"{self.model}: {summary.accuracy_name} {accuracy.value:.4f} [{accuracy.low:.4f}, {accuracy.high:.4f}], "
-            f"{summary.num_prompts:,} prompts, {summary.num_completions:,} completions"
-        )
+        summary, accuracy = self.summary, self.summary.accuracy
+        interval = f"{accuracy.value:.4f} [{accuracy.low:.4f}, {accuracy.high:.4f}]"
+        counts = f"{summary.num_prompts:,} prompts, {summary.num_completions:,} completions"
+        return f"{sanitize(self.model)}: {summary.accuracy_name} {interval}, {counts}"
 
 
 @dataclass(frozen=True, slots=True)
