@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from trigon.checks.result import CheckSkipped
 from trigon.config.load import InspectedConfig
-from trigon.config.plan import has_critic
 from trigon.config.options import with_options
+from trigon.config.plan import has_critic
 from trigon.config.schema import MAX_TOKENS, Config
 from trigon.errors import ModelError, TrigonError
 
