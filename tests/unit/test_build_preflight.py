@@ -16,22 +16,18 @@ from trigon.errors import DataError, ModelError, RewardError
 ROWS = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(5)]
 
 
-def returns_half(response, ground_truth):
-    return 0.5
+# Lambdas are sent to the reward workers with their code: the workers cannot import this module.
+REWARDS = {
+    "half": lambda response, ground_truth: 0.5,
+    "fails": lambda response, ground_truth: {}["overall"],
+    "fails at 1": lambda response, ground_truth: 1 / (int(ground_truth) - 1),
+}
 
 
-def fails(response, ground_truth):
-    return {}["overall"]
-
-
-def fails_at_zero(reward_input):
-    return 1 / (int(reward_input["ground_truth"]) - 1)
-
-
-def open_run(model, *, data=None, val_data=None, reward=returns_half):
+def open_run(model, *, data=None, val_data=None, reward="half"):
     data = ROWS if data is None else data
     given = read_arguments(
-        model=model, data=data, reward=reward, val_data=val_data, config=None, loggers=None, options=None,
+        model=model, data=data, reward=REWARDS[reward], val_data=val_data, config=None, loggers=None, options=None,
         keyword_options={},
     )  # fmt: skip
     sources = {spec: open_python_rows(rows, spec=spec, name="rows") for spec, rows in given.data.items()}
@@ -55,7 +51,7 @@ def test_what_can_be_wrong_with_data_model_and_reward_is_found(model, tmp_path):
         ({"data": other}, DataError, "no column 'prompt'"),
         ({"val_data": other}, DataError, "python:validation has no column 'prompt'"),
         ({"data": tmp_path / "rows.csv"}, DataError, "no column 'prompt'"),
-        ({"reward": fails}, RewardError, "KeyError: 'overall'"),
+        ({"reward": "fails"}, RewardError, "KeyError: 'overall'"),
     ):
         with pytest.raises(error, match=part):
             open_run(model, **arguments)
@@ -69,7 +65,7 @@ def test_what_can_be_wrong_with_data_model_and_reward_is_found(model, tmp_path):
 
 def test_what_is_right_or_cannot_be_known_yet_passes(model):
     assert open_run(model) == ["python:train"]
-    assert open_run(model, reward=fails_at_zero) == ["python:train"]  # one row alone
+    assert open_run(model, reward="fails at 1") == ["python:train"]  # one row alone
     assert open_run(model, data="owner/data", val_data=ROWS) == ["python:validation"]
 
 

@@ -87,7 +87,7 @@ class ModelEvaluation:
         summary, accuracy = self.summary, self.summary.accuracy
         interval = f"{accuracy.value:.4f} [{accuracy.low:.4f}, {accuracy.high:.4f}]"
         counts = f"{summary.num_prompts:,} prompts, {summary.num_completions:,} completions"
-        return f"{sanitize(self.model)}: {summary.accuracy_name} {interval}, {counts}"
+        return f"{sanitize(self.model, max_characters=200)}: {summary.accuracy_name} {interval}, {counts}"
 
 
 @dataclass(frozen=True, slots=True)
