@@ -21,7 +21,7 @@ from trigon.grace import Grace
 from trigon.system.garbage import ARENAS_VARIABLE, limit_arenas
 from trigon.system.processes import running_below
 from trigon.system.signals import TERMINATION, Terminated
-from trigon.system.variables import keep_compiled_code
+from trigon.system.variables import keep_compiled_code, let_segments_grow
 from trigon.system.watchdog import HangWatch
 
 if TYPE_CHECKING:
@@ -186,6 +186,7 @@ def start_run(
     share_heaps()
     quiet_torch(loaded)
     keep_compiled_code()
+    let_segments_grow()
     from trigon.build.objects import NO_OBJECTS
     from trigon.build.run import run_training
     from trigon.data.images import ignore_pillow_warnings
