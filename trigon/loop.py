@@ -7,7 +7,7 @@ process and on a cluster. take_steps_from is the loop itself; the rest of this m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -70,7 +70,7 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
     """Do the steps after this progress, until the last one or until a stop is requested."""
     steps = range(progress.step + 1, run.plan.total_steps + 1)
     with open_source(run, progress) as source:
-        for step in traced(steps, run.traced_steps, run.tracer):
+        for step in steps:
             run.store.check()
             run.grace.note_saved(run.store.published_step, run.store.save_seconds)
             run.grace.begin_step(step)
@@ -227,7 +227,11 @@ def make_updates(
     metrics: Metrics = {}
     skipped: set[int] = set()  # first groups of the minibatches skipped in this step
     for number, (first, minibatch) in enumerate(batches, start=1):
-        update = dict(update_model(first, minibatch))
+        is_traced = (
+            number == 1 and step in run.traced_steps and name == ("critic" if step <= run.critic_warmup else "actor")
+        )
+        with traced(run.tracer, step, f"update {name}") if is_traced else nullcontext():
+            update = dict(update_model(first, minibatch))
         norm = update.pop(SKIPPED_GRAD_NORM, None)  # nan or infinite: no number for a curve
         recent = recent.after(update, limit=run.max_skipped_updates, counted=first in skipped, name=name)
         if norm is not None:

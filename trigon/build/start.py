@@ -21,7 +21,7 @@ from trigon.grace import Grace
 from trigon.system.garbage import ARENAS_VARIABLE, limit_arenas
 from trigon.system.processes import running_below
 from trigon.system.signals import TERMINATION, Terminated
-from trigon.system.variables import keep_compiled_code
+from trigon.system.variables import keep_compiled_code, let_segments_grow
 from trigon.system.watchdog import HangWatch
 
 if TYPE_CHECKING:
@@ -176,6 +176,7 @@ def start_run(
     others = running_below()  # what this process has started before, such as the cells of a notebook
     share_heaps()
     keep_compiled_code()
+    let_segments_grow()
     from trigon.build.objects import NO_OBJECTS
     from trigon.build.preflight import open_early
     from trigon.report.loggers.protocol import LoggerEnvironment

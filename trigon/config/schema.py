@@ -1034,8 +1034,8 @@ class TrainerConfig(Section):
     """
 
     profile_steps: tuple[Annotated[int, Field(ge=1, le=MAX_STEPS)], ...] = ()
-    """Steps to trace into `profile/` of the run folder, for Perfetto.
-    Traced steps are slower, and a trace takes tens of MB. Trigon only."""
+    """Steps whose first update is traced into `profile/` of the run folder, for Perfetto.
+    That update is slower, and a trace takes tens of MB. Trigon only."""
 
     val_freq: int = Field(default=-1, ge=-1, le=MAX_STEPS)
     """Steps between validations; 0 or -1: only before and after training."""

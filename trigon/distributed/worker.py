@@ -9,6 +9,7 @@ an argument.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import resource
 import socket
@@ -49,6 +50,7 @@ from trigon.system.gpu_memory import gpu_memory_metrics
 from trigon.system.network import LOOPBACK
 from trigon.system.signals import ignore_stop_signals
 from trigon.system.stacks import register_stacks
+from trigon.system.variables import let_segments_grow
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.fsdp import Rendezvous, TorchProcessGroup
@@ -108,6 +110,7 @@ class Worker:
         # Sampling does not use the trainer: its state can be saved meanwhile.
         self._trainer_in_use = threading.Lock()
         set_gc_threshold()
+        let_segments_grow()  # also on machines where `ray start` knows nothing of it
         faulthandler.enable()  # a crash then writes its stack to the log of this worker
         register_stacks()
         ignore_stop_signals()  # the driver, which saves first, ends this process
@@ -151,6 +154,9 @@ class Worker:
     def open(self, open_worker_engines: OpenWorkerEngines) -> Opened | None:
         """Build the engines. Returns: sizes of the models; None if this worker only samples."""
         self._engines = open_worker_engines(self._process_group)
+        # vLLM collects garbage at each sleep and waking, which need not scan what is there now.
+        gc.collect()
+        gc.freeze()
         trainer, critic = self._engines.trainer, self._engines.critic
         return None if trainer is None else (trainer.sizes(), None if critic is None else critic.sizes())
 
