@@ -7,7 +7,7 @@
 
 The files are those of a mount namespace of init: folders of the system and of Python that cannot be
 written to, single files of /etc, five devices, and /tmp, which has a size limit and is all that can
-be written to. There is no /proc. Whoever the process is outside (an ordinary user, or nobody where
+be written to. There is no /proc. Whoever the process is outside (an ordinary user, or 65534 where
 that is root), it is user 1000 within.
 """
 
@@ -42,7 +42,7 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR = 442
 
 _USER_WITHIN = 1000
-_NOBODY = 65534
+_WITHOUT_RIGHTS = 65534
 _OLD_ROOT = "/old"
 _MAX_FILES = 16384
 _NICENESS = 10
@@ -98,7 +98,7 @@ def enter_namespaces() -> None:
     Raises: CannotConfineError.
     """
     is_root = os.geteuid() == 0
-    user, group = (_NOBODY, _NOBODY) if is_root else (os.geteuid(), os.getegid())
+    user, group = (_WITHOUT_RIGHTS, _WITHOUT_RIGHTS) if is_root else (os.geteuid(), os.getegid())
     maps = {
         "setgroups": "deny",
         "uid_map": f"{_USER_WITHIN} {user} 1",
