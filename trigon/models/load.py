@@ -113,7 +113,7 @@ def require_tied_head(folder: Path, config: Any) -> None:
     """Raise ModelError if the config ties the output head to the embedding, and the files do not.
 
     Some published models have a copy of the embedding as their head, which is accepted. Where the
-    two differ, transformers and vLLM use both, against the config, and nobody could load an export.
+    two differ, transformers and vLLM use both, against the config, and no export could be loaded.
     """
     if not getattr(config, "tie_word_embeddings", False):
         return
