@@ -48,9 +48,6 @@ SHARD_BYTES = 5 * 10**9
 EXPORT_RECORD = "trigon_export.json"
 """Names the exported checkpoint; later exports may replace a folder that has this file."""
 
-RUN_SETTINGS = "run_settings.json"
-"""File of an actor folder with the options that evaluations of its model need, by name."""
-
 
 def export_checkpoint(
     path: Path,
@@ -367,8 +364,7 @@ def set_config_dtype(path: Path, dtype: torch.dtype) -> None:
 
 
 def write_export_record(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-    """Write EXPORT_RECORD, with the settings of the run if the checkpoint has them."""
-    settings = checkpoint.actor / RUN_SETTINGS
+    """Write EXPORT_RECORD."""
     _write_json(
         folder / EXPORT_RECORD,
         {
@@ -377,7 +373,6 @@ def write_export_record(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype
             "step": checkpoint.step,
             "val_reward_score": checkpoint.score,
             "dtype": _dtype_name(dtype),
-            **({"settings": read_object(settings)} if settings.is_file() else {}),
         },
     )
 

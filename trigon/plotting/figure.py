@@ -43,7 +43,7 @@ TITLES = {
 
 X_LABELS = {
     "step": "training step",
-    "tokens": "tokens, prompts included",
+    "tokens": "tokens trained on, prompts included",
     "hours": "hours",
 }
 

@@ -16,9 +16,8 @@ from trigon.data.media_processing import MediaProcessor
 from trigon.data.prompts import PromptBuilder
 from trigon.data.turns import TurnTemplate
 from trigon.data.vision import image_processor_of
-from trigon.environments.conversion import to_observation, to_png, to_step
+from trigon.environments.conversion import to_observation, to_step
 from trigon.environments.protocol import Environment
-from trigon.images import LazyImages
 from trigon.models.load import Processors, load_processors
 from trigon.names import LearningRateSchedule, ObservationRole
 from trigon.tiny.warm_start import as_target, warm_start_folder
@@ -36,7 +35,7 @@ learned. It may look into the environment for what to write."""
 class Demonstration:
     """An episode to play: a row of the dataset, its environment, and a script.
 
-    images: of the row, as PIL images.
+    images: of the row, as the environment gets them.
     shows_tools: whether the prompt describes the tools, if there are any.
     """
 
@@ -157,8 +156,7 @@ def play(
     with ExitStack() as stack:
         if callable(close := getattr(environment, "close", None)):
             stack.callback(close)
-        images = LazyImages([to_png(image) for image in demonstration.images])
-        returned: object = environment.reset({**demonstration.row, "images": images})
+        returned: object = environment.reset({**demonstration.row, "images": list(demonstration.images)})
         for turn in range(max_turns):
             seen = to_observation(returned, role=role, max_image_pixels=_MAX_IMAGE_PIXELS)
             observed = None

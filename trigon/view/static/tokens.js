@@ -57,8 +57,7 @@ export function legend(color, scale) {
 }
 
 // Return an element with the tokens. onToken(row, t): a token is under the pointer or has the focus.
-// arrange: gets the tokens' elements, and returns what contains them; without it, one text.
-export function tokenText(row, color, scale, onToken, arrange = (spans) => h("div.text", {}, spans)) {
+export function tokenText(row, color, scale, onToken) {
   const { tokens } = row;
   const values = TOKEN_COLORS[color].values(tokens) || [];
   const spans = tokens.texts.map((text, t) => {
@@ -77,7 +76,7 @@ export function tokenText(row, color, scale, onToken, arrange = (spans) => h("di
     if (scroll) spans[current].scrollIntoView({ block: "nearest" });
     onToken(row, current);
   };
-  return h("div.tokens", {
+  return h("div.text.tokens", {
     tabindex: 0, role: "group",
     "aria-label": `Completion ${row.sample}, ${tokens.texts.length} tokens; arrow keys move between them`,
     on: {
@@ -93,7 +92,7 @@ export function tokenText(row, color, scale, onToken, arrange = (spans) => h("di
         choose(current + move, { scroll: true });
       },
     },
-  }, arrange(spans));
+  }, spans);
 }
 
 // Return what is known of a token.
