@@ -162,7 +162,7 @@ def command_options(layout: Layout, setting: Setting, folder: Path, steps: int) 
         *layout.options,
         f"trainer.max_steps={steps + WARM_UP + 1}",
         f"worker.rollout.max_num_seqs={setting.shape.sequences}",
-        "trainer.rollout_tokens=0",  # a pass of the trainer that is not simulated
+        "trainer.rollout_tokens=0",  # what they write is not simulated
     ]
 
 

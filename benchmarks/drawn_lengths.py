@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,9 @@ def install() -> None:
     if getattr(make, "draws_lengths", False):  # vLLM may load its plugins more than once
         return
 
-    def limited(*arguments: Any, max_tokens: int, seed: int) -> Any:
+    def limited(*arguments: Any, max_tokens: int, seed: int, stop: Sequence[str] = ()) -> Any:
         drawn = lengths.draw(random.Random(seed))
-        return make(*arguments, max_tokens=min(max_tokens, drawn), seed=seed)
+        return make(*arguments, max_tokens=min(max_tokens, drawn), seed=seed, stop=stop)
 
     limited.draws_lengths = True
     turns.vllm_sampling_params = limited

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Qwen2.5-VL-3B, 1 x 80 GB.
 # Qwen2.5-VL-3B on Geometry3K with GRPO, on one GPU: 16 bytes per weight, about 60 GB, plus
-# activations.
+# activations, of which those that gradient checkpointing keeps wait in host memory.
 # Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen2_5_vl_3b_geo3k_grpo.sh trainer.max_steps=10
 set -euo pipefail
@@ -13,6 +13,7 @@ python3 -m trigon.trainer.main \
     data.train_files=hiyouga/geometry3k@train \
     data.val_files=hiyouga/geometry3k@test \
     worker.actor.model.model_path="${MODEL_PATH}" \
+    worker.actor.model.enable_activation_offload=true \
     trainer.experiment_name=qwen2_5_vl_3b_geo_grpo \
     trainer.n_gpus_per_node=1 \
     "$@"

@@ -221,6 +221,17 @@ trainer:
 """
 
 DEFAULT_REASONS = {
+    "data.rollout_batch_size": "all training prompts, and at most 512, so that a small dataset fills a step",
+    "trainer.val_before_train": "true if there are `data.val_files`",
+    "worker.actor.global_batch_size": "256 where `data.rollout_batch_size` is set to a multiple of it, as in EasyR1;"
+    " otherwise the prompts of a step",
+    "worker.critic.global_batch_size": "as `worker.actor.global_batch_size`",
+    "worker.rollout.n": "8 for estimators that compare the completions of a prompt, with which 1 is an error;"
+    " otherwise 1",
+    "data.min_pixels": "the limits of the model's own processor, which an evaluation elsewhere has too; files of"
+    " EasyR1 set both",
+    "data.max_pixels": "the limits of the model's own processor, which an evaluation elsewhere has too; files of"
+    " EasyR1 set both",
     "trainer.logger": "Weights & Biases needs an account, and a first run should not fail without one",
     "trainer.n_gpus_per_node": "a file without this key runs on one GPU, or on the CPU",
     "worker.critic.model.trust_remote_code": "running code from a model's repository needs explicit consent",

@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trigon.build.start import StopSignals, quiet_torch, start_run
-from trigon.config.load import LoadedConfig, inspect_config, load_config
+from trigon.build.start import StopSignals, start_run
+from trigon.config.arguments import dataset_names
+from trigon.config.legacy import nearest_option
+from trigon.config.load import LoadedConfig, load_config
 from trigon.config.options import options as all_options
 from trigon.config.paths import PYTHON_PREFIX
 from trigon.config.schema import Config
-from trigon.errors import CheckpointError, ConfigError
+from trigon.errors import CheckpointError, ConfigError, raises_at_caller
 from trigon.planning.configuration import load_planned
 from trigon.records.tables import RunTables, load_run
 from trigon.rewards.callables import Reward, describe_reward, name_of, reward_source
-from trigon.suggestions import did_you_mean, nearest_key
+from trigon.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     import pandas
@@ -45,9 +47,9 @@ class TrainResult:
     """How a run ended, and where its results are.
 
     folder: the run folder. step: the last step that was made, here or before a resume. stopped: the
-    run was stopped by Ctrl-C or SIGTERM; the same call continues it. checkpoint: the folder of that
-    step's checkpoint; None before the first step. model_folder: the exported Hugging Face model;
-    None without export_to, and for a stopped run.
+    run was stopped by on_step, Ctrl-C or SIGTERM; the same call continues it. checkpoint: the
+    folder of that step's checkpoint; None before the first step. model_folder: the exported Hugging
+    Face model; None without export_to, and after a signal.
     """
 
     folder: Path
@@ -96,7 +98,7 @@ class TrainResult:
         Raises: CheckpointError as export.
         """
         from trigon.evaluation.models import EXPORTED, exported_step
-        from trigon.models.load import auto_class, family_of_folder, without_progress_bars
+        from trigon.models.load import ATTENTION, auto_class, family_of_folder, without_progress_bars
 
         folder = self.model_folder
         if folder is None:
@@ -104,7 +106,9 @@ class TrainResult:
             if exported_step(folder) != self.step:
                 folder = self.export()
         with without_progress_bars():
-            return auto_class(family_of_folder(folder)).from_pretrained(folder, dtype="auto")
+            return auto_class(family_of_folder(folder)).from_pretrained(
+                folder, dtype="auto", attn_implementation=ATTENTION
+            )
 
     def _last_checkpoint(self) -> Path:
         if self.checkpoint is None:
@@ -112,6 +116,7 @@ class TrainResult:
         return self.checkpoint
 
 
+@raises_at_caller
 def train(
     *,
     model: str | PurePath | None = None,
@@ -140,8 +145,7 @@ def train(
             images; a datasets.Dataset; or files, folders and hub ids.
         reward: `file.py:function`, a shipped name, a function, or a list of functions or (function,
             weight), whose weighted sum is the reward (worker.reward.reward_function).
-        val_data: the validation data (data.val_files). Without any there is no validation before
-            training, unless trainer.val_before_train is set.
+        val_data: the validation data (data.val_files).
         val_reward: the reward of validation, given like reward; None: the same.
         environment: in which completions of several turns act: a class, or `file.py:Class`
             (worker.rollout.environment). See docs/agents.md.
@@ -150,18 +154,19 @@ def train(
         config: a YAML file to start from.
         options: options by the names of docs/configuration.md, dotted or nested.
         on_step: called with (step, metrics) when a step is finished and its checkpoint, if one is
-            due, is saved. metrics: all numbers of the step in metrics.jsonl.
+            due, is saved. metrics: all numbers of the step in metrics.jsonl. It may return "save",
+            to save the step, or "stop", to save it and end the run.
         on_rollouts: called with the groups of a step, a list of RolloutGroup, when they are scored
             and recorded, before the update. An error in a hook ends the run, and is raised here.
         loggers: names, which replace trainer.logger, and objects with the methods of a logger,
             which are added to it: without a name among them, trainer.logger stays. A single name
             may be text.
-        export_to: folder in which the last checkpoint is written as a Hugging Face model, if the
-            run is not stopped.
+        export_to: folder in which the last checkpoint is written as a Hugging Face model, unless a
+            signal stopped the run.
         **keyword_options: further options, which replace those in `options`: trainer={"max_steps":
             20}. The other arguments replace both.
-    Returns: with stopped=True after Ctrl-C or SIGTERM, which let the current step end and save it;
-        a second one acts at once. They are handled in the main thread only.
+    Returns: with stopped=True after "stop", Ctrl-C or SIGTERM, which let the current step end and
+        save it; a second signal acts at once. They are handled in the main thread only.
     Raises: TypeError for an unknown argument; ConfigError with all problems of the options;
         RewardError if a reward function cannot be sent to the reward workers, and EpisodeError for
         an environment or a tool; DataError, and other
@@ -182,9 +187,8 @@ def train(
     )
     sources = {spec: _open(dataset, spec) for spec, dataset in given.data.items()}
 
-    quiet_torch(given.loaded)
     from trigon.build.objects import RunObjects, make_episode_code
-    from trigon.run import Hooks
+    from trigon.hooks import Hooks
 
     code = make_episode_code(environment, tools)
     outcome = start_run(
@@ -203,6 +207,7 @@ def train(
     return TrainResult(outcome.folder, outcome.step, outcome.stopped, outcome.checkpoint, outcome.exported)
 
 
+@raises_at_caller
 def plan(
     config: str | PurePath | None = None,
     *,
@@ -324,7 +329,7 @@ def read_arguments(
         named["worker.actor.model.model_path"] = str(model)
     for key, spec, given in (("data.train_files", TRAIN, data), ("data.val_files", VALIDATION, val_data)):
         if given is not None:
-            names = _names(given)
+            names = dataset_names(given)
             named[key] = spec if names is None else names
             datasets |= {spec: given} if names is None else {}
     objects = set(datasets)
@@ -378,7 +383,7 @@ def _check_keywords(keywords: Mapping[str, Any], function: Callable[..., object]
         parameters = inspect.signature(function).parameters.values()
         hint = did_you_mean(key, [each.name for each in parameters if each.kind == each.KEYWORD_ONLY])
         if not hint or any(name.endswith(f".{key}") for name in names):
-            hint = f"; if {(name := nearest_key(key, names))} is meant, give options={{{name!r}: ...}}"
+            hint = f"; if {(name := nearest_option(key))} is meant, give options={{{name!r}: ...}}"
         raise TypeError(f"{function.__name__}() has no argument {key!r}{hint}")
 
 
@@ -387,26 +392,9 @@ def _load(path: Path | None, arguments: list[Mapping[str, Any]], objects: Collec
 
     objects: the names of those that the caller has; None: a plan is made.
     """
-    inspected = inspect_config(path, [], arguments=arguments)
-    if not inspected.loaded.config.data.val_files and "trainer.val_before_train" not in inspected.loaded.sources:
-        arguments = [*arguments, {"trainer.val_before_train": False}]
     if objects is None:
         return load_planned(path, [], arguments=arguments)
     return load_config(path, [], arguments=arguments, python_objects=objects)
-
-
-def _names(data: Any) -> str | list[str] | None:
-    """Return the paths and hub ids that were given as data, or None for a Python object."""
-    if isinstance(data, Mapping) and not hasattr(data, "column_names"):  # not a DatasetDict
-        raise ConfigError(
-            "data is a dict; give rows as a list of dicts, and options of the section data in "
-            "options={'data.max_prompt_length': ...}"
-        )
-    if isinstance(data, str | PurePath):
-        return str(data)
-    if isinstance(data, list | tuple) and data and all(isinstance(each, str | PurePath) for each in data):
-        return [str(each) for each in data]
-    return None
 
 
 def _open(data: Any, spec: str) -> Source:

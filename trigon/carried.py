@@ -189,7 +189,7 @@ def load_completion(state: dict[str, Any]) -> Completion:
         finish_reason=state["finish_reason"],
         text=state["text"],
         policy_version=state["policy_version"],
-        turns=tuple(Turn(*turn) for turn in state.get("turns", ())),
+        turns=tuple(map(_load_turn, state.get("turns", ()))),
         vision=_load_observed(state.get("images", ())),
         error=state.get("episode_error", ""),
         policy_versions=tuple((version, count) for version, count in state.get("policy_versions", ())),
@@ -207,6 +207,11 @@ def _episode_state(completion: Completion) -> dict[str, Any]:
         "images": [base64.b64encode(file).decode("ascii") for file in files],
         "episode_error": completion.error,
     }
+
+
+def _load_turn(fields: Sequence[Any]) -> Turn:
+    turn = Turn(*fields)
+    return replace(turn, image_sizes=tuple((width, height) for width, height in turn.image_sizes))
 
 
 def _load_observed(images: Sequence[str]) -> EncodedMedia | None:

@@ -12,6 +12,7 @@
     |   |-- RolloutError   the rollout engine failed while it loaded weights or sampled
     |   |   `-- LostSamplersError  all workers that sample were lost
     |   |-- ParityError    rollout engine and trainer have different weights
+    |   |-- DeviceMemoryError  a GPU ran out of memory while a model computed
     |   |-- TransferError  weights could not be sent to another worker
     |   `-- WorkerError    a worker died, hung, or raised an unexpected error
     |       `-- LostWorkerError  it died, or did not answer in time
@@ -26,6 +27,17 @@ Every message says what was wrong, gives the value, and says what to do.
 """
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_PACKAGE = __name__.partition(".")[0]
 
 
 class TrigonError(Exception):
@@ -84,6 +96,10 @@ class LostWorkerError(WorkerError):
     """A worker died, or did not answer in time. Another one in its place may work."""
 
 
+class DeviceMemoryError(EngineError):
+    """A GPU ran out of memory in a pass or an update of a model."""
+
+
 class TransferError(EngineError):
     """Weights could not be sent to a worker, since one of those that receive them has failed."""
 
@@ -110,3 +126,41 @@ class WatchError(TrigonError):
 
 class PushError(TrigonError):
     """A model cannot be pushed to the Hugging Face Hub."""
+
+
+def raises_at_caller(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function of the public interface, whose TrigonErrors end in its caller's frame.
+
+    Their messages say everything: frames of this package, and the errors that they were made from,
+    would only hide them. IPython and pytest leave out frames with __tracebackhide__; in a script
+    the hook for uncaught errors does. Other errors keep their tracebacks.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True
+        try:
+            return function(*args, **kwargs)
+        except TrigonError as error:
+            if not isinstance(sys.excepthook, _WithoutOurFrames):
+                sys.excepthook = _WithoutOurFrames(sys.excepthook)
+            raise error.with_traceback(None) from None
+
+    return call
+
+
+class _WithoutOurFrames:
+    """The hook for uncaught errors: shows TrigonErrors up to the last frame of the user's."""
+
+    def __init__(self, shown_by: Callable[..., object]) -> None:
+        self._shown_by = shown_by
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, TrigonError):
+            last, frame = None, traceback
+            while frame is not None:
+                name = str(frame.tb_frame.f_globals.get("__name__", ""))
+                last, frame = (last, frame.tb_next) if name.partition(".")[0] == _PACKAGE else (frame, frame.tb_next)
+            if last is not None:
+                last.tb_next = None
+        self._shown_by(kind, error, traceback)

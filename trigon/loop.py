@@ -7,8 +7,9 @@ process and on a cluster. take_steps_from is the loop itself; the rest of this m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from trigon.ahead_state import load_batch
@@ -25,8 +26,9 @@ from trigon.run import AheadBatch, Progress, Run, StreamedGroups
 from trigon.skipped_updates import RecentUpdates, UpdatedModel, describe_skipped, how_to_go_on
 from trigon.system.garbage import return_freed_memory
 from trigon.train_groups import prepare_groups
-from trigon.training.protocol import SKIPPED_GRAD_NORM, TrunkCriticEngine
+from trigon.training.protocol import SKIPPED_GRAD_NORM, CriticEngine, TrainEngine, TrunkCriticEngine
 from trigon.training.trace import traced
+from trigon.training.update_plan import has_gradient
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
 from trigon.watch.watch import describe_stop
 
@@ -58,7 +60,8 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
     if progress.step == 0 and run.intervals.validate_first:
         validation = validate(run, progress)
         run.watch.validation(0, validation)
-        run.hooks.step(0, run.report.step(0, run.plan.total_steps, validation))
+        if run.hooks.step(0, run.report.step(0, run.plan.total_steps, validation)) == "stop":
+            return progress
     with run.defer_interrupts():
         return take_steps_from(run, progress)
 
@@ -67,7 +70,7 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
     """Do the steps after this progress, until the last one or until a stop is requested."""
     steps = range(progress.step + 1, run.plan.total_steps + 1)
     with open_source(run, progress) as source:
-        for step in traced(steps, run.traced_steps, run.tracer):
+        for step in steps:
             run.store.check()
             run.grace.note_saved(run.store.published_step, run.store.save_seconds)
             run.grace.begin_step(step)
@@ -89,16 +92,16 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
                             phase=run.report.phase,
                             critic=run.critic,
                         )
-                        scored = score_tokens(run, batch.groups)
                         run.grace.check_step()
             except StepLeft:
                 save_unsaved(run, progress, source)
                 break
-            shows = is_due(step, run.intervals.train_samples_every)
-            record_rollouts(run, step, batch.groups, learned=prepared.groups, scored=scored, shows=shows)
             run.hooks.rollouts(batch.groups)
-            with run.grace.update():
-                learned, recent = update_models(run, step, prepared.groups, progress)
+            recorded = groups_to_record(prepared.groups, run.token_groups)
+            with run.grace.update(), rollouts_kept(run, step, batch.groups, learned=prepared.groups):
+                learned, recent, outputs = update_models(run, step, prepared.groups, progress, recorded)
+            tokens = {index: outputs.get(index) for index in recorded}
+            record_rollouts(run, step, batch.groups, learned=prepared.groups, recorded=tokens)
             progress = Progress(step, prepared.kl, batch.surplus, *recent, batch.carried)
             metrics = merge(batch.metrics, parity, prepared.metrics, learned, source.pop_metrics())
             if finish_step(run, progress, batch, metrics, source):
@@ -107,21 +110,29 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
 
 
 @contextmanager
-def rollouts_kept(run: Run, step: int, groups: Sequence[RolloutGroup]) -> Iterator[None]:
-    """Record the rollouts of a step, without advantages, if an error ends the step here."""
+def rollouts_kept(
+    run: Run, step: int, groups: Sequence[RolloutGroup], *, learned: Sequence[TrainGroup] | None = None
+) -> Iterator[None]:
+    """Record the rollouts of a step if an error ends the step here, before it is finished.
+
+    learned: with their advantages, where these are known.
+    """
     try:
         yield
     except BaseException:
-        record_rollouts(run, step, groups, learned=None, scored=[])
+        recorded = [] if learned is None else groups_to_record(learned, run.token_groups)
+        record_rollouts(run, step, groups, learned=learned, recorded=dict.fromkeys(recorded))
         raise
 
 
-def score_tokens(run: Run, groups: Sequence[RolloutGroup]) -> list[list[TokenLogprobs]]:
-    """Return the trainer's log-probabilities and entropies of the groups recorded with them."""
-    if not run.token_groups:
-        return []
-    with run.report.phase("records"):
-        return run.trainer.token_logprobs(groups[: run.token_groups])
+def groups_to_record(groups: Sequence[TrainGroup], count: int) -> list[int]:
+    """Return the indices of the groups recorded with their tokens: the first that are learned from.
+
+    An update may have no forward pass of the others, which are taken where these are too few.
+    """
+    return sorted(
+        sorted(range(len(groups)), key=lambda index: not has_gradient(groups[index], regularized=False))[:count]
+    )
 
 
 def record_rollouts(
@@ -130,38 +141,64 @@ def record_rollouts(
     groups: Sequence[RolloutGroup],
     *,
     learned: Sequence[TrainGroup] | None,
-    scored: Sequence[Sequence[TokenLogprobs]],
-    shows: bool = False,
+    recorded: Mapping[int, Sequence[TokenLogprobs] | None],
 ) -> None:
-    """Write the rollouts of a step into the run folder, before the update, which may fail.
+    """Write the rollouts of a step into the run folder, and pass the first group to the loggers.
 
-    shows: pass the first group to the loggers.
+    recorded: see Reporter.rollouts.
     """
+    shows = learned is not None and is_due(step, run.intervals.train_samples_every)
     shown = len(groups[0].rollouts) if shows else 0
     read_images = training_prompts(run).image_files
-    run.report.rollouts(step, groups, learned=learned, scored=scored, read_images=read_images, shown=shown)
+    run.report.rollouts(step, groups, learned=learned, recorded=recorded, read_images=read_images, shown=shown)
 
 
 def update_models(
-    run: Run, step: int, groups: Sequence[TrainGroup], progress: Progress
-) -> tuple[Metrics, tuple[RecentUpdates, RecentUpdates]]:
+    run: Run, step: int, groups: Sequence[TrainGroup], progress: Progress, recorded: Sequence[int]
+) -> tuple[Metrics, tuple[RecentUpdates, RecentUpdates], Mapping[int, Sequence[TokenLogprobs]]]:
     """Make a step's updates of the critic, if there is one, and of the policy unless it rests.
 
     A critic on the policy's trunk is updated with the policy, or alone while the policy rests.
-    Returns: the metrics, merged, and the recent updates of policy and critic.
+    Returns: the metrics, merged; the recent updates of policy and critic; and for each of the
+    recorded groups, by its index, what the first update with it computed, if any did.
     Raises: NotFiniteError if too many updates are skipped.
     """
     policy, critic = Updates(progress.recent_updates), Updates(progress.recent_critic_updates)
+    recording = RecordingUpdates(run.trainer, recorded)
     plan, rests = run.plan, step <= run.critic_warmup
     if run.critic is not None and (rests or not isinstance(run.critic, TrunkCriticEngine)):
         with run.report.phase("update_critic", total=plan.critic.updates_per_step) as advance:
             batches = minibatches(groups, plan.critic.prompts_per_update, plan.critic.epochs_per_step)
-            critic = make_updates(run, step, batches, run.critic.step, critic.recent, "critic", advance)
+            critic = make_updates(run, step, batches, partial(_update, run.critic), critic.recent, "critic", advance)
     if not rests:
         with run.report.phase("update_actor", total=plan.updates_per_step) as advance:
             batches = minibatches(groups, plan.prompts_per_update, plan.epochs_per_step)
-            policy = make_updates(run, step, batches, run.trainer.step, policy.recent, "actor", advance)
-    return merge(critic.metrics, policy.metrics), (policy.recent, critic.recent)
+            policy = make_updates(run, step, batches, recording.update, policy.recent, "actor", advance)
+    return merge(critic.metrics, policy.metrics), (policy.recent, critic.recent), recording.outputs
+
+
+class RecordingUpdates:
+    """Makes updates of the policy, and keeps what the first one computed of each recorded group.
+
+    outputs: so far, by the index of the group in the step.
+    """
+
+    def __init__(self, trainer: TrainEngine, recorded: Sequence[int]) -> None:
+        self._trainer = trainer
+        self._missing = set(recorded)
+        self.outputs: dict[int, list[TokenLogprobs]] = {}
+
+    def update(self, first: int, groups: Sequence[TrainGroup]) -> Metrics:
+        """Make one update. first: index in the step of the first of its groups."""
+        own = self._missing.intersection(range(first, first + len(groups)))
+        metrics, outputs = self._trainer.step_recording(groups, {index - first for index in own})
+        self._missing -= own
+        self.outputs |= {first + index: output for index, output in outputs.items()}
+        return metrics
+
+
+def _update(critic: CriticEngine, first: int, groups: Sequence[TrainGroup]) -> Metrics:
+    return critic.step(groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +213,25 @@ def make_updates(
     run: Run,
     step: int,
     batches: Iterator[tuple[int, Sequence[TrainGroup]]],
-    update_model: Callable[[Sequence[TrainGroup]], Metrics],
+    update_model: Callable[[int, Sequence[TrainGroup]], Metrics],
     recent: RecentUpdates,
     name: UpdatedModel,
     advance: Callable[[int | None], None],
 ) -> Updates:
     """Make a step's optimizer updates of one model.
 
-    batches: of each update; see minibatches. update_model: makes one update. name: of the model.
-    advance: called after each. Raises: NotFiniteError if too many updates are skipped.
+    batches: of each update; see minibatches. update_model: makes one update of such a batch.
+    name: of the model. advance: called after each.
+    Raises: NotFiniteError if too many updates are skipped.
     """
     metrics: Metrics = {}
     skipped: set[int] = set()  # first groups of the minibatches skipped in this step
     for number, (first, minibatch) in enumerate(batches, start=1):
-        update = dict(update_model(minibatch))
+        is_traced = (
+            number == 1 and step in run.traced_steps and name == ("critic" if step <= run.critic_warmup else "actor")
+        )
+        with traced(run.tracer, step, f"update {name}") if is_traced else nullcontext():
+            update = dict(update_model(first, minibatch))
         norm = update.pop(SKIPPED_GRAD_NORM, None)  # nan or infinite: no number for a curve
         recent = recent.after(update, limit=run.max_skipped_updates, counted=first in skipped, name=name)
         if norm is not None:
@@ -244,10 +286,16 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics, so
         # An alarm with a save is said before, since the save may fail or be killed.
         if seen is not alarm or seen.saves:
             run.report.warn(f"trainer.watch.{seen.watcher}: since step {seen.first_step}: {seen.text}")
-    if stopping or (alarm is None and is_due(step, run.intervals.save_every)):
+    saves = stopping or (alarm is None and is_due(step, run.intervals.save_every))
+    if saves:
         wait_for_batch(run, source)
         save(run, progress, source.state_after(), stopping=stopping)
-    run.hooks.step(step, recorded)
+    asked = run.hooks.step(step, recorded)
+    if asked is not None and alarm is None:
+        if not saves:
+            wait_for_batch(run, source)
+            save(run, progress, source.state_after(), stopping=asked == "stop")
+        stopping = stopping or asked == "stop"
     if is_due(step, run.intervals.validate_every) or is_due(step, run.intervals.save_every):
         return_freed_memory()
     if alarm is not None:

@@ -5,7 +5,7 @@ trigon.build makes a Run, and trigon.loop runs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from trigon.checkpoint.store import CheckpointStore, Finish
 from trigon.config.plan import Plan
 from trigon.data.stream import PromptStream
 from trigon.grace import Grace
+from trigon.hooks import Hooks
 from trigon.parity import ParityCheck
 from trigon.report.reporter import Reporter
 from trigon.resuming import SameCommand
@@ -59,29 +60,6 @@ class Intervals:
     save_every: int
     generations_shown: int
     train_samples_every: int
-
-
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """Functions of the user, which the loop calls in its process. An error in one ends the run.
-
-    on_rollouts: called with the groups of a step, scored and recorded, before the update.
-    on_step: called with a step and its metrics, all numbers of its line in metrics.jsonl, when the
-    step's checkpoint, if one is due, is saved; with step 0 after a validation before training.
-    """
-
-    on_step: Callable[[int, Mapping[str, float]], object] | None = None
-    on_rollouts: Callable[[Sequence[RolloutGroup]], object] | None = None
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Call on_step, if there is one."""
-        if self.on_step is not None:
-            self.on_step(step, metrics)
-
-    def rollouts(self, groups: Sequence[RolloutGroup]) -> None:
-        """Call on_rollouts, if there is one."""
-        if self.on_rollouts is not None:
-            self.on_rollouts(groups)
 
 
 @dataclass(frozen=True, slots=True)

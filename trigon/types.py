@@ -36,6 +36,9 @@ ok: scored. failed: the reward function raised, crashed or returned no valid sco
 reward worker was killed at its time limit.
 """
 
+ImageSizes = tuple[tuple[int, int], ...]
+"""(width, height) of each of several images, in pixels."""
+
 MediaKind = Literal["image", "video"]
 """The kind of media in a prompt: images or videos, never both."""
 
@@ -97,6 +100,8 @@ class Prompt:
     image_refs: the source of each image or video, for reports: "train:17/images/0 (figure.png)".
     read_media: reads its images or videos from the dataset again, in any thread; None where there
     is no dataset, as in workers.
+    image_sizes: (width, height) of each image as the model sees it, after the processor has resized
+    it; empty for videos, and in workers.
     """
 
     prompt_id: str
@@ -107,6 +112,7 @@ class Prompt:
     row: Mapping[str, Any]
     image_refs: tuple[str, ...]
     read_media: ReadMedia | None = None
+    image_sizes: ImageSizes = ()
 
     def pixels(self) -> Vision | None:
         """Return the processed media, None for a text-only prompt. They must be processed."""
@@ -145,7 +151,7 @@ class Turn:
     text: the sampled tokens decoded, like Completion.text. observation: the observed tokens as
     text, with one marker for each image; "" if there are none.
     reward: what the environment gave for the turn, None without an environment.
-    num_images: in the observation.
+    num_images: in the observation. image_sizes: of these, as Prompt.image_sizes.
     """
 
     start: int
@@ -154,6 +160,7 @@ class Turn:
     observation: str = ""
     reward: float | None = None
     num_images: int = 0
+    image_sizes: ImageSizes = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +177,9 @@ class Completion:
     distribution sampled from, after temperature, top-p and top-k. All 0.0 for greedy decoding.
     text: the sampled tokens decoded, without special tokens if worker.reward.skip_special_tokens;
     several turns are joined by line breaks. "" for an unfinished one.
-    policy_version: the optimizer step whose weights sampled it; of several, the last one.
+    policy_version: of the weights that sampled it, the number of steps that had updated them; of
+    several, the last one. Records have the step instead (report/reporter.py), which differs after
+    trainer.critic_warmup.
     replica: index of the engine replica that sampled it; see RolloutEngine.num_replicas.
     turns: in order, at least one. If none are given, all tokens are one turn.
     vision: the images of the observations, in the order of their placeholder tokens.
@@ -375,10 +384,12 @@ class MicroBatch:
 
     num_sequences: number of completions. sequence_index: [S] int64, the completion of each token
     (0 .. num_sequences - 1, in row order). trainable: int64, the tokens whose loss_mask is not 0.
+    owners: (group, index within the group) of each completion, in row order.
     All other tensors are float32 [S], as in TrainSequence.
     """
 
     packed: PackedGroups
+    owners: tuple[tuple[int, int], ...]
     num_sequences: int
     sequence_index: Tensor
     trainable: Tensor

@@ -2,7 +2,7 @@
 
     worker.rollout.environment=examples/gridworld/environment.py:Corridor
 
-Needs `pip install "trigon-rl[gymnasium]" minigrid`. The player is a red triangle, which points to
+Needs `pip install -e ".[gymnasium]" minigrid`. The player is a red triangle, which points to
 where it looks; the goal is the green square at the right end. `left` and `right` turn the player by
 90 degrees, `forward` moves it. The row's column `seed` decides where it stands and looks. An
 episode ends at the goal or after eight steps. The reward is MiniGrid's: 1 - 0.9 * steps / 8 at the

@@ -19,7 +19,6 @@ result = trigon.train(
     trainer={"max_steps": 50, "experiment_name": "sums"},
     options={
         "data": {"rollout_batch_size": 16, "max_prompt_length": 128, "max_response_length": 64},
-        "worker": {"actor.global_batch_size": 16, "rollout.n": 8},
     },
 )
 print(result.metrics["reward/overall"])

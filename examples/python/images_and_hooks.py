@@ -61,7 +61,7 @@ result = trigon.train(
     export_to="runs/colours_model",
     options={
         "data": {"rollout_batch_size": 8, "max_prompt_length": 256, "max_response_length": 24, "min_pixels": None},
-        "worker": {"actor.global_batch_size": 8, "actor.optim.lr": 1e-4, "rollout.n": 4},
+        "worker": {"actor.optim.lr": 1e-4, "rollout.n": 4},
         "algorithm.disable_kl": True,
         "trainer": {"max_steps": 4, "val_before_train": False, "save_checkpoint_path": "runs/colours"},
     },

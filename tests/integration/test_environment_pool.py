@@ -3,20 +3,24 @@
 import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from support.images import odd_files
 from support.processes import descendants, is_locked, is_running, wait_until
+from trigon.data.images import open_image
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.protocol import Message, Observation, Outcome
-from trigon.environments.sandbox import find_obstacle
 from trigon.environments.settings import EnvironmentSettings, find_environment, find_tools
 from trigon.errors import EpisodeError
 from trigon.rewards.confinement import landlock, seccomp
@@ -250,6 +254,20 @@ def test_the_death_of_the_fork_server_costs_the_episodes_that_run(tmp_path):
 
 
 @pytest.mark.faults
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of other processes are set on Linux only")
+def test_a_fork_server_without_descriptors_is_started_again(tmp_path):
+    with running(settings_of(tmp_path)) as pool:
+        started(pool, 2)
+        for pid in descendants(pool.process_ids[0]):  # in a process namespace, it has another number
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, 3))
+        for number in range(2, 6):
+            pool.start(number, {"goal": number})
+        # Those that it could not fork are not its own: the next one forks them.
+        assert {outcome.error for outcome in outcomes(pool, 4).values()} == {""}
+        assert "fork server of its process" in step(pool, "go", 0).error
+
+
+@pytest.mark.faults
 def test_a_fork_server_that_dies_again_and_again_ends_the_run(tmp_path):
     with running(settings_of(tmp_path)) as pool, pytest.raises(EpisodeError, match="died 3 times in a row"):  # noqa: PT012
         for number in range(4):
@@ -448,6 +466,22 @@ def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
+@cache
+def obstacle_of_python():
+    """Return why the tool python cannot be used on this system; "" if it can."""
+    try:
+        with running(EnvironmentSettings(environment=None, tools=find_tools(["python"]))):
+            return ""
+    except EpisodeError as error:
+        return str(error)
+
+
+@pytest.fixture
+def needs_python():
+    if obstacle := obstacle_of_python():
+        pytest.skip(obstacle)
+
+
 @pytest.fixture(scope="module", params=["default", "strict"])
 def tools(request):
     obstacle = landlock.find_version() == 0 or not seccomp.is_available()
@@ -456,20 +490,16 @@ def tools(request):
     settings = EnvironmentSettings(
         confinement=Confinement(level=request.param),
         environment=None,
-        tools=find_tools(["crop"]),
+        tools=find_tools(["crop"] if obstacle_of_python() else ["crop", "python"]),
         observation_role="tool",
         timeout_seconds=20.0,
     )
-    if not find_obstacle():
-        settings = replace(settings, tools=find_tools(["crop", "python"]))
     with running(settings) as pool:
         yield pool
 
 
 @pytest.fixture
-def python(tools):
-    if obstacle := find_obstacle():
-        pytest.skip(f"the tool python needs {obstacle}")
+def python(needs_python, tools):
     tools.start(0, {"answer": "the ground truth"}, [png((100, 50))])
     assert outcomes(tools, 1)[0] == Outcome(0, None, None, False)
 
@@ -490,6 +520,23 @@ def test_a_turn_without_a_call_ends_the_episode_without_a_process(tools):
     assert step(tools, "The answer is 4.", 5) == Outcome(5, None, None, True)
     assert descendants(tools.process_ids[0]) == before
     tools.stop(5)
+
+
+@pytest.mark.extended(cases=["strict"])
+def test_tools_see_the_pixels_that_the_model_sees(tools):
+    files = odd_files()
+    tools.start(0, {}, list(files.values()))
+    outcomes(tools, 1)
+    for number, (name, file) in enumerate(files.items()):
+        [message] = step(tools, call("crop", bbox_2d=[0, 0, 1000, 1000], img_idx=number)).observation.messages
+        assert message.images, (name, message.text)
+        seen = open_image(file, where="", image_dir=None, max_pixels=10**6)
+        assert np.array_equal(Image.open(io.BytesIO(message.images[0])), seen), name
+    # Enlarged as any other image, not by its nearest pixels: with more colours than its palette.
+    number = list(files).index("palette")
+    [message] = step(tools, call("crop", bbox_2d=[400, 400, 600, 600], img_idx=number)).observation.messages
+    assert len(Image.open(io.BytesIO(message.images[0])).getcolors(1 << 20)) > 16
+    tools.stop(0)
 
 
 @pytest.mark.extended(cases=["strict"])
@@ -550,11 +597,9 @@ def test_python_shows_what_is_printed_and_the_last_value(python, code, text):
         ("import ctypes; ctypes.string_at(0)", "ended by signal 11"),
         ("import socket; socket.socket()", "PermissionError"),
         ("import urllib.request; urllib.request.urlopen('http://127.0.0.1:1')", "Operation not permitted"),
-        ("open('/etc/changed', 'w')", "PermissionError"),
-        ("open('/proc/%d/environ' % __import__('os').getppid()).read()", "PermissionError"),
-        ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
-        ("import os; os.listdir(os.path.expanduser('~root'))", "PermissionError"),
-        ("import os; os.unshare(0x10000000) if hasattr(os, 'unshare') else os.setns(0)", "Error"),
+        ("open('/etc/changed', 'w')", "Read-only file system"),
+        ("open('/proc/self/environ').read()", "FileNotFoundError"),
+        ("while True: print('x' * 1000)", "printed more than 16 MiB"),
     ],
 )
 def test_python_keeps_its_limits(python, code, expected):
@@ -581,9 +626,7 @@ def test_tools_do_not_get_the_row(tmp_path):
 
 
 @pytest.mark.faults
-def test_python_reads_no_file_beside_the_tools(tmp_path):
-    if obstacle := find_obstacle():
-        pytest.skip(f"the tool python needs {obstacle}")
+def test_python_reads_no_file_beside_the_tools(needs_python, tmp_path):
     (tmp_path / "tools.py").write_text("def look() -> bool:\n    'Look.'\n    return True\n")
     (tmp_path / "answers.json").write_text("[42]")
     tools = find_tools(["python", f"{tmp_path}/tools.py:look"])
@@ -591,7 +634,7 @@ def test_python_reads_no_file_beside_the_tools(tmp_path):
         started(pool, 1)
         assert step(pool, call("look")).observation.messages[0].text == "true"
         read = step(pool, call("python", code=f"open('{tmp_path}/answers.json').read()"))
-        assert "PermissionError" in read.observation.messages[0].text
+        assert "FileNotFoundError" in read.observation.messages[0].text
 
 
 @pytest.mark.extended(cases=["strict"])
@@ -604,12 +647,188 @@ def test_python_leaves_no_process(python, tools):
 
 
 @pytest.mark.faults
-def test_python_that_takes_too_long_is_ended_and_the_episode_goes_on():
-    if obstacle := find_obstacle():
-        pytest.skip(f"the tool python needs {obstacle}")
+def test_python_that_takes_too_long_is_ended_and_the_episode_goes_on(needs_python):
     with running(EnvironmentSettings(environment=None, tools=find_tools(["python"]), timeout_seconds=4.0)) as pool:
         pool.start(0, {})
         outcomes(pool, 1)
         outcome = step(pool, call("python", code="while True: pass") + call("python", code="1 + 1"))
         texts = [message.text for message in outcome.observation.messages]
         assert texts == ["The code took more than 1 s and was ended.", "2"]
+
+
+# `succeeding` returns the attacks that succeed: on a process and a file, and on the system.
+ATTACKS = r"""
+import ctypes, errno, fcntl, os, resource, socket, stat, struct, sys, time
+
+libc = ctypes.CDLL(None, use_errno=True)
+X86 = os.uname().machine == "x86_64"
+
+def call(number, *arguments):
+    return libc.syscall(number, *[ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]) >= 0
+
+def attacks(pid, path, folder):
+    shared = libc.shmget(0x7472, 1 << 16, 0o1666)
+    yield "limits", lambda: resource.prlimit(pid, resource.RLIMIT_NOFILE, (64, 64)) and True
+    yield "priority", lambda: os.setpriority(os.PRIO_PROCESS, pid, 19) or True
+    yield "processors", lambda: os.sched_setaffinity(pid, {min(os.sched_getaffinity(0))}) or True
+    yield "scheduler", lambda: os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0)) or True
+    yield "priority of disks", lambda: call(251 if X86 else 30, 1, pid, 3 << 13)
+    yield "signals", lambda: os.kill(pid, 0) or True
+    yield "pidfd", lambda: os.pidfd_open(pid) > 0
+    yield "ptrace", lambda: libc.ptrace(0x4206, pid, None, None) == 0
+    vector = b"\0" * 16
+    yield "memory", lambda: libc.process_vm_readv(pid, vector, 1, vector, 1, 0) >= 0 or ctypes.get_errno() == 14
+    yield "shared memory", lambda: shared >= 0 and libc.shmctl(shared, 0, None) == 0
+    yield "message queue", lambda: libc.msgctl(libc.msgget(0x7472, 0o1666), 0, None) == 0
+    yield "read", lambda: bool(open(path).read())
+    yield "stat", lambda: os.stat(path).st_size > 0
+    yield "names", lambda: os.path.basename(path) in os.listdir(folder)
+    yield "mode", lambda: os.chmod(path, 0o666) or True
+    yield "owner", lambda: os.chown(path, os.getuid(), os.getgid()) or True
+    yield "times", lambda: os.utime(path, (1, 1)) or True
+    yield "attributes", lambda: os.setxattr(path, "user.trigon", b"1") or True
+    yield "write", lambda: open(path, "a").close() or True
+    yield "symlink", lambda: os.symlink(path, "link") or bool(open("link").read())
+    yield "hard link", lambda: os.link(path, "hard") or True
+    yield "programs of Python", lambda: os.utime(sys.executable) or True
+    made = os.path.join(sys.prefix, "trigon-attack")
+    yield "folders of Python", lambda: open(made, "w").close() or os.unlink(made) or True
+    yield "accounts", lambda: len(open("/etc/passwd").readlines()) > 1
+    yield "/proc", lambda: bool(os.listdir("/proc"))
+    yield "/sys", lambda: bool(os.listdir("/sys"))
+    yield "sockets", lambda: socket.socket() and True
+    yield "unix sockets", lambda: socket.socket(socket.AF_UNIX) and True
+    yield "network interfaces", lambda: len(socket.if_nameindex()) > 0
+    yield "files in memory", lambda: os.memfd_create("attack") > 0
+    yield "namespaces", lambda: call(272 if X86 else 97, 0x10000000)
+
+def system_attacks():
+    yield "secrets", lambda: bool(open("/etc/shadow").read())
+    yield "device", lambda: os.mknod("disk", 0o600 | stat.S_IFBLK, os.makedev(8, 0)) or True
+    yield "devices", lambda: bool(set(os.listdir("/dev")) - {"null", "zero", "full", "random", "urandom", "shm"})
+    yield "host name", lambda: socket.sethostname("attacked") or True
+    yield "clock", lambda: time.clock_settime(time.CLOCK_REALTIME, time.time()) or True
+    yield "root", lambda: os.setuid(0) or True
+    yield "init", lambda: os.kill(1, 9) or time.sleep(0.2) or False
+
+def succeeding(found):
+    names = []
+    for name, attack in found:
+        try:
+            if attack():
+                names.append(name)
+        except (OSError, AttributeError):
+            pass
+    return names
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(sys.platform != "linux", reason="the attacks are those of Linux")
+def test_python_can_attack_nothing_that_an_ordinary_process_of_the_user_can(python, tools, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("the ground truth")
+    secret.chmod(0o600)
+    victims = [os.getpid(), tools.process_ids[0], *descendants(tools.process_ids[0])]
+
+    def state():
+        limits = [resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in victims]
+        priorities = [os.getpriority(os.PRIO_PROCESS, pid) for pid in victims]
+        processors = [os.sched_getaffinity(pid) for pid in victims]
+        shared = len(Path("/proc/sysvipc/shm").read_text().splitlines())
+        found = secret.stat()
+        return limits, priorities, processors, shared, found.st_mode, found.st_mtime_ns, os.uname().nodename
+
+    before = state()
+    for pid in (*victims, 1):
+        code = f"{ATTACKS}\nsucceeding([*attacks({pid}, {str(secret)!r}, {str(tmp_path)!r}), *system_attacks()])"
+        expected = "['signals', 'pidfd']" if pid == 1 else "[]"  # 1 is the first process of its own namespace
+        assert python(code) == expected
+    assert state() == before
+    assert python("1 + 1") == "2"
+    # The same attacks on a process and a file of this test's own, without a sandbox.
+    with subprocess.Popen(["sleep", "100"]) as target:
+        found = f"attacks({target.pid}, {str(secret)!r}, {str(tmp_path)!r})"
+        code = f"{ATTACKS}\nprint(*succeeding({found}), sep=',')"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+        target.kill()
+    possible = set(done.stdout.strip().split(","))
+    assert {"limits", "priority", "processors", "signals", "shared memory", "read", "mode", "times"} <= possible
+
+
+BOMBS = {
+    "processes": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "took more than"),
+    "memory": ("x = []\nwhile True: x.append(b'x' * (64 << 20))", "too much time or memory"),
+    "memory of many": (
+        "import os\nfor _ in range(6): os.fork()\nx = b'x' * (256 << 20)\nimport time; time.sleep(100)",
+        "too much time or memory",
+    ),
+    "disk": (
+        "try:\n    for number in range(99): open(f'/tmp/{number}', 'wb').write(bytes(8 << 20))\n"
+        "except OSError as error: print(error)",
+        "No space left on device",
+    ),
+    "files": (
+        "try:\n    for number in range(10**6): open(f'/tmp/{number}', 'w').close()\nexcept OSError as e: print(e)",
+        "No space left on device",
+    ),
+    "daemons": (
+        "import os, time\nfor _ in range(9):\n    if os.fork() == 0:\n        os.setsid()\n        time.sleep(1000)\n7",
+        "7",
+    ),
+    "output": ("while True: print('x' * 1000)", "printed more than"),
+}
+
+
+@pytest.mark.faults
+@pytest.mark.extended
+def test_bombs_of_python_cost_no_other_episode(needs_python):
+    confinement = Confinement(max_memory_bytes=3 << 30)
+    tools = find_tools(["python"])
+    settings = EnvironmentSettings(environment=None, tools=tools, timeout_seconds=60.0, confinement=confinement)
+    with running(settings) as pool:
+        started(pool, len(BOMBS) + 8)
+        for number, (code, _) in enumerate(BOMBS.values()):
+            pool.step(number, call("python", code=code))
+        others = range(len(BOMBS), len(BOMBS) + 8)
+        for number in others:
+            pool.step(number, call("python", code="sum(range(10**6))"))
+        found = outcomes(pool, len(BOMBS) + 8)
+        assert {found[number].observation.messages[0].text for number in others} == {"499999500000"}
+        for number, (name, (_, expected)) in enumerate(BOMBS.items()):
+            assert expected in found[number].observation.messages[0].text, (name, found[number])
+        for number in range(len(BOMBS)):  # all episodes go on
+            assert step(pool, call("python", code="1 + 1"), number).observation.messages[0].text == "2"
+        [supervisor] = pool.process_ids
+        expected = len(BOMBS) + 8 + 4  # episodes; code server, process 1, fork server
+        wait_until(lambda: len(descendants(supervisor)) <= expected)
+
+
+@pytest.mark.faults
+def test_python_is_refused_with_a_reason_where_it_cannot_be_confined():
+    settings = EnvironmentSettings(
+        environment=None, tools=find_tools(["python"]), confinement=Confinement(without=("namespaces",))
+    )
+    with pytest.raises(EpisodeError, match=r"the tool python cannot be confined .*namespaces.*worker\.rollout\.tools"):
+        described(settings)
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not seccomp.is_available(), reason="this system has no seccomp")
+@pytest.mark.parametrize("forbidden", ["unshare", "mount"])
+def test_python_says_what_to_allow_where_a_container_forbids_namespaces(needs_python, forbidden):
+    script = f"""
+from trigon.environments.pool import EnvironmentPool
+from trigon.environments.settings import EnvironmentSettings, find_tools
+from trigon.rewards.confinement import seccomp
+seccomp.keep_only(seccomp.all_but("clone3", {forbidden!r}))
+pool = EnvironmentPool(EnvironmentSettings(environment=None, tools=find_tools(["python"])))
+try:
+    pool.ready()
+except Exception as error:
+    print(error)
+pool.close()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    for fact in ("the tool python", "Operation not permitted", "--security-opt", "worker.rollout.tools"):
+        assert fact in done.stdout, done

@@ -1,22 +1,45 @@
-"""trigon eval on a run's checkpoints has the numbers of the run's own validation."""
+"""trigon eval on a run's checkpoints has the numbers of the run's own validation.
+
+So have exports of them, which transformers and vLLM's server give the run's pixels and prompts.
+"""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 
 from support import runs
+from support.served import served
+from trigon.build.data import open_builder, open_processors
+from trigon.checkpoint.export import export_checkpoint
 from trigon.cli.main import main
+from trigon.config.load import load_config
+from trigon.data.images import open_image
+from trigon.data.sources import open_source
 from trigon.errors import ConfigError
-from trigon.evaluation.evaluate import evaluate
+from trigon.evaluation.evaluate import evaluate, locate_run
 from trigon.records.rollouts import read_rollouts
 from trigon.records.run import open_run
+from trigon.types import Prompt, Vision
 
 pytestmark = pytest.mark.extended
 
 STEPS = 2
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}: {% if message.content is string %}"
+    "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type in ('image', 'image_url') %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+)
+"""Another chat template than the model's."""
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +52,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(made: Path) -> Path:
     """Return the run folder of a run of two steps, each with a checkpoint and a validation."""
     folder = made.parent / "run"
+    (made.parent / "question.jinja").write_text("{{ content }} Count twice.")
     process = runs.start(
-        made,
+        Path(made.name),  # relative paths, from another folder than that of the evaluations
         folder,
         "worker.reward.reward_function=math",
+        "worker.rollout.val_override_config.temperature=0",
+        "data.format_prompt=question.jinja",
+        "data.system_prompt=You look closely.",
+        f"data.override_chat_template={TEMPLATE}",
+        "data.min_pixels=12544",  # 16 tokens for each drawing, which has 9 of its own size
+        "data.max_prompt_length=160",
         "trainer.val_freq=1",
         "trainer.save_freq=1",
         "algorithm.disable_kl=true",
         steps=STEPS,
+        cwd=made.parent,
     )
     runs.finish(process, folder)
     return folder
@@ -63,11 +94,110 @@ def test_a_checkpoint_has_the_validation_of_its_step(trained, tmp_path, capsys):
             key: value for key, value in metrics.items() if key.startswith("val")
         }
         assert content == json.loads((output / "evaluation.json").read_text())
-    exported = trained / f"global_step_{STEPS}" / "huggingface_model"
-    arguments = [str(exported), "--config", str(trained / "config.yaml"), "--output", str(tmp_path / "exported")]
-    assert main(["eval", *arguments, "--json"]) == 0
-    [model] = json.loads(capsys.readouterr().out)["models"]
-    assert model["summary"]["accuracy"]["value"] == validation_of(trained, STEPS)[0]["val/accuracy_reward"]
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an export of the run that is far from the run's folder."""
+    folder = export_checkpoint(trained, tmp_path_factory.mktemp("far") / "model", dtype=None, logits=False)
+    return folder
+
+
+def eval_export(exported: Path, made: Path, output: Path, *arguments: str) -> int:
+    data = str(made / "data" / "validation.parquet")
+    keys = ["--reward", "math", "--prompt-key", "problem"]
+    return main(["eval", str(exported), data, *keys, "--output", str(output), *arguments])
+
+
+def test_an_export_alone_has_the_validation_of_its_run(trained, exported, made, tmp_path, capsys):
+    assert eval_export(exported, made, tmp_path / "out", "--json") == 0
+    printed = capsys.readouterr()
+    [model] = json.loads(printed.out)["models"]
+    metrics, completions = validation_of(trained, STEPS)
+    assert validation_of(tmp_path / "out", 0)[1] == completions
+    assert model["summary"]["accuracy"]["value"] == metrics["val/accuracy_reward"]
+    for said in ("You look closely.", "Count twice.", "data.min_pixels=12544"):
+        assert said in printed.err
+    assert "not evaluated as its run" not in printed.err
+    arguments = ("data.system_prompt=Guess.", "--temperature", "1", "--limit", "2")
+    assert eval_export(exported, made, tmp_path / "other", *arguments) == 0
+    [warning] = [text for text in capsys.readouterr().out.split("warning: ") if "not evaluated as its run" in text]
+    for said in ("data.system_prompt", "You look closely.", "Guess.", "temperature"):
+        assert said in warning
+
+
+@pytest.fixture(scope="module")
+def validated(trained: Path) -> list[tuple[Prompt, list[dict[str, Any]], Image.Image]]:
+    """Return the prompts of the run's validation with pixels, as messages, and their images."""
+    overrides = [f"{name}={value}" for name, value in locate_run(trained).items() if isinstance(value, str)] + [
+        f"data.val_files={trained.parent / 'made' / 'data' / 'validation.parquet'}",
+        "trainer.val_only=true",
+    ]
+    config = load_config(
+        trained / "config.yaml", [*overrides, f"worker.actor.model.model_path={trained.parent / 'made' / 'model'}"]
+    ).config
+    builder = open_builder(config, open_processors(config), process_images=True)
+    rows = open_source(config.data.val_files[0]).rows
+    found = []
+    for number in range(8):
+        row = rows[number]
+        before, _, after = row["problem"].partition("<image>")
+        content = [
+            {"type": "text", "text": before},
+            {"type": "image"},
+            {"type": "text", "text": f"{after} Count twice."},
+        ]
+        messages = [
+            {"role": "system", "content": [{"type": "text", "text": "You look closely."}]},
+            {"role": "user", "content": [part for part in content if part.get("text") != ""]},
+        ]
+        image = open_image(row["images"][0], where="", image_dir=None, max_pixels=10**6)
+        found.append((builder.build(row, str(number)), messages, image))
+    return found
+
+
+def test_transformers_gives_an_export_the_pixels_and_prompts_of_its_run(exported, validated):
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(exported)
+    for prompt, messages, image in validated:
+        text = processor.apply_chat_template(messages, add_generation_prompt=True)
+        inputs = processor(text=[text], images=[image], return_tensors="pt")
+        assert tuple(inputs["input_ids"][0].tolist()) == prompt.token_ids
+        assert isinstance(prompt.vision, Vision)
+        assert torch.equal(inputs["pixel_values"], prompt.vision.pixel_values)
+        assert inputs["image_grid_thw"].prod() == 64  # 16 tokens of 4 patches
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_vllms_server_gives_an_export_the_prompts_and_completions_of_its_run(trained, exported, validated, tmp_path):
+    pytest.importorskip("vllm")
+    _, completions = validation_of(trained, STEPS)
+    expected = {int(name.rpartition(":")[2]): text for name, text in completions}
+    with served(exported, tmp_path / "log.txt", "--served-model-name", "export") as address:
+        for number, (prompt, messages, image) in enumerate(validated):
+            file = io.BytesIO()
+            image.save(file, "png")
+            url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+            [system, user] = messages
+            parts = [
+                {"type": "image_url", "image_url": {"url": url}} if part["type"] == "image" else part
+                for part in user["content"]
+            ]
+            body = {
+                "model": "export",
+                "messages": [system, {"role": "user", "content": parts}],
+                "temperature": 0,
+                "max_tokens": 24,
+                "return_token_ids": True,
+            }
+            request = urllib.request.Request(
+                f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            answer = json.load(urllib.request.urlopen(request, timeout=120))
+            assert tuple(answer["prompt_token_ids"]) == prompt.token_ids
+            assert answer["choices"][0]["message"]["content"] == expected[number]
 
 
 def test_models_are_compared_and_images_are_taken_away(trained, made, tmp_path):
@@ -79,6 +209,7 @@ def test_models_are_compared_and_images_are_taken_away(trained, made, tmp_path):
             [trained, made / "model"],
             data,
             n=2,
+            temperature=1.0,
             limit=12,
             by=["dataset"],
             blind=True,

@@ -22,8 +22,9 @@ from trigon.checkpoint.weights import open_weights
 from trigon.cli.export import main
 from trigon.errors import CheckpointError
 from trigon.models.families import family_of
-from trigon.models.load import copy_side_files, load_model
+from trigon.models.load import copy_side_files, load_model, load_processors
 from trigon.models.policy import Policy
+from trigon.models.side_files import write_side_files
 from trigon.torchvision_stub import declare_operators
 from trigon.training.memory import HostMemory
 from trigon.training.state import ShardedFiles, save_tensors
@@ -431,3 +432,23 @@ def test_an_export_has_the_same_logprobs_in_vllm_and_transformers(tmp_path, chec
     assert result["ids"] == ids
     assert result["next"] == int(expected[-1].argmax())
     assert result["logprobs"] == pytest.approx([float(expected[t - 1, ids[t]]) for t in range(1, len(ids))], abs=1e-4)
+
+
+def test_a_head_of_its_own_is_exported_with_the_override_that_says_so(tmp_path, tiny_model):
+    """A tied configuration with another head is refused, and names this override."""
+    model, untied = tmp_path / "model", {"tie_word_embeddings": False}
+    shutil.copytree(tiny_model(tie_word_embeddings=True), model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    loaded = load_model(str(model), dtype=torch.float32, device="cpu", override_config=untied)
+    policy = Policy(loaded, family_of(loaded.config), temperature=1.0, banned_token_ids=())
+
+    def write(actor: Path) -> None:
+        save_tensors(dict(policy.saved_tensors()), actor / "weights", group=None)
+        write_side_files(model, actor / "huggingface", load_processors(str(model)), override_config=untied)
+
+    CheckpointStore(tmp_path / "run", keep=-1).save(1, write=write, progress={}, score=None)
+    exported = export_checkpoint(tmp_path / "run", tmp_path / "exported", dtype=None)
+    assert torch.equal(load_file(exported / "model.safetensors")["lm_head.weight"], tensors["lm_head.weight"])
+    assert json.loads((exported / "config.json").read_text())["tie_word_embeddings"] is False

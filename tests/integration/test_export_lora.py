@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -338,3 +340,54 @@ def test_exporting_does_not_advance_the_random_number_generator(checkpoint: Path
     torch.manual_seed(3)
     export_checkpoint(checkpoint, None, dtype=None, adapter=adapter)
     assert torch.equal(torch.rand(1), expected)
+
+
+# Scores tokens with a model, by vLLM: merged weights, or a base model with an adapter.
+WITH_VLLM = """
+import json, os, sys
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+import numpy
+from PIL import Image
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+base, adapter, merged = sys.argv[1:]
+image = Image.fromarray((numpy.arange(84 * 112 * 3) % 256).astype("uint8").reshape(84, 112, 3))
+prompt = {
+    "prompt": "<|vision_start|><|image_pad|><|vision_end|>user: how many circles? assistant:",
+    "multi_modal_data": {"image": image},
+}
+options = {
+    "dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 2, "skip_mm_profiling": True,
+    "limit_mm_per_prompt": {"image": 1, "video": 0}, "mm_processor_cache_gb": 0,
+}
+
+
+def score(engine, **request):
+    sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    [output] = engine.generate([prompt], sampling, use_tqdm=False, **request)
+    return [next(iter(each.values())).logprob for each in output.prompt_logprobs[1:]]
+
+
+adapted = LLM(base, enable_lora=True, max_lora_rank=8, max_loras=1, **options)
+found = {"base": score(adapted), "adapter": score(adapted, lora_request=LoRARequest("trained", 1, adapter))}
+found["merged"] = score(LLM(merged, **options))
+print("SCORES" + json.dumps(found))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_vllm_serves_an_adapter_as_it_serves_the_merged_export(
+    checkpoint: Path, tiny_vlm: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm")
+    adapter = export_checkpoint(checkpoint, tmp_path / "adapter", dtype=None, adapter=True)
+    merged = export_checkpoint(checkpoint, tmp_path / "merged", dtype=None)
+    command = [sys.executable, "-c", WITH_VLLM, str(tiny_vlm), str(adapter), str(merged)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    scores = {name: torch.tensor(each) for name, each in json.loads(done.stdout.partition("SCORES")[2]).items()}
+    torch.testing.assert_close(scores["adapter"], scores["merged"], atol=1e-3, rtol=0)
+    assert (scores["adapter"] - scores["base"]).abs().max() > 0.1

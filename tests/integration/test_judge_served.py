@@ -3,20 +3,13 @@
 import asyncio
 import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from support.served import served
 from trigon.build.rewards import open_rewards
 from trigon.config.schema import Config
 from trigon.rewards.contract import RewardRequest
@@ -24,64 +17,23 @@ from trigon.rewards.contract import RewardRequest
 pytestmark = [pytest.mark.alone, pytest.mark.long, pytest.mark.vllm]
 
 FILE = Path(__file__).parents[2] / "examples" / "reward_function" / "judge.py"
-START_SECONDS = 300
 KEY = "sk-served-0123456789"
 
-# What `vllm serve` starts. That command asks for the metadata of a package named vllm, and fails
-# with vllm-cpu 0.32. Without whitespace in JSON, a model with random weights reaches its end.
-SERVER = [
-    *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--enforce-eager"),
-    *("--served-model-name", "judge", "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "8"),
-    *("--limit-mm-per-prompt", json.dumps({"image": 1, "video": 0}), "--skip-mm-profiling"),
-    *("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})),
-]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def is_ready(url):
-    try:
-        return urllib.request.urlopen(f"{url}/health", timeout=2).status == 200
-    except (urllib.error.URLError, TimeoutError, ConnectionError):
-        return False
+# Without whitespace in JSON, a model with random weights reaches its end.
+JSON = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})
 
 
 @pytest.fixture(scope="module")
 def endpoint(tiny_vlm, tmp_path_factory):
     """Return the address of the API of a server that runs while the tests of this module do."""
     pytest.importorskip("openai", reason="the judge needs the package openai (the extra judge)")
-    port, log = free_port(), tmp_path_factory.mktemp("served") / "log.txt"
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_API_KEY": KEY}
-    with pytest.MonkeyPatch.context() as patch, log.open("w") as output:
+    log = tmp_path_factory.mktemp("served") / "log.txt"
+    arguments = ("--served-model-name", "judge", "--structured-outputs-config", JSON)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_PROXY", "127.0.0.1")
         patch.setenv("no_proxy", "127.0.0.1")
-        command = [*SERVER, "--model", str(tiny_vlm), "--port", str(port)]
-        server = subprocess.Popen(
-            command,
-            env={**os.environ, **settings},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            while not is_ready(f"http://127.0.0.1:{port}"):
-                assert server.poll() is None, f"the server has exited:\n{log.read_text()[-4000:]}"
-                assert time.monotonic() < deadline, f"the server does not start:\n{log.read_text()[-4000:]}"
-                time.sleep(0.2)
-            yield f"http://127.0.0.1:{port}/v1"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGTERM)
-            try:
-                server.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(server.pid, signal.SIGKILL)
-                server.wait()
+        with served(tiny_vlm, log, *arguments, key=KEY) as address:
+            yield f"{address}/v1"
 
 
 def load_judge():

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import is_running
+from support.processes import is_running, wait_until
 from support.runs import finish, log_of, num_lines, press_ctrl_c, start, wait_for
 from support.sockets import Listener, descendants, listeners, outside_address
 
@@ -163,3 +163,35 @@ def test_files_of_a_killed_run_are_removed_at_the_next_start_and_those_of_a_livi
     press_ctrl_c(living)
     assert living.wait(timeout=120) == 130, log_of(tmp_path / "living").read_text()[-4000:]
     assert list(temporary.iterdir()) == []
+
+
+CLUSTER = """
+import time
+from trigon.distributed.cluster import open_cluster
+with open_cluster(nodes=1, workers_per_node=1):
+    print("open", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found by their commands on Linux only")
+def test_no_process_of_ray_outlives_a_driver_that_is_killed(temporary):
+    variables = os.environ | {"TMPDIR": str(temporary), "RAY_TMPDIR": str(temporary)}
+    with subprocess.Popen([sys.executable, "-c", CLUSTER], stdout=subprocess.PIPE, text=True, env=variables) as driver:
+        assert driver.stdout.readline() == "open\n"
+        deadline = time.monotonic() + 60
+        while sum("agent" in command(pid) for pid in descendants(driver.pid)) < 2:  # the node manager starts them
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        started = descendants(driver.pid)
+        killed = time.monotonic()
+        driver.kill()
+    wait_until(lambda: not any(map(is_running, started)))
+    assert time.monotonic() - killed < 20
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""

@@ -157,3 +157,36 @@ def test_two_workers_have_the_numbers_of_the_command_line(made: Path, data: Path
     run_script(made, data, tmp_path / "python", "2")
     run_command(made, data, tmp_path / "command", "trainer.n_gpus_per_node=2")
     assert without_bytes(tmp_path / "python") == without_bytes(tmp_path / "command")
+
+
+# As a notebook's cells: read from standard input.
+THREE_ARGUMENTS = """
+import sys, trigon
+
+rows = [{"prompt": f"What is {number} + 1?", "answer": str(number + 1)} for number in range(3)]
+[model] = sys.argv[1:]
+
+
+def reward(response, ground_truth):
+    return sum(map(ord, response)) % 7 / 7
+
+
+result = trigon.train(model=model, data=rows, reward=reward, on_step=lambda *_: "stop")
+config = result.run.config()
+print("numbers", config["data"]["rollout_batch_size"], config["worker"]["actor"]["global_batch_size"],
+      config["worker"]["rollout"]["n"], len(result.run.rollouts(steps=[1])))
+print("ended", result.step, result.stopped, result.checkpoint.name)
+"""
+
+
+@pytest.mark.extended
+def test_three_arguments_suffice_and_a_hook_stops_and_saves(made: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-", str(made / "model")]
+    done = subprocess.run(
+        command, input=THREE_ARGUMENTS, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.splitlines()[-2:] == ["numbers 3 3 8 24", "ended 1 True global_step_1"]
+    said = " ".join((done.stdout + done.stderr).split())
+    for chosen in ("worker.rollout.n=8", "data.rollout_batch_size=3", "worker.actor.global_batch_size=3"):
+        assert chosen in said

@@ -52,7 +52,9 @@ def test_the_page_has_the_example() -> None:
     assert len([line for line in example.splitlines() if line.strip()]) <= 15
     program = (ROOT / "examples" / "python" / "grpo.py").read_text(encoding="utf-8")
     assert [
-        line for line in ("rows = [", "def reward(response, ground_truth):", '"rollout.n": 8') if line not in program
+        line
+        for line in ("rows = [", "def reward(response, ground_truth):", '"rollout_batch_size": 16')
+        if line not in program
     ] == []
 
 

@@ -37,7 +37,7 @@ needs_landlock = pytest.mark.skipif(not LANDLOCK, reason="this kernel has no Lan
 
 # Each returns whether the attack on `pid`, the driver, or on `child`, its child process, succeeds.
 ATTACKS = """
-import ctypes, fcntl, os, signal, socket, struct, time
+import ctypes, fcntl, os, resource, signal, socket, struct, time
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -106,6 +106,15 @@ def is_alive(pid):
     except OSError:
         return True  # it cannot be seen
 
+def limit_a_process(pid, child):
+    return resource.prlimit(child, resource.RLIMIT_CORE, (0, 0)) is not None
+
+def lower_a_priority(pid, child):
+    return os.setpriority(os.PRIO_PROCESS, child, 5) is None
+
+def choose_processors(pid, child):
+    return os.sched_setaffinity(child, {min(os.sched_getaffinity(0))}) is None
+
 def make_a_key(pid, child):
     ADD_KEY = {"x86_64": 248, "aarch64": 217}[os.uname().machine]
     return libc.syscall(ADD_KEY, b"user", b"name", b"value", 5, -3) > 0
@@ -123,7 +132,10 @@ MEMORY_CALLS = {"read_memory_by_a_system_call", "trace"}
 SIGNALS = {"stop_a_process", "stop_a_process_by_its_descriptor", "stop_a_process_by_a_socket"}
 NAMES = {"read_command_lines"}
 CALLS = {"make_a_key"}
-ALL = PEEK | MEMORY_CALLS | SIGNALS | NAMES | CALLS
+LIMITS = {"limit_a_process", "lower_a_priority", "choose_processors"}
+# Linux compares the capabilities of both for priorities, not for limits.
+LIMITS_WITH_FEWER_CAPABILITIES = {"limit_a_process"} if IS_ROOT else LIMITS
+ALL = PEEK | MEMORY_CALLS | SIGNALS | NAMES | CALLS | LIMITS
 
 # What of ATTACKS succeeds without some mechanisms. An ordinary user has no capabilities to give up.
 EVERYTHING = ("namespaces", "fewer capabilities", "landlock", "signal scope", "seccomp")
@@ -131,7 +143,7 @@ SUCCEEDS = {
     (): set(),
     ("seccomp",): CALLS,
     ("namespaces",): NAMES,
-    ("namespaces", "seccomp"): NAMES | CALLS,
+    ("namespaces", "seccomp"): NAMES | CALLS | LIMITS_WITH_FEWER_CAPABILITIES,
     ("namespaces", "signal scope"): NAMES | SIGNALS,
     ("namespaces", "landlock"): NAMES | SIGNALS | (set() if IS_ROOT else PEEK),
     ("namespaces", "landlock", "fewer capabilities"): NAMES | SIGNALS | PEEK,
@@ -141,6 +153,7 @@ SUCCEEDS = {
 SAID = {
     "read the environment and the memory": "read_environment",
     "send signals": "stop_a_process",
+    "change the limits and priorities": "limit_a_process",
     "see the command lines": "read_command_lines",
     "make system calls that they do not need": "make_a_key",
 }
@@ -211,9 +224,8 @@ from trigon.rewards.confinement.options import Confinement
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 
-seccomp._NUMBERS["landlock_create_ruleset"] = (444, 444)
 if {forbidden!r}:
-    seccomp.forbid({forbidden!r})
+    seccomp.keep_only(seccomp.all_but(*{forbidden!r}))
 children = []
 succeeded = []
 for response in {responses!r}:

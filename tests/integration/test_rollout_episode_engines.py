@@ -22,6 +22,9 @@ from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.resuming import SAME_COMMAND
 from trigon.rollout.restart import RestartingEngine
+from trigon.rollout.transformers import _TransformersTurns
+from trigon.rollout.turns import TurnRequest
+from trigon.rollout.vllm.turns import VllmTurns
 from trigon.types import SamplingParams
 
 MAX_MODEL_LEN = 1024
@@ -154,6 +157,41 @@ def max_difference(scene, rows):
             )
             differences.append(float((expected - torch.tensor(completion.sampling_logprobs)).abs().max()))
     return max(differences)
+
+
+def sample_turn(scene, request):
+    """Return one turn of the engine, without an environment, past end-of-sequence tokens."""
+    sampling = replace(SAMPLING, ignore_eos=True)
+    with scene.engine.awake(handle_of(scene.weights), version=0):
+        if scene.is_vllm:
+            llm = scene.engine._llm_engine
+            turns = VllmTurns(llm, scene.processors, sampling, step=llm.step, skip_special_tokens=False)
+        else:
+            turns = _TransformersTurns(lambda batch: scene.engine._sample(batch, sampling))
+        turns.submit(request)
+        while not (ended := turns.step()):
+            pass
+    return ended[0][1]
+
+
+@pytest.mark.extended(but=["vllm-qwen2_5_vl", "transformers-qwen2_5_vl"])
+def test_a_turn_ends_with_the_token_that_completes_a_stop_text(scene):
+    prompt, stops = scene.prompts[1], []
+    request = TurnRequest("a", prompt, prompt.token_ids, (), 60, seed=3)
+    whole = sample_turn(scene, request)
+    decode = scene.processors.tokenizer.decode
+    for start in range(5, len(whole.token_ids) - 1):
+        pair = decode(whole.token_ids[start : start + 2])
+        if pair.isascii() and len(decode(whole.token_ids[start : start + 1])) > 1:
+            stops.append(pair[1:])  # of two tokens
+    assert stops, "the random model writes some letters"
+    num_kept = next(n for n in range(60) if stops[0] in decode(whole.token_ids[:n]))
+    assert num_kept < len(whole.token_ids)
+    stopped = sample_turn(scene, replace(request, stop=("never written", stops[0])))
+    assert stopped.token_ids == whole.token_ids[:num_kept]
+    assert stopped.logprobs == pytest.approx(whole.logprobs[:num_kept], abs=1e-5)
+    assert stopped.finish_reason == "stop"
+    assert whole.text.startswith(stopped.text)
 
 
 @pytest.mark.extended(but=["vllm-qwen2_5_vl"])

@@ -82,6 +82,10 @@ def scene(request: pytest.FixtureRequest, tiny_model: Any) -> Iterator[Scene]:
         # cache.
         ("<video>What then?", [make_video(frames=60, fps=5, width=56, height=56)]),
         ("<video>What then?", [make_video(frames=60, fps=6, width=56, height=56)]),
+        # One frame, three, and 0.4 seconds.
+        ("<video>?", [make_video(frames=1)]),
+        ("<video>?", [make_video(frames=3, fps=1)]),
+        ("<video>?", [make_video(frames=10, fps=25)]),
     ]
     prompts = [
         builder.build({"problem": text, "answer": "", "videos": videos}, f"train:{number}")

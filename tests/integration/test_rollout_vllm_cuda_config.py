@@ -19,8 +19,7 @@ ALONE = {
     "max_num_batched_tokens": 8192,
     "chunked_prefill": True,
     "graphs": "FULL_AND_PIECEWISE",
-    # Larger batches run without a graph: launching kernels is then no longer the limit.
-    "largest_graph": 512,
+    "largest_graph": 1024,
     "sleep": True,
     "logprobs": "processed_logprobs",
     "load_format": "dummy",

@@ -11,6 +11,7 @@ import pytest
 
 from support.browser import Browser, find_chromium, open_browser
 from support.view_runs import make_row, served, write_image, write_run, write_step
+from trigon.records.rollouts import TurnRecord
 from trigon.report.run_folder import RunFolder
 from trigon.view.export import export
 from trigon.view.runs import open_runs
@@ -104,6 +105,10 @@ def test_filters_are_clicked_and_typed_and_kept_in_the_address(browser, page):
     browser.open(f"{page}#rollouts")
     browser.wait(COMPLETIONS)
     assert browser.text(".result") == "13 groups, 50 completions"
+    browser.click(".filter-row [aria-expanded]")
+    browser.wait("document.querySelector('.more-filters').checkVisibility()")
+    assert "null" not in browser.text(".more-filters")
+    browser.press("f")
     browser.click("[aria-label='Solved by'] [data-value=all]")
     browser.wait("document.querySelector('.result').innerText.startsWith('4 groups')")
     assert "solved=all" in browser.run("location.hash")
@@ -153,6 +158,56 @@ def test_tokens_have_colours_and_numbers(browser, page):
     browser.open(f"{page}#rollouts?split=filtered")
     browser.wait(COMPLETIONS)
     assert browser.run("document.querySelector('[data-value=mismatch]').disabled")
+
+
+def test_coloured_tokens_stay_in_their_turns_beside_what_was_observed(browser, tmp_path):
+    folder = tmp_path / "run"
+    image = write_image(folder, (0, 90, 200))
+    turns = (
+        TurnRecord("A map. What next?", "I count", 2, 0.5, image_files=(image,)),
+        TurnRecord("Then answer.", " 1.", 1, 1.0),
+    )
+    with RunFolder(folder) as run:
+        run.write_rollouts(1, "train", [replace(make_row("train:0", 0, 1.0), turns=turns)])
+    with served([folder], tmp_path / "cache") as (url, _):
+        browser.open(f"{url}#rollouts")
+        browser.wait(COMPLETIONS)
+        browser.click("[aria-label='Colour of tokens'] [data-value=entropy]")
+        browser.wait("document.querySelectorAll('.token').length === 3")
+        each = "[...document.querySelectorAll('.turn')].map(e => e.querySelectorAll('.token').length)"
+        assert browser.run(each) == [2, 1]
+        assert "A map. What next?" in browser.text(".turn")
+        assert "Then answer." in browser.text(".turn:nth-child(2)")
+        assert browser.wait("document.querySelector('.turn img').naturalWidth") == 64
+        browser.click("[aria-label='Colour of tokens'] [data-value=plain]")
+
+
+def test_validations_are_drawn_as_they_are_and_other_metrics_smoothed(browser, tmp_path):
+    folder = tmp_path / "run"
+    values = [0.125, 0.875, 0.25, 0.6875]
+    with RunFolder(folder) as run:
+        for step, value in enumerate(values, start=1):
+            run.append_metrics(step, {"val/reward_score": value, "reward/overall": value})
+    with served([folder], tmp_path / "cache") as (url, _):
+        browser.open(url)
+        browser.wait(CHARTS)
+        drawn = browser.run(
+            "Object.fromEntries([...document.querySelectorAll('.chart')].map(e => "
+            "[e.querySelector('.name').textContent, e.querySelector('.plot').data.map(trace => [...trace.y])]))"
+        )
+    assert drawn["val/reward_score"] == [values]
+    assert drawn["reward/overall"][0] == values
+    assert drawn["reward/overall"][1][-1] != values[-1]
+
+
+def test_a_run_is_live_while_a_process_writes_to_it(browser, tmp_path):
+    folder = write_run(tmp_path / "run", num_steps=1)
+    with served([folder], tmp_path / "cache") as (url, _):
+        browser.open(url)
+        browser.wait("document.querySelector('.right .live').innerText === 'not running'")
+        with RunFolder(folder):
+            browser.wait("document.querySelector('.right .live').innerText === 'live'")
+        browser.wait("document.querySelector('.right .live').innerText === 'not running'")
 
 
 def test_the_keyboard_reaches_everything(browser, page):
@@ -288,6 +343,10 @@ def test_a_phone_has_the_list_then_the_group_and_nothing_is_too_wide(browser, pa
             browser.open(f"{page}#{view}")
             browser.wait(shown)
             assert browser.run("document.documentElement.scrollWidth") == 390, view
+            if view == "configuration":  # the values of all runs are on the screen
+                right = "[...document.querySelectorAll('.config td code')].map(e => e.getBoundingClientRect().right)"
+                assert len(browser.run(right)) == 2
+                assert max(browser.run(right)) <= 390
         assert browser.run(COMPLETIONS) == 0
         browser.click(".item")
         browser.wait(COMPLETIONS)

@@ -39,6 +39,7 @@ from trigon.types import (
     RolloutGroup,
     SamplingParams,
     Score,
+    TokenLogprobs,
     TrainGroup,
     TrainSequence,
 )
@@ -88,8 +89,13 @@ class StubTrainer:
             for group in groups
         ]
 
-    def step(self, groups):
-        return {"files": Sum(float(sum(sum(map(sum, group.prompt.vision.encoded)) for group in groups)))}
+    def step_recording(self, groups, recorded):
+        metrics = {"files": Sum(float(sum(sum(map(sum, group.prompt.vision.encoded)) for group in groups)))}
+        outputs = {}
+        for index in recorded:
+            number = torch.tensor([float(sum(map(sum, groups[index].prompt.vision.encoded)))])
+            outputs[index] = [TokenLogprobs(number, -number, None)]
+        return metrics, outputs
 
 
 class TestWorker(Worker):
@@ -258,8 +264,12 @@ def test_a_file_is_sent_once_to_each_worker_that_needs_it(worker_group, tmp_path
     assert num_files_sent() == {}
     values = torch.ones(4)
     sequence = TrainSequence((1, 2, 3, 4), values, values, values, None, None)
-    metrics = trainer.step([TrainGroup(prompt, (sequence,)) for prompt in prompts])
+    metrics, outputs = trainer.step_recording([TrainGroup(prompt, (sequence,)) for prompt in prompts], {1, 3})
     assert metrics["files"].value == 10_000.0 * (1 + 2 + 3 + 4)
+    for index, number in ((1, 2.0), (3, 4.0)):  # of the group with this index, whichever rank has it
+        [output] = outputs.pop(index)
+        assert (output.logprobs.tolist(), output.entropy.tolist()) == ([10_000.0 * number], [-10_000.0 * number])
+    assert not outputs
     twice = [replace(prompt, prompt_id=f"{prompt.prompt_id} again") for prompt in prompts]
     for prompt in twice:
         (tmp_path / prompt.prompt_id).touch()

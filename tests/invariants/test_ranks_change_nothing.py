@@ -313,6 +313,33 @@ def folders_of(state: Path) -> list[str]:
 
 # -- training --------------------------------------------------------------------------------------
 
+
+@pytest.mark.extended
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "llava"])
+def test_weights_without_a_gradient_keep_their_bits_under_weight_decay(
+    processes, tiny_model, tmp_path, model_type, ranks
+):
+    """A batch of text does not change a trained tower, nor any batch the last layer of LLaVA's."""
+    both = ((0, 2), (1,)) if ranks == 2 else ((0, 1, 2),)
+    images, text = Batch(both, seed=20), Batch(both, seed=0, images=False)
+    saved = {number: tmp_path / str(number) for number in (0, 1, 3)}
+    sharding = FULL if ranks == 2 else None
+    run(processes, Task(tiny_model(model_type), (images, text, text), sharding, {"max_tokens": ONE_GROUP}, saved=saved))
+    start, shown, unshown = (tensors_in(saved[number] / "weights") for number in (0, 1, 3))
+
+    def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
+        return {name for name in before if not torch.equal(before[name], after[name])}
+
+    tower = {name for name in start if "visual" in name or "vision_tower" in name}
+    untrained = {name for name in tower if ".layers.2." in name or "post_layernorm" in name}
+    assert bool(untrained) == (model_type == "llava")
+    assert moved(start, shown) == start.keys() - untrained
+    changed = moved(shown, unshown)
+    assert changed
+    assert not changed & tower
+
+
 VL, TIED, TEXT = ("qwen2_5_vl", False), ("qwen3_vl", True), ("qwen2", False)
 MOE, TILES = ("qwen3_vl_moe", False), ("internvl", False)
 TWO_RANKS = {"sequence_parallel_size": 2}

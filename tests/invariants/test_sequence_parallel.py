@@ -17,11 +17,12 @@ from torch import Tensor
 from support.engines import ONE_ROW, TERMS, make_engine, make_rollouts, processors_of, to_train
 from support.ranks import RankProcesses
 from trigon.algorithms.reduce import count_denominators
-from trigon.data.packing import pack_train
+from trigon.data.packing import by_owner, pack_train
 from trigon.models.policy import full_tensor
 from trigon.models.positions import positions_of
 from trigon.training.fsdp import Sharding
 from trigon.training.step import micro_batch_backward
+from trigon.types import TokenLogprobs
 
 FULL = Sharding(
     full_shard=True, ranks_per_copy=None, param_dtype=torch.float32, reduce_dtype=torch.float32, cpu_offload=False
@@ -65,15 +66,12 @@ def compute(task: Task) -> bytes:
     denominators = count_denominators(part.loss_mask for group in groups for part in group.sequences)
     result: dict[str, Tensor] = {}
     for row in [task.rows[dist.get_rank() // task.ranks_per_row]] if is_split else task.rows:
-        for index, group in zip(row, engine.token_logprobs([rollouts[index] for index in row]), strict=True):
-            for number, scored in enumerate(group):
-                result[f"logprobs/{index}/{number}"] = scored.logprobs
-                result[f"entropy/{index}/{number}"] = scored.entropy
         [batch] = pack_train(
             [groups[index] for index in row],
             max_tokens=ONE_ROW,
             positions=positions_of(processors.family, processors.hf_config),
         )
+        outputs: list[TokenLogprobs] = []
         micro_batch_backward(
             engine.policy,
             batch,
@@ -83,7 +81,12 @@ def compute(task: Task) -> bytes:
             reference=None,
             run_dummy_vision=task.images,
             gradient_scale=float(task.ranks) if is_split else 1.0,
+            on_outputs=outputs.append,
         )
+        for name in ("logprobs", "entropy"):
+            tokens = getattr(outputs[0], name).detach()
+            for (place, number), own in by_owner([batch], [tokens]).items():
+                result[f"{name}/{row[place]}/{number}"] = own.clone()
     for name, parameter in engine.policy.named_parameters():
         if parameter.grad is not None:
             result[f"gradient/{name}"] = full_tensor(parameter.grad).contiguous()

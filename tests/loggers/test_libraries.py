@@ -137,6 +137,23 @@ def test_mlflow(tmp_path, monkeypatch):
     assert "password" not in (tmp_path / "mlflow.json").read_text()
 
 
+def test_mlflow_without_a_server_has_a_store_in_the_run_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    use("mlflow")
+    import mlflow
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    log("mlflow", logged_run(folder), range(3))
+    log("mlflow", logged_run(folder, first_step=2), range(2, 4))  # resumed after step 1
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    client = mlflow.MlflowClient(tracking_uri=(folder / "mlflow").as_uri())
+    [run] = client.search_runs([client.get_experiment_by_name("easy_r1").experiment_id])
+    assert {entry.step for entry in client.get_metric_history(run.info.run_id, "reward/overall")} == {0, 1, 2, 3}
+
+
 @pytest.fixture(scope="module")
 def trackio_folder(tmp_path_factory) -> Iterator[Path]:
     """Return the folder of trackio's databases, which it reads once, as it is imported."""

@@ -14,7 +14,7 @@ from trigon.data.vision import image_processor_of
 from trigon.errors import DataError
 from trigon.models.load import Processors
 from trigon.rollout.episode_settings import EpisodeSettings
-from trigon.types import Completion, EncodedMedia, Prompt, Vision
+from trigon.types import Completion, EncodedMedia, ImageSizes, Prompt, Vision
 
 Part = TypeVar("Part", Prompt, Completion)
 
@@ -103,6 +103,7 @@ class Tokens:
     token_ids: tuple[int, ...]
     text: str
     media: EncodedMedia | None
+    image_sizes: ImageSizes = ()
 
 
 @dataclass
@@ -130,13 +131,15 @@ class PlainTemplate:
         images = () if observation is None else observation.images
         tokenizer = self.processors.tokenizer
         ids = tokenizer.encode(f"{before}<|im_start|>user\n", add_special_tokens=False)
+        sizes = []
         for image in images:
+            sizes.append(image_processor_of(self.processors).processed_size(*Image.open(io.BytesIO(image)).size))
             start, end = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
             count = image_processor_of(self.processors).tokens_of(load_pixels(self.processors, image))[0]
             ids += [start, *[self.processors.family.image_token_id(self.processors.hf_config)] * count, end]
         ids += tokenizer.encode(f"{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
         media = EncodedMedia(images, tuple(hashlib.sha256(image).hexdigest() for image in images)) if images else None
-        return Tokens(tuple(ids), "<image>" * len(images) + text, media)
+        return Tokens(tuple(ids), "<image>" * len(images) + text, media, tuple(sizes))
 
 
 def load_pixels(processors: Processors, *files: bytes) -> Vision:

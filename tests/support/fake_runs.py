@@ -213,6 +213,7 @@ def open_run(
     complete=sometimes_right,
     token_logprob=FAKE_LOGPROB,
     tokens_per_step: int | None = None,
+    critic_warmup: int = 0,
     **changes: Any,
 ):
     """Yield a run that writes into the folder, and release the folder at the end."""
@@ -232,6 +233,7 @@ def open_run(
             RecordingReporter(
                 run_folder,
                 Console(stream=io.StringIO(), progress=False),
+                critic_warmup=critic_warmup,
                 images=ImageStore(folder, max_side=64),
                 token_texts=TokenTexts(parts.processors.tokenizer),
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
 
 def png(width: int = 56, height: int = 56, seed: int = 0) -> bytes:
@@ -13,4 +13,36 @@ def png(width: int = 56, height: int = 56, seed: int = 0) -> bytes:
     noise = np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8)
     stream = io.BytesIO()
     Image.fromarray(noise).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def odd_files(width: int = 600, height: int = 500) -> dict[str, bytes]:
+    """Return files whose stored pixels are not what a model sees: rotated, transparent, deep."""
+    ramp = np.linspace(0, 1, width)[None] * np.linspace(0.2, 1, height)[:, None]
+    photo = Image.fromarray((ramp[:, :, None] * [255, 128, 64]).astype(np.uint8))
+    rotated = Image.Exif()
+    rotated[ExifTags.Base.Orientation] = 6
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="8"/></x:xmpmeta>'
+    grey = photo.convert("L")
+    palette = photo.quantize(16)
+    translucent = photo.copy()
+    translucent.putalpha(grey)
+    return {
+        "EXIF": _file(photo, "JPEG", exif=rotated),
+        "XMP": _file(photo, "JPEG", xmp=xmp),
+        "RGBA": _file(translucent, "PNG"),
+        "LA": _file(Image.merge("LA", (grey, grey)), "PNG"),
+        "transparent RGB": _file(photo, "PNG", transparency=photo.getpixel((9, 9))),
+        "transparent L": _file(grey, "PNG", transparency=grey.getpixel((9, 9))),
+        "palette": _file(palette, "PNG"),
+        "transparent palette": _file(palette, "PNG", transparency=3),
+        "one bit": _file(photo.convert("1"), "PNG"),
+        "16-bit grey": _file(Image.fromarray((ramp * 65535).astype(np.uint16)), "PNG"),
+        "CMYK": _file(photo.convert("CMYK"), "JPEG"),
+    }
+
+
+def _file(image: Image.Image, file_format: str, **options: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, file_format, **options)
     return stream.getvalue()

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from tokenizers import Tokenizer
 
 from support.images import png
 from trigon.checks.machine import Gpu, Machine
@@ -203,6 +204,16 @@ def _no_chat_template(run: PlantedRun) -> None:
     run.options["worker.actor.model.model_path"] = model
 
 
+def _added_token(run: PlantedRun) -> None:
+    model = run.folder / "added"
+    shutil.copytree(run.model, model)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_tokens(["<grounding>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    run.options["worker.actor.model.model_path"] = model
+    run.train[37]["problem"] = "<image>Where <grounding>?"
+
+
 _NO_GENERATION_PROMPT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
@@ -290,6 +301,7 @@ FAULTS: dict[str, tuple[str, Callable[[PlantedRun], None]]] = {
     "a missing column": ("dataset.unreadable", _missing_column),
     "a line that is no JSON": ("dataset.unreadable", lambda run: run.train.append("not a row")),
     "images in another column": ("dataset.unused_images", _other_column),
+    "half of a surrogate pair": ("rows.encoding", _set(21, problem="What is \ud83d?")),
     "an empty prompt": ("rows.prompt", _set(0, problem="")),
     "a row without a ground truth": ("rows.answer", _set(1, answer=None)),
     "a marker too many": ("rows.markers", _set(22, problem="<image><image>How much?")),
@@ -317,6 +329,7 @@ FAULTS: dict[str, tuple[str, Callable[[PlantedRun], None]]] = {
         _set(33, images=[], videos=["no.mp4"], problem="<video>What?"),
     ),
     "a row with images and videos": ("rows.mixed_media", _set(34, videos=["a.mp4"])),
+    "a token that was added to the tokenizer": ("rows.vocabulary", _added_token),
     "a row with a large column": ("rows.row_size", _set(36, notes="x" * (2**24 + 1))),
     "a blank image": ("rows.blank_image", _image(35, _png_of(np.full((56, 56, 3), 200, np.uint8)))),
     "many long prompts": ("lengths.overlong", _many_too_long),
@@ -369,6 +382,10 @@ FAULTS: dict[str, tuple[str, Callable[[PlantedRun], None]]] = {
     ),
     "a random reward": ("reward.random", _reward('import random\n    return {"overall": random.random() + 1}')),
     "a ground truth that cannot be right": ("reward.ground_truth", lambda run: run.train[20].update(answer="{3}")),
+    "a warm-up that never ends": (
+        "steps.warmup",
+        _option(worker__actor__optim__lr_warmup_steps=100_000),
+    ),
     "too few rows for a step": (
         "steps.plan",
         _option(data__rollout_batch_size=64, worker__actor__global_batch_size=64),

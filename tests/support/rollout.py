@@ -89,4 +89,4 @@ class Phases:
     def __call__(self, name: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
         done: list[int] = []
         yield done.append
-        self.announced.append((name, total, sum(done)))
+        self.announced.append((name, total, sum(filter(None, done))))

@@ -44,10 +44,17 @@ CONFIG = ROOT / "trigon" / "tiny" / "quickstart.yaml"
 
 
 def start(
-    made: Path, folder: Path, *overrides: str, steps: int = STEPS, environment: Mapping[str, str] | None = None
+    made: Path,
+    folder: Path,
+    *overrides: str,
+    steps: int = STEPS,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> subprocess.Popen[str]:
     """Start a run with the model and data in `made`. It writes into `folder`, its output into
     log_of(folder). Samples with vLLM if it is installed.
+
+    cwd: the folder in which it is started, from which a relative `made` starts.
     """
     command = [
         sys.executable,
@@ -65,6 +72,7 @@ def start(
             text=True,
             start_new_session=True,
             env={**os.environ, **(environment or {})},
+            cwd=cwd,
             # A test process in the background may ignore SIGINT, which its children inherit.
             preexec_fn=restore_sigint,
         )

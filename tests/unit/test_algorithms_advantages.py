@@ -105,6 +105,21 @@ def test_gdpo_distinguishes_parts_with_equal_sums():
     assert row[0] > row[1]
 
 
+@pytest.mark.parametrize("spread", [1.0, 1e-3, 1e-4, 1e-5, 1e-6])
+@pytest.mark.parametrize("offset", [0.0, 0.01])
+def test_gdpo_is_its_formula_for_parts_of_any_spread(spread, offset):
+    random = torch.Generator().manual_seed(7)
+    for _ in range(100):
+        drawn = torch.randn(2, 3, 4, generator=random, dtype=torch.float64) * torch.tensor([1.0, spread])[:, None, None]
+        parts = (drawn + offset).float()
+        exact = parts.double()
+        std = exact.std(dim=2, keepdim=True)
+        total = ((exact - exact.mean(dim=2, keepdim=True)) / (std + 1e-6)).sum(dim=0)
+        expected = total / (total.square().sum() / (total.numel() - 1)).sqrt()
+        found = completion_advantages([[1.0] * 4] * 3, "gdpo", parts={"a": parts[0].tolist(), "b": parts[1].tolist()})
+        assert torch.tensor(found).double() == pytest.approx(expected, abs=0.02)
+
+
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.1, 1e-3])
 def test_gdpo_gives_exactly_zero_where_the_parts_cancel(ratio):
     # Both parts normalize to the same numbers with opposite signs, up to STD_EPSILON and rounding.

@@ -15,6 +15,7 @@ from PIL import Image
 import trigon
 from trigon.api import TRAIN, VALIDATION, read_arguments
 from trigon.cli.plan import main
+from trigon.config.defaults import resolve_val_before_train
 from trigon.config.load import dump_config
 from trigon.errors import CheckpointError, ConfigError, DataError, RewardError
 
@@ -150,7 +151,6 @@ def test_python_objects_have_names_in_the_configuration():
     assert given.data == {TRAIN: rows, VALIDATION: rows}
     assert config.worker.reward.reward_function == "python:2 * accuracy + 1 * accuracy"
     assert [(term.name, term.weight) for term in given.reward] == [("accuracy", 2.0), ("accuracy_2", 1.0)]
-    assert config.trainer.val_before_train
 
 
 def test_names_stay_names(tmp_path):
@@ -163,9 +163,9 @@ def test_names_stay_names(tmp_path):
 
 
 def test_without_validation_data_there_is_no_validation_before_training(tmp_path):
-    assert read().loaded.config.trainer.val_before_train is False
+    assert not resolve_val_before_train(read().loaded.config)
     (tmp_path / "run.yaml").write_text("data: {val_files: owner/data}")
-    assert read(config=tmp_path / "run.yaml").loaded.config.trainer.val_before_train is True
+    assert resolve_val_before_train(read(config=tmp_path / "run.yaml").loaded.config)
     with pytest.raises(ConfigError, match=r"data\.val_files is not set, but validation is on"):
         read(trainer={"val_before_train": True})
 

@@ -283,7 +283,7 @@ def test_episodes_kept_for_the_next_step_keep_their_turns_and_images():
         "turns",
         "a\nb",
         3,
-        turns=(Turn(0, 2, "a", reward=0.1), Turn(3, 4, "b", "<image><image>", None, 2)),
+        turns=(Turn(0, 2, "a", reward=0.1), Turn(3, 4, "b", "<image><image>", None, 2, ((56, 28), (84, 56)))),
         vision=images,
     )
     failed = Completion((1,), (0.0,), "stop", "", 3, error="the environment died")

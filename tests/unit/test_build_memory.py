@@ -8,18 +8,25 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from support.engines import make_engine
 from support.published import CONFIGS, configured
 from trigon.build.engines import staged_bytes
 from trigon.build.memory import count_memory
 from trigon.build.memory_check import MemoryCounter, check_memory, find_hardware, find_remedies, with_options
+from trigon.build.memory_remedies import (
+    find_remedies_of_critic,
+    find_remedies_of_policy,
+    find_remedies_of_reference,
+)
 from trigon.build.memory_table import GIB, Hardware
 from trigon.build.model_sizes import size_of_model
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
-from trigon.models.load import load_model
+from trigon.models.load import load_hf_config, load_model
 from trigon.models.lora import LoraSettings, add_lora
+from trigon.models.tensor_parallel import require_tensor_parallel
 from trigon.system.host_memory import count_total_bytes
 from trigon.training.protocol import Sizes
 
@@ -28,6 +35,7 @@ PUBLISHED = {
     "Qwen2.5-VL-7B-Instruct": 8_292_166_656,
     "Qwen2.5-VL-32B-Instruct": 33_452_718_336,
     "Qwen2.5-VL-72B-Instruct": 73_410_777_344,
+    "Qwen2.5-1.5B-Instruct": 1_543_714_304,
     "Qwen2.5-3B-Instruct": 3_085_938_688,
     "Qwen2.5-7B-Instruct": 7_615_616_512,
     "Qwen3-4B": 4_022_468_096,
@@ -235,6 +243,34 @@ def test_what_helps_is_the_same_arithmetic_with_the_change():
             warned(with_options(config, remedy.changes))
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("Qwen2.5-VL-3B-Instruct", (1, 2, 4)),  # 16 heads in decoder and tower, whose MLPs have 3,420 columns
+        ("Qwen2.5-VL-7B-Instruct", (1, 2, 4)),  # 28 heads, and 16 in the tower
+        ("Qwen2.5-VL-32B-Instruct", (1, 2, 4, 8)),  # 40 heads
+        ("Qwen2.5-VL-72B-Instruct", (1, 2, 4, 8, 16)),
+        ("Qwen2.5-7B-Instruct", (1, 2, 4)),  # 28 heads, but 18,944 columns
+        ("Qwen3-VL-30B-A3B-Instruct", (1, 2, 4, 8, 16)),
+    ],
+)
+def test_sizes_of_tensor_parallelism_divide_heads_and_mlps_of_decoder_and_tower(name, sizes):
+    hf_config = load_hf_config(CONFIGS / name)
+    for size in range(1, 65):
+        if size in sizes:
+            require_tensor_parallel(hf_config, size, num_workers=64)
+        else:
+            with pytest.raises(ConfigError, match=rf"tensor_parallel_size is {size}, .*set it to 1 or 2 or 4"):
+                require_tensor_parallel(hf_config, size, num_workers=64)
+
+
+@pytest.mark.parametrize("option", ["rollout.tensor_parallel_size", "actor.ulysses_sequence_parallel_size"])
+def test_heads_that_the_workers_cannot_divide_are_refused_with_the_sizes_that_can(option):
+    config = configured("Qwen2.5-VL-7B-Instruct", {"trainer.n_gpus_per_node": 8, f"worker.{option}": 8})
+    with pytest.raises(ConfigError, match=rf"{option} is 8, .* 28 attention heads.*set it to 1 or 2 or 4$"):
+        size_of_model(config)
+
+
 def test_a_run_near_the_limit_is_warned_and_not_refused():
     config = configured("Qwen2.5-VL-3B-Instruct", OFFLOAD)
     [warning] = warned(config, Hardware("cuda", 66 * GIB, 2000 * GIB))
@@ -316,3 +352,45 @@ def test_a_save_copies_what_all_workers_of_a_machine_save():
     assert staged(n_gpus_per_node=2, nnodes=2) == 2 * 1100 + 5  # of the second machine
     assert staged(n_gpus_per_node=4, rank=8) == 4 * 1010
     assert staged(n_gpus_per_node=4, save_model_only=True) == 406
+
+
+# -- out of memory in a pass -----------------------------------------------------------------------
+
+ROWS = {"trainer.auto_micro_batch": False, "worker.actor.micro_batch_size_per_device_for_update": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({**ROWS}, ["trainer.auto_micro_batch=true", "for_update=1", "enable_activation_offload=true"]),
+        ({}, ["enable_activation_offload=true", "data.max_response_length (now 2,048)", "adamw_bf16"]),
+        (
+            {
+                "worker.actor.model.enable_gradient_checkpointing": False,
+                "worker.actor.fsdp.enable_full_shard": False,
+                "worker.actor.fsdp.fsdp_size": 2,
+                "trainer.n_gpus_per_node": 8,
+            },
+            ["enable_gradient_checkpointing=true", "fsdp_size=-1", "enable_full_shard=true"],
+        ),
+        (
+            {"worker.actor.model.enable_activation_offload": True, "worker.actor.model.lora.rank": 8},
+            ["data.max_response_length", "more workers"],
+        ),
+    ],
+)
+def test_remedies_for_a_gpu_out_of_memory_are_those_that_the_run_does_not_have_yet(changes, first):
+    remedies = find_remedies_of_policy(configured("Qwen2.5-VL-3B-Instruct", changes))
+    for remedy, named in zip(remedies, first, strict=False):
+        assert named in remedy
+    assert len(remedies) >= len(first)
+    critic = find_remedies_of_critic(configured("Qwen2.5-VL-3B-Instruct", {"algorithm.adv_estimator": "gae"}))
+    assert not any("worker.actor." in remedy for remedy in critic)
+
+
+def test_remedies_are_options_that_a_run_accepts():
+    for changes in ({}, ROWS):
+        config = configured("Qwen2.5-VL-3B-Instruct", changes)
+        for remedy in (*find_remedies_of_policy(config), *find_remedies_of_reference(config)):
+            named = [each.partition("=") for each in remedy.partition(": ")[0].split() if "=" in each]
+            with_options(config, {name: yaml.safe_load(value) for name, _, value in named})

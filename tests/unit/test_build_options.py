@@ -211,7 +211,9 @@ def test_only_an_adaptive_kl_has_a_horizon(kl_type, horizon):
 
 @pytest.mark.parametrize("never", [0, -1])
 def test_a_frequency_of_0_or_minus_1_is_never(never):
-    config = make_config(trainer={"val_freq": never, "save_freq": never, "val_generations_to_log": 3})
+    config = make_config(
+        data={"val_files": "owner/data"}, trainer={"val_freq": never, "save_freq": never, "val_generations_to_log": 3}
+    )
     assert make_intervals(config, can_validate=True) == Intervals(
         validate_first=True,
         validate_only=False,

@@ -39,7 +39,7 @@ def saved_by(each, *, validation=VALIDATION, change=lambda state: state):
     """Return the checkpoint of a run with this configuration, after a round trip through JSON."""
     origin = Origin(each, None, print)
     origin.add_options(None)
-    origin.add_data(None, validation, plan_of(each))
+    origin.add_data(each, None, validation, plan_of(each))
     state = change(json.loads(json.dumps(origin.state(), allow_nan=False)))
     return Checkpoint(7, Path("/runs/x/global_step_7"), {KEY: state}, None)
 
@@ -49,7 +49,7 @@ def resumed(each, checkpoint, *, validation=VALIDATION):
     said = []
     origin = Origin(each, checkpoint, said.append)
     origin.add_options(None)
-    origin.add_data(None, validation, plan_of(each))
+    origin.add_data(each, None, validation, plan_of(each))
     return origin, said
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from transformers import AutoTokenizer
 
 import trigon.tiny
 from support.images import png
@@ -69,6 +70,18 @@ def test_a_good_run_has_no_problem(run):
     skipped = {result.name for result in report.results if result.status == "skipped"}
     assert skipped == {"network"}  # one worker opens no port
     assert [result.name for result in report.results[1:]] == [each.name for each in CHECKS]
+
+
+def test_without_the_model_rows_and_rewards_are_checked(run):
+    """A hub that is out of reach hides neither an unreadable image nor a wrong reward function."""
+    run.options["worker.actor.model.model_path"] = "owner/out-of-reach"
+    report = check(run)
+    assert found(report) == {"model.unusable"}, shown(report)
+    status = {result.name: result.status for result in report.results}
+    needs_model = {name for name, each in status.items() if each == "skipped"} - {"network"}
+    assert needs_model == {"memory", "environment", "template", "lengths", "prompt", "episode", "disk"}
+    run.train[3]["images"] = ["absent.png"]
+    assert found(check(run)) == {"model.unusable", "rows.image_missing"}
 
 
 @pytest.mark.extended(
@@ -321,6 +334,23 @@ def test_a_reward_function_of_groups_is_called_and_not_judged(run):
     assert "depend on the other completions of a prompt are not judged" in report.result("reward").findings.summary
     run.reward = 'REWARD_TYPE = "group"\ndef score(reward_inputs):\n    return [1]\n'
     assert found(check(run)) == {"reward.fails"}
+
+
+THINKS_FIRST = """
+def score(predict_str, ground_truth):
+    return 0.1 * predict_str.startswith("<think>") + 0.9 * (f"\\\\boxed{{{ground_truth}}}" in predict_str)
+"""
+
+
+def test_completions_begin_where_a_template_that_ends_in_think_leaves_them(run, tiny_vlm):
+    run.reward = THINKS_FIRST
+    template = AutoTokenizer.from_pretrained(tiny_vlm).chat_template
+    run.options["data.override_chat_template"] = f"{template}{{% if add_generation_prompt %}}<think>\n{{% endif %}}"
+    report = check(run)
+    assert report.would_fail
+    assert "the prompt ends in <think>" in shown(report)
+    run.options["worker.reward.reward_function"] = "math"
+    assert found(check(run)) == set()
 
 
 def test_the_reward_function_of_validation_is_called_too(run):

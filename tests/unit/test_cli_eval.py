@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from trigon.cli.eval import make_parser, show, show_blind, split_models
+from trigon.cli.eval import make_parser, split_models
 from trigon.cli.main import main
 from trigon.evaluation.results import Blind, Comparison, Evaluation, ModelEvaluation
 from trigon.evaluation.statistics import compare_pairs
 from trigon.evaluation.summary import outcomes_of, summarize, summarize_by
+from trigon.evaluation.tables import show, show_blind
 from trigon.records.rollouts import RolloutRow
 from trigon.report.console import Console
 
@@ -90,6 +91,19 @@ def test_the_tables_have_every_number_and_no_control_characters():
     assert "0.0200" in text, "the adjusted p-value"
     assert "\x1b" not in text
     assert "\u202e" not in text
+
+
+def test_an_evaluation_is_readable_and_a_table():
+    evaluation = make_evaluation()
+    shown = repr(evaluation)
+    assert len(shown.splitlines()) == 4
+    for expected in ("accuracy 0.5000 [", "20 prompts, 80 completions", "b: ", "out"):
+        assert expected in shown
+    assert "\x1b" not in shown
+    table = evaluation.to_pandas()
+    assert list(table["accuracy"]) == [0.5, 0.5]
+    assert table.loc["b", "pass@4"] == evaluation.models[1].summary.pass_at[4].value
+    assert table.loc["b", "num_prompts"] == 20
 
 
 @pytest.mark.parametrize(

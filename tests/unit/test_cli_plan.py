@@ -121,6 +121,39 @@ def test_what_cannot_be_planned_ends_with_one_message(capsys, file, expected, ar
     assert message in err
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        "worker.rollout.tensor_parallel_size=2",
+        "worker.actor.ulysses_sequence_parallel_size=2",
+        "worker.actor.fsdp.fsdp_size=4",
+        "worker.actor.fsdp.enable_cpu_offload=true",
+    ],
+)
+def test_options_are_checked_for_the_given_gpus(capsys, file, option):
+    status, out, err = run(capsys, file, "--gpus", "8xH100-80G", option)
+    assert (status, err) == (0, "")
+    assert "on 8 x H100-80G: fits" in out
+
+
+@pytest.mark.parametrize("gpus", [(), ("--gpus", "8xH100-80G")])
+def test_sizes_that_do_not_divide_the_gpus_of_the_plan_are_refused(capsys, file, gpus):
+    status, out, err = run(capsys, file, *gpus, "worker.rollout.tensor_parallel_size=3")
+    assert (status, out) == (2, "")
+    assert "worker.rollout.tensor_parallel_size is 3" in err
+    assert f"= {8 if gpus else 1} workers" in err
+
+
+def test_advice_of_a_plan_can_be_followed(capsys, file):
+    model = "worker.actor.model.model_path=Qwen/Qwen3-VL-30B-A3B-Instruct"
+    arguments = (file, "--gpus", "2x8xH100-80G", model)
+    status, out, _ = run(capsys, *arguments)
+    assert status == 1
+    assert "worker.rollout.tensor_parallel_size=2" in out.replace("\n", " ")
+    status, _, err = run(capsys, *arguments, "worker.rollout.tensor_parallel_size=2")
+    assert (status, err) == (0, "")
+
+
 def test_without_gpus_the_plan_is_for_this_machine(capsys, file):
     model = "worker.actor.model.model_path=Qwen/Qwen2.5-VL-72B-Instruct"
     status, out, _ = run(capsys, file, model, "trainer.device=cpu", "--host-memory", "64G")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import yaml
 
-from trigon.config.arguments import write_arguments
+from trigon.config.arguments import as_overrides, write_arguments
 from trigon.config.load import ARGUMENTS, load_config
 from trigon.errors import ConfigError
 
@@ -124,3 +124,13 @@ def test_names_of_python_objects_need_the_objects():
         caught.value
     )
     assert "worker.reward.reward_function is python:score, which a program gave" in str(caught.value)
+
+
+def test_options_as_texts_mean_the_same():
+    options = {
+        "data": {"format_prompt": "{{ content }}: true", "val_files": ["a/b"], "seed": np.int64(3)},
+        "worker.reward.reward_function_kwargs": {"name": "true", "limit": 2},
+        "worker.actor.model": {"tokenizer_path": None, "freeze_vision_tower": True},
+    }
+    given = load_config(None, as_overrides(REQUIRED | options)).config
+    assert given == load(options).config

@@ -36,11 +36,9 @@ def test_defaults_alone_report_every_missing_option():
     with pytest.raises(ConfigError) as caught:
         load_config(None, ())
     assert [line.partition(" ")[0] for line in str(caught.value).split("\n  - ")[1:]] == [
-        "worker.rollout.n",
         "worker.actor.model.model_path",
         "worker.reward.reward_function",
         "data.train_files",
-        "data.val_files",
     ]
 
 
@@ -78,9 +76,13 @@ def test_variables_for_reward_workers_are_names_without_values():
     assert load_config(None, (*NEEDED, "worker.reward.env=A_KEY")).config.worker.reward.env == ("A_KEY",)
 
 
-def test_cpu_offload_needs_several_workers():
-    assert "worker.actor.offload.offload_params=true" in problem("worker.actor.fsdp.enable_cpu_offload=true")
-    load_config(None, (*NEEDED, "worker.actor.fsdp.enable_cpu_offload=true", "trainer.n_gpus_per_node=2"))
+@pytest.mark.parametrize("model", ["actor", "critic"])
+def test_cpu_offload_of_a_single_worker_is_ignored_with_a_warning(model):
+    given = (f"worker.{model}.fsdp.enable_cpu_offload=true", "algorithm.adv_estimator=gae")
+    [warning] = set(warnings(*given)) - set(warnings(*given[1:]))
+    assert f"worker.{model}.fsdp.enable_cpu_offload=true has no effect" in warning
+    assert f"worker.{model}.offload.offload_params=true" in warning
+    assert set(warnings(*given, "trainer.n_gpus_per_node=2")) == set(warnings(*given[1:], "trainer.n_gpus_per_node=2"))
 
 
 def test_activation_offload_needs_gradient_checkpointing():
@@ -105,7 +107,7 @@ def test_activation_offload_needs_gradient_checkpointing():
 def test_rollout_batch_size_must_be_a_multiple_of_global_batch_size(per_step, per_update, proposals):
     assert problem(f"data.rollout_batch_size={per_step}", f"worker.actor.global_batch_size={per_update}") == (
         f"data.rollout_batch_size ({per_step} prompts per step) is not a multiple of worker.actor.global_batch_size "
-        f"({per_update} prompts per update); the nearest valid values: {proposals}"
+        f"({per_update} prompts per update); the nearest valid values: {proposals}; or leave out one of them"
     )
 
 
@@ -164,19 +166,23 @@ def test_chunked_prefill_that_is_switched_off_is_warned_about_on_a_gpu():
         ("worker.rollout.top_k=0", "worker.rollout.top_k is 0, which leaves no token to sample; -1 samples from all"),
         ("worker.rollout.val_override_config.top_k=0", "worker.rollout.val_override_config.top_k is 0"),
         ("data.val_batch_size=0", "data.val_batch_size is 0; set -1"),
-        ("data.min_pixels=5000000", "data.min_pixels (5000000) is above data.max_pixels (4194304)"),
+        (
+            "data.min_pixels=5000000 data.max_pixels=4194304",
+            "data.min_pixels (5000000) is above data.max_pixels (4194304)",
+        ),
     ],
 )
 def test_invalid_numbers_are_rejected(override, part):
-    assert part in problem(override)
+    assert part in problem(*override.split())
 
 
 def test_validation_prompts_are_required_only_if_validation_is_on():
     without = ("data.val_files=",)
     off = ("trainer.val_before_train=false", "trainer.val_freq=-1")
-    assert "switch validation off with trainer.val_before_train=false trainer.val_freq=-1" in problem(*without)
-    assert problem("data.val_files=null") == problem(*without)
-    assert warnings("data.val_files=null", *off) == ()
+    on = "trainer.val_before_train=true"
+    assert "leave out trainer.val_before_train and trainer.val_freq" in problem(*without, on)
+    assert problem("data.val_files=null", on) == problem(*without, on)
+    assert warnings("data.val_files=null", *off) == warnings(*without) == ()
     assert "data.val_files is not set" in problem(*without, off[0], "trainer.val_freq=5")
     assert "data.val_files is not set" in problem(*without, *off, "trainer.val_only=true")
     assert warnings(*without, *off) == ()

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from trigon.config.batch_sizes import fill_batch_sizes
 from trigon.config.checks import find_problems
 from trigon.config.compared import compared_options, is_accepted, schedule_depends_on_length
 from trigon.config.options import options
@@ -122,6 +123,7 @@ CONFIGS = [
     ),
     Config(algorithm={"adv_estimator": "gae"}, worker={"critic": {"share_trunk": True}}),
 ]
+CONFIGS += [fill_batch_sizes(config, 40)[0] for config in CONFIGS]  # as after the data is read
 
 
 def test_every_option_is_compared_or_known_to_change_nothing():

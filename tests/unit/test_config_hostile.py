@@ -72,7 +72,6 @@ def refusal(path: Path | None, *overrides: str) -> str:
         ("data.image_dir=a\0b", "data.image_dir: there is no"),
         ("data.image_dir=" + "a" * 5000, "data.image_dir: there is no"),
         ("data.train_files=/" + "a" * 5000, "data.train_files: there is no"),
-        ("data.train_files=" + "a" * 5000 + "@b", "data"),
         ("data.format_prompt=" + "a" * 5000, "data.format_prompt: there is no"),
         ("worker.actor.model.model_path=./" + "a" * 5000, "model_path: there is no"),
         ("worker.reward.reward_function=" + "a" * 5000 + ".py:f", "reward_function: there is no"),

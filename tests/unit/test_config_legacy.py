@@ -171,7 +171,6 @@ def test_an_ignored_key_with_an_unsupported_value_is_rejected_with_the_reason(ke
     "override",
     [
         "worker.actor.ulysses_size=4",
-        "worker.actor.fsdp.enable_cpu_offload=true",
         "worker.reward.reward_type=model",
     ],
 )

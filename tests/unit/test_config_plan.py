@@ -2,9 +2,10 @@
 
 import pytest
 
-from trigon.config.plan import context_length, longest_sequence, make_plan, suggest_batch_sizes
+from trigon.config.plan import context_length, find_long_warmups, longest_sequence, make_plan, suggest_batch_sizes
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
+from trigon.training.optim import Schedule
 
 
 def config(
@@ -58,8 +59,19 @@ def test_warm_up_is_given_in_steps_and_counted_in_updates():
     both = {"lr_warmup_steps": 0, "lr_warmup_ratio": 0.5}
     assert make_plan(config(optim=both), num_train_prompts=2101).warmup_updates == 0
     assert make_plan(config(optim={"lr_warmup_steps": 120}), num_train_prompts=2101).warmup_updates == 480
-    with pytest.raises(ConfigError, match=r"lr_warmup_steps is 121, but training has 120 steps .* at most 120"):
-        make_plan(config(optim={"lr_warmup_steps": 121}), num_train_prompts=2101)
+
+
+def test_a_warm_up_longer_than_training_keeps_its_slope_and_is_warned_of():
+    short = config(optim={"lr_warmup_steps": 10, "lr": 1e-6}, trainer={"max_steps": 1})
+    plan = make_plan(short, num_train_prompts=2101)
+    assert (plan.total_updates, plan.warmup_updates) == (4, 40)
+    rates = [Schedule(1.0, "cosine", plan.warmup_updates, plan.total_updates, 0.0).learning_rate(k) for k in (1, 4)]
+    assert rates == [1 / 40, 4 / 40]
+    [warning] = find_long_warmups(short, plan)
+    assert "worker.actor.optim.lr_warmup_steps is 10" in warning
+    assert "up to 1e-07 of 1e-06" in warning
+    long_enough = config(optim={"lr_warmup_steps": 1}, trainer={"max_steps": 1})
+    assert find_long_warmups(long_enough, make_plan(long_enough, num_train_prompts=2101)) == []
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from support.builders import make_builder
@@ -118,6 +120,22 @@ def test_bad_rows_are_skipped_counted_and_named(processors, tmp_path):
     assert first.startswith("x:1/images/0: ")
     assert second.startswith("x:4/images/0: ")
     assert [prompt.prompt_id for prompt in prompts] == ["x:0", "x:2", "x:10"]
+
+
+def test_rows_whose_text_is_not_utf8_are_skipped_and_named(processors, tmp_path):
+    answers = pa.array([b"1", b"caf\xe9", b"3"], pa.binary())
+    latin = pa.Array.from_buffers(pa.string(), len(answers), answers.buffers())
+    pq.write_table(pa.table({"problem": ["a", "b", "c"], "answer": latin}), tmp_path / "x.parquet")
+    prompts = scan(tmp_path / "x.parquet", processors, max_bad_row_fraction=0.5)
+    assert [prompt.ground_truth for prompt in prompts] == ["1", "3"]
+    (message,) = prompts.examples["encoding"]
+    assert all(fact in message for fact in ("x:1", "'answer'", "not UTF-8", "0xe9"))
+
+    halves = [{"problem": "a \ud83d", "answer": "1"}, {"problem": "b", "answer": "2"}]
+    (tmp_path / "y.jsonl").write_text("".join(json.dumps(row) + "\n" for row in halves))
+    prompts = scan(tmp_path / "y.jsonl", processors, max_bad_row_fraction=0.5)
+    assert prompts.row_indices == (1,)
+    assert "y:0" in prompts.examples["encoding"][0]
 
 
 def test_too_many_bad_rows_are_an_error(processors, tmp_path):

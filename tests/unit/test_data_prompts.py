@@ -1,9 +1,11 @@
 """Rows become prompts: counts equal built lengths, and images replace their markers."""
 
+import base64
 import copy
 import hashlib
 import io
 from dataclasses import replace
+from urllib.parse import quote_from_bytes
 
 import pytest
 from PIL import Image
@@ -355,6 +357,97 @@ def test_a_truncated_image_is_detected_by_decoding_only(processors):
         assert caught.value.reason == "image_unreadable"
 
 
+# The shapes in which datasets hold images
+
+
+BASE64 = base64.b64encode(png()).decode()
+SHAPES = {
+    "image": {"image": "a.png"},
+    "image of bytes": {"image": {"bytes": png(), "path": None}},
+    "url": {"url": "a.png"},
+    "image_url": {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{BASE64}"}},
+    "text of bytes": {"bytes": BASE64},
+    "data URL": f"data:image/png;base64,{BASE64}",
+    "data URL in lines": f"DATA:image/png;name=a.png;base64,{base64.encodebytes(png()).decode()}",
+    "data URL of percents": "data:image/png," + quote_from_bytes(png()),
+    "base64": BASE64,
+    "file URL": "file://FOLDER/a%2epng",
+    "path": "a.png",
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_image_is_read_in_every_shape_that_datasets_use(processors, tmp_path, shape):
+    (tmp_path / "a.png").write_bytes(png())
+    image = SHAPES[shape]
+    if isinstance(image, str):
+        image = image.replace("FOLDER", str(tmp_path))
+    builder = make_builder(processors, image_dir=tmp_path)
+    expected = builder.build(row(), "train:0").vision.hashes
+    for images in ([image], image):
+        assert builder.build(row(images=images), "train:0").vision.hashes == expected
+    # The same in the content part of a message, as for the API of OpenAI, without the column.
+    for part in ({"type": "image", "image": image}, {"type": "image_url", "image_url": image}, {"image": image}):
+        message = {"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}
+        built = builder.build({"problem": [message], "answer": "1"}, "train:0")
+        assert built.vision.hashes == expected
+        assert built.token_ids == builder.build(row(), "train:0").token_ids
+
+
+REFUSED = {
+    "HEIC": (b"\x00\x00\x00\x18ftypheic" + bytes(500), "image_unreadable", ["HEIC", "JPEG"]),
+    "SVG": (b'<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg"/>', "image_unreadable", ["SVG"]),
+    "PDF": (b"%PDF-1.7" + bytes(100), "image_unreadable", ["PDF"]),
+    "HTML": (b"<!DOCTYPE html><html>", "image_unreadable", ["web page"]),
+    "LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "image_unreadable", ["git lfs pull"]),
+    "video": (b"\x00\x00\x00\x18ftypmp42" + bytes(500), "image_unreadable", ["video", "data.video_key"]),
+    "web": ({"url": "https://example.com/" + "a" * 20_000}, "image_outside", ["is a URL", "download"]),
+    "cut base64": ("data:image/png;base64," + BASE64[:-3], "image_unreadable", ["base64", "cut"]),
+    "cut bare base64": (BASE64[:-3], "image_unreadable", ["base64", "cut"]),
+    "base64 of no image": ("data:image/png;base64," + "QUFB" * 5000, "image_unreadable", ["train:7/images/0"]),
+    "long text": ("x/y" * 7_000, "image_missing", ["21,000 characters", "neither a path nor"]),
+    "long path": ("/nowhere/" + "a" * 4_000, "image_outside", ["data.image_dir"]),
+    "other keys": ({"caption": "a", "picture": "b"}, "image_missing", ["'caption', 'picture'"]),
+    "number": (17, "image_missing", ["int"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_image_is_named_in_a_short_sentence(processors, tmp_path, name):
+    image, expected, facts = REFUSED[name]
+    reason, message = rejection(make_builder(processors, image_dir=tmp_path), row(images=[image]))
+    assert reason == expected
+    assert message.startswith("train:7")
+    assert all(fact in message for fact in facts), message
+    assert len(message) <= 1_050
+
+
+def test_an_image_that_is_marked_twice_is_named(processors):
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "<image>What is it?"}]}
+    reason, text = rejection(make_builder(processors), row([message], [png()]))
+    assert reason == "markers"
+    assert "mark each image once" in text
+
+
+def test_images_of_earlier_turns_stand_where_they_were_beside_a_system_prompt(processors):
+    history = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "One?"}]},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "And <image> or <image>?"},
+    ]
+    prompt = make_builder(processors, system_prompt="Be brief.").build(
+        row(history, [png(), png(84, 56), png(112, 56)]), "train:0"
+    )
+    sizes = [int(t * h * w) // 4 for t, h, w in prompt.vision.grid_thw]
+    first, second, third = (f"<|vision_start|>{size * IMAGE_PAD}<|vision_end|>" for size in sizes)
+    assert decoded(processors, prompt) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        f"<|im_start|>user\n{first}One?<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n"
+        f"<|im_start|>user\nAnd {second} or {third}?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert sizes == [4, 6, 8]
+
+
 # Errors of the dataset
 
 
@@ -459,6 +552,48 @@ def test_a_video_is_counted_without_its_processor(processors):
     assert builder.video_processor.calls == 1
 
 
+@pytest.mark.parametrize("clip", [{"frames": 1}, {"frames": 3}, {"frames": 10, "fps": 25}], ids=["1", "3", "0.4 s"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_the_shortest_videos_are_used(tiny_model, model_type, clip):
+    builder = make_builder(processors_of(tiny_model(model_type)))
+    one_row = video_row(videos=[make_video(**clip)])
+    prompt = builder.build(one_row, "train:7")
+    [[time, rows, columns]] = prompt.vision.grid_thw.tolist()
+    assert time == (2 if clip.get("fps") else 1)  # two frames each; at least four frames if there are so many
+    assert len(prompt.vision.pixel_values) == time * rows * columns
+    assert builder.count(one_row) == builder.check(one_row, "train:7") == len(prompt.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "seen"),
+    [
+        (1, 1, (56, 56)),
+        (1, 199, (28, 812)),
+        (690, 15420, (28, 588)),
+        (15420, 690, (588, 28)),
+        (1, 200, None),
+        (16, 3641, None),
+    ],
+)
+def test_images_of_extreme_shapes_are_used_or_refused_with_few_pixels(tiny_vlm, width, height, seen):
+    processors = load_processors(str(tiny_vlm), min_pixels=56 * 56, max_pixels=128 * 128)
+    builder = make_builder(processors, max_image_pixels=64_000_000)
+    stream = io.BytesIO()
+    Image.new("L", (width, height)).save(stream, "PNG")
+    one_row = row(images=[stream.getvalue()])
+    if seen is None:
+        reason, message = rejection(builder, one_row)
+        assert reason == "image_shape"
+        assert f"{width} x {height}" in message
+        return
+    prompt = builder.build(one_row, "train:7")
+    assert prompt.image_sizes == (seen,)
+    assert prompt.token_ids.count(processors.tokenizer.convert_tokens_to_ids(IMAGE_PAD)) == seen[0] * seen[1] // 28**2
+    assert builder.count(one_row) == builder.check(one_row, "train:7") == len(prompt.token_ids)
+    sent = make_builder(processors, max_image_pixels=64_000_000, process_images=False).build(one_row, "train:7")
+    assert (sent.token_ids, sent.image_sizes) == (prompt.token_ids, prompt.image_sizes)
+
+
 def test_a_row_with_images_and_videos_is_rejected(processors):
     reason, message = rejection(make_builder(processors), video_row("<image><video>?", images=[png()]))
     assert reason == "mixed_media"
@@ -533,13 +668,31 @@ def test_templates_are_bounded(processors, monkeypatch, template, expected):
         chat = template.replace("content", "messages[0].content")
         own = replace(processors, tokenizer=copy.deepcopy(processors.tokenizer))
         own.tokenizer.chat_template = chat
-        if "more than" in expected or "10,000" in expected:
+        if any(limit in expected for limit in ("more than", "10,000", "without end")):
             with pytest.raises(ConfigError, match=f"the chat template .* cannot be used: .*{expected[-10:]}"):
                 make_builder(own)
         else:
             reason, message = rejection(make_builder(own), row("Hello", []))
             assert reason == "prompt"
             assert f"the chat template raises an error: {expected.rpartition(': ')[2]}" in message
+
+
+def test_a_template_that_reaches_its_limits_on_many_rows_ends_the_scan(processors):
+    endless = "{% macro f() %}{{ f() }}{% endmacro %}"
+    own = replace(processors, tokenizer=copy.deepcopy(processors.tokenizer))
+    own.tokenizer.chat_template = endless + "{% if messages[0].content == 'Hi' %}{{ f() }}{% endif %}{{ messages }}"
+    for builder in (
+        make_builder(processors, format_prompt=endless + "{% if content == 'Hi' %}{{ f() }}{% endif %}{{ content }}"),
+        make_builder(own),
+    ):
+        assert "without end" in rejection(builder, row("Hi", []))[1]
+        errors = []
+        for number in range(10):
+            with pytest.raises(DataError, match=f"train:{number}.*without end") as caught:
+                builder.check(row("Hi", []), f"train:{number}")
+            errors.append(type(caught.value))
+        assert errors[0] is UnusableRow
+        assert errors[-1] is DataError
 
 
 def test_a_format_prompt_that_fails_on_some_rows_skips_them(processors):
@@ -553,3 +706,19 @@ def test_a_chat_template_with_a_power_is_a_config_error(processors):
     own.tokenizer.chat_template = "{{ messages }}{{ 9 ** 9 ** 9 }}"
     with pytest.raises(ConfigError, match=r"data\.override_chat_template.* uses the operator"):
         make_builder(own)
+
+
+def test_a_token_without_an_embedding_is_named(tiny_vlm):
+    processors = load_processors(str(tiny_vlm))
+    processors.tokenizer.add_tokens(["<grounding>"])
+    builder = make_builder(processors)
+    reason, message = rejection(builder, row("<image>Where <grounding>?"))
+    assert reason == "vocabulary"
+    num_embeddings = processors.hf_config.get_text_config().vocab_size
+    for said in ("'<grounding>'", f"{num_embeddings:,} embeddings"):
+        assert said in message
+    builder.build(row("<image>Where?"), "train:7")
+    with pytest.raises(UnusableRow, match="<grounding>"):  # also from a template, in every row
+        make_builder(processors, format_prompt="{{ content }}<grounding>").build(row(), "train:7")
+    processors.hf_config.get_text_config().vocab_size += 1  # resized
+    make_builder(processors).build(row("<image>Where <grounding>?"), "train:7")

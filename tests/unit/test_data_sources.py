@@ -5,10 +5,14 @@ import io
 import json
 
 import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from trigon.data.sources import open_source
+from trigon.data.text_rows import MAX_ROW_CHARACTERS
 from trigon.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("own_datasets_cache")
@@ -179,3 +183,179 @@ def test_an_unreachable_hub_dataset_is_a_data_error(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="nobody/nothing@train cannot be read"):
         open_source("nobody/nothing@train")
+
+
+# What a file says and what a reward function receives: values that a type inference would change.
+VALUES = [
+    *("007", "1.50", "[1, 2]", "true", "null", "None", "NA", "nan", "", " 12 ", "2024-01-01", "½ é 数 \U0001f600"),
+    *(7, 0.1234567890123456789, 2**70, True, False, None, [1, 0.5, "a"], {"x": [], "y": {"z": 1}}, []),
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_values_are_those_of_the_file(tmp_path, suffix, indent):
+    rows = [{"problem": [{"role": "user", "content": str(value)}], "answer": value} for value in VALUES]
+    path = tmp_path / f"x{suffix}"
+    if suffix == ".jsonl":
+        path.write_text("\n\n".join(json.dumps(row, ensure_ascii=indent is None) for row in rows) + "\r\n")
+    else:
+        path.write_text(json.dumps(rows, ensure_ascii=indent is None, indent=indent))
+    source = open_source(str(path))
+    found = [source.rows[index] for index in range(len(source.rows))]
+    assert [repr(row["answer"]) for row in found] == [repr(value) for value in VALUES]
+    assert found == rows
+
+
+def test_all_dates_stay_text(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"problem": "When?", "answer": f"2024-01-0{day}"}) + "\n" for day in (1, 2)))
+    rows = open_source(str(path)).rows
+    assert [rows[index]["answer"] for index in (0, 1)] == ["2024-01-01", "2024-01-02"]
+
+
+def test_csv_values_are_texts_and_empty_fields_are_none(tmp_path):
+    texts = ["007", "1.50", "true", "null", "None", "NA", "nan", " 12 ", 'a "quoted", b', "two\r\nlines", "½", ""]
+    with (tmp_path / "x.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file)
+        writer.writerows([["problem", "answer"], *(["?", text] for text in texts)])
+    rows = open_source(str(tmp_path / "x.csv")).rows
+    assert [rows[index]["answer"] for index in range(len(rows))] == [text or None for text in texts]
+
+
+def test_rows_of_different_shapes_are_one_dataset(tmp_path):
+    shapes = {
+        "a.jsonl": [{"problem": "p", "answer": 1, "images": []}, {"problem": "q", "answer": 0.5, "images": ["a.png"]}],
+        "b.jsonl": [{"problem": [{"role": "user", "content": "r"}], "answer": "x", "level": {"min": 1}}],
+        "c.json": [{"problem": "s", "answer": None, "images": "b.png", "level": "hard"}],
+    }
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shapes["a.jsonl"]))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shapes["b.jsonl"]))
+    (tmp_path / "c.json").write_text(json.dumps(shapes["c.json"]))
+    source = open_source(str(tmp_path))
+    assert set(source.columns) == {"problem", "answer", "images", "level", "level.min"}
+    columns = dict.fromkeys(("problem", "answer", "images", "level"))
+    assert [source.rows[index] for index in range(4)] == [columns | row for rows in shapes.values() for row in rows]
+
+
+def test_rows_of_text_files_may_be_sliced_as_others(tmp_path):
+    path = write(tmp_path / "x.csv", [str(number) for number in range(10)])
+    for slice_, expected in {"[3:5]": "34", "[-2:]": "89", "[:20%]": "01", "[8:30]": "89"}.items():
+        assert "".join(problems(open_source(f"{path}@train{slice_}"))) == expected
+    assert problems(open_source(str(path)).first(2)) == ["0", "1"]
+    for slice_ in ("[50:]", "[2:2]", "[a:b]"):
+        with pytest.raises(DataError, match=r"x\.csv"):
+            open_source(f"{path}@train{slice_}")
+
+
+def test_rows_stay_those_that_were_opened(tmp_path):
+    path = write(tmp_path / "x.jsonl", ["old", "other"])
+    source = open_source(str(path))
+    write(path, ["a new file of other rows"])
+    assert problems(source) == ["old", "other"]
+
+
+LATIN = '{"problem": "Wie groß?", "answer": "1"}\n'.encode("latin-1")
+GOOD = b'{"problem": "?", "answer": "1"}\n'
+BROKEN = {
+    "latin.jsonl": (GOOD + LATIN, ["line 2", "not UTF-8", "0xdf"]),
+    "latin.json": (b"[" + GOOD + b"," + LATIN + b"]", ["row 1", "not UTF-8", "0xdf"]),
+    "latin.csv": ("problem,answer\n?,1\nWie groß?,1\n".encode("latin-1"), ["line 3", "not UTF-8", "0xdf"]),
+    "utf16.jsonl": ('{"problem": "?", "answer": "1"}\n'.encode("utf-16"), ["UTF-16"]),
+    "cut.jsonl": (GOOD + GOOD[:20], ["line 2", "not JSON"]),
+    "cut.json": (b"[" + GOOD, ["row 0", "file ends"]),
+    "comma.json": (b"[" + GOOD + GOOD + b"]", ["row 0", "comma"]),
+    "broken.json": (b"[" + GOOD + b", {problem: 1}]" + b" " * 2**21, ["row 1", "not JSON"]),
+    "two.json": (b"[" + GOOD + b"]" + GOOD, ["follows the array"]),
+    "pretty.json": (b'{\n  "problem": "?"\n}', ["line 1", "one array of objects"]),
+    "list.jsonl": (GOOD + b"[1]\n", ["line 2", "one array of objects"] ),
+    "text.jsonl": (GOOD + b'"a"\n', ["line 2", "a text"]),
+    "deep.jsonl": (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", ["line 1", "levels"]),
+    "deeper.jsonl": (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ["line 1", "recursion"]),
+    "digits.jsonl": (b'{"a": ' + b"1" * 5000 + b"}", ["line 1", "digits"]),
+    "fields.csv": (b"problem,answer\n?,1\n?,1,2\n", ["line 3", "3 fields"]),
+    "quotes.csv": (b'problem,answer\n?,"1\n', ["line 2", "not CSV"]),
+    "names.csv": (b"problem,problem\n?,1\n", ["'problem' twice"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_row_is_named_with_its_line(tmp_path, name):
+    content, facts = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        open_source(str(tmp_path / name))
+    message = str(caught.value)
+    assert all(fact in message for fact in (name, *facts)), message
+    assert len(message) < 400 + len(str(tmp_path))
+
+
+def test_a_folder_that_datasets_has_saved_is_read(tmp_path):
+    saved = datasets.Dataset.from_list([{"problem": name, "answer": "007"} for name in "abc"])
+    saved.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=saved, validation=saved.select([2])).save_to_disk(tmp_path / "both")
+    assert problems(open_source(str(tmp_path / "one"))) == ["a", "b", "c"]
+    assert problems(open_source(f"{tmp_path / 'one'}@train[1:]")) == ["b", "c"]
+    assert problems(open_source(str(tmp_path / "both"))) == ["a", "b", "c"]
+    assert problems(open_source(f"{tmp_path / 'both'}@val")) == ["c"]
+    with pytest.raises(DataError, match="no split 'test', only train, validation"):
+        open_source(f"{tmp_path / 'both'}@test")
+    (tmp_path / "one" / "dataset_info.json").write_text("{")
+    with pytest.raises(DataError, match="one@train cannot be read"):
+        open_source(str(tmp_path / "one"))
+
+
+def repeated(text, num_rows):
+    return pa.DictionaryArray.from_arrays(np.zeros(num_rows, np.int32), pa.array([text]))
+
+
+EXPANDING = {
+    "texts": lambda: {"problem": repeated("a" * 900_000, 1000), "answer": repeated("1", 1000)},
+    "rows": lambda: {"problem": repeated("a", 1_100_000), "answer": repeated("1", 1_100_000)},
+    "lists": lambda: {"problem": pa.ListArray.from_arrays(pa.array([0, 70_000_000], pa.int32()), pa.nulls(70_000_000))},
+}
+
+
+@pytest.mark.parametrize("name", EXPANDING)
+def test_a_small_parquet_file_that_would_fill_the_memory_is_refused(tmp_path, name):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table(EXPANDING[name]()), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 20_000
+    with pytest.raises(DataError, match=r"x\.parquet has .* the same"):
+        open_source(str(path))
+
+
+def test_a_small_parquet_file_of_repeated_texts_is_read(tmp_path):
+    columns = {"problem": repeated("What is it? " * 1000, 2000), "answer": repeated("1", 2000)}
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet", store_schema=False)
+    assert len(open_source(str(tmp_path / "x.parquet")).rows) == 2000
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+def test_a_row_that_would_fill_the_memory_is_refused(tmp_path, suffix):
+    path = tmp_path / f"x{suffix}"
+    long = "a" * (MAX_ROW_CHARACTERS + 1)
+    rows = f"problem,answer\n{long},1\n" if suffix == ".csv" else f'{{"problem": "{long}", "answer": "1"}}'
+    path.write_text(f"[{rows}]" if suffix == ".json" else rows)
+    with pytest.raises(DataError, match=r"(line 1|line 2|row 0) is longer than 67,108,864 characters") as caught:
+        open_source(str(path))
+    assert len(str(caught.value)) < 400 + len(str(path))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_text_files_of_a_hub_dataset_are_read_as_local_ones(tmp_path, monkeypatch, suffix):
+    write(tmp_path / f"train{suffix}", ["007", "1.50"])
+    write(tmp_path / f"test{suffix}", ["true"])
+    load = datasets.load_dataset_builder
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda repo_id: load(str(tmp_path)))  # for a download
+    source = open_source("owner/data")
+    assert (source.name, problems(source)) == ("train", ["007", "1.50"])
+    assert problems(open_source("owner/data@test")) == ["true"]
+    assert problems(open_source("owner/data@train[1:]")) == ["1.50"]
+
+
+def test_text_files_of_a_hub_dataset_that_was_downloaded_are_read_offline(tmp_path, monkeypatch):
+    write(tmp_path / "datasets--owner--data" / "snapshots" / "0" / "train.jsonl", ["007"])
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert problems(open_source("owner/data")) == ["007"]

@@ -6,8 +6,9 @@ import torch
 from PIL import Image
 
 from support.models import processors_of
-from trigon.data.vision import ImageProcessor
+from trigon.data.vision import ImageProcessor, image_processor_of
 from trigon.errors import ModelError
+from trigon.models.load import load_processors
 
 
 def noise(width, height, seed=0):
@@ -37,6 +38,35 @@ SIZES = [(1, 1), (3, 3), (1, 3), (3, 100), (13, 14), (28, 28), (42, 42), (70, 71
 def test_the_number_of_tokens_follows_from_the_size(processor, width, height):
     vision = processor.process([noise(width, height)])
     assert processor.tokens_of(vision) == (processor.image_tokens(width, height),)
+
+
+LARGE = [(16, 3200), (690, 15420), (15420, 690), (4000, 3000)]
+
+
+SMALL = 16 * 32 * 32
+RESIZED = [("qwen2_5_vl", None), ("qwen2_5_vl", SMALL), ("qwen3_vl", SMALL)]
+
+
+@pytest.mark.parametrize(("model_type", "max_pixels"), [*RESIZED, ("internvl", None), ("llava", None)])
+def test_the_processed_size_and_the_grid_follow_from_the_size(tiny_model, model_type, max_pixels):
+    """As rewards get it, and as prompts are planned by."""
+    processors = load_processors(str(tiny_model(model_type)), max_pixels=max_pixels)
+    processor = image_processor_of(processors)
+    patch = processors.family.patch_size(processors.hf_config)
+    for width, height in SIZES + LARGE:
+        vision = processor.process([noise(width, height)])
+        [grid] = vision.grid_thw.tolist()
+        assert (processor.grid(width, height), processor.image_tokens(width, height)) == (
+            tuple(grid),
+            *processor.tokens_of(vision),
+        ), (width, height)
+        columns, rows = processor.processed_size(width, height)
+        if model_type in ("internvl", "llava"):
+            side = grid[1] * patch
+            num_tiles = (columns // side) * (rows // side)
+            assert (columns % side, rows % side, num_tiles + (num_tiles > 1)) == (0, 0, grid[0])  # with a small one
+        else:
+            assert (columns, rows) == (grid[2] * patch, grid[1] * patch)
 
 
 def test_counting_tokens_is_not_a_call(processor):

@@ -254,7 +254,10 @@ def test_episodes_keep_their_turns_and_images():
         "turns",
         "a\nb",
         7,
-        turns=(Turn(0, 2, "a", reward=0.1), Turn(4, 5, "b", "<image>\udcff", -1e-300, num_images=2)),
+        turns=(
+            Turn(0, 2, "a", reward=0.1),
+            Turn(4, 5, "b", "<image>\udcff", -1e-300, 2, ((56, 28), (84, 56))),
+        ),
         vision=encoded_images(first, second),
     )
     failed = Completion((2,), (0.0,), "stop", "", 7, error="the environment raised KeyError: 'x'")

@@ -63,6 +63,7 @@ VLLM_ONLY = {"rollout/engine_restarts", "rollout/retried_requests"}
 EPISODES_ONLY = {
     "perf/environment_step_seconds",
     "perf/environment_wait_fraction",
+    "rollout/dropped_tokens",
     "rollout/episodes_ended_by_length",
     "rollout/episodes_failed",
     "rollout/num_turns",

@@ -10,12 +10,14 @@ import pytest
 from trigon.doctor.environment import (
     check_environment,
     compiler_problems,
+    cuda_problems,
     driver_problems,
     inspect_gpus,
     inspect_machine,
     memory_bytes,
     missing_packages,
     unmet_requirements,
+    vllm_cuda_major,
 )
 from trigon.doctor.result import Setting
 
@@ -152,3 +154,20 @@ def test_little_shared_memory_is_a_problem_with_several_gpus_only(monkeypatch):
     _, problems, notes = inspect_machine(Path("/"), needs_shared_memory=False)
     assert problems == []
     assert "--ipc=host" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "vllm_cuda", "differs"),
+    [("13.0", 13, False), ("13.2", 13, False), ("12.6", 13, True), (None, 13, True), (None, None, False)],
+)
+def test_builds_of_torch_and_vllm_for_different_cuda_versions_are_a_problem(torch_cuda, vllm_cuda, differs):
+    problems = cuda_problems(torch_cuda, "2.13.0", vllm_cuda)
+    assert len(problems) == differs
+    assert not differs or ("CUDA 13" in problems[0] and (torch_cuda or "the CPU") in problems[0])
+
+
+def test_the_cuda_version_of_vllm_is_that_of_the_runtime_that_it_loads(tmp_path):
+    assert vllm_cuda_major(tmp_path) is None
+    (tmp_path / "_A.abi3.so").write_bytes(b"\x7fELF libc.so.6")
+    (tmp_path / "_C.abi3.so").write_bytes(b"\x7fELF" + bytes(100_000) + b"libcudart.so.13\0")
+    assert vllm_cuda_major(tmp_path) == 13

@@ -35,7 +35,11 @@ def test_vllm_finds_the_plugin_on_the_path(variables, tmp_path):
 def test_a_request_is_limited_to_the_length_that_its_seed_draws(variables, monkeypatch):
     made = []
     monkeypatch.setenv(drawn_lengths.VARIABLE, variables[drawn_lengths.VARIABLE])
-    monkeypatch.setattr(turns, "vllm_sampling_params", lambda *_, max_tokens, seed: made.append((max_tokens, seed)))
+
+    def make(*_, max_tokens, seed, stop):
+        made.append((max_tokens, seed))
+
+    monkeypatch.setattr(turns, "vllm_sampling_params", make)
     drawn_lengths.install()
     drawn_lengths.install()  # the second time has no effect
     for seed in range(64):

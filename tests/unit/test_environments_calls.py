@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from trigon.environments.calls import ToolCall, find_calls, format_of
+from trigon.environments.calls import ToolCall, end_of_calls, find_calls, format_of
 
 HERMES = '<tool_call>\n{"name": "crop", "arguments": {"bbox_2d": [0, 0, 5, 5]}}\n</tool_call>'
 LLAMA = '{"name": "crop", "parameters": {"bbox_2d": [0, 0, 5, 5]}}'
@@ -46,6 +46,30 @@ def test_calls_are_found(tool_format, text, calls):
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize(
+    ("tool_format", "turn", "after"),
+    [
+        ("hermes", HERMES, "<tool_response>invented</tool_response><answer>42</answer>"),
+        ("hermes", f"I look.\n{HERMES}\n\n{HERMES}", "\nIt says 4."),
+        ("hermes", HERMES, f" and then {HERMES}"),
+        ("hermes", f"<think>{HERMES} 4</think>{HERMES}", "<tool_response>4</tool_response><think>So</think> 4"),
+        ("hermes", f"{HERMES} as opened by the prompt</think>{HERMES}", "4"),
+        ("hermes", HERMES.removesuffix("</tool_call>"), "<tool_response>invented"),
+        ("llama3_json", f"<|python_tag|>{LLAMA}; {LLAMA}", "\nIt says 4."),
+        ("llama3_json", LLAMA, "<answer>4</answer>"),
+        ("qwen3_xml", XML, "<tool_response>invented"),
+    ],
+)
+def test_a_turn_ends_with_its_calls(tool_format, turn, after):
+    assert find_calls(turn + after, tool_format) == find_calls(turn, tool_format) != []
+    assert end_of_calls(turn + after, tool_format) == len(turn)
+
+
+@pytest.mark.parametrize("text", ["The answer is 4.", f"<think>{HERMES}</think>4", ""])
+def test_a_turn_without_a_call_has_no_end(text):
+    assert end_of_calls(text, "hermes") is None
+
+
 @pytest.mark.parametrize(
     ("tool_format", "text", "reason"),
     [

@@ -4,10 +4,13 @@ import socket
 
 import pytest
 
+from support.images import png
+from trigon.environments.conversion import to_observation
 from trigon.environments.settings import EnvironmentSettings, encode_setup, find_environment, find_tools
 from trigon.environments.source import check_environment, load_code
 from trigon.environments.tools import ToolEnvironment, describe_tools, load_tools
 from trigon.errors import EpisodeError
+from trigon.images import LazyImages
 
 GOOD = """
 class Maze:
@@ -186,7 +189,7 @@ def reply(folder, call, tool_format="hermes"):
         timeout_seconds=8.0,
         max_image_pixels=10**6,
     )
-    environment.reset({"images": ["an image"]})
+    environment.reset({"images": LazyImages([png()])})
     observation, reward, done = environment.step(f"<tool_call>{call}</tool_call>")
     assert (reward, done) == (None, False)
     [message] = observation.messages
@@ -213,6 +216,91 @@ def test_what_a_call_returns_or_raises_is_the_reply(tmp_path, call, text):
     assert reply(tmp_path, call).startswith(text)
 
 
+GIVE = '''
+import asyncio, math
+from PIL import Image
+
+def give(kind: str):
+    """Return something odd.
+
+    Args:
+        kind: What
+    """
+    match kind:
+        case "ValueError":
+            raise ValueError("half a character: \\ud800 " + 1000 * "long ")
+        case "cancelled":
+            raise asyncio.CancelledError
+        case "itself":
+            itself = []
+            itself.append(itself)
+            return itself
+    return {
+        "empty": "", "spaces": " \\n", "None": None, "no image": {"image": None}, "no text": {"text": ""}, "list": [],
+        "dict": {}, "key": {"result": 1}, "nan": math.nan, "bytes": b"a", "set": {1}, "half": "\\ud800",
+        "image": Image.new("RGB", (0, 5)), "thin": Image.new("RGB", (1, 300)), "integers": Image.new("I", (30, 30)),
+        "long": "a" * 300_000, "generator": (each for each in ()),
+    }[kind]
+'''
+
+ODD_REPLIES = {
+    **dict.fromkeys(["empty", "spaces", "None", "no image", "no text"], "(no output)"),
+    **{"list": "[]", "nan": "NaN", "half": "\ufffd", "long": "Error: the tools returned more than 200,000"},
+    **dict.fromkeys(["dict", "key", "bytes", "set", "image", "thin", "integers", "generator"], "Error: returned "),
+    **{
+        "ValueError": "Error: half a char",
+        "cancelled": "Error: CancelledError",
+        "itself": "Error: ",
+        "other": "Error: ",
+    },
+}
+EMPTY_REGION, FOUR_NUMBERS = "Error: the region of bbox_2d is empty", "Error: bbox_2d must have four numbers"
+ODD_BOXES = {
+    **dict.fromkeys(["[9, 9, 1, 1]", "[9, 1, 1, 9]", "[5, 5, 5, 5]", "[0, 0, 0, 9]"], EMPTY_REGION),
+    **dict.fromkeys(["[1000, 1000, 2000, 2000]", "[-9, -9, -1, -1]"], EMPTY_REGION),
+    **dict.fromkeys(
+        ["[0, 0, NaN, 9]", "[0, 0, -Infinity, 9]", "[0, 0, 1e999, 9]", '["0", "0", "9", "9"]'], FOUR_NUMBERS
+    ),
+    **dict.fromkeys(["[]", "[1, 2, 3]", "null", "{}", '"[0, 0, 9, 9]"', "[[0, 0], [9, 9]]", "7"], FOUR_NUMBERS),
+    **dict.fromkeys(["[0, 0, 1e300, 9]", f"[-{10**400}, 0, {10**400}, 9]"], "<image>"),
+}
+NOT_READ = "Error: the tool call was not carried out: "
+ODD_CALLS = {
+    **dict.fromkeys(["{'name': 'crop'}", "", "crop(1, 2)", '{"name": "crop", "arguments": "bbox"}'], NOT_READ),
+    **dict.fromkeys(['{"bbox": [0, 0, 9, 9]}', "[0, 0, 9, 9]", "null", '"crop"', '{"name": ["crop"]}'], NOT_READ),
+    '{"name": "zoom", "arguments": {}}': "Error: there is no tool 'zoom' (the tools are crop, give)",
+    **{'{"name": "\\ud800"}': "Error: there is no tool", f'{{"name": "{9999 * "a"}"}}': "Error: there is no tool"},
+    '{"name": "crop", "arguments": {"bbox": [0, 0, 9, 9]}}': "Error: crop has no argument 'bbox'; did you mean bbox_2d",
+    **{
+        f'{{"name": "crop", "arguments": {{"bbox_2d": [0, 0, 9, 9], "img_idx": {number}}}}}': "Error: img_idx is "
+        for number in ("NaN", "-1", "1e30", '"0"', "null", "true", 10**30)
+    },
+}
+
+
+def test_odd_calls_and_replies_are_text_for_the_model_and_the_episode_goes_on(tmp_path, capsys):
+    tools = load_tools(find_tools(["crop", f"{written(tmp_path, GIVE, 'give.py')}:give"]))
+    environment = ToolEnvironment(tools, tool_format="hermes", role="tool", timeout_seconds=8.0, max_image_pixels=10**6)
+    # A row may name tools of another project.
+    environment.reset({"images": LazyImages([png()]), "tools": ["zoom"], "tools_kwargs": {"zoom": {"scale": 2}}})
+    calls = ODD_CALLS | {
+        f'{{"name": "crop", "arguments": {{"bbox_2d": {box}}}}}': text for box, text in ODD_BOXES.items()
+    }
+    calls |= {f'{{"name": "give", "arguments": {{"kind": "{kind}"}}}}': text for kind, text in ODD_REPLIES.items()}
+    for call, text in calls.items():
+        returned = environment.step(f"<tool_call>{call}</tool_call>")
+        observation, reward, done = returned
+        assert (reward, done, len(observation.messages)) == (None, False, 1), call
+        [message] = observation.messages
+        assert message.text.startswith(text), (call, message.text)
+        assert len(message.text.encode()) < 1000, call
+        assert to_observation(observation, role="tool", max_image_pixels=10**6) is observation
+    # Of two calls in a turn, the second is carried out although the first one cannot be.
+    both = [f"<tool_call>{call}</tool_call>" for call in ("{", '{"name": "give", "arguments": {"kind": "list"}}')]
+    first, second = environment.step("\n".join(both))[0].messages
+    assert (first.text.startswith(NOT_READ), second.text) == (True, "[]")
+
+
 @pytest.mark.parametrize(("value", "text"), [("1", "3"), ("\n1\n", "3")])
 def test_arguments_that_are_written_as_text_are_read_by_their_types(tmp_path, value, text):
     assert reply(tmp_path, f"<function=add><parameter=a>{value}</parameter></function>", "qwen3_xml") == text
@@ -223,7 +311,7 @@ def test_each_call_of_a_turn_has_its_message_and_too_many_are_refused(tmp_path):
     environment = ToolEnvironment(
         tools_of(tmp_path, "add"), tool_format="hermes", role="user", timeout_seconds=8.0, max_image_pixels=10**6
     )
-    environment.reset({"images": []})
+    environment.reset({"images": LazyImages([])})
     calls = [f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>' for number in range(17)]
     observation, _, _ = environment.step("".join(calls))
     texts = [message.text for message in observation.messages]

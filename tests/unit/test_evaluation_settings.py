@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from trigon.config.load import dump_config, load_config
+from trigon.build.recorded import find_differences, known_settings, recorded_settings
+from trigon.config.files import local_sources, locate_sources
+from trigon.config.load import dump_config, inspect_config, load_config
 from trigon.errors import ConfigError, ModelError
-from trigon.evaluation.models import context_length, exported_folder, find_model, looks_like_model
+from trigon.evaluation.models import context_length, exported_folder, find_model, looks_like_model, recorded_of
 from trigon.evaluation.settings import EvaluationOptions, load_settings
 
 ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "trigon" / "tiny" / "quickstart.yaml"
+FILES = ["worker.actor.model.model_path=owner/base", "data.train_files=owner/set", "data.val_files=owner/set@test"]
 REWARD_AND_DATA = EvaluationOptions(data=("owner/set@test",), reward="math")
 
 
@@ -32,7 +36,7 @@ def run(tmp_path):
     for step in (4, 12):
         (folder / f"global_step_{step}" / "actor").mkdir(parents=True)
     config = load_config(
-        ROOT / "trigon" / "tiny" / "quickstart.yaml",
+        QUICKSTART,
         [
             "worker.actor.model.model_path=owner/base",
             "worker.actor.model.lora.rank=8",
@@ -122,6 +126,73 @@ def test_options_are_above_the_run_and_overrides_above_options(run):
     assert config.data.format_prompt == "{{ content }}: go"
 
 
+def test_an_export_has_the_settings_of_its_run_and_differences_are_told(tmp_path):
+    overrides = [
+        "data.system_prompt=Be\nbrief: {always}.",
+        "data.format_prompt={{ content }} Now.",
+        "worker.rollout.val_override_config.temperature=0.6",
+        "data.max_pixels=5000000",
+    ]
+    trained = load_config(QUICKSTART, [*FILES, *overrides]).config
+    export, checkpoint = tmp_path / "export", tmp_path / "global_step_3"
+    recorded = recorded_settings(trained, pixel_limits=(3136, 5_000_000))
+    for folder in (export, checkpoint / "actor"):
+        folder.mkdir(parents=True)
+    (export / "config.json").write_text("{}")
+    (export / "trigon_export.json").write_text(json.dumps({"step": 3, "settings": recorded}))
+    (checkpoint / "actor" / "run_settings.json").write_text(json.dumps(recorded))
+    read = [recorded_of(find_model(str(folder))) for folder in (export, checkpoint)]
+    assert read == [recorded, recorded]
+
+    config = settings(recorded=known_settings({**recorded, "data.of_a_later_version": 1}))
+    assert find_differences(recorded, config) == {}
+    assert (config.data.system_prompt, config.data.format_prompt) == ("Be\nbrief: {always}.", "{{ content }} Now.")
+    assert (config.data.min_pixels, config.data.max_pixels) == (3136, 5_000_000)
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (128, 24)
+    assert config.worker.rollout.dtype == "fp32"
+    changed = EvaluationOptions(data=("a/b",), reward="math", temperature=1.0, n=4, format_prompt="{{ content }}")
+    differing = find_differences(recorded, settings(options=changed, recorded=known_settings(recorded)))
+    assert differing == {
+        "data.format_prompt": ("{{ content }} Now.", "{{ content }}"),
+        "worker.rollout.val_override_config.temperature": (0.6, 1.0),
+    }
+    assert find_differences({}, config) == {}
+
+
+def test_a_run_of_another_folder_is_evaluated_with_its_own_files(tmp_path, monkeypatch):
+    start = tmp_path / "start"
+    (start / "data").mkdir(parents=True)
+    for name in ("data/val.jsonl", "q.jinja", "mine.py", "other.py", "games.py"):
+        (start / name).write_text("{{ content }}")
+    monkeypatch.chdir(start)
+    values = {
+        "data.val_files": ["data@x", "data/val.jsonl", "owner/set@test"],
+        "data.image_dir": "data",
+        "data.format_prompt": "q.jinja",
+        "worker.reward.reward_function": [{"function": "mine.py:score", "weight": 2}, {"function": "math"}],
+        "worker.reward.val_reward_function": "other.py:score",
+        "worker.rollout.environment": "games.py:Maze",
+    }
+    config = inspect_config(None, [], arguments=[values]).loaded.config
+    sources = local_sources(config)
+    monkeypatch.chdir(tmp_path)
+    located = locate_sources(values, sources)
+    assert located == {
+        "data.val_files": [f"{start}/data@x", f"{start}/data/val.jsonl", "owner/set@test"],
+        "data.image_dir": f"{start}/data",
+        "data.format_prompt": f"{start}/q.jinja",
+        "worker.reward.reward_function": [{"function": f"{start}/mine.py:score", "weight": 2}, {"function": "math"}],
+        "worker.reward.val_reward_function": f"{start}/other.py:score",
+        "worker.rollout.environment": f"{start}/games.py:Maze",
+    }
+    # What has moved is read from here, if it is here; otherwise the run's own path is missing.
+    (start / "data").rename(tmp_path / "data")
+    (start / "q.jinja").unlink()
+    moved = locate_sources(values, sources)
+    assert "data.val_files" not in moved
+    assert moved["data.format_prompt"] == f"{start}/q.jinja"
+
+
 def test_without_a_run_the_lengths_follow_the_models_context():
     assert settings().data.max_prompt_length + settings().data.max_response_length == 8192
     short = settings(context=1000).data
@@ -164,3 +235,8 @@ def test_the_context_is_that_of_the_language_model(tmp_path):
     assert context_length(tmp_path) == 4096
     (tmp_path / "config.json").write_text("{}")
     assert context_length(tmp_path) is None
+
+
+def test_data_can_be_a_python_object():
+    data = ("python:validation",)
+    assert settings(options=EvaluationOptions(data=data, reward="math")).data.val_files == data

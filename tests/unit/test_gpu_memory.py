@@ -39,9 +39,9 @@ def gpu(monkeypatch):
 def test_a_worker_reports_the_memory_of_its_gpu(gpu):
     gpu(in_use=True)
     worker = Worker(0)
-    trainer = SimpleNamespace(step=lambda groups: {"actor/loss": Max(1.0)})
+    trainer = SimpleNamespace(step_recording=lambda groups, recorded: ({"actor/loss": Max(1.0)}, {}))
     worker._engines = WorkerEngines(trainer, None, None, None, replica_rank=0)
-    metrics = worker.step(encode_train([], RecentFiles(keeps_content=False)))
+    metrics, _ = worker.step(encode_train([], RecentFiles(keeps_content=False)), {})
     largest = merge(metrics, {"perf/max_memory_allocated_gb": Max(41.0)})
     assert {name: metric for name, metric in largest.items() if "perf/memory" not in name} == {
         "actor/loss": Max(1.0),

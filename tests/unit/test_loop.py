@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from support.fake_runs import (
     INTERVALS,
@@ -20,10 +20,11 @@ from support.fake_runs import (
     rollouts_of,
     saved_steps,
 )
-from trigon.errors import ParityError
-from trigon.loop import count_tokens, is_due, train
+from trigon.errors import EngineError, ParityError
+from trigon.loop import count_tokens, groups_to_record, is_due, train
 from trigon.metrics import Sum
 from trigon.training.fake import FAKE_LOGPROB
+from trigon.types import TrainGroup, TrainSequence
 
 
 def test_a_step_samples_with_the_weights_of_the_last_step_and_then_updates(parts, tmp_path):
@@ -36,7 +37,7 @@ def test_a_step_samples_with_the_weights_of_the_last_step_and_then_updates(parts
             *("awake 2", "sample 4 for 3", "asleep", "learn from 4"),
         ]
         assert run.report.phases == [
-            *("weights", "data", "gen", "reward", "parity", "records", "update_actor") * 3,
+            *("weights", "data", "gen", "reward", "parity", "update_actor") * 3,
             "save_checkpoint",
         ]
     versions = {name: {row["policy_version"] for row in rows} for name, rows in rollouts_of(tmp_path).items()}
@@ -146,22 +147,26 @@ def test_val_only_validates_the_given_checkpoint_records_it_and_changes_nothing_
     assert {row["policy_version"] for row in rollouts_of(tmp_path)["validation_000004.jsonl"]} == {4}
 
 
-def test_profiled_steps_write_a_trace_with_their_phases(parts, tmp_path):
+def test_profiled_steps_write_a_trace_of_one_update(parts, tmp_path):
     with open_run(parts, tmp_path, traced_steps=frozenset({2, 3, 9})) as run:
-        train(run, None)
+        train(replace(run, plan=plan_of(steps=3, per_update=2)), None)
     traces = {path.name: path for path in (tmp_path / "profile").iterdir()}
-    assert sorted(traces) == ["step_000002.json.gz", "step_000003.json.gz"]
-    names = {
-        event.get("name")
-        for event in json.loads(gzip.decompress(traces["step_000002.json.gz"].read_bytes()))["traceEvents"]
-    }
-    assert {"phase gen", "phase reward", "phase update_actor"} <= names
+    assert sorted(traces) == ["step_000002.json", "step_000003.json"]
+    spans = [event.get("name", "") for event in json.loads(traces["step_000002.json"].read_text())["traceEvents"]]
+    assert spans.count("update actor") == 1  # of two
+    assert not any("gen" in name for name in spans if name.startswith("phase"))
 
 
-def test_a_profiled_step_that_is_stopped_after_writes_its_trace(parts, tmp_path):
-    with open_run(parts, tmp_path, traced_steps=frozenset({1}), should_stop=lambda: True) as run:
-        assert train(run, None).step == 1
-    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["step_000001.json.gz"]
+def test_a_profiled_update_that_fails_writes_its_trace(parts, tmp_path):
+    with open_run(parts, tmp_path, traced_steps=frozenset({1})) as run:
+
+        def fail(groups):
+            raise EngineError("failed")
+
+        run.trainer.step = fail
+        with pytest.raises(EngineError):
+            train(run, None)
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["step_000001.json"]
 
 
 def test_a_rollout_engine_with_other_weights_stops_the_run_before_the_update(parts, tmp_path):
@@ -218,3 +223,14 @@ def test_the_rollouts_of_a_step_that_fails_are_on_disk(parts, tmp_path):
         assert len(rows) == 12
         assert all((row["advantage"] is not None) == advantages for row in rows)
         assert not (tmp_path / folder / "metrics.jsonl").exists()
+
+
+def test_tokens_are_recorded_of_groups_that_are_learned_from_before_others(parts):
+    values = torch.ones(2)
+
+    def group(*advantages):
+        sequences = [TrainSequence((1, 2), values, values * each, values, None, None) for each in advantages]
+        return TrainGroup(parts.prompts[0], tuple(sequences))
+
+    groups = [group(0.0, 0.0), group(1.0, -1.0), group(0.0, 0.0), group(0.0, 2.0)]
+    assert [groups_to_record(groups, count) for count in (0, 1, 2, 3, 9)] == [[], [1], [1, 3], [0, 1, 3], [0, 1, 2, 3]]

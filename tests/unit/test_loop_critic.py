@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +55,19 @@ def test_the_policy_rests_in_the_first_steps_and_is_not_synced_as_new(kit, tmp_p
         (False, 4.0),
         (True, 8.0),
     ]
+
+
+def test_rollouts_name_the_step_whose_weights_sampled_them(kit, tmp_path):
+    critic = FakeCriticEngine()
+    with open_run(kit, tmp_path / "run", critic_warmup=2) as run:
+        run = with_critic(run, critic, warmup=2, steps=5)
+        train(replace(run, save_state=save_both(run, critic)), None)
+    # The policy is first updated in step 3, so that all steps up to it have its first weights.
+    versions = {}
+    for step in range(1, 6):
+        lines = (tmp_path / "run" / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
+        versions[step] = {json.loads(line)["policy_version"] for line in lines}
+    assert versions == {1: {0}, 2: {0}, 3: {0}, 4: {3}, 5: {4}}
 
 
 def save_both(run: Run, critic: FakeCriticEngine):

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from support.fake_runs import INTERVALS, SAMPLING, open_run
+from trigon.hooks import Hooks
 from trigon.loop import train
-from trigon.run import Hooks
 
 
 def test_hooks_get_the_groups_before_the_update_and_the_metrics_after_the_checkpoint(parts, tmp_path):
@@ -66,3 +66,17 @@ def test_validation_alone_calls_on_step_once(parts, tmp_path):
     [(step, metrics)] = calls
     assert step == 0
     assert "val/reward_score" in metrics
+
+
+@pytest.mark.parametrize(("answer", "last", "saved"), [("stop", 2, [2]), ("save", 3, [2, 3]), (True, 3, [3])])
+def test_on_step_can_save_and_stop(parts, tmp_path, answer, last, saved):
+    hooks = Hooks(on_step=lambda step, metrics: answer if step == 2 else None)
+    with open_run(parts, tmp_path, hooks=hooks, intervals=replace(INTERVALS, save_every=0)) as run:
+        assert train(run, None).step == last
+    assert sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.glob("global_step_*")) == saved
+
+
+def test_a_misspelt_answer_of_on_step_is_an_error(parts, tmp_path):
+    run = open_run(parts, tmp_path, hooks=Hooks(on_step=lambda step, metrics: "sotp"))
+    with run as opened, pytest.raises(ValueError, match="'sotp'; it may return 'stop', 'save'"):
+        train(opened, None)

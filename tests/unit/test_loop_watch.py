@@ -24,10 +24,10 @@ from trigon.build.watchers import make_watch_settings
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.errors import DiskError, WatchError
+from trigon.hooks import Hooks
 from trigon.loop import train
 from trigon.report.console import Console
 from trigon.resuming import SameCommand
-from trigon.run import Hooks
 from trigon.types import Prompt
 from trigon.watch.meter import MemoryMeter
 from trigon.watch.watch import Watch

@@ -229,20 +229,28 @@ def test_runs_with_a_cache_without_one_and_resumed_learn_bit_for_bit_the_same(
     assert all(torch.equal(weights[0][name], other[name]) for other in weights[1:] for name in weights[0])
 
 
-def test_recording_tokens_changes_no_number_of_the_run(tiny_vlm) -> None:
+def test_an_update_returns_the_log_probabilities_and_entropies_it_computed_and_changes_no_number(tiny_vlm) -> None:
     rollouts = make_rollouts(tiny_vlm)
-    recording, plain = (make_engine(tiny_vlm, freeze=True) for _ in range(2))
-    for engine in (recording, plain):
-        engine.logprobs(rollouts[:1])  # as the parity check does
-    scored = recording.token_logprobs(rollouts[:2])
-    expected = plain.logprobs(rollouts)[:2]
-    assert all(float((each.entropy <= 0).sum()) == 0 for group in scored for each in group)
-    for group, logprobs in zip(scored, expected, strict=True):
-        for each, values_of_each in zip(group, logprobs, strict=True):
-            torch.testing.assert_close(each.logprobs, values_of_each, atol=1e-5, rtol=0)
+    # Rows too small for a group, so that its completions are in several of them.
+    recording, plain = (make_engine(tiny_vlm, freeze=True, max_tokens=60) for _ in range(2))
+    expected = plain.logprobs(rollouts)
     recording.logprobs(rollouts)
-    metrics = [values(engine.step(to_train(rollouts))) for engine in (recording, plain)]
-    assert metrics[0] == metrics[1]
+    groups = to_train(rollouts)
+    groups[1] = replace(
+        groups[1],
+        sequences=tuple(replace(each, advantages=torch.zeros_like(each.advantages)) for each in groups[1].sequences),
+    )
+    metrics, outputs = recording.step_recording(groups, {1, 2})
+    assert list(outputs) == [2]  # group 1 has no gradient, and so no pass
+    for each, logprobs in zip(outputs[2], expected[2], strict=True):
+        torch.testing.assert_close(each.logprobs, logprobs, atol=1e-5, rtol=0)
+        assert each.entropy.shape == logprobs.shape
+        assert not each.entropy.requires_grad
+        assert bool((each.entropy > 0).all())
+    plain_metrics = plain.step(groups)
+    assert values(metrics) == values(plain_metrics)
+    weights = [weights_of(engine) for engine in (recording, plain)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_with_lora_on_the_language_model_policy_and_reference_share_cached_features(tiny_vlm) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from trigon.errors import ModelError
 from trigon.models.load import copy_side_files, load_model, load_processors, model_folder, require_weights
+from trigon.models.side_files import pixel_limits, write_side_files
 
 TinyModel = Callable[..., Path]
 
@@ -315,3 +316,134 @@ def test_side_files_are_copied_unchanged_and_weights_are_not(copied: Path, tmp_p
     )
     for name in names:
         assert (tmp_path / "copy" / name).read_bytes() == (copied / name).read_bytes()
+
+
+LIMITS = {"min_pixels": 30_000, "max_pixels": 40_000}
+
+
+def as_version_4_wrote_it(folder: Path, key: str) -> None:
+    """Give a folder the processor files of published checkpoints in place of version 5's."""
+    parts = json.loads((folder / "processor_config.json").read_text())
+    (folder / "processor_config.json").unlink()
+    image, video = parts["image_processor"], parts["video_processor"]
+    size = image.pop("size")
+    if key == "min_pixels":
+        image |= {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+    else:
+        image["size"] = size
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+    processor = {"processor_class": parts["processor_class"]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(image | processor))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer["chat_template"] = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": tokenizer["chat_template"]}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize("files", ["version 5", "min_pixels", "size"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_side_files_have_the_limits_and_templates_of_the_run(
+    tiny_model: TinyModel, tmp_path: Path, model_type: str, files: str
+) -> None:
+    from transformers import AutoProcessor
+
+    source, other = tmp_path / "model", tiny_model("qwen2")
+    shutil.copytree(tiny_model(model_type), source)
+    if files != "version 5":
+        as_version_4_wrote_it(source, files)
+    template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    processors = load_processors(str(source), tokenizer_path=str(other), chat_template=template, **LIMITS)
+    write_side_files(
+        source,
+        tmp_path / "copy",
+        processors,
+        sets_limits=True,
+        sets_chat_template=True,
+        tokenizer=other,
+        override_config={"text_config": {"rms_norm_eps": 1e-3}},
+    )
+    loaded = AutoProcessor.from_pretrained(tmp_path / "copy")
+    assert dict(loaded.image_processor.size) == {"shortest_edge": 30_000, "longest_edge": 40_000}
+    assert (dict(loaded.video_processor.size) == dict(loaded.image_processor.size)) == (model_type == "qwen2_5_vl")
+    message = [{"role": "user", "content": "hello"}]
+    assert loaded.apply_chat_template(message) == "[user]hello"
+    assert loaded.tokenizer.apply_chat_template(message, tokenize=False) == "[user]hello"
+    assert loaded.tokenizer.get_vocab() == processors.tokenizer.get_vocab()
+    assert load_processors(str(tmp_path / "copy")).hf_config.text_config.rms_norm_eps == 1e-3
+    again = load_processors(str(tmp_path / "copy"))
+    assert pixel_limits(again) == pixel_limits(processors) == (30_000, 40_000)
+
+
+def test_side_files_of_a_run_that_changes_nothing_are_the_models(copied: Path, tmp_path: Path) -> None:
+    write_side_files(copied, tmp_path / "copy", load_processors(str(copied)))
+    for file in (tmp_path / "copy").iterdir():
+        assert file.read_bytes() == (copied / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("overrides", [{}, {"tie_word_embeddings": False}])
+def test_a_tied_config_with_a_head_of_its_own_is_refused_unless_it_says_so(
+    tiny_model: TinyModel, tmp_path: Path, overrides: dict[str, bool]
+) -> None:
+    folder = Path(shutil.copytree(tiny_model(tie_word_embeddings=True), tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def load(device: str) -> Any:
+        return load_model(str(folder), dtype=torch.float32, device=device, override_config=overrides)
+
+    load("cpu")  # a copy, as some published models have it
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for device in ("cpu", "meta"):
+        if overrides:
+            assert load(device).lm_head.weight.shape == tensors["lm_head.weight"].shape
+        else:
+            with pytest.raises(ModelError, match=r"lm_head.*override_config=\{tie_word_embeddings: false\}"):
+                load(device)
+    if overrides:
+        assert torch.equal(load("cpu").lm_head.weight, tensors["lm_head.weight"])
+
+
+def test_weights_in_a_format_that_can_run_code_are_refused_with_the_remedy(copied: Path) -> None:
+    torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
+    require_weights(str(copied))
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin only.*save_pretrained"):
+        require_weights(str(copied))
+
+
+HOSTILE_SIZES = [
+    ("text_config", {"hidden_size": -5}),
+    ("text_config", {"hidden_size": 10**12}),
+    ("text_config", {"hidden_size": "x"}),
+    ("text_config", {"num_hidden_layers": 10**12, "layer_types": None}),
+    ("text_config", {"num_attention_heads": 0}),
+    ("text_config", {"num_attention_heads": 50_000}),
+    ("text_config", {"num_key_value_heads": -1}),
+    ("text_config", {"vocab_size": 0}),
+    ("text_config", {"intermediate_size": 10**15}),
+    ("vision_config", {"depth": 10**12}),
+    ("vision_config", {"depth": -1}),
+    ("vision_config", {"hidden_size": -64}),
+    ("vision_config", {"patch_size": 0}),
+    ("vision_config", {"num_heads": 0}),
+    ("vision_config", {"spatial_merge_size": -2}),
+]
+
+
+@pytest.mark.parametrize(("part", "sizes"), HOSTILE_SIZES, ids=str)
+def test_sizes_that_no_model_has_are_errors(tiny_vlm: Path, tmp_path: Path, part: str, sizes: dict[str, Any]) -> None:
+    config = json.loads((tiny_vlm / "config.json").read_text())[part]
+    message = error_of_config(tiny_vlm, tmp_path, **{part: config | sizes})
+    assert next(iter(sizes)) in message or "cannot be loaded" in message
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation", "_experts_implementation"])
+def test_a_config_cannot_choose_code_of_a_hub(copied: Path, key: str) -> None:
+    edit_json(copied / "config.json", **{key: "someone/kernels"})
+    for device in ("cpu", "meta"):
+        model = load_model(str(copied), dtype=torch.float32, device=device)
+        assert "someone" not in str(model.config._attn_implementation)
+        assert "someone" not in str(model.config.get_text_config()._attn_implementation)

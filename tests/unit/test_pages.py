@@ -135,7 +135,8 @@ def check_python(arguments: list[str], page: str) -> None:
     if arguments[:2] == ["-m", "pip"]:
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
         for word in arguments[3:]:
-            for names in re.findall(r"^(?:\.|trigon-rl)\[([\w,-]+)\]$", word):
+            assert not word.startswith("trigon"), f"{word}: Trigon is on no package index"
+            for names in re.findall(r"^\.\[([\w,-]+)\]$", word):
                 assert set(names.split(",")) <= extras.keys(), word
             if word.startswith("constraints/"):
                 assert (ROOT / word).is_file(), word

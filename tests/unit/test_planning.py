@@ -242,6 +242,12 @@ def test_a_share_of_the_gpu_that_cannot_hold_vllm_does_not_fit():
         assert planned({**moe, **change}, gpus="2x8xH100-80G").problem is None
 
 
+def test_advice_names_no_tensor_parallelism_that_the_heads_do_not_allow():
+    made = planned({"worker.rollout.gpu_memory_utilization": 0.1}, gpus="8xRTX4090-24G")
+    assert "worker.rollout.gpu_memory_utilization=0.7" in made.problem
+    assert "tensor_parallel_size" not in made.problem  # 8, which 28 heads do not allow
+
+
 def test_host_memory_is_a_limit_only_if_it_is_known(geo3k):
     assert not geo3k.knows_host_memory
     assert planned(OFFLOAD, host_memory=100 * GIB).verdict == "does not fit"

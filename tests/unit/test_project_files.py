@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +137,12 @@ def test_a_shell_script_is_executable_and_stops_at_the_first_error(script: str) 
 def test_the_readme_is_short_and_says_that_no_gpu_has_run_it() -> None:
     assert len(read("README.md").splitlines()) <= 100
     assert "No GPU has run this version yet" in read("README.md")
+
+
+def test_an_editable_install_is_a_path_that_type_checkers_and_editors_follow(tmp_path):
+    build = "import sys, setuptools.build_meta as backend; backend.build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, capture_output=True, check=True)
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        paths = [files.read(name).decode().strip() for name in files.namelist() if name.endswith(".pth")]
+    assert [Path(path).resolve() for path in paths] == [ROOT]

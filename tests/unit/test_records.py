@@ -12,7 +12,7 @@ import pytest
 from trigon.errors import DataError
 from trigon.records.metrics import StepMetrics
 from trigon.records.rollouts import SCHEMA_VERSION, RolloutRow, TokenRecord, find_rollouts, read_rollouts
-from trigon.records.run import flatten, open_run
+from trigon.records.run import find_runs, flatten, open_run
 from trigon.report.run_folder import RunFolder
 
 ROW = RolloutRow(
@@ -105,9 +105,17 @@ def test_a_folder_with_one_run_in_it_is_that_run(folder):
     (outer / "another" / "rollouts").mkdir(parents=True)
     with pytest.raises(DataError, match=r"contains 2 runs; name one of them: .*another, .*run"):
         open_run(outer)
+    (outer / "quickstart" / "run" / "rollouts").mkdir(parents=True)
+    runs = [outer / "another", outer / "quickstart" / "run", outer / "run"]
+    assert [run.path for run in find_runs(outer)] == runs
+    assert [run.path for run in find_runs(outer / "run")] == [outer / "run"]
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="is not the folder of a run"):
+        find_runs(tmp_path)
+    with pytest.raises(DataError, match="does not exist"):
+        find_runs(tmp_path / "missing")
     with pytest.raises(DataError, match="is not the folder of a run"):
         open_run(tmp_path)
     with pytest.raises(DataError, match="does not exist"):

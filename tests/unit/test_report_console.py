@@ -87,42 +87,59 @@ def test_durations_have_the_largest_units_that_fit(seconds, shown):
     assert format_duration(seconds) == shown
 
 
-def test_a_step_is_one_line_of_its_metrics(stream):
-    console = Console(stream=stream)
-    metrics = {
-        "reward/overall": 0.8125,
-        "reward/accuracy": 0.75,
-        "response_length/mean": 63.2,
-        "actor/kl_loss": 0.0021,
-        "actor/lr": 1e-6,
-        "perf/throughput": 5123.4,
-        "timing_s/step": 2.31,
-        "unknown/key": 1.0,
-    }
-    console.step(12, 60, metrics, seconds_left=110.0)
-    assert stream.getvalue() == (
-        "step 12/60  reward 0.8125  accuracy 0.75  length 63.2  KL 0.0021  lr 1.0e-06  tokens/s 5,123  seconds 2.31  "
-        "left 1 min 50 s\n"
-    )
+def cells(line):
+    """Return the cells of a row of the steps: two spaces or more are between them."""
+    return re.split(r" {2,}", line.strip())
 
 
-def test_filter_rounds_cut_completions_and_failed_rewards_are_in_the_line_of_a_step(stream):
+STEP = {
+    "reward/overall": 0.8125,
+    "reward/accuracy": 0.75,
+    "response_length/mean": 63.24,
+    "actor/kl_loss": 0.00021,
+    "actor/lr": 1e-6,
+    "perf/throughput": 5123.4,
+    "timing_s/step": 2.31,
+    "unknown/key": 1.0,
+}
+
+
+def test_a_step_is_a_row_below_the_names_of_its_metrics(stream):
     console = Console(stream=stream)
-    console.step(1, 1, {"filter/rounds": 3.0, "grader/failed": 0.0, "grader/timeout": 2.0}, seconds_left=None)
-    console.step(1, 1, {"grader/failed": 1.0, "grader/timeout": 0.0}, seconds_left=None)
-    console.step(1, 1, {"response_length/mean": 8.0, "response_length/clip_ratio": 0.25}, seconds_left=None)
-    console.step(1, 1, {"response_length/mean": 8.0, "response_length/clip_ratio": 0.0}, seconds_left=None)
-    assert stream.getvalue().splitlines() == [
-        "step 1/1  filter rounds 3  rewards timed out 2",
-        "step 1/1  rewards failed 1",
-        "step 1/1  length 8  cut 0.25",
-        "step 1/1  length 8",
-    ]
+    console.step(1, 60, STEP, seconds_left=110.0)
+    console.step(12, 60, {"reward/overall": 0.5}, seconds_left=None)
+    header, first, second = stream.getvalue().splitlines()
+    names = ["step", "reward", "accuracy", "length", "KL", "lr", "tokens/s", "seconds", "left"]
+    assert cells(header) == names
+    row = ["1/60", "0.8125", "0.7500", "63.2", "2.1e-04", "1.0e-06", "5,123", "2.3", "1 min 50 s"]
+    assert cells(first) == row
+    assert cells(second) == ["12/60", "0.5000"]
+    assert header.index("reward") + len("reward") == second.index("0.5000") + len("0.5000")
+
+
+def test_the_names_come_again_where_the_columns_change_and_every_twenty_steps(stream):
+    console = Console(stream=stream)
+    console.step(1, 99, {"reward/overall": 1.0}, seconds_left=None)
+    for step in range(2, 24):
+        console.step(step, 99, {"reward/overall": 1.0, "actor/entropy": 0.5}, seconds_left=None)
+    headers = [number for number, line in enumerate(stream.getvalue().splitlines()) if "reward" in line]
+    assert headers == [0, 2, 23]
+
+
+def test_what_fails_in_a_step_has_a_line_below_it(stream):
+    console = Console(stream=stream)
+    console.step(1, 1, {"reward/overall": 1.0, "grader/failed": 0.0, "grader/timeout": 2.0}, seconds_left=None)
+    assert stream.getvalue().splitlines()[2:] == ["      rewards timed out: 2"]
 
 
 def test_the_last_step_shows_no_time_left(stream):
     Console(stream=stream).step(60, 60, {"reward/overall": 1.0}, seconds_left=0.0)
-    assert stream.getvalue() == "step 60/60  reward 1\n"
+    assert cells(stream.getvalue().splitlines()[-1]) == ["60/60", "1.0000"]
+
+
+def test_a_validation_before_the_first_step_is_no_row(stream):
+    Console(stream=stream).step(0, 60, {"val/reward_score": 1.0, "timing_s/step": 2.0}, seconds_left=None)
+    assert stream.getvalue() == ""
 
 
 def test_step_lines_can_be_disabled_but_warnings_cannot(stream):
@@ -270,22 +287,30 @@ LONG_LINES = """
     metrics = {
         "reward/overall": 0.8125, "reward/accuracy": 0.75, "response_length/mean": 63.2, "actor/kl_loss": 0.0021,
         "actor/entropy": 1.234, "actor/grad_norm": 0.567, "actor/lr": 1e-6, "filter/rounds": 2.0, "grader/timeout": 3.0,
-        "perf/throughput": 5123.4, "timing_s/step": 2.31,
+        "perf/throughput": 5123.4, "timing_s/step": 2.31, "response_length/clip_ratio": 0.25,
     }
-    console.step(12, 60, metrics, seconds_left=110.0)
+    console.step(12, 400, metrics, seconds_left=3540.0)
     console.warn("attention " * 30)
     console.print("run: /" + "x" * 200)
 """
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_lines_on_a_terminal_wrap_between_words(columns):
+@pytest.mark.parametrize(
+    ("columns", "names"),
+    [
+        (80, "step  reward  accuracy  length  cut  rounds  seconds  left"),
+        (120, "step  reward  accuracy  length  cut  rounds  KL  entropy  grad norm  tokens/s  seconds  left"),
+    ],
+)
+def test_on_a_terminal_a_step_is_one_line_and_others_wrap_between_words(columns, names):
     lines = run_on_a_terminal(LONG_LINES, columns=columns).splitlines()
     path = "/" + "x" * 200
     assert any(line.rstrip().endswith(path) for line in lines)  # without a line break, so that it can be copied
     assert max(len(line) for line in lines if path not in line) <= columns
-    parts = [part for line in lines for part in line.strip().split("  ")]
-    assert {"rewards timed out 3", "entropy 1.234", "seconds 2.31", "left 1 min 50 s"} <= set(parts)
+    assert cells(lines[0]) == cells(names)  # the most important ones that fit
+    assert len(cells(lines[1])) == len(cells(names))
+    assert cells(lines[1])[-1] == "59 min 0 s"
+    assert lines[2].strip() == "rewards timed out: 3"
     words = " ".join(lines).split()
     assert words.count("attention") == 30
 

@@ -236,9 +236,9 @@ def test_advantages_are_means_over_tokens_and_missing_where_nothing_is_learned()
 def test_tokens_have_the_values_of_the_update(folder, recorder):
     groups = [group("train:1", lengths=(2, 1))]
     third = torch.tensor([1 / 3, 2 / 3])
-    scored = [[TokenLogprobs(-third, third, None), TokenLogprobs(-third[:1], third[:1], None)]]
+    scored = [TokenLogprobs(-third, third, None), TokenLogprobs(-third[:1], third[:1], None)]
     trained = [learned(groups[0], mask=(1.0, 0.0))]
-    rows = with_tokens(rollout_rows(groups, learned=trained), groups, learned=trained, scored=scored)
+    rows = with_tokens(rollout_rows(groups, learned=trained), groups, learned=trained, recorded={0: scored})
     recorder.write(1, "train", rows, no_images)
     recorder.flush()
     first, second = [row.tokens for row in written(folder, "step_000001.jsonl")]
@@ -253,11 +253,11 @@ def test_tokens_have_the_values_of_the_update(folder, recorder):
 
 def test_old_logprobs_are_those_of_the_loss_where_it_has_them():
     groups = [group("train:1", lengths=(1, 1))]
-    scored = [[TokenLogprobs(torch.tensor([-0.25]), torch.tensor([0.5]), None)] * 2]
+    scored = [TokenLogprobs(torch.tensor([-0.25]), torch.tensor([0.5]), None)] * 2
     trained = [learned(groups[0], old=-0.125)]
-    rows = with_tokens(rollout_rows(groups), groups, learned=trained, scored=scored)
+    rows = with_tokens(rollout_rows(groups), groups, learned=trained, recorded={0: scored})
     assert [row.tokens.old_logprobs for row in rows] == [[-0.125], [-0.125]]
-    without = with_tokens(rollout_rows(groups), groups, learned=None, scored=None)
+    without = with_tokens(rollout_rows(groups), groups, learned=None, recorded={0: None})
     assert [(row.tokens.old_logprobs, row.tokens.entropy) for row in without] == [(None, None)] * 2
     assert replace(without[0], tokens=None) == rollout_rows(groups)[0]
 
@@ -272,7 +272,9 @@ def test_turns_are_written_with_the_images_of_their_observations(folder, recorde
         0,
         turns=(
             Turn(0, 2, "left", reward=0.0),
-            Turn(4, 5, "right", "<image><image> You moved.", reward=1.0, num_images=2),
+            Turn(
+                4, 5, "right", "<image><image> You moved.", reward=1.0, num_images=2, image_sizes=((28, 56), (84, 28))
+            ),
         ),
         vision=images,
     )
@@ -287,5 +289,6 @@ def test_turns_are_written_with_the_images_of_their_observations(folder, recorde
     ]
     assert first.num_tokens == 3
     assert [len(turn.image_files) for turn in first.turns] == [0, 2]
+    assert [turn.image_sizes for turn in first.turns] == [(), ((28, 56), (84, 28))]
     assert [(folder.path / name).read_bytes() for name in first.turns[1].image_files] == [RED, BLUE]
     assert second.turns == ()

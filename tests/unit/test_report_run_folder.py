@@ -4,6 +4,7 @@ import datetime
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from trigon.errors import CheckpointError, ConfigError
 from trigon.records.metrics import StepMetrics, read_metrics
 from trigon.records.rollouts import rollout_rows
+from trigon.report.log_faults import LogFaults, MetricsLog
 from trigon.report.run_folder import RunFolder
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 
@@ -252,6 +254,34 @@ def test_the_lock_of_a_killed_run_is_released(tmp_path):
     RunFolder(tmp_path).close()
 
 
+@pytest.mark.parametrize("change", ["renamed_host", "emptied", "overwritten", "copied_over_itself", "replaced"])
+def test_a_run_does_not_depend_on_the_text_of_its_lock(tmp_path, monkeypatch, change):
+    messages = []
+    lock = tmp_path / "run" / "run.lock"
+    with RunFolder(tmp_path / "run") as folder:
+        log = MetricsLog(folder, LogFaults(folder.path, warn=messages.append), warn=messages.append)
+        match change:
+            case "renamed_host":
+                monkeypatch.setattr("socket.gethostname", lambda: "another-name")
+            case "emptied":
+                lock.write_bytes(b"")
+            case "overwritten":
+                lock.write_bytes(b"\xff process 1 on another-name")
+            case "copied_over_itself":  # by a file of the same text that nobody has locked
+                shutil.copy(lock, tmp_path / "copy")
+                os.replace(tmp_path / "copy", lock)
+            case "replaced":
+                (tmp_path / "copy").write_text("process 1 on another-name\n")
+                os.replace(tmp_path / "copy", lock)
+        log.append(1, {"a": 1.0})
+        log.append(2, {"a": 2.0})
+        assert [line.step for line in folder.read_metrics()] == [1, 2]
+        with pytest.raises(ConfigError, match="another run"):
+            RunFolder(tmp_path / "run")
+    is_new_file = change in ("copied_over_itself", "replaced")
+    assert ["is locked again" in message for message in messages] == [True] * is_new_file
+
+
 def test_the_configurations_of_earlier_starts_are_kept(folder):
     for text in ("a: 1\n", "a: 1\n", "a: 2\n", "a: 1\n"):
         folder.record_start(text, {})
@@ -280,3 +310,13 @@ def test_each_start_is_a_line_and_a_torn_one_is_removed(tmp_path):
     first, second = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
     assert (first["after_step"], second["after_step"]) == (0, 7)
     assert datetime.datetime.fromisoformat(second["time"]).tzinfo is not None
+
+
+@pytest.mark.parametrize("name", ["\udcc3\udca9", "\u6570"])
+def test_a_name_that_the_locale_cannot_encode_is_refused_with_the_remedy(tmp_path, monkeypatch, name):
+    # "\udcc3\udca9" is how Python reads the bytes of an accented letter if LC_ALL=C is ASCII.
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    monkeypatch.setattr(os, "fsencode", lambda path: str(path).encode("ascii", "surrogateescape"))
+    with pytest.raises(ConfigError, match=r"run folder.*ascii; set PYTHONUTF8=1"):
+        RunFolder(tmp_path / name)
+    RunFolder(tmp_path / "plain").close()

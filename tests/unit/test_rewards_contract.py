@@ -46,6 +46,7 @@ def test_an_encoded_request_has_every_field():
         "finish_reason": "stop",
         "row": {"id": 7, "choices": ["a", "b"], "nested": {"x": None}},
         "turns": [],
+        "image_sizes": [],
     }
     assert omitted == ()
 

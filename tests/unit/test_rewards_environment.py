@@ -4,6 +4,7 @@ import pytest
 
 from trigon.evaluation.score import score
 from trigon.records.rollouts import rollout_rows
+from trigon.rewards.contract import turn_input
 from trigon.rewards.verifiers.environment import compute_score
 from trigon.rollout.collect import _turns, dummy_requests
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, Turn
@@ -29,7 +30,7 @@ def test_the_reward_is_tried_on_dummy_completions_without_turns():
 
 def test_a_single_turn_without_an_observation_keeps_the_reward_of_the_environment():
     given = completion(Turn(0, 2, "left", reward=1.0), num_tokens=2)
-    assert _turns(given) == [{"observation": "", "text": "left", "reward": 1.0}]
+    assert _turns(given) == [turn_input("", "left", 1.0)]
     assert _turns(completion(Turn(0, 2, "left"), num_tokens=2)) == []
     group = RolloutGroup(
         Prompt("train:0", (1,), None, "question", "", {}, ()), (Rollout(given, Score(1.0, {"overall": 1.0}, "ok", "")),)

@@ -35,7 +35,8 @@ def test_the_migration_page_gives_the_numbers_of_the_table():
 
 
 def test_every_answer_equals_itself_and_equality_is_symmetric():
-    assert [pair["answer"] for pair in TABLE if not is_same_answer(pair["answer"], pair["answer"])] == []
+    answers = [pair["answer"] for pair in TABLE if pair["answer"]]  # an empty one equals nothing
+    assert [answer for answer in answers if not is_same_answer(answer, answer)] == []
     assert [pair for pair in TABLE if is_same_answer(pair["truth"], pair["answer"]) != pair["equal"]] == []
 
 

@@ -11,18 +11,19 @@ from PIL import Image
 
 from support.builders import make_builder
 from support.episodes import Answer, LocalEnvironments, Observed, make_settings
-from support.images import png
+from support.images import odd_files, png
 from support.rollout import NO_WEIGHTS, Phases
 from trigon.data.dataset import open_prompts
+from trigon.data.images import open_image
 from trigon.data.mixture import with_blank_media
 from trigon.errors import RewardError
 from trigon.evaluation.score import score
+from trigon.images import LazyImages
 from trigon.records.rollouts import rollout_rows, row_to_line
 from trigon.report.image_store import ImageStore
 from trigon.rewards.callables import reward_source
 from trigon.rewards.confinement.options import DEFAULT, Confinement
 from trigon.rewards.contract import RewardRequest
-from trigon.rewards.lazy_images import LazyImages
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect, dummy_requests
 from trigon.rollout.fake import FakeEngine
@@ -38,18 +39,20 @@ REWARD_IMAGES = True
 
 def main(reward_input):
     images = reward_input["images"]
-    folder = os.path.dirname(images.paths[0]) if len(images) else ""
+    folder = os.path.dirname(images.files[0]) if len(images) else ""
     return {
         "overall": images[0].convert("RGB").getpixel((0, 0))[0] if len(images) else -1,
         "images": len(images),
         "videos": len(reward_input["videos"]),
+        "sizes": sum(sum(size) for size in reward_input["image_sizes"]),
         "files": len([name for name in os.listdir(folder) if name.startswith("media-")]) if folder else 0,
     }
 """
 SUM = """
 REWARD_IMAGES = True
 async def main(reward_inputs): return [len(each["images"]) for each in reward_inputs]
-def legacy(response, ground_truth, *, images, scale=1): return scale * images[-1].size[0]
+def legacy(response, ground_truth, *, images, scale=1, image_sizes=None):
+    return scale * images[-1].size[0] + len(image_sizes)
 def plain(response, ground_truth): return 1
 """
 
@@ -96,6 +99,23 @@ def test_a_function_gets_the_images_of_its_prompt_and_videos_as_paths(tmp_path):
         [-1, 0, 0],
         [-1, 0, 1],
     ]
+
+
+def test_a_function_gets_the_pixels_that_the_model_sees(tmp_path):
+    text = """
+import hashlib
+REWARD_IMAGES = True
+def digest(image):
+    return int(hashlib.sha256(f"{image.mode}{image.size}".encode() + image.tobytes()).hexdigest()[:8], 16)
+def main(reward_inputs): return [{"overall": 0, "digest": digest(each["images"][0])} for each in reward_inputs]
+"""
+    files = odd_files(60, 50)
+    with pool_of(tmp_path, text) as pool:
+        scores = pool.score([request(media_of(file)) for file in files.values()])
+    digest = {}
+    exec(text, digest)
+    seen = [open_image(file, where="", image_dir=None, max_pixels=10**6) for file in files.values()]
+    assert [each.parts["digest"] for each in scores] == list(map(digest["digest"], seen))
 
 
 def test_media_are_read_once_for_a_prompt_stored_once_and_removed_after_the_scoring(tmp_path):
@@ -210,7 +230,7 @@ def prompts(processors, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     rows = []
     for number in range(3):
-        Image.new("RGB", (56, 56), (10 * number, 0, 0)).save(tmp_path / f"{number}.png")
+        Image.new("RGB", (50, 80), (10 * number, 0, 0)).save(tmp_path / f"{number}.png")
         rows.append({"images": [f"{number}.png"], "problem": "<image>How many?", "answer": str(number)})
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -242,6 +262,8 @@ def test_sampled_completions_are_scored_with_the_images_of_the_dataset(prompts, 
                 shown = with_blank_media(prompts())[2]
                 blank = collect([shown], engine, pool, SAMPLING, step=1, phase=Phases())
     assert [[each.score.overall for each in group.rollouts] for group in groups] == [[0] * 3, [10] * 3, [20] * 3]
+    # Enlarged from 50 x 60 pixels.
+    assert {each.score.parts["sizes"] for group in groups for each in group.rollouts} == {56 + 84}
     assert all(each.score.overall != 20 for group in blank for each in group.rollouts)
 
 
@@ -284,6 +306,7 @@ def first_red(image): return image.convert("RGB").getpixel((0, 0))[0]
 def main(reward_input):
     turns = [[first_red(image) for image in turn["images"]] for turn in reward_input["turns"]]
     parts = {f"{turn}.{number}": red for turn, reds in enumerate(turns) for number, red in enumerate(reds)}
+    parts["sizes"] = sum(width * height for turn in reward_input["turns"] for width, height in turn["image_sizes"])
     assert all(len(turn["images"]) == turn["observation"].count("<image>") for turn in reward_input["turns"])
     return {"overall": len(turns), "prompt": sum(map(first_red, reward_input["images"])), **parts}
 """
@@ -312,7 +335,7 @@ def test_a_function_gets_the_images_that_each_turn_observed(processors, tmp_path
     with pool_of(tmp_path, OBSERVED, max_failed_fraction=0.0) as pool, engine.awake(NO_WEIGHTS, version=0):
         [group] = collect([prompt], engine, pool, sampling, step=1, phase=Phases())
     # The three turns observed no image, one and two.
-    parts = {"overall": 3, "prompt": 5, "1.0": 71, "2.0": 72, "2.1": 72}
+    parts = {"overall": 3, "prompt": 5, "1.0": 71, "2.0": 72, "2.1": 72, "sizes": 3 * 56 * 56}
     assert [each.score.parts for each in group.rollouts] == [parts] * 3
 
 

@@ -32,6 +32,11 @@ MATH = [
     (r"<think>a</think>\boxed{x+1}", "1+x", 1, 1),
     (r"<think>a</think>\boxed{60^\circ}", "60", 1, 1),
     ("<think>\na\n\nb\n</think>\n\\boxed{7}\n", 7, 1, 1),  # a ground truth that is a number
+    ("3 + 4</think>\n\\boxed{7}", "7", 1, 1),  # after a prompt that ends in <think>
+    ("\n3 + 4\n< / think >\\boxed{8}", "7", 0, 1),
+    ("</think>\\boxed{7}", "7", 1, 1),
+    (r"3 + 4 is \boxed{7}</think>", "7", 1, 0),
+    (r"3 + 4</think>\boxed{7} <think>", "7", 1, 0),
     ("", "7", 0, 0),
     ("no box at all", "None", 0, 0),
 ]
@@ -64,6 +69,9 @@ R1V = [
     ("<think>3 + 4</think><answer>7</answer>.", "7", 1, 0),
     ("<answer>7</answer>", "7", 1, 0),
     ("7", "7", 1, 0),  # without tags, the whole response is the answer
+    ("3 + 4</think>\n<answer>7</answer>", "7", 1, 1),  # after a prompt that ends in <think>
+    ("3 + 4</think> so <answer>7</answer>", "7", 1, 0),
+    ("3 + 4 <answer>7</answer>", "7", 1, 0),
     ("<think></answer>", "7", 0, 0),
     ("", "7", 0, 0),
 ]

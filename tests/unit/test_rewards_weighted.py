@@ -171,3 +171,49 @@ def test_a_resumed_run_notices_other_code_weights_and_arguments(load, tmp_path):
     (tmp_path / "rewards.py").write_text(FUNCTIONS.replace("len(key)", "2 * len(key)"))
     with pytest.raises(CheckpointError, match=r"reward_function has other content than then \(code\)"):
         origin(checkpoint)
+
+
+NONE_FOR_SOME = """
+import asyncio
+
+REWARD_TYPE = "sequential"
+
+def accuracy(reward_input):
+    return None if reward_input["response"] in ("table", "none") else 1.0
+
+def length(reward_input):
+    return None if reward_input["response"] in ("alone", "none") else {"overall": 0.5, "words": 2}
+
+async def judge(reward_input):
+    await asyncio.sleep(0)
+    return None if reward_input["response"] in ("alone", "none") else 0.25
+"""
+
+
+@pytest.mark.parametrize("third", ["judge", "length"], ids=["async", "sync"])
+def test_a_function_that_returns_none_does_not_apply_and_the_others_weigh_as_much_together(load, tmp_path, third):
+    path = tmp_path / "some.py"
+    path.write_text(NONE_FOR_SOME)
+    functions = [
+        {"function": f"{path}:accuracy", "weight": 2},
+        {"function": f"{path}:length", "weight": 1},
+        {"function": f"{path}:{third}", "name": "third", "weight": -1},
+    ]
+    config = load(override(functions), "worker.reward.max_failed_fraction=1")
+    every, alone, table, none = scores_of(config, "all", "alone", "table", "none")
+    value = 0.25 if third == "judge" else 0.5
+    assert every.overall == 2 + 0.5 - value
+    assert not any("applies" in part for part in every.parts)
+    assert alone.parts == {
+        "overall": 4.0, "accuracy": 1.0, "accuracy/applies": 1.0, "length/applies": 0.0, "third/applies": 0.0
+    }  # fmt: skip
+    assert table.overall == 2 * (0.5 - value)
+    assert "accuracy" not in table.parts
+    assert (none.outcome, "no function applies" in none.error) == ("failed", True)
+
+
+def test_a_single_function_that_returns_none_has_failed(load, tmp_path):
+    path = tmp_path / "some.py"
+    path.write_text(NONE_FOR_SOME)
+    config = load(f"{REWARD}={path}:accuracy", "worker.reward.max_failed_fraction=1")
+    assert [score.outcome for score in scores_of(config, "all", "table")] == ["ok", "failed"]

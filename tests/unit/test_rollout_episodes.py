@@ -3,6 +3,7 @@
 import itertools
 import random
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -108,6 +109,71 @@ def test_tools_answer_turns_after_a_prompt_that_has_its_generation_prompt(proces
     assert completion.finish_reason == "stop"
 
 
+CALL = '<tool_call>{"name": "crop", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (f"{CALL}<tool_response>invented</tool_response><answer>42</answer>", CALL),
+        (f"I look.\n{CALL}\nThe answer is 42.", f"I look.\n{CALL}"),
+        (f"{CALL}\n{CALL} Then I see 42.", f"{CALL}\n{CALL}"),  # two calls are one after the other
+        (f"{CALL} Then {CALL}", CALL),
+        (
+            f"<think>First {CALL} and 42.</think>{CALL}<think>I see.</think>42",
+            f"<think>First {CALL} and 42.</think>{CALL}",
+        ),
+        (f"{CALL}\n", f"{CALL}\n"),
+        ("The answer is 42.", "The answer is 42."),
+        (f"<think>{CALL}</think> The answer is 42.", f"<think>{CALL}</think> The answer is 42."),
+    ],
+)
+def test_a_turn_ends_with_its_calls_and_what_comes_after_is_dropped_and_counted(processors, text, kept):
+    actions = []
+
+    def answer(row, done):
+        actions.append(list(done))
+        return Answer(0, Observed("4") if len(done) == 1 else None, done=len(done) == 2)
+
+    def complete(so_far, version, seed):
+        return text if len(so_far.token_ids) == 3 else "done"
+
+    fake = engine(
+        processors, LocalEnvironments(answer), complete, opens=False, tool_format="hermes", max_turn_tokens=400
+    )
+    sampling = replace(SAMPLING, n=1, max_tokens=1000)
+    [[completion]] = generate(fake, [prompt()], sampling)
+    first, last = completion.turns
+    num_dropped = values(fake.pop_metrics())["rollout/dropped_tokens"]
+    sampled = completion.token_ids[first.start : first.end]
+    if kept == text:  # with its end-of-sequence token
+        assert (sampled, num_dropped) == ((*ids(processors, text), processors.tokenizer.eos_token_id), 0)
+    else:
+        assert sampled + ids(processors, text)[len(sampled) :] == ids(processors, text)
+        assert num_dropped == len(ids(processors, text)) + 1 - len(sampled) > 0
+    # The last token of the call may have more characters.
+    assert processors.tokenizer.decode(sampled, skip_special_tokens=True).startswith(kept)
+    assert len(first.text) <= len(kept) + 2
+    assert (actions[1], last.text) == ([first.text], "done")
+    assert len(completion.sampling_logprobs) == len(sampled) + last.end - last.start
+
+
+def test_a_turn_that_is_cut_after_its_call_goes_on(processors):
+    """Its limit of tokens was reached by what the model invented."""
+
+    def answer(row, done):
+        return Answer(0, Observed("4") if len(done) == 1 else None, done=len(done) == 2)
+
+    def complete(so_far, version, seed):
+        return f"{CALL} and so on" + " and on" * 300 if len(so_far.token_ids) == 3 else "done"
+
+    fake = engine(
+        processors, LocalEnvironments(answer), complete, opens=False, tool_format="hermes", max_turn_tokens=200
+    )
+    [[completion]] = generate(fake, [prompt()], replace(SAMPLING, n=1, max_tokens=1000))
+    assert (completion.finish_reason, [turn.observation for turn in completion.turns]) == ("stop", ["", "4"])
+
+
 def test_a_first_turn_has_the_seed_of_a_completion_and_later_ones_others(processors):
     def complete(so_far, version, seed):
         return f"{seed}"
@@ -130,6 +196,7 @@ def test_the_limit_of_turns_ends_an_episode_after_its_last_answer(processors):
     seconds = {name for name in metrics if name.startswith("perf/")}
     assert seconds == {"perf/environment_step_seconds", "perf/environment_wait_fraction"}
     assert {name: value for name, value in values(metrics).items() if name not in seconds} == {
+        "rollout/dropped_tokens": 0,
         "rollout/episodes_ended_by_length": 0,
         "rollout/episodes_failed": 0,
         "rollout/num_turns": 3,

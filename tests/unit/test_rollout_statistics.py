@@ -51,6 +51,16 @@ def test_rewards_are_averaged_over_the_completions_that_have_them():
     assert [numbers[f"critic/score/{figure}"] for figure in ("mean", "max", "min")] == [0.5, 1.0, 0.0]
 
 
+def test_how_often_a_function_applies_is_over_all_scored_completions():
+    groups = [
+        group(3, rollout(1, parts(1.0, exact=1.0)), rollout(1, {}, outcome="failed")),
+        group(3, rollout(1, parts(1.0, exact=1.0, **{"exact/applies": 1.0, "judge/applies": 0.0}))),
+    ]
+    numbers = values(describe_groups(groups))
+    assert (numbers["reward/exact/applies"], numbers["reward/judge/applies"]) == (1.0, 0.5)
+    assert "reward/judge" not in numbers
+
+
 def test_group_metrics_compare_the_rewards_within_a_group():
     numbers = metrics()
     # The first group has rewards 1 and 0, the second has one reward, the third none.

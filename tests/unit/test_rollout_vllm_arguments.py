@@ -91,7 +91,7 @@ def test_engine_arguments(tiny_model, device, tensor_parallel_size, model_type):
     expected = DEVICES[device] | PARALLEL[tensor_parallel_size] | MODELS[model_type]
     if device == "cuda" and tensor_parallel_size == 2:
         expected |= NCCL_ONLY
-    assert engine_arguments(settings, processors) == expected
+    assert engine_arguments(settings, processors) == expected | {"tokenizer": str(tiny_model(model_type))}
 
 
 def test_videos_and_an_unlimited_number_of_images(tiny_vlm):
@@ -116,6 +116,7 @@ def test_the_configured_values_are_passed_on(tiny_model):
     arguments = engine_arguments(settings, processors_of(tiny_model("qwen2")))
     changed = {
         "model": str(tiny_model("qwen2")),
+        "tokenizer": str(tiny_model("qwen2")),
         "dtype": torch.bfloat16,
         "enforce_eager": True,
         "enable_prefix_caching": False,
@@ -181,6 +182,25 @@ def test_there_are_no_more_sequences_than_tokens_of_a_forward_pass(tiny_model):
     processors = processors_of(tiny_model("qwen2"))
     assert engine_arguments(settings, processors)["max_num_seqs"] == 512
     assert engine_arguments(replace(settings, max_num_seqs=300), processors)["max_num_seqs"] == 300
+
+
+@pytest.mark.parametrize(
+    ("changes", "largest"),
+    [
+        ({"max_num_seqs": 512}, None),  # vLLM's own largest graph
+        ({"max_num_seqs": 1024}, 1024),
+        ({"max_num_seqs": 600}, 608),
+        ({"max_num_seqs": 1024, "enforce_eager": True}, None),
+        ({"max_num_seqs": 1024, "max_num_batched_tokens": 256}, None),
+        ({"max_num_seqs": 1024, "device": "cpu", "enable_chunked_prefill": False}, None),
+    ],
+)
+def test_the_largest_cuda_graph_holds_all_sequences(tiny_model, changes, largest):
+    folder = tiny_model("qwen2")
+    options = {"device": "cuda", "enable_chunked_prefill": True, "max_num_batched_tokens": 8192, "enforce_eager": False}
+    settings = make_vllm_settings(folder, **{**options, **changes})
+    compilation = engine_arguments(settings, load_processors(str(folder))).get("compilation_config", {})
+    assert compilation.get("max_cudagraph_capture_size") == largest
 
 
 def test_the_cache_on_the_cpu_is_at_most_one_gibibyte(tiny_model):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from support.rollout import handle_of, make_vllm_settings
-from trigon.errors import EngineError, WorkerError
+from trigon.errors import EngineError, RolloutError, WorkerError
 from trigon.metrics import Min, Sum
 from trigon.models.load import load_processors
 from trigon.rollout.vllm import VllmEngine, engine, process, turns
@@ -166,6 +166,32 @@ def test_a_closed_engine_refers_to_no_memory_of_vllm_when_its_allocator_goes(rol
     llm_engine.engine_core.shutdown = lambda: alive.append(state() is not None)
     rollout.close()
     assert alive == [False]
+
+
+def test_an_engine_that_sleeps_is_woken_before_it_is_closed_or_replaced(rollout, llm_engine, monkeypatch):
+    resident = []
+    stop = lambda *stopped: resident.append(set(llm_engine.resident))  # noqa: E731
+    monkeypatch.setattr(engine, "stop_llm_engine", stop)
+    llm_engine.engine_core.shutdown = stop
+    assert llm_engine.resident == set()
+    rollout.restart()
+    assert llm_engine.resident == set()
+    rollout.close()
+    assert resident == [{"weights", "kv_cache"}] * 2
+
+
+def test_an_engine_that_cannot_be_woken_is_closed_all_the_same(rollout, llm_engine, monkeypatch):
+    def wake_up(tags):
+        raise RuntimeError("CUDA Error: out of memory")
+
+    stopped = []
+    llm_engine.engine_core.shutdown = lambda: stopped.append(True)
+    monkeypatch.setattr(llm_engine, "wake_up", wake_up)
+    with pytest.raises(RolloutError, match="out of memory"):
+        rollout.restart()
+    with pytest.warns(UserWarning, match="out of memory"):
+        rollout.close()
+    assert stopped == [True]
 
 
 @pytest.mark.parametrize(("tag", "what"), [("weights", "the weights"), ("kv_cache", "the KV cache")])

@@ -29,9 +29,9 @@ from support.fake_runs import (
 )
 from trigon.errors import EngineError, LostSamplersError, RewardError
 from trigon.grace import Grace
+from trigon.hooks import Hooks
 from trigon.loop import train
 from trigon.report.console import Console
-from trigon.run import Hooks
 from trigon.training.fake import FAKE_LOGPROB
 from trigon.types import Completion
 

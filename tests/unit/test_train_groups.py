@@ -42,7 +42,7 @@ def test_old_and_reference_logprobs_come_before_the_first_update(parts, tmp_path
         should_stop=lambda: True,
     ) as run:
         train(run, None)
-        assert run.report.phases[4:] == ["parity", "old", "ref", "records", "update_actor", "save_checkpoint"]
+        assert run.report.phases[4:] == ["parity", "old", "ref", "update_actor", "save_checkpoint"]
         [[group, *_]] = record_of(run).learned
     for sequence in group.sequences:
         assert sequence.old_logprobs.tolist() == [-1.0] * len(sequence.token_ids)
@@ -177,6 +177,26 @@ def test_cut_completions_do_not_train_but_count_in_their_group(parts, tmp_path):
     assert mixed, "the cut completions' rewards count, so some groups have different rewards"
 
 
+def test_steps_whose_completions_are_all_cut_learn_nothing_and_the_run_goes_on(parts, tmp_path):
+    """As with data.max_response_length=2 and overlong filtering."""
+    with open_run(
+        parts,
+        tmp_path,
+        plan=plan_of(steps=2),
+        advantage_settings=replace(ADVANTAGES, mask_overlong=True),
+        complete=lambda p, v, s: f"no idea at all and a few more words {s}",
+    ) as run:
+        train(run, None)
+        steps = record_of(run).learned
+    sequences = [sequence for groups in steps for group in groups for sequence in group.sequences]
+    assert (len(steps), {float(each.loss_mask.max()) for each in sequences}) == (2, {0.0})
+    assert all(bool(torch.isfinite(each.advantages).all()) for each in sequences)
+    for step in (1, 2):
+        metrics = lines_of(tmp_path)[step]
+        assert metrics["response_length/clip_ratio"] == 1.0
+        assert None not in metrics.values(), "no metric is undefined"
+
+
 def test_gdpo_refuses_a_reward_without_its_parts(parts, tmp_path):
     advantage_settings = replace(ADVANTAGES, estimator="gdpo", weights={"beauty": 1.0})
     with (
@@ -191,5 +211,5 @@ def test_the_full_kl_comes_from_the_trainer(parts, tmp_path):
     kl = AdaptiveKl(coefficient=0.1, target=0.1, horizon=0.0)
     with open_run(parts, tmp_path, plan=plan_of(steps=1), advantage_settings=advantage_settings, kl=kl) as run:
         train(run, None)
-        assert run.report.phases[4:] == ["parity", "ref", "records", "update_actor", "save_checkpoint"]
+        assert run.report.phases[4:] == ["parity", "ref", "update_actor", "save_checkpoint"]
     assert lines_of(tmp_path)[1]["actor/kl_penalty"] == 0.0  # the fake train engine returns 0

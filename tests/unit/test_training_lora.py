@@ -73,6 +73,23 @@ def test_base_weights_do_not_change(tiny_model, tmp_path, model_type, dtype):
     assert_equal_tensors(weights_of(engine), expected)
 
 
+@pytest.mark.parametrize("option", ["checkpointing", "offloads_activations"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_every_adapter_learns_under_gradient_checkpointing_those_of_the_tower_too(
+    tiny_model, tmp_path, model_type, option
+):
+    engine_after_updates(tiny_model(model_type), **{option: True}).save_state(tmp_path, model_only=True)()
+    learned = {
+        name: bool(weight.any()) for name, weight in tensors_in(tmp_path / "adapter").items() if "lora_B" in name
+    }
+    assert any("visual" in name for name in learned)
+    # Qwen3-VL's second merger is added after the last layer of the tiny language model, to the
+    # image's own positions, on which no completion depends.
+    assert {name for name, moved in learned.items() if not moved} == {
+        name for name in learned if "deepstack_merger_list.1." in name
+    }
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_reference_scores_as_the_base_model_after_any_number_of_updates(tiny_model, model_type):
     folder = tiny_model(model_type)

@@ -6,6 +6,7 @@ test_training_losses.py has the terms of the loss.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from support.engines import KL_TERMS, ONE_ROW, TERMS, make_engine, make_rollouts, tensors_in, to_train, weights_of
 from support.tensors import assert_equal_tensors, flatten, max_relative_error
+from trigon.errors import DeviceMemoryError
 from trigon.metrics import values
 from trigon.training.protocol import SKIPPED_GRAD_NORM
+from trigon.training.settings import Placement
 from trigon.types import TrainGroup
 
 FAMILIES = ["qwen2", "qwen2_5_vl"]
@@ -213,3 +216,51 @@ def test_sizes_are_those_of_the_tensors_after_an_update(tiny_vlm, tmp_path, stra
     assert before.optimizer_bytes == sum(tensor.nbytes for tensor in states)
     largest = max(parameter.numel() for parameter in engine.policy.parameters() if parameter.requires_grad)
     assert temporaries == (12 * largest if strategy == "adamw_bf16" else 0)
+
+
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.20 GiB is "
+    "free. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True"
+)
+
+
+def run_out_of_memory(*inputs: object) -> None:
+    raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 45, ONE_ROW])
+def test_running_out_of_memory_is_explained_with_the_phase_and_the_longest_row(tiny_model, max_tokens):
+    rollouts = make_rollouts(tiny_model("qwen2"))
+    groups = to_train(rollouts)
+    engine = make_engine(
+        tiny_model("qwen2"),
+        max_tokens=max_tokens,
+        prepare=lambda policy: policy.layers()[0].register_forward_pre_hook(run_out_of_memory),
+    )
+    # Where a group does not fit into a row, its completions have rows of their own.
+    tokens = {len(group.prompt.token_ids) + len(part.token_ids) for group in groups for part in group.sequences}
+    least = max(tokens) if max_tokens == 1 else 1
+    for phase, work, given in (("log-probabilities", engine.logprobs, rollouts), ("update", engine.step, groups)):
+        with pytest.raises(DeviceMemoryError, match=r"CUDA out of memory\. Tried to allocate 2\.00 GiB") as raised:
+            work(given)
+        message = str(raised.value)
+        assert phase in message
+        assert "policy" in message
+        assert "PYTORCH_ALLOC_CONF" not in message
+        [longest] = {int(number) for number in re.findall(r"([0-9]+) tokens", message)}
+        assert least <= longest <= max(max_tokens, max(tokens))
+    # A dry run, which tries how many groups fit, gets the error itself.
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.dry_run(rollouts)
+
+
+def test_three_remedies_are_named_in_their_order():
+    placement = Placement(torch.device("cpu"), None, model="critic", remedies=("first=1", "second=2", "third=3", "x=4"))
+    with (
+        pytest.raises(
+            DeviceMemoryError, match=r"values of the critic(?s:.*)first=1\n.*second=2\n.*third=3\n"
+        ) as raised,
+        placement.explain_out_of_memory("values", [], max_tokens=1),
+    ):
+        run_out_of_memory()
+    assert "x=4" not in str(raised.value)

@@ -62,7 +62,7 @@ def test_nothing_is_unpickled_but_what_trigon_pickled_itself():
 def test_yaml_is_read_without_objects_and_no_text_is_evaluated(tmp_path):
     forbidden = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "sympy.sympify"}
     # Of the tool `python`, which runs what a model wrote in a process that can reach nothing.
-    sandboxed = [("environments/sandbox.py", "exec")] * 2
+    sandboxed = [("rewards/confinement/code_main.py", "exec")] * 2
     assert [(file, name) for file, name, _ in calls() if name in forbidden] == sandboxed
     path, mark = tmp_path / "run.yaml", tmp_path / "mark"
     path.write_text(f"trainer: !!python/object/apply:pathlib.Path.touch [{mark}]")

@@ -34,7 +34,11 @@ def test_the_ranks_that_do_not_answer_are_waited_for_together(monkeypatch):
     monkeypatch.setattr(worker_group.ray, "get", get)
     handles = [
         WorkerHandle(
-            rank, "host", 1, SimpleNamespace(heartbeat=SimpleNamespace(remote=lambda request, rank=rank: rank))
+            rank,
+            "host",
+            1,
+            SimpleNamespace(heartbeat=SimpleNamespace(remote=lambda request, rank=rank: rank)),
+            is_local=False,
         )
         for rank in range(NUM_RANKS)
     ]

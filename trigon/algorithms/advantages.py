@@ -23,8 +23,8 @@ from trigon.names import SINGLE_COMPLETION_ESTIMATORS, AdvantageEstimator
 
 STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
-ROUNDING = 1e-6
-"""Bound on the relative rounding error of a normalized reward in float32."""
+FLOAT32_ROUNDING = 2.0**-22
+"""Four times the relative rounding error of a float32: of a reward and the mean of its group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,9 +113,7 @@ def group_centered(rewards: Tensor, valid: Tensor) -> Tensor:
     Args: rewards: [G, N] float; valid: [G, N] bool.
     Returns: [G, N] float32; rows sum to zero up to rounding.
     """
-    rewards = rewards.float()
-    mean = (rewards * valid).sum(dim=1, keepdim=True) / _count(valid).clamp(min=1)
-    return torch.where(_has_unequal(rewards, valid) & valid, rewards - mean, 0.0)
+    return _centered(rewards.float(), valid)
 
 
 def group_relative(rewards: Tensor, valid: Tensor) -> Tensor:
@@ -190,15 +188,21 @@ def decoupled_parts(parts: Mapping[str, Tensor], valid: Tensor, weights: Mapping
     Args: parts: {name: [G, N] float}; weights: by name, None: 1 each. Returns: [G, N] float32.
     """
     weight_of_part = dict.fromkeys(parts, 1.0) if weights is None else weights
-    total, leftover = torch.zeros(valid.shape), torch.zeros(valid.shape)
+    total, unscaled, error = (torch.zeros(valid.shape, dtype=torch.float64) for _ in range(3))
     for name, weight in weight_of_part.items():
-        part = weight * group_relative(parts[name], valid)
-        total = total + part
-        # STD_EPSILON scales parts of different spread differently, and float32 rounds.
-        error = (STD_EPSILON / _group_std(parts[name], valid)).clamp(max=0.5) + ROUNDING
-        leftover = leftover + part.abs() * error
+        rewards = parts[name].double()
+        centered = _centered(rewards, valid)
+        std = _std_of_centered(centered, valid)
+        total = total + weight * centered / (std + STD_EPSILON)
+        # Without STD_EPSILON, which scales parts of different spread differently: parts that cancel
+        # then do, but for the rounding of the rewards to float32.
+        exact = torch.where(std > 0, centered / std, 0.0)
+        largest = torch.where(valid, rewards.abs(), 0.0).amax(dim=1, keepdim=True)
+        unscaled = unscaled + weight * exact
+        error = error + abs(weight) * torch.where(std > 0, FLOAT32_ROUNDING * (largest / std + exact.abs()), 0.0)
     # The batch's standard deviation would scale up what is left of parts that cancel.
-    return divide_by_batch_std(torch.where(total.abs() > leftover, total, 0.0), valid)
+    cancel = (unscaled.abs() <= error).all(dim=1, keepdim=True)
+    return divide_by_batch_std(torch.where(cancel, 0.0, total).float(), valid)
 
 
 # -- one advantage per token -----------------------------------------------------------------------
@@ -293,5 +297,14 @@ def _has_unequal(rewards: Tensor, valid: Tensor) -> Tensor:
 
 def _group_std(rewards: Tensor, valid: Tensor) -> Tensor:
     """Return the unbiased standard deviation of each group's valid rewards: [G, 1] float32."""
-    centered = group_centered(rewards, valid)
+    return _std_of_centered(group_centered(rewards, valid), valid)
+
+
+def _centered(rewards: Tensor, valid: Tensor) -> Tensor:
+    """Return each reward less the mean of its group, exactly 0 where all are equal: [G, N]."""
+    mean = (rewards * valid).sum(dim=1, keepdim=True) / _count(valid).clamp(min=1)
+    return torch.where(_has_unequal(rewards, valid) & valid, rewards - mean, 0.0)
+
+
+def _std_of_centered(centered: Tensor, valid: Tensor) -> Tensor:
     return (centered.square().sum(dim=1, keepdim=True) / (_count(valid) - 1).clamp(min=1)).sqrt()

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 
 from trigon.build.engines import Engines
 from trigon.build.options import make_loss_terms, model_path, needs_reference
+from trigon.config.batch_sizes import resolve_group_size
 from trigon.config.plan import Plan, has_critic, num_workers
 from trigon.config.schema import Config
 from trigon.report.console import Console
@@ -83,7 +84,7 @@ def tune_plan(
 def make_lengths(config: Config, plan: Plan) -> Lengths:
     """Return the largest lengths that the groups of a run can have."""
     data = config.data
-    group_tokens = data.max_prompt_length + config.worker.rollout.n * data.max_response_length
+    group_tokens = data.max_prompt_length + resolve_group_size(config) * data.max_response_length
     return Lengths(
         prompt_tokens=data.max_prompt_length,
         response_tokens=data.max_response_length,

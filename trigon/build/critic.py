@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from trigon.build.memory_remedies import find_remedies_of_critic, find_remedies_of_policy
 from trigon.build.models import DevicePlacement, choose_kernel, open_trained_policy, place_policy
 from trigon.build.options import make_value_terms, model_path
 from trigon.config.critic import as_critic, with_critic_as_actor
-from trigon.config.plan import Plan, has_critic, shares_trunk
+from trigon.config.plan import Plan, has_critic, keeps_weights_on_host, shares_trunk
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ModelError
 from trigon.models.dtypes import DTYPES
@@ -57,10 +58,10 @@ def open_critic(
         full_shard=critic.fsdp.enable_full_shard,
         param_dtype=compute_dtype,
         reduce_dtype=DTYPES[critic.fsdp.mp_reduce_dtype],
-        cpu_offload=critic.fsdp.enable_cpu_offload and place.device.type != "cpu",
+        cpu_offload=keeps_weights_on_host(config, critic.fsdp) and place.device.type != "cpu",
     )
     assert isinstance(model, ValueModel)
-    moves = place.device.type != "cpu" and not critic.fsdp.enable_cpu_offload
+    moves = place.device.type != "cpu" and not keeps_weights_on_host(config, critic.fsdp)
     engine = LocalCriticEngine(
         model,
         make_critic_settings(config, plan),
@@ -70,6 +71,8 @@ def open_critic(
             offload_params=critic.offload.offload_params and moves,
             offload_optimizer=critic.offload.offload_optimizer and moves,
             process_group=place.process_group,
+            model="critic",
+            remedies=find_remedies_of_critic(config),
         ),
         positions=positions_of(processors.family, processors.hf_config),
         features=shared_features(config, changed, model, trainer),
@@ -100,6 +103,8 @@ def open_trunk_critic(
             device=place.device,
             compute_dtype=compute_dtype if place.is_alone else None,
             process_group=place.process_group,
+            model="critic",
+            remedies=find_remedies_of_policy(config),
         ),
         trainer=trainer,
         positions=positions_of(processors.family, processors.hf_config),

@@ -15,6 +15,7 @@ from trigon.build.options import (
     make_validation_sampling_params,
     model_path,
 )
+from trigon.config.batch_sizes import resolve_prompts_per_step
 from trigon.config.defaults import PIXEL_CACHE_BYTES
 from trigon.config.paths import read_template
 from trigon.config.plan import has_workers
@@ -167,7 +168,7 @@ def open_stream(config: Config, prompts: Prompts) -> PromptStream:
     data = config.data
     return PromptStream(
         prompts,
-        batch_size=data.rollout_batch_size,
+        batch_size=resolve_prompts_per_step(config, prompts.prompts_per_epoch),
         seed=data.seed,
         shuffle=data.shuffle,
         prefetch=True,

@@ -16,6 +16,8 @@ from trigon.build.data import open_images
 from trigon.build.episodes import EpisodeParts, engine_limit_images, open_episodes
 from trigon.build.models import DevicePlacement, choose_device, open_models
 from trigon.build.options import model_path
+from trigon.build.recorded import recorded_settings
+from trigon.checkpoint.export import RUN_SETTINGS
 from trigon.checkpoint.store import CheckpointStore, Finish
 from trigon.config.critic import resolve_critic_path, with_critic_as_actor
 from trigon.config.defaults import (
@@ -29,8 +31,10 @@ from trigon.config.schema import Config
 from trigon.environments.pool import EnvironmentPool
 from trigon.errors import ConfigError
 from trigon.installation import install_command
+from trigon.json_files import write_json
 from trigon.models.dtypes import DTYPES
 from trigon.models.load import Processors, copy_side_files, model_folder
+from trigon.models.side_files import pixel_limits, write_side_files
 from trigon.report.reporter import Reporter
 from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.protocol import RolloutEngine
@@ -215,13 +219,31 @@ def open_rollout(
             assert_never(rollout.name)
 
 
-def save_state(trainer: TrainEngine, source: Path, config: Config, critic: CriticEngine | None, folder: Path) -> Finish:
+def save_state(
+    trainer: TrainEngine,
+    config: Config,
+    processors: Processors,
+    critic: CriticEngine | None,
+    folder: Path,
+) -> Finish:
     """Write the state of the train engine, with the model's configuration and processors.
 
-    source: the model's folder. critic: writes its state into the folder "critic" beside this one.
-    Returns: the function that finishes the write.
+    They are as the run uses them. critic: writes its state into the folder "critic" beside this
+    one. Returns: the function that finishes the write.
     """
-    copy_side_files(source, folder / "huggingface")
+    model, data = config.worker.actor.model, config.data
+    write_side_files(
+        model_folder(model_path(config)),
+        folder / "huggingface",
+        processors,
+        sets_limits=data.min_pixels is not None or data.max_pixels is not None,
+        sets_chat_template=data.override_chat_template is not None,
+        tokenizer=None if model.tokenizer_path is None else model_folder(model.tokenizer_path),
+        override_config=model.override_config,
+        trust_remote_code=model.trust_remote_code,
+    )
+    settings = recorded_settings(config, pixel_limits=pixel_limits(processors))
+    write_json(folder / RUN_SETTINGS, settings, ensure_ascii=False)
     model_only = config.trainer.save_model_only
     finish = trainer.save_state(folder, model_only=model_only)
     if critic is None:

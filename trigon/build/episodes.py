@@ -156,6 +156,7 @@ def open_episodes(
         opens=options.opens,
         max_turns=options.max_turns,
         max_turn_tokens=options.max_turn_tokens,
+        tool_format=parts.code.tool_format if options.tools else None,
         max_episodes=options.max_episodes,
         load_pixels=load_pixels,
         load_prompts=list if images is None else images.process,

@@ -27,13 +27,14 @@ from trigon.build.memory_engine import EngineMemory
 from trigon.build.memory_pools import add_samplers, pixel_cache_bytes
 from trigon.build.memory_table import GIB, Hardware, Part, PhaseMemory, Pool, RunMemory, exactly, phase_of
 from trigon.build.options import kl_is_full, needs_reference
+from trigon.config.batch_sizes import resolve_group_size
 from trigon.config.critic import with_critic_as_actor
 from trigon.config.defaults import (
     resolve_auto_micro_batch,
     resolve_reference_dtype,
     resolve_weight_dtype,
 )
-from trigon.config.plan import has_workers, num_workers, workers_per_copy
+from trigon.config.plan import has_workers, keeps_weights_on_host, num_workers, workers_per_copy
 from trigon.config.schema import Config
 from trigon.models import activations
 from trigon.models.activations import (
@@ -71,7 +72,12 @@ def count_memory(config: Config, size: ModelSize, hardware: Hardware) -> RunMemo
         phases = add_critic(phases, run, critic)
     if not config.worker.hybrid_engine:
         phases = add_samplers(phases, config, size, hardware, context_bytes=CONTEXT_BYTES, process_bytes=PROCESS_BYTES)
-    return RunMemory(hardware, tuple(phases), counts_passes=size.dimensions is not None)
+    return RunMemory(
+        hardware,
+        tuple(phases),
+        counts_passes=size.dimensions is not None,
+        tensor_parallel_sizes=size.tensor_parallel_sizes,
+    )
 
 
 def count_checkpoint_bytes(config: Config, size: ModelSize) -> int:
@@ -106,7 +112,7 @@ class _Run:
         self._weight_dtype = DTYPES[resolve_weight_dtype(config)]
         self._compute_dtype = DTYPES[actor.fsdp.mp_param_dtype]
         # FSDP's own offloading keeps everything in host memory, and moves units to the device.
-        self._fsdp_offload = actor.fsdp.enable_cpu_offload and self._on_gpu
+        self._fsdp_offload = keeps_weights_on_host(config, actor.fsdp) and self._on_gpu
         moves = self._on_gpu and not self._fsdp_offload
         self._offload_params = actor.offload.offload_params and moves
         self._offload_optimizer = actor.offload.offload_optimizer and moves and self._trains
@@ -395,7 +401,7 @@ def longest_row(config: Config, dimensions: Dimensions, max_tokens: int) -> RowL
     """
     data = config.data
     prompt, response = data.max_prompt_length, data.max_response_length
-    completions = max(1, min(config.worker.rollout.n, (max_tokens - prompt) // response))
+    completions = max(1, min(resolve_group_size(config), (max_tokens - prompt) // response))
     group = prompt + completions * response
     patches = 0 if dimensions.vision is None else prompt * dimensions.vision.merge**2
     # Of each length, the part of one rank of those that compute the row together.

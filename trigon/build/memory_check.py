@@ -16,6 +16,7 @@ from trigon.build.memory import count_memory
 from trigon.build.memory_table import Hardware, PhaseMemory, RunMemory, format_gib
 from trigon.build.model_sizes import size_of_model
 from trigon.config.critic import find_contradictions
+from trigon.config.options import with_options
 from trigon.config.plan import has_critic, num_samplers, num_workers, shares_trunk
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
@@ -174,18 +175,6 @@ def _mildest(alternatives: Sequence[Remedy]) -> Remedy | None:
     return fitting[0] if fitting else max(saving, key=lambda remedy: remedy.saved_bytes, default=None)
 
 
-def with_options(config: Config, changes: Changes) -> Config:
-    """Return the configuration with new values of options, given by their full names."""
-    values = config.model_dump()
-    for name, value in changes.items():
-        *sections, key = name.split(".")
-        section = values
-        for each in sections:
-            section = section[each]
-        section[key] = value
-    return Config.model_validate(values)
-
-
 def can_divide_engine(config: Config) -> bool:
     """Return whether several workers may hold one rollout engine (tensor_parallel_size)."""
     return config.worker.hybrid_engine or config.algorithm.max_staleness <= 1
@@ -233,9 +222,9 @@ def _candidates(config: Config, memory: RunMemory) -> Iterator[Sequence[Changes]
         yield [{"trainer.nnodes": nodes * factor} for factor in (2, 4, 8)]
     if can_divide_engine(config):
         yield [
-            {"worker.rollout.tensor_parallel_size": rollout.tensor_parallel_size * factor}
-            for factor in (2, 4, 8)
-            if num_samplers(config) % (rollout.tensor_parallel_size * factor) == 0
+            {"worker.rollout.tensor_parallel_size": size}
+            for size in memory.tensor_parallel_sizes
+            if size > rollout.tensor_parallel_size and num_samplers(config) % size == 0
         ]
     lowest_first = [tenth / 10 for tenth in range(1, 10) if tenth / 10 < rollout.gpu_memory_utilization]
     yield [{"worker.rollout.gpu_memory_utilization": share} for share in reversed(lowest_first)]

@@ -12,6 +12,7 @@ from math import ceil
 
 from trigon.build.memory_engine import EngineMemory
 from trigon.build.memory_table import Hardware, Part, PhaseMemory, phase_of
+from trigon.config.batch_sizes import resolve_prompts_per_step
 from trigon.config.defaults import PIXEL_CACHE_BYTES
 from trigon.config.plan import num_samplers
 from trigon.config.schema import Config
@@ -96,7 +97,7 @@ class _Samplers:
 
 def pixel_cache_bytes(config: Config, dimensions: Dimensions | None, num_workers: int) -> int:
     """Return the most bytes of the pixels of a step that one of so many workers keeps."""
-    prompts = ceil(config.data.rollout_batch_size / num_workers)
+    prompts = ceil(resolve_prompts_per_step(config) / num_workers)
     return min(PIXEL_CACHE_BYTES, prompts * _pixel_bytes(config, dimensions))
 
 
@@ -109,7 +110,7 @@ def streamed_pixel_bytes(config: Config, dimensions: Dimensions | None, num_work
     ahead = config.algorithm.max_staleness
     if config.worker.hybrid_engine or ahead <= 1:
         return 0
-    prompts = ceil((1 + ahead) * config.data.rollout_batch_size / num_workers)
+    prompts = ceil((1 + ahead) * resolve_prompts_per_step(config) / num_workers)
     return prompts * _pixel_bytes(config, dimensions)
 
 

@@ -76,12 +76,14 @@ class RunMemory:
     """The memory of a run.
 
     phases: on the GPUs, and in host memory. counts_passes: False for a family whose passes are not
-    counted; their parts are then 0.
+    counted; their parts are then 0. tensor_parallel_sizes: numbers of GPUs that can hold one copy
+    of the model in the rollout engine together.
     """
 
     hardware: Hardware
     phases: tuple[PhaseMemory, ...]
     counts_passes: bool
+    tensor_parallel_sizes: tuple[int, ...]
 
     def capacity(self, phase: PhaseMemory) -> int:
         """Return the size of the pool of a phase in bytes."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trigon.build.memory_remedies import find_remedies_of_policy, find_remedies_of_reference
 from trigon.build.options import (
     kl_is_full,
     make_lora_settings,
@@ -16,7 +17,7 @@ from trigon.build.options import (
     needs_reference,
 )
 from trigon.config.defaults import resolve_reference_dtype, resolve_weight_dtype
-from trigon.config.plan import Plan, shares_trunk, workers_per_copy
+from trigon.config.plan import Plan, keeps_weights_on_host, num_samplers, num_workers, shares_trunk, workers_per_copy
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.models.dtypes import DTYPES
@@ -28,6 +29,7 @@ from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.models.sequence_parallel import RowRanks, require_divisible_heads
+from trigon.models.tensor_parallel import require_tensor_parallel
 from trigon.models.value import ActorCritic
 from trigon.models.weight_files import stored_dtype
 from trigon.names import DeviceType
@@ -122,7 +124,17 @@ def check_sequence_parallel(config: Config, hf_config: Any) -> None:
     """Raise ConfigError if the workers of a row cannot divide the attention of this model."""
     size = config.worker.actor.ulysses_sequence_parallel_size
     if size > 1:
-        require_divisible_heads(hf_config.get_text_config(), size, model_type=hf_config.model_type)
+        require_divisible_heads(
+            hf_config.get_text_config(), size, model_type=hf_config.model_type, num_workers=num_workers(config)
+        )
+
+
+def check_parallel_sizes(config: Config, hf_config: Any) -> None:
+    """Raise ConfigError if the policy cannot be divided over workers that learn, or that sample."""
+    check_sequence_parallel(config, hf_config)
+    size = config.worker.rollout.tensor_parallel_size
+    if size > 1:
+        require_tensor_parallel(hf_config, size, num_workers=num_samplers(config))
 
 
 def open_models(
@@ -173,10 +185,10 @@ def open_trainer(
         full_shard=actor.fsdp.enable_full_shard,
         param_dtype=compute_dtype,
         reduce_dtype=DTYPES[actor.fsdp.mp_reduce_dtype],
-        cpu_offload=actor.fsdp.enable_cpu_offload and place.device.type != "cpu",
+        cpu_offload=keeps_weights_on_host(config, actor.fsdp) and place.device.type != "cpu",
     )
     # With FSDP's CPU offload, weights and states are in host memory already.
-    moves = place.device.type != "cpu" and not actor.fsdp.enable_cpu_offload
+    moves = place.device.type != "cpu" and not keeps_weights_on_host(config, actor.fsdp)
     return LocalTrainEngine(
         policy,
         TrainSettings(
@@ -202,6 +214,7 @@ def open_trainer(
             offload_params=actor.offload.offload_params and moves,
             offload_optimizer=actor.offload.offload_optimizer and moves and not config.trainer.val_only,
             process_group=place.process_group,
+            remedies=find_remedies_of_policy(config),
         ),
         positions=positions_of(processors.family, processors.hf_config),
         reference=reference if kl_is_full(config) else None,
@@ -233,6 +246,8 @@ def open_reference(
             compute_dtype=dtype if place.is_alone else None,
             offload_params=offload and place.is_alone,
             process_group=place.process_group,
+            model="reference",
+            remedies=find_remedies_of_reference(config),
         ),
         positions=positions_of(processors.family, processors.hf_config),
         max_tokens=plan.tokens_per_experience_pass,

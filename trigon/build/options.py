@@ -8,11 +8,13 @@ from trigon.algorithms.kl import AdaptiveKl
 from trigon.algorithms.losses import LossSettings
 from trigon.batch import GroupFilter
 from trigon.carried import Oversampling
+from trigon.config.batch_sizes import resolve_group_size
 from trigon.config.defaults import (
     resolve_cispo_cap,
     resolve_loss_fixed_length,
     resolve_mismatch_correction,
     resolve_prompts_per_round,
+    resolve_val_before_train,
 )
 from trigon.config.plan import Plan, shares_trunk, workers_per_machine
 from trigon.config.schema import Config
@@ -91,7 +93,7 @@ def make_intervals(config: Config, *, can_validate: bool) -> Intervals:
     """
     trainer = config.trainer
     return Intervals(
-        validate_first=trainer.val_before_train and can_validate,
+        validate_first=resolve_val_before_train(config) and can_validate,
         validate_only=trainer.val_only,
         validate_every=max(trainer.val_freq, 0) if can_validate else 0,
         validate_last=can_validate,
@@ -110,7 +112,7 @@ def make_sampling_params(config: Config) -> SamplingParams:
     """Return the sampling parameters of training."""
     rollout = config.worker.rollout
     return SamplingParams(
-        n=rollout.n,
+        n=resolve_group_size(config),
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,

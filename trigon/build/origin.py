@@ -128,11 +128,15 @@ class Origin:
             self._add_model()
             self._compare()
 
-    def add_data(self, prompts: PromptStream | None, validation: Sequence[DatasetContent], plan: Plan) -> None:
+    def add_data(
+        self, config: Config, prompts: PromptStream | None, validation: Sequence[DatasetContent], plan: Plan
+    ) -> None:
         """Compare the training data and their order, the validation data, and the schedule.
 
+        config: with the sizes that follow from the data (fill_batch_sizes), which are compared too.
         prompts: None with trainer.val_only. validation: empty without validation.
         """
+        self._config, self._options = config, compared_options(config)
         if validation:
             rows = text_digest(repr([(each.fingerprint, each.files) for each in validation]))
             self._contents[VALIDATION] = {"rows": [rows]}

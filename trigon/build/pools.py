@@ -22,7 +22,7 @@ from trigon.config.schema import Config
 from trigon.data.images import ignore_pillow_warnings
 from trigon.models.hub import uses_modelscope
 from trigon.models.load import model_folder
-from trigon.report.run_folder import LOCK
+from trigon.records.run import LOCK
 from trigon.system.cpus import count_usable_cpus
 from trigon.system.watchdog import FILE as HANG_STACKS
 

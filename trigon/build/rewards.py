@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trigon.build.objects import NO_OBJECTS, RunObjects
 from trigon.config.paths import expand_path
 from trigon.config.schema import Config, RewardConfig
-from trigon.data.dataset import Prompts
 from trigon.rewards.confinement.options import Confinement
 from trigon.rewards.load import RewardSource, RewardTerm, find_reward
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
+
+if TYPE_CHECKING:
+    from trigon.data.dataset import Prompts
 
 
 def open_rewards(config: Config, objects: RunObjects = NO_OBJECTS) -> RewardPool:

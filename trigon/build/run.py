@@ -23,7 +23,7 @@ from trigon.build.hangs import EXPORT, open_hang_watch
 from trigon.build.hub import announce_downloads
 from trigon.build.memory_check import check_memory, find_hardware
 from trigon.build.memory_table import Hardware
-from trigon.build.models import check_sequence_parallel, choose_device, choose_kernel, device_type
+from trigon.build.models import check_parallel_sizes, choose_device, choose_kernel, device_type
 from trigon.build.objects import NO_OBJECTS, RunObjects, RunOutcome
 from trigon.build.options import (
     make_advantage_settings,
@@ -33,17 +33,18 @@ from trigon.build.options import (
     make_oversampling,
     make_sampling_params,
     max_completion_tokens,
-    model_path,
     needs_old_logprobs,
 )
 from trigon.build.origin import KEY, Origin
 from trigon.build.pools import open_worker_pools
-from trigon.build.rewards import check_rewards, open_rewards, open_validation_rewards
+from trigon.build.preflight import Opened, open_early
+from trigon.build.rewards import check_rewards
 from trigon.build.watchers import open_watchers
 from trigon.build.workers import open_workers
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.manifest import OnProgress, no_progress
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+from trigon.config.batch_sizes import describe_chosen, fill_batch_sizes
 from trigon.config.checks import find_device_warnings
 from trigon.config.defaults import (
     resolve_auto_micro_batch,
@@ -53,7 +54,15 @@ from trigon.config.defaults import (
 )
 from trigon.config.files import local_sources
 from trigon.config.load import dump_config
-from trigon.config.plan import Plan, critic_warmup, has_critic, has_workers, make_plan, num_devices
+from trigon.config.plan import (
+    Plan,
+    critic_warmup,
+    find_long_warmups,
+    has_critic,
+    has_workers,
+    make_plan,
+    num_devices,
+)
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts
 from trigon.data.prompts import PromptBuilder
@@ -61,8 +70,9 @@ from trigon.data.sources import Source
 from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
 from trigon.grace import Grace
+from trigon.hooks import Hooks
 from trigon.loop import train
-from trigon.models.load import Processors, model_folder
+from trigon.models.load import Processors
 from trigon.parity import ParityCheck
 from trigon.report.console import Console
 from trigon.report.image_store import ImageStore
@@ -72,7 +82,7 @@ from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.rewards.pool import RewardPool
-from trigon.run import Hooks, Run
+from trigon.run import Run
 from trigon.secrets import mask
 from trigon.system.gpu_memory import require_free_memory
 from trigon.system.processes import Started
@@ -90,6 +100,7 @@ def run_training(
     defer_interrupts: Callable[[], AbstractContextManager[None]],
     export_to: Path | None,
     loggers: Sequence[Logger] = (),
+    opened: Opened | None = None,
     objects: RunObjects = NO_OBJECTS,
     grace: Grace | None = None,
     use_hang_watch: Callable[[HangWatch], object] | None = None,
@@ -101,8 +112,9 @@ def run_training(
     checkpoint and ends the run. defer_interrupts, grace: see Run. export_to: folder in which the
     last checkpoint is written as a Hugging Face model; None, or a stopped run: not exported.
     logger_environment: settings of the loggers in trainer.logger. loggers: further ones, which
-    this function opens. objects: what else the run is given as Python objects. use_hang_watch:
-    called with the watchdog of the run, which does not kill others.
+    this function opens. opened: datasets and reward workers; None: they are opened here.
+    objects: what else the run is given as Python objects. use_hang_watch: called with the watchdog
+    of the run, which does not kill others.
     Raises: TrigonError, before the models are loaded where possible.
     """
     check_environment(config)
@@ -110,11 +122,8 @@ def run_training(
     with ExitStack() as stack:
         # Again at the end: some processes of a run that was killed shortly before may end later.
         stack.callback(remove_dead_folders)
-        rewards = open_rewards(config, objects)
-        stack.callback(rewards.close)
-        val_rewards = open_validation_rewards(config, objects)
-        if val_rewards is not None:
-            stack.callback(val_rewards.close)
+        opened = open_early(config, objects, stack) if opened is None else opened
+        rewards, val_rewards = opened.rewards, opened.val_rewards
         folder = stack.enter_context(RunFolder(resolve_run_folder(config)))
         console = open_console(config)
         console.print(f"run folder: {folder.path}")
@@ -130,7 +139,7 @@ def run_training(
         announce_downloads(config, console)
         origin.add_model()
         processors = open_processors(config)
-        check_sequence_parallel(config, processors.hf_config)
+        check_parallel_sizes(config, processors.hf_config)
         check_hardware = partial(check_run_memory, config, console)
         workers = None
         if has_workers(config):
@@ -152,7 +161,7 @@ def run_training(
         )
 
         builder = open_builder(config, processors, schemas=() if episodes is None else episodes[0].schemas)
-        val_prompts, train_prompts = open_datasets(config, builder, report, objects.sources)
+        val_prompts, train_prompts = open_datasets(config, builder, report, opened.sources)
         shows_videos = any(each is not None and each.shows_videos for each in (train_prompts, val_prompts))
         if val_rewards is None or train_prompts is not None:
             check_rewards(rewards, val_prompts if train_prompts is None else train_prompts)
@@ -161,12 +170,18 @@ def run_training(
         if episodes is not None:
             first = val_prompts if train_prompts is None else train_prompts
             check_episodes(config, processors, *episodes, first, max_tokens=max_completion_tokens(config))
-        plan = make_plan(config, num_train_prompts=0 if train_prompts is None else train_prompts.prompts_per_epoch)
+        num_train_prompts = 0 if train_prompts is None else train_prompts.prompts_per_epoch
+        plan = make_plan(config, num_train_prompts=num_train_prompts)
+        for warning in find_long_warmups(config, plan):
+            console.warn(warning)
         prompts = None
         if train_prompts is not None:
+            config, chosen = fill_batch_sizes(config, num_train_prompts)
+            if chosen:
+                console.print(describe_chosen(chosen, num_train_prompts))
             prompts = open_stream(config, train_prompts)
             stack.callback(prompts.close)
-        origin.add_data(prompts, () if val_prompts is None else val_prompts.contents, plan)
+        origin.add_data(config, prompts, () if val_prompts is None else val_prompts.contents, plan)
 
         console.print("loading the model and starting the rollout engine")
         if workers is None:
@@ -190,6 +205,7 @@ def run_training(
             config,
             plan,
             engines,
+            processors,
             prompts,
             val_prompts,
             rewards,
@@ -212,7 +228,8 @@ def run_training(
         stopped = progress.step < plan.total_steps
         last = last_checkpoint(folder, checkpoint, progress.step)
         exported = None
-        if export_to is not None and last is not None and not stopped:
+        # A run that a hook has stopped is as its user wants it.
+        if export_to is not None and last is not None and not (stopped and should_stop()):
             with hang_watch.phase(EXPORT):
                 exported = export_checkpoint(last, export_to, dtype=None)
         next_steps = suggest_next_steps(config, folder.path, last, exported, stopped=stopped)
@@ -347,6 +364,7 @@ def open_reporter(
         console,
         loggers,
         num_devices=num_devices(config),
+        critic_warmup=critic_warmup(config),
         images=ImageStore(folder.path, max_side=trainer.saved_image_side) if trainer.save_images else None,
         token_texts=TokenTexts(processors.tokenizer),
         watch=hang_watch,
@@ -385,6 +403,7 @@ def make_run(
     config: Config,
     plan: Plan,
     engines: Engines,
+    processors: Processors,
     prompts: PromptStream | None,
     val_prompts: Prompts | None,
     rewards: RewardPool,
@@ -416,7 +435,7 @@ def make_run(
         token_groups=config.trainer.rollout_tokens,
         parity=ParityCheck(resolve_parity_tolerance(config)),
         store=store,
-        save_state=partial(save_state, engines.trainer, model_folder(model_path(config)), config, engines.critic),
+        save_state=partial(save_state, engines.trainer, config, processors, engines.critic),
         report=report,
         made_from=made_from,
         traced_steps=frozenset(config.trainer.profile_steps),

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from trigon.grace import Grace
 from trigon.system.garbage import ARENAS_VARIABLE, limit_arenas
 from trigon.system.processes import running_below
 from trigon.system.signals import TERMINATION, Terminated
-from trigon.system.variables import keep_compiled_code
+from trigon.system.variables import keep_compiled_code, let_segments_grow
 from trigon.system.watchdog import HangWatch
 
 if TYPE_CHECKING:
@@ -156,15 +156,6 @@ def make_grace(config: Config) -> Grace:
     return Grace(config.trainer.grace_seconds, resolve_same_command(config))
 
 
-def quiet_torch(loaded: LoadedConfig) -> None:
-    """Do not let torch's C++ code log notes on a CPU, if it is not imported yet.
-
-    vLLM's notes on which NUMA node its memory is.
-    """
-    if loaded.config.trainer.device == "cpu":
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read as torch is imported
-
-
 def start_run(
     loaded: LoadedConfig,
     *,
@@ -184,14 +175,13 @@ def start_run(
     check_logger_objects(loggers)
     others = running_below()  # what this process has started before, such as the cells of a notebook
     share_heaps()
-    quiet_torch(loaded)
     keep_compiled_code()
+    let_segments_grow()
     from trigon.build.objects import NO_OBJECTS
-    from trigon.build.run import run_training
-    from trigon.data.images import ignore_pillow_warnings
+    from trigon.build.preflight import open_early
     from trigon.report.loggers.protocol import LoggerEnvironment
 
-    ignore_pillow_warnings()
+    objects = NO_OBJECTS if objects is None else objects
     logger_environment = LoggerEnvironment(
         tensorboard_dir=read_path("TENSORBOARD_DIR"),
         swanlab_dir=read_path("SWANLAB_DIR"),
@@ -199,7 +189,12 @@ def start_run(
         swanlab_api_key=os.environ.get("SWANLAB_API_KEY"),
     )
     stop.grace = make_grace(loaded.config)
-    with stop.handled():
+    with stop.handled(), ExitStack() as stack:
+        opened = open_early(loaded.config, objects, stack)
+        from trigon.build.run import run_training
+        from trigon.data.images import ignore_pillow_warnings
+
+        ignore_pillow_warnings()
         return run_training(
             loaded.config,
             warnings=loaded.warnings,
@@ -211,7 +206,8 @@ def start_run(
             use_hang_watch=stop.use_hang_watch,
             others=others,
             export_to=export_to,
-            objects=NO_OBJECTS if objects is None else objects,
+            objects=objects,
+            opened=opened,
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from trigon.config.batch_sizes import resolve_group_size
 from trigon.config.plan import Plan, workers_per_machine
 from trigon.config.schema import Config
 from trigon.names import GROUP_ESTIMATORS
@@ -82,7 +83,7 @@ def make_watch_settings(config: Config, plan: Plan, *, save_bytes: int = 0) -> W
             max_validation_drop=watch.max_validation_drop,
             min_explained_variance=watch.min_explained_variance,
             critic_steps=watch.critic_steps,
-            groups_compared=rollout.n > 1 and config.algorithm.adv_estimator in GROUP_ESTIMATORS,
+            groups_compared=resolve_group_size(config) > 1 and config.algorithm.adv_estimator in GROUP_ESTIMATORS,
             completions_end=not rollout.ignore_eos,
         ),
         memory_steps=watch.memory_steps,

@@ -48,6 +48,9 @@ SHARD_BYTES = 5 * 10**9
 EXPORT_RECORD = "trigon_export.json"
 """Names the exported checkpoint; later exports may replace a folder that has this file."""
 
+RUN_SETTINGS = "run_settings.json"
+"""File of an actor folder with the options that evaluations of its model need, by name."""
+
 
 def export_checkpoint(
     path: Path,
@@ -364,7 +367,8 @@ def set_config_dtype(path: Path, dtype: torch.dtype) -> None:
 
 
 def write_export_record(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-    """Write EXPORT_RECORD."""
+    """Write EXPORT_RECORD, with the settings of the run if the checkpoint has them."""
+    settings = checkpoint.actor / RUN_SETTINGS
     _write_json(
         folder / EXPORT_RECORD,
         {
@@ -373,6 +377,7 @@ def write_export_record(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype
             "step": checkpoint.step,
             "val_reward_score": checkpoint.score,
             "dtype": _dtype_name(dtype),
+            **({"settings": read_object(settings)} if settings.is_file() else {}),
         },
     )
 

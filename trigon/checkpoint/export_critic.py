@@ -25,7 +25,7 @@ from trigon.checkpoint.weights import Weights, has_adapter, open_weights
 from trigon.errors import CheckpointError
 from trigon.json_files import write_json
 from trigon.models.dtypes import dtype_named
-from trigon.models.load import copy_side_files, family_of_folder, without_progress_bars
+from trigon.models.load import ATTENTION, copy_side_files, family_of_folder, without_progress_bars
 from trigon.models.value import HEAD_NAME
 from trigon.torchvision_stub import declare_operators
 from trigon.training.checkpointing import WEIGHTS_FOLDER, is_head_alone, read_object
@@ -133,7 +133,9 @@ def _require_complete(folder: Path) -> None:
     from transformers import AutoModelForTokenClassification
 
     with without_progress_bars():
-        _, report = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
+        _, report = AutoModelForTokenClassification.from_pretrained(
+            folder, attn_implementation=ATTENTION, output_loading_info=True
+        )
     problems = [*report["missing_keys"], *report["unexpected_keys"]]
     if problems:
         raise CheckpointError(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from trigon.checkpoint.weights import Lora, MergedWeights, Weights
 from trigon.errors import CheckpointError
 from trigon.models.families import ModelFamily, family_of
-from trigon.models.load import auto_class, family_of_folder, without_progress_bars
+from trigon.models.load import ATTENTION, auto_class, family_of_folder, load_hf_config, without_progress_bars
 from trigon.models.lora import load_adapter
 from trigon.training.state import ShardedFiles
 
@@ -53,9 +53,7 @@ def verify_names(weights: Weights, folder: Path) -> None:
 
     Compares names and shapes, and reads no tensor.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
+    config = load_hf_config(folder)
     family = family_of(config)
     with torch.device("meta"):
         model = auto_class(family).from_config(config)
@@ -91,7 +89,9 @@ def verify_model(weights: Weights, folder: Path, dtype: torch.dtype) -> None:
     """
     family = family_of_folder(folder)
     with without_progress_bars():
-        exported, report = auto_class(family).from_pretrained(folder, dtype="auto", output_loading_info=True)
+        exported, report = auto_class(family).from_pretrained(
+            folder, dtype="auto", attn_implementation=ATTENTION, output_loading_info=True
+        )
     problems = {kind: sorted(map(str, report[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if any(problems.values()):
         raise CheckpointError(f"the exported model does not load completely: {problems}; nothing was exported")
@@ -111,7 +111,9 @@ def verify_adapter(lora: Lora, folder: Path) -> None:
     written = ShardedFiles(folder)
     merged = MergedWeights(replace(lora, adapter=written), dtype=torch.float32)
     with without_progress_bars():
-        base = auto_class(family_of_folder(lora.base_folder)).from_pretrained(lora.base_folder, dtype="auto")
+        base = auto_class(family_of_folder(lora.base_folder)).from_pretrained(
+            lora.base_folder, dtype="auto", attn_implementation=ATTENTION
+        )
     adapted, found = load_adapter(base, folder)
     # An adapter that learned little changes the logits by less than the tolerance, so its tensors
     # are compared too.
@@ -181,10 +183,10 @@ def _as_float32(value: Any) -> Any:
 
 def _model_inputs(folder: Path) -> Mapping[str, Any]:
     """Return a tokenized short question, with an image if the model takes one."""
-    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+    from transformers import AutoProcessor, AutoTokenizer
 
     question = "What is 2 + 3?"
-    if not family_of(AutoConfig.from_pretrained(folder)).has_vision:
+    if not family_of_folder(folder).has_vision:
         inputs: Mapping[str, Any] = AutoTokenizer.from_pretrained(folder)(question, return_tensors="pt")
         return inputs
     processor = AutoProcessor.from_pretrained(folder)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trigon.errors import CheckpointError, ModelError
 from trigon.models.families import ModelFamily, family_of
-from trigon.models.load import auto_class, family_of_folder, model_folder
+from trigon.models.load import auto_class, family_of_folder, load_hf_config, model_folder
 from trigon.models.lora import merge_names, merged_weight
 from trigon.training.checkpointing import ADAPTER_CONFIG, ADAPTER_FOLDER, WEIGHTS_FOLDER, read_object
 from trigon.training.state import ShardedFiles, StoredTensor
@@ -132,9 +132,7 @@ class MergedWeights:
         dtype: of the merged weights, which are rounded once; None: each as in the base model.
         Raises: CheckpointError if the shapes do not fit together.
         """
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(lora.model_config)
+        config = load_hf_config(lora.model_config)
         family = family_of(config)
         with torch.device("meta"):
             model = auto_class(family).from_config(config)

@@ -26,7 +26,7 @@ _BAR_CHARACTERS = 40
 
 def check_lengths(subject: Subject) -> Findings:
     """Return the lengths of prompts, text and images apart, and the rows that are too long."""
-    config = subject.given
+    config, processors = subject.given, subject.processors.require()
     problems: list[Problem] = []
     rows: list[RowFacts] = []
     for dataset in subject.datasets.require():
@@ -43,7 +43,7 @@ def check_lengths(subject: Subject) -> Findings:
             f"of their tokens, {sum(row.media_tokens for row in lost) / sum(row.num_tokens for row in lost):.0%} are "
             "for images or videos"
         )
-        advice = advise(config, subject.processors.require(), counted)
+        advice = advise(config, processors, counted)
         examples = tuple(str(row.problem) for row in lost[:2])
         problems.append(Problem("lengths.overlong", refuses or fraction >= FAIL_FRACTION, message, advice, examples))
     if not rows:

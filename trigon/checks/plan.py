@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trigon.checks.result import CheckSkipped, Findings, Problem
 from trigon.checks.subject import Subject
+from trigon.config.plan import find_long_warmups
 from trigon.errors import ConfigError
 
 
@@ -15,7 +16,10 @@ def check_steps(subject: Subject) -> Findings:
         plan = subject.plan.get()
     except ConfigError as error:
         return Findings("", (Problem("steps.plan", True, str(error)),))
+    problems = [Problem("steps.warmup", False, text) for text in find_long_warmups(subject.given, plan)]
+    unknown = "" if subject.reads_model else ", if none of the prompts is too long"
     return Findings(
         f"{plan.num_train_prompts:,} prompts, {plan.total_steps:,} steps of {plan.prompts_per_step} prompts and "
-        f"{plan.sequences_per_step} completions, {plan.total_updates:,} updates"
+        f"{plan.sequences_per_step} completions, {plan.total_updates:,} updates{unknown}",
+        tuple(problems),
     )

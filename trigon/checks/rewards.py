@@ -40,14 +40,20 @@ _TOLERANCE = 0.05
 """A ground truth is right if it scores this fraction of the way from wrong to right below right."""
 
 _EPSILON = 1e-6
+_NUM_END_TOKENS = 16  # of a prompt: <think> is up to 8 tokens where the tokenizer lacks it
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A row for which completions are made. blank: the request of its empty completion."""
+    """A row for which completions are made.
+
+    blank: the request of its empty completion. ends_in_think: whether its prompt does, so that
+    completions lack the <think> of their thoughts.
+    """
 
     facts: RowFacts
     blank: RewardRequest
+    ends_in_think: bool = False
 
     @property
     def answer(self) -> str:
@@ -55,7 +61,8 @@ class Example:
         return final_answer(self.facts.ground_truth)
 
     def request(self, completion: str, num_tokens: int) -> RewardRequest:
-        """Return the request to score a completion."""
+        """Return the request to score a completion, as it follows the prompt."""
+        completion = completion.removeprefix("<think>") if self.ends_in_think else completion
         return replace(self.blank, response=completion, response_length=num_tokens)
 
 
@@ -82,12 +89,14 @@ class RewardTrial:
 
     def __init__(self, subject: Subject, pool: RewardPool) -> None:
         self._pool = pool
-        self._tokenizer = subject.processors.require().tokenizer
+        self._tokenizer = subject.readers.require()[1].tokenizer
 
     def example(self, dataset: ScannedDataset, facts: RowFacts) -> Example:
         """Return a row as an example. Builds its prompt, without pixels."""
-        blank = dummy_requests(build(dataset, facts))[0]
-        return Example(facts, replace(blank, response="", response_length=0))
+        prompt = build(dataset, facts)
+        end = self._tokenizer.decode(prompt.token_ids[-_NUM_END_TOKENS:])
+        blank = replace(dummy_requests(prompt)[0], response="", response_length=0)
+        return Example(facts, blank, ends_in_think=end.rstrip().endswith("<think>"))
 
     def score(self, completions: Sequence[tuple[Example, str]]) -> list[Score]:
         """Return the score of each completion. Raises: RewardError as RewardPool.score."""
@@ -246,6 +255,7 @@ def judge(
         advice = "seed what is random in it, unless the noise is meant"
         return judgement, [Problem("reward.random", False, message, advice)], table
     problems = list(_find_problems(judgement, means, best_asked, wrong, empty, examples))
+    problems += _thoughts_twice(trial, examples, judgement)
     return judgement, problems, table
 
 
@@ -286,6 +296,25 @@ def _find_problems(
         )
         advice = "give both the same format (data.format_prompt, worker.reward.reward_function)"
         yield Problem("reward.format", False, message, advice)
+
+
+def _thoughts_twice(trial: RewardTrial, examples: Sequence[Example], judgement: Judgement) -> Iterator[Problem]:
+    """Yield a problem if completions score more with a <think> after that of the prompt."""
+    if not examples[0].ends_in_think:
+        return
+    alone = [replace(each, ends_in_think=False) for each in examples]
+    means = [
+        sum(scores) / len(scores)
+        for each in FORMATS
+        if (scores := _overall(trial.score([(e, each.write(e.answer)) for e in alone])))
+    ]
+    if max(means) > judgement.right + _EPSILON:
+        message = (
+            f"the prompt ends in <think>, so completions begin after it; a right one scores {judgement.right:.3g}, and "
+            f"{max(means):.3g} with a <think> of its own, which the reward function wants first"
+        )
+        advice = "let the reward function take </think> without <think>, or use a chat template that does not end in it"
+        yield Problem("reward.format", True, message, advice)
 
 
 def check_ground_truths(subject: Subject) -> Findings:

@@ -21,6 +21,7 @@ _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".t
 _ROWS_LOOKED_AT = 20
 
 _ADVICE: dict[Reason, str] = {
+    "encoding": "write the texts of these rows as UTF-8, or remove the rows",
     "prompt": "write a question into each row, as text or as chat messages of which the last is the user's",
     "answer": "write a ground truth into each row, or remove the rows",
     "markers": "write <image> once for each image, where it belongs in the text",
@@ -38,6 +39,7 @@ _ADVICE: dict[Reason, str] = {
     "video_shape": "crop the videos, or remove the rows",
     "mixed_media": "keep the images or the videos of a row",
     "row_size": "drop the columns that the reward function does not need",
+    "vocabulary": "call resize_token_embeddings on the model, or remove these tokens from the texts",
 }
 
 
@@ -87,7 +89,7 @@ def find_unnamed_images(dataset: ScannedDataset) -> Iterator[Problem]:
         return
     if any(row.problem is not None and "image" in row.problem.reason for row in dataset.rows):
         return
-    first = [source.rows[index] for index in range(min(len(dataset.rows), _ROWS_LOOKED_AT))]
+    first = [source.rows[row.index] for row in dataset.usable[:_ROWS_LOOKED_AT]]
     for column in source.columns:
         if column == builder.image_key or not all(_names_image(column_value(row, column)) for row in first):
             continue
@@ -128,6 +130,7 @@ def names(rows: Sequence[RowFacts]) -> tuple[str, ...]:
 
 def check_prompt(subject: Subject) -> Findings:
     """Return the first training prompt exactly as the model sees it, with its special tokens."""
+    processors = subject.processors.require()
     for dataset in subject.datasets.require():
         if dataset.scanned is not None and dataset.usable:
             break
@@ -138,9 +141,7 @@ def check_prompt(subject: Subject) -> Findings:
     prompt = builder.inspect(dataset.scanned.source.rows[facts.index], facts.name)
     sizes = ", ".join(f"{width} x {height} pixels" for width, height in facts.image_sizes)
     images = f", {facts.media_tokens} of them for {sizes}" if facts.image_sizes else ""
-    tokenizer = subject.processors.require().tokenizer
-    banned = subject.processors.require().banned_token_ids
-    text = show_prompt(tokenizer, prompt.token_ids, collapsed=banned)
+    text = show_prompt(processors.tokenizer, prompt.token_ids, collapsed=processors.banned_token_ids)
     return Findings(f"{facts.name} has {facts.num_tokens} tokens{images}", text=text)
 
 

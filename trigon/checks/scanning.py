@@ -93,6 +93,10 @@ def _scan(config: Config, builder: PromptBuilder, split: Split, spec: str, progr
             scanned = scan(spec, builder, num_workers=threads, on_progress=on_progress, check_row=check_row)
         except DataError as error:
             return ScannedDataset(split, spec, None, (), error)
+    for index, row in enumerate(scanned.rows):
+        name = f"{scanned.source.name}:{index}"
+        if name not in found:  # it could not be read
+            found[name] = RowFacts(name, index, None, problem=row.problem)
     return ScannedDataset(split, spec, scanned, sorted(found.values(), key=lambda row: row.index), None)
 
 

@@ -5,6 +5,7 @@ A part that cannot be made is the problem of one check; the others that need it 
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from trigon.checks.result import CheckSkipped
 from trigon.config.load import InspectedConfig
+from trigon.config.options import with_options
 from trigon.config.plan import has_critic
-from trigon.config.schema import Config
-from trigon.errors import TrigonError
+from trigon.config.schema import MAX_TOKENS, Config
+from trigon.errors import ModelError, TrigonError
 
 if TYPE_CHECKING:
     from trigon.build.episodes import EpisodeParts
@@ -97,6 +99,15 @@ class Subject:
         return Part("model", self._open_processors)
 
     @cached_property
+    def readers(self) -> Part[tuple[Config, Processors]]:
+        """What reads the rows: the processors, and the configuration that they are used with.
+
+        Those of a stand-in if the model cannot be read, because a hub is out of reach for example:
+        rows, images and rewards can still be checked, but no length.
+        """
+        return Part("model", self._open_readers)
+
+    @cached_property
     def size(self) -> Part[ModelSize]:
         """The number of the model's weights, from its config."""
         return Part("model", self._count_weights)
@@ -150,7 +161,6 @@ class Subject:
         self.stack.close()
 
     def _localize(self) -> Config:
-        from trigon.build.memory_check import with_options
         from trigon.models.load import folder_without_weights
 
         model = self.given.worker.actor.model
@@ -179,17 +189,36 @@ class Subject:
 
         return load_episodes(self.config.require(), self.processors.require(), self.stack)
 
+    def _open_readers(self) -> tuple[Config, Processors]:
+        try:
+            return self.config.get(), self.processors.get()
+        except ModelError:
+            from trigon.models.load import load_processors
+            from trigon.tiny.model import make_tiny
+
+            with tempfile.TemporaryDirectory(prefix="trigon-") as folder:
+                processors = load_processors(str(make_tiny(Path(folder))))
+            return with_options(self.given, {"data.max_prompt_length": MAX_TOKENS}), processors
+
     def _open_builder(self) -> PromptBuilder:
         from trigon.build.data import open_builder
 
-        return open_builder(
-            self.config.require(), self.processors.require(), process_images=False, schemas=self.tool_schemas
-        )
+        config, processors = self.readers.require()
+        schemas = self.tool_schemas if self.reads_model else ()
+        return open_builder(config, processors, process_images=False, schemas=schemas)
+
+    @property
+    def reads_model(self) -> bool:
+        """Whether the rows are read with the model's own processors."""
+        try:
+            return self.processors.get() is self.readers.get()[1]
+        except ModelError:
+            return False
 
     def _scan(self) -> list[ScannedDataset]:
         from trigon.checks.scanning import scan_datasets
 
-        return scan_datasets(self.config.require(), self.builder.require(), self.progress)
+        return scan_datasets(self.readers.require()[0], self.builder.require(), self.progress)
 
     def _make_plan(self) -> Plan:
         from trigon.checks.scanning import make_plan_of
@@ -197,7 +226,6 @@ class Subject:
         return make_plan_of(self.given, self.datasets.require())
 
     def _open_rewards(self) -> RewardPool:
-        from trigon.build.memory_check import with_options
         from trigon.build.rewards import open_rewards
 
         if not self.given.worker.reward.reward_function:

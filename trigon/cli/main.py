@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong usage, that is the arguments, or the configuration (ConfigError); arguments that a parser
     rejects end the process. `trigon train` adds those of other signals (cli/train.py, EXIT_SIGNAL).
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for locales that are not UTF-8
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     finally:

@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl
 
 from trigon.cli.parser import ArgumentParser
 from trigon.errors import ConfigError, DataError
+from trigon.installation import install_command
 from trigon.terminal import sanitize
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         from trigon.view.runs import open_runs
         from trigon.view.server import default_cache, is_loopback
     except ModuleNotFoundError as error:
-        raise ConfigError(f'trigon view needs the package {error.name}: pip install "trigon-rl[view]"') from error
+        raise ConfigError(f"trigon view needs the package {error.name}: {install_command('view')}") from error
 
     if options.export is None and not is_loopback(options.host) and not options.open_to_network:
         parser.error(
@@ -94,10 +95,11 @@ def _parser() -> ArgumentParser:
         examples=[
             ("trigon view runs/quickstart", "one run, followed while it is written"),
             ("trigon view runs/a runs/b", "runs compared"),
+            ("trigon view runs", "all runs in a folder"),
             ("trigon view runs/a --export a.html", "one file, to send"),
         ],
     )
-    parser.add_argument("run", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("run", nargs="+", type=Path, metavar="RUN", help="the folder of a run, or of several runs")
     parser.add_argument(
         "--port", type=_port, help=f"port; default: {DEFAULT_PORT}, or a free one if that is in use; 0: a free one"
     )

@@ -9,12 +9,14 @@ data:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
 import yaml
 
+from trigon.config.options import options
 from trigon.config.yaml_nodes import MAX_DEPTH
 from trigon.errors import ConfigError
 
@@ -25,6 +27,37 @@ def write_arguments(values: Mapping[str, Any]) -> str:
     Raises: ConfigError if a name is not text, or a value is none of the values that YAML has.
     """
     return yaml.safe_dump(_plain(values, "options", 0), sort_keys=False, allow_unicode=True) if values else ""
+
+
+def as_overrides(values: Mapping[str, Any]) -> list[str]:
+    """Return options that are Python values as `key=value`. Raises: as write_arguments."""
+    return list(_overrides(_plain(values, "options", 0), ""))
+
+
+def _overrides(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    by_name = {option.name: option for option in options().values()}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            yield from _overrides(value, f"{name}.")
+        elif isinstance(value, str) and name in by_name and by_name[name].kind in ("text", "text or list"):
+            yield f"{name}={value}"  # which is not read as YAML
+        else:
+            yield f"{name}={json.dumps(value, ensure_ascii=False)}"
+
+
+def dataset_names(data: Any) -> str | list[str] | None:
+    """Return the paths and hub ids that were given as data, or None for a Python object."""
+    if isinstance(data, Mapping) and not hasattr(data, "column_names"):  # not a DatasetDict
+        raise ConfigError(
+            "data is a dict; give rows as a list of dicts, and options of the section data in "
+            "options={'data.max_prompt_length': ...}"
+        )
+    if isinstance(data, str | PurePath):
+        return str(data)
+    if isinstance(data, list | tuple) and data and all(isinstance(each, str | PurePath) for each in data):
+        return [str(each) for each in data]
+    return None
 
 
 def _plain(value: Any, name: str, depth: int) -> Any:

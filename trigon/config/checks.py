@@ -8,12 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, assert_never, cast
 
+from trigon.config.batch_sizes import (
+    GROUP_SIZE,
+    compares_groups,
+    resolve_group_size,
+    resolve_prompts_per_step,
+    resolve_prompts_per_update,
+)
 from trigon.config.compared import find_unknown_names
 from trigon.config.critic_checks import CRITIC_CHECKS, warn_of_critic
 from trigon.config.defaults import resolve_mismatch_correction, resolve_weight_dtype
 from trigon.config.episode_checks import EPISODE_CHECKS, warn_of_episodes
 from trigon.config.files import FILE_CHECKS, REQUIRED_CHECKS
-from trigon.config.offload_checks import OFFLOAD_CHECKS
+from trigon.config.offload_checks import OFFLOAD_CHECKS, warn_of_cpu_offload
 from trigon.config.oversampling_check import check_oversampling
 from trigon.config.plan import (
     context_length,
@@ -60,9 +67,13 @@ def find_problems(config: Config, *, uncertain: Collection[str] = ()) -> list[st
     return problems
 
 
-def find_warnings(config: Config) -> tuple[str, ...]:
-    """Return warnings about options that work against each other or have no effect."""
+def find_warnings(config: Config, *, uncertain: Collection[str] = ()) -> tuple[str, ...]:
+    """Return warnings about options that work against each other or have no effect.
+
+    uncertain: as for find_problems; those about the number of workers are left out.
+    """
     return (
+        *(() if {"trainer.nnodes", "trainer.n_gpus_per_node"}.intersection(uncertain) else warn_of_cpu_offload(config)),
         *_warn_of_conflicts(config),
         *_warn_of_unused(config),
         *warn_of_critic(config),
@@ -155,15 +166,14 @@ def _describe_workers(config: Config) -> tuple[str, str]:
 
 
 def _check_batch_sizes(config: Config) -> list[str]:
-    data, actor = config.data, config.worker.actor
-    if data.rollout_batch_size % actor.global_batch_size == 0:
+    per_step, per_update = resolve_prompts_per_step(config), resolve_prompts_per_update(config)
+    if per_step % per_update == 0:
         return []
-    per_step, per_update = suggest_batch_sizes(data.rollout_batch_size, actor.global_batch_size)
+    steps, updates = suggest_batch_sizes(per_step, per_update)
     return [
-        f"data.rollout_batch_size ({data.rollout_batch_size} prompts per step) is not a multiple of "
-        f"worker.actor.global_batch_size ({actor.global_batch_size} prompts per update); the nearest valid values: "
-        f"data.rollout_batch_size={join_with_or(per_step)}, or "
-        f"worker.actor.global_batch_size={join_with_or(per_update)}"
+        f"data.rollout_batch_size ({per_step} prompts per step) is not a multiple of worker.actor.global_batch_size "
+        f"({per_update} prompts per update); the nearest valid values: data.rollout_batch_size="
+        f"{join_with_or(steps)}, or worker.actor.global_batch_size={join_with_or(updates)}; or leave out one of them"
     ]
 
 
@@ -242,13 +252,13 @@ def _check_optimizer(config: Config) -> list[str]:
 
 
 def _check_group_size(config: Config) -> list[str]:
-    estimator, n = config.algorithm.adv_estimator, config.worker.rollout.n
-    if n >= 2 or estimator == "gae" or estimator in SINGLE_COMPLETION_ESTIMATORS or config.trainer.val_only:
+    n = resolve_group_size(config)
+    if n >= 2 or not compares_groups(config) or config.trainer.val_only:
         return []
     return [
-        f"worker.rollout.n is {n}, but {estimator} compares the completions of a group; set "
-        "worker.rollout.n to at least 2, say 5, or algorithm.adv_estimator to "
-        f"{' or '.join(SINGLE_COMPLETION_ESTIMATORS)}"
+        f"worker.rollout.n is {n}, but {config.algorithm.adv_estimator} compares the completions of a group; set "
+        "worker.rollout.n to at least 2, or leave it out, which is "
+        f"{GROUP_SIZE}; or set algorithm.adv_estimator to {' or '.join(SINGLE_COMPLETION_ESTIMATORS)}"
     ]
 
 
@@ -261,7 +271,7 @@ def _check_kl_in_reward(config: Config) -> list[str]:
             "algorithm.adv_estimator=gdpo normalizes each part of the reward, and a KL penalty is not one of them; "
             "set algorithm.use_kl_loss=true, or algorithm.disable_kl=true"
         ]
-    completions = config.data.rollout_batch_size * config.worker.rollout.n
+    completions = resolve_prompts_per_step(config) * resolve_group_size(config)
     if algorithm.kl_type != "adaptive" or 0.2 * completions < algorithm.kl_horizon:
         return []
     return [

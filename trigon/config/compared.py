@@ -11,6 +11,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
+from trigon.config.batch_sizes import find_unknown_sizes, resolve_group_size
 from trigon.config.critic import as_critic, with_critic_as_actor
 from trigon.config.defaults import (
     resolve_cispo_cap,
@@ -37,11 +38,14 @@ def compared_options(config: Config) -> dict[str, Any]:
     """Return the value of each option on which numbers depend, as JSON, by its name.
 
     An option without effect in this configuration is left out, and one whose default follows from
-    others has the value that it stands for.
+    others has the value that it stands for. Sizes that follow from the data are left out as long as
+    they are null (see fill_batch_sizes).
     """
     values = {**_data(config), **_algorithm(config), **_actor(config), **_rollout(config), **_episodes(config)}
     if config.algorithm.adv_estimator == "gae":
         values |= _critic(config)
+    for name in find_unknown_sizes(config):
+        values.pop(name, None)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
@@ -221,7 +225,7 @@ def _rollout(config: Config) -> dict[str, Any]:
     return {
         **oversampling,
         "worker.rollout.name": rollout.name,
-        "worker.rollout.n": rollout.n,
+        "worker.rollout.n": resolve_group_size(config),
         "worker.rollout.temperature": rollout.temperature,
         "worker.rollout.top_p": rollout.top_p,
         "worker.rollout.top_k": rollout.top_k,

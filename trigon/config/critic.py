@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from trigon.config.batch_sizes import resolve_prompts_per_critic_update
 from trigon.config.schema import (
     Config,
     CriticConfig,
@@ -61,7 +62,7 @@ def with_critic_as_actor(config: Config) -> Config:
         config,
         of_head
         | {
-            "global_batch_size": critic.global_batch_size,
+            "global_batch_size": resolve_prompts_per_critic_update(config),
             "micro_batch_size_per_device_for_update": critic.micro_batch_size_per_device_for_update,
             "micro_batch_size_per_device_for_experience": critic.micro_batch_size_per_device_for_experience,
             "ppo_epochs": critic.ppo_epochs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from trigon.config.batch_sizes import resolve_prompts_per_critic_update, resolve_prompts_per_step
 from trigon.config.critic import find_contradictions
 from trigon.config.plan import (
     critic_warmup,
@@ -18,7 +19,7 @@ from trigon.config.schema import Config, CriticConfig
 
 
 def _check_batch_sizes(config: Config) -> list[str]:
-    per_step, per_update = config.data.rollout_batch_size, config.worker.critic.global_batch_size
+    per_step, per_update = resolve_prompts_per_step(config), resolve_prompts_per_critic_update(config)
     if not has_critic(config) or shares_trunk(config) or per_step % per_update == 0:
         return []
     steps, updates = suggest_batch_sizes(per_step, per_update)
@@ -55,11 +56,6 @@ def _check_sharding(config: Config) -> list[str]:
         problems.append(
             f"worker.critic.fsdp.fsdp_size is {fsdp.fsdp_size}, but there are {workers} workers, which it must divide; "
             "set it to -1 for all"
-        )
-    if fsdp.enable_cpu_offload and workers == 1:
-        problems.append(
-            "worker.critic.fsdp.enable_cpu_offload is true, but a single worker does not shard the critic; set it to "
-            "false, and worker.critic.offload.offload_params=true to move its weights to host memory"
         )
     return problems
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from trigon.config.batch_sizes import resolve_prompts_per_step
 from trigon.config.schema import Config
 from trigon.names import CorrectionKind, DeviceType, Dtype, ObservationRole
 from trigon.resuming import SameCommand
@@ -169,6 +170,12 @@ def resolve_observation_role(config: Config) -> ObservationRole:
     return rollout.observation_role or ("tool" if rollout.tools else "user")
 
 
+def resolve_val_before_train(config: Config) -> bool:
+    """Return whether the run validates before its first step. Default: if there are val_files."""
+    configured = config.trainer.val_before_train
+    return bool(config.data.val_files) if configured is None else configured
+
+
 def resolve_prompts_per_round(config: Config) -> int:
     """Return the prompts of a round of online filtering. Default: data.rollout_batch_size."""
-    return config.data.mini_rollout_batch_size or config.data.rollout_batch_size
+    return config.data.mini_rollout_batch_size or resolve_prompts_per_step(config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from typing import Any
 
 from trigon.config.paths import (
     DATASET_SUFFIXES,
@@ -74,7 +75,7 @@ def _require_val_files(config: Config) -> list[str]:
     advice = (
         "give a hub id (hiyouga/geometry3k@test), a file or a folder"
         if trainer.val_only
-        else "set it, or switch validation off with trainer.val_before_train=false trainer.val_freq=-1"
+        else "set it, or leave out trainer.val_before_train and trainer.val_freq"
     )
     return [f"data.val_files is not set, but validation is on; {advice}"]
 
@@ -158,14 +159,66 @@ def _checkpoint(config: Config) -> Paths:
     return {"trainer.load_checkpoint_path": path} if path else {}
 
 
-def local_sources(config: Config) -> dict[str, str]:
-    """Return the absolute path of each model and dataset that is on this machine, by its text.
+def _episode_code(config: Config) -> Paths:
+    rollout = config.worker.rollout
+    texts = (*rollout.tools, *((rollout.environment,) if rollout.environment else ()))
+    files = {text.rpartition(":")[0] for text in texts if not is_python_object(text)}
+    return {file: file for file in files if file.endswith(".py")}
 
-    The other models and datasets are hub ids, or objects of a program.
+
+def local_sources(config: Config) -> dict[str, str]:
+    """Return the absolute path of each file and folder that a run reads, by its text.
+
+    These are models, datasets, images, templates and the user's code. Models and datasets that are
+    not among them are hub ids, or objects of a program.
     """
     texts = {**_model(config), **_critic_model(config), **_tokenizer(config)}
-    texts |= {**_datasets("data.train_files", config.data.train_files), **_val_files(config)}
+    texts |= {**_datasets("data.train_files", config.data.train_files), **_val_files(config), **_image_dir(config)}
+    texts |= {**_format_prompt(config), **_chat_template(config), **_reward(config), **_writable(config)}
+    texts |= _episode_code(config)
     return {text: str(expand_path(text).absolute()) for text in texts.values()}
+
+
+_LOCATED = (
+    "data.val_files",
+    "data.image_dir",
+    "data.format_prompt",
+    "data.override_chat_template",
+    "worker.actor.model.tokenizer_path",
+    "worker.reward.reward_function",
+    "worker.reward.val_reward_function",
+    "worker.reward.writable",
+    "worker.rollout.environment",
+    "worker.rollout.tools",
+)
+
+
+def locate_sources(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
+    """Return the options of a run that only validates in which relative paths become absolute.
+
+    values: the options of the run by name, which may have been started in another folder. sources:
+    as local_sources returned them for it. A path that the run had, and that exists no more, is kept
+    as it is only if it exists here.
+    """
+    located = {name: _locate(values[name], sources) for name in _LOCATED if name in values}
+    return {name: value for name, value in located.items() if value != values[name]}
+
+
+def _locate(value: Any, sources: Mapping[str, str]) -> Any:
+    """Return a value of an option with absolute paths in place of relative ones.
+
+    A path may be followed by `:function` or `@split`, and is in the entry `function` of a mapping.
+    """
+    if isinstance(value, list | tuple):
+        return [_locate(each, sources) for each in value]
+    if isinstance(value, Mapping):
+        return {key: _locate(each, sources) if key == "function" else each for key, each in value.items()}
+    if not isinstance(value, str):
+        return value
+    for path in (value, value.rpartition(":")[0], value.rpartition("@")[0]):
+        if path in sources and (path_exists(sources[path]) or not path_exists(path)):
+            return sources[path] + value.removeprefix(path)
+    return value
 
 
 def find_missing_objects(config: Config, known: Collection[str]) -> list[str]:

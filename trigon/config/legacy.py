@@ -6,11 +6,13 @@ feature is an error. load.py reads files and applies these tables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trigon.config.options import options
 from trigon.config.paths import is_inline_template, path_exists
+from trigon.suggestions import nearest_key
 
 RENAMED: Mapping[str, str] = {
     "data.gen_batch_size": "data.mini_rollout_batch_size",
@@ -111,7 +113,8 @@ IGNORED: Mapping[str, IgnoredKey] = {
     "worker.reward.reward_type": IgnoredKey(
         "REWARD_TYPE in the file of the reward function decides",
         allowed=("function", "batch", "sequential"),
-        advice="reward models are not supported; set worker.reward.reward_function",
+        advice="a reward model is a reward function here, such as examples/reward_function/reward_model.py: set "
+        "worker.reward.reward_function",
     ),
     "worker.rollout.prompt_length": IgnoredKey("data.max_prompt_length decides"),
     "worker.rollout.response_length": IgnoredKey("data.max_response_length decides"),
@@ -121,6 +124,8 @@ IGNORED: Mapping[str, IgnoredKey] = {
 """Keys without effect. The name of a section stands for all keys in it."""
 
 UNSUPPORTED_VALUES: Mapping[tuple[str, str], str] = {
+    ("algorithm.adv_estimator", "ppo"): "PPO, with a critic, is gae",
+    ("algorithm.adv_estimator", "reinforce"): "it is reinforce_plus_plus, or rloo with a group as the baseline",
     ("worker.rollout.dtype", "auto"): "set the dtype explicitly, so that it can be compared with the trainer's",
     ("worker.rollout.name", "hf"): "its name is transformers",
     ("worker.rollout.name", "sglang"): "the supported engines are vllm and transformers",
@@ -134,6 +139,33 @@ VERL_SECTIONS: Mapping[str, str] = {
     "reward_model": "it is verl's name; use worker.reward.reward_function=file.py:function",
 }
 """Top-level sections of verl's configuration, which has another layout: what to use instead."""
+
+
+OTHER_NAMES: Mapping[str, str] = {
+    "batch_size": "data.rollout_batch_size",
+    "epochs": "trainer.total_epochs",
+    "group_size": "worker.rollout.n",
+    "learning_rate": "worker.actor.optim.lr",
+    "max_completion_length": "data.max_response_length",
+    "max_new_tokens": "data.max_response_length",
+    "max_tokens": "data.max_response_length",
+    "mini_batch_size": "worker.actor.global_batch_size",
+    "n_samples": "worker.rollout.n",
+    "num_epochs": "trainer.total_epochs",
+    "num_generations": "worker.rollout.n",
+    "num_return_sequences": "worker.rollout.n",
+    "num_samples": "worker.rollout.n",
+    "num_train_epochs": "trainer.total_epochs",
+    "output_dir": "trainer.save_checkpoint_path",
+    "run_name": "trainer.experiment_name",
+}
+"""Last part of a key as other libraries name it: the option that is meant, for suggestions."""
+
+
+def nearest_option(name: str, further: Iterable[str] = ()) -> str:
+    """Return the option that is probably meant. further: other keys that may be meant."""
+    meant = OTHER_NAMES.get(name.rpartition(".")[2])
+    return meant or nearest_key(name, [*(option.name for option in options().values()), *further])
 
 
 def ignored_key(name: str) -> str | None:

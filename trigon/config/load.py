@@ -21,7 +21,15 @@ from trigon.config.checks import MAX_PROBLEMS, find_problems, find_warnings, rai
 from trigon.config.convert import convert
 from trigon.config.critic import warn_of_overruled
 from trigon.config.files import find_missing_objects
-from trigon.config.legacy import IGNORED, RENAMED, UNSUPPORTED_VALUES, VERL_SECTIONS, ignored_key, renamed_file
+from trigon.config.legacy import (
+    IGNORED,
+    RENAMED,
+    UNSUPPORTED_VALUES,
+    VERL_SECTIONS,
+    ignored_key,
+    nearest_option,
+    renamed_file,
+)
 from trigon.config.options import KeyPath, Option, options, sections
 from trigon.config.plan import shares_trunk
 from trigon.config.schema import Config
@@ -29,7 +37,7 @@ from trigon.config.secret_values import find_exposed, find_masked
 from trigon.config.yaml_nodes import LIST_TAG, MAX_CHARACTERS, MAX_DEPTH, NULL_TAG, TEXT_TAG, construct, parse_yaml
 from trigon.errors import ConfigError
 from trigon.secrets import mask, mask_text
-from trigon.suggestions import did_you_mean, nearest_key
+from trigon.suggestions import did_you_mean
 
 COMMAND_LINE = "command line"
 ARGUMENTS = "arguments in Python"
@@ -88,7 +96,7 @@ def advise_without_dashes(argument: str, following: Sequence[str]) -> str:
     """
     name, equals, written = argument.lstrip("-").partition("=")
     name = name.replace("-", "_")
-    key = "config" if name == "config" else nearest_key(name, [option.name for option in options().values()])
+    key = "config" if name == "config" else nearest_option(name)
     is_value = bool(following) and not following[0].startswith("-") and "=" not in following[0]
     value = written if equals else following[0] if is_value else "..."
     shown = mask_text(f"{name}={value}").partition("=")[2]
@@ -101,12 +109,13 @@ def load_config(
     *,
     arguments: Sequence[Mapping[str, Any]] = (),
     python_objects: Collection[str] = (),
+    undecided: Collection[str] = (),
 ) -> LoadedConfig:
     """Return the checked configuration of a YAML file and of `key=value` overrides.
 
     Args: as inspect_config. Raises: ConfigError, with all problems in one message.
     """
-    inspected = inspect_config(path, overrides, arguments=arguments, python_objects=python_objects)
+    inspected = inspect_config(path, overrides, arguments=arguments, python_objects=python_objects, undecided=undecided)
     raise_problems(inspected.problems)
     return inspected.loaded
 
@@ -131,12 +140,14 @@ def inspect_config(
     *,
     arguments: Sequence[Mapping[str, Any]] = (),
     python_objects: Collection[str] = (),
+    undecided: Collection[str] = (),
 ) -> InspectedConfig:
     """Return the configuration of a YAML file and of `key=value` overrides, with all its problems.
 
     path: None for the defaults only. arguments: options as Python values, nested or with dotted
     names; a later mapping replaces values of an earlier one. python_objects: the names of those
-    that the caller has (paths.PYTHON_PREFIX).
+    that the caller has (paths.PYTHON_PREFIX). undecided: options that the caller will change; the
+    checks across options that read them are left out, see find_problems.
     Raises: ConfigError if the file cannot be read, or is no YAML.
     """
     reader = _ConfigReader()
@@ -149,12 +160,15 @@ def inspect_config(
     config = reader.build()
     missing = find_missing_objects(config, python_objects)
     sources = {_option_at_or_above(key).name: value.location for key, value in reader.values.items()}
-    found = find_problems(config, uncertain=reader.uncertain)
+    uncertain = reader.uncertain.union(undecided)
+    found = find_problems(config, uncertain=uncertain)
     problems = (*reader.problems, *found, *missing, *find_masked(config, sources))
     exposed = find_exposed(config, [key for key, source in sources.items() if source == COMMAND_LINE])
     on_purpose = [key for key, source in sources.items() if source in (COMMAND_LINE, ARGUMENTS)]
     overruled = warn_of_overruled(config, on_purpose) if shares_trunk(config) else []
-    loaded = LoadedConfig(config, (*reader.warnings, *find_warnings(config), *overruled, *exposed), sources)
+    loaded = LoadedConfig(
+        config, (*reader.warnings, *find_warnings(config, uncertain=uncertain), *overruled, *exposed), sources
+    )
     return InspectedConfig(loaded, problems, frozenset(reader.uncertain))
 
 
@@ -321,8 +335,7 @@ class _ConfigReader:
         elif path[0] in VERL_SECTIONS:
             self.problems.append(f"{name} ({location}) is unknown: {VERL_SECTIONS[path[0]]}")
         elif len(self.problems) < MAX_PROBLEMS:
-            known = [_dotted(other) for other in (*options(), *(section for section, _ in sections() if section))]
-            meant = nearest_key(name, known)
+            meant = nearest_option(name, [_dotted(section) for section, _ in sections() if section])
             self.problems.append(f"{name} ({location}) is unknown; did you mean {meant}?")
             self.uncertain |= {o.name for o in options().values() if f"{o.name}.".startswith(f"{meant}.")}
         else:

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trigon.config.plan import has_critic, num_workers
+from trigon.config.plan import has_critic, num_workers, shares_trunk
 from trigon.config.schema import Config, CriticModelConfig, ModelConfig
-
-
-def _check_cpu_offload(config: Config) -> list[str]:
-    if not config.worker.actor.fsdp.enable_cpu_offload or num_workers(config) > 1:
-        return []
-    return [
-        "worker.actor.fsdp.enable_cpu_offload is true, but a single worker does not shard the model and cannot "
-        "keep its weights in host memory; set it to false, and worker.actor.offload.offload_params=true to move "
-        "them there while completions are sampled"
-    ]
 
 
 def _check_activation_offload(config: Config) -> list[str]:
@@ -31,4 +21,18 @@ def _check_activation_offload(config: Config) -> list[str]:
     ]
 
 
-OFFLOAD_CHECKS: tuple[Callable[[Config], list[str]], ...] = (_check_cpu_offload, _check_activation_offload)
+OFFLOAD_CHECKS: tuple[Callable[[Config], list[str]], ...] = (_check_activation_offload,)
+
+
+def warn_of_cpu_offload(config: Config) -> list[str]:
+    """Return warnings about weights that stay on the device, since a single worker has them."""
+    names = ["actor"]
+    if has_critic(config) and not shares_trunk(config):
+        names.append("critic")
+    return [
+        f"worker.{name}.fsdp.enable_cpu_offload=true has no effect with a single worker, which shards nothing; "
+        f"worker.{name}.offload.offload_params=true and worker.{name}.offload.offload_optimizer=true move weights and "
+        "optimizer states to host memory while completions are sampled"
+        for name in names
+        if getattr(config.worker, name).fsdp.enable_cpu_offload and num_workers(config) == 1
+    ]

@@ -6,7 +6,7 @@ import ast
 import inspect
 import json
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -67,6 +67,18 @@ def options() -> dict[KeyPath, Option]:
         for key, field in section.model_fields.items()
         if not (isinstance(field.annotation, type) and issubclass(field.annotation, Section))
     }
+
+
+def with_options(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return the configuration with new values of options, given by their full names."""
+    values = config.model_dump()
+    for name, value in changes.items():
+        *sections, key = name.split(".")
+        section = values
+        for each in sections:
+            section = section[each]
+        section[key] = value
+    return Config.model_validate(values)
 
 
 def _option(path: KeyPath, field: FieldInfo) -> Option:

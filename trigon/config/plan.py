@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trigon.config.batch_sizes import (
+    fill_batch_sizes,
+    resolve_group_size,
+    resolve_prompts_per_critic_update,
+    resolve_prompts_per_step,
+    resolve_prompts_per_update,
+)
 from trigon.config.critic import with_critic_as_actor
-from trigon.config.schema import Config, OptimConfig
+from trigon.config.schema import Config, FsdpConfig, OptimConfig
 from trigon.errors import ConfigError
 
 
@@ -73,10 +80,11 @@ def make_plan(config: Config, *, num_train_prompts: int) -> Plan:
     Example: 2101 prompts in steps of 256 and updates of 64, n = 6, 15 epochs: 8 steps per epoch,
     120 steps, 4 updates per step, 1536 completions per step.
     With trainer.val_only there are no steps, updates and training prompts.
-    Raises: ConfigError if an epoch does not fill one step, or if a warm-up is longer than training.
+    Raises: ConfigError if an epoch does not fill one step, or if the policy would never learn.
     """
+    config, _ = fill_batch_sizes(config, num_train_prompts)
     data, actor, optim = config.data, config.worker.actor, config.worker.actor.optim
-    prompts_per_step, prompts_per_update = data.rollout_batch_size, actor.global_batch_size
+    prompts_per_step, prompts_per_update = resolve_prompts_per_step(config), resolve_prompts_per_update(config)
     steps_per_epoch = num_train_prompts // prompts_per_step
     if steps_per_epoch == 0 and not config.trainer.val_only:
         raise ConfigError(_too_few_prompts(num_train_prompts, prompts_per_step, prompts_per_update))
@@ -90,8 +98,8 @@ def make_plan(config: Config, *, num_train_prompts: int) -> Plan:
     # In the first steps only a critic learns.
     learning_steps = total_steps - warmup
     total_updates = learning_steps * updates_per_step
-    warmup_updates = _warmup_updates(config, optim, updates_per_step, learning_steps, "worker.actor")
-    group_size = config.worker.rollout.n
+    warmup_updates = _warmup_updates(optim, updates_per_step, learning_steps)
+    group_size = resolve_group_size(config)
     longest = data.max_prompt_length + data.max_response_length
     return Plan(
         num_train_prompts=num_train_prompts,
@@ -138,40 +146,47 @@ def too_long_critic_warmup(config: Config, total_steps: int) -> str:
 
 
 def make_critic_plan(config: Config, *, total_steps: int) -> CriticPlan:
-    """Return the plan of the critic's updates. Raises: ConfigError if its warm-up is too long."""
+    """Return the plan of the critic's updates."""
     if not has_critic(config):
         return NO_CRITIC
     data, critic = config.data, with_critic_as_actor(config).worker.actor
-    updates_per_step = data.rollout_batch_size // critic.global_batch_size * critic.ppo_epochs
+    prompts_per_update = resolve_prompts_per_critic_update(config)
+    updates_per_step = resolve_prompts_per_step(config) // prompts_per_update * critic.ppo_epochs
     longest = data.max_prompt_length + data.max_response_length
     return CriticPlan(
-        prompts_per_update=critic.global_batch_size,
+        prompts_per_update=prompts_per_update,
         epochs_per_step=critic.ppo_epochs,
         updates_per_step=updates_per_step,
         total_updates=total_steps * updates_per_step,
-        warmup_updates=_warmup_updates(config, critic.optim, updates_per_step, total_steps, "worker.critic"),
+        warmup_updates=_warmup_updates(critic.optim, updates_per_step, total_steps),
         tokens_per_update_pass=critic.micro_batch_size_per_device_for_update * longest,
         tokens_per_experience_pass=critic.micro_batch_size_per_device_for_experience * longest,
         shares_trunk=shares_trunk(config),
     )
 
 
-def _warmup_updates(config: Config, optim: OptimConfig, updates_per_step: int, steps: int, name: str) -> int:
-    """Return the updates during which the learning rate rises. steps: in which there are updates.
+def _warmup_updates(optim: OptimConfig, updates_per_step: int, steps: int) -> int:
+    """Return the updates during which the learning rate rises, which may be more than there are.
 
-    name: of the model's options. Raises: ConfigError if warm-up is longer than training.
+    steps: in which there are updates.
     """
-    total_updates = steps * updates_per_step
     if optim.lr_warmup_steps is not None:
-        warmup_updates = optim.lr_warmup_steps * updates_per_step
-    else:
-        warmup_updates = round(optim.lr_warmup_ratio * total_updates)
-    if warmup_updates > total_updates and not config.trainer.val_only:
-        raise ConfigError(
-            f"{name}.optim.lr_warmup_steps is {optim.lr_warmup_steps}, but training has {steps} steps and "
-            f"would never reach its learning rate; set it to at most {steps}"
-        )
-    return warmup_updates
+        return optim.lr_warmup_steps * updates_per_step
+    return round(optim.lr_warmup_ratio * steps * updates_per_step)
+
+
+def find_long_warmups(config: Config, plan: Plan) -> list[str]:
+    """Return a warning for each model whose learning rate never reaches its configured value."""
+    warmups = [("worker.actor", config.worker.actor.optim, plan.total_updates, plan.warmup_updates)]
+    if has_critic(config):
+        optim = with_critic_as_actor(config).worker.actor.optim
+        warmups.append(("worker.critic", optim, plan.critic.total_updates, plan.critic.warmup_updates))
+    return [
+        f"{name}.optim.lr_warmup_steps is {optim.lr_warmup_steps}, but the run ends before: its {total} updates have "
+        f"learning rates up to {optim.lr * total / warmup:.3g} of {optim.lr:g}"
+        for name, optim, total, warmup in warmups
+        if warmup > total > 0
+    ]
 
 
 def num_workers(config: Config) -> int:
@@ -185,6 +200,14 @@ def num_workers(config: Config) -> int:
 def has_workers(config: Config) -> bool:
     """Return whether workers do the work, and not the process of the run itself."""
     return num_workers(config) > 1 or not config.worker.hybrid_engine
+
+
+def keeps_weights_on_host(config: Config, fsdp: FsdpConfig) -> bool:
+    """Return whether FSDP keeps weights, gradients and optimizer states in host memory.
+
+    It shards nothing for a single worker, and then does not.
+    """
+    return fsdp.enable_cpu_offload and num_workers(config) > 1
 
 
 def num_samplers(config: Config) -> int:

@@ -125,8 +125,8 @@ class DataConfig(Section):
     """Maximum number of tokens in a completion.
     Raising it needs more generation time and memory."""
 
-    rollout_batch_size: int = Field(default=512, ge=1, le=MAX_COUNT)
-    """Prompts per step.
+    rollout_batch_size: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Prompts per step; null: all training prompts, and at most 512, EasyR1's default.
     Raising it makes steps longer and gradients less noisy, and updates more off-policy."""
 
     mini_rollout_batch_size: int | None = Field(default=None, ge=1, le=MAX_COUNT)
@@ -157,13 +157,13 @@ class DataConfig(Section):
     seed: int = Field(default=1, ge=0, le=MAX_SEED)
     """Seed of the shuffle."""
 
-    min_pixels: int | None = Field(default=262144, ge=1, le=MAX_PIXELS)
-    """Smaller images are enlarged to this number of pixels; null: the model's limit.
-    Raising it uses more prompt tokens."""
+    min_pixels: int | None = Field(default=None, ge=1, le=MAX_PIXELS)
+    """Smaller images are enlarged to this number of pixels; null: the processor's limit.
+    Raising it uses more prompt tokens. EasyR1's default is 262144."""
 
-    max_pixels: int | None = Field(default=4194304, ge=1, le=MAX_PIXELS)
-    """Larger images are reduced to this number of pixels; null: the model's limit.
-    Raising it uses more prompt tokens."""
+    max_pixels: int | None = Field(default=None, ge=1, le=MAX_PIXELS)
+    """Larger images are reduced to this number of pixels; null: the processor's limit.
+    Raising it uses more prompt tokens. EasyR1's default is 4194304."""
 
     max_image_pixels: int = Field(default=64_000_000, ge=1, le=MAX_PIXELS)
     """Images with more pixels are rejected before decoding, to bound memory.
@@ -408,7 +408,8 @@ class FsdpConfig(Section):
     """Workers that share one copy of the model; -1, 0 or all workers: a single copy."""
 
     enable_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer states in host memory: least device memory, slow."""
+    """Keep weights, gradients and optimizer states in host memory: least device memory, slow.
+    No effect with a single worker, which shards nothing."""
 
 
 class OffloadConfig(Section):
@@ -426,9 +427,10 @@ class OffloadConfig(Section):
 class ActorConfig(Section):
     """The update of the policy."""
 
-    global_batch_size: int = Field(default=256, ge=1, le=MAX_COUNT)
-    """Prompts per optimizer update, each with its n completions.
-    Lowering it makes more updates per step."""
+    global_batch_size: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Prompts per optimizer update, each with its n completions; null: rollout_batch_size.
+    Where that is set to a multiple of 256, null is 256, as in EasyR1. Lowering it makes more
+    updates per step."""
 
     micro_batch_size_per_device_for_update: int = Field(default=4, ge=1, le=MAX_COUNT)
     """Token budget of a forward and backward pass, as a number k of sequences of maximum length.
@@ -550,9 +552,9 @@ class CriticConfig(Section):
     """Weight of the value loss in the gradient of a shared trunk; the head learns from all of it.
     Raising it lets the values shape the trunk more, against the policy. Trigon only."""
 
-    global_batch_size: int = Field(default=256, ge=1, le=MAX_COUNT)
-    """Prompts per update of the critic, each with its n completions.
-    Lowering it makes more updates per step."""
+    global_batch_size: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Prompts per update of the critic, each with its n completions; null: by the same
+    rule as for worker.actor. Lowering it makes more updates per step."""
 
     micro_batch_size_per_device_for_update: int = Field(default=4, ge=1, le=MAX_COUNT)
     """Token budget of a forward and backward pass, as in worker.actor."""
@@ -610,8 +612,9 @@ class RolloutConfig(Section):
     name: Literal["vllm", "transformers"] = "vllm"
     """Rollout engine: vllm, or transformers, which is slow but needs no further package."""
 
-    n: int = Field(default=1, ge=1, le=MAX_COUNT)
+    n: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Completions per prompt (group size); at least 2 for estimators that compare them.
+    null: 8 for these in training, otherwise 1, EasyR1's default.
     Raising it costs generation and helps where few completions are right."""
 
     temperature: float = Field(default=1.0, gt=0, le=100)
@@ -1031,14 +1034,14 @@ class TrainerConfig(Section):
     """
 
     profile_steps: tuple[Annotated[int, Field(ge=1, le=MAX_STEPS)], ...] = ()
-    """Steps to trace into `profile/` of the run folder, for Perfetto.
-    Traced steps are slower, and a trace takes tens of MB. Trigon only."""
+    """Steps whose first update is traced into `profile/` of the run folder, for Perfetto.
+    That update is slower, and a trace takes tens of MB. Trigon only."""
 
     val_freq: int = Field(default=-1, ge=-1, le=MAX_STEPS)
     """Steps between validations; 0 or -1: only before and after training."""
 
-    val_before_train: bool = True
-    """Validate before the first step."""
+    val_before_train: bool | None = None
+    """Validate before the first step; null: if there are val_files."""
 
     val_only: bool = False
     """Validate the weights of the model or checkpoint, and stop. Needs no train_files; the numbers
@@ -1061,8 +1064,8 @@ class TrainerConfig(Section):
     """Width and height in pixels to which larger files are reduced for save_images. Trigon only."""
 
     rollout_tokens: int = Field(default=2, ge=0, le=MAX_COUNT)
-    """Groups of each step whose rollouts are recorded with log-probabilities and entropy per token.
-    Each takes a forward pass of the group and about 60 bytes per token on disk; 0: none.
+    """Groups of each step, the first that are learned from, whose rollouts are recorded with
+    log-probabilities and entropy per token. They take about 60 bytes per token on disk; 0: none.
     Trigon only."""
 
     watch: WatchConfig = Field(default_factory=WatchConfig)

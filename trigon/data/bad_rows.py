@@ -8,6 +8,7 @@ from typing import Literal
 from trigon.errors import BadRow
 
 Reason = Literal[
+    "encoding",
     "prompt",
     "answer",
     "markers",
@@ -25,10 +26,12 @@ Reason = Literal[
     "video_shape",
     "mixed_media",
     "row_size",
+    "vocabulary",
     "overlong",
 ]
 """Why a row is skipped.
 
+encoding: a text is not UTF-8, or has half of a surrogate pair.
 prompt: the text is missing, empty, or neither a text nor chat messages.
 answer: the ground truth is missing.
 markers: the numbers of markers and of images (or videos) differ.
@@ -40,8 +43,12 @@ image_count: above limit_images.
 video_*: the same for a video and its frames.
 mixed_media: images and videos in one row.
 row_size: more text in all columns than a reward function gets.
+vocabulary: it has a token for which the model has no embedding.
 overlong: above max_prompt_length, in tokens, or in characters by far.
 """
+
+_MAX_MESSAGE = 1000
+"""Characters of a message, which may quote the row; a longer one loses its middle."""
 
 
 class UnusableRow(BadRow):
@@ -57,6 +64,8 @@ class UnusableRow(BadRow):
     def __init__(
         self, reason: Reason, message: str, *, folder: Path | None = None, num_tokens: int = 0, media_tokens: int = 0
     ) -> None:
+        if len(message) > _MAX_MESSAGE:
+            message = f"{message[: _MAX_MESSAGE - 200]} ... {message[-200:]}"
         super().__init__(message)
         self.reason: Reason = reason
         self.folder = folder

@@ -50,6 +50,7 @@ class ChatTemplate:
         Raises: ConfigError if the template exceeds the limits of templates.py.
         """
         self._tokenizer = processors.tokenizer
+        self._num_embeddings: int = processors.hf_config.get_text_config().vocab_size
         check_chat_template(self._tokenizer)
         # The first call resets the truncation and padding that a tokenizer was saved with, which is
         # not thread-safe.
@@ -70,6 +71,18 @@ class ChatTemplate:
         # The chat template writes every special token itself, so none is added.
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+    def find_unknown(self, token_ids: Sequence[int]) -> str | None:
+        """Return the token that the model has no embedding for, with the numbers; None if none is.
+
+        Such are tokens that were added to the tokenizer without resizing the model. In the engines,
+        they are an index out of range.
+        """
+        highest = max(token_ids, default=0)
+        if highest < self._num_embeddings:
+            return None
+        token = self._tokenizer.convert_ids_to_tokens(highest)
+        return f"the token {token!r} has the id {highest:,}, and the model has {self._num_embeddings:,} embeddings"
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
         """Return messages as the template writes them.

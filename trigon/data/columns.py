@@ -7,8 +7,11 @@ A name that a mapping has as it is, dots included, is preferred to a nested one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
+
+from trigon.errors import DataError
+from trigon.suggestions import nearest
 
 
 def has_column(row: Mapping[str, Any], name: str) -> bool:
@@ -36,6 +39,20 @@ def column_names(columns: Mapping[str, Any]) -> tuple[str, ...]:
     columns: a row, or the types of a table's columns, in which a struct is a mapping too.
     """
     return tuple(_names(columns))
+
+
+def require_columns(columns: Collection[str], where: str, *, prompt_key: str, answer_key: str) -> None:
+    """Raise DataError, with the existing columns, if the question or the ground truth is missing.
+
+    columns: the names of all columns and structs' fields (column_names). where: the name of the
+    dataset, for the error. prompt_key, answer_key: as in the section data.
+    """
+    for option, key in (("prompt_key", prompt_key), ("answer_key", answer_key)):
+        if key not in columns:
+            fields = [column for column in columns if column.endswith(f".{key}")]
+            column = nearest(key, fields or columns, cutoff=0.0 if fields else 0.4)
+            hint = f"; did you mean data.{option}={column}?" if column else f"; set data.{option}"
+            raise DataError(f"{where} has no column {key!r}, only {', '.join(sorted(columns))}{hint}")
 
 
 def _path(row: Mapping[str, Any], name: str) -> tuple[str, ...] | None:

@@ -361,10 +361,10 @@ def _scan_rows(
 
 
 def _scan_row(source: Source, builder: PromptBuilder, check_row: CheckRow, index: int) -> ScannedRow:
-    row = source.rows[index]
     digest = hashlib.sha256()
-    update_digest(digest, row)
     try:
+        row = source.row(index)
+        update_digest(digest, row)
         num_tokens = check_row(builder, row, f"{source.name}:{index}")
         return ScannedRow(num_tokens, None, digest.digest(), builder.file_digests(row, f"{source.name}:{index}"))
     except UnusableRow as problem:

@@ -1,4 +1,4 @@
-"""Opens, rotates and converts images with Pillow; no other module does.
+"""Opens the images of a dataset, with its checks; images.py turns and converts them.
 
 The size of an image is read from its header, so that a too large or malformed one is rejected
 before a pixel is decoded. `image_size`, `open_image` and `encoded_image` all use `_opened`, so they
@@ -8,66 +8,27 @@ accept the same images. Resizing for a model is in vision.py.
 from __future__ import annotations
 
 import io
-import struct
 import sys
 import warnings
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import ExifTags, Image
+from PIL import Image
 
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.decoding import BYTES_PER_PIXEL, DECODING, decoding_bytes
-from trigon.data.media_files import in_one_line, open_bytes, read_bytes
+from trigon.data.media_files import in_one_line, open_bytes, read_bytes, what_bytes_are
+from trigon.images import DECODING_ERRORS, FORMATS, orientation_of, upright_rgb
 
 MAX_ASPECT_RATIO = 200
 """Image processors of the Qwen families raise an error for this aspect ratio or above."""
-
-# Listed, so that no other plugin of Pillow is tried: one of them runs Ghostscript on its input.
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 
 _DISPLAYED = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp", "GIF": ".gif"}
 """The formats that browsers and loggers show, with their suffixes."""
 
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # tags of TIFF
-
-_STRIP_PIXELS = 2**18
-"""Pixels of the strips in which images are converted."""
-
-# The errors of Pillow's decoders for damaged bytes. The decompression bombs are its own size
-# limits.
-_DECODING_ERRORS = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    EOFError,
-    OverflowError,
-    MemoryError,
-    RuntimeError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
-    Image.DecompressionBombWarning,
-)
-
-# EXIF orientation -> how to rotate the stored pixels upright; 1 is upright, and 5 to 8 exchange
-# width and height.
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 def image_size(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> tuple[int, int]:
@@ -120,7 +81,6 @@ def encoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels
     """
     if isinstance(source, Image.Image):
         with decoded_image(source, where=where, image_dir=image_dir, max_pixels=max_pixels) as image:
-            image.info = {}  # otherwise the PNG would contain its colour profile
             png = io.BytesIO()
             image.save(png, "PNG", compress_level=1)
             return png.getvalue()
@@ -167,7 +127,7 @@ def image_content(image: Image.Image | OpenedFile) -> bytes:
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
             return bytes(image["bytes"])
     palette = image.getpalette("RGBA") if image.mode == "P" else None
-    header = (image.mode, image.size, palette, image.info.get("transparency"), _orientation(image))
+    header = (image.mode, image.size, palette, image.info.get("transparency"), orientation_of(image))
     return repr(header).encode() + image.tobytes()
 
 
@@ -188,7 +148,6 @@ def file_for_display(encoded: bytes, *, max_bytes: int, max_side: int, where: st
         image.draft("RGB", (max_side, max_side))  # decodes a large JPEG at a fraction of its size
         with _reserved(image):
             decoded = _decoded(image, orientation, where, owned=True)
-            decoded.info = {}
             decoded.thumbnail((max_side, max_side))
     file = io.BytesIO()
     decoded.save(file, "JPEG", quality=85)
@@ -209,16 +168,18 @@ def _opened(source: Any, where: str, image_dir: Path | None, max_pixels: int) ->
     """Yield an image with a checked header, not decoded, and its EXIF orientation (1 to 8)."""
     if isinstance(source, Image.Image):
         _check_header(source, where, max_pixels)
-        yield source, _orientation(source)
+        yield source, orientation_of(source)
         return
     with open_bytes(source, "image", where=where, image_dir=image_dir) as stream:
         try:
-            image = Image.open(stream, formats=_FORMATS)
-            orientation = _orientation(image)
+            image = Image.open(stream, formats=FORMATS)
+            orientation = orientation_of(image)
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise UnusableRow("image_pixels", f"{where}: above the limit of Pillow: {in_one_line(error)}") from error
-        except _DECODING_ERRORS as error:
-            raise UnusableRow("image_unreadable", f"{where}: {in_one_line(error)}; replace or drop it") from error
+        except DECODING_ERRORS as error:
+            known = what_bytes_are(stream)
+            cause = f"it is {known}" if known else f"{in_one_line(error)}; replace or drop it"
+            raise UnusableRow("image_unreadable", f"{where}: {cause}") from error
         with image:
             _check_header(image, where, max_pixels)
             yield image, orientation
@@ -235,13 +196,8 @@ def _decoded(image: Image.Image, orientation: int, where: str, *, owned: bool) -
     owned: whether its stored pixels are not needed afterwards.
     """
     try:
-        image.load()
-        if orientation in _UPRIGHT:
-            stored, image = image, image.transpose(_UPRIGHT[orientation])
-            if owned:
-                stored.close()  # frees its pixels before there is a third copy
-        return _to_rgb(image)
-    except _DECODING_ERRORS as error:
+        return upright_rgb(image, orientation, owned=owned)
+    except DECODING_ERRORS as error:
         raise UnusableRow("image_unreadable", f"{where}: {in_one_line(error)}; replace or drop it") from error
 
 
@@ -274,57 +230,3 @@ def _tile_side(image: Image.Image, tag: int) -> int:
     """
     side = getattr(image, "tag_v2", {}).get(tag, 0)
     return side if isinstance(side, int) else 0
-
-
-def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation of an image that is not upright yet, from its header.
-
-    TIFF: Pillow rotates it while loading and reports the upright size. PNG: reading EXIF data that
-    comes after the pixels would decode them, so only EXIF data before the pixels counts.
-    """
-    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
-        return 1
-    try:
-        orientation = int(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except _DECODING_ERRORS:  # damaged EXIF data; the pixels may be intact
-        return 1
-    return orientation if orientation in _UPRIGHT else 1
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """Return a decoded image as a new 8-bit RGB image.
-
-    Images that need several copies until they are RGB are converted in strips.
-    Raises: ValueError for pixels without a defined range: floats, and integers beyond 16 bits.
-    """
-    if image.mode == "F":
-        raise ValueError("its pixels are floating-point numbers, whose white value is not defined")
-    if image.mode.startswith("I"):  # 16-bit grey, in one of several layouts; Pillow would clip it at 255
-        return _in_strips(image, _grey_to_rgb)
-    if image.has_transparency_data:
-        return _in_strips(image, _on_white)
-    return image.convert("RGB")
-
-
-def _in_strips(image: Image.Image, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
-    """Return the result of converting an image, each pixel by itself, some rows at a time."""
-    width, height = image.size
-    converted = Image.new("RGB", image.size)
-    num_rows = max(1, _STRIP_PIXELS // width)
-    for top in range(0, height, num_rows):
-        strip = image.crop((0, top, width, min(top + num_rows, height)))
-        converted.paste(convert(strip), (0, top))
-    return converted
-
-
-def _grey_to_rgb(image: Image.Image) -> Image.Image:
-    grey = np.asarray(image).astype(np.int64)
-    if grey.min() < 0 or grey.max() > 0xFFFF:
-        raise ValueError("its pixels are integers beyond 16 bits, whose white value is not defined")
-    return Image.fromarray((grey >> 8).astype(np.uint8)).convert("RGB")
-
-
-def _on_white(image: Image.Image) -> Image.Image:
-    coloured = image.convert("RGBA")
-    white = Image.new("RGBA", coloured.size, "white")
-    return Image.alpha_composite(white, coloured).convert("RGB")

@@ -24,10 +24,24 @@ class _Reasons(NamedTuple):
     unreadable: Reason
 
 
-_REASONS: dict[MediaKind, _Reasons] = {
+REASONS: dict[MediaKind, _Reasons] = {
     "image": _Reasons("image_missing", "image_outside", "image_unreadable"),
     "video": _Reasons("video_missing", "video_outside", "video_unreadable"),
 }
+
+_MAX_NAME = 100
+"""Characters of a file's name in the name of an image."""
+
+_HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+
+_NO_IMAGES = {
+    rb"....ftyp|\x1a\x45\xdf\xa3": "a video: put it into the column of videos (data.video_key)",
+    rb"%pdf": "a PDF document: convert its pages to PNG",
+    rb"version https://git-lfs": "a pointer of Git LFS: fetch its file with `git lfs pull`",
+    rb"(<\?xml.*)?<svg": "an SVG drawing: convert it to PNG",
+    rb"<!doctype html|<html": "a web page: download the image itself",
+}
+"""Pattern of the first bytes, in lower case -> what such a file is, and what to do."""
 
 
 def open_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | None) -> io.BytesIO | io.BufferedReader:
@@ -40,7 +54,7 @@ def open_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | No
             path is allowed.
     Raises: UnusableRow.
     """
-    reasons = _REASONS[kind]
+    reasons, given = REASONS[kind], source
     if isinstance(source, Mapping):
         source = source["bytes"] if source.get("bytes") is not None else source.get("path")
     if isinstance(source, bytes | bytearray):
@@ -49,6 +63,8 @@ def open_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | No
         return io.BytesIO(source)
     if not isinstance(source, str | Path) or not str(source):
         found = "nothing" if source is None or source == "" else type(source).__name__
+        if isinstance(given, Mapping) and (keys := sorted(set(given) - {"bytes", "path"})):
+            found = f"a mapping of {', '.join(map(repr, keys[:5]))}"
         expected = "an image, bytes" if kind == "image" else "bytes"
         raise UnusableRow(reasons.missing, f"{where}: expected {expected}, a path or {{bytes, path}}, got {found}")
     path = _resolve(str(source), kind, where, image_dir)
@@ -73,7 +89,7 @@ def read_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | No
         try:
             return stream.read()
         except OSError as error:
-            reason = _REASONS[kind].unreadable
+            reason = REASONS[kind].unreadable
             raise UnusableRow(reason, f"{where}: {in_one_line(error)}; replace or drop it") from error
 
 
@@ -98,7 +114,7 @@ def linked_digests(sources: Sequence[Any], kind: MediaKind, names: Sequence[str]
             digests.append(file_digest(resolved))
         except OSError as error:
             raise UnusableRow(
-                _REASONS[kind].unreadable, f"{where}: {resolved} cannot be read: {in_one_line(error)}"
+                REASONS[kind].unreadable, f"{where}: {resolved} cannot be read: {in_one_line(error)}"
             ) from error
     return " ".join(digests)
 
@@ -119,7 +135,23 @@ def file_name(source: Any) -> str:
 def media_name(source: Any, name: str) -> str:
     """Return the name of an image or a video in reports: "train:17/images/0 (figure.png)"."""
     file = file_name(source)
+    if len(file) > _MAX_NAME:
+        file = f"{file[:_MAX_NAME]}..."
     return f"{name} ({file})" if file else name
+
+
+def is_url(reference: str) -> bool:
+    """Return whether a text begins as a URL does."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", reference) is not None
+
+
+def what_bytes_are(stream: io.BytesIO | io.BufferedReader) -> str:
+    """Return what a file is that is no readable image, in words, or "" if that is not known."""
+    stream.seek(0)
+    head = stream.read(512).lstrip().lower()
+    if head[4:8] == b"ftyp" and head[8:12] in _HEIC_BRANDS:
+        return "a HEIC image, which Pillow does not read: convert it to JPEG or PNG"
+    return next((words for pattern, words in _NO_IMAGES.items() if re.match(pattern, head, re.DOTALL)), "")
 
 
 def in_one_line(error: BaseException) -> str:
@@ -133,8 +165,8 @@ def _resolve(reference: str, kind: MediaKind, where: str, image_dir: Path | None
 
     Raises: UnusableRow if it is a URL, or outside image_dir.
     """
-    reasons = _REASONS[kind]
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", reference):
+    reasons = REASONS[kind]
+    if is_url(reference):
         raise UnusableRow(
             reasons.outside, f"{where}: {reference[:80]!r} is a URL; download the {kind}s and set data.image_dir"
         )

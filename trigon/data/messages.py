@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from trigon.data.bad_rows import UnusableRow
 from trigon.types import MediaKind
@@ -78,20 +78,52 @@ def messages_as_text(messages: Sequence[Message]) -> str:
     return "\n\n".join(f"{message.role}: {message.content}" for message in messages)
 
 
+def media_in_messages(value: Any, kind: MediaKind) -> list[Any]:
+    """Return the images, or the videos, that the content parts of chat messages hold themselves.
+
+    value: as of read_messages. Each is what the part has under "image", "image_url" or the like.
+    """
+    if not isinstance(value, list):
+        return []
+    contents = [message.get("content") for message in value if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [held for part in parts if _part_kind(part) == kind and (held := _held(part, kind)) is not None]
+
+
 def _join_parts(parts: Sequence[Any]) -> str | None:
     """Return content parts as a text with markers; None if one is not text, image or video."""
     pieces = []
     for part in parts:
-        match part:
-            case {"type": "text", "text": str(text)}:
-                pieces.append(text)
-            case {"type": "image"}:
-                pieces.append(IMAGE_MARKER)
-            case {"type": "video"}:
-                pieces.append(VIDEO_MARKER)
-            case _:
-                return None
+        kind = _part_kind(part)
+        if kind is None:
+            return None
+        pieces.append(part["text"] if kind == "text" else MARKERS[kind])
     return "".join(pieces)
+
+
+def _part_kind(part: Any) -> MediaKind | Literal["text"] | None:
+    """Return what a content part is, by its type or, without one, by its only other key."""
+    match part:
+        case {"type": "text" | "input_text", "text": str()}:
+            return "text"
+        case {"type": "image" | "image_url" | "input_image"}:
+            return "image"
+        case {"type": "video" | "video_url"}:
+            return "video"
+        case {"type": str()}:
+            return None
+        case {"text": str()}:
+            return "text"
+        case Mapping():
+            kinds: tuple[MediaKind, ...] = ("image", "video")
+            return next((kind for kind in kinds if _held(part, kind) is not None), None)
+        case _:
+            return None
+
+
+def _held(part: Mapping[str, Any], kind: MediaKind) -> Any:
+    """Return the image or video that a content part holds; None if no key of it has any."""
+    return next((part[key] for key in (kind, f"{kind}_url", "url", "path") if part.get(key) is not None), None)
 
 
 def _describe(value: Any) -> str:

@@ -96,17 +96,26 @@ def pack_train(groups: Sequence[TrainGroup], *, max_tokens: int, positions: Posi
         max_tokens=max_tokens,
         positions=positions,
     )
-    return [_micro_batch(row.packed, [groups[group].sequences[index] for group, index in row.owners]) for row in rows]
+    return [_micro_batch(row, [groups[group].sequences[index] for group, index in row.owners]) for row in rows]
 
 
 def tokens_of(group: RolloutGroup | TrainGroup) -> int:
     """Return how many tokens a group takes in a row: its prompt once, and every completion."""
+    prompt, completions = _lengths_of(group)
+    return prompt + sum(completions)
+
+
+def longest_row(groups: Sequence[RolloutGroup | TrainGroup], *, max_tokens: int) -> int:
+    """Return the tokens of the longest row into which groups are packed; 0 without groups."""
+    return max(row_lengths([_lengths_of(group) for group in groups], max_tokens=max_tokens), default=0)
+
+
+def _lengths_of(group: RolloutGroup | TrainGroup) -> tuple[int, list[int]]:
     match group:
         case RolloutGroup(prompt=prompt, rollouts=rollouts):
-            lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
+            return len(prompt.token_ids), [len(rollout.completion.token_ids) for rollout in rollouts]
         case TrainGroup(prompt=prompt, sequences=sequences):
-            lengths = [len(sequence.token_ids) for sequence in sequences]
-    return len(prompt.token_ids) + sum(lengths)
+            return len(prompt.token_ids), [len(sequence.token_ids) for sequence in sequences]
 
 
 def row_lengths(groups: Sequence[tuple[int, Sequence[int]]], *, max_tokens: int) -> list[int]:
@@ -119,17 +128,23 @@ def row_lengths(groups: Sequence[tuple[int, Sequence[int]]], *, max_tokens: int)
 
 def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> list[list[Tensor]]:
     """Split per-token results, [..., S] per row, into one tensor per completion, by group."""
-    by_owner: dict[tuple[int, int], Tensor] = {}
-    for row, value in zip(rows, values, strict=True):
-        lengths = [_num_tokens(sampled) for span in row.packed.spans for sampled in span.sampled]
-        by_owner.update(zip(row.owners, torch.split(value, lengths, dim=-1), strict=True))
+    owned = by_owner(rows, values)
     result: list[list[Tensor]] = []
-    for group, index in sorted(by_owner):
+    for group, index in sorted(owned):
         if index == 0:
             result.append([])
         assert (group, index) == (len(result) - 1, len(result[-1]))
-        result[-1].append(by_owner[group, index])
+        result[-1].append(owned[group, index])
     return result
+
+
+def by_owner(rows: Sequence[PackedRow | MicroBatch], values: Sequence[Tensor]) -> dict[tuple[int, int], Tensor]:
+    """Split per-token results, [..., S] per row, by (group, index) of the completion."""
+    owned: dict[tuple[int, int], Tensor] = {}
+    for row, value in zip(rows, values, strict=True):
+        lengths = [_num_tokens(sampled) for span in row.packed.spans for sampled in span.sampled]
+        owned.update(zip(row.owners, torch.split(value, lengths, dim=-1), strict=True))
+    return owned
 
 
 def _pack(
@@ -285,11 +300,12 @@ def _build_row(
     )
 
 
-def _micro_batch(packed: PackedGroups, sequences: Sequence[TrainSequence]) -> MicroBatch:
+def _micro_batch(row: PackedRow, sequences: Sequence[TrainSequence]) -> MicroBatch:
     lengths = torch.tensor([_num_tokens(sequence.sampled) for sequence in sequences])
     loss_mask = torch.cat([sequence.loss_mask for sequence in sequences])
     return MicroBatch(
-        packed=packed,
+        packed=row.packed,
+        owners=row.owners,
         num_sequences=len(sequences),
         sequence_index=torch.arange(len(sequences)).repeat_interleave(lengths),
         trainable=(loss_mask > 0).nonzero().flatten(),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trigon.data.videos import FRAMES_PER_PATCH, VideoLayout
 from trigon.data.vision import image_processor_of, video_processor_of
-from trigon.types import MediaKind
+from trigon.types import ImageSizes, MediaKind
 
 if TYPE_CHECKING:
     from trigon.models.load import Processors
@@ -65,6 +65,15 @@ class Placeholders:
         for token_id in template_ids:
             token_ids.extend(next(remaining) if token_id == placeholder else [token_id])
         return token_ids, expanded
+
+    def processed_sizes(self, sizes: Sequence[MediaSize]) -> ImageSizes:
+        """Return (width, height) of each image after processing; nothing for videos."""
+        processor = self.image_processor
+        return tuple(
+            processor.processed_size(*size)
+            for size in sizes
+            if processor is not None and not isinstance(size, VideoLayout)
+        )
 
     def _tokens_of(self, size: MediaSize) -> list[int]:
         """Return the tokens that replace the placeholder of an image or a video."""

@@ -24,37 +24,49 @@ from PIL import Image
 
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.chat_template import ChatTemplate
-from trigon.data.columns import column_names, column_value, has_column, without_column
+from trigon.data.columns import column_names, column_value, has_column, require_columns, without_column
 from trigon.data.decoding import reserve_frames
 from trigon.data.format_prompt import load_format_prompt
 from trigon.data.images import encoded_image, image_size, open_image
 from trigon.data.media_files import encoded_files, linked_digests, media_name
 from trigon.data.messages import MARKERS, Message, messages_as_text, read_messages
 from trigon.data.placeholders import MediaSize, Placeholders
-from trigon.data.row_media import BLANK_READERS, RowMedia, as_list, check_count, check_markers, decoded_images
+from trigon.data.row_media import (
+    BLANK_READERS,
+    RowMedia,
+    check_count,
+    check_markers,
+    decoded_images,
+    media_of,
+    plain_source,
+)
 from trigon.data.special_tokens import MaskedTokens, SpecialTokens
-from trigon.data.templates import TemplateFailure, bounded_rendering
+from trigon.data.templates import TemplateFailure, TemplateLimitError, bounded_rendering
 from trigon.data.text_limits import check_option_text, check_prompt_text, check_prompt_tokens, check_row_size
 from trigon.data.videos import DEFAULT_SAMPLING, FrameSampling, encoded_video, open_video, video_layout
 from trigon.data.vision import media_grids
 from trigon.errors import DataError
-from trigon.suggestions import nearest
-from trigon.types import EncodedMedia, Prompt, Vision
+from trigon.types import EncodedMedia, ImageSizes, MediaKind, Prompt, Vision
 
 if TYPE_CHECKING:
     from trigon.models.load import Processors
+
+
+_MAX_LIMITS_REACHED = 8
+"""Rows for which a template may reach a limit (templates.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
     """A tokenized prompt. media_tokens: the number of placeholder tokens of each image or video.
 
-    text: of the messages, before the chat template.
+    text: of the messages, before the chat template. image_sizes: as Prompt.image_sizes.
     """
 
     token_ids: tuple[int, ...]
     media_tokens: tuple[int, ...]
     text: str
+    image_sizes: ImageSizes
 
 
 class PromptBuilder:
@@ -140,6 +152,7 @@ class PromptBuilder:
         self._special_tokens = SpecialTokens(tokenizer, tokenize=self._chat.tokenize, ignore=ignore)
         self._allow_special_tokens = allow_special_tokens
         self._shows_blank = False
+        self._limits_reached: set[str] = set()  # names of rows; shared by copies
 
     @property
     def writes_tools(self) -> bool:
@@ -167,12 +180,7 @@ class PromptBuilder:
         columns: the names of all columns and structs' fields (columns.column_names).
         where: the name of the dataset, for the error.
         """
-        for option, key in (("prompt_key", self.prompt_key), ("answer_key", self.answer_key)):
-            if key not in columns:
-                fields = [column for column in columns if column.endswith(f".{key}")]
-                column = nearest(key, fields or columns, cutoff=0.0 if fields else 0.4)
-                hint = f"; did you mean data.{option}={column}?" if column else f"; set data.{option}"
-                raise DataError(f"{where} has no column {key!r}, only {', '.join(sorted(columns))}{hint}")
+        require_columns(columns, where, prompt_key=self.prompt_key, answer_key=self.answer_key)
 
     def count(self, row: Mapping[str, Any]) -> int:
         """Return the number of prompt tokens of a row, image and video tokens included.
@@ -247,6 +255,7 @@ class PromptBuilder:
             ground_truth=column_value(row, self.answer_key),
             row=without_column(without_column(row, self.image_key), self.video_key),
             image_refs=media.names,
+            image_sizes=tokens.image_sizes,
         )
 
     def encoded_media(self, row: Mapping[str, Any], prompt_id: str, *, with_videos: bool) -> EncodedMedia | None:
@@ -304,27 +313,30 @@ class PromptBuilder:
 
     def _media(self, row: Mapping[str, Any], name: str) -> RowMedia:
         """Return the images or videos of a row. Raises: as build."""
-        images, videos = (as_list(column_value(row, key)) for key in (self.image_key, self.video_key))
+        images, image_key = media_of(row, "image", key=self.image_key, prompt_key=self.prompt_key)
+        videos, video_key = media_of(row, "video", key=self.video_key, prompt_key=self.prompt_key)
         if images and videos:
             raise UnusableRow(
                 "mixed_media",
-                f"{name}: {len(images)} images in {self.image_key!r} and {len(videos)} videos in {self.video_key!r}; a "
-                "row may have either",
+                f"{name}: {len(images)} images in {image_key!r} and {len(videos)} videos in {video_key!r}; a row may "
+                "have either",
             )
         if images and self.image_processor is None:
             raise DataError(
-                f"{name} has images in column {self.image_key!r}, but a {self._model_type} model takes none; "
+                f"{name} has images in column {image_key!r}, but a {self._model_type} model takes none; "
                 "train a vision-language model or a dataset without images"
             )
         if videos and self.video_processor is None:
             raise DataError(
-                f"{name} has videos in column {self.video_key!r}, but a {self._model_type} model takes none; train one "
+                f"{name} has videos in column {video_key!r}, but a {self._model_type} model takes none; train one "
                 "that does, such as Qwen2.5-VL or Qwen3-VL, or a dataset without videos"
             )
         check_count(images, name, limit_images=self._limit_images)
-        key, sources = (self.video_key, videos) if videos else (self.image_key, images)
+        key, found = (video_key, videos) if videos else (image_key, images)
+        kind: MediaKind = "video" if videos else "image"
+        sources = tuple(plain_source(each, kind, f"{name}/{key}/{index}") for index, each in enumerate(found))
         names = tuple(media_name(source, f"{name}/{key}/{index}") for index, source in enumerate(sources))
-        return RowMedia("video" if videos else "image", tuple(sources), names)
+        return RowMedia(kind, sources, names)
 
     def _read_media(
         self, media: RowMedia, read_image: Callable[..., Any], read_video: Callable[..., Any]
@@ -361,7 +373,7 @@ class PromptBuilder:
         try:
             text = self._chat.render(messages, generation_prompt=self._generation_prompt)
         except TemplateFailure as error:
-            raise UnusableRow("prompt", f"{name}: the chat template raises an error: {error}") from error
+            raise self._template_error(name, "the chat template raises an error", error) from error
 
         check_prompt_text([text], name, max_prompt_length=self.max_prompt_length)
         template_ids = self._chat.tokenize(text) if masked is None else masked.tokenize(text)
@@ -371,12 +383,32 @@ class PromptBuilder:
             hint = f'it has to write one for each content part of {{"type": "{media.kind}"}}'
             raise UnusableRow("markers", f"{name}: {counts}; {hint}")
         token_ids, expanded = self._placeholders.expand(template_ids, media.kind, sizes)
+        unknown = self._chat.find_unknown(token_ids)
+        if unknown is not None:
+            raise UnusableRow("vocabulary", f"{name}: {unknown}")
         check_prompt_tokens(len(token_ids), expanded, media.kind, name, max_prompt_length=self.max_prompt_length)
         media_tokens = tuple(self._placeholders.count(ids, media.kind) for ids in expanded)
         prompt_text = messages_as_text(messages)
         return PromptTokens(
-            tuple(token_ids), media_tokens, prompt_text if masked is None else masked.unmask(prompt_text)
+            tuple(token_ids),
+            media_tokens,
+            prompt_text if masked is None else masked.unmask(prompt_text),
+            self._placeholders.processed_sizes(sizes),
         )
+
+    def _template_error(self, name: str, what: str, error: TemplateFailure) -> DataError:
+        """Return the error of a row whose template fails; DataError once too many reach a limit.
+
+        Each of these takes seconds, and a dataset has many rows.
+        """
+        if isinstance(error, TemplateLimitError):
+            self._limits_reached.add(name)
+            if len(self._limits_reached) >= _MAX_LIMITS_REACHED:
+                return DataError(
+                    f"{name}: {what}: {error}; so it is with {_MAX_LIMITS_REACHED} rows, and no more are tried: "
+                    "correct the template"
+                )
+        return UnusableRow("prompt", f"{name}: {what}: {error}")
 
     def _messages(self, row: Mapping[str, Any], name: str) -> tuple[list[Message], MaskedTokens | None]:
         """Return the row's chat messages, with format_prompt applied to the last one.
@@ -399,7 +431,7 @@ class PromptBuilder:
                 with bounded_rendering():
                     content = self._format.render(content=messages[-1].content)
             except TemplateFailure as error:
-                raise UnusableRow("prompt", f"{name}: format_prompt fails: {error}") from error
+                raise self._template_error(name, "format_prompt fails", error) from error
             messages[-1] = Message("user", content)
         if self._system_prompt is not None and messages[0].role != "system":
             messages.insert(0, Message("system", self._system_prompt))

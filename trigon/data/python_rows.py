@@ -16,9 +16,9 @@ from PIL import Image
 from trigon.data.columns import column_names
 from trigon.data.images import OpenedFile, undecoded_file
 from trigon.data.sources import Source, dataset_source
+from trigon.data.text_rows import MAX_DEPTH
 from trigon.errors import DataError
 
-_MAX_DEPTH = 32
 _MAX_ARRAY_DIMENSIONS = 2
 """Arrays with more dimensions are pixels."""
 
@@ -74,13 +74,13 @@ def _plain(value: Any, where: str, depth: int) -> Any:
             return _image(value, where)
         case PurePath():
             return str(value)
-        case list() | tuple() if depth < _MAX_DEPTH:
+        case list() | tuple() if depth < MAX_DEPTH:
             return [_plain(item, f"{where}[{number}]", depth + 1) for number, item in enumerate(value)]
-        case Mapping() if depth < _MAX_DEPTH:
+        case Mapping() if depth < MAX_DEPTH:
             _check_keys(value, where)
             return {key: _plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
         case list() | tuple() | Mapping():
-            raise DataError(f"{where[:200]} has more than {_MAX_DEPTH} levels")
+            raise DataError(f"{where[:200]} has more than {MAX_DEPTH} levels")
         case _ if hasattr(value, "tolist"):  # arrays and scalars of numpy and torch
             if getattr(value, "ndim", 0) > _MAX_ARRAY_DIMENSIONS:
                 raise DataError(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from PIL import Image
 
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.blank import encoded_blank_image, encoded_blank_video, open_blank_image, open_blank_video
-from trigon.data.columns import column_names, has_column
+from trigon.data.columns import column_names, column_value, has_column
 from trigon.data.images import decoded_image, encoded_image, open_image
-from trigon.data.messages import MARKERS, Message
+from trigon.data.media_files import REASONS, is_url
+from trigon.data.messages import MARKERS, Message, media_in_messages
 from trigon.data.videos import encoded_video, open_video
 from trigon.types import MediaKind
 
@@ -24,6 +28,12 @@ BLANK_READERS: dict[Callable[..., Any], Callable[..., Any]] = {
     encoded_video: encoded_blank_video,
 }
 """A function that reads an image or a video -> the one that returns a blank one of its size."""
+
+_MAX_NESTED = 3
+_MAX_PATH = 4096  # characters, of Linux
+_MIN_BASE64 = 64
+_FILE_BEGINS = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF|BM|II\*\0|MM\0\*|\x1aE\xdf\xa3|....ftyp", re.DOTALL)
+"""The first bytes of images and videos, by which base64 is told from paths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +48,73 @@ class RowMedia:
     names: tuple[str, ...]
 
 
-def as_list(media: Any) -> list[Any]:
-    """Return a column's images or videos as a list; the column may hold a single one, or None."""
-    if media is None:
-        return []
-    return list(media) if isinstance(media, list | tuple) else [media]
+def media_of(row: Mapping[str, Any], kind: MediaKind, *, key: str, prompt_key: str) -> tuple[list[Any], str]:
+    """Return the images, or the videos, of a row, and the column that they are from.
+
+    key: a column that holds a list or a single one. If it is empty, those in the content parts of
+    the chat messages in prompt_key count.
+    """
+    media = column_value(row, key)
+    found = [] if media is None else list(media) if isinstance(media, list | tuple) else [media]
+    if not found and (held := media_in_messages(column_value(row, prompt_key), kind)):
+        return held, prompt_key
+    return found, key
+
+
+def plain_source(source: Any, kind: MediaKind, where: str) -> Any:
+    """Return an image or a video as a PIL image, bytes, {"bytes", "path"}, a path or a URL.
+
+    Datasets also write {"image": ...}, {"url": ...}, {"image_url": {"url": ...}}, data: and file:
+    URLs, and base64 without a URL. A source of no known shape is returned as it is.
+    where: the name of the source in errors. Raises: UnusableRow for damaged base64.
+    """
+    for _ in range(_MAX_NESTED):
+        if not isinstance(source, Mapping) or source.get("bytes") is not None or source.get("path") is not None:
+            break
+        keys = (kind, f"{kind}_url", "url", "base64")
+        source = next((source[key] for key in keys if source.get(key) is not None), source)
+    if isinstance(source, Mapping):
+        text = source.get("path") if source.get("bytes") is None else source["bytes"]
+        return plain_source(text, kind, where) if isinstance(text, str) else source
+    if not isinstance(source, str):
+        return source
+    if source[:5].lower() == "data:":
+        return _data_of_url(source, kind, where)
+    if source[:7].lower() == "file://":
+        return unquote(urlsplit(source).path)
+    if len(source) >= _MIN_BASE64 and _FILE_BEGINS.match(_decoded_base64(source[:32]) or b""):
+        return _decoded_base64(source) or _damaged(source, kind, where)
+    if len(source) > _MAX_PATH and not is_url(source):
+        raise UnusableRow(
+            REASONS[kind].missing,
+            f"{where}: a text of {len(source):,} characters ({source[:20]!r} ...), which is neither a path nor a file "
+            "in base64 that can be read",
+        )
+    return source
+
+
+def _data_of_url(url: str, kind: MediaKind, where: str) -> bytes:
+    """Return the bytes in a data: URL (RFC 2397)."""
+    header, _, payload = url.partition(",")
+    if not header.lower().endswith(";base64"):
+        return unquote_to_bytes(payload)
+    return _decoded_base64(payload) or _damaged(url, kind, where)
+
+
+def _damaged(text: str, kind: MediaKind, where: str) -> NoReturn:
+    raise UnusableRow(
+        REASONS[kind].unreadable,
+        f"{where}: {text[:20]!r} ... has {len(text):,} characters of base64, which are damaged or cut; replace or drop "
+        "it",
+    )
+
+
+def _decoded_base64(text: str) -> bytes | None:
+    """Return the bytes of base64 text with or without line breaks; None if it is no such text."""
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError:
+        return None
 
 
 def decoded_images(
@@ -100,6 +172,8 @@ def check_markers(
             hint = f"; put {marker} into the text where each belongs"
         elif not has_column(row, key):
             hint = f"; there is no column {key!r}, only {', '.join(sorted(column_names(row)))}: set data.{kind}_key"
+        elif num_markers == 2 * num_media:
+            hint = f"; a content part of type {kind!r} is a marker too: mark each {kind} once, as a part or in the text"
         else:
             hint = ""
         raise UnusableRow("markers", f"{name}: {counts}{hint}")

@@ -1,24 +1,34 @@
 """Opens a hub dataset, a file, or a folder of files as one table.
 
-The only module that imports `datasets`. Rows stay on disk, memory-mapped, and images stay encoded.
+The only module that imports `datasets`. Rows stay on disk, and images stay encoded. JSON and CSV
+files are read by text_rows.py, since `datasets` would infer a type for each column.
 """
 
 from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trigon.config.paths import local_path, split_dataset
+from trigon.data.bad_rows import UnusableRow
 from trigon.data.columns import column_names, column_value
+from trigon.data.parquet_sizes import check_parquet_size
+from trigon.data.text_rows import read_text_rows
 from trigon.errors import DataError
 from trigon.models.hub import modelscope_folder, uses_modelscope
 from trigon.suggestions import nearest
 
 _LOADERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+
+_TEXT_SUFFIXES = (".json", ".jsonl", ".csv")
+
+_SAVED = ("state.json", "dataset_dict.json")
+"""Files in the folder of a dataset that `save_to_disk` of `datasets` has written."""
 
 _NUM_JSON_ROWS = 100
 
@@ -39,7 +49,7 @@ class Source:
     """An opened table.
 
     name: prefix of the prompt ids of its rows: "train".
-    rows: a datasets.Dataset with undecoded media, or a list of dicts; at least one row.
+    rows: a datasets.Dataset with undecoded media, TextRows, or a list of dicts; at least one row.
     folder: relative image paths start here, and no path may lead outside it.
     columns: the names of all columns and structs' fields; fields with dots (columns.py).
     image_columns, video_columns: the columns or fields whose feature type is an image, or a video.
@@ -56,6 +66,25 @@ class Source:
         """Return whether the table has a column or a field of this name."""
         return name in self.columns
 
+    def row(self, index: int) -> Mapping[str, Any]:
+        """Return a row. Raises: UnusableRow if one of its texts is not UTF-8."""
+        try:
+            row: Mapping[str, Any] = self.rows[index]
+        except UnicodeDecodeError as error:
+            raise UnusableRow("encoding", f"{self.name}:{index}: {self._not_utf8(index) or error}") from error
+        return row
+
+    def _not_utf8(self, index: int) -> str:
+        """Return which column of a row is not UTF-8, and what to do; "" if none is found."""
+        for column in self.rows.column_names:
+            try:
+                self.rows.select_columns([column])[index]
+            except UnicodeDecodeError as error:
+                byte = error.object[error.start]
+                hint = "write the text again as UTF-8, or store bytes as binary"
+                return f"column {column!r} is not UTF-8 text: byte 0x{byte:02x} at {error.start}; {hint}"
+        return ""
+
     def first(self, max_rows: int) -> Source:
         """Return the source of the first rows only, at most so many."""
         if isinstance(self.rows, list):
@@ -66,8 +95,9 @@ class Source:
 def open_source(spec: str) -> Source:
     """Open `path_or_hub_id[@split]`.
 
-    A path is a Parquet, JSON, JSON-lines or CSV file, or a folder that contains files of one of
-    these formats, in which hidden and other files are ignored. If file or folder names contain
+    A path is a Parquet, JSON, JSON-lines or CSV file, a folder that `save_to_disk` of `datasets`
+    has written, or a folder that contains files of one of these formats, in which hidden and other
+    files are ignored. If file or folder names contain
     splits ("train-00000-of-00002.parquet", "test/a.jsonl"), only the files of the given split are
     read. Anything else is a hub id (models/hub.py). The split defaults to "train", and may be a
     slice: "train[:100]".
@@ -81,6 +111,8 @@ def open_source(spec: str) -> Source:
         return _open_files([path], path.parent, _check_file(path, split), split or "train")
     if path.is_dir():
         split = split or "train"
+        if any((path / name).is_file() for name in _SAVED):
+            return _open_saved(path, split)
         return _open_files(_files_of(path, split), path, split, split)
     raise DataError(f"there is no file or folder {location!r}{_nearest(path)}")
 
@@ -174,10 +206,56 @@ def _split_of(path: Path) -> str | None:
 
 def _open_files(files: Sequence[Path], folder: Path, name: str, split: str) -> Source:
     where = str(files[0]) if len(files) == 1 else f"{len(files)} files in {folder}"
-    patterns = [glob.escape(str(path.resolve())) for path in files]
     slice_ = split.removeprefix(_base(split))
+    if files[0].suffix in _TEXT_SUFFIXES:
+        return _open_text_files(files, folder, name, where, slice_)
+    for path in files:
+        check_parquet_size(path)
+    patterns = [glob.escape(str(path.resolve())) for path in files]
     rows = _load(where, _LOADERS[files[0].suffix], split=f"train{slice_}", data_files=patterns)
     return _source(where, rows, name, folder)
+
+
+def _open_saved(folder: Path, split: str) -> Source:
+    """Open a dataset, or one split of several, that `save_to_disk` has written."""
+    import datasets
+
+    where = f"{folder}@{split}"
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{where} cannot be read: {error}") from error
+    if isinstance(saved, datasets.DatasetDict):
+        names = {_SPLIT_WORDS.get(name, name): name for name in saved}
+        if (name := names.get(_SPLIT_WORDS.get(_base(split), _base(split)))) is None:
+            raise DataError(f"the folder {folder} has no split {_base(split)!r}, only {', '.join(sorted(saved))}")
+        saved = saved[name]
+    if slice_ := split.removeprefix(_base(split)):
+        saved = saved.select(_sliced(len(saved), slice_, str(folder)))
+    return dataset_source(saved, spec=where, name=_base(split), folder=folder)
+
+
+def _open_text_files(files: Sequence[Path], folder: Path, name: str, where: str, slice_: str) -> Source:
+    """Open JSON or CSV files. slice_: "[:100]" of "train[:100]"; "": all rows."""
+    import datasets
+
+    rows = read_text_rows(files, cache_dir=Path(datasets.config.HF_DATASETS_CACHE))
+    if slice_:
+        rows = rows.select(_sliced(len(rows), slice_, where))
+    if len(rows) == 0:
+        raise DataError(f"{where} has no rows; name another dataset or split")
+    return Source(name=name, rows=rows, folder=folder, columns=rows.names, image_columns=(), video_columns=())
+
+
+def _sliced(num_rows: int, slice_: str, where: str) -> list[int]:
+    """Return the indices of the rows of a slice, as `datasets` understands it."""
+    import datasets
+
+    try:
+        parts = datasets.ReadInstruction.from_spec(f"train{slice_}").to_absolute({"train": num_rows})
+    except (AssertionError, ValueError) as error:
+        raise DataError(f"{where}@train{slice_} cannot be read: {error}") from error
+    return [index for part in parts for index in range(num_rows)[slice(part.from_, part.to)]]
 
 
 def _open_hub(repo_id: str, split: str) -> Source:
@@ -189,18 +267,66 @@ def _open_hub(repo_id: str, split: str) -> Source:
     # Images are in the table, or were downloaded to this cache.
     cache = Path(datasets.config.HF_CACHE_HOME)
     where = f"{datasets.config.HF_ENDPOINT}/datasets/{repo_id}"
+    datasets.enable_progress_bars()  # a download may take hours
+    with _reading(where, split):
+        files = _hub_text_files(repo_id, split)
+    if files:
+        return _open_text_files(files, cache, _base(split), where, split.removeprefix(_base(split)))
     return _source(where, _load(where, repo_id, split=split, data_files=None), _base(split), cache)
+
+
+def _hub_text_files(repo_id: str, split: str) -> list[Path]:
+    """Return the downloaded files of a split of a hub dataset that consists of JSON or CSV files.
+
+    None of other datasets, and of those that are compressed, or have options in the repository.
+    """
+    import datasets
+    from datasets.packaged_modules.csv.csv import Csv
+    from datasets.packaged_modules.json.json import Json
+
+    if datasets.config.HF_HUB_OFFLINE and (snapshot := _newest_snapshot(repo_id)) is not None:
+        found = [path for path in snapshot.rglob("*") if path.suffix in _LOADERS]
+        is_text = bool(found) and all(path.suffix in _TEXT_SUFFIXES for path in found)
+        return _files_of(snapshot, split) if is_text else []
+    builder = datasets.load_dataset_builder(repo_id)
+    config = builder.config
+    if not isinstance(builder, Json | Csv) or getattr(config, "field", None) or getattr(config, "sep", ",") != ",":
+        return []
+    files = list((config.data_files or {}).get(_base(split), ()))
+    if any(Path(file).suffix not in _TEXT_SUFFIXES for file in files):
+        return []
+    return [Path(path) for path in datasets.DownloadManager().download(files)]
+
+
+def _newest_snapshot(repo_id: str) -> Path | None:
+    """Return the folder of a hub dataset's files that were downloaded last, or None."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(HF_HUB_CACHE) / f"datasets--{repo_id.replace('/', '--')}" / "snapshots"
+    snapshots = list(folder.iterdir()) if folder.is_dir() else []
+    return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _load(where: str, path: str, *, split: str, data_files: list[str] | None) -> Any:
     import datasets
 
-    # A download may take hours; reading local files shows its progress as scanned rows.
-    (datasets.disable_progress_bars if data_files else datasets.enable_progress_bars)()
-    try:
+    if data_files:  # reading local files shows its progress as scanned rows
+        datasets.disable_progress_bars()
+    with _reading(where, split):
         return datasets.load_dataset(path, data_files=data_files, split=split)
+
+
+@contextmanager
+def _reading(where: str, split: str) -> Iterator[None]:
+    """Raise the errors of `datasets` as DataError."""
+    import datasets
+
+    try:
+        yield
     except StopIteration as error:  # raised by the library for a JSON file without rows
         raise DataError(f"{where} has no rows; name another dataset or split") from error
+    except DataError:
+        raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         # The library's own message is often unspecific; the cause has the details.
         reason = str(error.__cause__ or error) or type(error).__name__

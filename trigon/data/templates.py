@@ -56,7 +56,7 @@ class TemplateFailure(Exception):
 
 
 class TemplateLimitError(TemplateFailure):
-    """A rendering took too long or wrote too much."""
+    """A rendering took too long, wrote too much, or called itself without end."""
 
 
 class _LimitReached(BaseException):
@@ -169,7 +169,7 @@ def bounded_rendering() -> Iterator[None]:
     except TemplateFailure:
         raise
     except RecursionError as error:
-        raise TemplateFailure("its macros call each other without end") from error
+        raise TemplateLimitError("its macros call each other without end") from error
     except Exception as error:  # whatever a template computes
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TemplateFailure(message, line=getattr(error, "lineno", None)) from error

@@ -26,7 +26,7 @@ MAX_OBSERVATION_CHARACTERS = 2**20
 
 
 def check_prompt_text(texts: Sequence[str], name: str, *, max_prompt_length: int) -> None:
-    """Raise UnusableRow if texts of a prompt have more characters than its tokens could.
+    """Raise UnusableRow if texts of a prompt are far too long for its tokens, or have no UTF-8.
 
     name: of the row, for the error. Its num_tokens is the number of bytes, which is no less than
     that of tokens.
@@ -41,6 +41,14 @@ def check_prompt_text(texts: Sequence[str], name: str, *, max_prompt_length: int
             f"max_prompt_length={max_prompt_length}",
             num_tokens=num_bytes,
         )
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = rf"\u{ord(text[error.start]):04x}"
+            raise UnusableRow(
+                "encoding", f"{name}: the text has {half}, half of a surrogate pair, which no model can read; remove it"
+            ) from error
 
 
 def check_prompt_tokens(

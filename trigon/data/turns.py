@@ -28,7 +28,7 @@ from trigon.data.templates import TemplateFailure
 from trigon.data.text_limits import MAX_OBSERVATION_CHARACTERS
 from trigon.environments.protocol import Observation
 from trigon.errors import ConfigError, ObservationError
-from trigon.types import EncodedMedia
+from trigon.types import EncodedMedia, ImageSizes
 
 if TYPE_CHECKING:
     from trigon.models.load import Processors
@@ -61,12 +61,13 @@ class TurnTokens:
     """The tokens that are appended to those so far, before the model samples its next turn.
 
     text: of the observation's messages, with one `<image>` for each image.
-    media: the images, None without any.
+    media: the images, None without any. image_sizes: as Prompt.image_sizes.
     """
 
     token_ids: tuple[int, ...]
     text: str
     media: EncodedMedia | None
+    image_sizes: ImageSizes = ()
 
 
 class TurnTemplate:
@@ -217,9 +218,15 @@ class TurnTemplate:
                 f"the chat template writes {num_placeholders} placeholders for {len(files)} images in messages of role "
                 f"{roles}; set {_ROLE} to the other role, or {_OVERRIDE} to a template that writes one for each"
             )
-        token_ids, _ = self._placeholders.expand(template_ids, "image", [self._size(file) for file in files])
+        sizes = [self._size(file) for file in files]
+        token_ids, _ = self._placeholders.expand(template_ids, "image", sizes)
+        unknown = self._chat.find_unknown(token_ids)
+        if unknown is not None:
+            raise ObservationError(f"{unknown}; call resize_token_embeddings on the model, or return other text")
         shown = messages_as_text([Message(message.role, message.text) for message in observed]) if observed else ""
-        return TurnTokens(tuple(token_ids), shown, encoded_files(files, "image"))
+        return TurnTokens(
+            tuple(token_ids), shown, encoded_files(files, "image"), self._placeholders.processed_sizes(sizes)
+        )
 
     def _size(self, file: bytes) -> tuple[int, int]:
         try:

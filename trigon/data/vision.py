@@ -57,9 +57,24 @@ class ImageProcessor:
         patches: int = self._image_processor.get_number_of_image_patches(height, width)
         return patches // self._patches_per_token
 
+    def processed_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return (width, height) to which an image of this size is resized."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        processor = self._image_processor
+        rows, columns = smart_resize(
+            height,
+            width,
+            factor=processor.patch_size * processor.merge_size,
+            min_pixels=processor.size["shortest_edge"],
+            max_pixels=processor.size["longest_edge"],
+        )
+        return columns, rows
+
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
         """Return (1, rows, columns) of an image of this size, in patches, without processing it."""
-        return (1, *_nearest_grid(self.image_tokens(width, height), width, height, self._patches_per_token))
+        columns, rows = self.processed_size(width, height)
+        return 1, rows // self._image_processor.patch_size, columns // self._image_processor.patch_size
 
     def tokens_of(self, vision: Vision) -> tuple[int, ...]:
         """Return how many prompt tokens each processed image takes."""
@@ -117,6 +132,18 @@ class TileProcessor(ImageProcessor):
         if self._options:
             tiles = self._image_processor.get_number_of_image_patches(height, width, dict(self._options))
         return tiles * self._side**2 // self._patches_per_token
+
+    def processed_size(self, width: int, height: int) -> tuple[int, int]:
+        """See ImageProcessor: the size that is cut into tiles, or what a centre crop leaves."""
+        side = self._side * self._patch_size
+        if not self._options:
+            return side, side
+        from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
+
+        processor = self._image_processor
+        limits = processor.min_patches, processor.max_patches
+        columns, rows = get_optimal_tiled_canvas((height, width), (side, side), *limits)
+        return columns * side, rows * side
 
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
         """Return (tiles, rows, columns) of an image of this size. See ImageProcessor."""

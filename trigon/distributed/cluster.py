@@ -22,7 +22,13 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trigon.distributed.local_ray import OTHERS_CLUSTER, check_loopback, make_base, prepare_local_cluster
+from trigon.distributed.local_ray import (
+    OTHERS_CLUSTER,
+    check_loopback,
+    ending_with_driver,
+    make_base,
+    prepare_local_cluster,
+)
 from trigon.errors import ConfigError, WorkerError
 from trigon.installation import clone_folder
 from trigon.metrics import Max, Metrics, Min
@@ -71,12 +77,17 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandle:
-    """A running worker. pid: its process id on that host. actor: the handle of its Ray actor."""
+    """A running worker.
+
+    pid: its process id on that host. actor: the handle of its Ray actor. is_local: whether it runs
+    on the driver's machine, by the host names when it was started, which may change later.
+    """
 
     rank: int
     host: str
     pid: int
     actor: Any
+    is_local: bool
 
 
 def starts_cluster(*, nodes: int) -> bool:
@@ -104,6 +115,7 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
     os.environ.setdefault(ARENAS_VARIABLE, str(NUM_ARENAS))
     with (
         private_folder(make_base()) as folder,
+        ending_with_driver(folder / "ray") if address == "local" else nullcontext(),
         prepare_local_cluster(folder, workers_per_node) if address == "local" else nullcontext(OTHERS_CLUSTER) as local,
     ):
         try:
@@ -291,7 +303,7 @@ class ReservedWorkers:
         hosts = ray.get([actor.host.remote() for actor in actors], timeout=seconds)
         master, port = ray.get(actors[0].listen.remote(loopback=loopback), timeout=seconds)
         workers = [
-            WorkerHandle(rank, host, pid, actor)
+            WorkerHandle(rank, host, pid, actor, is_local=host == socket.gethostname())
             for rank, (actor, (host, pid)) in enumerate(zip(actors, hosts, strict=True))
         ]
         environments = [
@@ -317,14 +329,14 @@ class ReservedWorkers:
         """Kill workers, so that others can be started in their places."""
         for worker in workers:
             ray.kill(worker.actor, no_restart=True)
-        _wait_for_exit([worker.pid for worker in workers if worker.host == socket.gethostname()])
+        _wait_for_exit([worker.pid for worker in workers if worker.is_local])
 
     def end_all(self) -> None:
         """Kill all workers, and give the resources back."""
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         remove_placement_group(self._group)
-        _wait_for_exit([worker.pid for worker in self._workers if worker.host == socket.gethostname()])
+        _wait_for_exit([worker.pid for worker in self._workers if worker.is_local])
 
 
 @contextmanager

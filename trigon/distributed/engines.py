@@ -7,7 +7,7 @@ tokens, log-probabilities and media files pass through the driver; weights and p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -21,6 +21,7 @@ from trigon.distributed.heartbeat import Heartbeat, HeartbeatRequest
 from trigon.distributed.pairs import split_pairs
 from trigon.distributed.serialization import (
     decode_completions,
+    decode_logprobs,
     encode_prompts,
     encode_train,
     encode_until,
@@ -65,26 +66,34 @@ class WorkersTrainEngine:
         """See LogprobEngine."""
         return call_by_group(self._worker_group, Worker.logprobs, groups, self._ranks_per_row, phase="logprobs")
 
-    def token_logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[TokenLogprobs]]:
-        """See TrainEngine."""
-        scored = call_by_group(self._worker_group, Worker.token_logprobs, groups, self._ranks_per_row, phase="logprobs")
-        return [
-            [TokenLogprobs(logprobs, entropy, None) for logprobs, entropy in zip(*group, strict=True)]
-            for group in zip(*split_pairs(scored), strict=True)
-        ]
-
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See TrainEngine."""
         return call_by_group(self._worker_group, Worker.full_kl, groups, self._ranks_per_row, phase="full_kl")
 
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
         """See TrainEngine. The metrics include the bytes moved since the last update."""
+        return self.step_recording(groups, ())[0]
+
+    def step_recording(
+        self, groups: Sequence[TrainGroup], recorded: Collection[int]
+    ) -> tuple[Metrics, dict[int, list[TokenLogprobs]]]:
+        """See TrainEngine. Of the ranks that compute rows together, the first one records."""
         worker_group = self._worker_group
         costs = update_costs(groups, regularized=self._regularized)
         shares = partition(worker_group, groups, costs, self._ranks_per_row)
         payloads = put_shares(worker_group, encode_train, groups, shares, self._ranks_per_row, phase="update")
-        metrics = worker_group.call_all(Worker.step, per_rank=payloads, phase="update")
-        return merge(*metrics, worker_group.traffic.pop_metrics())
+        own = {
+            number * self._ranks_per_row: [place for place, index in enumerate(share) if index in recorded]
+            for number, share in enumerate(shares)
+        }
+        results = worker_group.call_all(Worker.step, own, per_rank=payloads, phase="update")
+        outputs: dict[int, list[TokenLogprobs]] = {}
+        for share, (_, encoded) in zip(shares, results[:: self._ranks_per_row], strict=True):
+            for place, message in encoded.items():
+                pairs = zip(*decode_logprobs(worker_group.count_received(message, phase="update")), strict=True)
+                outputs[share[place]] = [TokenLogprobs(logprobs, entropy, None) for logprobs, entropy in pairs]
+        metrics = [each for each, _ in results]
+        return merge(*metrics, worker_group.traffic.pop_metrics()), outputs
 
     def weights(self) -> WorkerWeights:
         """See TrainEngine."""

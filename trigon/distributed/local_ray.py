@@ -1,7 +1,8 @@
 """What Ray is started with on this machine alone: it listens on the loopback address only.
 
-Also a token of its own, and a private folder for its sessions and for what its processes write to
-the temporary folder. Does not start Ray.
+Also a token of its own, a private folder for its sessions and for what its processes write to the
+temporary folder, and a process that ends what is left when the driver was killed. Does not start
+Ray.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,25 @@ _MAX_SOCKET_PATH = 107
 
 _RAY_SOCKET = "/ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 """The longest name of a Unix socket below Ray's folder."""
+
+
+_WATCHER = """
+import os, signal, sys, time
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+if not sys.stdin.readline():
+    folder = os.fsencode(sys.argv[1])
+    for _ in range(20):
+        for name in os.listdir("/proc"):
+            if name.isdecimal() and int(name) != os.getpid():
+                try:
+                    with open(f"/proc/{name}/cmdline", "rb") as file:
+                        if folder in file.read():
+                            os.kill(int(name), signal.SIGKILL)
+                except OSError:
+                    pass
+        time.sleep(0.25)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +105,26 @@ def prepare_local_cluster(folder: Path, num_cpus: int) -> Iterator[LocalCluster]
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = allows_clusters
         reload_auth_token()
+
+
+@contextmanager
+def ending_with_driver(folder: Path) -> Iterator[None]:
+    """End Ray's processes within seconds when this process is killed within the context.
+
+    Most end by themselves. Its two agents find that the node manager has ended, and then try for a
+    minute to report that to a server that has ended as well (Ray 2.60, process_watcher.py).
+    folder: the one for the files of Ray, which the commands of its processes name.
+    """
+    if not Path("/proc/self/cmdline").exists():  # not Linux
+        yield
+        return
+    command = [sys.executable, "-S", "-E", "-c", _WATCHER, f"{folder}{os.sep}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as watcher:
+        try:
+            yield
+        finally:
+            with suppress(BrokenPipeError):  # it was killed
+                watcher.communicate(b"the cluster has ended\n")
 
 
 def choose_base() -> Path:

@@ -98,6 +98,7 @@ def encode_completions(rows: Sequence[Sequence[Completion]]) -> bytes:
     turns = [turn for completion in completions for turn in completion.turns]
     writer.ints([[len(completion.turns) for completion in completions]])
     writer.ints([[getattr(turn, name) for turn in turns] for name in ("start", "end", "num_images")])
+    writer.ints([[side for turn in turns for size in turn.image_sizes for side in size]])
     writer.texts([text for turn in turns for text in (turn.text, turn.observation)])
     writer.texts(["" if turn.reward is None else repr(turn.reward) for turn in turns])  # all digits
     _write_media(writer, completions, ())
@@ -117,12 +118,16 @@ def decode_completions(message: bytes) -> list[list[Completion]]:
     errors = reader.texts()
     [num_turns] = reader.ints()
     starts, ends, nums_images = reader.ints()
+    [sides] = reader.ints()
+    image_sizes = map(tuple, _split(_pairs(sides), nums_images))
     turn_texts = iter(reader.texts())
     rewards = (float(reward) if reward else None for reward in reader.texts())
     rows_of_turns = _split(
         (
-            Turn(start, end, next(turn_texts), next(turn_texts), reward, num_images)
-            for start, end, num_images, reward in zip(starts, ends, nums_images, rewards, strict=True)
+            Turn(start, end, next(turn_texts), next(turn_texts), reward, num_images, sizes)
+            for start, end, num_images, sizes, reward in zip(
+                starts, ends, nums_images, image_sizes, rewards, strict=True
+            )
         ),
         num_turns,
     )

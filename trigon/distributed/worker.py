@@ -9,6 +9,7 @@ an argument.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import resource
 import socket
@@ -49,6 +50,7 @@ from trigon.system.gpu_memory import gpu_memory_metrics
 from trigon.system.network import LOOPBACK
 from trigon.system.signals import ignore_stop_signals
 from trigon.system.stacks import register_stacks
+from trigon.system.variables import let_segments_grow
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.fsdp import Rendezvous, TorchProcessGroup
@@ -108,6 +110,7 @@ class Worker:
         # Sampling does not use the trainer: its state can be saved meanwhile.
         self._trainer_in_use = threading.Lock()
         set_gc_threshold()
+        let_segments_grow()  # also on machines where `ray start` knows nothing of it
         faulthandler.enable()  # a crash then writes its stack to the log of this worker
         register_stacks()
         ignore_stop_signals()  # the driver, which saves first, ends this process
@@ -151,6 +154,9 @@ class Worker:
     def open(self, open_worker_engines: OpenWorkerEngines) -> Opened | None:
         """Build the engines. Returns: sizes of the models; None if this worker only samples."""
         self._engines = open_worker_engines(self._process_group)
+        # vLLM collects garbage at each sleep and waking, which need not scan what is there now.
+        gc.collect()
+        gc.freeze()
         trainer, critic = self._engines.trainer, self._engines.critic
         return None if trainer is None else (trainer.sizes(), None if critic is None else critic.sizes())
 
@@ -293,21 +299,6 @@ class Worker:
         """Compute the policy's log-probabilities of this rank's groups."""
         return self._compute(self._trainer.logprobs, groups)
 
-    def token_logprobs(self, groups: bytes) -> bytes:
-        """Compute the policy's log-probabilities and entropies of this rank's groups.
-
-        Returns: encoded, for each group the log-probabilities of its completions, then the
-        entropies.
-        """
-        trainer = self._trainer
-
-        def compute(rollouts: Sequence[RolloutGroup]) -> list[list[Tensor]]:
-            scored = trainer.token_logprobs(rollouts)
-            logprobs = [[each.logprobs for each in group] for group in scored]
-            return join_pairs(logprobs, [[each.entropy for each in group] for group in scored])
-
-        return self._compute(compute, groups)
-
     def full_kl(self, groups: bytes) -> bytes:
         """Compute the full-vocabulary KL divergence from the reference for this rank's groups."""
         return self._compute(self._trainer.full_kl, groups)
@@ -317,14 +308,21 @@ class Worker:
         assert self._require_engines.reference is not None
         return self._compute(self._require_engines.reference.logprobs, groups)
 
-    def step(self, groups: bytes) -> Metrics:
+    def step(self, groups: bytes, recorded: Mapping[int, Sequence[int]]) -> tuple[Metrics, dict[int, bytes]]:
         """Make one optimizer update, with this rank's share of the groups. Collective.
 
-        Returns: this rank's metrics; those of all ranks, merged, are the metrics of the update.
+        recorded: for each rank, indices among its groups; see TrainEngine.step_recording.
+        Returns: this rank's metrics; those of all ranks, merged, are the metrics of the update. And
+        for each recorded group the log-probabilities of its completions, then the entropies.
         """
         with self._trainer_in_use:
-            metrics = self._trainer.step(self._keep_files(decode_train(groups, self._files)))
-        return {**metrics, **self._measure()}
+            share = self._keep_files(decode_train(groups, self._files))
+            metrics, outputs = self._trainer.step_recording(share, recorded.get(self._rank, ()))
+        encoded = {
+            index: encode_logprobs([[each.logprobs for each in group], [each.entropy for each in group]])
+            for index, group in outputs.items()
+        }
+        return {**metrics, **self._measure()}, encoded
 
     def values(self, groups: bytes) -> bytes:
         """Compute the critic's values of this rank's groups."""

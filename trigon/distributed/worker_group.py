@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -209,7 +208,7 @@ class WorkerGroup:
 
     def local_process_ids(self) -> list[int]:
         """Return the process ids of the workers on this machine."""
-        return [worker.pid for worker in self.workers if worker.host == socket.gethostname()]
+        return [worker.pid for worker in self.workers if worker.is_local]
 
     def submit_all(self, method: Callable[[W, *Arguments], Any], *arguments: *Arguments) -> None:
         """Queue a call of a method of Worker on all ranks, and return at once.
@@ -319,7 +318,7 @@ class WorkerGroup:
         if self.stacks_file is None:
             return ""
         register_stacks()  # of the driver, if it has no watchdog
-        workers = [worker.pid for worker in self.workers if worker.host == socket.gethostname()]
+        workers = [worker.pid for worker in self.workers if worker.is_local]
         text = dump_stacks(descendants([os.getpid(), *workers]))
         try:
             self.stacks_file.write_text(text, encoding="utf-8")

@@ -34,16 +34,7 @@ ENVIRONMENT = Check("environment", "versions, GPUs, memory and disk, and whether
 
 CHECKS = (
     ENVIRONMENT,
-    Check("kernels", "attention kernels against float64, forward and gradient", check_kernels, 120),
-    Check("logprobs", "log-probabilities and entropies against float64, forward and gradient", check_logprobs, 60),
-    Check("optimizer-memory", "the optimizers' measured memory is what is computed", check_optimizer_memory, 60),
-    Check("update", "the host does not wait for the GPU in each micro-batch of an update", check_update, 120),
-    *map(_of_variant, VARIANTS),
-    Check(
-        "qwen3-vl-text", "Qwen3-VL's log-probabilities of text are the same after a sleep", check_text_after_sleep, 120
-    ),
-    Check("quickstart", "the quickstart's reward rises, in bfloat16", check_quickstart, 240),
-    Check("float32", "three steps of the quickstart in float32", check_float32, 180),
+    # Early, since they show most of what several GPUs can lack; with one GPU they are skipped.
     *(
         Check(
             name,
@@ -57,6 +48,16 @@ CHECKS = (
             ("fsdp2-tp2", "the trainer's weights sharded, one vLLM by tensor parallelism", 2, 2),
         )
     ),
+    Check("kernels", "attention kernels against float64, forward and gradient", check_kernels, 120),
+    Check("logprobs", "log-probabilities and entropies against float64, forward and gradient", check_logprobs, 60),
+    Check("optimizer-memory", "the optimizers' measured memory is what is computed", check_optimizer_memory, 60),
+    Check("update", "the host does not wait for the GPU in each micro-batch of an update", check_update, 120),
+    *map(_of_variant, VARIANTS),
+    Check(
+        "qwen3-vl-text", "Qwen3-VL's log-probabilities of text are the same after a sleep", check_text_after_sleep, 120
+    ),
+    Check("quickstart", "the quickstart's reward rises, in bfloat16", check_quickstart, 240),
+    Check("float32", "three steps of the quickstart in float32", check_float32, 180),
     Check("benchmark", "benchmarks/gpu.py: speed of forward and backward, few variants", check_benchmark, 180),
     *map(_of_variant, OTHER_VARIANTS),
 )

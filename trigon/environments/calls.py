@@ -5,14 +5,16 @@
     qwen3_xml   <tool_call><function=crop><parameter=x>1</parameter></function></tool_call>
                                                                     Qwen3-Coder, Qwen3.5
 
-What stands in `<think>...</think>` is no call. The text is that of a model: nothing raises here.
+What stands in `<think>...</think>` is no call. A turn ends with its calls: the first one, and those
+that follow it with nothing but space between. What comes after is no call either, such as a reply
+that the model invented. The text is that of a model: nothing raises here.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -21,11 +23,15 @@ from trigon.names import ToolFormat
 MAX_CALLS = 16
 """Maximum number of calls of one turn that are carried out."""
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_REPLY = "<tool_response>"
+"""With which the chat templates of these formats begin the reply to a call."""
+
+_CALL = re.compile(rf"<tool_call>(.*?)(?:</tool_call>|(?={_REPLY})|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
-_END_OF_THOUGHT = "</think>"
+_SEPARATOR = re.compile(r"\s*;\s*")
+_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +57,63 @@ def format_of(chat_template: str) -> ToolFormat | None:
 
 
 def find_calls(text: str, tool_format: ToolFormat) -> list[ToolCall]:
-    """Return the calls in a text, in order, those included that cannot be read."""
-    text = text.rpartition(_END_OF_THOUGHT)[2]
+    """Return the calls in a turn, in order, those included that cannot be read."""
+    return [call for call, _ in _find(text, tool_format)]
+
+
+def end_of_calls(text: str, tool_format: ToolFormat) -> int | None:
+    """Return where the turn ends that has this text, after its last call; None without a call."""
+    found = _find(text, tool_format)
+    return found[-1][1] if found else None
+
+
+def invented_replies(tool_format: ToolFormat) -> tuple[str, ...]:
+    """Return texts with which a model begins a reply of its own to a call.
+
+    An engine stops at them. They begin with the end of the call, since a thought may have the rest.
+    """
+    if tool_format == "llama3_json":
+        return ()  # its replies are messages of a role, before which the model ends its turn
+    return tuple(f"</tool_call>{space}{_REPLY}" for space in ("", "\n", "\n\n", " "))
+
+
+def _find(text: str, tool_format: ToolFormat) -> list[tuple[ToolCall, int]]:
+    """Return the calls of a turn, each with its end in the text."""
+    text = _without_thoughts(text)
     match tool_format:
         case "hermes":
-            return [_from_json(found.group(1)) for found in _CALL.finditer(text)]
+            return list(_tagged_calls(text, _from_json))
         case "qwen3_xml":
-            return [_from_xml(found.group(1)) for found in _CALL.finditer(text)]
+            return list(_tagged_calls(text, _from_xml))
         case "llama3_json":
-            return list(_llama_calls(text.strip()))
+            return list(_llama_calls(text))
         case _:
             assert_never(tool_format)
+
+
+def _without_thoughts(text: str) -> str:
+    """Return a text of the same length with closed thoughts replaced.
+
+    The beginning of the first one may have been written by the chat template.
+    """
+    parts = []
+    position = start = 0
+    if 0 <= text.find(_THOUGHT) < text.find(_END_OF_THOUGHT):
+        start = text.find(_THOUGHT)
+    while start >= 0 and (end := text.find(_END_OF_THOUGHT, start)) >= 0:
+        end += len(_END_OF_THOUGHT)
+        parts += [text[position:start], "\0" * (end - start)]
+        position, start = end, text.find(_THOUGHT, end)
+    return "".join([*parts, text[position:]])
+
+
+def _tagged_calls(text: str, read: Callable[[str], ToolCall]) -> Iterator[tuple[ToolCall, int]]:
+    end = None
+    for found in _CALL.finditer(text):
+        if end is not None and text[end : found.start()].strip():
+            return
+        end = found.end()
+        yield read(found.group(1)), end
 
 
 def _from_json(text: str) -> ToolCall:
@@ -101,27 +153,30 @@ def _from_xml(text: str) -> ToolCall:
     return ToolCall(function.group(1).strip(), arguments, are_texts=True)
 
 
-def _llama_calls(text: str) -> Iterator[ToolCall]:
-    has_tag = text.startswith(_PYTHON_TAG)
-    text = text.removeprefix(_PYTHON_TAG).strip()
-    if not has_tag and not re.match(r'\{\s*"(?:name|type|function|parameters|arguments)"\s*:', text):
+def _llama_calls(text: str) -> Iterator[tuple[ToolCall, int]]:
+    start = re.match(r"[\0\s]*", text)
+    assert start is not None
+    position = start.end()
+    if text.startswith(_PYTHON_TAG, position):
+        position += len(_PYTHON_TAG)
+    elif not re.compile(r'\{\s*"(?:name|type|function|parameters|arguments)"\s*:').match(text, position):
         return  # text, or JSON that is no call
     decoder = json.JSONDecoder()
-    while text:
+    separator = re.compile(r"\s*").match(text, position)
+    while separator is not None and separator.end() < len(text):
+        position = separator.end()
         try:
-            value, end = decoder.raw_decode(text)
+            value, position = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
-            yield _malformed(f"it is not valid JSON: {error.msg} at character {error.pos}")
+            yield _malformed(f"it is not valid JSON: {error.msg} at character {error.pos}"), len(text)
             return
         except (RecursionError, ValueError) as error:
-            yield _malformed(f"it cannot be read: {error}")
+            yield _malformed(f"it cannot be read: {error}"), len(text)
             return
-        yield _from_value(value)
-        text = text[end:].strip()
-        if text and not text.startswith(";"):
-            yield _malformed('calls are separated by ";"')
-            return
-        text = text.removeprefix(";").strip()
+        yield _from_value(value), position
+        separator = _SEPARATOR.match(text, position)
+        if text[position:].lstrip().startswith("{"):
+            yield _malformed('calls are separated by ";"'), len(text)
 
 
 def _malformed(reason: str) -> ToolCall:

@@ -25,11 +25,12 @@ from trigon.environments.protocol import (
     escape_markers,
 )
 from trigon.environments.replies import read_reward
+from trigon.images import orientation_of, upright_rgb
 from trigon.names import ObservationRole
 
 _KEYS = ("text", "image", "images")
-_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
-_WITH_TRANSPARENCY = ("LA", "La", "PA", "RGBA", "RGBa")
+_UNDEFINED_WHITE = ("F", "I")
+"""Modes in which code may store any range of numbers."""
 
 
 def to_observation(value: object, *, role: ObservationRole, max_image_pixels: int) -> Observation | None:
@@ -60,7 +61,7 @@ def to_message(value: object, *, role: ObservationRole, max_image_pixels: int) -
     """Return what a tool or an environment returned as one message. Raises: as to_observation."""
     match value:
         case str():
-            return Message(role, escape_markers(_without_surrogates(value)))
+            return Message(role, escape_markers(without_surrogates(value)))
         case Image.Image():
             return _with_images("", [value], role, max_image_pixels)
         case list() if value and all(isinstance(each, Image.Image) for each in value):
@@ -93,17 +94,11 @@ def to_step(value: object) -> tuple[object, float | None, bool]:
 
 
 def to_png(image: Image.Image) -> bytes:
-    """Return an image as an RGB PNG, with transparency on white. Raises: ValueError."""
-    if image.mode not in _MODES:
+    """Return an image as an RGB PNG, upright and on white (images.py). Raises: ValueError."""
+    if image.mode in _UNDEFINED_WHITE:
         raise ValueError(f"has an image of Pillow's mode {image.mode!r}; convert it to 'RGB'")
-    if image.mode in _WITH_TRANSPARENCY or (image.mode == "P" and "transparency" in image.info):
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image)
     file = io.BytesIO()
-    plain = image.convert("RGB")
-    plain.info = {}  # otherwise the PNG would contain its colour profile
-    plain.save(file, "PNG", compress_level=1)
+    upright_rgb(image, orientation_of(image), owned=False).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
@@ -131,7 +126,7 @@ def _from_dict(value: Mapping[Any, Any], role: ObservationRole, max_image_pixels
     for image in images:
         if not isinstance(image, Image.Image):
             raise ValueError(f"returned {_short(image)} among the images of the observation; they are PIL images")
-    return _with_images(_without_surrogates(text), images, role, max_image_pixels)
+    return _with_images(without_surrogates(text), images, role, max_image_pixels)
 
 
 def _with_images(text: str, images: list[Image.Image], role: ObservationRole, max_image_pixels: int) -> Message:
@@ -155,7 +150,7 @@ def _with_images(text: str, images: list[Image.Image], role: ObservationRole, ma
     return Message(role, text, tuple(files))
 
 
-def _without_surrogates(text: str) -> str:
+def without_surrogates(text: str) -> str:
     """Return a text that can be encoded: parts of characters become "\N{REPLACEMENT CHARACTER}"."""
     return text.encode("utf-8", errors="surrogatepass").decode("utf-8", errors="replace")
 

@@ -25,7 +25,7 @@ def crop(bbox_2d: list[float], images: list[Image.Image], img_idx: int = 0) -> I
     if isinstance(img_idx, bool) or not isinstance(img_idx, int) or not 0 <= img_idx < len(images):
         raise ValueError(f"img_idx is {img_idx!r}; it must be from 0 to {len(images) - 1}")
     is_box = isinstance(bbox_2d, list | tuple) and len(bbox_2d) == 4
-    if not is_box or not all(isinstance(each, int | float) and math.isfinite(each) for each in bbox_2d):
+    if not is_box or not all(isinstance(each, int | float) and abs(each) < math.inf for each in bbox_2d):
         raise ValueError("bbox_2d must have four numbers: [x1, y1, x2, y2]")
     x1, y1, x2, y2 = (min(max(each, 0), MAX_SCALE) for each in bbox_2d)
     if x1 >= x2 or y1 >= y2:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import io
 import os
 import random
 import socket
@@ -25,12 +24,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
-
 from trigon.environments.conversion import to_observation, to_step
 from trigon.environments.frames import MAX_FRAME_BYTES, Frame, FrameReader, encode_frame
 from trigon.environments.protocol import Observation
 from trigon.environments.tools import IMAGES
+from trigon.images import LazyImages
 from trigon.names import ObservationRole
 
 _MAX_ERROR_CHARACTERS = 300
@@ -56,7 +54,7 @@ def run_episode(connection: socket.socket, make: Callable[[], Any], limits: Epis
             with _stack_at(limits.timeout_seconds):
                 if frame.content["do"] == "reset":
                     environment = make()
-                    value = environment.reset(frame.content["row"] | {IMAGES: _open(frame)})
+                    value = environment.reset(frame.content["row"] | {IMAGES: LazyImages(frame.files)})
                     name, reward, done = "reset", None, False
                 else:
                     name = "step"
@@ -110,10 +108,6 @@ def _frames(connection: socket.socket) -> Iterator[Frame]:
 def _send(connection: socket.socket, data: bytes) -> None:
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was stopped meanwhile
         connection.sendall(data)
-
-
-def _open(frame: Frame) -> list[Image.Image]:
-    return [Image.open(io.BytesIO(file)) for file in frame.files]
 
 
 def _encode(observation: Observation | None, reward: float | None, done: bool) -> bytes:

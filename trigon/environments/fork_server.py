@@ -10,6 +10,7 @@ are lines of JSON; a descriptor of the episode's connection comes with each "for
     <- {"loaded": true, "tools": [schemas]}         or {"load_error": "..."}; then it exits
     -> {"fork": 7}                                  the number of a new episode
     -> {"stop": 7, "seconds": 2.0}                  kill it, unless it ends by itself in this time
+    <- {"forked": 7}
     <- {"ended": 7, "status": 0, "reason": ""}      as of os.waitpid; reason: why it was killed here
 
 Threads that the user's file starts when it is imported are not in the forks.
@@ -30,21 +31,21 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from PIL import Image
 
+from trigon.environments import python_tool
 from trigon.environments.conversion import to_png
 from trigon.environments.episode import EpisodeLimits, run_episode
-from trigon.environments.python_tool import python
-from trigon.environments.sandbox import find_obstacle
 from trigon.environments.source import CodeSource, check_environment, load_code
 from trigon.environments.tools import ToolEnvironment, describe_tools, load_tools
 from trigon.errors import EpisodeError
 from trigon.json_files import parse_json
 from trigon.rewards.confinement import kernel, tree
+from trigon.rewards.confinement.supervisor import Confined
 from trigon.rewards.limits import limit_resources
 from trigon.system.signals import outlive_stop_signals
 
@@ -60,10 +61,11 @@ WATCH_SECONDS = 0.25
 _MEMORY_FRACTION = 0.75  # of the limit of all together, at which the largest episode is killed
 
 
-def main(channel_fd: int, used: Sequence[str], obstacle: str) -> None:
-    """Serve until the channel closes. Args: as of rewards.worker.main."""
+def main(channel_fd: int, confined: Confined) -> None:
+    """Serve until the channel closes."""
     outlive_stop_signals()  # the driver, which saves first, ends this process
     limit_resources(max_file_bytes=MAX_FILE_BYTES, max_open_files=MAX_OPEN_FILES)
+    python_tool.connect(confined.code_server)
     if kernel.IS_LINUX:  # become the parent of processes that an episode leaves
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     os.set_inheritable(channel_fd, False)
@@ -73,7 +75,7 @@ def main(channel_fd: int, used: Sequence[str], obstacle: str) -> None:
     faulthandler.enable(file=2)
     with socket.socket(fileno=channel_fd) as channel:
         server = ForkServer(channel)
-        server.send({"used": list(used), "obstacle": obstacle})
+        server.send({"used": list(confined.used), "obstacle": confined.obstacle})
         server.serve()
     os._exit(0)  # not sys.exit, which would wait for threads that the user's code has started
 
@@ -126,7 +128,9 @@ class ForkServer:
 
     def _receive(self) -> list[bytes] | None:
         """Return the lines that have arrived; None if the driver has closed the channel."""
-        data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, 64)
+        data, descriptors, flags, _ = socket.recv_fds(self._channel, 1 << 16, 64)
+        if flags & socket.MSG_CTRUNC:  # its pool starts another one, with limits of its own
+            raise OSError("the fork server has too many open files to take the connection of one more episode")
         self._descriptors.extend(descriptors)
         if not data:
             return None
@@ -164,10 +168,10 @@ class ForkServer:
                 return made(**kwargs)
         else:
             tools = load_tools([CodeSource(**each) for each in setup["tools"]])
-            if tools.get("python") is python and (obstacle := find_obstacle()):
+            if tools.get("python") is python_tool.python and (obstacle := python_tool.find_obstacle()):
                 raise EpisodeError(
-                    f"the tool python needs {obstacle}, which this system does not have; leave it out of "
-                    "worker.rollout.tools"
+                    f"the tool python cannot be confined on this system: {obstacle}; see docs/agents.md, or leave it "
+                    "out of worker.rollout.tools"
                 )
             schemas = _in_a_fork(describe_tools, tools) if setup["describe"] else []
 
@@ -198,6 +202,7 @@ class ForkServer:
             self._become_episode(connection_fd)
         os.close(connection_fd)
         self._children[pid] = _Child(number)
+        self.send({"forked": number})
 
     def _become_episode(self, connection_fd: int) -> NoReturn:
         """Run one episode in this process, and end it. Never returns to the server's code."""
@@ -262,7 +267,8 @@ class ForkServer:
         largest = max(used, key=used.__getitem__)
         self._children[largest].reason = (
             f"used {used[largest] / 2**30:.1f} GiB of memory, the most of all running episodes, which together may use "
-            f"{_MEMORY_FRACTION:.0%} of worker.reward.max_memory_gb={self._max_memory_bytes / 2**30:g}; it was killed"
+            f"{_MEMORY_FRACTION:.0%} of the {self._max_memory_bytes / 2**30:g} GiB that worker.reward.max_memory_gb "
+            "leaves them; it was killed"
         )
         _kill(largest)
 

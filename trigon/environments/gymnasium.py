@@ -7,7 +7,7 @@
           env_id: minigrid:MiniGrid-Empty-5x5-v0
           actions: [left, right, forward]
 
-Needs Gymnasium: `pip install "trigon-rl[gymnasium]"`. A file of your own with a subclass can import
+Needs Gymnasium: `pip install -e ".[gymnasium]"`. A file of your own with a subclass can import
 the package of its environments (minigrid): it is then imported once, and not again in each episode.
 """
 

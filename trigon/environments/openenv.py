@@ -8,14 +8,13 @@
           action: {message: "{action}"}
 
 The connection is that of OpenEnv's own client, a WebSocket. Needs that client:
-`pip install "trigon-rl[openenv]"`.
+`pip install -e ".[openenv]"`.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import io
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from openenv.core import GenericEnvClient
 from PIL import Image
 
 from trigon.environments.actions import action_text
+from trigon.images import DECODING_ERRORS, read_image
 
 ACTION = "{action}"
 """Stands for the text of a turn in an action's template."""
@@ -233,9 +233,8 @@ def _pictures(value: Any, key: str) -> list[Image.Image]:
 def _decoded(text: str, key: str) -> Image.Image:
     encoded = text.partition(",")[2] if text.startswith("data:") else text
     try:
-        image = Image.open(io.BytesIO(base64.b64decode(encoded, validate=True)))
-        return image.convert("RGB")
-    except (binascii.Error, OSError) as error:
+        return read_image(base64.b64decode(encoded, validate=True))
+    except (binascii.Error, *DECODING_ERRORS) as error:
         raise ValueError(
             f"the field {key!r} of the observation is no picture: it must be a PNG or JPEG file in base64 ({error})"
         ) from error

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class EnvironmentPool:
         warn_of_withheld_variables(files, settings.passed_variables)
         self._confinement = settings.confinement.with_readable(str(Path(file).parent) for file in files)
         self._confinement = self._confinement.with_processes(_PROCESSES_PER_EPISODE * settings.max_episodes)
+        self._confinement = replace(self._confinement, runs_code=settings.runs_code)
         self._changed = threading.Condition()  # its lock guards all that follows
         self._episodes: dict[int, RunningEpisode] = {}  # of the caller, by number
         self._waiting: deque[RunningEpisode] = deque()  # for a process
@@ -305,7 +307,7 @@ class EnvironmentPool:
                 self._server.tell(f'{{"fork": {found.key}}}', [child_end.fileno()])
             found.deadline = time.monotonic() + self._settings.timeout_seconds + _GRACE_SECONDS
             found.send(found.opening)
-            found.opening = b""
+            found.opening, found.again = b"", found.opening
             self._selector.register(found.connection, selectors.EVENT_READ, found)
             self._select_for(found)
 
@@ -336,8 +338,11 @@ class EnvironmentPool:
             if not self._server.process.log_output():
                 self._selector.unregister(self._server.process.output)
         elif key.fileobj is self._server.process.channel:
-            for ended in self._server.receive():
-                self._handle_end(ended)
+            for event in self._server.receive():
+                if isinstance(event, Ended):
+                    self._handle_end(event)
+                elif found := self._alive.get(event.key):
+                    found.again = b""
             self._changed.notify_all()  # it may have loaded the code
         elif isinstance(key.data, RunningEpisode) and key.data.connection is key.fileobj:
             if mask & selectors.EVENT_WRITE:
@@ -355,7 +360,7 @@ class EnvironmentPool:
                 outcome, trace = read_reply(found.number, frame, max_image_pixels=self._settings.max_image_pixels)
                 if not found.owed:
                     raise ValueError("a reply that was not asked for")
-                found.owed, found.deadline = "", None
+                found.owed, found.deadline, found.again = "", None, b""
                 self._num_deaths = 0
                 if outcome.error:
                     found.error = explain_withheld(outcome.error, self._settings.passed_variables)
@@ -434,11 +439,17 @@ class EnvironmentPool:
                 self._selector.unregister(stream)
         ending = self._server.end()
         self._num_deaths += 1
-        lost = list(self._alive.values())
-        self._alive.clear()
-        for found in lost:
+        lost, waiting = [], []
+        for found in self._alive.values():
             self._disconnect(found)
-            self._fail(found, f"the fork server of its process {ending}")
+            if found.again and found.owed:
+                found.wait_again()
+                waiting.append(found)
+            else:
+                lost.append(found)
+                self._fail(found, f"the fork server of its process {ending}")
+        self._alive.clear()
+        self._waiting.extendleft(reversed(waiting))
         where = self._settings.where
         if self._num_deaths >= MAX_SERVER_DEATHS:
             raise EpisodeError(

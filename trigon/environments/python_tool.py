@@ -1,26 +1,18 @@
-"""The built-in tool `python`: runs code in a new process, with limits and without the network.
+"""The built-in tool `python`: runs code that a model wrote, in a sandbox of its own for each call.
 
-The process is no fork: it has neither the row of the episode nor its ground truth in memory, and
-its sandbox keeps it from reading those of other processes. See sandbox.py.
+The sandbox is made by the code server of this process's supervisor (rewards/confinement), which
+does not know the row of the episode and its ground truth.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import signal
-import subprocess
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from trigon.environments.protocol import escape_markers
-from trigon.environments.sandbox import MAX_FILE_BYTES, MAX_MEMORY_BYTES
-from trigon.rewards.confinement import kernel, tree
-from trigon.system.child_python import python_command
-from trigon.system.temporary import private_folder
+from trigon.rewards.confinement.code_server import MAX_FILE_BYTES, MAX_MEMORY_BYTES, CodeResult, run_code
 
 MAX_SECONDS = 10.0
 """Time limit of a call; less if the step may take less."""
@@ -28,8 +20,26 @@ MAX_SECONDS = 10.0
 MAX_OUTPUT_CHARACTERS = 10_000
 """How much of the output the model gets: the first and the last half."""
 
-_MAIN = "from trigon.environments.sandbox import main; main(sys.argv[1])"
-_PATH = "/usr/local/bin:/usr/bin:/bin"
+_TRIAL_SECONDS = 60.0
+_server: int | None = None
+
+
+def connect(server: int | None) -> None:
+    """Set the descriptor of the code server for this process and all that are forked from it."""
+    global _server
+    _server = server
+
+
+def find_obstacle() -> str:
+    """Return why code cannot be run on this system, with a remedy; "" if it can. Tries it."""
+    result = _run("import ctypes, math", {}, seconds=_TRIAL_SECONDS)
+    if result.ending == "impossible":
+        return result.reason
+    if result.ending == "exited" and result.status == 0:
+        return ""
+    output = result.output.decode(errors="replace").strip().rpartition("\n")[2]
+    why = output or _describe(result, _TRIAL_SECONDS)
+    return f"Python does not start there ({why}); all users must be able to read its files"
 
 
 def python(code: str, images: list[Any], timeout_seconds: float) -> str:
@@ -41,44 +51,19 @@ def python(code: str, images: list[Any], timeout_seconds: float) -> str:
     if not isinstance(code, str):
         raise ValueError("code must be text")
     limit = min(MAX_SECONDS, timeout_seconds)
-    with private_folder() as outer, tempfile.TemporaryFile() as output:
-        folder = outer / "code"
-        folder.mkdir(mode=0o700)
-        for number, image in enumerate(images):
-            (folder / f"image_{number}.png").write_bytes(_encoded(image))
-        with _ending_all():
-            process = subprocess.Popen(
-                python_command(_MAIN, str(folder)),
-                cwd=folder,
-                env=_variables(folder),
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-            try:
-                process.communicate(code.encode("utf-8", errors="replace"), timeout=limit)
-                ending = _describe(process.returncode)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                ending = f"The code took more than {limit:g} s and was ended."
-        output.seek(0)
-        text = output.read(MAX_FILE_BYTES).decode("utf-8", errors="replace")
-    return escape_markers("\n".join(part for part in (_cut(text.rstrip("\n")), ending) if part) or "(no output)")
+    files = {f"image_{number}.png": _encoded(image) for number, image in enumerate(images)}
+    result = _run(code.encode(errors="replace").decode(), files, seconds=limit)
+    if result.ending == "impossible":
+        raise RuntimeError(result.reason)
+    text = result.output.decode("utf-8", errors="replace")
+    parts = (_cut(text.rstrip("\n")), _describe(result, limit))
+    return escape_markers("\n".join(part for part in parts if part) or "(no output)")
 
 
-def _variables(folder: Path) -> dict[str, str]:
-    """Return all environment variables of the code: none of this process."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    fixed = {
-        "PATH": _PATH,
-        "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "MPLBACKEND": "Agg",
-    }
-    return {**threads, **fixed, "HOME": str(folder), "TMPDIR": str(folder), "MPLCONFIGDIR": str(folder)}
+def _run(code: str, files: dict[str, bytes], *, seconds: float) -> CodeResult:
+    if _server is None:
+        raise RuntimeError("the tool python is used by a process that has no code server")
+    return run_code(_server, code, files, seconds=seconds)
 
 
 def _encoded(image: Any) -> bytes:
@@ -87,8 +72,13 @@ def _encoded(image: Any) -> bytes:
     return file.getvalue()
 
 
-def _describe(code: int) -> str:
-    """Return how the process ended, for the model; "" if its output says all."""
+def _describe(result: CodeResult, limit: float) -> str:
+    """Return how the code ended, for the model; "" if its output says all."""
+    if result.ending == "late":
+        return f"The code took more than {limit:g} s and was ended."
+    if result.ending == "output":
+        return f"The code printed more than {MAX_FILE_BYTES >> 20} MiB and was ended."
+    code = os.waitstatus_to_exitcode(result.status)
     if code >= 0:
         return ""
     if -code in (signal.SIGXCPU, signal.SIGKILL):
@@ -101,20 +91,3 @@ def _cut(text: str) -> str:
         return text
     half = MAX_OUTPUT_CHARACTERS // 2
     return f"{text[:half]}\n... ({len(text) - 2 * half:,} characters are left out) ...\n{text[-half:]}"
-
-
-@contextlib.contextmanager
-def _ending_all() -> Iterator[None]:
-    """Kill all processes that were started within, also those that have lost their parent."""
-    before = set(tree.descendants(os.getpid()))
-    try:
-        yield
-    finally:
-        if kernel.IS_LINUX:
-            while left := [pid for pid in tree.descendants(os.getpid()) if pid not in before]:
-                for pid in left:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                for pid in left:
-                    with contextlib.suppress(ChildProcessError):  # a child of one of the others
-                        os.waitpid(pid, 0)

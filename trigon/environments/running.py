@@ -14,7 +14,8 @@ class RunningEpisode:
     """An episode, with the connection to its process once that has been forked.
 
     number: of the caller. key: of the fork server; numbers may be used again, keys are not.
-    opening: frames for the process when it is forked. owed: the call whose outcome the caller waits
+    opening: frames for the process when it is forked. again: the same frames until it has been
+    forked, for another fork server. owed: the call whose outcome the caller waits
     for; "": none. deadline: when it must have come or, with is_ending, when the process must have
     ended. error: why the episode has failed, in one line; "" if it has not.
     """
@@ -23,6 +24,7 @@ class RunningEpisode:
         self.number = number
         self.key = key
         self.opening = b""
+        self.again = b""
         self.owed: Owed = ""
         self.deadline: float | None = None
         self.is_ending = False
@@ -30,6 +32,12 @@ class RunningEpisode:
         self.connection: socket.socket | None = None
         self._unsent = memoryview(b"")
         self._reader = FrameReader(max_bytes=max_reply_bytes)
+
+    def wait_again(self) -> None:
+        """Return to what it was before it was given to a fork server that has not forked it."""
+        self.opening, self.again = self.again, b""
+        self.deadline, self.is_ending = None, False
+        self._unsent = memoryview(b"")
 
     @property
     def has_unsent(self) -> bool:

@@ -35,6 +35,13 @@ class Ended:
     ending: str
 
 
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """An episode has a process."""
+
+    key: int
+
+
 class ServerProcess:
     """A fork server. See fork_server.py for its messages.
 
@@ -74,18 +81,18 @@ class ServerProcess:
         except (ConnectionError, TimeoutError):
             self.process.ended = True
 
-    def receive(self) -> list[Ended]:
+    def receive(self) -> list[Forked | Ended]:
         """Read its messages, and return those about episodes. Call it when the channel is readable.
 
         Raises: EpisodeError if the user's code cannot be loaded, or cannot be confined as it must.
         """
-        ended: list[Ended] = []
+        events: list[Forked | Ended] = []
         for line in self.process.receive():
             try:
-                ended += self._handle(parse_json(line))
+                events += self._handle(parse_json(line))
             except (ValueError, KeyError, TypeError, AttributeError):  # the user's code wrote to the channel
                 self.process.ended = True
-        return ended
+        return events
 
     def end(self) -> str:
         """Kill it with all that it has started, and return how it ended, in words after its name.
@@ -111,7 +118,7 @@ class ServerProcess:
         self._is_killed = True
         return self.process.kill()
 
-    def _handle(self, message: dict[str, Any]) -> list[Ended]:
+    def _handle(self, message: dict[str, Any]) -> list[Forked | Ended]:
         """Handle a message. Raises: ValueError, KeyError or TypeError if it is invalid."""
         if not self._is_confined:
             self._check_confinement(message)
@@ -122,6 +129,8 @@ class ServerProcess:
                 raise EpisodeError(explain_withheld(error, self._settings.passed_variables))
             self.schemas = tuple(message["tools"])
             self.is_loaded = bool(message["loaded"])
+        elif "forked" in message:
+            return [Forked(int(message["forked"]))]
         else:
             code = os.waitstatus_to_exitcode(int(message["status"]))
             reason = str(message["reason"])[:_MAX_REASON_CHARACTERS]

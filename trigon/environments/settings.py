@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from trigon.environments.source import CodeSource, find_code, pickle_code
@@ -45,6 +45,11 @@ class EnvironmentSettings:
         return f"tools {', '.join(source.name for source in self.tools)}"
 
     @property
+    def runs_code(self) -> bool:
+        """Whether code that a model wrote is run: by the built-in tool `python`."""
+        return CodeSource("tool", "python") in self.tools
+
+    @property
     def sources(self) -> tuple[CodeSource, ...]:
         """The user's code."""
         return self.tools if self.environment is None else (self.environment,)
@@ -83,7 +88,7 @@ def encode_setup(settings: EnvironmentSettings, *, describe: bool) -> str:
         "timeout_seconds": settings.timeout_seconds,
         "observation_role": settings.observation_role,
         "max_image_pixels": settings.max_image_pixels,
-        "max_memory_bytes": settings.confinement.max_memory_bytes,
+        "max_memory_bytes": replace(settings.confinement, runs_code=settings.runs_code).worker_memory_bytes,
         "describe": describe,
     }
     try:

@@ -2,7 +2,8 @@
 
 A tool is a plain function with type hints and a docstring, from which the chat template's
 description is made. Two parameters are not described: `images` gets the images of the conversation,
-as PIL images, and `timeout_seconds` the time that the call may take.
+as PIL images that are opened when they are indexed, and `timeout_seconds` the time that the call
+may take.
 What a function raises is the reply to the model, since most errors are the model's.
 """
 
@@ -17,16 +18,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trigon.environments.calls import MAX_CALLS, ToolCall, find_calls
-from trigon.environments.conversion import to_message
+from trigon.environments.conversion import to_message, without_surrogates
 from trigon.environments.protocol import MAX_IMAGES, MAX_TEXT_CHARACTERS, Message, Observation, escape_markers
 from trigon.environments.source import CodeSource, load_code
 from trigon.errors import EpisodeError
+from trigon.images import LazyImages
 from trigon.names import BUILT_IN_TOOLS, ObservationRole, ToolFormat
 from trigon.suggestions import did_you_mean
 
 IMAGES = "images"
 TIMEOUT = "timeout_seconds"
 """The parameters of a tool that the model is not told."""
+
+_NOTHING = "(no output)"
+"""The reply of a tool that returns None or an empty text."""
 
 _MAX_ERROR_CHARACTERS = 500
 
@@ -51,12 +56,12 @@ class ToolEnvironment:
         self._role = role
         self._timeout_seconds = timeout_seconds
         self._max_image_pixels = max_image_pixels
-        self._images: list[Any] = []
+        self._image_files: list[bytes | str] = []
         self._reported: set[str] = set()
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """Keep the prompt's images. There is nothing to observe."""
-        self._images = list(row[IMAGES])
+        self._image_files = list(row[IMAGES].files)
 
     def step(self, action: str) -> tuple[Observation | None, None, bool]:
         """Carry out the calls of a turn. Returns: a message for each; done if there were none."""
@@ -68,41 +73,44 @@ class ToolEnvironment:
             share = self._timeout_seconds / (2 * min(len(calls), MAX_CALLS))
             message = self._carry_out(call, timeout_seconds=share)
             if sum(len(each.images) for each in [*messages, message]) > MAX_IMAGES:
-                message = self._text(f"Error: the tools returned more than {MAX_IMAGES} images in a turn")
+                message = self._error(f"the tools returned more than {MAX_IMAGES} images in a turn")
             if sum(len(each.text) for each in [*messages, message]) > MAX_TEXT_CHARACTERS:
-                message = self._text(
-                    f"Error: the tools returned more than {MAX_TEXT_CHARACTERS:,} characters in one turn"
-                )
+                message = self._error(f"the tools returned more than {MAX_TEXT_CHARACTERS:,} characters in one turn")
             messages.append(message)
         if len(calls) > MAX_CALLS:
-            messages.append(self._text(f"Error: only the first {MAX_CALLS} of {len(calls)} calls were carried out"))
+            messages.append(self._error(f"only the first {MAX_CALLS} of {len(calls)} calls were carried out"))
         return Observation(tuple(messages)), None, False
 
     def _carry_out(self, call: ToolCall, *, timeout_seconds: float) -> Message:
         if call.error:
-            return self._text(f"Error: {call.error}")
+            return self._error(call.error)
         if call.name not in self._tools:
-            hint = did_you_mean(call.name, self._tools)
-            return self._text(f"Error: there is no tool {call.name!r}{hint} (the tools are {', '.join(self._tools)})")
+            hint = f"{did_you_mean(call.name, self._tools)} (the tools are {', '.join(self._tools)})"
+            return self._error(f"there is no tool {_shortened(repr(call.name))}{hint}")
         tool = self._tools[call.name]
         try:
-            arguments = _bind(tool, call, self._images, timeout_seconds)
+            arguments = _bind(tool, call, LazyImages(self._image_files), timeout_seconds)
             returned = tool(**arguments)
-            if returned is None or (
-                isinstance(returned, bool | int | float | list | tuple) and not _has_images(returned)
-            ):
+            if isinstance(returned, bool | int | float | list | tuple) and not _has_images(returned):
                 returned = json.dumps(returned, default=str)
+            elif returned is None:
+                returned = _NOTHING
             message = to_message(returned, role=self._role, max_image_pixels=self._max_image_pixels)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the tool's code may raise anything
+        except BaseException as error:  # noqa: BLE001 - the tool's code may raise anything
             if not isinstance(error, ValueError) and call.name not in self._reported:
                 self._reported.add(call.name)  # it may be a mistake of the tool, so the log has it once
                 traceback.print_exception(error)
-            return self._text(f"Error: {describe(error)}")
-        self._images += _opened(message)
+            return self._error(describe(error))
+        if not message.text.strip():  # a chat template may leave out a message without content
+            message = self._text(_NOTHING)
+        self._image_files += message.images
         return message
 
+    def _error(self, text: str) -> Message:
+        return self._text(f"Error: {text}")
+
     def _text(self, text: str) -> Message:
-        return Message(self._role, escape_markers(text))
+        return Message(self._role, escape_markers(without_surrogates(text)))
 
 
 def load_tools(sources: Sequence[CodeSource]) -> dict[str, Tool]:
@@ -139,7 +147,7 @@ def describe_tools(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
 
 def describe(error: BaseException) -> str:
     """Return an error of a tool in one line, for the model."""
-    text = " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
+    text = _shortened(" ".join(str(error).split()))
     if isinstance(error, ValueError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -181,7 +189,7 @@ def _described(tool: Tool) -> list[str]:
     return [name for name in inspect.signature(tool).parameters if name not in (IMAGES, TIMEOUT)]
 
 
-def _bind(tool: Tool, call: ToolCall, images: list[Any], timeout_seconds: float) -> dict[str, Any]:
+def _bind(tool: Tool, call: ToolCall, images: LazyImages, timeout_seconds: float) -> dict[str, Any]:
     """Return the arguments of a call. Raises: ValueError for what the model has to correct."""
     names = _described(tool)
     parameters = inspect.signature(tool).parameters
@@ -189,7 +197,8 @@ def _bind(tool: Tool, call: ToolCall, images: list[Any], timeout_seconds: float)
     for name, value in call.arguments.items():
         if name not in names:
             raise ValueError(
-                f"{call.name} has no argument {name!r}{did_you_mean(name, names)} (it has {', '.join(names) or 'none'})"
+                f"{call.name} has no argument {_shortened(repr(name))}{did_you_mean(name, names)} "
+                f"(it has {', '.join(names) or 'none'})"
             )
         arguments[name] = _read(tool, name, value) if call.are_texts else value
     if missing := [
@@ -228,14 +237,8 @@ def _as_described(tool: Tool) -> Tool:
     return shown
 
 
-def _opened(message: Message) -> list[Any]:
-    if not message.images:
-        return []
-    import io
-
-    from PIL import Image
-
-    return [Image.open(io.BytesIO(image)) for image in message.images]
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_ERROR_CHARACTERS else f"{text[: _MAX_ERROR_CHARACTERS - 3]}..."
 
 
 def _has_images(value: object) -> bool:

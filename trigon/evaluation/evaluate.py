@@ -6,7 +6,8 @@ so that the same settings give the same completions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from trigon.build.models import choose_device
 from trigon.build.objects import EpisodeCode, RunObjects, make_episode_code
 from trigon.build.options import make_validation_sampling_params, max_completion_tokens
 from trigon.build.pools import open_worker_pools
+from trigon.build.recorded import find_differences, known_settings
 from trigon.build.rewards import check_rewards, open_rewards, open_validation_rewards
 from trigon.build.run import (
     check_environment,
@@ -29,8 +31,11 @@ from trigon.build.run import (
     open_store,
 )
 from trigon.build.workers import open_workers
+from trigon.config.arguments import as_overrides, dataset_names
 from trigon.config.episode_checks import has_episodes
+from trigon.config.files import locate_sources
 from trigon.config.load import LoadedConfig, dump_config
+from trigon.config.options import options as config_options
 from trigon.config.paths import PYTHON_PREFIX
 from trigon.config.plan import has_workers, make_plan
 from trigon.config.rewards import describe_option, validation_option
@@ -38,10 +43,11 @@ from trigon.config.schema import Config
 from trigon.data.dataset import Prompts, PromptSet
 from trigon.data.images import ignore_pillow_warnings
 from trigon.data.mixture import MixedPrompts, with_blank_media
-from trigon.data.sources import open_source
-from trigon.errors import ConfigError
+from trigon.data.python_rows import open_python_rows
+from trigon.data.sources import Source, open_source
+from trigon.errors import ConfigError, raises_at_caller
 from trigon.evaluation.answers import SHIPPED_FORMS, AnswerForm
-from trigon.evaluation.models import ModelSource, context_length, exported_folder, find_model
+from trigon.evaluation.models import ModelSource, context_length, exported_folder, find_model, recorded_of
 from trigon.evaluation.output import BLIND, EXPORTED, RESULT, check_output, label, open_output, remove_earlier
 from trigon.evaluation.results import Blind, Comparison, Evaluation, ModelEvaluation
 from trigon.evaluation.settings import EvaluationOptions, load_settings
@@ -57,6 +63,7 @@ from trigon.evaluation.summary import (
     summarize,
     summarize_by,
 )
+from trigon.evaluation.tables import show
 from trigon.json_files import write_json
 from trigon.metrics import values
 from trigon.models.dtypes import DTYPES
@@ -64,6 +71,7 @@ from trigon.models.load import Processors, model_folder
 from trigon.models.weight_files import stored_dtype
 from trigon.names import Dtype
 from trigon.records.rollouts import RolloutRow, rollout_rows
+from trigon.records.run import RunRecord, flatten
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
@@ -73,10 +81,17 @@ from trigon.rollout.statistics import describe_validation
 from trigon.secrets import ARGUMENTS, ENVIRONMENT_ARGUMENTS, mask
 from trigon.types import RolloutGroup
 
+_MAX_SHOWN = 60
+"""Characters of a setting's value on the console."""
 
+DATA = f"{PYTHON_PREFIX}validation"
+"""What data.val_files is in an evaluation of Python objects."""
+
+
+@raises_at_caller
 def evaluate(
     models: str | Path | Sequence[str | Path],
-    data: str | Path | Sequence[str | Path] = (),
+    data: Any = (),
     *,
     reward: Reward | None = None,
     environment: str | Callable[..., Any] | None = None,
@@ -98,6 +113,7 @@ def evaluate(
     answers: AnswerForm | None = None,
     blind: bool = False,
     config: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
     output: str | Path | None = None,
     console: Console | None = None,
@@ -106,7 +122,8 @@ def evaluate(
 
     Args:
         models: Hugging Face folders, hub ids, checkpoints, or run folders (their last checkpoint).
-        data: datasets, as in data.val_files. Empty: those of the run, if a model is one.
+        data: as for trigon.train: a list of dicts, a datasets.Dataset, or files, folders and hub
+            ids. Empty: the validation data of the run, if a model is one.
         reward, format_prompt, prompt_key, answer_key, image_key, image_dir, n, temperature, top_p,
             max_tokens, seed, engine: options of the configuration by a shorter name; see
             EvaluationOptions. None: as in the configuration of the first model that is a run, or
@@ -121,23 +138,32 @@ def evaluate(
             reward function has it, otherwise "auto".
         blind: evaluate again with images of one colour, and compare.
         config: a configuration to start from instead of that of a run.
-        overrides: key=value, of any option of the configuration.
+        options: further options by the names of docs/configuration.md, dotted or nested.
+        overrides: the same as texts, key=value, which replace them.
         output: folder for the rollouts and evaluation.json, a run folder as well; None: a new one
             in `evaluations`. An earlier evaluation in it is replaced, once all models and datasets
             have been found; with any other file in it, it is refused.
-        console: for progress and warnings; None: standard output.
+        console: for progress and warnings; None: standard output, which gets the tables too.
     Raises: TrigonError, before the models are loaded where possible.
     """
     ignore_pillow_warnings()
-    console = console or Console()
+    shows, console = console is None, console or Console()
     specs = [str(models)] if isinstance(models, str | Path) else [str(model) for model in models]
     sources = [find_model(spec) for spec in specs]
     run_config = next((source.run_config for source in sources if source.run_config is not None), None)
     base = Path(config) if config is not None else run_config
+    recorded = [recorded_of(source) for source in sources]
+    located = {} if config is not None or run_config is None else locate_run(run_config.parent)
+    applied = {} if base is not None else known_settings(next(filter(None, recorded), {}))
     if base is not None:
         console.print(f"settings: {base}, and the options of this evaluation")
-    options = EvaluationOptions(
-        data=(str(data),) if isinstance(data, str | Path) else tuple(str(each) for each in data),
+    elif applied:
+        console.print(f"settings of the run that the model was exported from: {show_settings(applied)}")
+    overrides = [*as_overrides(options or {}), *overrides]
+    names = dataset_names(data) if not isinstance(data, tuple) or data else []
+    opened = {} if names is not None else {DATA: open_python_rows(data, spec=DATA, name="validation")}
+    chosen = EvaluationOptions(
+        data=(DATA,) if names is None else (names,) if isinstance(names, str) else tuple(names),
         reward=reward if reward is None or isinstance(reward, str) else f"{PYTHON_PREFIX}{describe_reward(reward)}",
         environment=None if environment is None else _name_in_config(environment),
         tools=() if tools is None else tuple(map(_name_in_config, tools)),
@@ -154,14 +180,13 @@ def evaluate(
         engine=engine,
     )
     # Before anything is exported or downloaded, so that a wrong option is found at once.
-    early = load_settings(
-        base, options, overrides, model_path=specs[0], folder=Path(), context=None, weight_dtype=None
-    ).config
+    load = partial(load_settings, base, chosen, overrides, located=located, recorded=applied)
+    early = load(model_path=specs[0], folder=Path(), context=None, weight_dtype=None).config
     ks = choose_ks(k, make_validation_sampling_params(early).n)
     code = make_episode_code(environment, tools)
     if output is not None:
         check_output(output)
-    find_all(sources, early, by)
+    find_all(sources, early, by, opened)
     folder = open_output(output, sources[0])
     settings = describe_settings(early, limit=limit, ks=ks, form=(form := answers or answer_form(early)))
     if not (folder / RESULT).exists():  # so that the next evaluation may replace what this one leaves
@@ -171,7 +196,9 @@ def evaluate(
         for number, source in enumerate(sources, start=1)
     ]
     lengths = [length for path in paths if (length := context_length(model_folder(path))) is not None]
-    request = _Request(by=tuple(by), ks=ks, form=form, blind=blind, limit=limit, console=console, code=code)
+    request = _Request(
+        by=tuple(by), ks=ks, form=form, blind=blind, limit=limit, console=console, code=code, opened=opened
+    )
     results: list[_ModelResult] = []
     with ExitStack() as stack:
         source = None
@@ -186,10 +213,7 @@ def evaluate(
             for number, each in enumerate(sources, start=1)
         ]
         loaded = [
-            load_settings(
-                base,
-                options,
-                overrides,
+            load(
                 model_path=path,
                 folder=model_output,
                 context=min(lengths, default=None),
@@ -197,7 +221,7 @@ def evaluate(
             )
             for path, model_output in zip(paths, outputs, strict=True)
         ]
-        for warning in loaded[0].warnings:
+        for warning in (*loaded[0].warnings, *warn_of_differences(sources, recorded, loaded[0].config)):
             console.warn(warning)
         rewards.ready()
         # Only now, so that an error until here costs nothing.
@@ -214,6 +238,8 @@ def evaluate(
         output=folder,
     )
     write_json(folder / RESULT, evaluation.to_json(), ensure_ascii=False)
+    if shows:
+        show(evaluation, console)
     return evaluation
 
 
@@ -228,6 +254,7 @@ class _Request:
     limit: int | None
     console: Console
     code: EpisodeCode
+    opened: Mapping[str, Source]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +296,9 @@ def evaluate_model(
         rewards.ready()
         data = config.data
         builder = open_builder(config, processors, schemas=() if episodes is None else episodes[0].schemas)
-        prompts = scan_datasets(config, data.val_files, (), builder, report, max_rows=request.limit)
+        prompts = scan_datasets(
+            config, data.val_files, (), builder, report, max_rows=request.limit, opened=request.opened
+        )
         check_rewards(rewards, prompts)
         if episodes is not None:
             check_episodes(config, processors, *episodes, prompts, max_tokens=max_completion_tokens(config))
@@ -377,18 +406,54 @@ def compare_models(results: Sequence[_ModelResult]) -> tuple[Comparison, ...]:
     )
 
 
+def locate_run(run: Path) -> dict[str, Any]:
+    """Return the options of a run whose relative paths become those of the run's own machine.
+
+    They start from the folder in which the run was started, which may be another one than this.
+    """
+    record = RunRecord(run)
+    names = {option.name for option in config_options().values()}
+    return locate_sources(flatten(record.config(), mappings=names), record.local_sources() or {})
+
+
+def warn_of_differences(
+    sources: Sequence[ModelSource], recorded: Sequence[Mapping[str, Any]], config: Config
+) -> Iterator[str]:
+    """Yield a warning for each model whose run had other prompts, pixels, limits or sampling."""
+    for source, settings in zip(sources, recorded, strict=True):
+        differences = find_differences(settings, config)
+        if differences:
+            listed = "; ".join(
+                f"{name} was {_shown(was)}, and is {_shown(now)}" for name, (was, now) in differences.items()
+            )
+            yield f"{source.spec} is not evaluated as its run validated it: {listed}"
+
+
+def show_settings(settings: Mapping[str, Any]) -> str:
+    """Return settings as `key=value`, separated by spaces."""
+    return " ".join(f"{name}={_shown(value)}" for name, value in settings.items())
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
+
 def _name_in_config(code: str | Callable[..., Any]) -> str:
     """Return an environment or a tool as the text of an option."""
     return code if isinstance(code, str) else f"{PYTHON_PREFIX}{name_of(code)}"
 
 
-def find_all(sources: Sequence[ModelSource], config: Config, by: Sequence[str]) -> None:
-    """Find models, datasets and columns, downloaded if needed. Raises: ModelError or DataError."""
+def find_all(sources: Sequence[ModelSource], config: Config, by: Sequence[str], given: Mapping[str, Source]) -> None:
+    """Find models, datasets and columns, downloaded if needed. given: datasets that are open.
+
+    Raises: ModelError or DataError.
+    """
     for source in sources:
         if source.kind != "checkpoint":
             model_folder(source.path)
-    opened = [open_source(spec) for spec in config.data.val_files]
-    check_columns([opened[0].rows[0]], by)
+    opened = [given[spec] if spec in given else open_source(spec) for spec in config.data.val_files]
+    check_columns([dict.fromkeys(opened[0].columns)], by)
 
 
 def choose_ks(ks: Sequence[int], num_samples: int) -> tuple[int, ...]:

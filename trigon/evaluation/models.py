@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trigon.config.paths import local_path, nearest_path
 from trigon.errors import DataError, ModelError
@@ -115,6 +116,28 @@ def exported_folder(
         folder = fallback
     on_progress(f"{source.spec}: exporting step {source.step} to {folder}")
     return str(export_checkpoint(checkpoint, folder, dtype=None, logits=False, warn=warn))
+
+
+def recorded_of(source: ModelSource) -> dict[str, Any]:
+    """Return the settings of a model's run, by option, that its export or checkpoint has.
+
+    Empty if it has none. Of a hub id, the files except weights are downloaded if needed.
+    Raises: ModelError if the file cannot be read, or the hub id is not found.
+    """
+    folder = Path(source.path)
+    if source.kind == "hub":
+        from trigon.models.load import folder_without_weights
+
+        folder = folder_without_weights(source.path)
+    path = folder / "actor" / "run_settings.json" if source.kind == "checkpoint" else folder / "trigon_export.json"
+    if not path.is_file():
+        return {}
+    try:
+        content = read_json_object(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    settings = content if source.kind == "checkpoint" else content.get("settings")
+    return settings if isinstance(settings, dict) else {}
 
 
 def exported_step(folder: Path) -> int | None:

@@ -19,8 +19,8 @@ from trigon.errors import ConfigError
 from trigon.evaluation.models import ModelSource, exported_step
 from trigon.records.metrics import METRICS
 from trigon.records.rollouts import IMAGES
-from trigon.records.run import CONFIG
-from trigon.report.run_folder import LOCK, SKIPPED_ROWS
+from trigon.records.run import CONFIG, LOCK
+from trigon.report.run_folder import SKIPPED_ROWS
 
 RESULT = "evaluation.json"
 BLIND = "blind"

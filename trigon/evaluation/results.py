@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trigon.evaluation.statistics import Difference, Estimate
+from trigon.terminal import sanitize
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,12 @@ class ModelEvaluation:
     skipped: Mapping[str, int]
     num_not_sampled: int
 
+    def __repr__(self) -> str:
+        summary, accuracy = self.summary, self.summary.accuracy
+        interval = f"{accuracy.value:.4f} [{accuracy.low:.4f}, {accuracy.high:.4f}]"
+        counts = f"{summary.num_prompts:,} prompts, {summary.num_completions:,} completions"
+        return f"{sanitize(self.model, max_characters=200)}: {summary.accuracy_name} {interval}, {counts}"
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -107,10 +117,38 @@ class Evaluation:
     settings: Mapping[str, Any]
     output: Path
 
+    def __repr__(self) -> str:
+        return "\n".join(["Evaluation", *(f"  {each!r}" for each in self.models), f"  in {self.output}"])
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a table with a row for each model, and a column for each number."""
+        import pandas
+
+        return pandas.DataFrame([_row(each) for each in self.models]).set_index("model")
+
     def to_json(self) -> dict[str, Any]:
         """Return the content of evaluation.json; numbers that are not finite are null."""
         content: dict[str, Any] = to_plain(self)
         return content
+
+
+def _row(model: ModelEvaluation) -> dict[str, Any]:
+    summary = model.summary
+    return {
+        "model": model.model,
+        "step": model.step,
+        "accuracy": summary.accuracy.value,
+        "accuracy_low": summary.accuracy.low,
+        "accuracy_high": summary.accuracy.high,
+        **{f"pass@{k}": estimate.value for k, estimate in summary.pass_at.items()},
+        **{f"maj@{k}": estimate.value for k, estimate in summary.majority_at.items()},
+        **{f"parts.{name}": estimate.value for name, estimate in summary.parts.items()},
+        **({} if model.blind is None else {"blind_accuracy": model.blind.summary.accuracy.value}),
+        "length": summary.length.value,
+        "cut": summary.cut.value,
+        "num_prompts": summary.num_prompts,
+        "num_completions": summary.num_completions,
+    }
 
 
 def to_plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from trigon.config.paths import nearest_path
 from trigon.data.media_files import encoded_files
 from trigon.data.messages import IMAGE_MARKER
-from trigon.errors import ConfigError, DataError
+from trigon.errors import ConfigError, DataError, raises_at_caller
 from trigon.evaluation.score_results import ScoredCompletion, ScoreResult, compare_scores, summarize_reward
 from trigon.evaluation.score_settings import MAX_MEMORY_GB, OVERALL, SPLITS, TIMEOUT_SECONDS
 from trigon.records.rollouts import RolloutRow, Split, TurnRecord, find_rollouts, read_rollouts
@@ -57,6 +57,7 @@ class _Stored:
     row: RolloutRow
 
 
+@raises_at_caller
 def score(
     rollouts: str | Path | Iterable[RolloutRow],
     reward: str | RewardFunction | Sequence[str | RewardFunction],
@@ -282,9 +283,10 @@ def _groups(window: Sequence[_Stored]) -> Iterator[list[RewardRequest]]:
                 prompt=row.prompt,
                 finish_reason=_FINISH_REASONS.get(row.finish_reason, "stop"),
                 row=row.row,
-                turns=[turn_input(each.observation, each.text, each.reward) for each in row.turns],
+                turns=[turn_input(each.observation, each.text, each.reward, each.image_sizes) for each in row.turns],
                 media=media,
                 turn_media=[partial(_stored_observation, stored, each) for each in row.turns],
+                image_sizes=row.image_sizes,
             )
         )
     if group:

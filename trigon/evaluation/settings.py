@@ -1,18 +1,19 @@
 """Makes the configuration of an evaluation: that of a run that only validates.
 
 It starts from a run's config.yaml, of which data, rewards, sampling and the format of prompts are
-kept, or from the defaults; then come the options of the command, key=value overrides, and what an
-evaluation needs. Does not depend on torch.
+kept, from what an export records of its run, or from the defaults; then come the options of the
+command, key=value overrides, and what an evaluation needs. Does not depend on torch.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 from trigon.config.load import LoadedConfig, load_config
 from trigon.config.paths import is_python_object
@@ -114,6 +115,8 @@ def load_settings(
     folder: Path,
     context: int | None,
     weight_dtype: Dtype | None,
+    located: Mapping[str, Any] = MappingProxyType({}),
+    recorded: Mapping[str, Any] = MappingProxyType({}),
 ) -> LoadedConfig:
     """Return the configuration of the evaluation of one model.
 
@@ -123,19 +126,24 @@ def load_settings(
         model_path: a Hugging Face folder or a hub id. folder: the run folder to be written.
         context: the most tokens that all models take; None: unknown.
         weight_dtype: in which the weights are stored; None: unknown.
+        located: options of base with paths that do not depend on the folder, which replace its own.
+        recorded: without base, options of the run of an exported model, which apply first.
     Raises: ConfigError, with all problems in one message.
     """
     first: list[str] = []
     if base is None:
-        context = context or MAX_PROMPT_TOKENS + max(MAX_RESPONSE_TOKENS, options.max_tokens or 0)
-        response = options.max_tokens or min(MAX_RESPONSE_TOKENS, context // 2)
+        longest_prompt = int(recorded.get("data.max_prompt_length", MAX_PROMPT_TOKENS))
+        recorded_response = int(recorded.get("data.max_response_length", 0))
+        context = context or longest_prompt + max(recorded_response or MAX_RESPONSE_TOKENS, options.max_tokens or 0)
+        response = options.max_tokens or recorded_response or min(MAX_RESPONSE_TOKENS, context // 2)
         if response >= context:
             raise ConfigError(
                 f"a completion may have {response} tokens, but the models take {context}, prompt included; lower "
                 "--max-tokens"
             )
-        prompt = min(MAX_PROMPT_TOKENS, context - response)
+        prompt = min(longest_prompt, context - response)
         first += [
+            *(write_override(name, value) for name, value in recorded.items()),
             f"data.max_response_length={response}",
             f"data.max_prompt_length={prompt}",
             f"data.val_batch_size={PROMPTS_PER_CALL}",
@@ -144,7 +152,7 @@ def load_settings(
             f"worker.reward.num_cpus={count_usable_cpus()}",
         ]
     else:
-        first += _RESET
+        first += [*_RESET, *(write_override(name, value) for name, value in located.items())]
     if options.engine is None and importlib.util.find_spec("vllm") is None:
         first.append("worker.rollout.name=transformers")
     forced = [
@@ -154,6 +162,11 @@ def load_settings(
     ]
     if weight_dtype is not None:
         forced.append(f"worker.actor.fsdp.torch_dtype={weight_dtype}")
-    given = (options.reward, options.environment, *options.tools)
+    given = (options.reward, options.environment, *options.tools, *options.data)
     objects = [each for each in given if each is not None and is_python_object(each)]
     return load_config(base, [*first, *options.overrides(), *overrides, *forced], python_objects=objects)
+
+
+def write_override(name: str, value: Any) -> str:
+    """Return `key=value` for a value of an option: a text as it is, anything else as JSON."""
+    return f"{name}={value if isinstance(value, str) else json.dumps(value)}"

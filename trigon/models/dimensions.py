@@ -104,7 +104,7 @@ def dimensions_of(hf_config: Any) -> Dimensions | None:
     if text.model_type not in _TEXT or (vision is not None and hf_config.model_type not in _HAS_GATED_VISION_MLP):
         return None
     return Dimensions(
-        text=_text_dimensions(text), vision=None if vision is None else _vision_dimensions(hf_config.model_type, vision)
+        text=text_dimensions(text), vision=None if vision is None else vision_dimensions(hf_config.model_type, vision)
     )
 
 
@@ -113,7 +113,8 @@ def head_dim(text: Any) -> int:
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
-def _text_dimensions(text: Any) -> TextDimensions:
+def text_dimensions(text: Any) -> TextDimensions:
+    """Return the dimensions of a decoder, from the config of a text model."""
     layers = int(text.num_hidden_layers)
     experts = int(getattr(text, "num_experts", None) or 0)
     moe_layers = 0
@@ -139,7 +140,8 @@ def _text_dimensions(text: Any) -> TextDimensions:
     )
 
 
-def _vision_dimensions(model_type: str, vision: Any) -> VisionDimensions:
+def vision_dimensions(model_type: str, vision: Any) -> VisionDimensions:
+    """Return the dimensions of the vision tower of a model type that dimensions_of counts."""
     if model_type == "qwen2_vl":  # calls the width of its tower embed_dim, and its output width hidden_size
         width, mlp, out = vision.embed_dim, int(vision.embed_dim * vision.mlp_ratio), vision.hidden_size
     else:

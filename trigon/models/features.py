@@ -7,8 +7,7 @@ or packed rows.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +51,6 @@ class VisionFeatureCache:
         self._num_bytes = 0
         self._num_hits = 0
         self._num_lookups = 0
-        self._stores = True
 
     def lookup(self, hashes: Iterable[str], device: torch.device) -> dict[str, VisionFeatures]:
         """Return the cached features among these hashes of images and videos, on the device."""
@@ -67,7 +65,7 @@ class VisionFeatureCache:
 
     def store(self, key: str, features: VisionFeatures) -> None:
         """Store a copy and evict the least recently used, unless the copy exceeds max_bytes."""
-        if not self._stores or features.num_bytes > self._max_bytes or key in self._features:
+        if features.num_bytes > self._max_bytes or key in self._features:
             return
         self._features[key] = features.map(to_pinned)
         self._num_bytes += self._features[key].num_bytes
@@ -79,17 +77,6 @@ class VisionFeatureCache:
         """Remove all features, after the weights of the vision tower have changed."""
         self._features.clear()
         self._num_bytes = 0
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Store nothing within this context, and leave its lookups out of pop_metrics."""
-        counts = self._num_hits, self._num_lookups
-        self._stores = False
-        try:
-            yield
-        finally:
-            self._num_hits, self._num_lookups = counts
-            self._stores = True
 
     def swap_counts(self, counts: tuple[int, int]) -> tuple[int, int]:
         """Go on from these numbers of hits and lookups, and return those so far.

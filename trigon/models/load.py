@@ -6,23 +6,23 @@ This is the only module that calls `from_pretrained` for models, tokenizers and 
 
 from __future__ import annotations
 
-import pickle
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 
 from trigon.config.paths import local_path, nearest_path
 from trigon.errors import ModelError
 from trigon.json_files import read_json_object
 from trigon.models.attention import use_group_attention
 from trigon.models.families import ModelFamily, family_named
+from trigon.models.folders import require_config_file, require_weight_files
 from trigon.models.hub import IGNORED_FILES, modelscope_folder, uses_modelscope
 from trigon.models.kernels import Kernel
 from trigon.models.patches import use_patch_projection
@@ -31,6 +31,25 @@ from trigon.suggestions import nearest
 from trigon.torchvision_stub import declare_operators
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
+
+_TIED = ("embed_tokens.weight", "lm_head.weight")
+_BLOCK_ROWS = 16_384
+
+ATTENTION = "sdpa"
+"""transformers' attention where group attention does not replace it.
+
+Always passed, since a config.json may name another one, and a name with a slash is code of a hub.
+"""
+
+# Numbers of a config.json or its parts that are at least 1, and what no model is near to.
+_SIZES: Mapping[str, int] = {
+    **dict.fromkeys(("num_hidden_layers", "depth"), 2_000),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "head_dim"), 100_000),
+    **dict.fromkeys(("patch_size", "temporal_patch_size", "spatial_merge_size", "num_experts"), 100_000),
+    **dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size", "intermediate_size"), 10_000_000),
+    **dict.fromkeys(("moe_intermediate_size", "vocab_size"), 10_000_000),
+    "max_position_embeddings": 2**40,
+}
 
 # Text that pre-tokenizers split differently: spaces, newlines, contractions, numbers, accents,
 # scripts, code.
@@ -69,10 +88,7 @@ def model_folder(model_path: str) -> Path:
     folder = local_path(model_path)
     if folder is None or not folder.is_dir():
         folder = modelscope_folder(model_path, "model") if uses_modelscope() else _download(model_path)
-    if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"{folder} contains no config.json, so it is not a Hugging Face model. {_suggest_export(folder)}"
-        )
+    require_config_file(folder)
     return folder
 
 
@@ -90,26 +106,41 @@ def folder_without_weights(model_path: str) -> Path:
 
 def require_weights(model_path: str) -> None:
     """Raise ModelError if a model's folder has no weights; they are not read."""
-    folder = model_folder(model_path)
-    if not any(path.suffix in (".safetensors", ".bin") for path in folder.iterdir()):
-        raise ModelError(f"{folder} has a config.json but no weights (*.safetensors, *.bin). {_suggest_export(folder)}")
+    require_weight_files(model_folder(model_path))
 
 
-def _suggest_export(folder: Path) -> str:
-    """Return what to do about an incomplete model folder: a checkpoint has to be exported."""
-    if folder.parts[-2:] == ("actor", "huggingface"):
-        return (
-            "It belongs to a checkpoint, whose weights are in another format: "
-            f"`trigon export {shlex.quote(str(folder.parent))}` writes the weights into this folder."
+def require_tied_head(folder: Path, config: Any) -> None:
+    """Raise ModelError if the config ties the output head to the embedding, and the files do not.
+
+    Some published models have a copy of the embedding as their head, which is accepted. Where the
+    two differ, transformers and vLLM use both, against the config, and no export could be loaded.
+    """
+    if not getattr(config, "tie_word_embeddings", False):
+        return
+    parts: dict[str, tuple[Path, str]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with _explain_errors("model", folder), safe_open(file, framework="pt") as tensors:
+            found = ((name, part) for name in tensors.keys() for part in _TIED if name.endswith(part))  # noqa: SIM118
+            parts |= {part: (file, name) for name, part in found}
+    if len(parts) == len(_TIED) and not _is_same(*parts.values()):
+        raise ModelError(
+            f"The config.json in {folder} has tie_word_embeddings = true, but {parts[_TIED[1]][1]} is not a copy of "
+            f"{parts[_TIED[0]][1]}. If the head was trained on its own, set tie_word_embeddings to false there, or "
+            "worker.actor.model.override_config={tie_word_embeddings: false}; if not, remove it from the weights."
         )
-    if any((folder / place).is_dir() for place in ("huggingface", "actor/huggingface")) or any(
-        folder.glob("global_step_*")
-    ):
-        return (
-            f"It is a checkpoint: run `trigon export {shlex.quote(str(folder))}`, and set model_path to the folder "
-            "that it writes."
+
+
+def _is_same(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
+    """Return whether two tensors of safetensors files are equal, read some rows at a time."""
+    with ExitStack() as stack:
+        first, second = (
+            stack.enter_context(safe_open(file, framework="pt")).get_slice(name) for file, name in (one, other)
         )
-    return "Use a folder written by `save_pretrained` or `trigon export`, or download the model again."
+        rows = first.get_shape()[0]
+        return first.get_shape() == second.get_shape() and all(
+            torch.equal(first[start : start + _BLOCK_ROWS], second[start : start + _BLOCK_ROWS])
+            for start in range(0, rows, _BLOCK_ROWS)
+        )
 
 
 @contextmanager
@@ -117,12 +148,7 @@ def _explain_errors(what: str, folder: Path) -> Iterator[None]:
     """Turn the errors of transformers for missing and damaged files into a ModelError."""
     try:
         yield
-    except pickle.UnpicklingError as error:  # torch reads tensors from *.bin, and refuses everything else
-        raise ModelError(
-            f"The {what} in {folder} is in a file that would run code when it is read; use *.safetensors. "
-            f"{str(error).splitlines()[0][:200]}"
-        ) from error
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, ArithmeticError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         message = " ".join(str(error).split())[:500]
         raise ModelError(
             f"The {what} in {folder} cannot be loaded: {message}. Check its files, or download the model again."
@@ -213,8 +239,9 @@ def load_model(
     config = load_hf_config(folder, trust_remote_code=trust_remote_code, override_config=override_config)
     require_supported(config, family)
     device = torch.device(device)
+    require_tied_head(folder, config)
     if device.type == "meta":
-        with device:
+        with _explain_errors("model", folder), device:
             model = auto_class(family).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     else:
         require_weights(model_path)
@@ -224,6 +251,7 @@ def load_model(
                 config=config,
                 dtype=dtype,
                 trust_remote_code=trust_remote_code,
+                use_safetensors=True,
                 ignore_mismatched_sizes=True,  # reported below, with missing and unexpected weights
                 output_loading_info=True,
             )
@@ -312,8 +340,29 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _load_config(folder: Path, *, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
+    _require_sizes(_read_json(folder / "config.json"), folder)
     with _explain_errors("config", folder):
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    config._attn_implementation = ATTENTION
+    config._experts_implementation = None
+    return config
+
+
+def _require_sizes(content: Mapping[str, Any], folder: Path) -> None:
+    """Raise ModelError for a size in a config.json that no model has.
+
+    Before transformers reads it, which may never end with such a number of layers.
+    """
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            _require_sizes(value, folder)
+        most = _SIZES.get(name)
+        sizes = value if isinstance(value, list) else [value]
+        if most is not None and any(isinstance(size, int | float) and not 1 <= size <= most for size in sizes):
+            raise ModelError(
+                f"The config.json in {folder} has {name} = {value}, which must be at least 1 and at most {most:,}. "
+                "Correct it, or download the model again."
+            )
 
 
 def _load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 from trigon.models.dimensions import Dimensions, dimensions_of
 from trigon.models.lora import LoraSettings, adapter_sizes
 from trigon.models.policy import Policy
+from trigon.models.tensor_parallel import tensor_parallel_sizes
 
 # Their norms keep other tensors than activations.py counts.
 _NOT_COUNTED = ("gemma", "gemma3_text")
@@ -38,13 +39,13 @@ class ModelSize:
     """The sizes of a policy.
 
     model_type: of its config. layers: units that FSDP gathers one by one: decoder layers, vision
-    blocks and mergers. head, embedding: units as well; None if they share a weight.
-    root: everything else, and a weight that they share.
-    largest: weights of the largest tensor. key_values: keys and values of a token in the KV cache,
-    over all layers. key_heads: of a layer. tied: the head is the embedding. trains_vision: the
-    vision tower has gradients. dimensions: None for a family whose passes are not counted. critic:
-    the sizes of the run's critic; None without one. value_head: weights of a value head on the
-    policy's trunk, in float32, which are no part of the units.
+    blocks and mergers. head, embedding: units as well; None if they share a weight. root:
+    everything else, and a weight that they share. largest: weights of the largest tensor.
+    key_values: keys and values of a token in the KV cache, over all layers. key_heads: of a layer.
+    tensor_parallel_sizes: see tensor_parallel.py. tied: the head is the embedding. trains_vision:
+    the vision tower has gradients. dimensions: None for a family whose passes are not counted.
+    critic: the sizes of the run's critic; None without one. value_head: weights of a value head on
+    the policy's trunk, in float32, which are no part of the units.
     """
 
     model_type: str
@@ -55,6 +56,7 @@ class ModelSize:
     largest: int
     key_values: int
     key_heads: int
+    tensor_parallel_sizes: tuple[int, ...]
     tied: bool
     trains_vision: bool
     dimensions: Dimensions | None
@@ -104,6 +106,7 @@ def model_size(policy: Policy, lora: LoraSettings | None) -> ModelSize:
         largest=max(parameter.numel() for parameter in policy.parameters()),
         key_values=2 * text.num_hidden_layers * text.num_key_value_heads * head_dim,
         key_heads=text.num_key_value_heads,
+        tensor_parallel_sizes=tensor_parallel_sizes(config),
         tied=policy.has_tied_head,
         trains_vision=any(part.requires_grad if adapters is None else part in adapters for part in parts),
         dimensions=None if text.model_type in _NOT_COUNTED else dimensions_of(config),

@@ -297,7 +297,7 @@ class Policy(nn.Module):
         Raises: ConfigError if the attention of the model cannot be split over so many ranks.
         """
         config = self.family.language_model(self.model).config
-        require_divisible_heads(config, ranks.size, model_type=self.family.model_type)
+        require_divisible_heads(config, ranks.size, model_type=self.family.model_type, num_workers=ranks.size)
         self._row_ranks = ranks
 
     @property

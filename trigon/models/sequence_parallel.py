@@ -62,10 +62,11 @@ class RowSlice:
         return ((places >= self.start) & (places < self.start + len(self.token_ids))).nonzero().flatten()
 
 
-def require_divisible_heads(text_config: Any, size: int, *, model_type: str) -> None:
+def require_divisible_heads(text_config: Any, size: int, *, model_type: str, num_workers: int) -> None:
     """Raise ConfigError unless the attention of a model can be computed by so many ranks.
 
-    text_config: the config of the language model.
+    text_config: the config of the language model. num_workers: that learn, which the sizes that the
+    message names divide too.
     """
     kinds = sorted({*(getattr(text_config, "layer_types", None) or ())} - {*_ATTENTION})
     if kinds:
@@ -76,10 +77,10 @@ def require_divisible_heads(text_config: Any, size: int, *, model_type: str) -> 
         )
     heads = int(text_config.num_attention_heads)
     if heads % size:
-        divisors = " or ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        divisors = [str(number) for number in range(1, heads + 1) if heads % number == num_workers % number == 0]
         raise ConfigError(
             f"worker.actor.ulysses_sequence_parallel_size is {size}, but the {model_type} model has {heads} attention "
-            f"heads, of which each rank computes as many; set it to {divisors}"
+            f"heads, of which each rank computes as many; set it to {' or '.join(divisors)}"
         )
 
 

@@ -12,6 +12,7 @@ from trigon.config.rewards import reward_specs
 
 _REWARD = "worker.reward.reward_function"
 _VAL_REWARD = "worker.reward.val_reward_function"
+_DEVICES = ("trainer.nnodes", "trainer.n_gpus_per_node")
 # Of its arguments a run wrote no secrets.
 _NO_ARGUMENTS = {"worker.reward.reward_function_kwargs": None}
 
@@ -23,11 +24,12 @@ def load_planned(
 
     Unlike a run, a plan needs no reward function and none of its arguments; and the datasets, the
     reward function, the environment and the tools may be Python objects that an earlier run was
-    given, of which its config.yaml has the names only.
+    given, of which its config.yaml has the names only. What depends on the number of workers is
+    checked by trigon.planning.plan.plan, which is told the devices.
     Args: as trigon.config.load.load_config. Raises: ConfigError with all problems.
     """
     arguments = [*arguments, _NO_ARGUMENTS]
-    inspected = inspect_config(path, overrides, arguments=arguments)
+    inspected = inspect_config(path, overrides, arguments=arguments, undecided=_DEVICES)
     config = inspected.loaded.config
     data, rollout, reward = config.data, config.worker.rollout, config.worker.reward.reward_function
     if not reward and _REWARD not in inspected.uncertain:
@@ -37,4 +39,5 @@ def load_planned(
         arguments = [*arguments, {_REWARD: [entry.model_dump(exclude={"kwargs"}) for entry in reward]}]
     arguments = [*arguments, {_VAL_REWARD: None}]
     named = (*data.train_files, *data.val_files, *reward_specs(reward), rollout.environment or "", *rollout.tools)
-    return load_config(path, overrides, arguments=arguments, python_objects=set(filter(is_python_object, named)))
+    objects = set(filter(is_python_object, named))
+    return load_config(path, overrides, arguments=arguments, python_objects=objects, undecided=_DEVICES)

@@ -340,7 +340,7 @@ def _measure(
         usable = []
         for index in chosen:
             try:
-                usable.append(PromptLengths(*here.measure(source.rows[index], f"{source.name}:{index}")))
+                usable.append(PromptLengths(*here.measure(source.row(index), f"{source.name}:{index}")))
             except UnusableRow:
                 continue
         parts.append((usable, weight * rows * len(usable) / len(chosen)))

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from trigon.build.data import NO_SOURCES
-from trigon.build.memory_check import find_hardware, with_options
+from trigon.build.memory_check import find_hardware
+from trigon.config.batch_sizes import resolve_prompts_per_step
 from trigon.config.checks import find_problems, raise_problems
 from trigon.config.episode_checks import has_episodes
+from trigon.config.options import with_options
 from trigon.config.plan import workers_per_machine
 from trigon.config.schema import Config
 from trigon.data.sources import Source
@@ -117,7 +119,7 @@ def _calibration(folder: Path, gpus: str | None, model_config: Path | None, give
             f"{folder} has separate workers that sample and learn (worker.hybrid_engine=false), whose phases wait for "
             "each other; calibrate with a run of shared workers"
         )
-    groups = config.data.rollout_batch_size * config.worker.actor.ppo_epochs
+    groups = resolve_prompts_per_step(config) * config.worker.actor.ppo_epochs
     observed = observe(run.metrics(), str(folder), groups_per_step=groups)
     place = _find_place(config, gpus, None)
     own = replace(observed.lengths, num_prompts=groups, prompt_tokens=None)

@@ -13,11 +13,13 @@ import torch
 
 from trigon.build.data import NO_SOURCES
 from trigon.build.memory import count_checkpoint_bytes
-from trigon.build.memory_check import TIGHT, MemoryCounter, Remedy, can_divide_engine, find_remedies, with_options
+from trigon.build.memory_check import TIGHT, MemoryCounter, Remedy, can_divide_engine, find_remedies
 from trigon.build.memory_table import Hardware, PhaseMemory, RunMemory, format_gib
 from trigon.build.options import make_loss_terms, needs_old_logprobs, needs_reference
+from trigon.config.batch_sizes import resolve_group_size, resolve_prompts_per_step, resolve_prompts_per_update
 from trigon.config.critic import with_critic_as_actor
-from trigon.config.defaults import resolve_auto_micro_batch, resolve_weight_dtype
+from trigon.config.defaults import resolve_auto_micro_batch, resolve_val_before_train, resolve_weight_dtype
+from trigon.config.options import with_options
 from trigon.config.plan import (
     context_length,
     has_critic,
@@ -122,7 +124,7 @@ class Planner:
         self._plan = make_plan(
             # Of an unknown number of steps the warm-up may be a part.
             config if knows_steps else with_options(config, {"trainer.critic_warmup": 0}),
-            num_train_prompts=self._lengths.num_prompts or config.data.rollout_batch_size,
+            num_train_prompts=self._lengths.num_prompts or resolve_prompts_per_step(config),
         )
 
     def uncalibrated(self, *, learned_share: float) -> tuple[dict[str, float], int]:
@@ -235,8 +237,8 @@ class Planner:
         sizes = (actor.micro_batch_size_per_device_for_update, actor.micro_batch_size_per_device_for_experience)
         if not self._measures_budgets():
             return sizes[0] * longest, sizes[1] * longest
-        n = config.worker.rollout.n
-        most = max(1, -(-actor.global_batch_size * n // num_workers(config)))
+        n = resolve_group_size(config)
+        most = max(1, -(-resolve_prompts_per_update(config) * n // num_workers(config)))
         keys = ("micro_batch_size_per_device_for_update", "micro_batch_size_per_device_for_experience")
         update, score = (
             _largest(partial(self._fits, key, phase), most)
@@ -271,7 +273,7 @@ class Planner:
             return None
         ways = []
         ranks = num_samplers(self._config)
-        fitting = [parallel for parallel in (2, 4, 8, 16) if ranks % parallel == 0 and needed(parallel) <= share]
+        fitting = [size for size in self._size.tensor_parallel_sizes if ranks % size == 0 and needed(size) <= share]
         if fitting and can_divide_engine(self._config):
             ways.append(f"worker.rollout.tensor_parallel_size={fitting[0]}")
         enough = ceil(10 * needed(rollout.tensor_parallel_size) / hardware.device_bytes) / 10
@@ -323,7 +325,7 @@ class Planner:
         last = steps or 0
         every = last // trainer.val_freq if trainer.val_freq > 0 else 0
         ends_on_one = every > 0 and last % trainer.val_freq == 0
-        return int(trainer.val_before_train) + every + (0 if ends_on_one else 1)
+        return int(resolve_val_before_train(self._config)) + every + (0 if ends_on_one else 1)
 
     def _disk(self, ledger: Ledger, steps: int | None) -> Disk:
         config, all_ = self._config, self._size.all

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import ceil
 
+from trigon.config.batch_sizes import resolve_group_size
 from trigon.config.defaults import resolve_max_num_seqs, resolve_reference_dtype, resolve_weight_dtype
 from trigon.config.plan import num_samplers, num_workers, workers_per_copy
 from trigon.config.schema import Config
@@ -206,7 +207,7 @@ class Timing:
     def validation_seconds(self, num_prompts: int) -> float:
         """Return the seconds of a validation of so many prompts."""
         rollout = self._config.worker.rollout
-        sequences = num_prompts * (rollout.val_override_config.n or rollout.n)
+        sequences = num_prompts * (rollout.val_override_config.n or resolve_group_size(self._config))
         share = sequences / self._ledger.sampled
         return self._sampling_seconds(
             sequences, self._flops.prefill * num_prompts / self._ledger.sampled_prompts, self._flops.decode * share
@@ -352,7 +353,7 @@ class Timing:
         itemsize = DTYPES[rollout.dtype].itemsize
         free = rollout.gpu_memory_utilization * self._cluster.accelerator.memory_bytes
         free -= self._parameters * itemsize / parallel + 4 * 2**30
-        shared = rollout.n if rollout.enable_prefix_caching else 1
+        shared = resolve_group_size(self._config) if rollout.enable_prefix_caching else 1
         tokens = lengths.mean_prompt / shared + lengths.completion_tokens / 2
         return max(1, min(limit, int(free / (tokens * self._key_values(parallel) * itemsize))))
 

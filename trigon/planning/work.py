@@ -11,6 +11,7 @@ from math import ceil
 from typing import Any
 
 from trigon.build.options import make_loss_terms, needs_old_logprobs, needs_reference
+from trigon.config.batch_sizes import resolve_group_size
 from trigon.config.defaults import resolve_prompts_per_round
 from trigon.config.plan import Plan, num_shares
 from trigon.config.schema import Config
@@ -120,7 +121,7 @@ def make_ledger(
         keep_rate: share of the groups that online filtering keeps; unused without it.
         learned_share: share of the groups that have a gradient; see make_loss_terms.
     """
-    n = config.worker.rollout.n
+    n = resolve_group_size(config)
     sampled_prompts = plan.prompts_per_step
     if config.algorithm.online_filtering:
         per_round = resolve_prompts_per_round(config)
@@ -166,9 +167,9 @@ def _rows(config: Config, lengths: Lengths, num_groups: int, budget: int, traine
     """Return the rows of the rank that has most, and the tokens of all rows of all ranks."""
     shares = num_shares(config)
     if trainer.counting == "shared":
-        groups = lengths.groups(num_groups, config.worker.rollout.n)
+        groups = lengths.groups(num_groups, resolve_group_size(config))
     else:
-        groups = [each for each in lengths.groups(num_groups, 1) for _ in range(config.worker.rollout.n)]
+        groups = [each for each in lengths.groups(num_groups, 1) for _ in range(resolve_group_size(config))]
     most = tokens = 0
     parts = partition_balanced([_cost(group) for group in groups], shares) if shares > 1 else [range(len(groups))]
     for part in parts:

@@ -43,7 +43,7 @@ TITLES = {
 
 X_LABELS = {
     "step": "training step",
-    "tokens": "tokens trained on, prompts included",
+    "tokens": "tokens, prompts included",
     "hours": "hours",
 }
 

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from trigon.errors import DataError
 from trigon.json_files import parse_json
-from trigon.types import Completion, EncodedMedia, RolloutGroup, TokenLogprobs, TrainGroup, TrainSequence
+from trigon.types import Completion, EncodedMedia, ImageSizes, RolloutGroup, TokenLogprobs, TrainGroup, TrainSequence
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Version of the lines that are written; 1 has no field `version`."""
 
 IMAGES = "images"
@@ -64,6 +64,7 @@ class TurnRecord:
     text: what it sampled, in num_tokens tokens. reward: of the environment; None without one.
     image_files: the images of the observation, as files below the run folder; empty where images
     are not stored. images: the same as encoded files, until they are stored; not written.
+    image_sizes: (width, height) of these as the model sees them; empty in lines before version 5.
     """
 
     observation: str
@@ -72,6 +73,7 @@ class TurnRecord:
     reward: float | None = None
     image_files: tuple[str, ...] = ()
     images: tuple[bytes, ...] = ()
+    image_sizes: ImageSizes = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class RolloutRow:
     turns: of an episode; empty for a completion of one turn without observation and reward, and in
     lines before version 3.
     policy_versions: as in Completion; empty in lines before version 4.
+    image_sizes: as Prompt.image_sizes; empty in lines before version 5.
     """
 
     prompt_id: str
@@ -117,6 +120,7 @@ class RolloutRow:
     num_prompt_tokens: int = 0
     turns: tuple[TurnRecord, ...] = ()
     policy_versions: tuple[tuple[int, int], ...] = ()
+    image_sizes: ImageSizes = ()
     version: int = field(default=SCHEMA_VERSION)
 
 
@@ -159,6 +163,7 @@ def rollout_rows(
             num_prompt_tokens=len(group.prompt.token_ids),
             turns=_turns(rollout.completion),
             policy_versions=rollout.completion.policy_versions,
+            image_sizes=group.prompt.image_sizes,
         )
         for number, group in enumerate(groups)
         for sample, rollout in enumerate(group.rollouts)
@@ -170,34 +175,42 @@ def with_tokens(
     groups: Sequence[RolloutGroup],
     *,
     learned: Sequence[TrainGroup] | None,
-    scored: Sequence[Sequence[TokenLogprobs]] | None,
+    recorded: Mapping[int, Sequence[TokenLogprobs] | None],
 ) -> list[RolloutRow]:
-    """Return rows with their tokens, whose texts are still empty.
+    """Return rows, some of them with their tokens, whose texts are still empty.
 
-    rows: of these groups. learned: as in rollout_rows. scored: the trainer's outputs before the
-    update, for each rollout of each group; None: not computed.
+    rows: of these groups. learned: as in rollout_rows. recorded: by the index of a group whose
+    tokens are added, the outputs of the update for each rollout; None: not computed.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    sequences = [None] * len(rows) if learned is None else [part for group in learned for part in group.sequences]
-    outputs = [None] * len(rows) if scored is None else [each for group in scored for each in group]
-    recorded = []
-    for row, rollout, sequence, output in zip(rows, rollouts, sequences, outputs, strict=True):
-        # With several updates in a step, the loss uses the log-probabilities of the sequence.
-        old = None if output is None else output.logprobs
-        if sequence is not None and sequence.old_logprobs is not None:
-            old = sequence.old_logprobs
-        tokens = TokenRecord(
-            ids=rollout.completion.sampled_ids,
-            texts=(),
-            sampling_logprobs=_rounded(rollout.completion.sampling_logprobs),
-            advantages=_rounded(sequence.advantages.tolist()) if sequence is not None and _trains(sequence) else None,
-            old_logprobs=None if old is None else _rounded(old.tolist()),
-            entropy=None if output is None else _rounded(output.entropy.tolist()),
-            values=None if sequence is None or sequence.values is None else _rounded(sequence.values.tolist()),
-            returns=None if sequence is None or sequence.returns is None else _rounded(sequence.returns.tolist()),
-        )
-        recorded.append(replace(row, tokens=tokens))
-    return recorded
+    result = list(rows)
+    places = iter(range(len(rows)))
+    for number, group in enumerate(groups):
+        own = list(itertools.islice(places, len(group.rollouts)))
+        if number not in recorded:
+            continue
+        scored = recorded[number]
+        outputs: Sequence[TokenLogprobs | None] = [None] * len(own) if scored is None else scored
+        sequences: Sequence[TrainSequence | None] = [None] * len(own) if learned is None else learned[number].sequences
+        for place, rollout, sequence, output in zip(own, group.rollouts, sequences, outputs, strict=True):
+            result[place] = replace(rows[place], tokens=_token_record(rollout.completion, sequence, output))
+    return result
+
+
+def _token_record(completion: Completion, sequence: TrainSequence | None, output: TokenLogprobs | None) -> TokenRecord:
+    # With several updates in a step, the loss uses the log-probabilities of the sequence.
+    old = None if output is None else output.logprobs
+    if sequence is not None and sequence.old_logprobs is not None:
+        old = sequence.old_logprobs
+    return TokenRecord(
+        ids=completion.sampled_ids,
+        texts=(),
+        sampling_logprobs=_rounded(completion.sampling_logprobs),
+        advantages=_rounded(sequence.advantages.tolist()) if sequence is not None and _trains(sequence) else None,
+        old_logprobs=None if old is None else _rounded(old.tolist()),
+        entropy=None if output is None else _rounded(output.entropy.tolist()),
+        values=None if sequence is None or sequence.values is None else _rounded(sequence.values.tolist()),
+        returns=None if sequence is None or sequence.returns is None else _rounded(sequence.returns.tolist()),
+    )
 
 
 def _turns(completion: Completion) -> tuple[TurnRecord, ...]:
@@ -212,6 +225,7 @@ def _turns(completion: Completion) -> tuple[TurnRecord, ...]:
             turn.end - turn.start,
             turn.reward,
             images=tuple(itertools.islice(files, turn.num_images)),
+            image_sizes=turn.image_sizes,
         )
         for turn in completion.turns
     )
@@ -270,15 +284,26 @@ def parse_row(line: bytes, place: str) -> RolloutRow:
         known["reward"] = nan if content["reward"] is None else content["reward"]
         for name in ("images", "image_files"):
             known[name] = tuple(known.get(name, ()))
-        known["policy_versions"] = tuple((step, count) for step, count in known.get("policy_versions", ()))
+        for name in ("policy_versions", "image_sizes"):
+            known[name] = _pairs(known.get(name, ()))
         if known.get("tokens") is not None:
             known["tokens"] = TokenRecord(**known["tokens"])
-        known["turns"] = tuple(
-            TurnRecord(**{**turn, "image_files": tuple(turn["image_files"])}) for turn in known.get("turns", ())
-        )
+        known["turns"] = tuple(map(_turn, known.get("turns", ())))
         return RolloutRow(**known)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{place} is not a rollout ({type(error).__name__}: {error}): {line[:80]!r}") from error
+
+
+def _turn(fields: Mapping[str, Any]) -> TurnRecord:
+    lists = {
+        "image_files": tuple(fields["image_files"]),
+        "image_sizes": _pairs(fields.get("image_sizes", ())),
+    }
+    return TurnRecord(**{**fields, **lists})
+
+
+def _pairs(values: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((first, second) for first, second in values)
 
 
 def to_json_line(content: Mapping[str, Any]) -> bytes:

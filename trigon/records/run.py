@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from trigon.records.rollouts import RolloutFile, RolloutRow, Split, find_rollout
 
 CONFIG = "config.yaml"
 SOURCES = "local_sources.json"
+LOCK = "run.lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class RunRecord:
         return content
 
     def local_sources(self) -> dict[str, str] | None:
-        """Return the absolute paths of the models and datasets that were on the run's machine.
+        """Return the absolute paths of the data, models, code and templates on the run's machine.
 
         Keys are the texts of config.yaml, whose relative paths are of the folder in which the run
         was started. None: the run did not write them. Raises: DataError for an invalid file.
@@ -61,6 +64,26 @@ class RunRecord:
         except ValueError as error:
             raise DataError(f"{path} cannot be read: {error}") from error
         return {text: str(source) for text, source in content.items()}
+
+    def is_running(self) -> bool:
+        """Return whether a process writes to the folder now, on any machine that has it.
+
+        True where that is unknown: the file system has no locks, or the lock cannot be opened.
+        """
+        try:
+            descriptor = os.open(self.path / LOCK, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        try:
+            # Free locks are held for microseconds here, in which a run could not start.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
 
     def metrics(self) -> list[StepMetrics]:
         """Return the metrics of all steps so far. Raises: CheckpointError for an invalid line."""
@@ -98,6 +121,22 @@ def open_run(path: Path) -> RunRecord:
         names = ", ".join(str(each) for each in inside[:5])
         raise DataError(f"{path} contains {len(inside)} runs; name one of them: {names}")
     raise DataError(f"{path} is not the folder of a run: it has no {METRICS}, {CONFIG} or rollouts/")
+
+
+def find_runs(path: Path) -> list[RunRecord]:
+    """Return the run in a folder, or all runs in it and in the folders that it contains, by path.
+
+    Raises: DataError if there is no run.
+    """
+    if is_run(path) or not path.is_dir():
+        return [open_run(path)]
+    inside = sorted(each for each in path.iterdir() if each.is_dir())
+    runs = [
+        RunRecord(run)
+        for each in inside
+        for run in ([each] if is_run(each) else sorted(part for part in each.iterdir() if is_run(part)))
+    ]
+    return runs or [open_run(path)]
 
 
 def is_run(path: Path) -> bool:

@@ -165,10 +165,12 @@ def _column_types() -> dict[str, Any]:
                     ("num_tokens", integer),
                     ("reward", number),
                     ("image_files", pyarrow.list_(text)),
+                    ("image_sizes", pyarrow.list_(pyarrow.list_(integer))),
                 ]
             )
         ),
         "policy_versions": pyarrow.list_(pyarrow.list_(integer)),
+        "image_sizes": pyarrow.list_(pyarrow.list_(integer)),
         "version": integer,
     }
     names = ["step", "split", *(each.name for each in fields(RolloutRow) if each.name != "parts")]
@@ -189,7 +191,7 @@ def _flat(row: RolloutRow, *, step: int, split: Split) -> dict[str, Any]:
                 )
             case "images" | "image_files":
                 flat[each.name] = list(map(_text, value))
-            case "policy_versions":
+            case "policy_versions" | "image_sizes":
                 flat[each.name] = list(map(list, value))
             case "turns":
                 flat[each.name] = list(map(_flat_turn, value))
@@ -207,6 +209,7 @@ def _flat_turn(turn: TurnRecord) -> dict[str, Any]:
         "num_tokens": turn.num_tokens,
         "reward": turn.reward,
         "image_files": list(map(_text, turn.image_files)),
+        "image_sizes": list(map(list, turn.image_sizes)),
     }
 
 

@@ -1,4 +1,4 @@
-"""The console output of a run: progress bars, one line per step, tables and warnings.
+"""The console output of a run: progress bars, one row per step, tables and warnings.
 
 Text from models and datasets is untrusted: its control characters are shown as text, and it is
 never parsed as markup. If the output is not a terminal, progress bars become plain lines, at most
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from typing import TextIO, cast
 
 from rich.cells import cell_len
@@ -35,27 +35,64 @@ SECONDS_BEFORE_BAR = 2.0
 
 MAX_NAME_CHARACTERS = 40
 
-_SHOWN_ABOVE_ZERO = ("response_length/clip_ratio", "grader/failed", "grader/timeout", "actor/nonfinite_updates")
+ROWS_PER_HEADER = 20
+"""Steps after which the names of the columns are printed again."""
 
-# The line of a step: (label, metric keys); the value is that of the first key that the step has.
-_STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("reward", ("reward/overall", "critic/score/mean")),
-    ("accuracy", ("reward/accuracy",)),
-    ("validation accuracy", ("val/accuracy_reward",)),
-    ("validation reward", ("val/reward_score",)),
-    ("length", ("response_length/mean",)),
-    ("cut", ("response_length/clip_ratio",)),
-    ("KL", ("actor/kl_loss", "actor/kl_penalty")),
-    ("entropy", ("actor/entropy", "actor/entropy_loss")),
-    ("grad norm", ("actor/grad_norm",)),
-    ("updates skipped, not finite", ("actor/nonfinite_updates",)),
-    ("lr", ("actor/lr",)),
-    ("filter rounds", ("filter/rounds",)),
-    ("rewards failed", ("grader/failed",)),
-    ("rewards timed out", ("grader/timeout",)),
-    ("tokens/s", ("perf/throughput",)),
-    ("seconds", ("timing_s/step",)),
+SAMPLE_CHARACTERS = 240
+"""Length to which the texts of a sample that nobody asked for are cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column of the steps. keys: of metrics; the value is that of the first one that a step has.
+
+    decimals: None: as format_number. width: of its cells; larger numbers move the rest of a row.
+    """
+
+    label: str
+    width: int
+    keys: tuple[str, ...]
+    decimals: int | None = 4
+
+    def find(self, metrics: Mapping[str, float]) -> float | None:
+        """Return the value of a step, or None."""
+        return next((metrics[key] for key in self.keys if key in metrics), None)
+
+    def cell(self, metrics: Mapping[str, float]) -> str:
+        """Return the cell of a step, empty for one without a value."""
+        value = self.find(metrics)
+        if value is None:
+            return ""
+        is_tiny = 0 < abs(value) < 1e-3
+        return format_number(value) if self.decimals is None or is_tiny else f"{value:,.{self.decimals}f}"
+
+
+_COLUMNS = (
+    _Column("reward", 7, ("reward/overall", "critic/score/mean")),
+    _Column("accuracy", 8, ("reward/accuracy",)),
+    _Column("length", 7, ("response_length/mean",), 1),
+    _Column("cut", 6, ("response_length/clip_ratio",)),
+    _Column("rounds", 6, ("filter/rounds",), 0),
+    _Column("KL", 7, ("actor/kl_loss", "actor/kl_penalty")),
+    _Column("entropy", 7, ("actor/entropy", "actor/entropy_loss")),
+    _Column("grad norm", 9, ("actor/grad_norm",)),
+    _Column("lr", 7, ("actor/lr",), None),
+    _Column("tokens/s", 8, ("perf/throughput",), 0),
+    _Column("seconds", 7, ("timing_s/step",), 1),
 )
+_IMPORTANCE = (
+    *("reward", "accuracy", "length", "seconds", "cut", "rounds", "KL", "entropy", "grad norm", "tokens/s", "lr"),
+)
+"""Which columns a narrow terminal has."""
+
+_LEFT_WIDTH = 11  # 59 min 59 s
+
+_TROUBLES = (
+    ("updates skipped, not finite", "actor/nonfinite_updates"),
+    ("rewards failed", "grader/failed"),
+    ("rewards timed out", "grader/timeout"),
+)
+"""Counts that have a line of their own below a step in which they are not 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +147,9 @@ class Console:
         )
         self._progress_on = progress
         self._step_lines = step_lines
+        self._known: set[str] = set()  # labels of the columns that a step has had
+        self._header = ""
+        self._num_rows = 0  # since the header
         self._clock = clock
         self._bars = _Bars(
             TextColumn("{task.description}", markup=False),
@@ -150,24 +190,44 @@ class Console:
                 self._bars.stop()
 
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float], *, seconds_left: float | None) -> None:
-        """Print the line of a step. seconds_left: until the end of the last step, if known."""
-        if not self._step_lines:
+        """Print the row of a step, in columns as wide as the terminal; a log has all of them.
+
+        seconds_left: until the end of the last step, if known.
+        """
+        if not self._step_lines or step == 0:  # before the first step there was a validation, which is printed
             return
-        parts = [f"step {step}/{total_steps}"]
-        for label, keys in _STEP_LINE:
-            key = next((key for key in keys if key in metrics), None)
-            if key is not None and (metrics[key] or key not in _SHOWN_ABOVE_ZERO):
-                parts.append(f"{label} {format_number(metrics[key])}")
-        if seconds_left is not None and step < total_steps:
-            parts.append(f"left {format_duration(seconds_left)}")
-        lines = [parts[0]]
-        for part in parts[1:]:
-            # On a terminal a label and its number stay together. A log has one line per step.
-            if self._rich.is_terminal and len(lines[-1]) + 2 + len(part) > self._rich.width:
-                lines.append(f"    {part}")
-            else:
-                lines[-1] += f"  {part}"
-        self.print("\n".join(lines))
+        self._known |= {column.label for column in _COLUMNS if column.find(metrics) is not None}
+        steps_width = max(len("step"), 2 * len(str(total_steps)) + 1)
+        columns = self._fitting(self._width - steps_width - _LEFT_WIDTH - 2)
+        header = "  ".join(
+            ["step".rjust(steps_width), *(column.label.rjust(column.width) for column in columns), "left".rjust(11)]
+        )
+        if header != self._header or self._num_rows >= ROWS_PER_HEADER:
+            self._header, self._num_rows = header, 0
+            self._print(Text(header, style="dim"))
+        self._num_rows += 1
+        is_left = seconds_left is not None and step < total_steps
+        left = format_duration(seconds_left) if is_left and seconds_left is not None else ""
+        cells = [f"{step}/{total_steps}".rjust(steps_width)]
+        cells += [column.cell(metrics).rjust(column.width) for column in columns]
+        self.print("  ".join([*cells, left.rjust(_LEFT_WIDTH)]).rstrip())
+        for label, key in _TROUBLES:
+            if metrics.get(key, 0.0):
+                self.print(f"{'':{steps_width}}  {label}: {format_number(metrics[key])}")
+
+    @property
+    def _width(self) -> float:
+        return self._rich.width if self._rich.is_terminal else inf
+
+    def _fitting(self, width: float) -> list[_Column]:
+        """Return the most important known columns that fit, in their order."""
+        chosen: set[str] = set()
+        for label in _IMPORTANCE:
+            [column] = [each for each in _COLUMNS if each.label == label]
+            if label in self._known and column.width + 2 <= width:
+                width -= column.width + 2
+                chosen.add(label)
+        return [column for column in _COLUMNS if column.label in chosen]
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table. Columns of numbers are aligned right."""
@@ -183,11 +243,8 @@ class Console:
             table.add_row(*(Text(sanitize(cell, max_characters=500)) for cell in row))
         self._rich.print(table)
 
-    def completions(self, title: str, rows: Sequence[RolloutRow]) -> None:
-        """Print completions with prompt, ground truth and reward.
-
-        Texts are cut at 2,000 characters.
-        """
+    def completions(self, title: str, rows: Sequence[RolloutRow], *, max_characters: int = 2000) -> None:
+        """Print completions with prompt, ground truth and reward. max_characters: of each text."""
         for row in rows:
             parts = ", ".join(f"{key} {format_number(value)}" for key, value in sorted(row.parts.items()))
             self._rich.print(
@@ -202,7 +259,7 @@ class Console:
                 ("ground truth", str(row.ground_truth)),
                 ("reward", f"{format_number(row.reward)} ({sanitize(parts or row.error, max_characters=500)})"),
             ):
-                shown = sanitize(text, max_characters=2000).replace("\n", "\n" + " " * 16)
+                shown = sanitize(text, max_characters=max_characters).replace("\n", "\n" + " " * 16)
                 self._print(Text.assemble((f"  {name:<12}  ", "dim"), shown))
 
     def warn(self, text: str) -> None:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,7 @@ from types import TracebackType
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
 from trigon.records.metrics import StepMetrics
 from trigon.records.rollouts import RolloutRow, rollout_rows, with_tokens
-from trigon.report.console import Advance, Console, format_duration, format_number
+from trigon.report.console import SAMPLE_CHARACTERS, Advance, Console, format_duration, format_number
 from trigon.report.image_store import ImageStore
 from trigon.report.log_faults import LogFaults, MetricsLog
 from trigon.report.loggers.delivery import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Deliveries
@@ -55,6 +56,7 @@ class Reporter:
         loggers: Sequence[Logger] = (),
         *,
         num_devices: int = 1,
+        critic_warmup: int = 0,
         images: ImageStore | None = None,
         token_texts: Callable[[Sequence[int]], Sequence[str]] | None = None,
         watch: HangWatch | None = None,
@@ -69,6 +71,7 @@ class Reporter:
             run_folder, images=images, token_texts=token_texts, faults=self._faults, warn=self.warn
         )
         self._num_devices = num_devices
+        self._critic_warmup = critic_warmup
         self._watch = HangWatch() if watch is None else watch
         self._clock = clock
         self._step_started = clock()
@@ -196,30 +199,27 @@ class Reporter:
         groups: Sequence[RolloutGroup],
         *,
         learned: Sequence[TrainGroup] | None,
-        scored: Sequence[Sequence[TokenLogprobs]],
+        recorded: Mapping[int, Sequence[TokenLogprobs] | None],
         read_images: ReadImages,
         shown: int = 0,
     ) -> None:
         """Write the rollouts of a step into the run folder.
 
         learned: what the update learns from, for each group; None if the step ends before it.
-        scored: the trainer's outputs of the first groups, whose tokens are written too.
+        recorded: by the index of a group whose tokens are written too, the outputs of the update,
+        if it computed any.
         read_images: of the prompts. shown: number of first rollouts that the loggers get.
         """
-        rows = rollout_rows(groups, learned=learned)
-        first = groups[: len(scored)]
-        num_rows = sum(len(group.rollouts) for group in first)
-        with_values = with_tokens(
-            rows[:num_rows], first, learned=None if learned is None else learned[: len(first)], scored=scored
-        )
-        self._recorder.write(step, "train", [*with_values, *rows[num_rows:]], read_images)
+        rows = self._with_steps(rollout_rows(groups, learned=learned))
+        with_values = with_tokens(rows, groups, learned=learned, recorded=recorded)
+        self._recorder.write(step, "train", with_values, read_images)
         if shown:
             self._loggers.samples(step, "train", partial(make_samples, rows[:shown], read_images, warn=self.warn))
 
     def filtered_rollouts(self, step: int, rows: Sequence[RolloutRow], *, read_images: ReadImages) -> None:
         """Write what was sampled for a step, and no step learns from, into the run folder."""
         if rows:
-            self._recorder.write(step, "filtered", rows, read_images)
+            self._recorder.write(step, "filtered", self._with_steps(rows), read_images)
 
     def validation(
         self,
@@ -233,21 +233,40 @@ class Reporter:
     ) -> None:
         """Write the validation rollouts into the run folder, and show the first `shown` of them.
 
+        The console shows the beginning of one even if shown is 0.
         metrics: of the validation, for the console only; pass them to step() to record them.
         token_groups: number of groups whose tokens are written too. read_images: of the prompts.
         """
-        rows = rollout_rows(groups)
-        first = groups[:token_groups]
-        num_rows = sum(len(group.rollouts) for group in first)
-        recorded = [*with_tokens(rows[:num_rows], first, learned=None, scored=None), *rows[num_rows:]]
-        self._recorder.write(step, "validation", recorded, read_images)
-        shown_rows = rows[:shown]
-        if shown_rows:
-            self._console.completions(f"validation after step {step}", shown_rows)
-            make = partial(make_samples, shown_rows, read_images, warn=self.warn)
-            self._loggers.samples(step, "validation", make)
+        rows = self._with_steps(rollout_rows(groups))
+        recorded = dict.fromkeys(range(min(token_groups, len(groups))))
+        with_ids = with_tokens(rows, groups, learned=None, recorded=recorded)
+        self._recorder.write(step, "validation", with_ids, read_images)
         figures = "  ".join(f"{_short_name(key)} {format_number(value)}" for key, value in _validation_metrics(metrics))
         self._console.print(f"validation after step {step}: {len(rows)} completions  {figures}")
+        shown_rows = rows[:shown]
+        if not shown_rows:
+            self._console.completions("sample", rows[:1], max_characters=SAMPLE_CHARACTERS)
+        else:
+            self._console.completions("sample", shown_rows)
+            make = partial(make_samples, shown_rows, read_images, warn=self.warn)
+            self._loggers.samples(step, "validation", make)
+
+    def _with_steps(self, rows: Sequence[RolloutRow]) -> list[RolloutRow]:
+        """Return rows with steps instead of versions, which do not count those of a warm-up."""
+        if not self._critic_warmup:
+            return list(rows)
+
+        def step_of(version: int) -> int:
+            return version + self._critic_warmup if version > 0 else 0
+
+        return [
+            replace(
+                row,
+                policy_version=step_of(row.policy_version),
+                policy_versions=tuple((step_of(version), count) for version, count in row.policy_versions),
+            )
+            for row in rows
+        ]
 
     def flush(self) -> None:
         """Wait until all rollouts are on disk, but for those that could not be written."""
@@ -309,7 +328,7 @@ class Reporter:
             self._console.table("Time", ("phase", "time", "share"), times)
         if tokens:
             rate = format_number(tokens / all_seconds)
-            self._console.print(f"tokens trained on: {format_number(tokens)} ({rate} per second of the run)")
+            self._console.print(f"tokens, prompts included: {format_number(tokens)} ({rate} per second of the run)")
         self._console.print(f"run:      {self._folder.path}")
         self._console.print(f"metrics:  {self._folder.path / 'metrics.jsonl'}")
         self._console.print(f"rollouts: {self._folder.path / 'rollouts'}")

@@ -4,7 +4,7 @@
       config.yaml                       the resolved configuration of the last start
       earlier_configs/001.yaml ...      those of earlier starts, if they were other ones
       starts.jsonl                      one line per start: where it resumed, and what had changed
-      local_sources.json                paths of the model and the data that are not hub ids
+      local_sources.json                paths of the model, data, code and templates on the machine
       auto_micro_batch.json             measured token budgets, with trainer.auto_micro_batch
       hang_stacks.txt                   stacks of all processes, if the run hung
       skipped_rows.jsonl                rows of the datasets that are not used, if there are any
@@ -14,6 +14,7 @@
       rollouts/validation_000012.jsonl  the validation rollouts after step 12
       images/<SHA-256>.png              images of the prompts, with trainer.save_images
       mlflow.json, wandb.json           the id of the run in MLflow and W&B, with these loggers
+      mlflow/                           MLflow's files, with this logger and no tracking server
       run.lock                          locked while a run writes to the folder
       set_aside/report/ ...             reports of an earlier run, moved by one that starts anew
       global_step_12/ ...               checkpoints; see trigon/checkpoint/store.py
@@ -28,6 +29,7 @@ import fcntl
 import itertools
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -39,7 +41,7 @@ from trigon.errors import CheckpointError, ConfigError
 from trigon.json_files import read_json_object, write_json
 from trigon.records.metrics import METRICS, StepMetrics, parse_step, read_metrics
 from trigon.records.rollouts import IMAGES, RolloutRow, Split, file_name, find_rollouts, row_to_line, to_json_line
-from trigon.records.run import CONFIG, SOURCES
+from trigon.records.run import CONFIG, LOCK, SOURCES
 from trigon.system.disk import sync_to_disk
 from trigon.terminal import sanitize
 
@@ -47,17 +49,18 @@ EARLIER_CONFIGS = "earlier_configs"
 STARTS = "starts.jsonl"
 BUDGETS = "auto_micro_batch.json"
 SKIPPED_ROWS = "skipped_rows.jsonl"
-LOCK = "run.lock"
 
 
 class RunFolder:
     """The folder of a run, locked until close().
 
-    Raises: ConfigError if another run has locked it, or if it cannot be written.
+    Raises: ConfigError if another run has locked it, if it cannot be written, or if the locale has
+    no encoding for its name.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        _check_encoding(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             if not os.access(path, os.W_OK | os.X_OK):
@@ -142,7 +145,8 @@ class RunFolder:
         to it by now; OSError.
         """
         try:
-            if (self.path / LOCK).read_text(encoding="utf-8") == _holder():
+            # By the file's identity: its text may have changed, and so may the name of this host.
+            if os.path.samestat(os.fstat(self._lock), os.stat(self.path / LOCK)):
                 return None
         except FileNotFoundError:
             pass
@@ -223,6 +227,25 @@ class RunFolder:
         self.close()
 
 
+def _check_encoding(path: Path) -> None:
+    """Raise ConfigError for a name that is not ASCII in a locale that is not UTF-8.
+
+    Python cannot encode such a name, or has read its bytes as lone surrogates, which no file of a
+    run can hold.
+    """
+    encoding = sys.getfilesystemencoding()
+    if encoding == "utf-8" or str(path).isascii():
+        return
+    try:
+        os.fsencode(path)
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the run folder {str(path)!a} has characters that file names in this locale cannot have, whose "
+            f"encoding is {encoding}; set PYTHONUTF8=1 (or LC_ALL=C.UTF-8) before the start, or choose an ASCII name"
+        ) from error
+
+
 def _lock(path: Path) -> int:
     """Lock the file at path, and return its descriptor.
 
@@ -242,13 +265,8 @@ def _lock(path: Path) -> int:
         text = f"{path} cannot be locked ({error}): make sure that no other run uses this folder"
         warnings.warn(sanitize(text, max_characters=5000), stacklevel=3)
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, _holder().encode(), 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return descriptor
-
-
-def _holder() -> str:
-    """Return what a lock file of this process contains."""
-    return f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def _remove_incomplete_line(path: Path) -> None:

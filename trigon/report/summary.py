@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from trigon.config.batch_sizes import resolve_group_size
 from trigon.config.defaults import resolve_same_command
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
@@ -26,7 +27,7 @@ def describe_plan(
     num_val_prompts: None without validation. device: description of the devices. sizes: of each
     rank's shard.
     """
-    n = config.worker.rollout.n
+    n = resolve_group_size(config)
     size = sizes[0]
     per_worker = " on each worker" if len(sizes) > 1 else ""
     if config.trainer.val_only:

@@ -25,9 +25,9 @@ from trigon.rewards.calls import (
     limit_cpu,
     print_stack_after,
     results_of_list,
+    with_images,
 )
 from trigon.rewards.contract import LoadedFunction, call_legacy, check_length, limit_of_call
-from trigon.rewards.lazy_images import with_images
 
 SendResult = Callable[[str, int, Result], None]
 """Sends a result of a chunk: the chunk's id, the result's number, and the result."""

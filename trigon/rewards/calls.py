@@ -18,6 +18,7 @@ from typing import Any, assert_never
 
 from trigon.errors import RewardError
 from trigon.rewards.contract import (
+    IMAGES,
     LoadedFunction,
     RewardContract,
     WrongLength,
@@ -109,6 +110,19 @@ def failure(error: BaseException) -> Result:
         line += f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
     trace = "".join(traceback.format_exception(type(error), error, frame))
     return {"error": line, "traceback": trace[-_MAX_TRACEBACK_CHARACTERS:]}
+
+
+def with_images(reward_input: RewardInput) -> RewardInput:
+    """Return a reward_input with images in place of their paths, if it has any.
+
+    Those of the prompt, and those in the observation of each turn.
+    """
+    if IMAGES not in reward_input:
+        return reward_input
+    from trigon.images import LazyImages  # here: functions that look at no images need no Pillow
+
+    turns = [{**turn, IMAGES: LazyImages(turn[IMAGES])} for turn in reward_input["turns"]]
+    return {**reward_input, IMAGES: LazyImages(reward_input[IMAGES]), "turns": turns}
 
 
 def limit_cpu(timeout_seconds: float) -> None:

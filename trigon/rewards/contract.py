@@ -29,12 +29,21 @@ from trigon.errors import RewardError
 from trigon.json_files import dump_columns, to_plain
 from trigon.secrets import ARGUMENTS
 from trigon.suggestions import nearest
-from trigon.types import EncodedMedia, FinishReason, ReadMedia
+from trigon.types import EncodedMedia, FinishReason, ImageSizes, ReadMedia
 
 RewardContract = Literal["batch", "group", "sequential", "legacy"]
 
 IMAGES = "images"
 """The entry of a reward_input, or the argument of a legacy function, with the prompt's images."""
+
+IMAGE_SIZES = "image_sizes"
+"""The entry, or the argument, with [width, height] of each image as the model sees it."""
+
+APPLIES = "/applies"
+"""After the name of a function of several: the score 1, or 0 where it returned None.
+
+All functions of a completion have it, if one of them returned None.
+"""
 
 MAX_PARTS = 100
 """Maximum number of scores that may be returned for a completion; each becomes a metric."""
@@ -72,6 +81,7 @@ class RewardRequest:
     text of all turns, without what was observed. Empty otherwise.
     media: the images or videos of the prompt, or what reads them, for functions that look at them.
     turn_media: the same for the images in the observation of each turn; one for each of turns.
+    image_sizes: as Prompt.image_sizes.
     """
 
     response: str
@@ -83,6 +93,7 @@ class RewardRequest:
     turns: Sequence[Mapping[str, Any]] = ()
     media: EncodedMedia | ReadMedia | None = field(default=None, repr=False, compare=False)
     turn_media: Sequence[EncodedMedia | ReadMedia | None] = field(default=(), repr=False, compare=False)
+    image_sizes: ImageSizes = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,23 +114,23 @@ class LoadedFunction:
     """A reward function with its arguments bound, as reward workers call it.
 
     is_async: whether a call returns a coroutine. takes_images: whether reward inputs have images.
-    has_images_argument: whether they are an argument, of the legacy contract.
+    media_arguments: IMAGES and IMAGE_SIZES, as far as they are arguments, of the legacy contract.
     """
 
     call: Callable[..., Any]
     contract: RewardContract
     is_async: bool
     takes_images: bool = False
-    has_images_argument: bool = False
+    media_arguments: tuple[str, ...] = ()
 
 
-def turn_input(observation: str, text: str, reward: float | None) -> dict[str, Any]:
+def turn_input(observation: str, text: str, reward: float | None, image_sizes: ImageSizes = ()) -> dict[str, Any]:
     """Return a turn as a reward function gets it.
 
     observation: what the model saw before it, with one <image> for each image. text: what it wrote.
-    reward: of the environment, or None.
+    reward: of the environment, or None. image_sizes: of the observation's, as Prompt.image_sizes.
     """
-    return {"observation": observation, "text": text, "reward": reward}
+    return {"observation": observation, "text": text, "reward": reward, IMAGE_SIZES: image_sizes}
 
 
 def encode_request(request: RewardRequest, files: RequestFiles | None = None) -> tuple[str, tuple[str, ...]]:
@@ -188,15 +199,18 @@ def is_async(function: Callable[..., object]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def has_images_argument(
+def media_arguments(
     function: Callable[..., object], contract: RewardContract, kwargs: Mapping[str, Any], *, where: str
-) -> bool:
-    """Return whether a function of the legacy contract has a further argument for images."""
-    if contract != "legacy" or IMAGES in kwargs:
-        return False
-    parameters = list(_signature(function, where=where).parameters.values())[2:]
-    return any(
-        each.name == IMAGES and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) for each in parameters
+) -> tuple[str, ...]:
+    """Return the further arguments of a legacy function that are for images and their sizes."""
+    if contract != "legacy":
+        return ()
+    return tuple(
+        each.name
+        for each in list(_signature(function, where=where).parameters.values())[2:]
+        if each.name in (IMAGES, IMAGE_SIZES)
+        and each.name not in kwargs
+        and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
     )
 
 
@@ -220,7 +234,7 @@ def bind_kwargs(
     accepted = named[2 if contract == "legacy" else 1 :]
     _require_accepted(kwargs, accepted, accepts_any=accepts_any, where=where, option=option)
     positional = (None, None) if contract == "legacy" else (None,)
-    images = {IMAGES: None} if has_images_argument(function, contract, kwargs, where=where) else {}
+    images = dict.fromkeys(media_arguments(function, contract, kwargs, where=where))
     try:
         signature.bind(*positional, **kwargs, **images)
     except TypeError as error:
@@ -282,7 +296,7 @@ class WrongLength(RewardError):
 
 def call_legacy(function: LoadedFunction, reward_input: Mapping[str, Any]) -> Any:
     """Return what a function of the legacy contract returns for a completion."""
-    images = {IMAGES: reward_input[IMAGES]} if function.has_images_argument else {}
+    images = {name: reward_input[name] for name in function.media_arguments}
     return function.call(reward_input["response"], reward_input["ground_truth"], **images)
 
 

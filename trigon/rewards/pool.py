@@ -126,6 +126,12 @@ class RewardPool:
         with self._lock:
             self._contract()
 
+    def takes_images(self) -> bool:
+        """Wait as ready, and return whether the function looks at the images of prompts."""
+        with self._lock:
+            self._contract()
+            return self._takes_images
+
     def scores_groups(self) -> bool:
         """Wait as ready, and return whether all completions of a prompt are scored together."""
         with self._lock:

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, TypeVar, assert_never
 
 from trigon.errors import RewardError
-from trigon.rewards.contract import LoadedFunction, RewardContract, call_legacy, check_length, read_scores
+from trigon.rewards.contract import APPLIES, LoadedFunction, RewardContract, call_legacy, check_length, read_scores
 from trigon.rewards.load import RewardTerm
 
 LoadedTerm = tuple[RewardTerm, LoadedFunction]
@@ -28,6 +28,8 @@ def weighted_sum(terms: Sequence[LoadedTerm], *, concurrency: int) -> LoadedFunc
     these then run at the same time. Its parts are "overall", the weighted sum; by
     the name of each term its reward, without the weight; and its other parts with that name before
     them: "accuracy", "accuracy/steps".
+    A function that returns None for a completion does not apply to it: it has no part in the sum,
+    and the weights of the others are scaled so that all of them together weigh as before (APPLIES).
     concurrency: calls of async functions at a time, where a list of completions is scored.
     """
     contracts = {function.contract for _, function in terms}
@@ -61,7 +63,9 @@ def _for_one(score_all: Callable[[list[RewardInput]], list[dict[str, float]]]) -
     return lambda reward_input: score_all([reward_input])[0]
 
 
-def _sum_all(terms: Sequence[LoadedTerm], scores: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:
+def _sum_all(
+    terms: Sequence[LoadedTerm], scores: Sequence[Sequence[Mapping[str, float] | None]]
+) -> list[dict[str, float]]:
     """Return the sum for each completion. scores: of each term, for each completion."""
     return [
         _sum([(term, each) for (term, _), each in zip(terms, of_completion, strict=True)])
@@ -69,16 +73,30 @@ def _sum_all(terms: Sequence[LoadedTerm], scores: Sequence[Sequence[Mapping[str,
     ]
 
 
-def _sum(scores: Sequence[tuple[RewardTerm, Mapping[str, float]]]) -> dict[str, float]:
-    parts = {"overall": sum(term.weight * each["overall"] for term, each in scores)}
-    for term, each in scores:
+def _sum(scores: Sequence[tuple[RewardTerm, Mapping[str, float] | None]]) -> dict[str, float]:
+    """Return the weighted sum and its parts. Raises: RewardError if no function applies."""
+    applied = [(term, each) for term, each in scores if each is not None]
+    if not applied:
+        names = " and ".join(term.name for term, _ in scores)
+        raise RewardError(f"{names} returned None: no function applies to this completion; at least one must score it")
+    weight = sum(abs(term.weight) for term, _ in applied)
+    scale = sum(abs(term.weight) for term, _ in scores) / weight if weight and len(applied) < len(scores) else 1.0
+    parts = {"overall": sum(term.weight * scale * each["overall"] for term, each in applied)}
+    if len(applied) < len(scores):
+        parts |= {f"{term.name}{APPLIES}": float(each is not None) for term, each in scores}
+    for term, each in applied:
         parts[term.name] = each["overall"]
         parts |= {f"{term.name}/{part}": value for part, value in each.items() if part != "overall"}
     return parts
 
 
-def _scores(term: RewardTerm, function: LoadedFunction, reward_inputs: list[RewardInput]) -> list[dict[str, float]]:
-    """Return the scores of completions by one function. Raises: RewardError that names it."""
+def _scores(
+    term: RewardTerm, function: LoadedFunction, reward_inputs: list[RewardInput]
+) -> list[dict[str, float] | None]:
+    """Return the scores of completions by one function, None where it does not apply.
+
+    Raises: RewardError that names it.
+    """
     match function.contract:
         case "batch" | "group":
             return _read(term, check_length(function.call(reward_inputs), len(reward_inputs)))
@@ -95,7 +113,7 @@ async def _scores_async(
     function: LoadedFunction,
     reward_inputs: list[RewardInput],
     limit: AbstractAsyncContextManager[None],
-) -> list[dict[str, float]]:
+) -> list[dict[str, float] | None]:
     """Return the same where some functions are async. limit: entered for each of their calls."""
     if not function.is_async:
         return _scores(term, function, reward_inputs)
@@ -126,8 +144,8 @@ async def _gather(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [result for result in results if not isinstance(result, BaseException)]
 
 
-def _read(term: RewardTerm, returned: Sequence[object]) -> list[dict[str, float]]:
+def _read(term: RewardTerm, returned: Sequence[object]) -> list[dict[str, float] | None]:
     try:
-        return [read_scores(value) for value in returned]
+        return [None if value is None else read_scores(value) for value in returned]
     except RewardError as error:
         raise RewardError(f"{term.name} {error}") from error

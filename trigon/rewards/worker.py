@@ -34,21 +34,22 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trigon.errors import RewardError
-from trigon.rewards.calls import Result, score_chunk
+from trigon.rewards.calls import Result, score_chunk, with_images
+from trigon.rewards.confinement.supervisor import Confined
 from trigon.rewards.contract import (
+    IMAGES,
     LoadedFunction,
     bind_kwargs,
     construct,
     detect_contract,
-    has_images_argument,
     is_async,
     is_class,
+    media_arguments,
 )
-from trigon.rewards.lazy_images import with_images
 from trigon.rewards.limits import limit_resources
 from trigon.rewards.load import RewardSource, RewardTerm, load_function
 from trigon.rewards.weighted import weighted_sum
@@ -65,11 +66,8 @@ MAX_OPEN_FILES = 1024
 _STDERR = 2
 
 
-def main(channel_fd: int, used: Sequence[str], obstacle: str) -> None:
-    """Process requests until the channel closes.
-
-    used: the mechanisms that confine this process. obstacle: why it has no namespaces, or "".
-    """
+def main(channel_fd: int, confined: Confined) -> None:
+    """Process requests until the channel closes."""
     outlive_stop_signals()  # the driver, which saves first, ends this process
     limit_resources(max_file_bytes=MAX_FILE_BYTES, max_open_files=MAX_OPEN_FILES)
     os.set_inheritable(channel_fd, False)
@@ -84,7 +82,7 @@ def main(channel_fd: int, used: Sequence[str], obstacle: str) -> None:
             stream.write(json.dumps(message).encode() + b"\n")
             stream.flush()
 
-        send({"used": list(used), "obstacle": obstacle})
+        send({"used": list(confined.used), "obstacle": confined.obstacle})
         if setup := stream.readline():
             _serve(json.loads(setup), stream, send)
     os._exit(0)  # not sys.exit, which would wait for threads that the user's code has started
@@ -130,11 +128,11 @@ def _load(source: RewardSource, kwargs: Mapping[str, Any], *, option: str = ARGU
     if is_class(function):  # once for each worker, so that it can load a model or open a connection
         function, kwargs = construct(function, kwargs, where=source.where, option=option), {}
     contract = detect_contract(function, loaded.reward_type, kwargs, where=source.where)
-    images_argument = has_images_argument(function, contract, kwargs, where=source.where)
+    arguments = media_arguments(function, contract, kwargs, where=source.where)
     return LoadedFunction(
         bind_kwargs(function, contract, kwargs, where=source.where, option=option),
         contract,
         is_async=is_async(function),
-        takes_images=images_argument or loaded.takes_images,
-        has_images_argument=images_argument,
+        takes_images=IMAGES in arguments or loaded.takes_images,
+        media_arguments=arguments,
     )

@@ -211,6 +211,7 @@ def _request(prompt: Prompt, completion: Completion) -> RewardRequest:
         turns=turns,
         media=prompt.vision if isinstance(prompt.vision, EncodedMedia) else prompt.read_media,
         turn_media=_turn_media(completion) if turns else (),
+        image_sizes=prompt.image_sizes,
     )
 
 
@@ -218,7 +219,7 @@ def _turns(completion: Completion) -> list[dict[str, Any]]:
     """Return the turns of an episode as a reward function gets them; [] without (has_turns)."""
     if not completion.has_turns:
         return []
-    return [turn_input(turn.observation, turn.text, turn.reward) for turn in completion.turns]
+    return [turn_input(turn.observation, turn.text, turn.reward, turn.image_sizes) for turn in completion.turns]
 
 
 def _turn_media(completion: Completion) -> list[EncodedMedia | None]:

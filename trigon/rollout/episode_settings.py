@@ -10,6 +10,7 @@ from trigon.data.turns import TurnTemplate
 from trigon.environments.protocol import Observation
 from trigon.errors import EngineError
 from trigon.metrics import Metrics
+from trigon.names import ToolFormat
 from trigon.types import EncodedMedia, Prompt, Vision
 
 
@@ -87,6 +88,7 @@ class EpisodeSettings:
 
     environments: answer the turns. template: of the conversation. opens: whether a first
     observation follows each prompt, which then has no generation prompt.
+    tool_format: how the model writes calls of tools, with which a turn ends; None: no tools.
     max_turns: most turns of an episode. max_turn_tokens: most sampled tokens of a turn; None: no
     limit but that of the completion.
     load_pixels: processes the images of one observation; called in threads. load_prompts: returns
@@ -108,6 +110,7 @@ class EpisodeSettings:
     load_pixels: Callable[[EncodedMedia], Vision]
     load_prompts: Callable[[Sequence[Prompt]], list[Prompt]]
     max_turn_tokens: int | None = None
+    tool_format: ToolFormat | None = None
     max_episodes: int | None = None
     turn_by_turn: bool | None = None
     image_files: Callable[[Prompt], tuple[bytes, ...]] = encoded_images

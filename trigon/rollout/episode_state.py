@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from trigon.data.turns import TurnTokens
 from trigon.rollout.seeds import turn_seed
 from trigon.rollout.turns import BegunTurn, SampledTurn, TurnRequest
-from trigon.types import Completion, EncodedMedia, FinishReason, Prompt, Turn, Vision
+from trigon.types import Completion, EncodedMedia, FinishReason, ImageSizes, Prompt, Turn, Vision
 
 
 @dataclass(slots=True, eq=False)
@@ -16,9 +16,9 @@ class Episode:
 
     number: for the environments. unprocessed: the prompt with files. visions: of all tokens so far.
     token_ids, logprobs, turns, media: as in Completion, so far. observation: the text of the tokens
-    after the last turn, and num_images how many they have. asked: when the environment was asked,
-    by time.perf_counter(). begun: an unfinished completion of one turn that goes on; token_ids and
-    logprobs have its tokens.
+    after the last turn; num_images, image_sizes: of its images. asked: when the environment was
+    asked, by time.perf_counter(). begun: an unfinished completion of one turn that goes on;
+    token_ids and logprobs have its tokens.
     """
 
     number: int
@@ -34,6 +34,7 @@ class Episode:
     media: list[EncodedMedia] = field(default_factory=list)
     observation: str = ""
     num_images: int = 0
+    image_sizes: ImageSizes = ()
     asked: float = 0.0
     begun: Completion | None = None
 
@@ -48,11 +49,11 @@ class Episode:
         self.observation = tokens.text
         if tokens.media is not None:
             assert vision is not None
-            self.num_images = len(tokens.media.encoded)
+            self.num_images, self.image_sizes = len(tokens.media.encoded), tokens.image_sizes
             self.media.append(tokens.media)
             self.visions.append(vision)
 
-    def request(self, max_tokens: int) -> TurnRequest:
+    def request(self, max_tokens: int, stop: tuple[str, ...]) -> TurnRequest:
         """Return the request for the next turn."""
         turn = len(self.turns)
         return TurnRequest(
@@ -62,6 +63,7 @@ class Episode:
             visions=tuple(self.visions),
             max_tokens=max_tokens,
             seed=turn_seed(self.seed, turn),
+            stop=stop,
             begun=() if self.begun is None else self.begun.token_ids,
         )
 
@@ -70,8 +72,9 @@ class Episode:
         start = len(self.token_ids) if self.begun is None else 0
         self.token_ids += turn.token_ids
         self.logprobs += turn.logprobs
-        self.turns.append(Turn(start, len(self.token_ids), turn.text, self.observation, num_images=self.num_images))
-        self.observation, self.num_images = "", 0
+        end, images = len(self.token_ids), (self.num_images, self.image_sizes)
+        self.turns.append(Turn(start, end, turn.text, self.observation, None, *images))
+        self.observation, self.num_images, self.image_sizes = "", 0, ()
 
     def unfinished(self, sampled: BegunTurn, *, policy_version: int) -> Completion:
         """Return all tokens so far, with those that were sampled of a turn that was stopped."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
@@ -20,9 +21,11 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 
 from trigon.data.turns import TurnTemplate, TurnTokens
+from trigon.environments.calls import end_of_calls, invented_replies
 from trigon.environments.protocol import Observation
 from trigon.errors import DataError
 from trigon.metrics import Mean, Metric, Metrics, Sum, mean_of, merge
+from trigon.names import ToolFormat
 from trigon.rollout.episode_settings import EpisodeSettings, Outcome
 from trigon.rollout.episode_state import Episode, Groups
 from trigon.rollout.protocol import OnGroup, Until
@@ -45,7 +48,8 @@ class Episodes:
         settings: EpisodeSettings | None,
         *,
         decode: Callable[[Sequence[int]], str],
-        end_token_id: int,
+        to_text: Callable[[Sequence[int]], str],
+        stop_token_ids: Sequence[int],
         on_cpu: bool,
     ) -> None:
         """Keep the settings.
@@ -53,13 +57,15 @@ class Episodes:
         Args:
             settings: None: a completion is one turn, without an environment.
             decode: returns tokens as text, special tokens included, which may mark calls of tools.
-            end_token_id: the only token of an episode that failed before anything was sampled.
+            to_text: returns tokens as SampledTurn.text.
+            stop_token_ids: end a turn. The first one is the only token of an episode that failed
+                before anything was sampled.
             on_cpu: whether the engine samples on the CPU; see EpisodeSettings.turn_by_turn.
         """
         self._settings = settings
         self._media = None if settings is None else settings.media
-        self._decode = decode
-        self._end_token_id = end_token_id
+        self._decode, self._to_text = decode, to_text
+        self._stop_token_ids = tuple(stop_token_ids)
         self._turn_by_turn = on_cpu
         if settings is not None and settings.turn_by_turn is not None:
             self._turn_by_turn = settings.turn_by_turn
@@ -123,7 +129,8 @@ class Episodes:
             for so_far in [begun.get((prompt_index, sample))]
             if so_far is None or so_far.is_unfinished
         ]
-        rules = _Rules(sampling, self._turn_by_turn, self._decode, self._end_token_id, policy_version)
+        texts = (self._decode, self._to_text)
+        rules = _Rules(sampling, self._turn_by_turn, *texts, self._stop_token_ids, policy_version)
         settings = None if sampling.one_turn else self._settings
         with closing(_Run(settings, turns, episodes, groups, rules)) as run:
             run.finish(on_progress, on_group, until)
@@ -147,7 +154,8 @@ class _Rules:
     sampling: SamplingParams
     turn_by_turn: bool
     decode: Callable[[Sequence[int]], str]
-    end_token_id: int
+    to_text: Callable[[Sequence[int]], str]
+    stop_token_ids: tuple[int, ...]
     policy_version: int
 
 
@@ -185,6 +193,9 @@ class _Run:
         self._num_turns: list[int] = []  # of episodes that have ended without an error
         self._num_cut = 0
         self._num_failed = 0
+        self._num_dropped = 0  # tokens that were sampled after calls of tools
+        tool_format = None if settings is None or rules.sampling.ignore_eos else settings.tool_format
+        self._stop_texts = () if tool_format is None else invented_replies(tool_format)
         self._answer_seconds: list[float] = []
         self._idle_seconds = 0.0
         self._started = time.perf_counter()
@@ -254,6 +265,7 @@ class _Run:
         if self._settings is None:
             return {}
         metrics: dict[str, Metric] = {
+            "rollout/dropped_tokens": Sum(float(self._num_dropped)),
             "rollout/episodes_ended_by_length": Sum(float(self._num_cut)),
             "rollout/episodes_failed": Sum(float(self._num_failed)),
             "perf/environment_wait_fraction": Mean(self._idle_seconds, time.perf_counter() - self._started),
@@ -292,7 +304,7 @@ class _Run:
         limit = None if self._settings is None else self._settings.max_turn_tokens
         for episode in sorted(self._ready, key=lambda episode: episode.order):
             left = most - len(episode.token_ids)
-            request = episode.request(left if limit is None else min(left, limit))
+            request = episode.request(left if limit is None else min(left, limit), self._stop_texts)
             self._turns.submit(request)
             self._sampling[request.name] = episode
         self._ready.clear()
@@ -301,13 +313,42 @@ class _Run:
         if turn is None:  # the prompt of the episode has no completions
             self._end(episode, None)
             return
+        if self._settings is None:
+            episode.add(turn)
+            self._end(episode, turn.finish_reason)
+            return
+        turn, action = self._end_with_calls(turn, self._settings.tool_format)
         episode.add(turn)
-        if turn.finish_reason == "length" or self._settings is None:
+        if turn.finish_reason == "length":
             self._end(episode, turn.finish_reason)
             return
         self._wait_for(episode)
-        # Without the end-of-sequence token, but with others: some models mark calls of tools so.
-        self._settings.environments.step(episode.number, self._rules.decode(turn.token_ids[:-1]))
+        self._settings.environments.step(episode.number, action)
+
+    def _action(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a turn for its environment.
+
+        Without the end-of-sequence token, but with others: some models mark calls of tools so.
+        """
+        has_end = token_ids[-1] in self._rules.stop_token_ids
+        return self._rules.decode(token_ids[:-1] if has_end else token_ids)
+
+    def _end_with_calls(self, turn: SampledTurn, tool_format: ToolFormat | None) -> tuple[SampledTurn, str]:
+        """Return a turn without what was sampled after its calls of tools, and its text.
+
+        The last call keeps its last token whole. Space and an end-of-sequence token may follow.
+        """
+        action = self._action(turn.token_ids)
+        end = None if tool_format is None else end_of_calls(action, tool_format)
+        if end is None or not action[end:].strip():
+            return turn, action
+        decode, call = self._rules.decode, action[:end]
+        lengths = range(1, len(turn.token_ids) + 1)
+        kept = lengths[bisect_left(lengths, True, key=lambda length: decode(turn.token_ids[:length]).startswith(call))]
+        self._num_dropped += len(turn.token_ids) - kept
+        token_ids = turn.token_ids[:kept]
+        cut = SampledTurn(token_ids, turn.logprobs[:kept], self._rules.to_text(token_ids), "stop")
+        return cut, self._action(token_ids)
 
     def _wait_for(self, episode: Episode) -> None:
         """Note that the environment of an episode is asked."""
@@ -403,13 +444,10 @@ class _Run:
 
     def _end(self, episode: Episode, reason: FinishReason | None, *, error: str = "") -> None:
         """End an episode. reason: None if the engine failed to sample it."""
-        completion = (
-            None
-            if reason is None
-            else episode.completion(
-                reason, policy_version=self._rules.policy_version, end_token_id=self._rules.end_token_id, error=error
-            )
-        )
+        completion = None
+        if reason is not None:
+            end_token_id, version = self._rules.stop_token_ids[0], self._rules.policy_version
+            completion = episode.completion(reason, policy_version=version, end_token_id=end_token_id, error=error)
         self._groups.add(episode.prompt_index, episode.sample, completion)
         self._ended.append(episode.prompt_index)
         if self._settings is not None:

@@ -57,7 +57,11 @@ class FakeEngine(SamplesUntil):
         self._token_logprob = token_logprob
         self._tokens_per_step = tokens_per_step
         self._episodes = Episodes(
-            episodes, decode=lambda token_ids: str(tokenizer.decode(token_ids)), end_token_id=stop_token_id, on_cpu=True
+            episodes,
+            decode=lambda token_ids: str(tokenizer.decode(token_ids)),
+            to_text=self._decode,
+            stop_token_ids=(stop_token_id,),
+            on_cpu=True,
         )
         self._version: int | None = None
         self._awake = False

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trigon.algorithms.gae import explained_variance
 from trigon.metrics import Max, Mean, Metric, Min, Sum, mean_of, merge
+from trigon.rewards.contract import APPLIES
 from trigon.types import RolloutGroup
 
 
@@ -94,13 +95,14 @@ def _score_metrics(groups: Sequence[RolloutGroup], *, prefix: str) -> dict[str, 
 
 
 def _reward_metrics(groups: Sequence[RolloutGroup], *, prefix: str, suffix: str) -> dict[str, Metric]:
-    """Return the mean of each number of the reward function, over the completions that have it."""
+    """Return the mean of each number of the reward function, over the completions that have it.
+
+    Whether a function applies is over all scored completions.
+    """
+    scores = [rollout.score.parts for group in groups for rollout in group.rollouts if rollout.score.parts]
+    applies = {key: 1.0 for parts in scores for key in parts if key.endswith(APPLIES)}
     return merge(
-        *(
-            {f"{prefix}{key}{suffix}": Mean(value) for key, value in rollout.score.parts.items()}
-            for group in groups
-            for rollout in group.rollouts
-        )
+        *({f"{prefix}{key}{suffix}": Mean(value) for key, value in {**applies, **parts}.items()} for parts in scores)
     )
 
 

@@ -55,7 +55,8 @@ class TransformersEngine:
         self._episodes = Episodes(
             episodes,
             decode=partial(processors.tokenizer.decode, skip_special_tokens=False),
-            end_token_id=processors.stop_token_ids[0],
+            to_text=partial(processors.tokenizer.decode, skip_special_tokens=skip_special_tokens),
+            stop_token_ids=processors.stop_token_ids,
             on_cpu=torch.device(device).type == "cpu",
         )
         self._processors = processors
@@ -178,20 +179,35 @@ class TransformersEngine:
         tokens: list[Tensor] = []
         logprobs: list[Tensor] = []
         running = torch.ones(len(batch), dtype=torch.bool, device=self._device)
+        ends: list[int | None] = [None] * len(batch)  # of turns that a text of first.stop ended
         for index in range(first.max_tokens):
             yield
             token, logprob = draw(logits, draws[:, index], sampling, banned_token_ids=self._processors.banned_token_ids)
             tokens.append(token)
             logprobs.append(logprob)
             running &= ~torch.isin(token, stop)
+            for row in self._find_stopped(tokens, first.stop) if first.stop else ():
+                ends[row] = ends[row] or index + 1
+                running[row] = False
             if index + 1 == first.max_tokens or not running.any():
                 break
             logits = self._forward(token[:, None], completion_position_ids[:, index : index + 1], cache, ())[:, -1]
         return [
-            self._turn(ids, row_logprobs, set(stop.tolist()))
-            for ids, row_logprobs in zip(
-                torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True
+            self._turn(row_ids[:end], row_logprobs[:end], set(stop.tolist()), is_stopped=end is not None)
+            for row_ids, row_logprobs, end in zip(
+                torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist(), ends, strict=True
             )
+        ]
+
+    def _find_stopped(self, tokens: Sequence[Tensor], stop: Sequence[str]) -> list[int]:
+        """Return the rows whose last tokens have one of the texts. tokens: each [B]."""
+        # A token has at least one character of these texts.
+        window = torch.stack(list(tokens[-max(map(len, stop)) :]), 1).tolist()
+        decode = self._processors.tokenizer.decode
+        return [
+            row
+            for row, token_ids in enumerate(window)
+            if any(text in decode(token_ids, skip_special_tokens=False) for text in stop)
         ]
 
     def _positions(self, request: TurnRequest) -> Tensor:
@@ -235,14 +251,17 @@ class TransformersEngine:
         logits: Tensor = output.logits
         return logits
 
-    def _turn(self, token_ids: list[int], logprobs: list[float], stop: set[int]) -> SampledTurn:
-        """Return a row of samples, cut after its first stop token."""
+    def _turn(self, token_ids: list[int], logprobs: list[float], stop: set[int], *, is_stopped: bool) -> SampledTurn:
+        """Return a row of samples, cut after its first stop token.
+
+        is_stopped: whether it was cut at one of TurnRequest.stop.
+        """
         end = next((index + 1 for index, token in enumerate(token_ids) if token in stop), None)
         return SampledTurn(
             token_ids=tuple(token_ids[:end]),
             logprobs=tuple(logprobs[:end]),
             text=self._processors.tokenizer.decode(token_ids[:end], skip_special_tokens=self._skip_special_tokens),
-            finish_reason="length" if end is None else "stop",
+            finish_reason="length" if end is None and not is_stopped else "stop",
         )
 
 

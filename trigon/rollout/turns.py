@@ -21,6 +21,7 @@ class TurnRequest:
     visions: the images or videos whose placeholders are in token_ids, in order: the prompt's, then
     those of the observations.
     max_tokens: most tokens of the turn. seed: of its sampling.
+    stop: texts at which the turn ends, with the token that completes one of them.
     begun: the tokens of the turn that an earlier call has sampled, which are the last of token_ids.
     SampledTurn.text begins with them; its other fields, and max_tokens, are without.
     """
@@ -31,6 +32,7 @@ class TurnRequest:
     visions: tuple[Vision, ...]
     max_tokens: int
     seed: int
+    stop: tuple[str, ...] = ()
     begun: tuple[int, ...] = ()
 
     def same_context(self, other: TurnRequest) -> bool:
@@ -38,6 +40,7 @@ class TurnRequest:
         return (
             self.prompt is other.prompt
             and self.max_tokens == other.max_tokens
+            and self.stop == other.stop
             and self.token_ids == other.token_ids
             and [vision.hashes for vision in self.visions] == [vision.hashes for vision in other.visions]
         )
@@ -49,7 +52,7 @@ class SampledTurn:
 
     token_ids: at least one; the end-of-sequence token is included if it was sampled. logprobs: one
     for each, as Completion.sampling_logprobs. text: the tokens decoded. finish_reason: stop: with
-    an end-of-sequence token; length: cut at max_tokens.
+    an end-of-sequence token, or at one of TurnRequest.stop; length: cut at max_tokens.
     """
 
     token_ids: tuple[int, ...]

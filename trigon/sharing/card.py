@@ -105,7 +105,7 @@ def _introduction(facts: RunFacts) -> str:
     ]
     kind = "A LoRA adapter for" if facts.is_adapter else "A model trained from"
     return (
-        f"{kind} {base}, by reinforcement learning with [Trigon](https://pypi.org/project/trigon-rl/): "
+        f"{kind} {base}, by reinforcement learning with Trigon: "
         f"{facts.step:,} steps of {facts.value('algorithm.adv_estimator')} on {', '.join(datasets)}, with the reward "
         f"function `{facts.reward}`."
     )

@@ -23,6 +23,17 @@ def set_variables(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def let_segments_grow() -> None:
+    """Let torch's segments of GPU memory grow, unless the user has set its allocator.
+
+    Rows differ in length from pass to pass, and leave gaps in segments of fixed sizes. torch reads
+    the variable as it first allocates on a GPU, and processes inherit it. vLLM 0.32 switches the
+    setting off for its own pools.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def keep_compiled_code() -> None:
     """Set the folder of code that torch compiles, unless TORCHINDUCTOR_CACHE_DIR is set.
 

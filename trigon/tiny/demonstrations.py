@@ -16,8 +16,9 @@ from trigon.data.media_processing import MediaProcessor
 from trigon.data.prompts import PromptBuilder
 from trigon.data.turns import TurnTemplate
 from trigon.data.vision import image_processor_of
-from trigon.environments.conversion import to_observation, to_step
+from trigon.environments.conversion import to_observation, to_png, to_step
 from trigon.environments.protocol import Environment
+from trigon.images import LazyImages
 from trigon.models.load import Processors, load_processors
 from trigon.names import LearningRateSchedule, ObservationRole
 from trigon.tiny.warm_start import as_target, warm_start_folder
@@ -35,7 +36,7 @@ learned. It may look into the environment for what to write."""
 class Demonstration:
     """An episode to play: a row of the dataset, its environment, and a script.
 
-    images: of the row, as the environment gets them.
+    images: of the row, as PIL images.
     shows_tools: whether the prompt describes the tools, if there are any.
     """
 
@@ -156,7 +157,8 @@ def play(
     with ExitStack() as stack:
         if callable(close := getattr(environment, "close", None)):
             stack.callback(close)
-        returned: object = environment.reset({**demonstration.row, "images": list(demonstration.images)})
+        images = LazyImages([to_png(image) for image in demonstration.images])
+        returned: object = environment.reset({**demonstration.row, "images": images})
         for turn in range(max_turns):
             seen = to_observation(returned, role=role, max_image_pixels=_MAX_IMAGE_PIXELS)
             observed = None

@@ -51,7 +51,6 @@ def main(arguments: Sequence[str]) -> int:
     # A second thread does not speed up so small a model, and with one thread its numbers are the
     # same on every machine with the same kernels. Set before torch is imported, which reads it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # see trigon.cli.train
     with ExitStack() as stack:
         if not (made / "model").is_dir():
             tiny = [str(made), "--model-type", chosen.model_type, "--seed", str(chosen.seed)]

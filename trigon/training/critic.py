@@ -31,7 +31,7 @@ from trigon.training.settings import Placement, TrainSettings
 from trigon.training.step import idle_row, score_rows
 from trigon.training.value_step import idle_value_backward, value_backward
 from trigon.training.value_terms import ValueTerms
-from trigon.types import MicroBatch, PackedGroups, RolloutGroup, TrainGroup
+from trigon.types import MicroBatch, PackedGroups, RolloutGroup, TokenLogprobs, TrainGroup
 
 
 class LocalCriticEngine(LocalTrainEngine):
@@ -68,7 +68,8 @@ class LocalCriticEngine(LocalTrainEngine):
 
     def values(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See CriticEngine."""
-        with self._counting_apart():
+        explained = self._placement.explain_out_of_memory("values", groups, max_tokens=self._score_max_tokens)
+        with explained, self._counting_apart():
             scored = self._score(groups, max_tokens=self._score_max_tokens)
         self.offload()
         return [[_with_last(each) for each in group] for group in scored]
@@ -144,8 +145,15 @@ class LocalCriticEngine(LocalTrainEngine):
         return values
 
     def _backward(
-        self, batch: MicroBatch, denominators: Denominators, *, run_dummy_vision: bool, gradient_scale: float
+        self,
+        batch: MicroBatch,
+        denominators: Denominators,
+        *,
+        run_dummy_vision: bool,
+        gradient_scale: float,
+        on_outputs: Callable[[TokenLogprobs], None] | None = None,
     ) -> UnreadMetrics:
+        assert on_outputs is None, "a critic computes no log-probabilities"
         assert isinstance(self._terms, ValueTerms), "a critic has a value loss"
         return value_backward(
             self._values,
@@ -202,7 +210,8 @@ class LocalTrunkCritic(LocalCriticEngine):
 
     def logprobs_and_values(self, groups: Sequence[RolloutGroup]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
         """See TrunkCriticEngine."""
-        scored = self._score_with(groups, self._score_row_with_logprobs, max_tokens=self._score_max_tokens)
+        with self._placement.explain_out_of_memory("values", groups, max_tokens=self._score_max_tokens):
+            scored = self._score_with(groups, self._score_row_with_logprobs, max_tokens=self._score_max_tokens)
         logprobs = [[each[0] for each in group] for group in scored]
         return logprobs, [[_with_last(each[1:]) for each in group] for group in scored]
 

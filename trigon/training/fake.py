@@ -6,7 +6,7 @@ For tests of the loop, and for trying out a dataset and a reward function within
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -32,13 +32,6 @@ class FakeTrainEngine:
             for group in groups
         ]
 
-    def token_logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[TokenLogprobs]]:
-        """See TrainEngine. The entropy is 0.5 nats everywhere."""
-        return [
-            [TokenLogprobs(logprobs, torch.full_like(logprobs, 0.5), None) for logprobs in group]
-            for group in self.logprobs(groups)
-        ]
-
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See TrainEngine. The reference has the same log-probabilities."""
         return [[torch.zeros(rollout.completion.num_sampled) for rollout in group.rollouts] for group in groups]
@@ -53,6 +46,19 @@ class FakeTrainEngine:
             "actor/skipped_updates": Sum(0.0),
             "actor/nonfinite_updates": Sum(0.0),
         }
+
+    def step_recording(
+        self, groups: Sequence[TrainGroup], recorded: Collection[int]
+    ) -> tuple[Metrics, dict[int, list[TokenLogprobs]]]:
+        """See TrainEngine. The entropy is 0.5 nats everywhere."""
+        outputs: dict[int, list[TokenLogprobs]] = {}
+        for index in recorded:
+            lengths = [len(sequence.loss_mask) for sequence in groups[index].sequences]
+            outputs[index] = [
+                TokenLogprobs(torch.full((length,), FAKE_LOGPROB), torch.full((length,), 0.5), None)
+                for length in lengths
+            ]
+        return self.step(groups), outputs
 
     def weights(self) -> LocalWeights:
         """See TrainEngine."""

@@ -6,7 +6,7 @@ An update passes through LocalTrainEngine.step and, for each packed row, micro_b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -29,11 +29,12 @@ from trigon.training.finite import require_finite
 from trigon.training.memory import free_cached_memory
 from trigon.training.optim import make_optimizer, move_states, on_this_rank, update_bytes
 from trigon.training.protocol import SKIPPED_GRAD_NORM, LoadPixels, Sizes
+from trigon.training.recorded import RecordedOutputs
 from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
 from trigon.training.settings import Placement, TrainSettings
 from trigon.training.sizes import sizes_of
 from trigon.training.step import LossTerms, Reference, idle_backward, micro_batch_backward, to_device
-from trigon.training.update_plan import AppliedUpdate, UpdatePlan, plan_update
+from trigon.training.update_plan import AppliedUpdate, UpdatePlan, has_gradient, plan_update
 from trigon.types import LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup
 
 _OF_EACH_RANK = ("actor/vision_remembered", "critic/vision_remembered")
@@ -75,6 +76,7 @@ class LocalTrainEngine:
         self._positions = positions
         self._update_max_tokens = settings.update_max_tokens
         self._device = placement.device
+        self._placement = placement
         self._offload_params = placement.offload_params
         self._offload_optimizer = placement.offload_optimizer
         self._process_group = placement.process_group
@@ -121,12 +123,6 @@ class LocalTrainEngine:
         self._wake(optimizer=False)
         return self._scorer.logprobs(groups)
 
-    def token_logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[TokenLogprobs]]:
-        """See TrainEngine."""
-        self._wake(optimizer=False)
-        with nullcontext() if self.features is None else self.features.unchanged():
-            return self._scorer.token_logprobs(groups)
-
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See TrainEngine."""
         assert self._reference is not None, "the full KL needs a reference"
@@ -134,13 +130,26 @@ class LocalTrainEngine:
         return self._scorer.full_kl(groups, self._reference)
 
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
-        """See TrainEngine. The merged metrics of all ranks are those of the update.
+        """See TrainEngine. The merged metrics of all ranks are those of the update."""
+        return self.step_recording(groups, ())[0]
+
+    def step_recording(
+        self, groups: Sequence[TrainGroup], recorded: Collection[int]
+    ) -> tuple[Metrics, dict[int, list[TokenLogprobs]]]:
+        """See TrainEngine. recorded: of this rank's groups.
 
         The gradient is the sum over the micro-batches of all ranks; each of them divides by the
         token and sequence counts of the whole update.
         """
         if self._unchecked == "none":
             self._unchecked = "trainable"
+        learned = (group for group in groups if has_gradient(group, regularized=self._terms.regularized))
+        with self._placement.explain_out_of_memory("update", learned, max_tokens=self._update_max_tokens):
+            return self._step(groups, recorded)
+
+    def _step(
+        self, groups: Sequence[TrainGroup], recorded: Collection[int]
+    ) -> tuple[Metrics, dict[int, list[TokenLogprobs]]]:
         reference = self._full_kl_reference()
         with nullcontext() if reference is None else reference.awake():
             self._wake(optimizer=True)
@@ -153,6 +162,7 @@ class LocalTrainEngine:
                 positions=self._positions,
                 process_group=self._process_group,
             )
+            outputs = RecordedOutputs(plan, recorded)
             unread: list[UnreadMetrics] = []
             for index, run_dummy_vision in enumerate(plan.passes):
                 self._process_group.before_forward(self._policy, sync_gradients=plan.syncs_gradients(index))
@@ -165,16 +175,25 @@ class LocalTrainEngine:
                         plan.denominators,
                         run_dummy_vision=run_dummy_vision,
                         gradient_scale=float(self._process_group.size),  # FSDP averages gradients over the ranks
+                        on_outputs=outputs.receiver(index),
                     )
                 )
             [applied, *others], metrics = self._apply_update(plan, unread)
             for engine, other in zip(self._together[1:], others, strict=True):
                 metrics |= engine._loss_metrics(other, metrics)
             metrics |= self._update_metrics(plan, applied, metrics, num_groups=len(groups))
-            return metrics if self._counts_row else {key: metrics[key] for key in _OF_EACH_RANK if key in metrics}
+            if not self._counts_row:
+                metrics = {key: metrics[key] for key in _OF_EACH_RANK if key in metrics}
+            return metrics, outputs.by_group()  # read_metrics has waited for their copies
 
     def _backward(
-        self, batch: MicroBatch, denominators: Denominators, *, run_dummy_vision: bool, gradient_scale: float
+        self,
+        batch: MicroBatch,
+        denominators: Denominators,
+        *,
+        run_dummy_vision: bool,
+        gradient_scale: float,
+        on_outputs: Callable[[TokenLogprobs], None] | None = None,
     ) -> UnreadMetrics:
         return micro_batch_backward(
             self._policy,
@@ -185,6 +204,7 @@ class LocalTrainEngine:
             reference=self._full_kl_reference(),
             run_dummy_vision=run_dummy_vision,
             gradient_scale=gradient_scale,
+            on_outputs=on_outputs,
         )
 
     def _idle_backward(self, run_dummy_vision: bool) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,8 +13,35 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from trigon.errors import ConfigError
+from trigon.data.packing import longest_row
+from trigon.errors import ConfigError, DeviceMemoryError
 from trigon.system.host_memory import count_usable_bytes, read_meminfo
+from trigon.types import RolloutGroup, TrainGroup
+
+_MOST_REMEDIES = 3
+
+
+@contextmanager
+def explain_out_of_memory(
+    work: str, groups: Iterable[RolloutGroup | TrainGroup], *, max_tokens: int, remedies: Sequence[str]
+) -> Iterator[None]:
+    """Raise DeviceMemoryError if the device runs out of memory in this context.
+
+    work: what is done in it. groups: over which, packed into rows of at most max_tokens. remedies:
+    what to change, in the order to try it.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        longest = longest_row(list(groups), max_tokens=max_tokens)
+        advice = "".join(f"\n  {remedy}" for remedy in remedies[:_MOST_REMEDIES])
+        raise DeviceMemoryError(
+            # What torch adds about its own settings is no remedy here.
+            f"{str(error).partition(' If reserved but unallocated')[0]}\n"
+            f"This was during {work}, whose longest row has {longest:,} tokens"
+            f"{f'. Change, in this order:{advice}' if advice else ''}\n"
+            "docs/troubleshooting.md has an entry 'CUDA out of memory'"
+        ) from error
 
 
 class Memory(Protocol):

@@ -6,7 +6,7 @@ engine on its own device (workers, the measurement of token budgets) uses Tunabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,13 +49,6 @@ class LogprobEngine(Protocol):
 class TrainEngine(LogprobEngine, Protocol):
     """Holds the policy and its optimizer."""
 
-    def token_logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[TokenLogprobs]]:
-        """Return what logprobs does, with the entropies, for the records of a run.
-
-        The pass is counted in no metric. Its tensors are float32 [R] on the CPU; kl is None.
-        """
-        ...
-
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """Return the exact KL of policy and reference at each token, in the format of logprobs.
 
@@ -69,6 +62,17 @@ class TrainEngine(LogprobEngine, Protocol):
         An update whose gradient is not finite, or that has no trainable token, is skipped and
         counted in actor/skipped_updates; the former also in actor/nonfinite_updates, with the norm
         as SKIPPED_GRAD_NORM.
+        """
+        ...
+
+    def step_recording(
+        self, groups: Sequence[TrainGroup], recorded: Collection[int]
+    ) -> tuple[Metrics, dict[int, list[TokenLogprobs]]]:
+        """Do what step does, and also return what its forward passes computed of some groups.
+
+        recorded: indices of these groups. Returns: the metrics; and for each recorded group, by its
+        index, the outputs of its completions before the update, float32 [R] on the CPU; kl is None.
+        A group without gradient has no pass, and is left out.
         """
         ...
 

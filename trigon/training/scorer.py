@@ -55,6 +55,7 @@ class LocalScorer:
         self._compute_dtype = placement.compute_dtype
         self._offload_params = placement.offload_params
         self._process_group = process_group = placement.process_group
+        self._placement = placement
         if features is not None:
             policy.use_feature_cache(
                 features, all_reduce_max=lambda number: int(process_group.all_reduce_max([number])[0])
@@ -84,15 +85,13 @@ class LocalScorer:
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
-        return [[each.logprobs for each in group] for group in self._score(groups, against=None)]
-
-    def token_logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[TokenLogprobs]]:
-        """See TrainEngine."""
-        return self._score(groups, against=None)
+        with self._placement.explain_out_of_memory("log-probabilities", groups, max_tokens=self._max_tokens):
+            return [[each.logprobs for each in group] for group in self._score(groups, against=None)]
 
     def full_kl(self, groups: Sequence[RolloutGroup], reference: Reference) -> list[list[Tensor]]:
         """Return the KL of this policy and a reference at each token, as logprobs does."""
-        with reference.awake():
+        explained = self._placement.explain_out_of_memory("log-probabilities", groups, max_tokens=self._max_tokens)
+        with explained, reference.awake():
             scored = self._score(groups, against=reference)
         return [[each.kl for each in group if each.kl is not None] for group in scored]
 

@@ -103,6 +103,7 @@ def micro_batch_backward(
     reference: Reference | None,
     run_dummy_vision: bool,
     gradient_scale: float,
+    on_outputs: Callable[[TokenLogprobs], None] | None = None,
 ) -> UnreadMetrics:
     """Add the gradient of one micro-batch to the parameters, and return its metrics.
 
@@ -117,12 +118,15 @@ def micro_batch_backward(
         reference: required if the KL term is the full KL; None otherwise.
         run_dummy_vision: see Policy.forward.
         gradient_scale: factor of the gradient; the metrics are not scaled.
+        on_outputs: receives what the forward pass returned, which still has its gradient.
     """
     against = None if reference is None else reference.predictions(batch.packed, run_dummy_vision=run_dummy_vision)
     with precision():
         outputs, values = _pass_with_gradient(
             policy, batch.packed, terms, run_dummy_vision=run_dummy_vision, against=against
         )
+    if on_outputs is not None:
+        on_outputs(outputs)
     # Without an update since sampling, old and current log-probabilities are equal: the ratio is
     # exactly 1.
     old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs

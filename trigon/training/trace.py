@@ -1,13 +1,14 @@
-"""Profiler traces of selected training steps, for Perfetto (ui.perfetto.dev).
+"""Profiler traces of the first update of selected steps, for Perfetto (ui.perfetto.dev).
 
 The only module that depends on torch's profiler. A trace covers the calling thread and its device;
-data threads and reward workers are not in it.
+data threads and reward workers are not in it. A whole step, with every decoding step of every
+sequence, would be millions of events, which take minutes to write and all of a machine's memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,18 +46,19 @@ class LocalTracer:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        # There is one cycle only. Without acc_events torch 2.11 warns that others lose events.
-        self._profile = torch.profiler.profile(activities=activities, acc_events=True)
+        # Events are written and not analysed, which would take minutes for each million.
+        config = torch.profiler._ExperimentalConfig(trace_only=True)  # type: ignore[attr-defined]
+        self._profile = torch.profiler.profile(activities=activities, experimental_config=config)
         self._profile.start()
 
     def finish(self, step: int) -> None:
-        """See Tracer. Writes step_000003.json.gz, or step_000003.rank_1.json.gz on a worker."""
+        """See Tracer. Writes step_000003.json, or step_000003.rank_1.json on a worker."""
         assert self._profile is not None, "start() comes first"
         profile, self._profile = self._profile, None
         profile.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         suffix = "" if self._rank is None else f".rank_{self._rank}"
-        profile.export_chrome_trace(str(self._folder / f"step_{step:06d}{suffix}.json.gz"))
+        profile.export_chrome_trace(str(self._folder / f"step_{step:06d}{suffix}.json"))
 
 
 def marked(name: str) -> AbstractContextManager[object]:
@@ -64,14 +66,12 @@ def marked(name: str) -> AbstractContextManager[object]:
     return torch.profiler.record_function(name)
 
 
-def traced(steps: Iterable[int], chosen: Collection[int], tracer: Tracer) -> Iterator[int]:
-    """Yield all steps, and trace the work of the caller during each chosen one."""
-    for step in steps:
-        if step not in chosen:
-            yield step
-            continue
-        tracer.start()
-        try:
-            yield step
-        finally:  # also if the caller leaves the loop
-            tracer.finish(step)
+@contextmanager
+def traced(tracer: Tracer, step: int, name: str) -> Iterator[None]:
+    """Trace the work of this context, as a span of this name."""
+    tracer.start()
+    try:
+        with marked(name):
+            yield
+    finally:
+        tracer.finish(step)

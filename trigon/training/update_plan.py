@@ -16,12 +16,14 @@ class UpdatePlan:
     """The passes of one update on this rank.
 
     with_gradient: the groups that have a gradient. batches: these groups, packed.
+    indices: of these groups among those of the update on this rank.
     denominators: of the update, over all ranks.
     passes: for each pass that all ranks make together, whether the vision tower runs; see
     passes_in_step. At least as many as batches.
     """
 
     with_gradient: list[TrainGroup]
+    indices: list[int]
     batches: list[MicroBatch]
     denominators: Denominators
     passes: tuple[bool, ...]
@@ -71,7 +73,8 @@ def plan_update(
 
     regularized: see has_gradient. max_tokens: of a packed row.
     """
-    with_gradient = [group for group in groups if has_gradient(group, regularized=regularized)]
+    indices = [index for index, group in enumerate(groups) if has_gradient(group, regularized=regularized)]
+    with_gradient = [groups[index] for index in indices]
     batches = pack_train(with_gradient, max_tokens=max_tokens, positions=positions)
     shows_image = [bool(batch.packed.visions) for batch in batches]
     if len(with_gradient) < len(groups):
@@ -83,6 +86,7 @@ def plan_update(
             shows_image.append(had_image)
     return UpdatePlan(
         with_gradient=with_gradient,
+        indices=indices,
         batches=batches,
         denominators=denominators,
         passes=passes_in_step(shows_image, process_group),

@@ -100,6 +100,7 @@ def _state(run: ViewedRun, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any
     rows = [row for group in groups for row in group["rows"]]
     return {
         **run.state(),
+        "is_running": False,  # nothing is added to a file
         "path": run.name,  # not where it is on the machine that exports it
         "splits": {group["split"]: {} for group in groups},
         "num_not_ok": sum(row["outcome"] != "ok" for row in rows),

@@ -8,7 +8,7 @@ import stat
 from io import BytesIO
 from pathlib import Path
 
-from PIL import Image, UnidentifiedImageError
+from trigon import images
 
 _NAME = re.compile(r"images/[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 _MAX_BYTES = 256 * 2**20
@@ -53,10 +53,10 @@ def shrink(content: bytes, media_type: str, *, max_bytes: int, max_side: int) ->
     if len(content) <= max_bytes:
         return content, media_type
     try:
-        with Image.open(BytesIO(content)) as image:
-            image.thumbnail((max_side, max_side))
-            smaller = BytesIO()
-            image.convert("RGB").save(smaller, "JPEG", quality=85)
-    except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError):
+        image = images.read_image(content)
+    except images.DECODING_ERRORS:
         return content, media_type
+    image.thumbnail((max_side, max_side))
+    smaller = BytesIO()
+    image.save(smaller, "JPEG", quality=85)
     return smaller.getvalue(), "image/jpeg"

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trigon.errors import ConfigError
+from trigon.installation import install_command
 
 STATIC = Path(__file__).parent / "static"
 
@@ -25,7 +26,7 @@ def plotly_script() -> Path:
     spec = find_spec("plotly")  # not imported: only its file is needed
     places = spec.submodule_search_locations if spec is not None else None
     if not places:
-        raise ConfigError('trigon view needs the package plotly: pip install "trigon-rl[view]"')
+        raise ConfigError(f"trigon view needs the package plotly: {install_command('view')}")
     return Path(places[0]) / "package_data" / "plotly.min.js"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from trigon.errors import CheckpointError, DataError
 from trigon.records.metrics import METRICS, StepMetrics, parse_step
-from trigon.records.run import RunRecord, flatten, open_run
+from trigon.records.run import RunRecord, find_runs, flatten
 from trigon.secrets import mask
 from trigon.view.index import IndexedRun, index_path
 
@@ -112,6 +112,7 @@ class ViewedRun:
             "path": str(self.record.path),
             "metrics_version": self.metrics.version,
             "num_lines": len(self.metrics.steps),
+            "is_running": self.record.is_running(),
             "last_step": self.metrics.steps[-1].step if self.metrics.steps else None,
             "rollouts_version": progress.version,
             "num_files": progress.num_files,
@@ -133,6 +134,7 @@ class ViewedRun:
 def open_runs(paths: Sequence[Path], *, cache: Path) -> list[ViewedRun]:
     """Return the runs in folders, each once, with names that differ.
 
+    paths: of a run each, or of a folder that contains runs, of which all are returned.
     cache: folder of the indices, made if needed.
     Raises: DataError if a folder has no run, or the cache cannot be written.
     """
@@ -141,8 +143,7 @@ def open_runs(paths: Sequence[Path], *, cache: Path) -> list[ViewedRun]:
     except OSError as error:
         raise DataError(f"the folder {cache} cannot be made ({error.strerror}): choose another --cache") from error
     records: dict[Path, RunRecord] = {}
-    for path in paths:
-        record = open_run(path)
+    for record in (record for path in paths for record in find_runs(path)):
         records.setdefault(record.path.resolve(), record)
     names = _short_names(list(records))
     return [ViewedRun(record, names[path], cache) for path, record in records.items()]

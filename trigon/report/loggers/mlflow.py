@@ -1,4 +1,4 @@
-"""Logs to MLflow."""
+"""Logs to MLflow: to its tracking server, or else to files in the run folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from trigon.json_files import read_json_object, write_json
 from trigon.records.run import flatten
 from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
 from trigon.report.loggers.samples import COLUMNS, cells, image_strip
+
+STORE = "mlflow"
+"""Folder of a run's store within the run folder, without a tracking server."""
 
 
 class MLflowLogger:
@@ -30,12 +33,19 @@ class MLflowLogger:
         import mlflow
 
         self._mlflow = mlflow
+        uri, place = mlflow.get_tracking_uri(), ""
+        if not mlflow.is_tracking_uri_set() and uri.startswith("sqlite:"):
+            # MLflow's default needs a database library, which mlflow-skinny has not. Its store of
+            # files needs consent.
+            mlflow.environment_variables.MLFLOW_ALLOW_FILE_STORE.set(True)
+            store = (run.folder / STORE).resolve()
+            uri = store.as_uri()
+            place = f"; all of mlflow shows it: MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {store}"
+        server = hashlib.sha256(uri.encode()).hexdigest()  # the address may hold a password
         # A client, since mlflow.log_metrics would belong to the run of the calling thread.
-        client = self._client = mlflow.MlflowClient()
-        uri = mlflow.get_tracking_uri()
+        client = self._client = mlflow.MlflowClient(tracking_uri=uri)
         # The id in the run folder lets a resumed run continue its curves.
         record = run.folder / "mlflow.json"
-        server = hashlib.sha256(uri.encode()).hexdigest()  # the address may hold a password
         saved = read_json_object(record) if record.exists() and run.first_step != 0 else {}
         if saved.get("server_sha256") == server:
             self._run_id = saved["run_id"]
@@ -51,7 +61,7 @@ class MLflowLogger:
             parameters = [mlflow.entities.Param(key, str(value)[:500]) for key, value in flatten(run.config).items()]
             for start in range(0, len(parameters), 100):  # a server takes 100 at a time
                 client.log_batch(self._run_id, params=parameters[start : start + 100])
-        return f"run {self._run_id}"
+        return f"run {self._run_id}{place}"
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """See Logger."""

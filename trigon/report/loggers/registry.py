@@ -32,7 +32,7 @@ _METHODS = ("log_metrics", "log_samples")
 
 # What to do if a logger does not open.
 _HINTS = {
-    "mlflow": "Set MLFLOW_TRACKING_URI to a tracking server (mlflow-skinny keeps no database of its own)",
+    "mlflow": "Set MLFLOW_TRACKING_URI to a tracking server, or leave it out for a store in the run folder",
     "swanlab": "Run `swanlab login`, or set SWANLAB_API_KEY, or SWANLAB_MODE=offline",
     "tensorboard": "Set TENSORBOARD_DIR to a writable folder",
     "trackio": "Set TRACKIO_DIR to a writable folder",

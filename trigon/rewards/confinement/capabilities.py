@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from pathlib import Path
+import struct
 
 from trigon.rewards.confinement import kernel
 
@@ -28,11 +28,11 @@ _VERSION_3 = 0x20080522
 
 
 def permitted() -> int:
-    """Return the capabilities of this process, as a set of bits."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-        if line.startswith("CapPrm:"):
-            return int(line.split()[1], 16)
-    return 0
+    """Return the capabilities of this process, as a set of bits. Raises: OSError."""
+    sets = ctypes.create_string_buffer(24)  # effective, permitted, inheritable, twice
+    kernel.call("capget", struct.pack("=Ii", _VERSION_3, 0), sets)
+    _, low, _, _, high, _ = struct.unpack("=6I", sets.raw)
+    return int(low | high << 32)
 
 
 def reduce_capabilities(*, to_none: bool) -> bool:
@@ -49,8 +49,7 @@ def reduce_capabilities(*, to_none: bool) -> bool:
             with contextlib.suppress(OSError):
                 kernel.prctl(kernel.PR_CAPBSET_DROP, each)
     kernel.prctl(kernel.PR_CAP_AMBIENT, kernel.PR_CAP_AMBIENT_CLEAR_ALL)
-    header = (ctypes.c_uint32 * 2)(_VERSION_3, 0)
     low, high = kept & 0xFFFFFFFF, kept >> 32
-    sets = (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)  # effective, permitted, inheritable
-    kernel.call("capset", bytes(header), bytes(sets))
+    sets = struct.pack("=6I", low, low, 0, high, high, 0)  # effective, permitted, inheritable
+    kernel.call("capset", struct.pack("=Ii", _VERSION_3, 0), sets)
     return before != kept

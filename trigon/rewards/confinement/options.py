@@ -35,6 +35,7 @@ class Confinement:
     readable: files and folders that "strict" can read besides those that Python needs.
     writable: files and folders that "strict" can also write.
     max_memory_bytes: of resident memory, and max_processes: of a worker and all that it started.
+    runs_code: whether the worker may have code run that a model wrote; see code_server.py.
     without: mechanisms that are not used, as on a system that lacks them, for tests.
     """
 
@@ -44,12 +45,23 @@ class Confinement:
     writable: tuple[str, ...] = ()
     max_memory_bytes: int = 16 << 30
     max_processes: int = 1024
+    runs_code: bool = False
     without: tuple[Mechanism, ...] = ()
 
     @property
     def allows_network(self) -> bool:
         """Whether network connections are allowed."""
         return self.level != "strict" if self.network is None else self.network
+
+    @property
+    def code_memory_bytes(self) -> int:
+        """The part of max_memory_bytes for code that a model wrote: half of it, or nothing."""
+        return self.max_memory_bytes // 2 if self.runs_code else 0
+
+    @property
+    def worker_memory_bytes(self) -> int:
+        """The part of max_memory_bytes for the worker and what it started itself."""
+        return self.max_memory_bytes - self.code_memory_bytes
 
     def with_readable(self, folders: Iterable[str]) -> Confinement:
         """Return it with more folders that "strict" can read."""
@@ -123,6 +135,8 @@ def _lacking(confinement: Confinement, used: set[Mechanism]) -> list[str]:
             can.append("read the environment and the memory of this user's processes")
         if not {"namespaces", "signal scope"} & used:
             can.append("send signals to this user's processes, also to the one that ends what they leave behind")
+        if not {"namespaces", "seccomp"} & used:
+            can.append("change the limits and priorities of this user's processes")
         if "namespaces" not in used:
             can.append("see the command lines of all processes")
         if "seccomp" not in used:

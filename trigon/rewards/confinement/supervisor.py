@@ -1,9 +1,10 @@
 """The parent of a reward worker: confines it, watches it, and ends all that it has started.
 
     driver
-      `- supervisor    does not run the user's code
-           |- (init)   only with namespaces; see namespaces.py
-           `- worker   trigon.rewards.worker, with the user's code
+      `- supervisor         does not run the user's code
+           |- (code server) only for a worker that has code run; see code_server.py
+           |- (init)        only with namespaces; see namespaces.py
+           `- worker        trigon.rewards.worker, with the user's code
 
 The worker is a fork of this process, so that it does not take longer to start. The supervisor's
 standard input is a socket from the driver: when it closes, because the driver wants it or has ended
@@ -14,6 +15,7 @@ with the same exit code, or by the same signal. If it killed the worker, it send
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import resource
 import select
@@ -23,9 +25,12 @@ import struct
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from trigon.rewards.confinement import capabilities, kernel, landlock, namespaces, seccomp, tree
+from trigon.rewards.confinement.code_server import serve
 from trigon.rewards.confinement.options import Confinement, Mechanism
 from trigon.system.temporary import private_folder
 
@@ -44,12 +49,27 @@ MIN_ADDRESS_SPACE = 16 << 30
 Less would keep large libraries from being imported, which reserve more than they use.
 """
 
+_PACKAGE = str(Path(__file__).parents[2])  # an editable install need not be on sys.path
 _STRICT_WRITABLE = ("/dev/null", "/dev/zero", "/dev/full")
 _TASKS_PER_PROCESS = 16  # a task is a process or a thread
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
-Work = Callable[[int, list[Mechanism], str], object]
-"""Called in the worker with the channel, the mechanisms that confine it, and why others do not."""
+
+@dataclass(frozen=True, slots=True)
+class Confined:
+    """What a worker is told of how it is confined.
+
+    used: the mechanisms. obstacle: why it has no namespaces, or "". code_server: the descriptor for
+    code_server.run_code; None unless Confinement.runs_code.
+    """
+
+    used: Sequence[Mechanism]
+    obstacle: str
+    code_server: int | None = None
+
+
+Work = Callable[[int, Confined], object]
+"""Called in the worker with the descriptor of its channel to the driver."""
 
 
 def main(confinement_json: str, channel_fd: int, work: Work) -> NoReturn:
@@ -57,14 +77,17 @@ def main(confinement_json: str, channel_fd: int, work: Work) -> NoReturn:
     confinement = Confinement.from_json(confinement_json)
     driver = socket.socket(fileno=os.dup(0))
     wakeup = _watch_children()
+    code_server_pid, code_server = _start_code_server(confinement) if confinement.runs_code else (0, None)
     with _temporary_folder() if confinement.level == "strict" else contextlib.nullcontext("") as temporary:
         used, obstacle = _prepare(confinement)
         status_reader, status_writer = os.pipe()
         main_pid = os.fork()
         if main_pid == 0:
-            _become_worker(confinement, channel_fd, work, temporary, used, obstacle, status_writer)
+            _become_worker(confinement, channel_fd, code_server, work, temporary, used, obstacle, status_writer)
         os.close(status_writer)
-        reason, status = _watch(main_pid, driver, wakeup, confinement, can_list="proc" in used)
+        if code_server is not None:
+            os.close(code_server)
+        reason, status = _watch(main_pid, code_server_pid, driver, wakeup, confinement, can_list="proc" in used)
         _kill_all(main_pid, used)  # if it has ended, only what it left
         if "namespaces" in used:  # process 1 cannot end by a signal, so it has sent the worker's status
             sent = os.read(status_reader, 4)
@@ -73,6 +96,29 @@ def main(confinement_json: str, channel_fd: int, work: Work) -> NoReturn:
         with contextlib.suppress(OSError):  # the driver has ended
             driver.sendall(reason.encode())
     _end_as(status)
+
+
+def _start_code_server(confinement: Confinement) -> tuple[int, int]:
+    """Start a code server; return its process id, and the worker's end of the socket to it."""
+    server, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid != 0:
+        server.close()
+        return pid, worker_end.detach()
+    try:
+        if kernel.IS_LINUX:
+            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        _close_descriptors(server.fileno())
+        without = "namespaces" in confinement.without
+        serve(
+            server,
+            max_memory_bytes=confinement.code_memory_bytes,
+            obstacle="it needs namespaces" if without else "",
+        )
+    except BaseException:  # noqa: BLE001 - it never goes on as a second supervisor
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(1)
 
 
 def _prepare(confinement: Confinement) -> tuple[list[Mechanism], str]:
@@ -117,7 +163,13 @@ def _do_nothing(number: int, frame: object) -> None:
 
 
 def _watch(
-    main_pid: int, driver: socket.socket, wakeup: int, confinement: Confinement, *, can_list: bool
+    main_pid: int,
+    code_server_pid: int,
+    driver: socket.socket,
+    wakeup: int,
+    confinement: Confinement,
+    *,
+    can_list: bool,
 ) -> tuple[str, int]:
     """Wait until the worker has to be killed or has ended. Returns: the reason, and its status.
 
@@ -132,20 +184,26 @@ def _watch(
             return "", ended[main_pid]
         if driver.fileno() in readable:
             return "", signal.SIGKILL
-        if can_list and (reason := _exceeded(confinement)):
+        if code_server_pid in ended:
+            return "was killed, since the server of the tool python had ended", signal.SIGKILL
+        if can_list and (reason := _exceeded(confinement, code_server_pid)):
             return reason, signal.SIGKILL
 
 
-def _exceeded(confinement: Confinement) -> str:
-    """Return which limit the worker and the processes that it started exceed, or ""."""
-    pids = tree.descendants(os.getpid())
+def _exceeded(confinement: Confinement, code_server_pid: int) -> str:
+    """Return which limit the worker and the processes that it started exceed, or "".
+
+    A code server has limits of its own.
+    """
+    others = {code_server_pid, *tree.descendants(code_server_pid)} if code_server_pid else set()
+    pids = [pid for pid in tree.descendants(os.getpid()) if pid not in others]
     if len(pids) > confinement.max_processes:
         return f"had {len(pids):,} processes, and at most {confinement.max_processes:,} are allowed; it was killed"
-    used = tree.resident_bytes(pids, limit=confinement.max_memory_bytes)
-    if used > confinement.max_memory_bytes:
+    used = tree.resident_bytes(pids, limit=confinement.worker_memory_bytes)
+    if used > confinement.worker_memory_bytes:
         return (
             f"used {used / 2**30:.1f} GiB of memory with the {len(pids):,} processes that it had, and "
-            f"worker.reward.max_memory_gb allows {confinement.max_memory_bytes / 2**30:g}; it was killed"
+            f"worker.reward.max_memory_gb allows {confinement.worker_memory_bytes / 2**30:g}; it was killed"
         )
     return ""
 
@@ -175,6 +233,7 @@ def _end_as(status: int) -> NoReturn:
 def _become_worker(
     confinement: Confinement,
     channel_fd: int,
+    code_server: int | None,
     work: Work,
     temporary: str,
     used: list[Mechanism],
@@ -182,16 +241,17 @@ def _become_worker(
     status_writer: int,
 ) -> NoReturn:
     supervisor = os.getppid()  # 0 in a process namespace
+    kept = [] if code_server is None else [code_server]
     try:
         if "namespaces" in used:
             kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
             namespaces.mount_proc(_pid_outside(), private_shared_memory=confinement.level == "strict")
             worker = os.fork()
             if worker != 0:
-                _be_init(worker, channel_fd, status_writer)
+                _be_init(worker, [channel_fd, *kept], status_writer)
             supervisor = 1
         os.setsid()
-        _close_descriptors(channel_fd)
+        _close_descriptors(channel_fd, *kept)
         if not os.environ.get("CUDA_VISIBLE_DEVICES"):  # CUDA reserves addresses for all memory of host and GPUs
             _limit(resource.RLIMIT_AS, max(MIN_ADDRESS_SPACE, confinement.max_memory_bytes))
         for number in _HANDLED:
@@ -201,16 +261,17 @@ def _become_worker(
             kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != supervisor:
                 os._exit(1)  # it ended before the kernel was told
-        work(channel_fd, used, obstacle)
+        work(channel_fd, Confined(used, obstacle, code_server))
     except BaseException:  # noqa: BLE001 - a worker never goes on as a second supervisor
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(1)
 
 
-def _be_init(worker: int, channel_fd: int, status_writer: int) -> NoReturn:
+def _be_init(worker: int, not_its_own: Sequence[int], status_writer: int) -> NoReturn:
     """Be process 1 of a namespace: wait for orphans, and end with the worker."""
-    os.close(channel_fd)
+    for descriptor in not_its_own:
+        os.close(descriptor)
     while True:
         pid, status = os.wait()
         if pid == worker:
@@ -218,13 +279,14 @@ def _be_init(worker: int, channel_fd: int, status_writer: int) -> NoReturn:
             os._exit(0)
 
 
-def _close_descriptors(channel_fd: int) -> None:
-    """Leave the channel and the standard streams, with no standard input."""
+def _close_descriptors(*kept: int) -> None:
+    """Leave some descriptors and the standard streams, with no standard input."""
     signal.set_wakeup_fd(-1)
     devnull = os.open(os.devnull, os.O_RDONLY)
     os.dup2(devnull, 0)
-    os.closerange(3, channel_fd)
-    os.closerange(channel_fd + 1, channel_fd + 256)  # this process has opened few files since it started
+    ends = [2, *sorted(kept), max(kept) + 256]  # this process has opened few files since it started
+    for before, after in itertools.pairwise(ends):
+        os.closerange(before + 1, after)
 
 
 def _confine(confinement: Confinement, used: Sequence[Mechanism], temporary: str) -> list[Mechanism]:
@@ -251,12 +313,15 @@ def _confine(confinement: Confinement, used: Sequence[Mechanism], temporary: str
         if version >= landlock.SIGNAL_VERSION:
             added.append("signal scope")
     if seccomp.is_available() and "seccomp" not in confinement.without:
-        calls = list(seccomp.FORBIDDEN)
         is_strict = confinement.level == "strict"
-        if not confinement.allows_network and is_strict:
-            calls.append("socket")
+        profile = seccomp.of_worker(
+            sockets=confinement.allows_network,
+            unix_sockets=not is_strict,
+            namespaces=not is_strict,
+            is_alone="namespaces" in used,
+        )
         try:
-            seccomp.forbid(calls, sockets_but_unix=not confinement.allows_network, namespaces=is_strict)
+            seccomp.keep_only(profile)
         except OSError:  # a kernel without CONFIG_SECCOMP_FILTER, which options.lacking reports
             pass
         else:
@@ -285,7 +350,7 @@ def _limit(kind: int, limit: int) -> None:
 
 def _strict_readable(confinement: Confinement) -> list[str]:
     of_python = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(sys.executable)]
-    return [*STRICT_READABLE, *of_python, *(path for path in sys.path if path), *confinement.readable]
+    return [*STRICT_READABLE, _PACKAGE, *of_python, *(path for path in sys.path if path), *confinement.readable]
 
 
 @contextlib.contextmanager

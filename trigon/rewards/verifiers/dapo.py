@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from trigon.rewards.verifiers.equivalence import ground_truth_text
+from trigon.rewards.verifiers.notation import after_name, join_thousands
 
 REWARD_TYPE = "sequential"
 
@@ -30,7 +31,7 @@ _REPLACED = (
 )
 _REMOVED_WORDS = r"""square ways integers dollars mph inches hours km units \ldots sue points feet minutes digits cents
 degrees cm gm pounds meters meals edges students childrentickets multiples"""
-_REMOVED_TEX = r"""\text{s} \text{.} \text{}^2 \text{}^3 \text{} \mathrm{th} ^\circ ^{\circ} \; ,\! {,} " \dots"""
+_REMOVED_TEX = r"""\text{s} \text{.} \text{}^2 \text{}^3 \text{} \mathrm{th} ^\circ ^{\circ} \; " \dots"""
 _REMOVED = (*_REMOVED_WORDS.split(), *_REMOVED_TEX.split())
 
 
@@ -59,11 +60,13 @@ def compute_score(
 def accuracy_reward(response: str, ground_truth: object) -> float:
     """Return 1.0 if the last `Answer:` of the response equals the ground truth, else -1.0.
 
+    An empty answer is always wrong.
     Raises: RewardError if the ground truth is not text or a number.
     """
     truth = normalize(ground_truth_text(ground_truth))
     answers = re.findall(r"(?i)answer\s*:\s*([^\n]+)", response[-_READ_CHARACTERS:])
-    return 1.0 if answers and normalize(answers[-1]) == truth else -1.0
+    answer = normalize(answers[-1]) if answers else ""
+    return 1.0 if answer and answer == truth else -1.0
 
 
 def overlong_punishment(response_length: int, max_response_length: int, overlong_buffer_length: int) -> float:
@@ -81,17 +84,18 @@ def overlong_punishment(response_length: int, max_response_length: int, overlong
 
 def normalize(answer: str) -> str:
     r"""Return a final answer in normal form: "x = $\frac12$ km" gives "\frac{1}{2}"."""
-    answer = answer.rpartition("=")[2]
+    answer = join_thousands(after_name(answer))
     for old, new in _REPLACED:
         answer = answer.replace(old, new)
     for old in _REMOVED:
         answer = answer.replace(old, "")
-    answer = re.sub(r"^[^$]*\$([^$]*)\$.*", r"\1", answer)  # the text between the first two dollar signs
-    for command in ("text", "textbf", "overline"):
+    answer = re.sub(
+        r"^[^$]*\$([^$]*)\$[^$]*$", r"\1", answer
+    )  # the text between two dollar signs, if there are no more
+    for command in ("text", "textbf"):
         answer = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", answer)
+    answer = re.sub(r"\\overline\{([A-Za-z]+)\}", r"\1", answer)  # a segment; a repeating decimal keeps it
     answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
     answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer)
-    answer = answer.replace("$", "")
-    digits = answer.replace(",", "")
-    return digits if digits.isdigit() else answer.strip()
+    return answer.replace("$", "").strip()

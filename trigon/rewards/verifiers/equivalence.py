@@ -25,8 +25,15 @@ _MAX_INTEGER_DIGITS = 400
 _INTEGER_TOLERANCE = Decimal("1e-7")
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?")
 _FRACTION = re.compile(r"-?\d+\.?/0*[1-9]\d*\.?")
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:$|\D))")
+_SCIENTIFIC = re.compile(r"(-?)(?:(\d+\.?\d*|\.\d+)\*)?10\^\(?\+?(\d{1,3})\)?")
+_RATIO = re.compile(r"([^:=]+):([^:=]+)")
+_NAMED = re.compile(r"([^\W\d]\w?)=([^=]+)")
+_LABEL = re.compile(r"\(?([A-J])(?:[.):]\s*(.*))?", re.IGNORECASE | re.DOTALL)
+_OTHER_LABEL = re.compile(r"\b[A-J]\s*[.):]|^[A-J]$|(?:\bor\b|\band\b|[,;/&])\s*\(?[A-J]\b")
+_EMPTY = re.compile(r"\\text\s*\{\s*\}|[\s$]")
+_STYLE = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|rm|bf)(?![a-zA-Z])|\\[ ,;]|\\quad|[{}$*~]")
 _OPENING, _CLOSING = "([{", ")]}"
+_SIGNS = {True: ("+", "-"), False: ("±",)}
 
 
 def extract_boxed(response: str) -> str | None:
@@ -58,16 +65,19 @@ def ground_truth_text(ground_truth: object) -> str:
 def is_same_answer(answer: str, ground_truth: object) -> bool:
     """Return whether two final answers are equal, as text or as mathematics.
 
-    Integers and simple fractions must be written out: 2+2 is not 4, and 2/4 is not 1/2.
+    Integers and simple fractions must be written out: 2+2 is not 4, and 2/4 is not 1/2; 10^3 is
+    1000. A list without brackets has no order. An empty answer equals nothing.
     Raises: RewardError as ground_truth_text.
     """
     truth = ground_truth_text(ground_truth)
+    if not _EMPTY.sub("", answer):
+        return False
     if answer.strip() == truth.strip():
         return True
     if max(len(answer), len(truth)) > MAX_ANSWER_CHARACTERS:
         return False
     short_answer, short_truth = short_form(answer), short_form(truth)
-    if short_answer == short_truth:
+    if (short_answer and short_answer == short_truth) or _is_same_choice(answer, truth):
         return True
     try:
         if _is_same(plain_form(answer), plain_form(truth)):
@@ -78,6 +88,15 @@ def is_same_answer(answer: str, ground_truth: object) -> bool:
         return False
 
 
+def _is_same_choice(answer: str, truth: str) -> bool:
+    """Return whether one is a choice's letter, and the other this letter with a text: "B. 12"."""
+    found = [_LABEL.fullmatch(_STYLE.sub(" ", text).strip()) for text in (answer, truth)]
+    if found[0] is None or found[1] is None or found[0][1].upper() != found[1][1].upper():
+        return False
+    texts = [(match[2] or "").strip() for match in found if match is not None]
+    return not all(texts) and not any(map(_OTHER_LABEL.search, texts))
+
+
 def _is_same(answer: str, truth: str) -> bool:
     """Return whether two answers in plain form are equal. Raises: TooComplex."""
     answer, truth = (_normalize_integer(text) for text in (answer, truth))
@@ -86,9 +105,10 @@ def _is_same(answer: str, truth: str) -> bool:
     if _without_braces(answer) == _without_braces(truth):
         return True
     (answers, separators), (truths, true_separators) = _elements(answer), _elements(truth)
+    answers, truths = _without_common_name(answers, truths), _without_common_name(truths, answers)
     if separators != true_separators or (len(truths) > 1 and _brackets(answer) != _brackets(truth)):
         return False
-    if len(truths) > 1 and _brackets(truth) == "{}":
+    if len(truths) > 1 and _brackets(truth) in ("", "{}"):
         return _is_same_set(answers, truths)
     return all(map(_is_same_element, answers, truths))
 
@@ -106,8 +126,17 @@ def _is_same_set(answers: list[str], truths: list[str]) -> bool:
     return True
 
 
+def _without_common_name(elements: list[str], others: list[str]) -> list[str]:
+    """Return the elements ["1", "2"] of "x=1,x=2", if the others have no names."""
+    found = [_NAMED.fullmatch(element) for element in elements]
+    names = {match[1] if match else "" for match in found}
+    if len(elements) == 1 or len(names) > 1 or "" in names or any("=" in other for other in others):
+        return elements
+    return [match[2] for match in found if match]
+
+
 def _is_same_element(answer: str, truth: str) -> bool:
-    answer, truth = (_normalize_integer(_without_braces(text)) for text in (answer, truth))
+    answer, truth = (_normalize_integer(_without_ratio(_without_braces(text))) for text in (answer, truth))
     if answer == truth:
         return True
     if _FRACTION.fullmatch(answer) and _FRACTION.fullmatch(truth):
@@ -125,7 +154,6 @@ def _elements(text: str) -> tuple[list[str], str]:
 
     ([text], "") for other texts.
     """
-    text = _THOUSANDS.sub("", text)
     inner = text[1:-1] if _brackets(text) else text
     elements, separators, depth, start = [], "", 0, 0
     for position, character in enumerate(inner):
@@ -134,7 +162,11 @@ def _elements(text: str) -> tuple[list[str], str]:
             elements.append(inner[start:position])
             separators += character
             start = position + 1
-    return [*elements, inner[start:]], separators
+    elements.append(inner[start:])
+    if _brackets(text) in ("", "{}") and any(element.count("±") == 1 for element in elements):
+        elements = [element.replace("±", sign) for element in elements for sign in _SIGNS[element.count("±") == 1]]
+        return [element.removeprefix("+") for element in elements], "," * (len(elements) - 1)
+    return elements, separators
 
 
 def _brackets(text: str) -> str:
@@ -149,6 +181,15 @@ def _brackets(text: str) -> str:
     return ""
 
 
+def _without_ratio(text: str) -> str:
+    """Return the ratio "2:3" as "2/3"."""
+    ratio = _RATIO.fullmatch(text)
+    if ratio is None:
+        return text
+    first, second = (each if each.isdigit() else f"({each})" for each in ratio.groups())
+    return f"{first}/{second}"
+
+
 def _without_braces(text: str) -> str:
     return text.replace("{", "").replace("}", "")
 
@@ -158,8 +199,9 @@ def _is_integer(text: str) -> bool:
 
 
 def _normalize_integer(text: str) -> str:
-    """Return "1,234.0" as "1234", and text that is not an integer unchanged."""
-    number = _THOUSANDS.sub("", text)
+    """Return "1234.0" and "1.234*10^3" as "1234", and text that is not an integer unchanged."""
+    scientific = _SCIENTIFIC.fullmatch(text)
+    number = f"{scientific[1]}{scientific[2] or 1}e{scientific[3]}" if scientific else text
     if len(number) > _MAX_INTEGER_DIGITS or not _NUMBER.fullmatch(number):
         return text
     try:

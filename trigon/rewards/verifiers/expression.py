@@ -21,7 +21,7 @@ MAX_DIGITS = 200
 FUNCTIONS = ("sqrt", "root", "sin", "cos", "tan", "cot", "sec", "csc", "ln", "log", "exp")
 _TOKEN = re.compile(
     r"(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?)"
-    rf"|(?P<name>{'|'.join(FUNCTIONS)}|pi|[^\W\d_])"
+    rf"|(?P<name>{'|'.join(FUNCTIONS)}|pi|[^\W\d_][\u0300-\u036f\u20d0-\u20ff]*)"
     r"|(?P<symbol>[-+*/^()\[\]!,&_])"
 )
 _LETTERS = re.compile(r"[^\W\d_]+")
@@ -62,7 +62,7 @@ def parse(text: str) -> Node:
     position = 0
     while position < len(text):
         found = _TOKEN.match(text, position)
-        if found is None:
+        if found is None or (found["name"] and not text[position].isalpha()):  # such as ①
             raise NotAnExpression(f"the character {text[position]!r}")
         if len(tokens) == MAX_TOKENS:
             raise TooComplex(f"more than {MAX_TOKENS} numbers, names and symbols")

@@ -12,6 +12,7 @@ from typing import Any
 
 from trigon.rewards.verifiers.equivalence import is_same_answer
 from trigon.rewards.verifiers.math import weighted
+from trigon.rewards.verifiers.notation import after_name
 from trigon.rewards.verifiers.r1v import extract_answer, format_reward, strip_tags
 
 REWARD_TYPE = "sequential"
@@ -55,7 +56,7 @@ def to_latex(value: str) -> str:
 
     Examples: "∠A = 145°" gives "145", and "10√3 cm" gives "10\sqrt{3}".
     """
-    value = value.strip().rstrip(".。").translate(_SYMBOLS).rpartition("=")[2]
+    value = after_name(value.strip().rstrip(".。").translate(_SYMBOLS))
     value = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda match: f"^{{{match[0].translate(_EXPONENTS)}}}", value)
     value = re.sub(
         r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[a-z]))", lambda match: rf"\sqrt{{{match[1] or match[2]}}}", value

@@ -29,7 +29,11 @@ def tidy(response: str) -> str:
 
 
 def format_reward(response: str) -> float:
-    r"""Return 1.0 if the response starts with `<think>...</think>...\boxed{...}`, else 0.0."""
+    r"""Return 1.0 if the response starts with `<think>...</think>...\boxed{...}`, else 0.0.
+
+    The first <think> may be that of the prompt, see with_opened_thoughts.
+    """
+    response = with_opened_thoughts(response)
     position = 0
     for piece in ("<think>", "</think>", r"\boxed{", "}"):
         found = response.find(piece, position)
@@ -37,6 +41,15 @@ def format_reward(response: str) -> float:
             return 0.0
         position = found + len(piece)
     return 1.0
+
+
+def with_opened_thoughts(response: str) -> str:
+    """Return a response that closes thoughts which it has not opened, with <think> before it.
+
+    The chat templates of reasoning models, such as DeepSeek-R1's distills, end in <think>, so that
+    completions begin with the thoughts themselves.
+    """
+    return f"<think>{response}" if "</think>" in response and "<think>" not in response else response
 
 
 def accuracy_reward(response: str, ground_truth: object) -> float:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from fractions import Fraction
+from html.entities import html5
 
 from trigon.rewards.verifiers.expression import MAX_DEPTH, TooComplex
 
@@ -16,38 +18,63 @@ _UNITS = """degree cm centimeter meter mile second minute hour day week month ye
 _UNIT = rf"(?:{'|'.join(_UNITS.split())})(?:es)?s?"
 _UNIT_IN_TEXT = re.compile(rf"\\(?:text|mathrm|rm|mbox)\s*\{{[\s~]*{_UNIT}\s*\}}\s*(?:\^\s*\{{?[0-9]\}}?)?")
 _PLAIN_UNIT = re.compile(rf"{_UNIT} *(?:\^(?:[0-9]+|\{{[0-9]+\}}))?")
-_DEGREES = re.compile(r"\^ *(?:\\circ|\{ *\\circ *\})|[°º]|\\degrees?(?![a-zA-Z])")
+_DEGREES = re.compile(r"(?:\^|(?<=\d)) *(?:\\circ(?![a-zA-Z])|\{ *\\circ *\})|[°º]|\\degrees?(?![a-zA-Z])")
 _MAGNITUDES = {"million": "*10^6", "billion": "*10^9", "trillion": "*10^12"}
 
-_SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
+_SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ"
 _SUBSCRIPTS = "₀₁₂₃₄₅₆₇₈₉"
-_SCRIPT_DIGITS = str.maketrans(_SUPERSCRIPTS + _SUBSCRIPTS, "0123456789-0123456789")
+_SCRIPTS = str.maketrans(_SUPERSCRIPTS + _SUBSCRIPTS, "0123456789+-()ni0123456789")
 _CHARACTERS = str.maketrans(
     {
         **{"π": "pi", "∞": "inf", "∪": "U", "√": r"\surd ", "⁄": "/", "÷": "/"},
         **dict.fromkeys("·×⋅∙∗", "*"),
         **dict.fromkeys("−–－", "-"),
         **dict.fromkeys("△", ""),
+        **dict.fromkeys("∶", ":"),
         **dict.fromkeys("\u00a0\u2009\u202f", " "),
     }
 )
 
 _SYMBOLS = {
-    **{"pi": "pi", "infty": "inf", "cup": "U", "cap": "∩", "cdot": "*", "times": "*", "ast": "*", "div": "/"},
-    **{"le": "≤", "leq": "≤", "leqslant": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "ne": "≠", "neq": "≠"},
-    **{"lt": "<", "gt": ">", "pm": "±", "mp": "∓", "to": "→", "rightarrow": "→", "in": "∈", "notin": "∉"},
-    **{"emptyset": "∅", "varnothing": "∅", "setminus": "∖", "mid": "|", "vert": "|", "angle": "∠"},
-    **{"circ": "", "approx": "≈", "sim": "∼", "cong": "≅", "equiv": "≡", "perp": "⊥", "parallel": "∥"},
-    **{"alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "varepsilon": "ε", "theta": "θ"},
-    **{"lambda": "λ", "mu": "μ", "rho": "ρ", "sigma": "σ", "tau": "τ", "phi": "φ", "varphi": "φ", "omega": "ω"},
-    **{"Delta": "Δ", "Omega": "Ω", "Sigma": "Σ", "Phi": "Φ", "ldots": "...", "dots": "...", "cdots": "..."},
+    **{"cdot": "*", "ast": "*", "infty": "∞", "to": "→", "neq": "≠", "leqslant": "≤", "geqslant": "≥"},
+    **{"lt": "<", "gt": ">", "mid": "|", "vert": "|", "lvert": "|", "rvert": "|", "lVert": "‖", "rVert": "‖", "|": "‖"},
+    **{"land": "∧", "lor": "∨", "lnot": "¬", "neg": "¬", "exists": "∃", "implies": "⇒", "circ": "∘", "colon": ":"},
+    **{"ldots": "...", "dots": "...", "cdots": "...", "triangle": "", "deg": "deg", "sup": "sup", "epsilon": "ε"},
     **{"lbrace": "{", "rbrace": "}", "lbrack": "[", "rbrack": "]", "langle": "<", "rangle": ">"},
 }
-"""Commands of LaTeX that stand for a symbol."""
+"""Commands of LaTeX that stand for a symbol, where the entities of HTML lack it or differ."""
 
 _NAMES = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp lim max min gcd lcm det"
+_STYLES = """text textrm textbf textit textsf texttt textnormal mathrm mathbf mathit mathsf mathtt mathbb mathcal
+mathscr mathfrak mathnormal mathop operatorname boldsymbol bm pmb rm bf it sf tt mbox hbox fbox boxed emph underline
+ensuremath displaystyle textstyle scriptstyle limits nolimits left right middle big Big bigg Bigg bigl bigr Bigl Bigr
+biggl biggr Biggl Biggr small normalsize large Large huge Huge !"""
+"""Commands that change how their argument, or what follows, looks, but not what it means."""
+
+_SPACES = ("quad", "qquad", "space", "enspace", "thinspace", ",", ";", ":", " ", "\\")
+_ACCENTS = {
+    **{"vec": "\u20d7", "overrightarrow": "\u20d7", "hat": "\u0302", "widehat": "\u0302", "bar": "\u0304"},
+    **{"overline": "\u0304", "tilde": "\u0303", "widetilde": "\u0303", "dot": "\u0307", "ddot": "\u0308"},
+}
+"""Commands that mark a letter, and the combining character that does the same."""
+
+_MATRICES = ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix", "array")
 _FRACTIONS = ("frac", "dfrac", "tfrac", "cfrac")
+_BINOMIALS = ("binom", "dbinom", "tbinom")
 _TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
+
+_OR = re.compile(r"\\(?:text|mathrm|mbox|textbf|rm)\s*\{\s*(?:or|and)\s*\}|(?<= )(?:or|and)(?= )")
+_THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")
+_SEPARATED_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|, ?\\!) *(?=\d{3}(?!\d))")
+_BRACKET = re.compile(
+    r"([(\[]|\\\{|\\[lL]?(?:brace|brack|angle)(?![a-zA-Z])|[)\]]|\\\}|\\r(?:brace|brack|angle)(?![a-zA-Z]))"
+)
+_REPEATING = re.compile(
+    r"(?<![\d.])(\d*)\.(\d*)(?:\\(?:overline|bar|dot) *(?:\{ *(\d+) *\}|(\d))(?!\d*\\dot)"
+    r"|\\dot *\{? *(\d) *\}?(\d*)\\dot *\{? *(\d) *\}?)"
+)
+_MAX_REPEATING_DIGITS = 60
+_NOT_EQUIVALENT = ("<circle>", "<square>", "<fraction>", "<super>", "<sub>")  # ① is not 1, and xᵃ is not xa
 
 # A denominator without parentheses, and a number that may be the integer of a mixed number.
 _FACTOR = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]|pi|sqrt\([^()]*\)")
@@ -63,12 +90,13 @@ def short_form(answer: str) -> str:
     answer = _without_text(answer.strip())
     answer = answer.replace("\n", "").replace(r"\!", "").replace("\\\\", "\\")
     answer = answer.replace("tfrac", "frac").replace("dfrac", "frac")
-    answer = answer.replace(r"\left", "").replace(r"\right", "")
+    answer = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", answer)
     answer = answer.replace(r"^{\circ}", "").replace(r"^\circ", "").replace(r"\$", "")
     answer = without_unit(answer).replace(r"\%", "").replace("%", "")
     answer = re.sub(r"(^|[ {])\.", r"\g<1>0.", answer)
     answer = without_name(answer)
-    answer = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", answer.replace(" ", ""))
+    answer = re.sub(r"(\\[a-zA-Z]+ (?= *[a-zA-Z]))| ", r"\1", answer)  # "\mu x" keeps its space
+    answer = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", answer)
     answer = re.sub(r"\\frac([^{])([^{])", r"\\frac{\1}{\2}", answer)
     answer = re.sub(r"\\frac([^{])\{", r"\\frac{\1}{", answer)
     if answer == "0.5":
@@ -84,30 +112,58 @@ def plain_form(answer: str) -> str:
     Raises: TooComplex if braces or commands are nested too deeply.
     """
     answer = _without_text(answer)
-    answer = answer.replace(r"\%", "").replace(r"\$", "").replace("$", "").replace("%", "")
-    answer = answer.replace(" or ", " , ").replace(" and ", " , ")
+    answer = re.sub(r"(?<!\\)\\[()\[\]]|\\?[$%]", "", answer)
+    answer = _OR.sub(" , ", _joined_repeating(join_thousands(answer)))
     for word, factor in _MAGNITUDES.items():
         answer = answer.replace(word, factor)
     answer = re.sub(r"[¼-¾⅐-⅞]", lambda match: " " + unicodedata.normalize("NFKC", match[0]), answer)
-    answer = re.sub(f"[{_SUPERSCRIPTS}]+", lambda match: f"^{{{match[0].translate(_SCRIPT_DIGITS)}}}", answer)
-    answer = re.sub(f"[{_SUBSCRIPTS}]+", lambda match: f"_{{{match[0].translate(_SCRIPT_DIGITS)}}}", answer)
-    answer = _PLAIN_UNIT.sub("", _UNIT_IN_TEXT.sub("", answer))
-    answer = _DEGREES.sub("", answer).translate(_CHARACTERS)
-    answer = re.sub(r", ?\\! *", "", answer).replace("{,}", ",")
+    answer = re.sub(f"[{_SUPERSCRIPTS}]+", lambda match: f"^{{{match[0].translate(_SCRIPTS)}}}", answer)
+    answer = re.sub(f"[{_SUBSCRIPTS}]+", lambda match: f"_{{{match[0].translate(_SCRIPTS)}}}", answer)
+    answer = _PLAIN_UNIT.sub("", _UNIT_IN_TEXT.sub("", _DEGREES.sub("", answer))).translate(_CHARACTERS)
     if r"\begin" not in answer:
         answer = re.sub(r"\\\\(?=[a-zA-Z])", r"\\", answer)  # written with doubled backslashes
     if answer.startswith("{") and answer.endswith("}"):
         answer = answer[1:-1]
     answer = _LatexReader(answer).read()
     answer = re.sub(r"- +", "-", _MIXED.sub(r"\1&\2/\3", answer))
-    answer = unicodedata.normalize("NFKC", "".join(answer.split())).lower()
+    answer = _normalize_characters("".join(answer.split()))
     return answer.replace("**", "^").replace("<=", "≤").replace(">=", "≥")
 
 
+def join_thousands(answer: str) -> str:
+    r"""Return an answer without the separators of thousands: "1,234" and "1{,}234" give "1234".
+
+    Within brackets, and before a space, a comma separates elements: "(0,100)" and "1, 234" remain.
+    """
+    text, depth = "", 0
+    for piece in _BRACKET.split(_SEPARATED_THOUSANDS.sub("", answer)):
+        if _BRACKET.fullmatch(piece):
+            is_closing = piece in (")", "]", r"\}") or piece.startswith(r"\r")
+            depth = max(0, depth - 1) if is_closing else depth + 1
+        elif depth == 0:
+            piece = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), piece)
+        text += piece
+    return re.sub(r", ?\\! *", ",", text).replace("{,}", ",")
+
+
+def after_name(answer: str) -> str:
+    """Return what follows the last "=": "x = 2 + 3 = 5" gives " 5".
+
+    An answer of several equations, such as "x = 1 or x = 2", is returned unchanged.
+    """
+    before, _, value = answer.rpartition("=")
+    between = before.rpartition("=")[2] if "=" in before else ""
+    return answer if re.search(r"[,;]|\bor\b|\band\b", between) else value
+
+
 def without_unit(answer: str) -> str:
-    r"""Return an answer without the text after it: "5\text{ apples}" gives "5"."""
-    parts = answer.split(r"\text{ ")
-    return parts[0] if len(parts) == 2 else answer
+    r"""Return an answer without the text after it: "5\text{ apples}" gives "5".
+
+    "1\text{ or }2" remains: it names several values.
+    """
+    value, _, text = answer.partition(r"\text{ ")
+    is_unit = re.fullmatch(r"[^{}\d]*\}[\s.$]*(?:\^\s*\{?\d\}?)?[\s.$]*", text) is not None
+    return value if value.strip() and is_unit and not re.search(r"\b(?:or|and)\b", text) else answer
 
 
 def without_name(answer: str) -> str:
@@ -122,8 +178,44 @@ def _without_text(answer: str) -> str:
     return match[1].strip() if match else answer
 
 
+def _joined_repeating(answer: str) -> str:
+    r"""Return repeating decimals as fractions: "0.\overline{3}" gives "\frac{1}{3}"."""
+
+    def fraction(match: re.Match[str]) -> str:
+        integer, fixed = match[1] or "0", match[2]
+        repeated = match[3] or match[4] or match[5] + match[6] + match[7]
+        if len(integer) + len(fixed) + len(repeated) > _MAX_REPEATING_DIGITS:
+            return match[0]
+        value = Fraction(f"{integer}.{fixed}0") + Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(fixed))
+        return rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value)
+
+    return _REPEATING.sub(fraction, answer)
+
+
+def _normalize_characters(text: str) -> str:
+    """Return a text in lower case, with full-width digits and styled letters as plain ones.
+
+    Greek capitals remain, since Ω is not ω.
+    """
+    characters = []
+    for character in text:
+        kind = "" if character.isascii() else unicodedata.decomposition(character).partition(" ")[0]
+        if kind and kind not in _NOT_EQUIVALENT and unicodedata.category(character) != "No":
+            character = unicodedata.normalize("NFKC", character)
+        characters.append(character if "Α" <= character <= "Ω" else character.lower())
+    return unicodedata.normalize("NFC", "".join(characters))
+
+
+def _symbol(name: str) -> str:
+    """Return the character of a command, or its name in backquotes, which no expression has."""
+    if name in _SYMBOLS:
+        return _SYMBOLS[name].translate(_CHARACTERS)
+    character = html5.get(f"{name};", "")
+    return f"`{name}`" if len(character) != 1 or character.isascii() else character.translate(_CHARACTERS)
+
+
 class _LatexReader:
-    """Converts LaTeX to plain text. Commands that it does not know are omitted."""
+    """Converts LaTeX to plain text. A command that it does not know is an opaque symbol."""
 
     def __init__(self, latex: str) -> None:
         self._tokens: list[str] = _TOKEN.findall(latex)
@@ -201,13 +293,27 @@ class _LatexReader:
             if self._peek() == ".":
                 self._position += 1
             return ""
-        if name in _SYMBOLS:
-            return _SYMBOLS[name]
-        if name in _NAMES.split():
+        if name in _STYLES.split():
+            return ""
+        if name in _NAMES.split() or name in ("{", "}", "#", "&", "_"):
             return name
-        if name in ("quad", "qquad", ",", ";", ":", " ", "\\"):
+        if name.isspace() or name in _SPACES:
             return " "
-        return name if name in ("{", "}", "#", "&", "_", "|") else ""
+        if name in _BINOMIALS:
+            return f"binom({self._read_argument().strip()},{self._read_argument().strip()})"
+        if name in _ACCENTS:
+            return self._accent(name)
+        symbol = _symbol(name)
+        while symbol.startswith("`") and self._peek() == "{":
+            symbol += f"({self._read_argument().strip()})"
+        return symbol
+
+    def _accent(self, name: str) -> str:
+        r"""Return the letter with its mark; for "\overline{AB}", a segment, "AB"."""
+        argument, mark = self._read_argument().strip(), _ACCENTS[name]
+        if name == "overline" and re.fullmatch("[A-Z]{2,}", argument):
+            return argument
+        return argument + mark if len(argument) == 1 and argument.isalpha() else f"{mark}({argument})"
 
     def _root(self, *, takes_number: bool) -> str:
         """Return "sqrt(2)". takes_number: whether the argument may be a number, as in √12."""
@@ -226,7 +332,10 @@ class _LatexReader:
         return f"sqrt({argument})"
 
     def _environment(self) -> str:
-        r"""Return "[1,2;3,4]" for "{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}"."""
+        r"""Return "[1,2;3,4]" for "{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}".
+
+        Others have their name before them, as "vmatrix[1,2;3,4]".
+        """
         environment = self._read_argument()
         if environment == "array":
             self._read_argument()
@@ -237,7 +346,8 @@ class _LatexReader:
                 self._read_argument()
                 break
             text += {"&": ",", "\\\\": ";"}.get(token) or self._nested_convert(token)
-        return f"[{text}]"
+        name = "" if environment in _MATRICES else "‖" if environment == "Vmatrix" else environment
+        return f"{name}[{text}]"
 
 
 def _fraction(numerator: str, denominator: str, before: str) -> str:

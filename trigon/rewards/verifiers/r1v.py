@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from trigon.rewards.verifiers.equivalence import ground_truth_text, is_same_answer
-from trigon.rewards.verifiers.math import weighted
+from trigon.rewards.verifiers.math import weighted, with_opened_thoughts
 
 REWARD_TYPE = "sequential"
 
@@ -24,7 +24,11 @@ def compute_score(reward_input: dict[str, Any], format_weight: float = 0.5) -> d
 
 
 def format_reward(response: str) -> float:
-    """Return 1.0 if the response is `<think>...</think> <answer>...</answer>` exactly, else 0.0."""
+    """Return 1.0 if the response is `<think>...</think> <answer>...</answer>` exactly, else 0.0.
+
+    The <think> may be that of the prompt, see with_opened_thoughts.
+    """
+    response = with_opened_thoughts(response)
     if not (response.startswith(_START) and response.endswith(_END)):
         return 0.0
     return 1.0 if re.search(r"</think>\s*<answer>", response[len(_START) : -len(_END)]) else 0.0

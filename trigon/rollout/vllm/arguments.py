@@ -28,6 +28,12 @@ The completions of a group share the full blocks of their prompt, and each compu
 With vLLM's default of 128 tokens the rest is often half of the prompt, or all of it.
 """
 
+LARGEST_DEFAULT_GRAPH = 512
+"""Most sequences of vLLM's largest CUDA graph by default; more would decode without one."""
+
+GRAPH_STRIDE = 16
+"""CUDA graphs of more than 256 sequences are that far apart."""
+
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
@@ -107,6 +113,7 @@ def engine_arguments(
     on_cpu = settings.device == "cpu"
     arguments: dict[str, Any] = {
         "model": str(settings.model_folder),
+        "tokenizer": str(processors.tokenizer.name_or_path),  # that of the run, which decodes stop strings
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
         "max_num_batched_tokens": batched_tokens(settings),
@@ -135,8 +142,14 @@ def engine_arguments(
         "use_tqdm_on_load": False,
         "seed": settings.seed,
     }
+    compilation: dict[str, Any] = {}
+    if not (arguments["enforce_eager"] or arguments["max_num_seqs"] <= LARGEST_DEFAULT_GRAPH):
+        compilation["max_cudagraph_capture_size"] = -(-arguments["max_num_seqs"] // GRAPH_STRIDE) * GRAPH_STRIDE
     if not on_cpu and (settings.tensor_parallel_size or 1) > 1:
-        arguments |= _collective_arguments()
+        arguments["disable_custom_all_reduce"] = True
+        compilation |= _collective_compilation()
+    if compilation:
+        arguments["compilation_config"] = compilation
     return arguments | (_vision_arguments(settings, processors) if processors.family.has_vision else {})
 
 
@@ -188,18 +201,15 @@ def cpu_cache_bytes(settings: VllmSettings, processors: Processors) -> int:
     return min(2**30, CPU_CACHED_SEQUENCES * (settings.max_model_len + CPU_BLOCK_TOKENS) * token_bytes)
 
 
-def _collective_arguments() -> dict[str, Any]:
-    """Return the arguments of several ranks that share a model: all collectives are NCCL's.
+def _collective_compilation() -> dict[str, Any]:
+    """Return how vLLM compiles for several ranks that share a model: all collectives are NCCL's.
 
-    vLLM's own all-reduce, and FlashInfer's fused one, open the memory of the other ranks' GPUs by
-    device number. Each worker sees only its own GPU (Ray sets CUDA_VISIBLE_DEVICES), so that vLLM
-    0.32 fails at its start with an IndexError. The environment variables in process.py switch off
-    the others.
+    vLLM's own all-reduce (disable_custom_all_reduce), and FlashInfer's fused one, open the memory
+    of the other ranks' GPUs by device number. Each worker sees only its own GPU (Ray sets
+    CUDA_VISIBLE_DEVICES), so that vLLM 0.32 fails at its start with an IndexError. The environment
+    variables in process.py switch off the others.
     """
-    return {
-        "disable_custom_all_reduce": True,
-        "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
-    }
+    return {"pass_config": {"fuse_allreduce_rms": False}}
 
 
 def _vision_arguments(settings: VllmSettings, processors: Processors) -> dict[str, Any]:
@@ -208,7 +218,10 @@ def _vision_arguments(settings: VllmSettings, processors: Processors) -> dict[st
     # The largest image, by which vLLM sizes its encoder cache. It never processes an image itself.
     processor_arguments: dict[str, Any] = {}
     if not processors.family.tiles:
-        processor_arguments = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+        # No larger than a prompt has room for: published limits are up to 16,384 tokens.
+        side = processors.image_processor.patch_size * processors.image_processor.merge_size
+        largest = max(size["shortest_edge"], min(size["longest_edge"], settings.max_model_len * side**2))
+        processor_arguments = {"min_pixels": size["shortest_edge"], "max_pixels": largest}
     image_limit = {"image": settings.limit_images} if settings.limit_images else {}
     return {
         # vLLM plans its memory with the number of videos, and still accepts a prompt with more.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -59,7 +60,8 @@ class VllmEngine(SamplesUntil):
         self._episodes = Episodes(
             episodes,
             decode=partial(processors.tokenizer.decode, skip_special_tokens=False),
-            end_token_id=processors.stop_token_ids[0],
+            to_text=partial(processors.tokenizer.decode, skip_special_tokens=settings.skip_special_tokens),
+            stop_token_ids=processors.stop_token_ids,
             on_cpu=settings.device == "cpu",
         )
         self._processors = processors
@@ -111,6 +113,11 @@ class VllmEngine(SamplesUntil):
         self._unusable_because = "it could not be started anew"
         self._state = SleepingState(())
         is_frozen = gc.get_freeze_count() > 0
+        if self._llm_engine is not None:
+            try:
+                self._wake_to_stop()
+            except RuntimeError as error:
+                raise RolloutError(f"vLLM cannot be woken up to be replaced: {error}") from error
         stopped, self._llm_engine = self._llm_engine, None
         if stopped is not None:
             stop_llm_engine(stopped)
@@ -261,6 +268,10 @@ class VllmEngine(SamplesUntil):
             self._state = SleepingState(())
             # Not public in 0.32: LLMEngine itself shuts down only when it is garbage-collected.
             if self._llm_engine is not None:
+                try:
+                    self._wake_to_stop()
+                except RuntimeError as error:  # the trainer has the memory, which ends with this process
+                    warnings.warn(f"vLLM is closed while it sleeps, since it cannot wake up: {error}", stacklevel=2)
                 self._llm_engine.engine_core.shutdown()
             self._llm_engine = None
             self._resources.close()
@@ -279,6 +290,15 @@ class VllmEngine(SamplesUntil):
             self._unusable_because = "it failed while it sampled"
             raise RolloutError(f"vLLM failed while it sampled: {type(error).__name__}: {error}") from error
         return outputs
+
+    def _wake_to_stop(self) -> None:
+        """Give memory back to an engine that sleeps: vLLM 0.32 fails to free what it does not hold.
+
+        Raises: RuntimeError if there is too little.
+        """
+        if self._settings.frees_memory and not self._awake:
+            for tag in ("weights", "kv_cache"):
+                self._llm_engine.wake_up([tag])
 
     def _wake_up(self, tag: Literal["weights", "kv_cache"]) -> None:
         try:

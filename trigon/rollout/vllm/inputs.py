@@ -168,8 +168,13 @@ def placeholder_ranges(
     return ranges
 
 
-def vllm_sampling_params(sampling: SamplingParams, processors: Processors, *, max_tokens: int, seed: int) -> Any:
-    """Return the vllm.SamplingParams of one request, which samples one turn."""
+def vllm_sampling_params(
+    sampling: SamplingParams, processors: Processors, *, max_tokens: int, seed: int, stop: Sequence[str] = ()
+) -> Any:
+    """Return the vllm.SamplingParams of one request, which samples one turn.
+
+    stop: as in TurnRequest; vLLM decodes tokens only to find these.
+    """
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
@@ -189,7 +194,11 @@ def vllm_sampling_params(sampling: SamplingParams, processors: Processors, *, ma
         logit_bias=dict.fromkeys(processors.banned_token_ids, float("-inf")),
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,
-        detokenize=False,
+        detokenize=bool(stop),
+        stop=list(stop),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
         skip_clone=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

@@ -5,6 +5,7 @@ Sets vLLM's environment variables, and restores what starting vLLM changes in it
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import logging
@@ -12,7 +13,7 @@ import os
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -25,6 +26,8 @@ from trigon.names import DeviceType
 from trigon.rollout.vllm.arguments import ModelRunner
 from trigon.rollout.vllm.shared_memory import private_segments
 from trigon.torchvision_stub import declare_operators
+
+_TORCH_LOGS_ERRORS = 2  # c10's number of the level
 
 DEFAULT_LEVEL_ON_GPU = "WARNING"
 """VLLM_LOGGING_LEVEL on a GPU, unless it is set."""
@@ -123,6 +126,18 @@ def private_store(folder: Path) -> Iterator[None]:
         uniproc_executor.get_file_store_init_method = original
 
 
+def _quiet_torch() -> None:
+    """Let torch's C++ code log errors only, unless TORCH_CPP_LOG_LEVEL is set.
+
+    vLLM's C++ code notes on which NUMA node its memory is, in the middle of a progress bar. Torch
+    reads the variable as it is imported, which may be long ago, as in a notebook.
+    """
+    if os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR") == "ERROR":
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        with suppress(ValueError):  # a torch without this variable: the notes are shown
+            ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = _TORCH_LOGS_ERRORS
+
+
 def quiet_loggers() -> None:
     """Turn off the warnings of _QUIET_ON_GPU at the default level.
 
@@ -165,6 +180,7 @@ def import_vllm(device: DeviceType) -> Any:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     match device:
         case "cpu":
+            _quiet_torch()
             # Without it vLLM pins the trainer's threads to cores as well.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             # Each reload warns about a tied head, which weights.py packs again; each start about

@@ -137,7 +137,9 @@ class VllmTurns:
         if self._last is None or not turn.same_context(self._last[0]):
             name = turn.prompt.prompt_id
             self._last = turn, engine_input(name, turn.token_ids, turn.visions, self._processors)
-        params = vllm_sampling_params(self._sampling, self._processors, max_tokens=turn.max_tokens, seed=turn.seed)
+        params = vllm_sampling_params(
+            self._sampling, self._processors, max_tokens=turn.max_tokens, seed=turn.seed, stop=turn.stop
+        )
         self._pending[attempt.name] = attempt
         self._llm_engine.add_request(attempt.name, self._last[1], params)
 

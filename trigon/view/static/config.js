@@ -1,6 +1,6 @@
 // The configurations of the runs, side by side.
 
-import { h, visible } from "./dom.js";
+import { fill, h, visible } from "./dom.js";
 import { number } from "./format.js";
 import { fetchConfig } from "./source.js";
 import { shared } from "./state.js";
@@ -27,7 +27,7 @@ export function configView() {
     const shown = content.keys.filter((entry) => (!several || !onlyDifferent || isDifferent(entry)) &&
       [entry.key, ...entry.values].some((text) => (text ?? "").toLowerCase().includes(wanted)));
     counted.textContent = `${number(shown.length)} of ${number(content.keys.length)} keys`;
-    place.replaceChildren(
+    fill(place,
       ...content.problems.map((text) => h("p.problem", {}, visible(text))),
       shown.length
         ? h("div.scroll", {}, h("table.config", {},
@@ -35,7 +35,7 @@ export function configView() {
             h("th", { scope: "col" }, h("span.swatch", { css: { "--color": `var(--run-${run % 6})` } }), name)))),
           h("tbody", {}, shown.map((entry) => h("tr", { class: several && isDifferent(entry) ? "different" : null },
             h("th", { scope: "row" }, h("code", {}, visible(entry.key))),
-            entry.values.map((value) => h("td", {}, value === null ? h("span.muted", {}, "not set") : h("code", {}, visible(value)))))))))
+            entry.values.map((value, run) => h("td", { "data-run": several ? shared.runs[run].name : null, css: { "--color": `var(--run-${run % 6})` } }, value === null ? h("span.muted", {}, "not set") : h("code", {}, visible(value)))))))))
         : h("p.empty", {}, content.keys.length ? (wanted ? "No key matches." : "The configurations are the same.") : "The run has not written its configuration yet."));
   }
 

@@ -1,6 +1,6 @@
 // The curves of every metric, with the runs in one chart.
 
-import { h, picker, store, stored } from "./dom.js";
+import { fill, h, picker, store, stored } from "./dom.js";
 import { number } from "./format.js";
 import { draw, label, runColor, smoothed, whenVisible } from "./charts.js";
 import { goTo, shared } from "./state.js";
@@ -60,7 +60,7 @@ export function curvesView() {
       const prefix = name.includes("/") ? name.slice(0, name.indexOf("/")) : "other";
       grouped.set(prefix, [...(grouped.get(prefix) || []), name]);
     }
-    sections.replaceChildren(...[...grouped].filter(([, members]) => members.length).map(([title, members], k) => {
+    fill(sections, ...[...grouped].filter(([, members]) => members.length).map(([title, members], k) => {
       const grid = h("div.charts");
       const details = h("details.section", {
         "data-name": title, open: Boolean(wanted) || (isFirst ? k === 0 : open.has(title)),
@@ -74,7 +74,7 @@ export function curvesView() {
       return details;
     }));
     if (!all.length) {
-      sections.replaceChildren(h("p.empty", {}, wanted ? `No metric has “${search.value}” in its name.` : "No step has ended yet. This page follows the run."));
+      fill(sections, h("p.empty", {}, wanted ? `No metric has “${search.value}” in its name.` : "No step has ended yet. This page follows the run."));
     }
   }
 
@@ -95,7 +95,7 @@ export function curvesView() {
   function showLatest({ name, latest, plot }) {
     const values = shared.runs.map((_, run) => [run, shared.metrics[run]?.metrics[name]?.findLast((v) => v !== null) ?? null])
       .filter(([run, value]) => value !== null && !shared.hidden.has(run));
-    latest.replaceChildren(...values.slice(0, 4).map(([run, value]) => h("span", { css: { "--color": `var(--run-${run % 6})` } }, number(value))));
+    fill(latest, ...values.slice(0, 4).map(([run, value]) => h("span", { css: { "--color": `var(--run-${run % 6})` } }, number(value))));
     plot.setAttribute("role", "img");
     plot.setAttribute("aria-label", `${name}: ${values.map(([run, value]) => `${shared.runs[run].name} ${number(value)}`).join(", ")}`);
   }
@@ -110,13 +110,14 @@ export function curvesView() {
       const x = kept.map((line) => (hours ? hours[line] : metrics.steps[line]));
       const y = kept.map((line) => metrics.metrics[name][line]);
       const color = runColor(run);
-      const mode = kept.length < 2 ? "markers" : "lines";
+      const weight = isValidation(name) || kept.length < 3 ? 0 : smoothing;
+      const mode = kept.length < 2 ? "markers" : isValidation(name) ? "lines+markers" : "lines";
       const hover = `${label(shared.runs[run].name)}: %{customdata:.5~g}<extra></extra>`;
-      if (smoothing && kept.length > 2) {
+      if (weight) {
         traces.push({ x, y, mode, line: { color, width: 1 }, opacity: 0.28, hoverinfo: "skip" });
       }
       traces.push({
-        x, y: smoothed(y, kept.length > 2 ? smoothing : 0), customdata: y, mode, line: { color, width: 2 }, marker: { color, size: 7 }, hovertemplate: hover,
+        x, y: smoothed(y, weight), customdata: y, mode, line: { color, width: 2 }, marker: { color, size: kept.length < 2 ? 7 : 5 }, hovertemplate: hover,
         meta: run,
       });
     }
@@ -157,6 +158,9 @@ export function curvesView() {
     focusSearch: () => search.focus(),
   };
 }
+
+// A validation is a measurement of its own, and the next one is many steps away: no average of them.
+const isValidation = (name) => /^val[/_]/.test(name);
 
 // Hours from the start of training to the end of each line.
 function hoursOf({ steps, metrics }) {

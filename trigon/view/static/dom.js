@@ -15,9 +15,12 @@ export function h(tag, props, ...children) {
       element.setAttribute(key, value === true ? "" : String(value));
     }
   }
-  for (const child of children.flat(Infinity)) {
-    if (child !== null && child !== undefined && child !== false) element.append(child);
-  }
+  return fill(element, ...children);
+}
+
+// Replaces the children of an element, as h() makes them.
+export function fill(element, ...children) {
+  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
   return element;
 }
 

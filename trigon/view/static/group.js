@@ -1,6 +1,6 @@
 // One group: its prompt and images, the same prompt over training, and all completions side by side.
 
-import { h, marked, segmented, store, stored, visible } from "./dom.js";
+import { fill, h, marked, segmented, store, stored, visible } from "./dom.js";
 import { count, number, signed } from "./format.js";
 import { fetchGroup, fetchHistory, imageAddress } from "./source.js";
 import { shared } from "./state.js";
@@ -58,7 +58,7 @@ export function groupView({ onOpen, onBack, onMove }) {
     const siblings = history[run] || [];
     const place = siblings.findIndex((other) => isSame(other, group));
     const solved = group.num_solved;
-    element.replaceChildren(
+    fill(element,
       h("header.group-head", {},
         h("button.back", { type: "button", on: { click: onBack } }, "← List"),
         h("h2", {}, h("code", {}, visible(first.prompt_id))),
@@ -85,12 +85,12 @@ export function groupView({ onOpen, onBack, onMove }) {
       h("div.completion-bar", {},
         h("h3", {}, count(rows.length, "completion")),
         segmented("Colour of tokens", Object.entries(TOKEN_COLORS).map(([key, { title }]) => [key, title]), usable(), setColor, {
-          disabled: (key) => (hasValues(rows, key) ? "" : "Not recorded for this group. Runs record the first groups of a step (trainer.rollout_tokens); Filters can show only those"),
+          disabled: (key) => (hasValues(rows, key) ? "" : "Not recorded for this group. Runs record the first groups that a step learns from (trainer.rollout_tokens); Filters can show only those"),
         }),
         usable() === "plain" ? null : legend(usable(), scaleOf(rows, usable()))),
       h("div.completions", {}, rows.map((row) => completion(row))),
       ...(usable() === "plain" ? [] : [facts]));
-    facts.replaceChildren(h("span.muted", {}, "Point at a token, or focus a completion and use the arrow keys."));
+    fill(facts, h("span.muted", {}, "Point at a token, or focus a completion and use the arrow keys."));
     for (const text of element.querySelectorAll(".clipped")) addMore(text);
   }
 
@@ -110,12 +110,14 @@ export function groupView({ onOpen, onBack, onMove }) {
   function completion(row) {
     const parts = Object.entries(row.parts).filter(([name]) => name !== "overall");
     const current = usable();
-    const text = current === "plain" && row.turns?.length
-      ? turnTexts(row)
-      : current !== "plain" && row.tokens
-      ? tokenText(row, current, scaleOf(shown.rows, current), (which, t) => facts.replaceChildren(...tokenFacts(which, t)))
-      : h("div.text", {}, row.response ? marked(row.response, shown.search) : h("span.muted", {}, "(empty)"));
-    text.classList.add("clipped");
+    const hasTurns = row.turns?.length > 0;
+    const text = current !== "plain" && row.tokens
+      ? tokenText(row, current, scaleOf(shown.rows, current), (which, t) => fill(facts, tokenFacts(which, t)),
+        hasTurns ? (spans) => turnTexts(row, tokensOfTurns(row, spans)) : undefined)
+      : hasTurns
+      ? turnTexts(row, row.turns.map((turn) => sampledText(turn.text)))
+      : h("div.text", {}, sampledText(row.response));
+    for (const part of [text, ...text.querySelectorAll(".text")]) if (part.matches(".text")) part.classList.add("clipped");
     const isSolved = (row.parts.accuracy ?? row.reward) >= 1;
     return h("article.completion", { class: `completion ${isSolved ? "solved" : ""}`, "aria-label": `Completion ${row.sample}` },
       h("header", {},
@@ -131,8 +133,13 @@ export function groupView({ onOpen, onBack, onMove }) {
       text);
   }
 
-  function turnTexts(row) {
-    return h("ol.turns", {}, row.turns.map((turn) => h("li.turn", {},
+  function sampledText(text) {
+    return text ? marked(text, shown.search) : h("span.muted", {}, "(empty)");
+  }
+
+  // sampled: for each turn, what shows the text that the model sampled.
+  function turnTexts(row, sampled) {
+    return h("ol.turns", {}, row.turns.map((turn, k) => h("li.turn", {},
       turn.observation || turn.image_files.length ? h("div.observation", {},
         turn.image_files.length ? h("div.images", {}, turn.image_files.map((name) => {
           const address = imageAddress(shown.run, name);
@@ -140,7 +147,7 @@ export function groupView({ onOpen, onBack, onMove }) {
             picture(address, "an observed image"));
         })) : null,
         h("div.text", {}, marked(turn.observation, shown.search))) : null,
-      h("div.text", {}, turn.text ? marked(turn.text, shown.search) : h("span.muted", {}, "(empty)")),
+      h("div.text", {}, sampled[k]),
       turn.reward === null ? null : h("p.muted.turn-reward", {}, "reward of the turn ", number(turn.reward, 3)))));
   }
 
@@ -167,7 +174,7 @@ export function groupView({ onOpen, onBack, onMove }) {
   }
 
   function enlarge(address, source) {
-    viewer.replaceChildren(picture(address, visible(source)), h("p", {}, visible(source)));
+    fill(viewer, picture(address, visible(source)), h("p", {}, visible(source)));
     if (!viewer.isConnected) document.body.append(viewer);
     viewer.showModal();
   }
@@ -175,8 +182,8 @@ export function groupView({ onOpen, onBack, onMove }) {
   return {
     element,
     open,
-    close: () => { shown = null; element.replaceChildren(h("p.empty", {}, "Choose a group on the left; j and k move through the list.")); },
-    fail: (text) => { shown = null; element.replaceChildren(h("button.back", { type: "button", on: { click: onBack } }, "← List"), h("p.problem", {}, text)); },
+    close: () => { shown = null; fill(element, h("p.empty", {}, "Choose a group on the left; j and k move through the list.")); },
+    fail: (text) => { shown = null; fill(element, h("button.back", { type: "button", on: { click: onBack } }, "← List"), h("p.problem", {}, text)); },
     current: () => shown,
     cycleColor() {
       if (!shown) return;
@@ -208,6 +215,12 @@ export function picture(address, description, props = {}) {
   const image = h("img", { src: address, alt: description, ...props });
   image.addEventListener("error", () => image.replaceWith(h("span.missing", {}, "image not found")), { once: true });
   return image;
+}
+
+// The elements of a completion's tokens, by turn: a turn says how many of them it sampled.
+function tokensOfTurns(row, spans) {
+  let start = 0;
+  return row.turns.map((turn) => spans.slice(start, (start += turn.num_tokens)));
 }
 
 function asText(value) {

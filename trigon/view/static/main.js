@@ -1,6 +1,6 @@
 // The page: its tabs, the runs, the keyboard, and updates while a run writes.
 
-import { h, store, stored } from "./dom.js";
+import { fill, h, store, stored } from "./dom.js";
 import { number } from "./format.js";
 import { exportNote, isExport } from "./source.js";
 import { curvesView } from "./curves.js";
@@ -48,13 +48,13 @@ function showAddress() {
     if (link.dataset.view === key) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  if (shownView !== view) place.replaceChildren(view.element);
+  if (shownView !== view) fill(place, view.element);
   shownView = view;
   run(view.show());
 }
 
 function drawRuns() {
-  runNames.replaceChildren(...shared.runs.map((state, number_) => h("button.run", {
+  fill(runNames, ...shared.runs.map((state, number_) => h("button.run", {
     type: "button", title: state.path, "aria-pressed": String(!shared.hidden.has(number_)), disabled: shared.runs.length < 2,
     css: { "--color": `var(--run-${number_ % 6})` },
     on: { click: () => {
@@ -62,9 +62,10 @@ function drawRuns() {
       drawRuns();
       shownView.onMetrics?.();
     } },
-  }, h("span.swatch"), state.name, h("span.muted", {}, state.last_step === null ? "no step yet" : `step ${number(state.last_step)}`))));
+  }, h("span.swatch"), state.name, h("span.muted", {}, state.last_step === null ? "no step yet" : `step ${number(state.last_step)}`),
+  shared.runs.length > 1 && state.is_running ? h("span.live.on", {}, "live") : null)));
   const problems = shared.runs.flatMap((state) => state.problems.map((text) => `${state.name}: ${text}`));
-  notices.replaceChildren(
+  fill(notices,
     ...(exportNote ? [h("p.notice", {}, exportNote)] : []),
     ...problems.slice(0, 5).map((text) => h("p.problem", { role: "alert" }, text)));
 }
@@ -120,9 +121,10 @@ function run(promise) {
 async function keepUpdated() {
   try {
     const changed = await refresh();
-    status.textContent = isExport ? "" : "live";
-    status.classList.toggle("on", !isExport);
-    status.title = "New steps appear as the run writes them";
+    const isLive = shared.runs.some((state) => state.is_running);
+    status.textContent = isExport ? "" : isLive ? "live" : "not running";
+    status.classList.toggle("on", !isExport && isLive);
+    status.title = isLive ? "New steps appear as the run writes them" : "No process writes to this page's runs; one that resumes appears here";
     if (changed.runs) drawRuns();
     if (changed.metrics) await shownView?.onMetrics?.();
     if (changed.rollouts) await shownView?.onRollouts?.();

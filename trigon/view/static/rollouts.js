@@ -1,6 +1,6 @@
 // The rollouts of a run: a list of groups with filters, and the chosen group.
 
-import { h, picker, segmented, visible } from "./dom.js";
+import { fill, h, picker, segmented, visible } from "./dom.js";
 import { count, number } from "./format.js";
 import { badges, groupView, isSame, picture, rewardDots } from "./group.js";
 import { fetchGroups, imageAddress } from "./source.js";
@@ -74,7 +74,7 @@ export function rolloutsView() {
     moreButton.textContent = numMore ? `Filters (${numMore})` : "Filters";
     if (document.activeElement !== search) search.value = parameters.text || "";
     if (!more.contains(document.activeElement)) {
-      more.replaceChildren(
+      fill(more,
         bounds("Step", "step", 1), bounds("Reward", "reward", "any"), bounds("Tokens", "tokens", 1),
         h("label.field", {}, "Filtered", picker("Filtered", [["", "any"], ["no", "not filtered"], ["low", "low"], ["high", "high"], ["unscored", "unscored"], ["surplus", "surplus"]], parameters.filtered || "", change("filtered"))),
         h("label.field", {}, "Reward function", picker("Outcome of the reward function", [["", "any"], ["ok", "ok"], ["not_ok", "failed or timeout"], ["failed", "failed"], ["timeout", "timeout"]], parameters.outcome || "", change("outcome"))),
@@ -85,7 +85,7 @@ export function rolloutsView() {
     const focused = document.activeElement;
     const label = choices.contains(focused) && (focused.closest("[role=group]")?.getAttribute("aria-label") || focused.getAttribute("aria-label"));
     const value = focused?.dataset?.value;
-    choices.replaceChildren(...[
+    fill(choices, ...[
       shared.runs.length > 1 ? picker("Run", shared.runs.map(({ name }, run) => [String(run), name]), String(runNumber()), (run) => set({ run, group: "" })) : null,
       splits.length > 1 ? segmented("Split", [["", "All"], ...splits.map((split) => [split, split[0].toUpperCase() + split.slice(1)])], parameters.split || "", change("split")) : null,
       h("span.labelled", {}, h("span.muted", {}, "Solved by"), segmented("Solved by", [["", "any"], ["none", "none"], ["some", "some"], ["all", "all"]], parameters.solved || "", change("solved"))),
@@ -111,7 +111,7 @@ export function rolloutsView() {
     } catch (error) {
       if (mine !== request) return;
       found = null;
-      list.replaceChildren();
+      fill(list);
       showMore.hidden = true;
       result.textContent = error.message;
     }
@@ -131,13 +131,13 @@ export function rolloutsView() {
   function drawList() {
     const state = shared.runs[runNumber()];
     const isIndexing = state.num_indexed < state.num_files;
-    result.replaceChildren(
+    fill(result,
       h("span", {}, `${count(found.num_groups, "group")}, ${count(found.num_rollouts, "completion")}`),
       ...(isIndexing ? [h("span.muted", {}, ` · reading ${number(state.num_indexed)} of ${number(state.num_files)} files`)] : []));
     const run = runNumber();
-    list.replaceChildren(...found.groups.map((one) => item(run, one)));
+    fill(list, ...found.groups.map((one) => item(run, one)));
     if (!found.num_groups) {
-      list.replaceChildren(h("li.empty", {}, Object.keys(state.splits).length ? "No completion matches the filters." : isIndexing ? "The rollouts are being read." : "This run has no rollouts yet."));
+      fill(list, h("li.empty", {}, Object.keys(state.splits).length ? "No completion matches the filters." : isIndexing ? "The rollouts are being read." : "This run has no rollouts yet."));
     }
     showMore.hidden = found.groups.length >= found.num_groups;
     markCurrent();

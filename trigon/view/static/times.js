@@ -1,6 +1,6 @@
 // The time of each phase of a step, stacked.
 
-import { h } from "./dom.js";
+import { fill, h } from "./dom.js";
 import { number, seconds } from "./format.js";
 import { draw, label, phaseColor } from "./charts.js";
 import { shared } from "./state.js";
@@ -25,7 +25,7 @@ export function timesView() {
   function build() {
     // The same colour for a phase in each run.
     const order = [...new Set(shared.metrics.flatMap((run) => phasesOf(run).map(([name]) => name)))];
-    content.replaceChildren(...shared.runs.map((state, run) => {
+    fill(content, ...shared.runs.map((state, run) => {
       const metrics = shared.metrics[run];
       const phases = metrics ? phasesOf(metrics) : [];
       if (shared.hidden.has(run)) return null;

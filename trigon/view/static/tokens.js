@@ -57,7 +57,8 @@ export function legend(color, scale) {
 }
 
 // Return an element with the tokens. onToken(row, t): a token is under the pointer or has the focus.
-export function tokenText(row, color, scale, onToken) {
+// arrange: gets the tokens' elements, and returns what contains them; without it, one text.
+export function tokenText(row, color, scale, onToken, arrange = (spans) => h("div.text", {}, spans)) {
   const { tokens } = row;
   const values = TOKEN_COLORS[color].values(tokens) || [];
   const spans = tokens.texts.map((text, t) => {
@@ -76,7 +77,7 @@ export function tokenText(row, color, scale, onToken) {
     if (scroll) spans[current].scrollIntoView({ block: "nearest" });
     onToken(row, current);
   };
-  return h("div.text.tokens", {
+  return h("div.tokens", {
     tabindex: 0, role: "group",
     "aria-label": `Completion ${row.sample}, ${tokens.texts.length} tokens; arrow keys move between them`,
     on: {
@@ -92,7 +93,7 @@ export function tokenText(row, color, scale, onToken) {
         choose(current + move, { scroll: true });
       },
     },
-  }, spans);
+  }, arrange(spans));
 }
 
 // Return what is known of a token.

@@ -1,0 +1,94 @@
+"""Errors of data, model folder and reward come before heavy libraries are imported."""
+
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from trigon.api import read_arguments
+from trigon.build.objects import RunObjects
+from trigon.build.preflight import open_early
+from trigon.data.python_rows import open_python_rows
+from trigon.errors import DataError, ModelError, RewardError
+
+ROWS = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(5)]
+
+
+# Lambdas are sent to the reward workers with their code: the workers cannot import this module.
+REWARDS = {
+    "half": lambda response, ground_truth: 0.5,
+    "fails": lambda response, ground_truth: {}["overall"],
+    "fails at 1": lambda response, ground_truth: 1 / (int(ground_truth) - 1),
+}
+
+
+def open_run(model, *, data=None, val_data=None, reward="half"):
+    data = ROWS if data is None else data
+    given = read_arguments(
+        model=model, data=data, reward=REWARDS[reward], val_data=val_data, config=None, loggers=None, options=None,
+        keyword_options={},
+    )  # fmt: skip
+    sources = {spec: open_python_rows(rows, spec=spec, name="rows") for spec, rows in given.data.items()}
+    with ExitStack() as stack:
+        opened = open_early(given.loaded.config, RunObjects(sources=sources, reward=given.reward), stack)
+        return sorted(opened.sources)
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").touch()
+    return tmp_path / "model"
+
+
+def test_what_can_be_wrong_with_data_model_and_reward_is_found(model, tmp_path):
+    (tmp_path / "rows.csv").write_text("question,answer\n1 + 1?,2\n")
+    other = [{"question": "1 + 1?", "answer": "2"}]
+    for arguments, error, part in (
+        ({"data": other}, DataError, "no column 'prompt'"),
+        ({"val_data": other}, DataError, "python:validation has no column 'prompt'"),
+        ({"data": tmp_path / "rows.csv"}, DataError, "no column 'prompt'"),
+        ({"reward": "fails"}, RewardError, "KeyError: 'overall'"),
+    ):
+        with pytest.raises(error, match=part):
+            open_run(model, **arguments)
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="no weights"):
+        open_run(model)
+    (model / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        open_run(model)
+
+
+def test_what_is_right_or_cannot_be_known_yet_passes(model):
+    assert open_run(model) == ["python:train"]
+    assert open_run(model, reward="fails at 1") == ["python:train"]  # one row alone
+    assert open_run(model, data="owner/data", val_data=ROWS) == ["python:validation"]
+
+
+SCRIPT = """
+import atexit, sys, trigon
+atexit.register(lambda: print("heavy:", [name for name in ("torch", "transformers", "vllm") if name in sys.modules]))
+def run():
+    trigon.train(model=sys.argv[1], data=[{"question": "?", "answer": "1"}], reward=lambda response, ground_truth: 1)
+run()
+"""
+
+
+def test_the_traceback_of_a_script_ends_in_the_script_and_nothing_heavy_was_imported(model, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py", str(model)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1] == "heavy: []", done.stderr
+    frames = [line for line in done.stderr.splitlines() if line.startswith("  File ")]
+    assert [frame.partition(", in ")[2] for frame in frames] == ["<module>", "run"]
+    assert "has no column 'prompt'" in done.stderr.splitlines()[-1]
