@@ -156,8 +156,8 @@ def train(
         on_step: called with (step, metrics) when a step is finished and its checkpoint, if one is
             due, is saved. metrics: all numbers of the step in metrics.jsonl. It may return "save",
             to save the step, or "stop", to save it and end the run.
-        on_rollouts: called with the groups of a step, a list of RolloutGroup, when they are scored
-            and recorded, before the update. An error in a hook ends the run, and is raised here.
+        on_rollouts: called with the groups of a step, a list of RolloutGroup, when they are scored,
+            before the update. An error in a hook ends the run, and is raised here.
         loggers: names, which replace trainer.logger, and objects with the methods of a logger,
             which are added to it: without a name among them, trainer.logger stays. A single name
             may be text.

@@ -19,7 +19,7 @@ OnRollouts = Callable[[Sequence[RolloutGroup]], object]
 class Hooks:
     """Functions of the user. An error in one ends the run.
 
-    on_rollouts: called with the groups of a step, scored and recorded, before the update.
+    on_rollouts: called with the groups of a step, scored, before the update.
     on_step: called with a step and its metrics, all numbers of its line in metrics.jsonl, when the
     step's checkpoint, if one is due, is saved; with step 0 after a validation before training.
     """

@@ -96,10 +96,11 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
             except StepLeft:
                 save_unsaved(run, progress, source)
                 break
-            run.hooks.rollouts(batch.groups)
             recorded = groups_to_record(prepared.groups, run.token_groups)
-            with run.grace.update(), rollouts_kept(run, step, batch.groups, learned=prepared.groups):
-                learned, recent, outputs = update_models(run, step, prepared.groups, progress, recorded)
+            with rollouts_kept(run, step, batch.groups, learned=prepared.groups):
+                run.hooks.rollouts(batch.groups)
+                with run.grace.update():
+                    learned, recent, outputs = update_models(run, step, prepared.groups, progress, recorded)
             tokens = {index: outputs.get(index) for index in recorded}
             record_rollouts(run, step, batch.groups, learned=prepared.groups, recorded=tokens)
             progress = Progress(step, prepared.kl, batch.surplus, *recent, batch.carried)

@@ -73,9 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def write(source: Source, path: Path) -> int:
     """Write the usable rows of a split and return their number; the file is complete or absent."""
-    missing = [column for column in COLUMNS if column not in source.rows.column_names]
+    missing = [column for column in COLUMNS if column not in source.columns]
     if missing:
-        raise DataError(f"{source.name} has no column {missing[0]!r}, only {', '.join(source.rows.column_names)}")
+        raise DataError(f"{source.name} has no column {missing[0]!r}, only {', '.join(source.columns)}")
     partial = path.with_name(f".{path.name}.part")
     num_written, batch = 0, []
     with pq.ParquetWriter(partial, SCHEMA) as writer:

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tokenizers import AddedToken
+from transformers import PretrainedConfig
 
 from trigon.models.load import Processors
 
@@ -187,9 +188,17 @@ def with_template(processors: Processors, template: str, *, special: Sequence[st
     tokenizer.chat_template = template
     return replace(
         processors,
+        hf_config=resized(processors.hf_config, len(tokenizer)),
         tokenizer=tokenizer,
         stop_token_ids=tuple(tokenizer.convert_tokens_to_ids(end) for end in _ENDS),
     )
+
+
+def resized(config: PretrainedConfig, num_embeddings: int) -> PretrainedConfig:
+    """Return the config of a model that was resized for the tokens added to its tokenizer."""
+    changed = copy.deepcopy(config)
+    changed.get_text_config().vocab_size = num_embeddings
+    return changed
 
 
 def published_template(name: str) -> str | None:

@@ -59,7 +59,7 @@ def test_tables_fit_their_width_and_every_section_is_there(capsys, file, width):
         "Work and time of a step",
         "PFLOP",
         "2,101 prompts, 4 steps, ",
-        "60 steps, 120 updates, ",
+        "60 steps, 60 updates, ",
         "Moved and written",
         "gathered by each GPU in a step",
         "This rests on",

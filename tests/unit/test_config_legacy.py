@@ -175,7 +175,7 @@ def test_an_ignored_key_with_an_unsupported_value_is_rejected_with_the_reason(ke
     ],
 )
 def test_an_unsupported_value_is_rejected_with_advice(override):
-    with pytest.raises(ConfigError, match=r"; (set|leave|worker)"):
+    with pytest.raises(ConfigError, match=r"[;:] (set|leave|worker)"):
         load_config(None, (*NEEDED, override))
 
 

@@ -659,6 +659,7 @@ DOUBLING = "{% set ns = namespace(x=content) %}{% for i in range(60) %}{% set ns
         ("{{ content }}{{ range(99999999) }}", "the number 99999999"),
     ],
 )
+@pytest.mark.faults
 def test_templates_are_bounded(processors, monkeypatch, template, expected):
     if "seconds" in expected:  # the other limits must be reached first, however slow the machine is
         monkeypatch.setattr(templates, "MAX_SECONDS", 0.2)
@@ -677,6 +678,7 @@ def test_templates_are_bounded(processors, monkeypatch, template, expected):
             assert f"the chat template raises an error: {expected.rpartition(': ')[2]}" in message
 
 
+@pytest.mark.faults
 def test_a_template_that_reaches_its_limits_on_many_rows_ends_the_scan(processors):
     endless = "{% macro f() %}{{ f() }}{% endmacro %}"
     own = replace(processors, tokenizer=copy.deepcopy(processors.tokenizer))

@@ -317,6 +317,7 @@ EXPANDING = {
 
 
 @pytest.mark.parametrize("name", EXPANDING)
+@pytest.mark.faults
 def test_a_small_parquet_file_that_would_fill_the_memory_is_refused(tmp_path, name):
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table(EXPANDING[name]()), path, compression="zstd", store_schema=False)
@@ -332,6 +333,7 @@ def test_a_small_parquet_file_of_repeated_texts_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+@pytest.mark.faults
 def test_a_row_that_would_fill_the_memory_is_refused(tmp_path, suffix):
     path = tmp_path / f"x{suffix}"
     long = "a" * (MAX_ROW_CHARACTERS + 1)

@@ -7,6 +7,7 @@ import pytest
 from transformers import AddedToken
 
 from support.builders import make_builder
+from support.chat_templates import resized
 from support.models import processors_of
 from trigon.types import Prompt
 
@@ -88,6 +89,7 @@ def test_role_tokens_without_the_flag_are_text_and_think_is_not(processors):
     own = replace(processors, tokenizer=copy.deepcopy(processors.tokenizer))
     tokens = ["<\uff5cUser\uff5c>", "<think>"]
     own.tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in tokens])
+    own = replace(own, hf_config=resized(own.hf_config, len(own.tokenizer)))
     own.tokenizer.chat_template = "{% for m in messages %}<\uff5cUser\uff5c>{{ m.content }}{% endfor %}<think>"
     prompt = build(own, "Hi <\uff5cUser\uff5c> <think>")
     assert [count(own, prompt, token) for token in tokens] == [1, 2]

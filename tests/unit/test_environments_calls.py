@@ -86,6 +86,7 @@ def test_a_turn_without_a_call_has_no_end(text):
         ("qwen3_xml", "<tool_call>crop(1)</tool_call>", "must have the form <function=name>"),
     ],
 )
+@pytest.mark.faults
 def test_a_call_that_cannot_be_read_says_why(tool_format, text, reason):
     *_, call = find_calls(text, tool_format)
     assert call.name == ""

@@ -184,7 +184,8 @@ def test_a_rollout_is_written_with_prompt_score_and_ground_truth(folder):
         "tokens": None,
         "num_prompt_tokens": 3,
         "turns": [],
-        "version": 4,
+        "image_sizes": [],
+        "version": 5,
     }
     assert second["sample"] == 1
 
@@ -267,7 +268,7 @@ def test_a_run_does_not_depend_on_the_text_of_its_lock(tmp_path, monkeypatch, ch
                 lock.write_bytes(b"")
             case "overwritten":
                 lock.write_bytes(b"\xff process 1 on another-name")
-            case "copied_over_itself":  # by a file of the same text that nobody has locked
+            case "copied_over_itself":  # by a file of the same text without a lock
                 shutil.copy(lock, tmp_path / "copy")
                 os.replace(tmp_path / "copy", lock)
             case "replaced":

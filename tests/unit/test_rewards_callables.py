@@ -121,8 +121,8 @@ def test_files_and_shipped_names_can_be_summed_too(tmp_path):
 
 
 def test_the_term_that_fails_is_named():
-    with pytest.raises(RewardError, match=r"nothing returned None, expected a number, or a dict with 'overall'"):
-        parts_of([(lambda completion: 1, 1), (in_main("def nothing(x): pass", "nothing"), 1)], "4")
+    with pytest.raises(RewardError, match=r"word returned 'right', expected a number, or a dict with 'overall'"):
+        parts_of([(lambda completion: 1, 1), (in_main("def word(x): return 'right'", "word"), 1)], "4")
 
 
 class Client:

@@ -71,7 +71,7 @@ DIFFERENT = {
         (r"x\equiv 1\pmod{3}", r"x\equiv 13"),
         (r"x \mid y", r"x \nmid y"),
     ],
-    "commands that nobody knows count": [
+    "unknown commands count": [
         (r"\foo", r"\bar"),
         (r"2\foo", "2"),
         (r"\foo{1}{23}", r"\foo{12}{3}"),

@@ -142,7 +142,7 @@ def test_a_function_receives_all_fields_of_the_request(pool_of):
 REWARD_TYPE = "sequential"
 def main(reward_input):
     expected = {"response": "\U0001f600", "response_length": 7, "ground_truth": {"a": [1, None]}, "prompt": "why?",
-                "finish_reason": "length", "row": {"id": 12, "choices": ["x", "é"]}, "turns": []}
+                "finish_reason": "length", "row": {"id": 12, "choices": ["x", "é"]}, "turns": [], "image_sizes": []}
     return {"overall": reward_input == expected}
 """
     request = RewardRequest("\U0001f600", 7, {"a": [1, None]}, "why?", "length", {"id": 12, "choices": ["x", "é"]})

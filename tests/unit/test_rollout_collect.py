@@ -18,7 +18,7 @@ REWARD = """
 REWARD_TYPE = "sequential"
 
 def reward(completion):
-    names = {"response", "response_length", "ground_truth", "prompt", "finish_reason", "row", "turns"}
+    names = {"response", "response_length", "ground_truth", "prompt", "finish_reason", "row", "turns", "image_sizes"}
     assert set(completion) == names
     digit, _, seed = completion["response"].partition(" ")
     return {

@@ -12,7 +12,6 @@ from typing import get_args
 from trigon.cli.parser import ArgumentParser
 from trigon.evaluation.answers import AnswerForm
 from trigon.evaluation.models import find_model, looks_like_model
-from trigon.evaluation.tables import show
 from trigon.names import SHIPPED_REWARDS
 from trigon.report.console import Console
 from trigon.system.variables import keep_compiled_code
@@ -31,6 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     keep_compiled_code()
     # Imported here, so that errors of the command line do not wait for heavy libraries.
     from trigon.evaluation.evaluate import evaluate
+    from trigon.evaluation.tables import show
 
     evaluation = evaluate(
         models,

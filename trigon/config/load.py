@@ -120,6 +120,15 @@ def load_config(
     return inspected.loaded
 
 
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raise ConfigError if a name or the type of a value in `key=value` overrides is wrong."""
+    reader = _ConfigReader()
+    for override in overrides:
+        reader.read_override(override)
+    reader.build()
+    raise_problems(reader.problems)
+
+
 @dataclass(frozen=True, slots=True)
 class InspectedConfig:
     """A configuration with its problems.

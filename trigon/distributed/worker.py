@@ -110,7 +110,7 @@ class Worker:
         # Sampling does not use the trainer: its state can be saved meanwhile.
         self._trainer_in_use = threading.Lock()
         set_gc_threshold()
-        let_segments_grow()  # also on machines where `ray start` knows nothing of it
+        let_segments_grow()  # `ray start` on other machines does not set it
         faulthandler.enable()  # a crash then writes its stack to the log of this worker
         register_stacks()
         ignore_stop_signals()  # the driver, which saves first, ends this process

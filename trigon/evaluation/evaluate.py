@@ -34,7 +34,7 @@ from trigon.build.workers import open_workers
 from trigon.config.arguments import as_overrides, dataset_names
 from trigon.config.episode_checks import has_episodes
 from trigon.config.files import locate_sources
-from trigon.config.load import LoadedConfig, dump_config
+from trigon.config.load import LoadedConfig, check_overrides, dump_config
 from trigon.config.options import options as config_options
 from trigon.config.paths import PYTHON_PREFIX
 from trigon.config.plan import has_workers, make_plan
@@ -148,6 +148,8 @@ def evaluate(
     """
     ignore_pillow_warnings()
     shows, console = console is None, console or Console()
+    overrides = [*as_overrides(options or {}), *overrides]
+    check_overrides(overrides)  # before a model is looked for on the hub
     specs = [str(models)] if isinstance(models, str | Path) else [str(model) for model in models]
     sources = [find_model(spec) for spec in specs]
     run_config = next((source.run_config for source in sources if source.run_config is not None), None)
@@ -159,7 +161,6 @@ def evaluate(
         console.print(f"settings: {base}, and the options of this evaluation")
     elif applied:
         console.print(f"settings of the run that the model was exported from: {show_settings(applied)}")
-    overrides = [*as_overrides(options or {}), *overrides]
     names = dataset_names(data) if not isinstance(data, tuple) or data else []
     opened = {} if names is not None else {DATA: open_python_rows(data, spec=DATA, name="validation")}
     chosen = EvaluationOptions(

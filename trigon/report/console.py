@@ -39,7 +39,7 @@ ROWS_PER_HEADER = 20
 """Steps after which the names of the columns are printed again."""
 
 SAMPLE_CHARACTERS = 240
-"""Length to which the texts of a sample that nobody asked for are cut."""
+"""Length to which the texts of a sample that was not asked for are cut."""
 
 
 @dataclass(frozen=True, slots=True)
