@@ -4,6 +4,9 @@
 #   INSTALLER=pip    install with pip instead of uv
 # They are read by scripts/setup.sh.
 
+# The tests start hundreds of processes: without cached bytecode, each would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
 VENV_LOGGERS ?= .venv-loggers
