@@ -34,7 +34,7 @@ quickstart: $(VENV)/.ready ## set up, then train a tiny vision-language model an
 gpu-check: ## check GPUs, versions, kernels, training, vLLM, memory and speed (ten minutes on a GPU), and write a report
 	@if command -v trigon >/dev/null; then trigon doctor --gpu; \
 	elif [ -x $(VENV)/bin/trigon ]; then $(VENV)/bin/trigon doctor --gpu; \
-	else python3 -m trigon.cli doctor --gpu; fi
+	else python3 -m trigon doctor --gpu; fi
 
 test: lint ## lint, types, unit tests, invariants, and one run of each kind (about 15 minutes on 2 cores)
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "not alone and not extended and not long"

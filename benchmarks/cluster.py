@@ -4,7 +4,7 @@ group, and prints what they reach: time of a step, tokens a second, utilisation,
     python benchmarks/cluster.py [--plot docs/cluster.svg]
 
 Needs no GPU, and a few minutes of one core. No cluster was measured: times come from
-trigon/planning (specification figures and assumed efficiencies), those of the driver from
+trigon/tools/plan (specification figures and assumed efficiencies), those of the driver from
 benchmarks/scale.py. The simulation is in simulation.py and cluster_modes.py; cluster_runs.py
 compares it with real runs on this machine.
 """
@@ -23,13 +23,13 @@ from cluster_modes import MODES, Hardware, Mode, Outcome, simulate
 from shared import table
 from simulation import LongTail, SamplingTimes, draw_groups
 
-from trigon.build.memory_check import with_options
+from trigon.assemble.memory_check import with_options
 from trigon.models.dtypes import DTYPES
-from trigon.planning.configuration import load_planned
-from trigon.planning.hardware import Cluster, find_accelerator
-from trigon.planning.lengths import LengthOptions
-from trigon.planning.planner import Place, Planner
-from trigon.planning.timing import EFFICIENCIES
+from trigon.tools.plan.configuration import load_planned
+from trigon.tools.plan.hardware import Cluster, find_accelerator
+from trigon.tools.plan.lengths import LengthOptions
+from trigon.tools.plan.planner import Place, Planner
+from trigon.tools.plan.timing import EFFICIENCIES
 
 GPUS = (8, 32, 128, 512)
 GPUS_PER_NODE = 8
@@ -287,7 +287,7 @@ def draw(
     import matplotlib
     import matplotlib.pyplot as plt
 
-    from trigon.plotting.figure import COLOURS
+    from trigon.tools.plot.figure import COLOURS
 
     matplotlib.rcParams |= {"svg.hashsalt": "trigon", "font.size": 9, "font.sans-serif": ["DejaVu Sans"]}
     figure, axes = plt.subplots(2, 2, figsize=(11, 7.4))

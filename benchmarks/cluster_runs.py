@@ -32,7 +32,7 @@ from simulation import Linear, LongTail, SamplingTimes
 
 from trigon.config.load import load_config
 from trigon.errors import ConfigError
-from trigon.records.run import open_run
+from trigon.report.run import open_run
 
 WITHIN = 0.15
 WARM_UP = 2
@@ -176,7 +176,7 @@ def measure(layout: Layout, setting: Setting, *, steps: int, tiny: bool, overrid
         folder = Path(name)
         make_files(folder, setting, steps=steps, tiny=tiny)
         options_of_run = [*command_options(layout, setting, folder, steps), *overrides]
-        command = [sys.executable, "-m", "trigon.cli", "train", *options_of_run]
+        command = [sys.executable, "-m", "trigon", "train", *options_of_run]
         variables = os.environ | {"OMP_NUM_THREADS": "1"}
         if setting.lengths is not None:
             variables |= environment(folder / "plugin", setting.lengths)

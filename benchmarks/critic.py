@@ -168,7 +168,7 @@ def options_of(variant: str, seed: int, made: Path, *, mixed: bool) -> list[str]
 def _mixed_data(made: Path, seed: int) -> tuple[str, str]:
     """Return the options of data of which half are blank; makes them as the quickstart does."""
     if not (made / "model").is_dir():
-        command = [sys.executable, "-m", "trigon.cli", "tiny", str(made), "--seed", str(seed)]
+        command = [sys.executable, "-m", "trigon", "tiny", str(made), "--seed", str(seed)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     data = made.absolute() / "data"
     files = f"data.train_files=[{data / 'train.parquet'},{data / 'validation_blank.parquet'}]"

@@ -169,11 +169,11 @@ def options(folder: Path, work: Work, shape: Shape) -> list[str]:
 
 def measure_work(work: Work, folder: Path, shape: Shape, *, repeats: int) -> Sides:
     """Start an engine with environments, and measure both sides in alternation."""
-    from trigon.build.data import open_builder, open_images, open_processors
-    from trigon.build.engines import open_rollout
-    from trigon.build.episodes import find_episodes, open_episodes
-    from trigon.build.models import DevicePlacement, choose_device, open_models
-    from trigon.build.options import make_sampling_params
+    from trigon.assemble.data import open_builder, open_images, open_processors
+    from trigon.assemble.engines import open_rollout
+    from trigon.assemble.episodes import find_episodes, open_episodes
+    from trigon.assemble.models import DevicePlacement, choose_device, open_models
+    from trigon.assemble.options import make_sampling_params
     from trigon.config.load import load_config
     from trigon.config.plan import make_plan
     from trigon.data.dataset import open_prompts

@@ -39,8 +39,6 @@ import torch
 from torch import Tensor
 
 from trigon.data.packing import by_group, pack_rollouts
-from trigon.doctor import kernel_errors
-from trigon.doctor.random_models import COMPLETIONS, MODELS, lengths_of, make_groups, make_model
 from trigon.models.attention import WINDOW_ATTENTION, use_group_attention
 from trigon.models.families import ModelFamily, family_of
 from trigon.models.flops import Counting, peak_tflops, update_flops
@@ -48,6 +46,8 @@ from trigon.models.kernels import Kernel
 from trigon.models.patches import use_patch_projection
 from trigon.models.policy import Policy
 from trigon.models.positions import prompt_positions
+from trigon.tools.doctor import kernel_errors
+from trigon.tools.doctor.random_models import COMPLETIONS, MODELS, lengths_of, make_groups, make_model
 from trigon.types import Prompt, RolloutGroup
 
 _COUNTINGS: tuple[Counting, ...] = ("shared", "repeated")

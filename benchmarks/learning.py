@@ -32,7 +32,7 @@ def train_variants(
             place.mkdir(parents=True, exist_ok=True)
             if not (place / "made").exists():
                 (place / "made").symlink_to(made.absolute())
-            command = [sys.executable, "-m", "trigon.cli", "quickstart", "--folder", str(place), "--seed", str(seed)]
+            command = [sys.executable, "-m", "trigon", "quickstart", "--folder", str(place), "--seed", str(seed)]
             start = time.monotonic()
             with (place / "log").open("a", encoding="utf-8") as log:
                 subprocess.run(
@@ -61,5 +61,5 @@ def mean_and_spread(values: Sequence[float]) -> tuple[str, str]:
 def plot(runs: dict[str, list[Path]], output: Path, *keys: str) -> None:
     """Draw metrics; runs that differ in their seeds are one line."""
     folders = [str(folder) for each in runs.values() for folder in each]
-    command = [sys.executable, "-m", "trigon.cli", "plot", *folders, "-o", str(output), "--smooth", "5"]
+    command = [sys.executable, "-m", "trigon", "plot", *folders, "-o", str(output), "--smooth", "5"]
     subprocess.run([*command, "--metric", *keys], check=True)

@@ -26,7 +26,7 @@ from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.models.sequence_parallel import RowRanks
-from trigon.tiny.model import make_tiny
+from trigon.tools.quickstart.model import make_tiny
 from trigon.training.dry_run import dummy_group
 from trigon.training.memory import HostMemory
 

@@ -44,7 +44,7 @@ def train(made: Path, folder: Path, *, prompts: int, steps: int) -> list[dict[st
     run(
         [
             "train",
-            str(ROOT / "trigon" / "tiny" / "quickstart.yaml"),
+            str(ROOT / "trigon" / "tools" / "quickstart" / "quickstart.yaml"),
             f"data.train_files={made / 'data' / 'train.parquet'}",
             f"worker.actor.model.model_path={made / 'model'}",
             f"trainer.save_checkpoint_path={folder}",
@@ -70,7 +70,7 @@ def row(first: int, metrics: dict[str, float], prompts: int) -> str:
 
 def run(arguments: list[str]) -> None:
     """Run a command of Trigon; show its output if it fails."""
-    done = subprocess.run([sys.executable, "-m", "trigon.cli", *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", "trigon", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
 

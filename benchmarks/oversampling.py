@@ -94,7 +94,7 @@ def main() -> None:
     assert arguments.steps > WARM_UP
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "made"
-        tiny = [sys.executable, "-m", "trigon.cli", "tiny", str(made), "--max-updates", "6"]
+        tiny = [sys.executable, "-m", "trigon", "tiny", str(made), "--max-updates", "6"]
         subprocess.run(tiny, check=True, capture_output=True)
         (made / "reward.py").write_text(REWARD)
         found: dict[str, list[Measured]] = {name: [] for name in SIDES}

@@ -10,7 +10,7 @@ import venv
 from importlib.metadata import version
 from pathlib import Path
 
-from trigon import torchvision_stub
+from trigon.system import torchvision_stub
 
 FOLDER = Path(__file__).parent / ".peers"
 PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"

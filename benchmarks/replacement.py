@@ -45,7 +45,7 @@ def measure(overrides: list[str]) -> Measured:
     with tempfile.TemporaryDirectory() as name:
         folder, setting = Path(name), equal(2, 96)
         make_files(folder, setting, steps=STEPS, tiny=True)
-        command = [sys.executable, "-m", "trigon.cli", "train"]
+        command = [sys.executable, "-m", "trigon", "train"]
         command += [*command_options(LAYOUTS["separate, k = 1"], setting, folder, STEPS), *overrides]
         with (folder / "log").open("w") as log:
             run = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)

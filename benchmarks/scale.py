@@ -30,11 +30,11 @@ from shared import SHORT, VOCABULARY, Figure, Shape, figures_table, make_data, m
 from side_trigon import options
 
 from trigon.algorithms.advantages import estimate_advantages
-from trigon.build import data as build_data
-from trigon.build import run as build_run
-from trigon.build.engines import Engines, open_engines
-from trigon.build.options import make_advantage_settings, make_sampling_params
-from trigon.build.run import run_training
+from trigon.assemble import data as build_data
+from trigon.assemble import run as build_run
+from trigon.assemble.engines import Engines, open_engines
+from trigon.assemble.options import make_advantage_settings, make_sampling_params
+from trigon.assemble.run import run_training
 from trigon.checkpoint.store import CheckpointStore
 from trigon.config.load import load_config
 from trigon.config.plan import make_plan
@@ -80,8 +80,8 @@ class EngineWithoutMedia(FakeEngine):
 
 def controller(prompts: int, folder: Path) -> dict[str, float]:
     """Return the seconds of each phase of a step with engines that do nothing."""
-    from trigon.tiny.drawings import make_dataset
-    from trigon.tiny.model import make_tiny
+    from trigon.tools.quickstart.drawings import make_dataset
+    from trigon.tools.quickstart.model import make_tiny
 
     model = make_tiny(folder / "model")
     train, _ = make_dataset(folder / "data", num_train=prompts, num_validation=1, seed=0)
@@ -211,7 +211,7 @@ def workers(count: int, folder: Path, *, prompts: int, steps: int) -> dict[str, 
     shape = replace(SHORT, prompts=prompts)
     make_folder(folder / "model", vocabulary=VOCABULARY, shape=shape)
     make_data(folder / "data.parquet", model=folder / "model", shape=shape, rows=prompts * steps)
-    command = [sys.executable, "-m", "trigon.cli", "train", *options(folder, shape, steps)]
+    command = [sys.executable, "-m", "trigon", "train", *options(folder, shape, steps)]
     command += [f"trainer.n_gpus_per_node={count}", f"trainer.max_steps={steps}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -129,7 +129,7 @@ def make_model(vocabulary: int, special: dict[str, int]) -> Any:
     special: the ids of image_token_id, video_token_id, vision_start_token_id and
     vision_end_token_id.
     """
-    from trigon.torchvision_stub import declare_operators
+    from trigon.system.torchvision_stub import declare_operators
 
     declare_operators()
     import torch
@@ -167,7 +167,7 @@ def make_folder(folder: Path, *, vocabulary: int, shape: Shape, tiny: bool = Fal
     Its processors resize all images to the image tokens of the shape. tiny: the embedded tiny model
     instead, with its own vocabulary and processors.
     """
-    from trigon.tiny.model import make_tiny
+    from trigon.tools.quickstart.model import make_tiny
 
     make_tiny(folder)  # for its tokenizer, its processors and its chat template
     if tiny:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shared import GEOMETRY, LONG, SHORT, Shape
 
-from trigon.build.run import run_training
+from trigon.assemble.run import run_training
 from trigon.config.load import load_config
 from trigon.report.loggers.protocol import LoggerEnvironment
 from trigon.system.garbage import set_gc_threshold

@@ -1,7 +1,7 @@
 """A discrete-event simulation of a cluster that samples and learns: the clock, the lengths of
 completions, replicas of the rollout engine, and resources that do one thing at a time.
 
-It has no figures of its own: benchmarks/cluster.py gives it times of trigon/planning, and
+It has no figures of its own: benchmarks/cluster.py gives it times of trigon/tools/plan, and
 benchmarks/cluster_runs.py times of real runs. What the parts do, and in which order, is decided in
 benchmarks/cluster_modes.py. The same seed gives the same numbers.
 """

@@ -25,10 +25,10 @@ from typing import Any
 
 from shared import machine, table
 
+from trigon.report.watch.slope import fit_slope
 from trigon.system.processes import ProcessTree, measure_process, read_command
-from trigon.watch.slope import fit_slope
 
-CONFIG = Path(__file__).parents[1] / "trigon" / "tiny" / "quickstart.yaml"
+CONFIG = Path(__file__).parents[1] / "trigon" / "tools" / "quickstart" / "quickstart.yaml"
 WARM_UP = 0.2
 """Share of the steps that the slopes leave out."""
 MAX_POINTS = 400
@@ -65,10 +65,10 @@ def soak(folder: Path, steps: int, engine: str, overrides: Sequence[str]) -> tup
 
     Returns: what was measured after each step seen, and the exit status of the run.
     """
-    subprocess.run([sys.executable, "-m", "trigon.cli", "tiny", str(folder), "--max-updates", "60"], check=True)
+    subprocess.run([sys.executable, "-m", "trigon", "tiny", str(folder), "--max-updates", "60"], check=True)
     run = folder / "run"
     command = [
-        *(sys.executable, "-m", "trigon.cli", "train", str(CONFIG)),
+        *(sys.executable, "-m", "trigon", "train", str(CONFIG)),
         f"data.train_files={folder / 'data' / 'train.parquet'}",
         f"data.val_files={folder / 'data' / 'validation.parquet'}",
         f"worker.actor.model.model_path={folder / 'model'}",

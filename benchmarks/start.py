@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shared import Figure, figures_table
 
-TRIGON = [sys.executable, "-m", "trigon.cli"]
+TRIGON = [sys.executable, "-m", "trigon"]
 
 
 def help_seconds(times: int) -> float:

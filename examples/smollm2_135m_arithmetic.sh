@@ -11,7 +11,7 @@ DATA=${DATA:-runs/arithmetic}
 
 python3 examples/data_preprocess/arithmetic.py --local_dir "${DATA}"
 
-python3 -m trigon.cli train \
+python3 -m trigon train \
     data.train_files="${DATA}/train.jsonl" \
     data.val_files="${DATA}/validation.jsonl" \
     data.prompt_key=problem \

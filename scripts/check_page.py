@@ -17,11 +17,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from trigon.checks.catalogue import CHECKS, CONFIGURATION, check_run
-from trigon.checks.machine import Machine
-from trigon.checks.report import console_lines, summary
-from trigon.checks.result import KINDS, Findings, Result
-from trigon.tiny.drawings import PROBLEM, draw
+from trigon.tools.check.catalogue import CHECKS, CONFIGURATION, check_run
+from trigon.tools.check.machine import Machine
+from trigon.tools.check.report import console_lines, summary
+from trigon.tools.check.result import KINDS, Findings, Result
+from trigon.tools.quickstart.drawings import PROBLEM, draw
 
 PAGE = Path(__file__).parents[1] / "docs" / "check.md"
 GIB = 2**30
@@ -40,7 +40,7 @@ trainer: {device: cpu, val_before_train: false, max_steps: 20, logger: [console,
 
 def make_example(folder: Path) -> None:
     """Write a run of 40 rows: one lacks its image, two are the same, and four are too long."""
-    from trigon.tiny.model import make_tiny
+    from trigon.tools.quickstart.model import make_tiny
 
     make_tiny(folder / "model")
     (folder / "images").mkdir()

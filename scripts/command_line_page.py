@@ -10,8 +10,8 @@ import os
 import sys
 import textwrap
 
-from trigon.cli.main import COMMANDS, usage
-from trigon.cli.parser import MAX_COLUMNS, parser_of
+from trigon.tools.cli.main import COMMANDS, usage
+from trigon.tools.cli.parser import MAX_COLUMNS, parser_of
 
 INTRODUCTION = """\
 # Command line

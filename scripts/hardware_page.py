@@ -1,7 +1,7 @@
 """Writes docs/hardware.md: `python scripts/hardware_page.py > docs/hardware.md`.
 
 Counts the memory of runs of published models, whose config.json files are in
-trigon/planning/model_configs: their published dimensions, without what does not change a size.
+trigon/tools/plan/model_configs: their published dimensions, without what does not change a size.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trigon.build.memory import count_memory
-from trigon.build.memory_check import TIGHT, with_options
-from trigon.build.memory_table import GIB, Hardware, RunMemory
-from trigon.build.model_sizes import size_of_model
+from trigon.assemble.memory import count_memory
+from trigon.assemble.memory_check import TIGHT, with_options
+from trigon.assemble.memory_table import GIB, Hardware, RunMemory
+from trigon.assemble.model_sizes import size_of_model
 from trigon.config.schema import Config
 from trigon.models.memory import ModelSize
 
-CONFIGS = Path(__file__).parents[1] / "trigon" / "planning" / "model_configs"
+CONFIGS = Path(__file__).parents[1] / "trigon" / "tools" / "plan" / "model_configs"
 
 DEVICE_BYTES = 79 * GIB
 """A GPU of "80 GB": torch finds 79.2 GiB on an A100 and 79.6 GiB on an H100."""

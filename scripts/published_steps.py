@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from trigon.build.memory_check import with_options
+from trigon.assemble.memory_check import with_options
 from trigon.config.schema import Config
-from trigon.planning.lengths import LengthOptions
-from trigon.planning.model import SHIPPED
-from trigon.planning.plan import plan
-from trigon.planning.result import RunPlan
-from trigon.planning.work import Trainer
+from trigon.tools.plan.lengths import LengthOptions
+from trigon.tools.plan.model import SHIPPED
+from trigon.tools.plan.plan import plan
+from trigon.tools.plan.result import RunPlan
+from trigon.tools.plan.work import Trainer
 
 EASYR1 = Trainer("EasyR1", "repeated", reduces_every_pass=True, always_scores=True)
 

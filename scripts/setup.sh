@@ -100,7 +100,7 @@ elif ! install_into "$VENV" --quiet --dry-run --no-deps "torch==$torch+cpu" >>"$
 fi
 echo "[2/3] torch $torch for the CPU${torch_source[1]:+ from ${torch_source[1]}}, vLLM, transformers and the rest, in the versions of $CONSTRAINTS"
 # The local version +cpu excludes the CUDA builds of torch, which need several GB. torchvision's
-# CUDA build depends on no CUDA packages and works with CPU torch (trigon/torchvision_stub.py), so
+# CUDA build depends on no CUDA packages and works with CPU torch (trigon/system/torchvision_stub.py), so
 # it is used if a source has no CPU build; if there is one, it is preferred.
 install "${torch_source[@]}" "torch==$torch+cpu" "torchvision==$torchvision"
 # A plain path in a .pth file, which editors and mypy understand, instead of an import hook.
@@ -110,10 +110,10 @@ install --config-settings editable_mode=compat --editable ".[cpu,dev,docs]"
 "$VENV/bin/python" -m pip uninstall --yes torchaudio torchcodec >>"$LOG" 2>&1
 
 # Every process of the environment must be able to import torchvision, those of vLLM, transformers
-# and peft too (trigon/torchvision_stub.py says why). The .pth file costs a few microseconds at
+# and peft too (trigon/system/torchvision_stub.py says why). The .pth file costs a few microseconds at
 # start and imports nothing by itself.
 site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-cp trigon/torchvision_stub.py "$site/_trigon_torchvision.py"
+cp trigon/system/torchvision_stub.py "$site/_trigon_torchvision.py"
 echo 'import _trigon_torchvision; _trigon_torchvision.declare_on_import()' >"$site/trigon_torchvision.pth"
 
 echo "[3/3] loading them (the first time takes half a minute)"

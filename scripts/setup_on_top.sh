@@ -12,7 +12,7 @@ site_of() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("pure
 
 rm -rf "$VENV"
 "$BASE/bin/python" -m venv "$VENV"
-# With the .pth files of the base, such as that of trigon/torchvision_stub.py.
+# With the .pth files of the base, such as that of trigon/system/torchvision_stub.py.
 printf 'import site; site.addsitedir("%s")\n' "$(site_of "$BASE")" >"$(site_of "$VENV")/base.pth"
 # --no-deps: the file names all that is needed, and versions of the base must not be considered.
 source scripts/installer.sh

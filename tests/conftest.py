@@ -139,12 +139,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that makes a tiny model's folder, once per kind of model.
 
     Called as tiny_model("qwen2_5_vl", seed=0, tie_word_embeddings=False); the types are those of
-    trigon.tiny.model. The folder is shared: tests must not write into it.
+    trigon.tools.quickstart.model. The folder is shared: tests must not write into it.
     """
     made: dict[tuple[str, int, bool], Path] = {}
 
     def make(model_type: str = "qwen2_5_vl", *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
-        from trigon.tiny.model import make_tiny
+        from trigon.tools.quickstart.model import make_tiny
 
         key = (model_type, seed, tie_word_embeddings)
         if key not in made:

@@ -10,14 +10,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trigon.api import TrainResult, plan, train
+    from trigon.api import TrainResult, train
     from trigon.errors import TrigonError
-    from trigon.evaluation.evaluate import evaluate
-    from trigon.evaluation.results import Evaluation
-    from trigon.evaluation.score import score
-    from trigon.evaluation.score_results import ScoreResult
-    from trigon.planning.result import RunPlan
-    from trigon.records.tables import RunTables, load_run
+    from trigon.report.tables import RunTables, load_run
+    from trigon.tools.eval.evaluate import evaluate
+    from trigon.tools.eval.results import Evaluation
+    from trigon.tools.eval.score import score
+    from trigon.tools.eval.score_results import ScoreResult
+    from trigon.tools.plan.call import plan
+    from trigon.tools.plan.result import RunPlan
     from trigon.types import RolloutGroup
 
 __version__ = "0.1.0"
@@ -39,17 +40,17 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Evaluation": "trigon.evaluation.results",
+    "Evaluation": "trigon.tools.eval.results",
     "RolloutGroup": "trigon.types",
-    "RunPlan": "trigon.planning.result",
-    "RunTables": "trigon.records.tables",
-    "ScoreResult": "trigon.evaluation.score_results",
+    "RunPlan": "trigon.tools.plan.result",
+    "RunTables": "trigon.report.tables",
+    "ScoreResult": "trigon.tools.eval.score_results",
     "TrainResult": "trigon.api",
     "TrigonError": "trigon.errors",
-    "evaluate": "trigon.evaluation.evaluate",
-    "load_run": "trigon.records.tables",
-    "plan": "trigon.api",
-    "score": "trigon.evaluation.score",
+    "evaluate": "trigon.tools.eval.evaluate",
+    "load_run": "trigon.report.tables",
+    "plan": "trigon.tools.plan.call",
+    "score": "trigon.tools.eval.score",
     "train": "trigon.api",
 }
 """Public name -> the module that has it."""

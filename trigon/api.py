@@ -7,12 +7,12 @@ and vLLM are imported when a run starts, after the errors that can be found with
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trigon.build.start import StopSignals, start_run
+from trigon.assemble.start import StopSignals, start_run
 from trigon.config.arguments import dataset_names
 from trigon.config.legacy import nearest_option
 from trigon.config.load import LoadedConfig, load_config
@@ -20,16 +20,14 @@ from trigon.config.options import options as all_options
 from trigon.config.paths import PYTHON_PREFIX
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ConfigError, raises_at_caller
-from trigon.planning.configuration import load_planned
-from trigon.records.tables import RunTables, load_run
+from trigon.report.tables import RunTables, load_run
 from trigon.rewards.callables import Reward, describe_reward, name_of, reward_source
-from trigon.suggestions import did_you_mean
+from trigon.system.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     import pandas
 
     from trigon.data.sources import Source
-    from trigon.planning.result import RunPlan
     from trigon.report.loggers.protocol import Logger
     from trigon.rewards.load import RewardSource, RewardTerm
     from trigon.types import RolloutGroup
@@ -40,6 +38,9 @@ if TYPE_CHECKING:
 TRAIN = f"{PYTHON_PREFIX}train"
 """What data.train_files is in a run whose training data is a Python object."""
 VALIDATION = f"{PYTHON_PREFIX}validation"
+
+Load: TypeAlias = Callable[..., LoadedConfig]
+"""Loads a configuration as load_config does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class TrainResult:
         as AutoProcessor.from_pretrained(result.checkpoint / "huggingface_model").
         Raises: CheckpointError as export.
         """
-        from trigon.evaluation.models import EXPORTED, exported_step
+        from trigon.checkpoint.manifest import EXPORTED, exported_step
         from trigon.models.load import ATTENTION, auto_class, family_of_folder, without_progress_bars
 
         folder = self.model_folder
@@ -185,9 +186,9 @@ def train(
         options=options,
         keyword_options=keyword_options,
     )
-    sources = {spec: _open(dataset, spec) for spec, dataset in given.data.items()}
+    sources = {spec: open_rows(dataset, spec) for spec, dataset in given.data.items()}
 
-    from trigon.build.objects import RunObjects, make_episode_code
+    from trigon.assemble.objects import RunObjects, make_episode_code
     from trigon.hooks import Hooks
 
     code = make_episode_code(environment, tools)
@@ -207,89 +208,9 @@ def train(
     return TrainResult(outcome.folder, outcome.step, outcome.stopped, outcome.checkpoint, outcome.exported)
 
 
-@raises_at_caller
-def plan(
-    config: str | PurePath | None = None,
-    *,
-    model: str | PurePath | None = None,
-    data: Data | None = None,
-    val_data: Data | None = None,
-    reward: Reward | PurePath | None = None,
-    options: Mapping[str, Any] | None = None,
-    gpus: str | None = None,
-    host_memory: int | None = None,
-    model_config: str | PurePath | None = None,
-    calibrate_with: str | PurePath | None = None,
-    download: bool = False,
-    prompt_tokens: float | None = None,
-    image_tokens: float | None = None,
-    response_tokens: float | None = None,
-    num_prompts: int | None = None,
-    num_val_prompts: int | None = None,
-    keep_rate: float | None = None,
-    observed_tokens: float | None = None,
-    observed_image_tokens: float | None = None,
-    **keyword_options: Any,
-) -> RunPlan:
-    """Return batches, memory, time and disk of a run before it starts, as `trigon plan` does.
-
-    Neither GPUs nor weights are needed.
-
-    Args:
-        config: the YAML file of the run, or the config.yaml of a run folder.
-        model, data, val_data, options, **keyword_options: as for train. Rows of Python objects are
-            measured as those of files are; without the model's tokenizer they are counted.
-        reward: as for train; not called, and not needed.
-        gpus: such as 8xH100-80G; None: this machine.
-        host_memory: bytes of each machine. model_config: a config.json in place of the model's.
-        calibrate_with: the folder of a finished run on the same hardware.
-        download: read tokenizer and datasets from the hub if they are not on this machine.
-        prompt_tokens, image_tokens, response_tokens: means, if they are known without the dataset.
-        num_prompts, num_val_prompts: of the datasets. keep_rate: share of groups that online
-            filtering keeps.
-        observed_tokens: mean that a completion observes in an environment or with tools, with
-            images. observed_image_tokens: of these, those of images.
-    Raises: ConfigError, DataError or ModelError for what cannot be planned.
-    """
-    given = read_arguments(
-        model=model,
-        data=data,
-        reward=reward,
-        val_data=val_data,
-        config=config,
-        loggers=None,
-        options=options,
-        keyword_options=keyword_options,
-        planned=True,
-    )
-
-    from trigon.planning.lengths import LengthOptions
-    from trigon.planning.plan import plan as plan_run
-
-    return plan_run(
-        given.loaded.config,
-        gpus=gpus,
-        host_memory=host_memory,
-        model_config=None if model_config is None else Path(model_config),
-        calibrate_with=None if calibrate_with is None else Path(calibrate_with),
-        download=download,
-        lengths=LengthOptions(
-            prompt_tokens=prompt_tokens,
-            image_tokens=image_tokens,
-            response_tokens=response_tokens,
-            num_prompts=num_prompts,
-            num_val_prompts=num_val_prompts,
-            keep_rate=keep_rate,
-            observed_tokens=observed_tokens,
-            observed_image_tokens=observed_image_tokens,
-        ),
-        opened={spec: _open(dataset, spec) for spec, dataset in given.data.items()},
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of train or plan, read and checked.
+    """The arguments of train or trigon.plan, read and checked.
 
     data: the datasets that are Python objects, by what the configuration has in their place.
     reward, val_reward: the same for reward functions; None: the configuration names it, or a plan
@@ -316,13 +237,15 @@ def read_arguments(
     val_reward: Reward | PurePath | None = None,
     environment: str | Callable[..., Any] | None = None,
     tools: Sequence[str | Callable[..., Any]] | None = None,
-    planned: bool = False,
+    caller: Callable[..., Any] = train,
+    load_planned: Load | None = None,
 ) -> Arguments:
     """Return the arguments of train as a configuration and Python objects. Raises: as train.
 
-    planned: those of plan, which needs no reward function and pickles none.
+    caller: the function that got the arguments. load_planned: of a plan, which needs no reward
+    function, and for which none is pickled.
     """
-    _check_keywords(keyword_options, plan if planned else train)
+    _check_keywords(keyword_options, caller)
     named: dict[str, Any] = {}
     datasets: dict[str, Any] = {}
     if model is not None:
@@ -351,11 +274,14 @@ def read_arguments(
     if log_names:
         named["trainer.logger"] = log_names
     path, values = None if config is None else Path(config), [dict(options or {}), keyword_options, named]
-    loaded = _load(path, values, None if planned else objects)
+    if load_planned is None:
+        loaded = load_config(path, [], arguments=values, python_objects=objects)
+    else:
+        loaded = load_planned(path, [], arguments=values)
     kwargs = {"reward_function": loaded.config.worker.reward.reward_function_kwargs}
     sources = (
         {}
-        if planned
+        if load_planned is not None
         else {key: reward_source(function, kwargs=kwargs.get(key, {})) for key, function in functions.items()}
     )
     return Arguments(loaded, datasets, sources.get("reward_function"), sources.get("val_reward_function"), log_objects)
@@ -387,17 +313,7 @@ def _check_keywords(keywords: Mapping[str, Any], function: Callable[..., object]
         raise TypeError(f"{function.__name__}() has no argument {key!r}{hint}")
 
 
-def _load(path: Path | None, arguments: list[Mapping[str, Any]], objects: Collection[str] | None) -> LoadedConfig:
-    """Return the configuration. Raises: ConfigError with all problems.
-
-    objects: the names of those that the caller has; None: a plan is made.
-    """
-    if objects is None:
-        return load_planned(path, [], arguments=arguments)
-    return load_config(path, [], arguments=arguments, python_objects=objects)
-
-
-def _open(data: Any, spec: str) -> Source:
+def open_rows(data: Any, spec: str) -> Source:
     from trigon.data.python_rows import open_python_rows
 
     return open_python_rows(data, spec=spec, name=spec.removeprefix(PYTHON_PREFIX))

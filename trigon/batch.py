@@ -27,13 +27,13 @@ from trigon.carried import (
 from trigon.data.stream import PromptStream, with_repeat_id
 from trigon.errors import BadRow, DataError, EngineError, RewardError
 from trigon.metrics import Metrics, Sum, mean_of, merge
-from trigon.records.rollouts import RolloutRow, rollout_rows
 from trigon.report.recorder import ReadImages
+from trigon.report.rollouts import RolloutRow, rollout_rows
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect, collect_until
 from trigon.rollout.protocol import RolloutEngine, Until
 from trigon.rollout.statistics import describe_groups
-from trigon.suggestions import did_you_mean
+from trigon.system.suggestions import did_you_mean
 from trigon.types import Phase, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 _FILTERED: tuple[Literal["low", "high", "unscored"], ...] = ("low", "high", "unscored")

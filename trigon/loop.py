@@ -19,18 +19,18 @@ from trigon.batch_sources import open_source
 from trigon.carried import carried_state, load_carried
 from trigon.checkpoint.store import Checkpoint
 from trigon.errors import NotFiniteError, WatchError
-from trigon.grace import StepLeft
 from trigon.metrics import Metrics, merge, values
+from trigon.report.watch.watch import describe_stop
 from trigon.rollout.statistics import describe_validation
 from trigon.run import AheadBatch, Progress, Run, StreamedGroups
 from trigon.skipped_updates import RecentUpdates, UpdatedModel, describe_skipped, how_to_go_on
 from trigon.system.garbage import return_freed_memory
+from trigon.system.grace import StepLeft
 from trigon.train_groups import prepare_groups
 from trigon.training.protocol import SKIPPED_GRAD_NORM, CriticEngine, TrainEngine, TrunkCriticEngine
 from trigon.training.trace import traced
 from trigon.training.update_plan import has_gradient
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
-from trigon.watch.watch import describe_stop
 
 
 def train(run: Run, resume_from: Checkpoint | None) -> Progress:

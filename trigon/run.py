@@ -1,6 +1,6 @@
 """What a training run consists of: its parts, already built, and the state between its steps.
 
-trigon.build makes a Run, and trigon.loop runs it.
+trigon.assemble makes a Run, and trigon.loop runs it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from trigon.carried import CarriedGroup, Oversampling
 from trigon.checkpoint.store import CheckpointStore, Finish
 from trigon.config.plan import Plan
 from trigon.data.stream import PromptStream
-from trigon.grace import Grace
 from trigon.hooks import Hooks
 from trigon.parity import ParityCheck
 from trigon.report.reporter import Reporter
-from trigon.resuming import SameCommand
+from trigon.report.watch.watch import Watch
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
 from trigon.skipped_updates import RecentUpdates
+from trigon.system.grace import Grace
+from trigon.system.resuming import SameCommand
 from trigon.train_groups import AdvantageSettings
 from trigon.training.protocol import CriticEngine, LogprobEngine, TrainEngine
 from trigon.training.trace import Tracer
 from trigon.types import RolloutGroup, SamplingParams
 from trigon.validation import Evaluator
-from trigon.watch.watch import Watch
 
 Partial = Literal["finish", "continue"]
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from trigon.records.rollouts import RolloutRow
 from trigon.report.recorder import ReadImages
+from trigon.report.rollouts import RolloutRow
 from trigon.run import Run
 
 Result = TypeVar("Result")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trigon.errors import NotFiniteError
 from trigon.metrics import Metrics
-from trigon.resuming import SameCommand
+from trigon.system.resuming import SameCommand
 from trigon.types import TrainGroup
 
 WINDOW = 20

@@ -16,9 +16,9 @@ from torch import Tensor
 from trigon.algorithms.advantages import RewardBatch, estimate_advantages
 from trigon.algorithms.gae import Estimates, GaeSettings, estimate_with_values
 from trigon.algorithms.kl import AdaptiveKl, kl_per_token
+from trigon.config.names import Estimator, KlEstimator
 from trigon.errors import RewardError
 from trigon.metrics import Mean, Metrics, merge
-from trigon.names import Estimator, KlEstimator
 from trigon.rollout.statistics import describe_critic, describe_learned
 from trigon.training.protocol import CriticEngine, LogprobEngine, TrainEngine, TrunkCriticEngine
 from trigon.types import Phase, RolloutGroup, TrainGroup, TrainSequence

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.view_runs import make_row, served, write_run
-from trigon.records.rollouts import row_to_line
-from trigon.view.filters import CHOICES, RolloutFilter
+from trigon.report.rollouts import row_to_line
+from trigon.tools.view.filters import CHOICES, RolloutFilter
 
 SECRET = "not to be served"
 

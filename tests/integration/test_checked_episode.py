@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 from PIL import Image
 
-from trigon.build.episodes import EpisodeOptions, EpisodeParts, check_episodes
+from trigon.assemble.episodes import EpisodeOptions, EpisodeParts, check_episodes
 from trigon.config.schema import Config
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.settings import EnvironmentSettings, find_environment

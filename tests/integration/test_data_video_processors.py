@@ -20,7 +20,7 @@ from trigon.data.vision import image_processor_of, video_processor_of
 from trigon.distributed.serialization import decode_prompts, encode_prompts
 from trigon.models.load import Processors, load_processors
 from trigon.models.positions import completion_positions, positions_of
-from trigon.torchvision_stub import declare_operators
+from trigon.system.torchvision_stub import declare_operators
 from trigon.types import EncodedMedia, Prompt, Vision
 
 MODELS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from support.processes import is_running, wait_until
-from trigon.cli.doctor import main
-from trigon.doctor.catalogue import CHECKS
-from trigon.doctor.engines import OTHER_VARIANTS, VARIANTS
+from trigon.tools.cli.doctor import main
+from trigon.tools.doctor.catalogue import CHECKS
+from trigon.tools.doctor.engines import OTHER_VARIANTS, VARIANTS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it would use the GPUs of this machine")
 
@@ -38,7 +38,7 @@ def results(folder: Path) -> dict[str, dict]:
 
 def doctor(folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> dict[str, dict]:
     """Run the command in a process of its own, and return its results."""
-    command = [sys.executable, "-m", "trigon.cli", "doctor", "--gpu", "--folder", str(folder)]
+    command = [sys.executable, "-m", "trigon", "doctor", "--gpu", "--folder", str(folder)]
     subprocess.run([*command, *arguments], check=False, env={**os.environ, **(environment or {})})
     return results(folder)
 
@@ -114,7 +114,7 @@ def has_vllm() -> bool:
 
 
 def test_ending_the_command_ends_the_check_that_runs(tmp_path):
-    command = [sys.executable, "-m", "trigon.cli", "doctor", "--folder", str(tmp_path), "--only", "logprobs"]
+    command = [sys.executable, "-m", "trigon", "doctor", "--folder", str(tmp_path), "--only", "logprobs"]
     process = subprocess.Popen(command)
     task = tmp_path / "work" / "checks" / "logprobs" / "task.pickle"
     wait_until(lambda: task.exists() and len(children_of(process.pid)) == 1)

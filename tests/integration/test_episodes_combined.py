@@ -20,8 +20,8 @@ import pytest
 from support.clusters import two_ray_nodes
 from support.runs import assert_learned, comparable, finish, lines, rollouts, start, stored_images
 from support.videos import make_video
-from trigon.cli.main import main
-from trigon.records.rollouts import RolloutRow, read_rollouts
+from trigon.report.rollouts import RolloutRow, read_rollouts
+from trigon.tools.cli.main import main
 
 pytestmark = pytest.mark.long
 

@@ -19,7 +19,7 @@ from support.runs import (
     stored_images,
     wait_for,
 )
-from trigon.records.rollouts import read_rollouts
+from trigon.report.rollouts import read_rollouts
 
 STEPS = 4
 ENVIRONMENT = '''

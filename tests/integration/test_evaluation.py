@@ -18,16 +18,16 @@ from PIL import Image
 
 from support import runs
 from support.served import served
-from trigon.build.data import open_builder, open_processors
+from trigon.assemble.data import open_builder, open_processors
 from trigon.checkpoint.export import export_checkpoint
-from trigon.cli.main import main
 from trigon.config.load import load_config
 from trigon.data.images import open_image
 from trigon.data.sources import open_source
 from trigon.errors import ConfigError
-from trigon.evaluation.evaluate import evaluate, locate_run
-from trigon.records.rollouts import read_rollouts
-from trigon.records.run import open_run
+from trigon.report.rollouts import read_rollouts
+from trigon.report.run import open_run
+from trigon.tools.cli.main import main
+from trigon.tools.eval.evaluate import evaluate, locate_run
 from trigon.types import Prompt, Vision
 
 pytestmark = pytest.mark.extended

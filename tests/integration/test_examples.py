@@ -29,17 +29,17 @@ import yaml
 from PIL import Image
 
 from support.recipes import RECIPES, ROOT, arguments_of, name_of
-from trigon.build.data import open_builder, open_processors
-from trigon.cli.main import main
+from trigon.assemble.data import open_builder, open_processors
 from trigon.config.load import load_config, split_arguments
 from trigon.config.options import options
 from trigon.config.schema import Config
 from trigon.data.dataset import open_prompts
 from trigon.environments.settings import find_tools
 from trigon.environments.tools import describe_tools, load_tools
-from trigon.tiny.demonstrations import Demonstration, learn_demonstrations
-from trigon.tiny.model_types import TinyModelType
-from trigon.tiny.warm_start import warm_start_folder
+from trigon.tools.cli.main import main
+from trigon.tools.quickstart.demonstrations import Demonstration, learn_demonstrations
+from trigon.tools.quickstart.model_types import TinyModelType
+from trigon.tools.quickstart.warm_start import warm_start_folder
 from trigon.training.optim import Schedule
 
 STEPS = 2

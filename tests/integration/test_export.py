@@ -19,13 +19,13 @@ from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.export_verification import ACTIVATION_BYTES, loading_bytes, verify_model
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from trigon.checkpoint.weights import open_weights
-from trigon.cli.export import main
 from trigon.errors import CheckpointError
 from trigon.models.families import family_of
 from trigon.models.load import copy_side_files, load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.side_files import write_side_files
-from trigon.torchvision_stub import declare_operators
+from trigon.system.torchvision_stub import declare_operators
+from trigon.tools.cli.export import main
 from trigon.training.memory import HostMemory
 from trigon.training.state import ShardedFiles, save_tensors
 
@@ -376,7 +376,7 @@ def test_exporting_does_not_advance_the_random_number_generator(checkpoint):
 # In a process of its own, since vLLM changes global state of its process.
 IN_VLLM = """
     import json, sys
-    from trigon.torchvision_stub import declare_operators
+    from trigon.system.torchvision_stub import declare_operators
     declare_operators()
     from PIL import Image
     from vllm import LLM, SamplingParams

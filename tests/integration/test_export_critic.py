@@ -11,9 +11,9 @@ from support.critics import make_critic, make_trunk, to_learn
 from support.engines import make_engine, make_rollouts
 from trigon.checkpoint.export_critic import export_critic
 from trigon.checkpoint.store import CheckpointStore
-from trigon.cli.export import main
 from trigon.errors import CheckpointError, ConfigError
 from trigon.models.load import copy_side_files
+from trigon.tools.cli.export import main
 from trigon.training.critic import LocalCriticEngine
 from trigon.training.local import LocalTrainEngine
 

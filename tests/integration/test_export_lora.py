@@ -18,13 +18,13 @@ from torch import Tensor
 from trigon.checkpoint import export
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import CheckpointStore, open_checkpoint
-from trigon.cli.export import main
 from trigon.errors import CheckpointError
 from trigon.models.families import family_of
 from trigon.models.load import copy_side_files, load_model
 from trigon.models.lora import LoraSettings, adapter_config, adapters_of, add_lora
 from trigon.models.policy import Policy
-from trigon.torchvision_stub import declare_operators
+from trigon.system.torchvision_stub import declare_operators
+from trigon.tools.cli.export import main
 from trigon.training.state import save_tensors
 
 FAMILIES = [

@@ -20,7 +20,7 @@ import pytest
 import torch
 from ray import cloudpickle
 
-from trigon.build.pools import join_ranks, place_pools
+from trigon.assemble.pools import join_ranks, place_pools
 from trigon.config.schema import Config
 from trigon.distributed.cluster import Layout, has_gpus, open_cluster, start_workers
 from trigon.distributed.local_ray import reload_auth_token

@@ -45,7 +45,7 @@ class Engine(module.TransformersEngine):
         return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
 
 module.TransformersEngine = Engine
-from trigon.cli.main import main
+from trigon.tools.cli.main import main
 sys.exit(main(["train", *sys.argv[2:]]))
 """
 )

@@ -16,7 +16,7 @@ from trigon.data.stream import PromptStream
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
-from trigon.tiny.drawings import make_dataset
+from trigon.tools.quickstart.drawings import make_dataset
 from trigon.train_groups import build_train_groups
 from trigon.training.local import LocalTrainEngine
 from trigon.training.optim import Schedule

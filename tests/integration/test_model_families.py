@@ -32,7 +32,7 @@ from trigon.models.families import supported_model_types
 from trigon.models.load import Processors, copy_side_files, load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.rollout.protocol import RolloutEngine
-from trigon.tiny.model_types import TinyModelType
+from trigon.tools.quickstart.model_types import TinyModelType
 from trigon.training.state import save_tensors
 from trigon.types import LocalWeights, Prompt, RolloutGroup, SamplingParams
 

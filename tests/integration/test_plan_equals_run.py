@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from support.runs import finish, lines, start
-from trigon.build.memory_check import with_options
+from trigon.assemble.memory_check import with_options
 from trigon.config.schema import Config
-from trigon.planning.plan import plan
+from trigon.tools.plan.plan import plan
 
 pytestmark = pytest.mark.extended
 

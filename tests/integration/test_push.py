@@ -16,12 +16,12 @@ from huggingface_hub import ModelCard
 from support.fake_hub import READER, UNKNOWN, WRITER, Repository, fake_hub
 from support.fake_runs import config_text
 from trigon.checkpoint.store import CheckpointStore
-from trigon.cli.main import main
 from trigon.models.families import family_of
 from trigon.models.load import copy_side_files, load_model
 from trigon.models.lora import LoraSettings, adapter_config, add_lora
 from trigon.models.policy import Policy
 from trigon.report.run_folder import RunFolder
+from trigon.tools.cli.main import main
 from trigon.training.state import save_tensors
 
 SECRET = "hf_abcdefghij0123456789"
@@ -77,7 +77,7 @@ def lora_run(tmp_path_factory, tiny_vlm):
 
 DRIVER = """
 import json, os, sys
-from trigon.cli.main import main
+from trigon.tools.cli.main import main
 for token, arguments in json.loads(sys.argv[1]):
     os.environ["HF_TOKEN"] = token
     status = main(["push", *arguments])

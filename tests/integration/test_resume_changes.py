@@ -18,8 +18,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from support.runs import CONFIG, lines, overrides_of
-from trigon.build.objects import NO_OBJECTS, RunObjects
-from trigon.build.run import run_training
+from trigon.assemble.objects import NO_OBJECTS, RunObjects
+from trigon.assemble.run import run_training
 from trigon.checkpoint.manifest import PROGRESS, replacing_files
 from trigon.config.load import load_config
 from trigon.errors import CheckpointError

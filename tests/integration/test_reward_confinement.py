@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from support.processes import is_locked, is_running, wait_until
-from trigon.build.rewards import open_rewards
+from trigon.assemble.rewards import open_rewards
 from trigon.config.schema import Config
 from trigon.errors import RewardError
 from trigon.rewards.confinement import kernel, landlock, namespaces, tree

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from trigon.build.rewards import open_rewards
+from trigon.assemble.rewards import open_rewards
 from trigon.config.schema import Config
 from trigon.rewards.confinement import landlock
 from trigon.rewards.contract import RewardRequest

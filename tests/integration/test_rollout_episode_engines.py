@@ -20,11 +20,11 @@ from trigon.errors import EngineError
 from trigon.metrics import values
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.resuming import SAME_COMMAND
 from trigon.rollout.restart import RestartingEngine
 from trigon.rollout.transformers import _TransformersTurns
 from trigon.rollout.turns import TurnRequest
 from trigon.rollout.vllm.turns import VllmTurns
+from trigon.system.resuming import SAME_COMMAND
 from trigon.types import SamplingParams
 
 MAX_MODEL_LEN = 1024

@@ -14,9 +14,9 @@ from trigon.errors import EngineError, RolloutError
 from trigon.metrics import values
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.resuming import SAME_COMMAND
 from trigon.rollout.restart import RestartingEngine
 from trigon.rollout.vllm.weights import itself
+from trigon.system.resuming import SAME_COMMAND
 from trigon.types import LocalWeights, Prompt, SamplingParams
 
 pytestmark = [pytest.mark.faults, pytest.mark.vllm]

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from support.runs import CONFIG, overrides_of
-from trigon.secrets import MASKED
+from trigon.system.secrets import MASKED
 
 pytestmark = [pytest.mark.extended, pytest.mark.faults]
 
@@ -55,7 +55,7 @@ Image = lambda *args, **kwargs: "image"
 
 def run(made: Path, folder: Path, *arguments: str, environment: dict[str, str]) -> tuple[int, str, set[str]]:
     """Return the exit status of a run, its output, and the arguments of all its processes."""
-    command = [sys.executable, "-m", "trigon.cli", "train", *arguments]
+    command = [sys.executable, "-m", "trigon", "train", *arguments]
     output = folder.parent / "output.txt"
     commands: set[str] = set()
     with output.open("w") as log:

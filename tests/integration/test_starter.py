@@ -10,7 +10,7 @@ pytestmark = pytest.mark.extended
 
 
 def test_the_folder_of_init_passes_the_checks_and_trains(tmp_path):
-    trigon = [sys.executable, "-m", "trigon.cli"]
+    trigon = [sys.executable, "-m", "trigon"]
 
     def call(*command, folder=tmp_path / "start"):
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)

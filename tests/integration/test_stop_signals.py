@@ -197,7 +197,7 @@ def test_a_run_whose_terminal_is_closed_saves(made, tmp_path):
     overrides = [*overrides_of(made, folder, steps=STEPS), "trainer.save_freq=-1"]
     screen, terminal = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "trigon.cli", "train", str(CONFIG), *overrides],
+        [sys.executable, "-m", "trigon", "train", str(CONFIG), *overrides],
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,

@@ -145,7 +145,9 @@ def test_easyr1s_configuration_with_one_completion_per_prompt_runs(made, tmp_pat
         "fsdp": {"enable_full_shard": True, "enable_rank0_init": True, "use_orig_params": False, "fsdp_size": -1},
         "offload": {"offload_params": False, "offload_optimizer": False},
     }
-    config = yaml.safe_load((Path(__file__).parents[2] / "trigon" / "tiny" / "quickstart.yaml").read_text())
+    config = yaml.safe_load(
+        (Path(__file__).parents[2] / "trigon" / "tools" / "quickstart" / "quickstart.yaml").read_text()
+    )
     config["worker"]["critic"] = critic
     config["algorithm"] |= {"adv_estimator": "gae", "gamma": 1.0, "lam": 1.0}
     config["trainer"]["critic_warmup"] = 0

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from support.engines import tensors_in
 from support.runs import finish, lines, rollouts, start
-from trigon.cli.export import main
-from trigon.torchvision_stub import declare_operators
+from trigon.system.torchvision_stub import declare_operators
+from trigon.tools.cli.export import main
 
 pytestmark = pytest.mark.extended
 

@@ -159,7 +159,8 @@ def test_the_export_of_a_run_without_steps_is_of_the_loaded_checkpoint(made, uni
     config.write_text((uninterrupted / "config.yaml").read_text())
     overrides = [f"trainer.save_checkpoint_path={tmp_path / 'run'}", f"trainer.load_checkpoint_path={loaded}"]
     script = (
-        "from pathlib import Path; from trigon.cli.train import train; from trigon.config.load import load_config;"
+        "from pathlib import Path; from trigon.tools.cli.train import train; "
+        "from trigon.config.load import load_config; "
         f"train(load_config(Path({str(config)!r}), {overrides!r}), export_to=Path({str(tmp_path / 'model')!r}))"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=300)

@@ -11,10 +11,10 @@ import pytest
 
 from support.browser import Browser, find_chromium, open_browser
 from support.view_runs import make_row, served, write_image, write_run, write_step
-from trigon.records.rollouts import TurnRecord
+from trigon.report.rollouts import TurnRecord
 from trigon.report.run_folder import RunFolder
-from trigon.view.export import export
-from trigon.view.runs import open_runs
+from trigon.tools.view.export import export
+from trigon.tools.view.runs import open_runs
 
 CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium or Chrome on PATH")

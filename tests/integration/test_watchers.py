@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.runs import lines, log_of, start
-from trigon.records.metrics import read_metrics
+from trigon.report.metrics import read_metrics
 
 pytestmark = pytest.mark.faults
 

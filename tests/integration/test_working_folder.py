@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = [pytest.mark.alone, pytest.mark.long]
 
-CLI = "import sys; from trigon.cli.main import main; sys.exit(main(sys.argv[1:]))"
+CLI = "import sys; from trigon.tools.cli.main import main; sys.exit(main(sys.argv[1:]))"
 FILES = ("types.py", "random.py", "json.py", "pickle.py", "socket.py", "multiprocessing.py", "enum.py", "yaml.py")
 STEPS = [
     "trainer.max_steps=1",

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from support.engines import CPU, make_engine, make_rollouts, processors_of, to_train
 from support.ranks import RankProcesses
-from trigon.build.pools import collective_timeout_seconds
+from trigon.assemble.pools import collective_timeout_seconds
 from trigon.config.schema import Config
 from trigon.models.load import load_model
 from trigon.models.policy import Policy

@@ -11,9 +11,9 @@ from typing import get_args
 
 import pytest
 
-from trigon.cli.train import train
 from trigon.config.load import load_config
-from trigon.names import AdvantageEstimator, CorrectionKind, KlEstimator, LossAveraging, PolicyLossType
+from trigon.config.names import AdvantageEstimator, CorrectionKind, KlEstimator, LossAveraging, PolicyLossType
+from trigon.tools.cli.train import train
 
 pytestmark = pytest.mark.extended
 
@@ -98,7 +98,7 @@ def run(made: Path, folder: Path, steps: int, *overrides: str) -> dict[str, list
     """Train, and return the values of each metric by step."""
     (folder / "reward.py").write_text(REWARD)
     loaded = load_config(
-        ROOT / "trigon" / "tiny" / "quickstart.yaml",
+        ROOT / "trigon" / "tools" / "quickstart" / "quickstart.yaml",
         [
             f"data.train_files={made / 'data' / 'train.parquet'}",
             f"worker.actor.model.model_path={made / 'model'}",

@@ -39,7 +39,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gridworld")
     run(str(EXAMPLE / "make.py"), str(folder))
     run(
-        *("-m", "trigon.cli", "train", str(EXAMPLE / "config.yaml")),
+        *("-m", "trigon", "train", str(EXAMPLE / "config.yaml")),
         f"data.train_files={folder / 'train.jsonl'}",
         f"data.val_files={folder / 'validation.jsonl'}",
         f"worker.actor.model.model_path={folder / 'model'}",

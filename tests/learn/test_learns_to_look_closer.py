@@ -46,7 +46,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(made: Path, name: str, *overrides: str) -> list[dict[str, float]]:
     """Run the example, changed by overrides, and return the metrics of its steps."""
     run(
-        *("-m", "trigon.cli", "train", "examples/look_closer/config.yaml"),
+        *("-m", "trigon", "train", "examples/look_closer/config.yaml"),
         f"data.train_files={made / 'train.parquet'}",
         f"data.val_files={made / 'validation.parquet'}",
         f"worker.actor.model.model_path={made / 'model'}",

@@ -16,7 +16,7 @@ STEPS = 40
 def run(*arguments: str) -> str:
     """Run a trigon command and return its output."""
     done = subprocess.run(
-        [sys.executable, "-m", "trigon.cli", *arguments], capture_output=True, text=True, timeout=590, check=False
+        [sys.executable, "-m", "trigon", *arguments], capture_output=True, text=True, timeout=590, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -27,7 +27,7 @@ def trained(tiny_folder: Path) -> Path:
     folder = tiny_folder / "run"
     run(
         "train",
-        str(ROOT / "trigon" / "tiny" / "quickstart.yaml"),
+        str(ROOT / "trigon" / "tools" / "quickstart" / "quickstart.yaml"),
         f"data.train_files={tiny_folder / 'data' / 'train.parquet'}",
         f"data.val_files={tiny_folder / 'data' / 'validation.parquet'}",
         f"worker.actor.model.model_path={tiny_folder / 'model'}",
@@ -62,7 +62,7 @@ def test_on_blank_images_the_trained_model_has_the_accuracy_of_chance(tiny_folde
     folder = tiny_folder / "blank"
     run(
         "train",
-        str(ROOT / "trigon" / "tiny" / "quickstart.yaml"),
+        str(ROOT / "trigon" / "tools" / "quickstart" / "quickstart.yaml"),
         f"data.train_files={tiny_folder / 'data' / 'train.parquet'}",
         f"data.val_files={tiny_folder / 'data' / 'validation_blank.parquet'}",
         f"worker.actor.model.model_path={exported}",

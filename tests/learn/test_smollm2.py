@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from trigon.records.run import open_run
+from trigon.report.run import open_run
 
 ROOT = Path(__file__).parents[2]
 STEPS = 10

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from trigon.doctor.result import CheckSkipped, Findings, Setting, Tolerances
+from trigon.tools.doctor.result import CheckSkipped, Findings, Setting, Tolerances
 
 
 def passes(setting: Setting) -> Findings:

@@ -35,10 +35,10 @@ from trigon.report.console import Console
 from trigon.report.image_store import ImageStore
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
-from trigon.resuming import SAME_COMMAND
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.fake import FakeEngine
 from trigon.run import Intervals, Run
+from trigon.system.resuming import SAME_COMMAND
 from trigon.train_groups import AdvantageSettings
 from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
 from trigon.training.trace import LocalTracer

@@ -172,7 +172,7 @@ MUTATIONS = (
     ),
     Mutation(
         "other hosts do not see the viewer",
-        "view/server.py",
+        "tools/view/server.py",
         'if not self._any_host and not is_loopback(name.strip("[]")):',
         "if False:",
         "unit/test_view_server.py",
@@ -180,7 +180,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the viewer's token",
-        "view/server.py",
+        "tools/view/server.py",
         "return hmac.compare_digest(text.encode(), self._token.encode())",
         "return True",
         "unit/test_view_server.py",
@@ -188,7 +188,7 @@ MUTATIONS = (
     ),
     Mutation(
         "images of a run only",
-        "view/images.py",
+        "tools/view/images.py",
         'if not _NAME.fullmatch(name) or (run / "images").is_symlink():',
         "if False:",
         "unit/test_view_server.py",
@@ -220,7 +220,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rollouts of a later version are refused",
-        "records/rollouts.py",
+        "report/rollouts.py",
         "if version > SCHEMA_VERSION:",
         "if False:",
         "unit/test_records.py",
@@ -228,7 +228,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a resumed run notices other code and files",
-        "build/origin.py",
+        "assemble/origin.py",
         "return set(before[part]).isdisjoint(now[part]) and not _is_unknown(before[part], now[part])",
         "return False",
         "unit/test_build_origin.py",
@@ -236,7 +236,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a resumed run notices other options",
-        "build/origin.py",
+        "assemble/origin.py",
         "if name in saved and saved[name] != value\n        }",
         "if name in saved and False\n        }",
         "unit/test_build_origin.py",

@@ -17,7 +17,7 @@ from trigon.data.packing import PackedRow, by_group, pack_rollouts
 from trigon.models.load import Processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
-from trigon.torchvision_stub import declare_operators
+from trigon.system.torchvision_stub import declare_operators
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, Turn, Vision
 
 

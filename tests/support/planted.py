@@ -16,7 +16,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from support.images import png
-from trigon.checks.machine import Gpu, Machine
+from trigon.tools.check.machine import Gpu, Machine
 
 NUM_TRAIN, NUM_VALIDATION = 40, 8
 GIB = 2**30

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trigon.build.memory_check import with_options
+from trigon.assemble.memory_check import with_options
 from trigon.config.schema import Config
 
-CONFIGS = Path(__file__).parents[2] / "trigon" / "planning" / "model_configs"
+CONFIGS = Path(__file__).parents[2] / "trigon" / "tools" / "plan" / "model_configs"
 """One folder for each model."""
 
 

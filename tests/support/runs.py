@@ -33,14 +33,14 @@ def compute_score(reward_input):
 
 def make_tiny(folder: Path) -> Path:
     """Make a tiny model after a minimal warm start, its data, and a reward function."""
-    command = [sys.executable, "-m", "trigon.cli", "tiny", str(folder), "--max-updates", "6"]
+    command = [sys.executable, "-m", "trigon", "tiny", str(folder), "--max-updates", "6"]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     (folder / "reward.py").write_text(REWARD)
     return folder
 
 
 STEPS = 6
-CONFIG = ROOT / "trigon" / "tiny" / "quickstart.yaml"
+CONFIG = ROOT / "trigon" / "tools" / "quickstart" / "quickstart.yaml"
 
 
 def start(

@@ -7,8 +7,8 @@ from typing import Any
 
 from PIL import Image
 
-from trigon.records.rollouts import RolloutRow
 from trigon.report.loggers.protocol import LoggedRun, Sample
+from trigon.report.rollouts import RolloutRow
 
 HOSTILE = "![pixel](http://evil/x.png)\x1b[2J\n<script>alert(1)</script> 4"
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from trigon.records.rollouts import RolloutRow, TokenRecord
+from trigon.report.rollouts import RolloutRow, TokenRecord
 from trigon.report.run_folder import RunFolder
-from trigon.view.runs import ViewedRun, open_runs
-from trigon.view.server import address, listen, make_server
+from trigon.tools.view.runs import ViewedRun, open_runs
+from trigon.tools.view.server import address, listen, make_server
 
 CONFIG = "trainer:\n  max_steps: 3\nworker:\n  actor:\n    optim:\n      lr: {lr}\n"
 

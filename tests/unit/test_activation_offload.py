@@ -19,7 +19,7 @@ from trigon.metrics import values
 from trigon.models import activation_offload
 from trigon.models.activation_offload import DEVICE_INPUTS, ActivationOffload
 from trigon.models.policy import Policy
-from trigon.tiny.model_types import TinyModelType
+from trigon.tools.quickstart.model_types import TinyModelType
 
 
 class Inputs:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trigon.algorithms.advantages import RewardBatch, estimate_advantages, group_relative
-from trigon.names import SINGLE_COMPLETION_ESTIMATORS, AdvantageEstimator
+from trigon.config.names import SINGLE_COMPLETION_ESTIMATORS, AdvantageEstimator
 
 ESTIMATORS = get_args(AdvantageEstimator)
 COMPARING = sorted(set(ESTIMATORS) - set(SINGLE_COMPLETION_ESTIMATORS))

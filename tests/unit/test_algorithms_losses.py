@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trigon.algorithms.losses import LossSettings, policy_loss
-from trigon.names import PolicyLossType
+from trigon.config.names import PolicyLossType
 
 KINDS = get_args(PolicyLossType)
 CLIPPED = LossSettings(

@@ -14,10 +14,10 @@ from PIL import Image
 
 import trigon
 from trigon.api import TRAIN, VALIDATION, read_arguments
-from trigon.cli.plan import main
 from trigon.config.defaults import resolve_val_before_train
 from trigon.config.load import dump_config
 from trigon.errors import CheckpointError, ConfigError, DataError, RewardError
+from trigon.tools.cli.plan import main
 
 REQUIRED = {"worker.rollout.n": 4, "data.rollout_batch_size": 8, "worker.actor.global_batch_size": 8}
 

@@ -25,10 +25,10 @@ from support.fake_runs import (
 from trigon.ahead_state import batch_state, load_batch
 from trigon.batch import Batch
 from trigon.errors import LostSamplersError, RewardError
-from trigon.grace import Grace
 from trigon.loop import train
 from trigon.metrics import EffectiveShare, Max, Mean, Min, Sum
 from trigon.pool_clock import PoolClock
+from trigon.system.grace import Grace
 from trigon.training.fake import FAKE_LOGPROB
 from trigon.types import Completion, Rollout, RolloutGroup, Score
 

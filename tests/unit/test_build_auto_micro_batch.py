@@ -2,8 +2,8 @@
 
 import pytest
 
-from trigon.build.auto_micro_batch import tune_plan
-from trigon.build.engines import Engines
+from trigon.assemble.auto_micro_batch import tune_plan
+from trigon.assemble.engines import Engines
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError

@@ -6,14 +6,14 @@ import pytest
 
 from support.critics import make_critic, make_trunk
 from support.published import configured
-from trigon.build.critic import check_trained_critic, make_critic_settings, require_same_tokens
-from trigon.build.hub import hub_names
-from trigon.build.memory import count_checkpoint_bytes, count_memory
-from trigon.build.memory_check import _candidates, with_options
-from trigon.build.memory_table import GIB, Hardware
-from trigon.build.model_sizes import size_of_model
-from trigon.build.options import make_advantage_settings, make_loss_terms
-from trigon.build.workers import config_for_workers
+from trigon.assemble.critic import check_trained_critic, make_critic_settings, require_same_tokens
+from trigon.assemble.hub import hub_names
+from trigon.assemble.memory import count_checkpoint_bytes, count_memory
+from trigon.assemble.memory_check import _candidates, with_options
+from trigon.assemble.memory_table import GIB, Hardware
+from trigon.assemble.model_sizes import size_of_model
+from trigon.assemble.options import make_advantage_settings, make_loss_terms
+from trigon.assemble.workers import config_for_workers
 from trigon.config.critic import find_contradictions, with_critic_as_actor
 from trigon.config.critic_checks import warn_of_critic
 from trigon.config.load import dump_config, inspect_config, load_config

@@ -12,16 +12,16 @@ import yaml
 
 from support.engines import make_engine
 from support.published import CONFIGS, configured
-from trigon.build.engines import staged_bytes
-from trigon.build.memory import count_memory
-from trigon.build.memory_check import MemoryCounter, check_memory, find_hardware, find_remedies, with_options
-from trigon.build.memory_remedies import (
+from trigon.assemble.engines import staged_bytes
+from trigon.assemble.memory import count_memory
+from trigon.assemble.memory_check import MemoryCounter, check_memory, find_hardware, find_remedies, with_options
+from trigon.assemble.memory_remedies import (
     find_remedies_of_critic,
     find_remedies_of_policy,
     find_remedies_of_reference,
 )
-from trigon.build.memory_table import GIB, Hardware
-from trigon.build.model_sizes import size_of_model
+from trigon.assemble.memory_table import GIB, Hardware
+from trigon.assemble.model_sizes import size_of_model
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.models.load import load_hf_config, load_model

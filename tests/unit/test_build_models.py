@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trigon.build.models import choose_device, choose_kernel
+from trigon.assemble.models import choose_device, choose_kernel
 from trigon.config.schema import Config
 from trigon.errors import ConfigError, ModelError
 

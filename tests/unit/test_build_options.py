@@ -6,8 +6,7 @@ import torch
 from trigon.algorithms.importance import Correction
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.algorithms.losses import LossSettings
-from trigon.batch import GroupFilter
-from trigon.build.options import (
+from trigon.assemble.options import (
     kl_is_in_reward,
     make_advantage_settings,
     make_group_filter,
@@ -20,6 +19,7 @@ from trigon.build.options import (
     needs_old_logprobs,
     needs_reference,
 )
+from trigon.batch import GroupFilter
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.models.dtypes import DTYPES

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trigon.build.origin import KEY, Origin
+from trigon.assemble.origin import KEY, Origin
 from trigon.checkpoint.store import Checkpoint
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from trigon.api import read_arguments
-from trigon.build.objects import RunObjects
-from trigon.build.preflight import open_early
+from trigon.assemble.objects import RunObjects
+from trigon.assemble.preflight import open_early
 from trigon.data.python_rows import open_python_rows
 from trigon.errors import DataError, ModelError, RewardError
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trigon.build.data import open_evaluator
-from trigon.build.hub import announce_downloads
-from trigon.build.run import describe_run, run_training
+from trigon.assemble.data import open_evaluator
+from trigon.assemble.hub import announce_downloads
+from trigon.assemble.run import describe_run, run_training
 from trigon.checkpoint.store import Checkpoint, CheckpointStore
 from trigon.config.load import load_config
 from trigon.config.schema import Config

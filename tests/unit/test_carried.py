@@ -51,12 +51,12 @@ from trigon.errors import BadRow, EngineError, RolloutError
 from trigon.loop import train
 from trigon.metrics import values
 from trigon.report.console import Console
-from trigon.resuming import SAME_COMMAND
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.protocol import Until
 from trigon.rollout.restart import RestartingEngine
 from trigon.rollout.seeds import sample_seed
 from trigon.rollout.transformers import _TransformersTurns
+from trigon.system.resuming import SAME_COMMAND
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 
 LONG = replace(SAMPLING, n=2, max_tokens=40)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from trigon.checks.lengths import FAIL_FRACTION, WARN_FRACTION
-from trigon.checks.rewards import MAX_SECONDS, NUM_TRIED
-from trigon.checks.rows import CONSTANT_FRACTION
 from trigon.config.schema import Config
+from trigon.tools.check.lengths import FAIL_FRACTION, WARN_FRACTION
+from trigon.tools.check.rewards import MAX_SECONDS, NUM_TRIED
+from trigon.tools.check.rows import CONSTANT_FRACTION
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "check.md").read_text(encoding="utf-8")

@@ -16,13 +16,15 @@ from typing import get_args
 import pytest
 from transformers import AutoTokenizer
 
-import trigon.tiny
+import trigon.tools.quickstart
 from support.images import png
 from support.planted import FAULTS, GIB, MACHINE, MAZE, TOGETHER, TOOL, good_run, plant_environment
 from support.recipes import EXAMPLES, ROOT, arguments_of
-from trigon.checks.catalogue import CHECKS, check_run
-from trigon.checks.completions import asked_formats, final_answer
-from trigon.checks.machine import (
+from trigon.config.load import inspect_config, load_config, split_arguments
+from trigon.data.bad_rows import Reason
+from trigon.tools.check.catalogue import CHECKS, check_run
+from trigon.tools.check.completions import asked_formats, final_answer
+from trigon.tools.check.machine import (
     Gpu,
     check_devices,
     check_loggers,
@@ -30,15 +32,13 @@ from trigon.checks.machine import (
     check_network,
     count_checkpoints,
 )
-from trigon.checks.model import find_missing_header
-from trigon.checks.result import KINDS
-from trigon.checks.rows import _ADVICE, share
-from trigon.checks.subject import Subject, no_progress
-from trigon.config.load import inspect_config, load_config, split_arguments
-from trigon.data.bad_rows import Reason
-from trigon.tiny.drawings import make_dataset
+from trigon.tools.check.model import find_missing_header
+from trigon.tools.check.result import KINDS
+from trigon.tools.check.rows import _ADVICE, share
+from trigon.tools.check.subject import Subject, no_progress
+from trigon.tools.quickstart.drawings import make_dataset
 
-QUICKSTART = Path(trigon.tiny.__file__).with_name("quickstart.yaml")
+QUICKSTART = Path(trigon.tools.quickstart.__file__).with_name("quickstart.yaml")
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 
 from support.planted import FAULTS, good_run
-from trigon.checks.report import console_lines
-from trigon.checks.result import Findings, Problem, Result
-from trigon.cli.main import main
 from trigon.config.load import load_config
+from trigon.tools.check.report import console_lines
+from trigon.tools.check.result import Findings, Problem, Result
+from trigon.tools.cli.main import main
 
 
 @pytest.fixture(autouse=True)

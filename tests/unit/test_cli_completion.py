@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from trigon.cli.completion_scripts import script
-from trigon.cli.main import COMMANDS, main
 from trigon.config.options import options
+from trigon.tools.cli.completion_scripts import script
+from trigon.tools.cli.main import COMMANDS, main
 
 ASK = r"""
 source "$1"

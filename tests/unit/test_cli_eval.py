@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from trigon.cli.eval import make_parser, split_models
-from trigon.cli.main import main
-from trigon.evaluation.results import Blind, Comparison, Evaluation, ModelEvaluation
-from trigon.evaluation.statistics import compare_pairs
-from trigon.evaluation.summary import outcomes_of, summarize, summarize_by
-from trigon.evaluation.tables import show, show_blind
-from trigon.records.rollouts import RolloutRow
 from trigon.report.console import Console
+from trigon.report.rollouts import RolloutRow
+from trigon.tools.cli.eval import make_parser, split_models
+from trigon.tools.cli.main import main
+from trigon.tools.eval.results import Blind, Comparison, Evaluation, ModelEvaluation
+from trigon.tools.eval.statistics import compare_pairs
+from trigon.tools.eval.summary import outcomes_of, summarize, summarize_by
+from trigon.tools.eval.tables import show, show_blind
 
 HOSTILE = "\x1b[2J\u202e"
 

@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from trigon import __version__, api
-from trigon.build import start
-from trigon.build.start import StopSignals, read_path
-from trigon.cli.main import COMMANDS, main
+from trigon.assemble import start
+from trigon.assemble.start import StopSignals, read_path
 from trigon.config.schema import Config
 from trigon.system.signals import Terminated
 from trigon.system.watchdog import HangWatch
+from trigon.tools.cli.main import COMMANDS, main
 
 COMPLETE = [
     "data.train_files=hiyouga/geometry3k@train",
@@ -212,18 +212,16 @@ def test_the_module_of_easyr1_is_the_train_command(tmp_path):
 
 
 def test_the_cli_module_is_the_trigon_command():
-    result = subprocess.run(
-        [sys.executable, "-m", "trigon.cli", "--version"], capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-m", "trigon", "--version"], capture_output=True, text=True, check=True)
     assert result.stdout == f"trigon {__version__}\n"
 
 
 def test_help_imports_no_heavy_library():
-    assert modules_after("import trigon.cli.main as cli; cli.main(['--help'])") == set()
+    assert modules_after("import trigon.tools.cli.main as cli; cli.main(['--help'])") == set()
 
 
 def test_the_configuration_is_checked_before_heavy_libraries_are_imported():
-    code = f"import trigon.cli.main as cli; cli.main(['train', '--print-config', *{COMPLETE!r}])"
+    code = f"import trigon.tools.cli.main as cli; cli.main(['train', '--print-config', *{COMPLETE!r}])"
     assert modules_after(code) <= {"pydantic", "yaml"}
 
 

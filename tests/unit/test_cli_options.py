@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from trigon.cli.main import main
-from trigon.cli.train import HELP
 from trigon.config.legacy import RENAMED
 from trigon.config.options import descriptions, options
+from trigon.tools.cli.main import main
+from trigon.tools.cli.train import HELP
 
 NAMES = [option.name for option in options().values()]
 

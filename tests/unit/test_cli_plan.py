@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trigon.cli.main import main
+from trigon.tools.cli.main import main
 
 YAML = """\
 data:

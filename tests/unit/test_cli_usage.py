@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from trigon.cli.main import COMMANDS, main
-from trigon.cli.parser import MAX_COLUMNS, ArgumentParser, format_examples, parser_of
+from trigon.tools.cli.main import COMMANDS, main
+from trigon.tools.cli.parser import MAX_COLUMNS, ArgumentParser, format_examples, parser_of
 
 COMMAND_NAMES = list(COMMANDS)
 HEAVY = ("torch", "vllm", "transformers", "datasets", "numpy", "pandas", "pyarrow", "matplotlib", "ray")
@@ -72,8 +72,8 @@ def test_a_help_page_is_as_wide_as_a_narrow_terminal(capsys, monkeypatch):
 def test_help_pages_import_no_heavy_library():
     script = f"""
 import importlib, sys
-from trigon.cli.main import COMMANDS
-from trigon.cli.parser import parser_of
+from trigon.tools.cli.main import COMMANDS
+from trigon.tools.cli.parser import parser_of
 for command, (module, _) in COMMANDS.items():
     parser_of(importlib.import_module(module).main).format_help()
     print(command, *(name for name in {HEAVY!r} if name in sys.modules))

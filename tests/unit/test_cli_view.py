@@ -12,7 +12,7 @@ from urllib.request import urlopen
 import pytest
 
 from support.view_runs import write_run
-from trigon.cli.main import main
+from trigon.tools.cli.main import main
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_an_export_says_what_it_wrote(run, tmp_path, capsys):
 
 
 def test_the_command_serves_until_ctrl_c(run, tmp_path):
-    command = [sys.executable, "-m", "trigon.cli", "view", run, "--port", "0", "--no-browser", "--cache", tmp_path]
+    command = [sys.executable, "-m", "trigon", "view", run, "--port", "0", "--no-browser", "--cache", tmp_path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("trigon view: ")

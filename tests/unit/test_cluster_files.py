@@ -17,10 +17,10 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 import gpu_constraints
-from trigon.cli.main import COMMANDS
 from trigon.config.load import load_config, split_arguments
 from trigon.config.options import options, sections
 from trigon.config.schema import TrainerConfig
+from trigon.tools.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGE = "docs/multi-node.md"

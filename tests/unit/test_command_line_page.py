@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from command_line_page import document
-from trigon.cli.main import COMMANDS
+from trigon.tools.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,7 @@ import pytest
 from support import chat_templates
 from support.chat_templates import with_template
 from support.models import processors_of
-from trigon.build.episodes import check_chat_template, engine_limit_images, make_episode_options
+from trigon.assemble.episodes import check_chat_template, engine_limit_images, make_episode_options
 from trigon.config.load import load_config
 from trigon.config.schema import Config
 from trigon.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trigon.content import FULL_BYTES, file_digest, text_digest, weights_digest
+from trigon.system.content import FULL_BYTES, file_digest, text_digest, weights_digest
 
 
 def test_a_small_file_is_compared_entirely(tmp_path):

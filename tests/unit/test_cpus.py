@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trigon.build.options import count_image_threads
+from trigon.assemble.options import count_image_threads
 from trigon.config.schema import Config
 from trigon.system.cpus import count_usable_cpus
 
@@ -73,7 +73,7 @@ def run_on_one_cpu(script: str) -> str:
 @pytest.mark.skipif(AFFINITY < 2, reason="a machine with one CPU does not tell the two apart")
 def test_threads_that_build_prompts_are_no_more_than_the_usable_cpus():
     script = (
-        "from trigon.build.options import count_data_threads\nfrom trigon.config.schema import Config\n"
+        "from trigon.assemble.options import count_data_threads\nfrom trigon.config.schema import Config\n"
         "print(count_data_threads(Config(data={'filter_overlong_prompts_workers': 16})))"
     )
     assert run_on_one_cpu(script) == "1"

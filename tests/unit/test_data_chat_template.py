@@ -8,7 +8,7 @@ from support import chat_templates
 from support.builders import make_builder
 from support.chat_templates import published_template, with_template
 from support.models import processors_of
-from trigon.build.data import open_builder
+from trigon.assemble.data import open_builder
 from trigon.config.schema import Config
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.turns import TurnTemplate

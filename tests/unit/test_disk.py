@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from trigon.checkpoint.store import CheckpointStore
-from trigon.cli import main as command
 from trigon.errors import CheckpointError, ConfigError, DataError, DiskError
 from trigon.report.lenient_stream import LenientStream
 from trigon.report.log_faults import LogFaults, MetricsLog
 from trigon.report.run_folder import RunFolder
 from trigon.system.disk import describe_fault, fault_number
+from trigon.tools.cli import main as command
 
 pytestmark = pytest.mark.faults
 
@@ -272,7 +272,7 @@ def test_a_full_standard_output_is_no_traceback_and_no_other_exit_status():
         pytest.skip("needs /dev/full")
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "trigon.cli", "version"],
+            [sys.executable, "-m", "trigon", "version"],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

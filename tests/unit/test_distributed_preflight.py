@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trigon.build.memory_table import Hardware
-from trigon.build.pools import smallest_hardware
+from trigon.assemble.memory_table import Hardware
+from trigon.assemble.pools import smallest_hardware
 from trigon.distributed.preflight import (
     SAME_EVERYWHERE,
     NodeReport,

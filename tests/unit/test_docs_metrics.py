@@ -32,12 +32,12 @@ from trigon.distributed.worker_group import Traffic
 from trigon.loop import train
 from trigon.metrics import Metrics, values
 from trigon.parity import ParityCheck, Probe
+from trigon.report.watch.meter import MemoryMeter, measure_worker
+from trigon.report.watch.rules import WatcherName
+from trigon.report.watch.watch import MEMORY
 from trigon.rollout.statistics import describe_validation
 from trigon.training.fake import FAKE_LOGPROB, FakeCriticEngine, FakeTrainEngine
 from trigon.types import Rollout, RolloutGroup, Score
-from trigon.watch.meter import MemoryMeter, measure_worker
-from trigon.watch.rules import WatcherName
-from trigon.watch.watch import MEMORY
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 GPU_ONLY = {

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trigon.doctor.environment import (
+from trigon.tools.doctor.environment import (
     check_environment,
     compiler_problems,
     cuda_problems,
@@ -19,7 +19,7 @@ from trigon.doctor.environment import (
     unmet_requirements,
     vllm_cuda_major,
 )
-from trigon.doctor.result import Setting
+from trigon.tools.doctor.result import Setting
 
 GIB = 2**30
 
@@ -78,7 +78,7 @@ def test_a_build_tag_does_not_matter_and_a_missing_package_requires_nothing(inst
 
 
 def test_the_command_that_installs_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr("trigon.doctor.environment.installed_version", lambda name: None)
+    monkeypatch.setattr("trigon.tools.doctor.environment.installed_version", lambda name: None)
     on_gpu, on_cpu = missing_packages(has_gpu=True), missing_packages(has_gpu=False)
     assert "[gpu]" in on_gpu[0]
     assert "flash-attn" in on_gpu[1]

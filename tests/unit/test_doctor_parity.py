@@ -9,10 +9,10 @@ import torch
 
 from support.models import processors_of
 from support.oracle import group_of
-from trigon.doctor.engine_parity import Session, equal_fraction, largest_change, text_prompt, without_image
-from trigon.doctor.random_models import MODELS, make_groups, model_config, write_model
-from trigon.doctor.training_runs import read_steps, speed, worst_parity
 from trigon.models.load import load_model
+from trigon.tools.doctor.engine_parity import Session, equal_fraction, largest_change, text_prompt, without_image
+from trigon.tools.doctor.random_models import MODELS, make_groups, model_config, write_model
+from trigon.tools.doctor.training_runs import read_steps, speed, worst_parity
 from trigon.types import Completion, Rollout, RolloutGroup, Score
 
 

@@ -15,11 +15,11 @@ import pytest
 
 from support import doctor_checks
 from support.processes import is_running, wait_until
-from trigon.doctor.catalogue import CHECKS, choose
-from trigon.doctor.report import as_json, console_lines, markdown, summary
-from trigon.doctor.result import Findings, Result, Setting
-from trigon.doctor.runner import Check, Limits, run_check, run_checks
 from trigon.errors import ConfigError
+from trigon.tools.doctor.catalogue import CHECKS, choose
+from trigon.tools.doctor.report import as_json, console_lines, markdown, summary
+from trigon.tools.doctor.result import Findings, Result, Setting
+from trigon.tools.doctor.runner import Check, Limits, run_check, run_checks
 
 
 def run(function, folder: Path, *, seconds: float = 60, factor: float = 1.0) -> Result:
@@ -142,6 +142,6 @@ def test_every_check_is_on_its_page():
 
 def test_listing_the_checks_imports_nothing_heavy():
     heavy = ("torch", "transformers", "vllm", "ray", "numpy")
-    script = f"import sys, trigon.cli.doctor; print(*(name for name in {heavy!r} if name in sys.modules))"
+    script = f"import sys, trigon.tools.cli.doctor; print(*(name for name in {heavy!r} if name in sys.modules))"
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert printed.split() == []

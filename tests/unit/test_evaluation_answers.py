@@ -2,8 +2,8 @@
 
 import pytest
 
-from trigon.evaluation.answers import SHIPPED_FORMS, extract_answer, number_answers
-from trigon.names import SHIPPED_REWARDS
+from trigon.config.names import SHIPPED_REWARDS
+from trigon.tools.eval.answers import SHIPPED_FORMS, extract_answer, number_answers
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trigon.cli.main import main
 from trigon.errors import ConfigError
-from trigon.evaluation.models import ModelSource
-from trigon.evaluation.output import check_output, open_output, remove_earlier
+from trigon.tools.cli.main import main
+from trigon.tools.eval.models import ModelSource
+from trigon.tools.eval.output import check_output, open_output, remove_earlier
 
 RUN = (
     "config.yaml",

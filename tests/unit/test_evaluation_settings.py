@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from trigon.build.recorded import find_differences, known_settings, recorded_settings
+from trigon.assemble.recorded import find_differences, known_settings, recorded_settings
 from trigon.config.files import local_sources, locate_sources
 from trigon.config.load import dump_config, inspect_config, load_config
 from trigon.errors import ConfigError, ModelError
-from trigon.evaluation.models import context_length, exported_folder, find_model, looks_like_model, recorded_of
-from trigon.evaluation.settings import EvaluationOptions, load_settings
+from trigon.tools.eval.models import context_length, exported_folder, find_model, looks_like_model, recorded_of
+from trigon.tools.eval.settings import EvaluationOptions, load_settings
 
 ROOT = Path(__file__).parents[2]
-QUICKSTART = ROOT / "trigon" / "tiny" / "quickstart.yaml"
+QUICKSTART = ROOT / "trigon" / "tools" / "quickstart" / "quickstart.yaml"
 FILES = ["worker.actor.model.model_path=owner/base", "data.train_files=owner/set", "data.val_files=owner/set@test"]
 REWARD_AND_DATA = EvaluationOptions(data=("owner/set@test",), reward="math")
 

@@ -9,8 +9,8 @@ import random
 import numpy as np
 import pytest
 
-from trigon.evaluation import statistics
-from trigon.evaluation.statistics import (
+from trigon.tools.eval import statistics
+from trigon.tools.eval.statistics import (
     compare_pairs,
     estimate_mean,
     holm,

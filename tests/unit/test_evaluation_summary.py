@@ -9,8 +9,9 @@ from math import isnan
 import pytest
 
 from trigon.errors import DataError
-from trigon.evaluation.results import to_plain
-from trigon.evaluation.summary import (
+from trigon.report.rollouts import RolloutRow
+from trigon.tools.eval.results import to_plain
+from trigon.tools.eval.summary import (
     accuracy_name,
     compare_outcomes,
     default_ks,
@@ -18,7 +19,6 @@ from trigon.evaluation.summary import (
     summarize,
     summarize_by,
 )
-from trigon.records.rollouts import RolloutRow
 
 
 def make_row(prompt: int, sample: int, accuracy: float | None, **changes) -> RolloutRow:

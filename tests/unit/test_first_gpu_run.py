@@ -10,15 +10,15 @@ import pytest
 
 from support.published import CONFIGS
 from support.recipes import ROOT, arguments_of
-from trigon.build.memory import count_memory
-from trigon.build.memory_check import with_options
-from trigon.build.memory_table import GIB, Hardware
-from trigon.build.model_sizes import size_of_model
-from trigon.cli.doctor import make_parser
-from trigon.cli.main import COMMANDS
+from trigon.assemble.memory import count_memory
+from trigon.assemble.memory_check import with_options
+from trigon.assemble.memory_table import GIB, Hardware
+from trigon.assemble.model_sizes import size_of_model
 from trigon.config.load import LoadedConfig, load_config, split_arguments
 from trigon.config.options import options
 from trigon.config.plan import make_plan
+from trigon.tools.cli.doctor import make_parser
+from trigon.tools.cli.main import COMMANDS
 
 PAGE = (ROOT / "docs/first-gpu-run.md").read_text(encoding="utf-8")
 ROWS_OF_GEOMETRY3K = 2101

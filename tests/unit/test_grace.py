@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trigon.build.start import make_grace
+from trigon.assemble.start import make_grace
 from trigon.config.schema import Config
-from trigon.grace import Grace, StepLeft
+from trigon.system.grace import Grace, StepLeft
 
 pytestmark = pytest.mark.faults
 

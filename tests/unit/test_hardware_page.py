@@ -10,8 +10,8 @@ import pytest
 from hardware_page import DEVICE_BYTES, document
 from support.published import CONFIGS
 from support.recipes import EXAMPLES, RECIPES, arguments_of, name_of
-from trigon.build.memory_check import check_memory, with_options
-from trigon.build.memory_table import GIB, Hardware
+from trigon.assemble.memory_check import check_memory, with_options
+from trigon.assemble.memory_table import GIB, Hardware
 from trigon.config.load import load_config, split_arguments
 from trigon.config.schema import Config
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from trigon.installation import DISTRIBUTION, install_command
+from trigon.system.installation import DISTRIBUTION, install_command
 
 ROOT = Path(__file__).parents[2]
-ASK = "from trigon.installation import install_command; print(install_command('gpu'))"
+ASK = "from trigon.system.installation import install_command; print(install_command('gpu'))"
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from support.fake_runs import (
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.checkpoint.store import CheckpointStore
 from trigon.errors import CheckpointError, DiskError
-from trigon.grace import Grace
 from trigon.loop import train
+from trigon.system.grace import Grace
 from trigon.types import Prompt
 
 

@@ -20,17 +20,17 @@ from support.fake_runs import (
     saved_steps,
     sometimes_right,
 )
-from trigon.build.watchers import make_watch_settings
+from trigon.assemble.watchers import make_watch_settings
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.errors import DiskError, WatchError
 from trigon.hooks import Hooks
 from trigon.loop import train
 from trigon.report.console import Console
-from trigon.resuming import SameCommand
+from trigon.report.watch.meter import MemoryMeter
+from trigon.report.watch.watch import Watch
+from trigon.system.resuming import SameCommand
 from trigon.types import Prompt
-from trigon.watch.meter import MemoryMeter
-from trigon.watch.watch import Watch
 
 pytestmark = pytest.mark.faults
 

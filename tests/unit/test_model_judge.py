@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from trigon.build.rewards import open_rewards
+from trigon.assemble.rewards import open_rewards
 from trigon.config.schema import Config
 from trigon.rewards.confinement import landlock
 from trigon.rewards.contract import RewardRequest

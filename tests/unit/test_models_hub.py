@@ -15,13 +15,13 @@ from pathlib import Path
 import datasets
 import pytest
 
-from trigon.build.pools import config_for_workers
+from trigon.assemble.pools import config_for_workers
 from trigon.config.load import load_config
 from trigon.data.sources import open_source
 from trigon.errors import ConfigError, DataError, ModelError
-from trigon.installation import install_command
 from trigon.models.hub import VARIABLE, uses_modelscope
 from trigon.models.load import family_of_folder, model_folder
+from trigon.system.installation import install_command
 
 OPEN_MODEL = "from trigon.models.load import model_folder as open_it"
 OPEN_DATA = "from trigon.data.sources import open_source as open_it"

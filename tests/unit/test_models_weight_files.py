@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from trigon.models.weight_files import save_weights, stored_dtype
-from trigon.tiny.model import make_tiny
+from trigon.tools.quickstart.model import make_tiny
 from trigon.training.state import save_tensors
 
 

@@ -24,12 +24,12 @@ import yaml
 import trigon
 from support.pages import PAGES, ROOT, Block, blocks_of, sessions
 from support.recipes import arguments_of
-from trigon.cli.main import COMMANDS
-from trigon.cli.parser import parser_of
 from trigon.config.legacy import IGNORED, RENAMED
 from trigon.config.load import load_config, split_arguments
 from trigon.config.options import options
 from trigon.errors import ConfigError
+from trigon.tools.cli.main import COMMANDS
+from trigon.tools.cli.parser import parser_of
 
 PROGRAMS = {
     *("apt", "cat", "cd", "chmod", "curl", "docker", "echo", "export", "git", "head", "hf", "kubectl", "ls", "mkdir"),

@@ -9,18 +9,18 @@ import pytest
 
 from published_steps import ROWS, predict, table
 from support.plans import LENGTHS, planned
-from trigon.build.memory import count_memory
-from trigon.build.memory_check import with_options
-from trigon.build.memory_table import GIB, Hardware
-from trigon.build.model_sizes import size_of_model
+from trigon.assemble.memory import count_memory
+from trigon.assemble.memory_check import with_options
+from trigon.assemble.memory_table import GIB, Hardware
+from trigon.assemble.model_sizes import size_of_model
 from trigon.config.schema import Config
 from trigon.errors import ConfigError, ModelError
 from trigon.models.flops import GroupLengths, forward_flops, update_flops
 from trigon.models.load import load_hf_config
-from trigon.planning.hardware import ACCELERATORS, parse_gpus
-from trigon.planning.lengths import LengthOptions
-from trigon.planning.model import SHIPPED, open_model_config, shipped_models
-from trigon.planning.plan import plan
+from trigon.tools.plan.hardware import ACCELERATORS, parse_gpus
+from trigon.tools.plan.lengths import LengthOptions
+from trigon.tools.plan.model import SHIPPED, open_model_config, shipped_models
+from trigon.tools.plan.plan import plan
 
 HF_CONFIG = load_hf_config(SHIPPED / "Qwen2.5-VL-7B-Instruct")
 OFFLOAD = {"worker.actor.offload.offload_params": True, "worker.actor.offload.offload_optimizer": True}
@@ -168,7 +168,7 @@ def test_given_tokens_that_no_completion_has_room_for_are_an_error(given, messag
 
 
 def test_the_table_says_which_tokens_are_without_observed_ones(geo3k):
-    from trigon.planning.tables import as_text
+    from trigon.tools.plan.tables import as_text
 
     observing = planned(MAZE, lengths=replace(LENGTHS, observed_tokens=200))
     assert "without observed ones" not in as_text(geo3k, width=160)
@@ -428,7 +428,7 @@ def test_the_page_has_the_table_of_published_steps():
 
 
 def test_results_can_be_written_as_json(geo3k):
-    from trigon.planning.tables import as_json
+    from trigon.tools.plan.tables import as_json
 
     read = json.loads(json.dumps(as_json(geo3k)))
     assert read["fits"] is True

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from trigon.build.memory_check import with_options
+from trigon.assemble.memory_check import with_options
 from trigon.config.schema import Config
 from trigon.errors import ConfigError, DataError
-from trigon.planning.calibration import calibrate, observe
-from trigon.planning.lengths import LengthOptions
-from trigon.planning.plan import plan
-from trigon.planning.timing import PHASES
-from trigon.records.metrics import StepMetrics
+from trigon.report.metrics import StepMetrics
+from trigon.tools.plan.calibration import calibrate, observe
+from trigon.tools.plan.lengths import LengthOptions
+from trigon.tools.plan.plan import plan
+from trigon.tools.plan.timing import PHASES
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "plan_timings.json").read_text(encoding="utf-8"))
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from support.plans import LENGTHS, SETTINGS
-from trigon.build.memory_check import with_options
+from trigon.assemble.memory_check import with_options
 from trigon.config.schema import Config
-from trigon.planning.hardware import ACCELERATORS, Cluster
-from trigon.planning.planner import Place, Planner
+from trigon.tools.plan.hardware import ACCELERATORS, Cluster
+from trigon.tools.plan.planner import Place, Planner
 
 KEPT = {
     "trainer.n_gpus_per_node": 8,

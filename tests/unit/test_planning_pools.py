@@ -9,12 +9,12 @@ import pytest
 
 from support.plans import planned
 from support.published import configured
-from trigon.build.memory import count_memory
-from trigon.build.memory_check import check_memory, with_options
-from trigon.build.memory_table import GIB, Hardware
-from trigon.build.model_sizes import size_of_model
+from trigon.assemble.memory import count_memory
+from trigon.assemble.memory_check import check_memory, with_options
+from trigon.assemble.memory_table import GIB, Hardware
+from trigon.assemble.model_sizes import size_of_model
 from trigon.errors import ConfigError
-from trigon.planning.tables import as_json, as_text
+from trigon.tools.plan.tables import as_json, as_text
 
 PARAMETERS = 8_292_166_656  # of Qwen2.5-VL-7B
 SEPARATE = {"worker.hybrid_engine": False, "worker.rollout.n_gpus_per_node": 4}

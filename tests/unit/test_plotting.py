@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from trigon.cli.main import main
 from trigon.errors import ConfigError, DataError
-from trigon.plotting.curves import as_csv, as_json, interval, learning_curves, moving_mean, student_t
-from trigon.plotting.figure import Reference, describe, save_plot, spread
-from trigon.plotting.groups import group_runs
-from trigon.records.run import RunRecord, open_run
+from trigon.report.run import RunRecord, open_run
 from trigon.report.run_folder import RunFolder
+from trigon.tools.cli.main import main
+from trigon.tools.plot.curves import as_csv, as_json, interval, learning_curves, moving_mean, student_t
+from trigon.tools.plot.figure import Reference, describe, save_plot, spread
+from trigon.tools.plot.groups import group_runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -287,9 +287,7 @@ def test_wrong_arguments_have_status_2(capsys, arguments, message):
 
 
 def test_without_matplotlib_the_error_names_the_extra_and_numbers_are_still_written(seeds, tmp_path):
-    script = (
-        "import sys; sys.modules['matplotlib'] = None; from trigon.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    )
+    script = "import sys; sys.modules['matplotlib'] = None; from trigon.tools.cli.main import main; sys.exit(main())"
 
     def plot(output: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", script, "plot", str(seeds[0].path), "-o", str(tmp_path / output)]

@@ -13,9 +13,9 @@ import pytest
 
 from support.recipes import EXAMPLES, RECIPES, ROOT, arguments_of, name_of
 from trigon.config.load import load_config, split_arguments
+from trigon.config.names import SHIPPED_REWARDS
 from trigon.data.sources import open_source
-from trigon.names import SHIPPED_REWARDS
-from trigon.tiny.drawings import make_dataset
+from trigon.tools.quickstart.drawings import make_dataset
 
 RECIPE_NAMES = [
     "baselines/qwen2_5_vl_3b_clevr",

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from trigon.errors import DataError
-from trigon.records.metrics import StepMetrics
-from trigon.records.rollouts import SCHEMA_VERSION, RolloutRow, TokenRecord, find_rollouts, read_rollouts
-from trigon.records.run import find_runs, flatten, open_run
+from trigon.report.metrics import StepMetrics
+from trigon.report.rollouts import SCHEMA_VERSION, RolloutRow, TokenRecord, find_rollouts, read_rollouts
+from trigon.report.run import find_runs, flatten, open_run
 from trigon.report.run_folder import RunFolder
 
 ROW = RolloutRow(

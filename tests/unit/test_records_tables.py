@@ -7,7 +7,7 @@ import pytest
 
 import trigon
 from trigon.errors import DataError
-from trigon.records.rollouts import RolloutRow, TokenRecord, row_to_line
+from trigon.report.rollouts import RolloutRow, TokenRecord, row_to_line
 
 
 def row(**changes):

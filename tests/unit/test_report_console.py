@@ -10,9 +10,9 @@ import textwrap
 
 import pytest
 
-from trigon.records.rollouts import RolloutRow
 from trigon.report.console import Console, format_duration, format_number
-from trigon.terminal import sanitize
+from trigon.report.rollouts import RolloutRow
+from trigon.system.terminal import sanitize
 
 
 class Clock:

@@ -20,17 +20,17 @@ import pytest
 from PIL import Image
 
 from support.samples import ROW, SAMPLES, logged_run
-from trigon.build.start import StopSignals, start_run
+from trigon.assemble.start import StopSignals, start_run
 from trigon.config.load import LoadedConfig
 from trigon.config.schema import Config
 from trigon.errors import BadRow, ConfigError
-from trigon.installation import install_command
 from trigon.report.loggers.delivery import Deliveries
 from trigon.report.loggers.protocol import LoggerEnvironment
 from trigon.report.loggers.registry import check_logger_objects, check_loggers, make_loggers, open_loggers
 from trigon.report.loggers.samples import as_html, image_strip, make_samples
 from trigon.report.loggers.trackio import TrackioLogger
 from trigon.report.loggers.wandb import WandbLogger
+from trigon.system.installation import install_command
 
 
 class Recorder:

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from trigon.errors import BadRow
-from trigon.records.rollouts import read_rollouts, rollout_rows, with_tokens
 from trigon.report.image_store import MAX_BYTES, ImageStore
 from trigon.report.log_faults import LogFaults
 from trigon.report.recorder import MAX_PENDING, RolloutRecorder
+from trigon.report.rollouts import read_rollouts, rollout_rows, with_tokens
 from trigon.report.run_folder import RunFolder
 from trigon.types import (
     Completion,

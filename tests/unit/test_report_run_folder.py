@@ -14,9 +14,9 @@ from dataclasses import replace
 import pytest
 
 from trigon.errors import CheckpointError, ConfigError
-from trigon.records.metrics import StepMetrics, read_metrics
-from trigon.records.rollouts import rollout_rows
 from trigon.report.log_faults import LogFaults, MetricsLog
+from trigon.report.metrics import StepMetrics, read_metrics
+from trigon.report.rollouts import rollout_rows
 from trigon.report.run_folder import RunFolder
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 

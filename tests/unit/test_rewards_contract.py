@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from trigon.algorithms.advantages import RewardBatch, estimate_advantages
+from trigon.config.names import AdvantageEstimator
 from trigon.errors import RewardError
-from trigon.names import AdvantageEstimator
 from trigon.rewards.contract import (
     MAX_PART,
     MAX_REWARD,

@@ -2,11 +2,11 @@
 
 import pytest
 
-from trigon.evaluation.score import score
-from trigon.records.rollouts import rollout_rows
+from trigon.report.rollouts import rollout_rows
 from trigon.rewards.contract import turn_input
 from trigon.rewards.verifiers.environment import compute_score
 from trigon.rollout.collect import _turns, dummy_requests
+from trigon.tools.eval.score import score
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, Turn
 
 

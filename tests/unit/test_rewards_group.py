@@ -6,13 +6,13 @@ from contextlib import contextmanager
 import pytest
 
 from trigon.errors import RewardError
-from trigon.evaluation import score as score_module
-from trigon.evaluation.score import score
-from trigon.records.rollouts import rollout_rows
+from trigon.report.rollouts import rollout_rows
 from trigon.rewards.callables import reward_source
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.load import RewardSource, RewardTerm
 from trigon.rewards.pool import RewardPool
+from trigon.tools.eval import score as score_module
+from trigon.tools.eval.score import score
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 
 # Ranks the completions of a prompt by length, and misbehaves if one of them says so.

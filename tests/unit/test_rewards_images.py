@@ -17,16 +17,16 @@ from trigon.data.dataset import open_prompts
 from trigon.data.images import open_image
 from trigon.data.mixture import with_blank_media
 from trigon.errors import RewardError
-from trigon.evaluation.score import score
 from trigon.images import LazyImages
-from trigon.records.rollouts import rollout_rows, row_to_line
 from trigon.report.image_store import ImageStore
+from trigon.report.rollouts import rollout_rows, row_to_line
 from trigon.rewards.callables import reward_source
 from trigon.rewards.confinement.options import DEFAULT, Confinement
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect, dummy_requests
 from trigon.rollout.fake import FakeEngine
+from trigon.tools.eval.score import score
 from trigon.types import Completion, EncodedMedia, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=30, ignore_eos=False, seed=7)

@@ -8,18 +8,18 @@ import pytest
 
 from support.fake_runs import ALL_INTERVALS, lines_of, open_run
 from trigon.api import read_arguments
-from trigon.build.origin import KEY, Origin
-from trigon.build.rewards import open_validation_rewards
+from trigon.assemble.origin import KEY, Origin
+from trigon.assemble.rewards import open_validation_rewards
 from trigon.checkpoint.store import Checkpoint
 from trigon.config.load import dump_config
 from trigon.config.rewards import validation_option
 from trigon.errors import CheckpointError, ConfigError
-from trigon.evaluation.settings import EvaluationOptions
 from trigon.loop import train
-from trigon.planning.configuration import load_planned
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
-from trigon.secrets import VAL_REWARD, mask
+from trigon.system.secrets import VAL_REWARD, mask
+from trigon.tools.eval.settings import EvaluationOptions
+from trigon.tools.plan.configuration import load_planned
 
 STRICT = "def main(response, ground_truth, bonus=0): return {'overall': 10 + bonus, 'strict': 1}"
 

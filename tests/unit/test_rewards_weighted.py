@@ -5,19 +5,19 @@ from contextlib import closing
 
 import pytest
 
-from trigon.build.origin import KEY, Origin
-from trigon.build.rewards import open_rewards
+from trigon.assemble.origin import KEY, Origin
+from trigon.assemble.rewards import open_rewards
 from trigon.checkpoint.store import Checkpoint
 from trigon.config.load import dump_config, load_config
 from trigon.config.rewards import describe_option, reward_specs
 from trigon.config.schema import WeightedReward
 from trigon.errors import CheckpointError, ConfigError, RewardError
-from trigon.evaluation.score import run_kwargs
-from trigon.planning.configuration import load_planned
-from trigon.records.run import RunRecord
+from trigon.report.run import RunRecord
 from trigon.rewards.contract import RewardRequest
-from trigon.secrets import MASKED, REWARD, hide
-from trigon.sharing.facts import _describe_reward
+from trigon.system.secrets import MASKED, REWARD, hide
+from trigon.tools.eval.score import run_kwargs
+from trigon.tools.plan.configuration import load_planned
+from trigon.tools.push.facts import _describe_reward
 
 FUNCTIONS = """
 import asyncio

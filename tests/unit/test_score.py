@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from trigon.cli.main import main
-from trigon.cli.score import draw, read_ranges
 from trigon.errors import ConfigError, DataError, RewardError
-from trigon.evaluation.score import score
-from trigon.evaluation.score_results import Bin, distribution
-from trigon.records.rollouts import RolloutRow, row_to_line
+from trigon.report.rollouts import RolloutRow, row_to_line
 from trigon.report.run_folder import RunFolder
+from trigon.tools.cli.main import main
+from trigon.tools.cli.score import draw, read_ranges
+from trigon.tools.eval.score import score
+from trigon.tools.eval.score_results import Bin, distribution
 
 HOSTILE = "\x1b]0;title\x07[/bold]\u202e"
 LENIENT = """
@@ -272,7 +272,7 @@ def test_steps_are_numbers_and_ranges():
 def test_rollouts_are_scored_without_torch(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(row_to_line(make_row(0, 0, "12")))
     code = (
-        "import sys\nfrom trigon.cli.main import main\n"
+        "import sys\nfrom trigon.tools.cli.main import main\n"
         f"assert main(['score', {str(tmp_path / 'a.jsonl')!r}, 'math', '--workers', '1']) == 0\n"
         "print('LOADED', sorted({'torch', 'transformers', 'datasets', 'vllm', 'pydantic'} & set(sys.modules)))"
     )

@@ -7,17 +7,17 @@ import time
 import pytest
 import yaml
 
-from trigon import secrets
 from trigon.config.load import COMMAND_LINE, dump_config, inspect_config, load_config
 from trigon.config.options import options
 from trigon.errors import ConfigError, RewardError
-from trigon.planning.configuration import load_planned
-from trigon.records.run import RunRecord
+from trigon.report.run import RunRecord
 from trigon.rewards.arguments import resolve_arguments
 from trigon.rewards.pool import RewardPool
 from trigon.rewards.process import check_passed_variables
-from trigon.secrets import ARGUMENTS, FREE_MAPPINGS, MASKED, mask, mask_text, masked_names, scrub, secrets_in
-from trigon.terminal import sanitize
+from trigon.system import secrets
+from trigon.system.secrets import ARGUMENTS, FREE_MAPPINGS, MASKED, mask, mask_text, masked_names, scrub, secrets_in
+from trigon.system.terminal import sanitize
+from trigon.tools.plan.configuration import load_planned
 
 pytestmark = pytest.mark.faults
 
@@ -293,7 +293,7 @@ def test_short_secrets_are_not_cut_out_of_words(monkeypatch):
 
 
 def test_passed_variables_that_are_no_secrets_are_shown(monkeypatch):
-    monkeypatch.setattr("trigon.secrets._known", set())
+    monkeypatch.setattr("trigon.system.secrets._known", set())
     monkeypatch.setenv("JUDGE_URL", "http://localhost:8000")
     monkeypatch.setenv("DATABASE_URL", "postgres://me:hunter22@host/rows")
     check_passed_variables(["JUDGE_URL", "DATABASE_URL"])
@@ -311,7 +311,7 @@ def test_a_reward_function_that_has_its_key_in_errors_and_output_does_not_show_i
 ):
     from trigon.rewards.contract import RewardRequest
 
-    monkeypatch.setattr("trigon.secrets._known", set())
+    monkeypatch.setattr("trigon.system.secrets._known", set())
     path = tmp_path / "reward.py"
     path.write_text(
         "import os\n"

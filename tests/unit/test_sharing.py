@@ -14,17 +14,17 @@ import yaml
 from huggingface_hub import ModelCard, constants
 
 from support.fake_runs import config_text
-from trigon.cli.main import main
 from trigon.config.files import local_sources
 from trigon.config.schema import Config
 from trigon.errors import DataError
-from trigon.records.rollouts import RolloutRow
-from trigon.records.run import RunRecord, open_run
+from trigon.report.rollouts import RolloutRow
+from trigon.report.run import RunRecord, open_run
 from trigon.report.run_folder import RunFolder
-from trigon.secrets import HIDDEN, hide
-from trigon.sharing.card import CURVES, model_card
-from trigon.sharing.facts import RunFacts, hub_id, hub_id_of, is_unknown, read_facts
-from trigon.sharing.push import PushSettings, base_license, public_base, warn_of_unknown
+from trigon.system.secrets import HIDDEN, hide
+from trigon.tools.cli.main import main
+from trigon.tools.push.card import CURVES, model_card
+from trigon.tools.push.facts import RunFacts, hub_id, hub_id_of, is_unknown, read_facts
+from trigon.tools.push.push import PushSettings, base_license, public_base, warn_of_unknown
 
 ROW = RolloutRow(
     prompt_id="geometry:0", sample=0, prompt="", response="", reward=0.0, parts={}, outcome="ok", error="",

@@ -15,8 +15,8 @@ from trigon.errors import NotFiniteError
 from trigon.loop import train
 from trigon.metrics import Max, Mean, Sum
 from trigon.report.console import Console
-from trigon.resuming import SameCommand
 from trigon.skipped_updates import RecentUpdates, describe_skipped
+from trigon.system.resuming import SameCommand
 from trigon.training.protocol import SKIPPED_GRAD_NORM
 from trigon.types import Prompt, TrainGroup, TrainSequence
 

@@ -28,10 +28,10 @@ from support.fake_runs import (
     sometimes_right,
 )
 from trigon.errors import EngineError, LostSamplersError, RewardError
-from trigon.grace import Grace
 from trigon.hooks import Hooks
 from trigon.loop import train
 from trigon.report.console import Console
+from trigon.system.grace import Grace
 from trigon.training.fake import FAKE_LOGPROB
 from trigon.types import Completion
 

@@ -1,6 +1,6 @@
 """Suggestions of the nearest known name."""
 
-from trigon.suggestions import did_you_mean, nearest, nearest_key
+from trigon.system.suggestions import did_you_mean, nearest, nearest_key
 
 LOSSES = ("default", "gspo", "gspo_token", "cispo", "sapo")
 

@@ -11,8 +11,8 @@ from support.builders import make_builder
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.turns import TurnTemplate
 from trigon.errors import DataError
-from trigon.tiny.demonstrations import Demonstration, learn_demonstrations, play
-from trigon.tiny.warm_start import as_target
+from trigon.tools.quickstart.demonstrations import Demonstration, learn_demonstrations, play
+from trigon.tools.quickstart.warm_start import as_target
 
 
 class Counter:

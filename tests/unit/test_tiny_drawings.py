@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from trigon.tiny.drawings import BLANK, CELL_PIXELS, CELLS, NUM_ANSWERS, PROBLEM, make_dataset
+from trigon.tools.quickstart.drawings import BLANK, CELL_PIXELS, CELLS, NUM_ANSWERS, PROBLEM, make_dataset
 
 
 def _rows(path: Path) -> list[dict]:

@@ -15,9 +15,9 @@ from PIL import Image
 
 from trigon.errors import ModelError
 from trigon.models.families import family_named
-from trigon.tiny.model import make_tiny
-from trigon.tiny.model_types import TinyModelType
-from trigon.torchvision_stub import declare_operators
+from trigon.system.torchvision_stub import declare_operators
+from trigon.tools.quickstart.model import make_tiny
+from trigon.tools.quickstart.model_types import TinyModelType
 
 ALL_TYPES = get_args(TinyModelType)
 VISION_TYPES = tuple(kind for kind in ALL_TYPES if family_named(kind).has_vision)
@@ -67,7 +67,7 @@ def test_a_model_loads_as_its_family_with_under_a_million_parameters(
 def test_the_same_arguments_give_the_same_bytes_in_another_process(tmp_path: Path) -> None:
     torch.manual_seed(99)
     here = make_tiny(tmp_path / "here", model_type="qwen2_5_vl", seed=3)
-    code = "import sys; from pathlib import Path; from trigon.tiny.model import make_tiny; "
+    code = "import sys; from pathlib import Path; from trigon.tools.quickstart.model import make_tiny; "
     code += "make_tiny(Path(sys.argv[1]), model_type='qwen2_5_vl', seed=3)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "there")], check=True, capture_output=True)
     assert _hashes(here) == _hashes(tmp_path / "there")

@@ -13,8 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from support.engines import make_engine, make_rollouts, to_train
-from trigon.build.engines import open_rollout
-from trigon.build.models import DevicePlacement
+from trigon.assemble.engines import open_rollout
+from trigon.assemble.models import DevicePlacement
 from trigon.config.schema import Config
 from trigon.training import local
 from trigon.training.memory import CudaMemory, free_cached_memory

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.faults
 PACKAGE = Path(trigon.__file__).parent
 
 # Where Trigon unpickles what it has pickled itself a moment before, in another process.
-OWN_PICKLES = {"doctor/child.py", "rewards/user_code.py"}
+OWN_PICKLES = {"tools/doctor/child.py", "rewards/user_code.py"}
 
 
 class Evil:
@@ -144,7 +144,7 @@ WRITE = """
 import os, sys
 from pathlib import Path
 os.umask(int(sys.argv[2], 8))
-from trigon.records.rollouts import RolloutRow
+from trigon.report.rollouts import RolloutRow
 from trigon.report.image_store import ImageStore
 from trigon.report.run_folder import RunFolder
 from trigon.training.state import save_tensors

@@ -15,8 +15,8 @@ import torch
 
 from support.fake_runs import ADVANTAGES
 from trigon.algorithms.kl import AdaptiveKl
+from trigon.config.names import AdvantageEstimator
 from trigon.errors import RewardError
-from trigon.names import AdvantageEstimator
 from trigon.rewards.verifiers import environment
 from trigon.train_groups import prepare_groups
 from trigon.training.fake import FakeTrainEngine

@@ -12,12 +12,12 @@ import pytest
 
 from support.view_runs import make_row, write_image, write_run, write_step
 from trigon.errors import DataError
-from trigon.records.rollouts import row_to_line
-from trigon.records.run import open_run
+from trigon.report.rollouts import row_to_line
+from trigon.report.run import open_run
 from trigon.report.run_folder import RunFolder
-from trigon.view.filters import CHOICES, RolloutFilter, parse_filter
-from trigon.view.index import IndexedRun, index_path
-from trigon.view.runs import MetricsFile, open_runs
+from trigon.tools.view.filters import CHOICES, RolloutFilter, parse_filter
+from trigon.tools.view.index import IndexedRun, index_path
+from trigon.tools.view.runs import MetricsFile, open_runs
 
 
 @pytest.fixture

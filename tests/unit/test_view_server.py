@@ -16,9 +16,9 @@ import pytest
 from support.view_runs import make_row, served, write_image, write_run, write_step
 from trigon.errors import ConfigError
 from trigon.report.run_folder import RunFolder
-from trigon.view.images import read_image, shrink
-from trigon.view.page import STATIC, as_one_script
-from trigon.view.server import address, default_cache, is_loopback, listen, make_app
+from trigon.tools.view.images import read_image, shrink
+from trigon.tools.view.page import STATIC, as_one_script
+from trigon.tools.view.server import address, default_cache, is_loopback, listen, make_app
 
 
 class Answer:
@@ -233,8 +233,8 @@ def test_a_port_in_use_is_an_error():
 
 
 def test_the_cache_is_where_the_system_keeps_caches():
-    assert default_cache(Path("/home/a"), None) == Path("/home/a/.cache/trigon/view")
-    assert default_cache(Path("/home/a"), "/cache") == Path("/cache/trigon/view")
+    assert default_cache(Path("/home/a"), None) == Path("/home/a/.cache/trigon/tools/view")
+    assert default_cache(Path("/home/a"), "/cache") == Path("/cache/trigon/tools/view")
 
 
 def test_the_page_never_makes_markup_of_data():

@@ -10,14 +10,14 @@ from typing import get_args
 
 import pytest
 
-from trigon.build.watchers import make_watch_settings
+from trigon.assemble.watchers import make_watch_settings
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config, WatchConfig
 from trigon.metrics import Max, Mean
-from trigon.watch.memory import HOST, KINDS, LEAST_STEPS, WARM_UP_STEPS, WORKER, Growth, MemoryGrowth
-from trigon.watch.rules import WatcherName
-from trigon.watch.slope import fit_slope
-from trigon.watch.watch import MEMORY, Watch, WatchSettings
+from trigon.report.watch.memory import HOST, KINDS, LEAST_STEPS, WARM_UP_STEPS, WORKER, Growth, MemoryGrowth
+from trigon.report.watch.rules import WatcherName
+from trigon.report.watch.slope import fit_slope
+from trigon.report.watch.watch import MEMORY, Watch, WatchSettings
 
 HEALTHY = {
     "actor/pg_loss": -0.01,

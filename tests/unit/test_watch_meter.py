@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from trigon.build.watchers import make_watch_settings, open_watchers
+from trigon.assemble.watchers import make_watch_settings, open_watchers
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.distributed.cluster import object_store_metrics
 from trigon.metrics import Max, Min
+from trigon.report.watch.meter import MemoryMeter, measure_worker
 from trigon.system.host_memory import count_usable_bytes
-from trigon.watch.meter import MemoryMeter, measure_worker
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
 
@@ -50,8 +50,8 @@ def test_each_process_counts_once_and_in_its_part():
 
 def test_the_least_that_was_left_in_a_step_is_what_counts(monkeypatch):
     left = iter([8 << 30, 3 << 30, 6 << 30, 6 << 30])
-    monkeypatch.setattr("trigon.watch.meter.count_usable_bytes", lambda: next(left, 6 << 30))
-    monkeypatch.setattr("trigon.watch.meter.SECONDS", 1000.0)
+    monkeypatch.setattr("trigon.report.watch.meter.count_usable_bytes", lambda: next(left, 6 << 30))
+    monkeypatch.setattr("trigon.report.watch.meter.SECONDS", 1000.0)
     with MemoryMeter() as meter:
         meter._read_free()
         assert meter.measure()["perf/memory_free_gb"] == Min(3.0)
@@ -67,8 +67,8 @@ def test_a_thread_reads_what_is_left_and_ends_with_the_meter(monkeypatch):
             seen.set()
         return 1 << 30
 
-    monkeypatch.setattr("trigon.watch.meter.count_usable_bytes", read)
-    monkeypatch.setattr("trigon.watch.meter.SECONDS", 0.01)
+    monkeypatch.setattr("trigon.report.watch.meter.count_usable_bytes", read)
+    monkeypatch.setattr("trigon.report.watch.meter.SECONDS", 0.01)
     with MemoryMeter():
         assert seen.wait(10)
     assert all(thread.name != "memory" for thread in threading.enumerate())

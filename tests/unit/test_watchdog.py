@@ -15,7 +15,7 @@ import pytest
 
 from support.hangs import HANGS
 from support.processes import descendants, is_running, wait_until
-from trigon.resuming import SAME_COMMAND
+from trigon.system.resuming import SAME_COMMAND
 from trigon.system.watchdog import FOLLOWS, START, Watchdog
 from trigon.system.watchdog_process import read_record
 
@@ -29,7 +29,7 @@ DRIVER = (
     + """
 import subprocess, sys, threading
 from pathlib import Path
-from trigon.resuming import SameCommand
+from trigon.system.resuming import SameCommand
 from trigon.system.processes import running_below
 from trigon.system.stacks import register_stacks
 from trigon.system.watchdog import Watchdog

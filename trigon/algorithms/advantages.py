@@ -19,7 +19,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from trigon.names import SINGLE_COMPLETION_ESTIMATORS, AdvantageEstimator
+from trigon.config.names import SINGLE_COMPLETION_ESTIMATORS, AdvantageEstimator
 
 STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8

@@ -16,8 +16,8 @@ from torch import Tensor
 from trigon.algorithms.losses import MAX_LOG_RATIO
 from trigon.algorithms.reduce import sequence_means, sequence_sums
 from trigon.algorithms.unread import Unread
+from trigon.config.names import CorrectionKind, CorrectionLevel
 from trigon.metrics import EffectiveShare, Max, Mean
-from trigon.names import CorrectionKind, CorrectionLevel
 
 
 @dataclass(frozen=True, slots=True)

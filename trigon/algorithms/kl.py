@@ -9,7 +9,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from trigon.names import SampledKlEstimator
+from trigon.config.names import SampledKlEstimator
 
 MAX_EXPONENT = 20.0
 """Above this, exp is continued by its tangent: it cannot overflow, and its gradient never vanishes.

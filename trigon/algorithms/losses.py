@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trigon.algorithms.reduce import sequence_means
-from trigon.names import PolicyLossType
+from trigon.config.names import PolicyLossType
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-MAX_LOG_RATIO before exp. float32 overflows near 88."""

@@ -14,7 +14,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from trigon.names import LossAveraging
+from trigon.config.names import LossAveraging
 
 
 @dataclass(frozen=True, slots=True)

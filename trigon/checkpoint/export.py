@@ -28,17 +28,17 @@ from trigon.checkpoint.export_verification import (
     verify_names,
     verify_tensors,
 )
-from trigon.checkpoint.manifest import MANIFEST, replacing_files, sync_tree
+from trigon.checkpoint.manifest import EXPORTED, MANIFEST, replacing_files, sync_tree
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from trigon.checkpoint.weights import Lora, MergedWeights, Weights, has_adapter, open_lora, open_weights
+from trigon.config.names import DTYPE_ALIASES
 from trigon.errors import CheckpointError, DiskError
-from trigon.json_files import write_json
 from trigon.models.dtypes import DTYPES, dtype_named
 from trigon.models.load import copy_side_files
 from trigon.models.weight_files import save_weights
-from trigon.names import DTYPE_ALIASES
 from trigon.system.disk import describe_fault, fault_number, sync_to_disk
 from trigon.system.host_memory import count_usable_bytes
+from trigon.system.json_files import write_json
 from trigon.training.checkpointing import ADAPTER_CONFIG, read_object
 from trigon.training.state import StoredTensor
 
@@ -98,7 +98,7 @@ def export_checkpoint(
     side_files = checkpoint.actor / "huggingface"
     if output is None:
         is_actor_folder = path.resolve() == checkpoint.actor.resolve()
-        output = path / "lora_adapter" if adapter else side_files if is_actor_folder else path / "huggingface_model"
+        output = path / "lora_adapter" if adapter else side_files if is_actor_folder else path / EXPORTED
     output = output.resolve() if output.is_symlink() else output  # what a link leads to is replaced
     if not (side_files / "config.json").is_file():
         raise CheckpointError(

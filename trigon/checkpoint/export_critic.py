@@ -23,11 +23,11 @@ from trigon.checkpoint.export import (
 )
 from trigon.checkpoint.weights import Weights, has_adapter, open_weights
 from trigon.errors import CheckpointError
-from trigon.json_files import write_json
 from trigon.models.dtypes import dtype_named
 from trigon.models.load import ATTENTION, copy_side_files, family_of_folder, without_progress_bars
 from trigon.models.value import HEAD_NAME
-from trigon.torchvision_stub import declare_operators
+from trigon.system.json_files import write_json
+from trigon.system.torchvision_stub import declare_operators
 from trigon.training.checkpointing import WEIGHTS_FOLDER, is_head_alone, read_object
 from trigon.training.state import ShardedFiles, StoredTensor
 

@@ -16,11 +16,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trigon.errors import CheckpointError
-from trigon.json_files import read_json_object, write_json
 from trigon.system.cpus import count_usable_cpus
 from trigon.system.disk import DAMAGED_FILE_SYSTEM, sync_to_disk
+from trigon.system.json_files import read_json_object, write_json
 
 MANIFEST = "manifest.json"
+EXPORTED = "huggingface_model"
+"""Folder of the export within a checkpoint, the default of `trigon export`."""
 PROGRESS = "progress.json"
 """The one file, beside those of the train engine, that every checkpoint has."""
 
@@ -234,3 +236,12 @@ def _hash_files(paths: Sequence[Path], threads: ThreadPool, on_progress: OnProgr
         return entry
 
     return threads.map(hash_file, paths, chunksize=1)
+
+
+def exported_step(folder: Path) -> int | None:
+    """Return the step of an export, or None if the folder is none."""
+    try:
+        record = read_json_object(folder / "trigon_export.json")
+        return int(record["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

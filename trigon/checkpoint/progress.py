@@ -9,7 +9,7 @@ from typing import Any
 
 from trigon.checkpoint.manifest import PROGRESS, has_all_files
 from trigon.errors import CheckpointError
-from trigon.json_files import read_json_object
+from trigon.system.json_files import read_json_object
 
 
 def is_complete(folder: Path) -> bool:

@@ -47,8 +47,8 @@ from trigon.checkpoint.manifest import (
 )
 from trigon.checkpoint.progress import is_complete, read_progress
 from trigon.errors import CheckpointError, DiskError
-from trigon.json_files import write_json
 from trigon.system.disk import free_bytes, sync_to_disk, told_while_growing
+from trigon.system.json_files import write_json
 
 TRACKER = "checkpoint_tracker.json"
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import lcm
 
+from trigon.config.names import SINGLE_COMPLETION_ESTIMATORS
 from trigon.config.options import with_options
 from trigon.config.schema import Config
-from trigon.names import SINGLE_COMPLETION_ESTIMATORS
 
 GROUP_SIZE = 8
 """Default of worker.rollout.n for estimators that compare the completions of a group."""

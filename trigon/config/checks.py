@@ -20,6 +20,7 @@ from trigon.config.critic_checks import CRITIC_CHECKS, warn_of_critic
 from trigon.config.defaults import resolve_mismatch_correction, resolve_weight_dtype
 from trigon.config.episode_checks import EPISODE_CHECKS, warn_of_episodes
 from trigon.config.files import FILE_CHECKS, REQUIRED_CHECKS
+from trigon.config.names import SINGLE_COMPLETION_ESTIMATORS, DeviceType
 from trigon.config.offload_checks import OFFLOAD_CHECKS, warn_of_cpu_offload
 from trigon.config.oversampling_check import check_oversampling
 from trigon.config.plan import (
@@ -34,7 +35,6 @@ from trigon.config.plan import (
 from trigon.config.pool_checks import POOL_CHECKS, describe_samplers, warn_of_pools
 from trigon.config.schema import Config, Section
 from trigon.errors import ConfigError
-from trigon.names import SINGLE_COMPLETION_ESTIMATORS, DeviceType
 
 MAX_PROBLEMS = 50
 """Maximum number of problems in one message; the others are counted."""

@@ -25,7 +25,7 @@ from trigon.config.defaults import (
 from trigon.config.episode_checks import has_episodes
 from trigon.config.options import options
 from trigon.config.schema import Config
-from trigon.suggestions import nearest_key
+from trigon.system.suggestions import nearest_key
 
 _MAX_NAME = 100
 _MAX_UNKNOWN = 10  # problems, each of which takes time to find the nearest name

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trigon.config.batch_sizes import resolve_prompts_per_step
+from trigon.config.names import CorrectionKind, DeviceType, Dtype, ObservationRole
 from trigon.config.schema import Config
-from trigon.names import CorrectionKind, DeviceType, Dtype, ObservationRole
-from trigon.resuming import SameCommand
+from trigon.system.resuming import SameCommand
 
 # -- defaults that depend on the device -----------------------------------------------------------
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+from trigon.config.names import BUILT_IN_TOOLS
 from trigon.config.paths import expand_path, is_python_object, nearest_path
 from trigon.config.rewards import reward_specs
 from trigon.config.schema import Config
-from trigon.names import BUILT_IN_TOOLS
-from trigon.suggestions import did_you_mean
+from trigon.system.suggestions import did_you_mean
 
 ENVIRONMENT = "worker.rollout.environment"
 TOOLS = "worker.rollout.tools"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
+from trigon.config.names import SHIPPED_REWARDS
 from trigon.config.paths import (
     DATASET_SUFFIXES,
     expand_path,
@@ -22,7 +23,6 @@ from trigon.config.paths import (
 )
 from trigon.config.rewards import RewardOption, reward_specs
 from trigon.config.schema import Config
-from trigon.names import SHIPPED_REWARDS
 
 Paths = Mapping[str, str]
 """Local paths of a configuration, by the name of their option."""

@@ -36,8 +36,8 @@ from trigon.config.schema import Config
 from trigon.config.secret_values import find_exposed, find_masked
 from trigon.config.yaml_nodes import LIST_TAG, MAX_CHARACTERS, MAX_DEPTH, NULL_TAG, TEXT_TAG, construct, parse_yaml
 from trigon.errors import ConfigError
-from trigon.secrets import mask, mask_text
-from trigon.suggestions import did_you_mean
+from trigon.system.secrets import mask, mask_text
+from trigon.system.suggestions import did_you_mean
 
 COMMAND_LINE = "command line"
 ARGUMENTS = "arguments in Python"
@@ -184,7 +184,7 @@ def inspect_config(
 def dump_config(config: Config) -> str:
     """Return the configuration as YAML, with defaults; load_config reads it to an equal one.
 
-    It has MASKED in place of secrets, which load_config asks for; see trigon/secrets.py.
+    It has MASKED in place of secrets, which load_config asks for; see trigon/system/secrets.py.
     """
     return yaml.safe_dump(mask("", config.model_dump()), sort_keys=False, allow_unicode=True, width=120)
 

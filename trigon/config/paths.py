@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trigon.errors import ConfigError
-from trigon.suggestions import nearest
+from trigon.system.suggestions import nearest
 
 DATASET_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv")
 """Suffixes of dataset files. A dataset with one of them is a local file, not a hub id."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from trigon.names import (
+from trigon.config.names import (
     DTYPE_ALIASES,
     CorrectionKind,
     CorrectionLevel,

@@ -1,6 +1,6 @@
 """Finds secrets among the values of a configuration that were left out, or that others can read.
 
-What looks like a secret is decided in trigon/secrets.py.
+What looks like a secret is decided in trigon/system/secrets.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 from trigon.config.options import options
 from trigon.config.schema import Config
-from trigon.secrets import MASKED, REWARD, USER_ARGUMENTS, VAL_REWARD, masked_names, secrets_in
+from trigon.system.secrets import MASKED, REWARD, USER_ARGUMENTS, VAL_REWARD, masked_names, secrets_in
 
 _ENV_HINT = ", or export a variable and write env:NAME in its place"
 

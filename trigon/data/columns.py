@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from trigon.errors import DataError
-from trigon.suggestions import nearest
+from trigon.system.suggestions import nearest
 
 
 def has_column(row: Mapping[str, Any], name: str) -> bool:

@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from trigon.content import text_digest
 from trigon.data.bad_rows import Reason, UnusableRow
 from trigon.data.content import DatasetContent, update_digest
 from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source, open_source
 from trigon.errors import DataError
+from trigon.system.content import text_digest
 from trigon.types import EncodedMedia, Prompt
 
 _ROWS_PER_TASK = 16

@@ -10,7 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from trigon.config.paths import is_inline_template
 from trigon.data.templates import TemplateFailure, bounded_rendering, check_template
 from trigon.errors import ConfigError
-from trigon.suggestions import nearest
+from trigon.system.suggestions import nearest
 
 
 def load_format_prompt(format_prompt: str) -> Template:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trigon.content import file_digest
 from trigon.data.bad_rows import Reason, UnusableRow
+from trigon.system.content import file_digest
 from trigon.types import EncodedMedia, MediaKind
 
 

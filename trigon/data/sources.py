@@ -21,7 +21,7 @@ from trigon.data.parquet_sizes import check_parquet_size
 from trigon.data.text_rows import read_text_rows
 from trigon.errors import DataError
 from trigon.models.hub import modelscope_folder, uses_modelscope
-from trigon.suggestions import nearest
+from trigon.system.suggestions import nearest
 
 _LOADERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 

@@ -30,9 +30,9 @@ from trigon.distributed.local_ray import (
     prepare_local_cluster,
 )
 from trigon.errors import ConfigError, WorkerError
-from trigon.installation import clone_folder
 from trigon.metrics import Max, Metrics, Min
 from trigon.system.garbage import ARENAS_VARIABLE, NUM_ARENAS
+from trigon.system.installation import clone_folder
 from trigon.system.network import find_interface, loopback_variables
 from trigon.system.processes import ProcessTree
 from trigon.system.signals import termination_blocked

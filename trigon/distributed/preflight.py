@@ -19,9 +19,9 @@ import torch
 from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
 
 from trigon.errors import ConfigError, EngineError
-from trigon.installation import install_command
 from trigon.system.gpu_memory import require_free_memory
 from trigon.system.host_memory import count_total_bytes
+from trigon.system.installation import install_command
 from trigon.training.fsdp import TorchProcessGroup
 from trigon.training.memory import memory_of
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from trigon.distributed.recent_files import RecentFiles
-from trigon.json_files import dump_columns
 from trigon.rollout.protocol import Until
+from trigon.system.json_files import dump_columns
 from trigon.types import (
     Completion,
     EncodedMedia,

@@ -43,6 +43,7 @@ from trigon.distributed.serialization import (
 from trigon.distributed.weight_transfer import TransferAddress, TransferMember
 from trigon.distributed.worker_engines import Opened, OpenWorkerEngines, WorkerEngines
 from trigon.metrics import Metrics
+from trigon.report.watch.meter import measure_worker
 from trigon.rollout.protocol import Interruption, InterruptKind, RolloutEngine, StoppingEngine, require_local_weights
 from trigon.rollout.restart import RestartableEngine
 from trigon.system.garbage import return_freed_memory, set_gc_threshold
@@ -58,7 +59,6 @@ from trigon.training.memory import host_memory_for, memory_of
 from trigon.training.protocol import TunableEngine
 from trigon.training.trace import LocalTracer
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TrainGroup
-from trigon.watch.meter import measure_worker
 
 Group = TypeVar("Group", RolloutGroup, TrainGroup)
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -24,7 +24,7 @@ from trigon.distributed.recent_files import RecentFiles
 from trigon.distributed.worker import Worker
 from trigon.errors import LostWorkerError, PeerError, TrigonError, WorkerError
 from trigon.metrics import Metric, Sum
-from trigon.resuming import SAME_COMMAND, SameCommand
+from trigon.system.resuming import SAME_COMMAND, SameCommand
 from trigon.system.stacks import descendants, dump_stacks, register_stacks
 
 W = TypeVar("W", bound=Worker)

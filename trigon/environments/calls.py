@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from trigon.names import ToolFormat
+from trigon.config.names import ToolFormat
 
 MAX_CALLS = 16
 """Maximum number of calls of one turn that are carried out."""

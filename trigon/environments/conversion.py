@@ -16,6 +16,7 @@ from typing import Any
 
 from PIL import Image
 
+from trigon.config.names import ObservationRole
 from trigon.environments.protocol import (
     IMAGE_MARKER,
     Message,
@@ -26,7 +27,6 @@ from trigon.environments.protocol import (
 )
 from trigon.environments.replies import read_reward
 from trigon.images import orientation_of, upright_rgb
-from trigon.names import ObservationRole
 
 _KEYS = ("text", "image", "images")
 _UNDEFINED_WHITE = ("F", "I")

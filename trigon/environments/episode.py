@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from trigon.config.names import ObservationRole
 from trigon.environments.conversion import to_observation, to_step
 from trigon.environments.frames import MAX_FRAME_BYTES, Frame, FrameReader, encode_frame
 from trigon.environments.protocol import Observation
 from trigon.environments.tools import IMAGES
 from trigon.images import LazyImages
-from trigon.names import ObservationRole
 
 _MAX_ERROR_CHARACTERS = 300
 _MAX_TRACEBACK_CHARACTERS = 4000

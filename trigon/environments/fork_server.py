@@ -43,10 +43,10 @@ from trigon.environments.episode import EpisodeLimits, run_episode
 from trigon.environments.source import CodeSource, check_environment, load_code
 from trigon.environments.tools import ToolEnvironment, describe_tools, load_tools
 from trigon.errors import EpisodeError
-from trigon.json_files import parse_json
 from trigon.rewards.confinement import kernel, tree
 from trigon.rewards.confinement.supervisor import Confined
 from trigon.rewards.limits import limit_resources
+from trigon.system.json_files import parse_json
 from trigon.system.signals import outlive_stop_signals
 
 MAX_OPEN_FILES = 4096

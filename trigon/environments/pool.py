@@ -30,14 +30,14 @@ from trigon.environments.running import RunningEpisode
 from trigon.environments.server import Ended, ServerProcess
 from trigon.environments.settings import EnvironmentSettings, encode_setup
 from trigon.errors import EpisodeError
-from trigon.json_files import dump_columns
 from trigon.rewards.process import (
     KILL_SECONDS,
     check_passed_variables,
     explain_withheld,
     warn_of_withheld_variables,
 )
-from trigon.secrets import scrub
+from trigon.system.json_files import dump_columns
+from trigon.system.secrets import scrub
 
 CLOSE_SECONDS = 2.0
 """How long an environment's close() may take."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trigon.names import ObservationRole
+from trigon.config.names import ObservationRole
 
 IMAGE_MARKER = "<image>"
 """Stands for one image in the text of a message."""

@@ -16,7 +16,7 @@ from trigon.environments.protocol import (
 )
 from trigon.errors import RewardError
 from trigon.rewards.contract import read_scores
-from trigon.secrets import scrub
+from trigon.system.secrets import scrub
 
 _MAX_ERROR_CHARACTERS = 1000
 _MAX_TRACEBACK_CHARACTERS = 10_000

@@ -12,10 +12,10 @@ from typing import Any
 
 from trigon.environments.settings import EnvironmentSettings
 from trigon.errors import EpisodeError, RewardError
-from trigon.json_files import parse_json
 from trigon.rewards.confinement.options import Confinement, check_confinement
 from trigon.rewards.process import FORK_SERVER, ChildProcess, describe_exit, explain_withheld
-from trigon.secrets import scrub
+from trigon.system.json_files import parse_json
+from trigon.system.secrets import scrub
 from trigon.system.signals import termination_blocked
 
 LOAD_SECONDS = 300.0

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from trigon.config.names import BUILT_IN_TOOLS, ObservationRole, ToolFormat
 from trigon.environments.source import CodeSource, find_code, pickle_code
 from trigon.errors import EpisodeError
-from trigon.names import BUILT_IN_TOOLS, ObservationRole, ToolFormat
 from trigon.rewards.confinement.options import DEFAULT, Confinement
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from trigon.environments.protocol import Environment
 from trigon.errors import EpisodeError
 from trigon.rewards.user_code import load_module, take, unpickle
-from trigon.suggestions import did_you_mean
+from trigon.system.suggestions import did_you_mean
 
 CodeKind = Literal["environment", "tool"]
 

@@ -17,14 +17,14 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trigon.config.names import BUILT_IN_TOOLS, ObservationRole, ToolFormat
 from trigon.environments.calls import MAX_CALLS, ToolCall, find_calls
 from trigon.environments.conversion import to_message, without_surrogates
 from trigon.environments.protocol import MAX_IMAGES, MAX_TEXT_CHARACTERS, Message, Observation, escape_markers
 from trigon.environments.source import CodeSource, load_code
 from trigon.errors import EpisodeError
 from trigon.images import LazyImages
-from trigon.names import BUILT_IN_TOOLS, ObservationRole, ToolFormat
-from trigon.suggestions import did_you_mean
+from trigon.system.suggestions import did_you_mean
 
 IMAGES = "images"
 TIMEOUT = "timeout_seconds"

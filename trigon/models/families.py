@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trigon.errors import ModelError
-from trigon.suggestions import nearest
+from trigon.system.suggestions import nearest
 
 
 @dataclass(frozen=True, slots=True)

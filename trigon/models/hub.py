@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from trigon.errors import ConfigError, DataError, ModelError
-from trigon.installation import install_command
+from trigon.system.installation import install_command
 
 VARIABLE = "USE_MODELSCOPE_HUB"
 

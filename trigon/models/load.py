@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 
 from trigon.config.paths import local_path, nearest_path
 from trigon.errors import ModelError
-from trigon.json_files import read_json_object
 from trigon.models.attention import use_group_attention
 from trigon.models.families import ModelFamily, family_named
 from trigon.models.folders import require_config_file, require_weight_files
@@ -27,8 +26,9 @@ from trigon.models.hub import IGNORED_FILES, modelscope_folder, uses_modelscope
 from trigon.models.kernels import Kernel
 from trigon.models.patches import use_patch_projection
 from trigon.models.supported import require_supported
-from trigon.suggestions import nearest
-from trigon.torchvision_stub import declare_operators
+from trigon.system.json_files import read_json_object
+from trigon.system.suggestions import nearest
+from trigon.system.torchvision_stub import declare_operators
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trigon.json_files import read_json_object, write_json
 from trigon.models.load import Processors, copy_side_files, load_hf_config
+from trigon.system.json_files import read_json_object, write_json
 
 _TOKENIZER_FILES = (
     "tokenizer*",

@@ -23,9 +23,9 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from trigon.records.rollouts import RolloutRow
 from trigon.report.lenient_stream import LenientStream
-from trigon.terminal import sanitize
+from trigon.report.rollouts import RolloutRow
+from trigon.system.terminal import sanitize
 
 SECONDS_BETWEEN_LINES = 10.0
 """Interval of a phase's progress lines when the output is not a terminal."""

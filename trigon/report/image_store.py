@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trigon.data.images import file_for_display
-from trigon.records.rollouts import IMAGES
+from trigon.report.rollouts import IMAGES
 
 MAX_BYTES = 128 * 2**10
 """Files up to this size are stored unchanged."""

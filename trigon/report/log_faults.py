@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from trigon.records.metrics import METRICS
+from trigon.report.metrics import METRICS
 from trigon.report.run_folder import RunFolder
 from trigon.system.disk import describe_fault, fault_number
 

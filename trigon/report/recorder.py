@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from trigon.errors import BadRow
-from trigon.records.rollouts import RolloutRow, Split, TurnRecord
 from trigon.report.image_store import ImageStore
 from trigon.report.log_faults import LogFaults
+from trigon.report.rollouts import RolloutRow, Split, TurnRecord
 from trigon.report.run_folder import RunFolder
 
 ReadImages = Callable[[str], Sequence[bytes]]

@@ -19,15 +19,15 @@ from pathlib import Path
 from types import TracebackType
 
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
-from trigon.records.metrics import StepMetrics
-from trigon.records.rollouts import RolloutRow, rollout_rows, with_tokens
 from trigon.report.console import SAMPLE_CHARACTERS, Advance, Console, format_duration, format_number
 from trigon.report.image_store import ImageStore
 from trigon.report.log_faults import LogFaults, MetricsLog
 from trigon.report.loggers.delivery import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Deliveries
 from trigon.report.loggers.protocol import Logger
 from trigon.report.loggers.samples import make_samples
+from trigon.report.metrics import StepMetrics
 from trigon.report.recorder import ReadImages, RolloutRecorder
+from trigon.report.rollouts import RolloutRow, rollout_rows, with_tokens
 from trigon.report.run_folder import RunFolder
 from trigon.system.gpu_memory import gpu_memory_metrics
 from trigon.system.watchdog import HangWatch

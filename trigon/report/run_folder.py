@@ -38,12 +38,12 @@ from types import TracebackType
 from typing import Any
 
 from trigon.errors import CheckpointError, ConfigError
-from trigon.json_files import read_json_object, write_json
-from trigon.records.metrics import METRICS, StepMetrics, parse_step, read_metrics
-from trigon.records.rollouts import IMAGES, RolloutRow, Split, file_name, find_rollouts, row_to_line, to_json_line
-from trigon.records.run import CONFIG, LOCK, SOURCES
+from trigon.report.metrics import METRICS, StepMetrics, parse_step, read_metrics
+from trigon.report.rollouts import IMAGES, RolloutRow, Split, file_name, find_rollouts, row_to_line, to_json_line
+from trigon.report.run import CONFIG, LOCK, SOURCES
 from trigon.system.disk import sync_to_disk
-from trigon.terminal import sanitize
+from trigon.system.json_files import read_json_object, write_json
+from trigon.system.terminal import sanitize
 
 EARLIER_CONFIGS = "earlier_configs"
 STARTS = "starts.jsonl"

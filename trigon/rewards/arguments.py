@@ -2,7 +2,7 @@
 
 A configuration has the text `env:NAME` everywhere, in the run folder and in trackers too. Only what
 is sent to the reward workers has the value. Every secret among the values is then known to
-trigon.secrets.scrub, since a reward function may print it or have it in an error.
+trigon.system.secrets.scrub, since a reward function may print it or have it in an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trigon.errors import RewardError
-from trigon.secrets import ARGUMENTS, masked_names, remember, secrets_in, variable_of
+from trigon.system.secrets import ARGUMENTS, masked_names, remember, secrets_in, variable_of
 
 
 def resolve_arguments(kwargs: Mapping[str, Any], term: str = "", *, option: str = ARGUMENTS) -> dict[str, Any]:

@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trigon.errors import RewardError
-from trigon.json_files import dump_columns, to_plain
-from trigon.secrets import ARGUMENTS
-from trigon.suggestions import nearest
+from trigon.system.json_files import dump_columns, to_plain
+from trigon.system.secrets import ARGUMENTS
+from trigon.system.suggestions import nearest
 from trigon.types import EncodedMedia, FinishReason, ImageSizes, ReadMedia
 
 RewardContract = Literal["batch", "group", "sequential", "legacy"]

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trigon.config.names import SHIPPED_REWARDS
 from trigon.errors import RewardError
-from trigon.names import SHIPPED_REWARDS
 from trigon.rewards.user_code import load_module, take, unpickle
-from trigon.suggestions import nearest
+from trigon.system.suggestions import nearest
 
 if TYPE_CHECKING:  # reward workers need no options
     from trigon.config.schema import WeightedReward

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from trigon.errors import RewardError
-from trigon.json_files import parse_json
 from trigon.rewards.calls import BLOCKED_SECONDS
 from trigon.rewards.confinement.options import DEFAULT, Confinement, check_confinement
 from trigon.rewards.contract import RewardContract, RewardRequest, limit_of_call, read_scores
@@ -46,7 +45,8 @@ from trigon.rewards.process import (
 from trigon.rewards.scoring import Scoring
 from trigon.rewards.setup import make_setup
 from trigon.rewards.timeouts import Timeouts
-from trigon.secrets import scrub
+from trigon.system.json_files import parse_json
+from trigon.system.secrets import scrub
 from trigon.types import Score
 
 MAX_CHUNK_SIZE = 32

@@ -25,9 +25,9 @@ from pathlib import Path
 from trigon.errors import RewardError
 from trigon.rewards.confinement.options import Confinement
 from trigon.rewards.environment import child_environment, named_variables, withheld_variable
-from trigon.secrets import ARGUMENTS, remember, secrets_in
 from trigon.system.child_python import python_command
-from trigon.terminal import sanitize
+from trigon.system.secrets import ARGUMENTS, remember, secrets_in
+from trigon.system.terminal import sanitize
 
 MAX_LINE_BYTES = 1 << 20
 """Maximum length of a line that a child may send."""

@@ -11,7 +11,7 @@ from typing import Any
 from trigon.errors import RewardError
 from trigon.rewards.arguments import resolve_arguments
 from trigon.rewards.load import RewardSource, RewardTerm, find_source
-from trigon.secrets import ARGUMENTS, mask
+from trigon.system.secrets import ARGUMENTS, mask
 
 
 @dataclass(frozen=True, slots=True)

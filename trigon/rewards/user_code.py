@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from trigon.errors import TrigonError
-from trigon.suggestions import did_you_mean, missing_package
+from trigon.system.suggestions import did_you_mean, missing_package
 
 
 def load_module(file: str, module: str, *, error: type[TrigonError]) -> ModuleType:

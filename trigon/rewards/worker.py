@@ -53,7 +53,7 @@ from trigon.rewards.contract import (
 from trigon.rewards.limits import limit_resources
 from trigon.rewards.load import RewardSource, RewardTerm, load_function
 from trigon.rewards.weighted import weighted_sum
-from trigon.secrets import ARGUMENTS
+from trigon.system.secrets import ARGUMENTS
 from trigon.system.signals import outlive_stop_signals
 from trigon.system.stacks import register_stacks
 

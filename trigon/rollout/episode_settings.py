@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from trigon.config.names import ToolFormat
 from trigon.data.turns import TurnTemplate
 from trigon.environments.protocol import Observation
 from trigon.errors import EngineError
 from trigon.metrics import Metrics
-from trigon.names import ToolFormat
 from trigon.types import EncodedMedia, Prompt, Vision
 
 

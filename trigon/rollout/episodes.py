@@ -20,12 +20,12 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExec
 from contextlib import closing
 from dataclasses import dataclass, replace
 
+from trigon.config.names import ToolFormat
 from trigon.data.turns import TurnTemplate, TurnTokens
 from trigon.environments.calls import end_of_calls, invented_replies
 from trigon.environments.protocol import Observation
 from trigon.errors import DataError
 from trigon.metrics import Mean, Metric, Metrics, Sum, mean_of, merge
-from trigon.names import ToolFormat
 from trigon.rollout.episode_settings import EpisodeSettings, Outcome
 from trigon.rollout.episode_state import Episode, Groups
 from trigon.rollout.protocol import OnGroup, Until

@@ -13,9 +13,9 @@ from typing import Protocol, runtime_checkable
 
 from trigon.errors import RolloutError
 from trigon.metrics import Metrics, Sum, merge
-from trigon.resuming import SameCommand
 from trigon.rollout.protocol import OnGroup, RolloutEngine, StoppingEngine, Until
 from trigon.rollout.stopping import SamplesUntil
+from trigon.system.resuming import SameCommand
 from trigon.types import Completion, Prompt, SamplingParams, WeightsHandle
 
 RESTART = "restart rollout engine"

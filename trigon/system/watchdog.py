@@ -24,8 +24,8 @@ from types import TracebackType
 from typing import Self
 
 from trigon.errors import WorkerError
-from trigon.resuming import SameCommand
 from trigon.system.processes import Started
+from trigon.system.resuming import SameCommand
 from trigon.system.signals import termination_blocked
 from trigon.system.stacks import register_stacks
 from trigon.system.watchdog_process import RECORD_BYTES, Record, write_record

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from trigon.cli.main import main
+from trigon.tools.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["train", *sys.argv[1:]]))

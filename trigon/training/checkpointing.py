@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trigon.config.names import OptimizerStrategy
 from trigon.errors import CheckpointError
-from trigon.json_files import read_json_object, write_json
 from trigon.models.lora import adapter_config
 from trigon.models.policy import Policy
 from trigon.models.value import HEAD_NAME
-from trigon.names import OptimizerStrategy
+from trigon.system.json_files import read_json_object, write_json
 from trigon.training.finite import all_finite, require_finite
 from trigon.training.optim import COMPENSATION, STEP, state_dtype, step_device, upgrade_state
 from trigon.training.parallel import ProcessGroup

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trigon.names import LearningRateSchedule, OptimizerStrategy
+from trigon.config.names import LearningRateSchedule, OptimizerStrategy
 
 LOW_BITS = "low_bits"
 """State of adamw_bf16: the bits by which a bfloat16 weight differs from its float32 value."""

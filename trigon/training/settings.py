@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trigon.names import OptimizerStrategy
+from trigon.config.names import OptimizerStrategy
 from trigon.training.memory import explain_out_of_memory
 from trigon.training.optim import Schedule
 from trigon.training.parallel import ProcessGroup, SingleProcess

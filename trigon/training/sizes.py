@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from trigon.names import OptimizerStrategy
+from trigon.config.names import OptimizerStrategy
 from trigon.training.optim import on_this_rank, state_bytes
 from trigon.training.protocol import Sizes
 

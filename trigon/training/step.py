@@ -20,13 +20,13 @@ from trigon.algorithms.kl import kl_per_token
 from trigon.algorithms.losses import LossSettings, policy_loss
 from trigon.algorithms.reduce import Denominators, reduce_loss
 from trigon.algorithms.unread import Unread, UnreadMetrics
+from trigon.config.names import KlEstimator, LossAveraging
 from trigon.data.packing import Positions, by_group, pack_rollouts
 from trigon.metrics import Max, Mean, Sum
 from trigon.models import transfer
 from trigon.models.logprobs import Predictions
 from trigon.models.policy import Policy
 from trigon.models.value import ActorCritic
-from trigon.names import KlEstimator, LossAveraging
 from trigon.training.parallel import ProcessGroup, passes_in_step
 from trigon.training.value_terms import ValueTerms, reduced_value_loss
 from trigon.types import GroupSpan, MicroBatch, PackedGroups, RolloutGroup, TokenLogprobs

@@ -8,10 +8,10 @@ from typing import Any
 
 from PIL import Image
 
-from trigon.json_files import read_json_object, write_json
-from trigon.records.run import flatten
 from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
 from trigon.report.loggers.samples import COLUMNS, cells, image_strip
+from trigon.report.run import flatten
+from trigon.system.json_files import read_json_object, write_json
 
 STORE = "mlflow"
 """Folder of a run's store within the run folder, without a tracking server."""

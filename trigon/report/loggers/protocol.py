@@ -28,7 +28,7 @@ from typing import Any, Literal, Protocol
 
 from PIL import Image
 
-from trigon.records.rollouts import RolloutRow
+from trigon.report.rollouts import RolloutRow
 
 SampleSplit = Literal["train", "validation"]
 

@@ -6,7 +6,6 @@ import importlib.util
 from collections.abc import Callable, Sequence
 
 from trigon.errors import ConfigError
-from trigon.installation import install_command
 from trigon.report.loggers.delivery import name_of
 from trigon.report.loggers.mlflow import MLflowLogger
 from trigon.report.loggers.protocol import LoggedRun, Logger, LoggerEnvironment
@@ -14,6 +13,7 @@ from trigon.report.loggers.swanlab import SwanLabLogger
 from trigon.report.loggers.tensorboard import TensorBoardLogger
 from trigon.report.loggers.trackio import TrackioLogger
 from trigon.report.loggers.wandb import WandbLogger
+from trigon.system.installation import install_command
 
 BUILT_IN = ("console", "file")
 """Names of trainer.logger that need no library: the reporter writes to both."""

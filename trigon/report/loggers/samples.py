@@ -13,11 +13,11 @@ from PIL import Image
 
 from trigon.data.images import open_image
 from trigon.errors import BadRow
-from trigon.records.rollouts import RolloutRow
 from trigon.report.console import format_number
 from trigon.report.loggers.protocol import MAX_IMAGE_SIDE, Sample
 from trigon.report.recorder import ReadImages
-from trigon.terminal import sanitize
+from trigon.report.rollouts import RolloutRow
+from trigon.system.terminal import sanitize
 
 COLUMNS = (
     "prompt_id",

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from trigon.records.run import flatten
 from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
 from trigon.report.loggers.samples import as_text, one_per_prompt
+from trigon.report.run import flatten
 
 
 class TensorBoardLogger:

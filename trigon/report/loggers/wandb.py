@@ -7,9 +7,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trigon.json_files import read_json_object, write_json
 from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
 from trigon.report.loggers.samples import COLUMNS, cells, image_strip
+from trigon.system.json_files import read_json_object, write_json
 
 
 class WandbLogger:

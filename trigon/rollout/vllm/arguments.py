@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import torch
 
+from trigon.config.names import DeviceType
 from trigon.models.dimensions import head_dim
 from trigon.models.load import Processors
-from trigon.names import DeviceType
 
 ModelRunner = Literal["v1", "v2"]
 

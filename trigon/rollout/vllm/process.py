@@ -20,12 +20,12 @@ from typing import Any, assert_never
 import numpy as np
 import torch
 
+from trigon.config.names import DeviceType
 from trigon.errors import EngineError
-from trigon.installation import install_command
-from trigon.names import DeviceType
 from trigon.rollout.vllm.arguments import ModelRunner
 from trigon.rollout.vllm.shared_memory import private_segments
-from trigon.torchvision_stub import declare_operators
+from trigon.system.installation import install_command
+from trigon.system.torchvision_stub import declare_operators
 
 _TORCH_LOGS_ERRORS = 2  # c10's number of the level
 

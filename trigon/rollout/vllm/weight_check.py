@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trigon.config.names import DeviceType
 from trigon.errors import ParityError
-from trigon.names import DeviceType
 from trigon.rollout.checksums import Checksum, add, read_sums, sum_values
 from trigon.types import NamedTensors
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from trigon.config.names import DeviceType
 from trigon.errors import EngineError, RolloutError, TrigonError
 from trigon.models.load import Processors
-from trigon.names import DeviceType
 from trigon.rollout.vllm.weight_check import WeightCheck, compare, gather_ranks
 from trigon.types import LocalWeights, NamedTensors
 

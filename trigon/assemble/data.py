@@ -1,0 +1,206 @@
+"""Opens the sources of prompts: processors, datasets, the order of training, validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from trigon.assemble.episodes import make_episode_options
+from trigon.assemble.options import (
+    count_data_threads,
+    count_image_threads,
+    make_frame_sampling,
+    make_validation_sampling_params,
+    model_path,
+)
+from trigon.config.batch_sizes import resolve_prompts_per_step
+from trigon.config.defaults import PIXEL_CACHE_BYTES
+from trigon.config.paths import read_template
+from trigon.config.plan import has_workers
+from trigon.config.schema import Config
+from trigon.data.dataset import Prompts, PromptSet, SkippedRow, open_prompts
+from trigon.data.media_processing import MediaProcessor
+from trigon.data.mixture import MixedPrompts, mix
+from trigon.data.prompts import PromptBuilder
+from trigon.data.sources import Source
+from trigon.data.stream import PromptStream
+from trigon.data.vision import image_processor_of, video_processor_of
+from trigon.errors import DataError
+from trigon.models.load import Processors, load_processors, require_weights
+from trigon.report.reporter import Reporter
+from trigon.system.cpus import count_usable_cpus
+from trigon.validation import Evaluator
+
+NO_SOURCES: Mapping[str, Source] = MappingProxyType({})
+
+
+def open_processors(config: Config) -> Processors:
+    """Load the tokenizer and the image processor, after checking that the model has weights."""
+    require_weights(model_path(config))
+    return read_processors(config)
+
+
+def read_processors(config: Config) -> Processors:
+    """Load the tokenizer and the image processor."""
+    model, data = config.worker.actor.model, config.data
+    return load_processors(
+        model_path(config),
+        tokenizer_path=model.tokenizer_path,
+        trust_remote_code=model.trust_remote_code,
+        chat_template=read_template(data.override_chat_template),
+        min_pixels=data.min_pixels,
+        max_pixels=data.max_pixels,
+    )
+
+
+def open_builder(
+    config: Config,
+    processors: Processors,
+    *,
+    process_images: bool | None = None,
+    schemas: Sequence[Mapping[str, Any]] = (),
+) -> PromptBuilder:
+    """Return the builder that makes prompts from dataset rows.
+
+    With one worker it also processes their images; with several, and with environments or tools,
+    the process of each engine does (see open_images).
+    process_images: True or False decides it. schemas: of worker.rollout.tools.
+    """
+    data, episodes = config.data, make_episode_options(config)
+    if process_images is None:
+        process_images = not has_workers(config) and episodes is None
+    return PromptBuilder(
+        processors,
+        prompt_key=data.prompt_key,
+        answer_key=data.answer_key,
+        image_key=data.image_key,
+        image_dir=None if data.image_dir is None else Path(data.image_dir),
+        format_prompt=data.format_prompt,
+        system_prompt=data.system_prompt,
+        max_prompt_length=data.max_prompt_length,
+        max_image_pixels=data.max_image_pixels,
+        limit_images=config.worker.rollout.limit_images,
+        process_images=process_images,
+        video_key=data.video_key,
+        video_sampling=make_frame_sampling(config),
+        allow_special_tokens=data.allow_special_tokens,
+        tools=schemas,
+        generation_prompt=episodes is None or not episodes.opens,
+    )
+
+
+def scan_datasets(
+    config: Config,
+    specs: Sequence[str],
+    weights: Sequence[float],
+    builder: PromptBuilder,
+    report: Reporter,
+    *,
+    max_rows: int | None = None,
+    opened: Mapping[str, Source] = NO_SOURCES,
+) -> PromptSet | MixedPrompts:
+    """Open several datasets as one. See scan_dataset.
+
+    weights: how often an epoch goes through each dataset; empty: once.
+    """
+    return mix(
+        [scan_dataset(config, spec, builder, report, max_rows=max_rows, opened=opened) for spec in specs], weights
+    )
+
+
+def scan_dataset(
+    config: Config,
+    spec: str,
+    builder: PromptBuilder,
+    report: Reporter,
+    *,
+    max_rows: int | None = None,
+    opened: Mapping[str, Source] = NO_SOURCES,
+) -> PromptSet:
+    """Open a dataset, check each of its rows, and warn about the rows that are skipped.
+
+    They are written into the run folder, also if there are too many.
+    opened: the datasets that were given as Python objects, by spec.
+    max_rows: of the dataset, from its beginning; None: all.
+    Raises: DataError.
+    """
+    data = config.data
+    listing = ""
+    with report.phase(f"scan {spec}") as advance:
+        done = 0
+
+        def on_progress(rows_done: int, rows: int) -> None:
+            nonlocal done
+            advance.set_total(rows)
+            advance(rows_done - done)
+            done = rows_done
+
+        def on_skipped(rows: Sequence[SkippedRow]) -> None:
+            nonlocal listing
+            path = report.skipped_rows(spec, rows)
+            listing = f"all skipped rows are listed in {path}" if rows else ""
+
+        try:
+            prompts = open_prompts(
+                spec,
+                builder,
+                filter_overlong_prompts=data.filter_overlong_prompts,
+                max_bad_row_fraction=data.max_bad_row_fraction,
+                num_workers=count_data_threads(config),
+                on_progress=on_progress,
+                on_skipped=on_skipped,
+                source=opened.get(spec),
+                max_rows=max_rows,
+            )
+        except DataError as error:
+            raise DataError(f"{error}\n  {listing}" if listing else str(error)) from error
+    for reason, count in prompts.num_skipped.items():
+        report.warn(f"{spec}: {count} of {prompts.num_rows} rows skipped ({reason}): {prompts.examples[reason][0]}")
+    if listing:
+        report.warn(f"{spec}: {listing}")
+    return prompts
+
+
+def open_stream(config: Config, prompts: Prompts) -> PromptStream:
+    """Return the stream that draws training prompts in order."""
+    data = config.data
+    return PromptStream(
+        prompts,
+        batch_size=resolve_prompts_per_step(config, prompts.prompts_per_epoch),
+        seed=data.seed,
+        shuffle=data.shuffle,
+        prefetch=True,
+        num_workers=count_data_threads(config),
+        accepted_changes=config.trainer.accept_changes,
+    )
+
+
+def open_evaluator(config: Config, prompts: Prompts | None, report: Reporter) -> Evaluator | None:
+    """Return the evaluator of the validation prompts, or None if there are none."""
+    if prompts is None:
+        return None
+    batch_size = config.data.val_batch_size
+    return Evaluator(
+        prompts,
+        make_validation_sampling_params(config),
+        prompts_per_call=batch_size if batch_size > 0 else len(prompts),
+        num_workers=count_data_threads(config),
+        warn=report.warn,
+    )
+
+
+def open_images(config: Config, processors: Processors) -> MediaProcessor | None:
+    """Return the processor and cache of a worker's images, or None for a model without vision."""
+    image_processor = image_processor_of(processors)
+    if image_processor is None:
+        return None
+    return MediaProcessor(
+        image_processor,
+        max_image_pixels=config.data.max_image_pixels,
+        num_workers=count_image_threads(config, usable_cpus=count_usable_cpus()),
+        max_bytes=PIXEL_CACHE_BYTES,
+        video_processor=video_processor_of(processors),
+        video_sampling=make_frame_sampling(config),
+    )

@@ -1,0 +1,367 @@
+"""Loads the policy and the reference, in one process or sharded, and makes their engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trigon.assemble.memory_remedies import find_remedies_of_policy, find_remedies_of_reference
+from trigon.assemble.options import (
+    kl_is_full,
+    make_lora_settings,
+    make_loss_terms,
+    model_path,
+    needs_reference,
+)
+from trigon.config.defaults import resolve_reference_dtype, resolve_weight_dtype
+from trigon.config.names import DeviceType
+from trigon.config.plan import Plan, keeps_weights_on_host, num_samplers, num_workers, shares_trunk, workers_per_copy
+from trigon.config.schema import Config
+from trigon.errors import ConfigError
+from trigon.models.dtypes import DTYPES
+from trigon.models.features import VisionFeatureCache
+from trigon.models.fused import require_liger
+from trigon.models.kernels import Kernel, resolve_kernel
+from trigon.models.load import Processors, load_model, model_folder
+from trigon.models.lora import add_lora
+from trigon.models.policy import Policy
+from trigon.models.positions import positions_of
+from trigon.models.sequence_parallel import RowRanks, require_divisible_heads
+from trigon.models.tensor_parallel import require_tensor_parallel
+from trigon.models.value import ActorCritic
+from trigon.models.weight_files import stored_dtype
+from trigon.training.local import LocalTrainEngine
+from trigon.training.optim import Schedule
+from trigon.training.parallel import ProcessGroup
+from trigon.training.protocol import LoadPixels, LogprobEngine
+from trigon.training.scorer import LocalScorer
+from trigon.training.settings import Placement, TrainSettings
+
+if TYPE_CHECKING:
+    from trigon.training.fsdp import MakePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlacement:
+    """The device of a process, and the process group of which it is a rank.
+
+    row_ranks: those with which it computes rows together; None: none.
+    """
+
+    device: torch.device
+    process_group: ProcessGroup
+    row_ranks: RowRanks | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process is the only rank."""
+        return self.process_group.size == 1
+
+    @property
+    def device_type(self) -> DeviceType:
+        """The kind of the device, on which some defaults depend."""
+        return device_type(self.device)
+
+
+def choose_device(config: Config) -> torch.device:
+    """Return the device to train on, and make its kernels deterministic as set_determinism does.
+
+    Raises: ConfigError if trainer.device is cuda and torch finds no GPU.
+    """
+    device = torch.device(choose_device_type(config, has_gpu=torch.cuda.is_available()))
+    set_determinism(device)
+    return device
+
+
+def choose_device_type(config: Config, *, has_gpu: bool) -> DeviceType:
+    """Return the kind of the device to train on.
+
+    has_gpu: torch finds a GPU. Raises: ConfigError if trainer.device is cuda and there is none.
+    """
+    requested = config.trainer.device
+    if requested == "cuda" and not has_gpu:
+        raise ConfigError(
+            "trainer.device is cuda, but torch finds no GPU; set trainer.device=cpu, or install CUDA torch"
+        )
+    if requested == "auto":
+        return "cuda" if has_gpu else "cpu"
+    return requested
+
+
+def device_type(device: torch.device) -> DeviceType:
+    """Return the kind of a device, on which some defaults depend."""
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
+def set_determinism(device: torch.device) -> None:
+    """Make kernels on the CPU deterministic: the same seed gives the same numbers."""
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True)
+        # No code here reads uninitialized memory, and filling it costs time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def choose_kernel(config: Config, device: torch.device) -> Kernel:
+    """Return the attention kernel of the run's models on this device.
+
+    Raises: ModelError if it, or liger-kernel where configured, cannot run there; ConfigError for
+    use_liger_kernel together with compile_layers.
+    """
+    actor = config.worker.actor
+    if actor.model.use_liger_kernel:
+        if actor.model.compile_layers:
+            raise ConfigError(
+                "worker.actor.model.use_liger_kernel and compile_layers change the same norms and MLPs; set one of them"
+            )
+        require_liger(device)
+    return resolve_kernel(actor.model.attention_kernel, device=device, dtype=DTYPES[actor.fsdp.mp_param_dtype])
+
+
+def check_sequence_parallel(config: Config, hf_config: Any) -> None:
+    """Raise ConfigError if the workers of a row cannot divide the attention of this model."""
+    size = config.worker.actor.ulysses_sequence_parallel_size
+    if size > 1:
+        require_divisible_heads(
+            hf_config.get_text_config(), size, model_type=hf_config.model_type, num_workers=num_workers(config)
+        )
+
+
+def check_parallel_sizes(config: Config, hf_config: Any) -> None:
+    """Raise ConfigError if the policy cannot be divided over workers that learn, or that sample."""
+    check_sequence_parallel(config, hf_config)
+    size = config.worker.rollout.tensor_parallel_size
+    if size > 1:
+        require_tensor_parallel(hf_config, size, num_workers=num_samplers(config))
+
+
+def open_models(
+    config: Config, processors: Processors, plan: Plan, place: DevicePlacement, *, load_pixels: LoadPixels = list
+) -> tuple[LocalTrainEngine, LogprobEngine | None]:
+    """Return the train engine, and the reference if the loop needs its log-probabilities.
+
+    load_pixels: processes the media of groups that are encoded files.
+    With LoRA the reference is the policy without its adapters. For an exact KL over the whole
+    vocabulary the train engine holds the reference itself, and the second value is None.
+    """
+    has_lora = config.worker.actor.model.lora.rank > 0
+    scorer = None
+    if needs_reference(config) and not has_lora:
+        scorer = open_reference(config, processors, plan, place, load_pixels=load_pixels)
+    trainer = open_trainer(config, processors, plan, place, scorer, load_pixels=load_pixels)
+    if not needs_reference(config) or kl_is_full(config):
+        return trainer, None
+    return trainer, trainer.reference_without_adapters() if has_lora else scorer
+
+
+def open_trainer(
+    config: Config,
+    processors: Processors,
+    plan: Plan,
+    place: DevicePlacement,
+    reference: LocalScorer | None,
+    *,
+    load_pixels: LoadPixels,
+) -> LocalTrainEngine:
+    """Load the policy, sharded if there are several ranks, and make its optimizer.
+
+    With a shared trunk it has a value head, which open_critic makes an optimizer for.
+    reference: the train engine uses it only for an exact KL over the whole vocabulary.
+    """
+    actor = config.worker.actor
+    compute_dtype = DTYPES[actor.fsdp.mp_param_dtype]
+    policy = place_policy(
+        config,
+        partial(
+            open_trained_policy,
+            config,
+            processors,
+            choose_kernel(config, place.device),
+            model_class=ActorCritic if shares_trunk(config) else Policy,
+        ),
+        place,
+        full_shard=actor.fsdp.enable_full_shard,
+        param_dtype=compute_dtype,
+        reduce_dtype=DTYPES[actor.fsdp.mp_reduce_dtype],
+        cpu_offload=keeps_weights_on_host(config, actor.fsdp) and place.device.type != "cpu",
+    )
+    # With FSDP's CPU offload, weights and states are in host memory already.
+    moves = place.device.type != "cpu" and not keeps_weights_on_host(config, actor.fsdp)
+    return LocalTrainEngine(
+        policy,
+        TrainSettings(
+            terms=make_loss_terms(config),
+            strategy=actor.optim.strategy,
+            schedule=Schedule(
+                peak=actor.optim.lr,
+                shape=actor.optim.lr_scheduler_type,
+                warmup_updates=plan.warmup_updates,
+                total_updates=plan.total_updates,
+                min_ratio=actor.optim.min_lr_ratio or 0.0,
+            ),
+            betas=actor.optim.betas,
+            weight_decay=actor.optim.weight_decay,
+            max_grad_norm=actor.max_grad_norm,
+            update_max_tokens=plan.tokens_per_update_pass,
+            score_max_tokens=plan.tokens_per_experience_pass,
+            makes_updates=not config.trainer.val_only,
+        ),
+        Placement(
+            device=place.device,
+            compute_dtype=compute_dtype if place.is_alone else None,
+            offload_params=actor.offload.offload_params and moves,
+            offload_optimizer=actor.offload.offload_optimizer and moves and not config.trainer.val_only,
+            process_group=place.process_group,
+            remedies=find_remedies_of_policy(config),
+        ),
+        positions=positions_of(processors.family, processors.hf_config),
+        reference=reference if kl_is_full(config) else None,
+        features=feature_memory(config, shared=reference is not None) if policy.has_frozen_vision else None,
+        load_pixels=load_pixels,
+    )
+
+
+def open_reference(
+    config: Config, processors: Processors, plan: Plan, place: DevicePlacement, *, load_pixels: LoadPixels
+) -> LocalScorer:
+    """Load the reference policy."""
+    ref = config.worker.ref
+    dtype = DTYPES[resolve_reference_dtype(config)]
+    offload = (ref.fsdp.enable_cpu_offload or ref.offload.offload_params) and place.device.type != "cpu"
+    policy = place_policy(
+        config,
+        partial(open_policy, config, processors, choose_kernel(config, place.device), dtype),
+        place,
+        full_shard=ref.fsdp.enable_full_shard,
+        param_dtype=dtype,
+        reduce_dtype=dtype,
+        cpu_offload=offload,
+    )
+    return LocalScorer(
+        policy,
+        Placement(
+            device=place.device,
+            compute_dtype=dtype if place.is_alone else None,
+            offload_params=offload and place.is_alone,
+            process_group=place.process_group,
+            model="reference",
+            remedies=find_remedies_of_reference(config),
+        ),
+        positions=positions_of(processors.family, processors.hf_config),
+        max_tokens=plan.tokens_per_experience_pass,
+        # As the policy computes features, so that equal weights give equal bits.
+        features=(
+            feature_memory(config, shared=True)
+            if config.worker.actor.model.freeze_vision_tower and processors.family.has_vision
+            else None
+        ),
+        load_pixels=load_pixels,
+    )
+
+
+def open_trained_policy(
+    config: Config,
+    processors: Processors,
+    kernel: Kernel,
+    device: torch.device,
+    *,
+    as_stored: bool = False,
+    model_class: type[Policy] = Policy,
+) -> Policy:
+    """Load the policy with frozen parts, LoRA and gradient checkpointing as configured.
+
+    as_stored, model_class: see open_policy.
+    """
+    actor = config.worker.actor
+    dtype = DTYPES[resolve_weight_dtype(config)]
+    policy = open_policy(config, processors, kernel, dtype, device, as_stored=as_stored, model_class=model_class)
+    if actor.model.freeze_vision_tower:
+        policy.freeze_vision_tower()
+    if actor.model.lora.rank > 0:
+        add_lora(policy.model, make_lora_settings(config), seed=config.worker.rollout.seed)
+    if actor.model.enable_gradient_checkpointing:
+        policy.enable_gradient_checkpointing(offload=actor.model.enable_activation_offload)
+    return policy
+
+
+def open_policy(
+    config: Config,
+    processors: Processors,
+    kernel: Kernel,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    as_stored: bool = False,
+    model_class: type[Policy] = Policy,
+) -> Policy:
+    """Load the model as a policy. On device "meta" no weights are loaded.
+
+    as_stored: in the dtype of the model's files instead of dtype, if that is narrower. On the CPU
+        the weights are then mapped from the files, and take no memory of their own.
+    model_class: another one replaces the head, or adds one.
+    """
+    model = config.worker.actor.model
+    if as_stored:
+        stored = stored_dtype(model_folder(model_path(config)))
+        dtype = stored if stored is not None and stored.itemsize < dtype.itemsize else dtype
+    policy = model_class(
+        load_model(
+            model_path(config),
+            dtype=dtype,
+            device=device,
+            trust_remote_code=model.trust_remote_code,
+            override_config=model.override_config,
+            attention_kernel=kernel,
+        ),
+        processors.family,
+        temperature=config.worker.rollout.temperature,
+        banned_token_ids=processors.banned_token_ids,
+    )
+    if model.use_liger_kernel:
+        policy.use_liger_kernel()
+    if model.compile_layers:
+        policy.compile_layers()
+    return policy
+
+
+def place_policy(
+    config: Config,
+    make_policy: MakePolicy,
+    place: DevicePlacement,
+    *,
+    full_shard: bool,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    cpu_offload: bool,
+) -> Policy:
+    """Return make_policy's policy, sharded over the ranks if there are several.
+
+    full_shard, param_dtype, reduce_dtype: of FSDP, unused with one rank. cpu_offload: keep the
+    weights in host memory.
+    """
+    if place.is_alone:
+        return make_policy(torch.device("cpu") if cpu_offload else place.device)
+    from trigon.training.fsdp import Sharding, open_sharded
+
+    sharding = Sharding(
+        full_shard=full_shard,
+        ranks_per_copy=workers_per_copy(config),
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        cpu_offload=cpu_offload,
+    )
+    policy = open_sharded(make_policy, place.process_group, sharding, place.device)
+    if place.row_ranks is not None:
+        policy.use_row_ranks(place.row_ranks)
+    return policy
+
+
+def feature_memory(config: Config, *, shared: bool) -> VisionFeatureCache:
+    """Return the cache of a frozen vision tower's features.
+
+    shared: policy and reference have a cache each, of half the size.
+    """
+    max_bytes = int(config.worker.actor.model.vision_cache_gb * 2**30)
+    return VisionFeatureCache(max_bytes // 2 if shared else max_bytes)

@@ -1,0 +1,454 @@
+"""Runs a training from its configuration to the summary on the console.
+
+Parts are opened in the order in which their errors are cheap: the reward function, the run folder
+and the data before the models, the models before the rollout engine.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trigon.assemble.auto_micro_batch import tune_plan
+from trigon.assemble.critic import check_trained_critic
+from trigon.assemble.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
+from trigon.assemble.engines import Engines, open_engines, save_state, staged_bytes
+from trigon.assemble.episodes import check_episodes, find_episodes
+from trigon.assemble.hangs import EXPORT, open_hang_watch
+from trigon.assemble.hub import announce_downloads
+from trigon.assemble.memory_check import check_memory, find_hardware
+from trigon.assemble.memory_table import Hardware
+from trigon.assemble.models import check_parallel_sizes, choose_device, choose_kernel, device_type
+from trigon.assemble.objects import NO_OBJECTS, RunObjects, RunOutcome
+from trigon.assemble.options import (
+    make_advantage_settings,
+    make_group_filter,
+    make_initial_kl,
+    make_intervals,
+    make_oversampling,
+    make_sampling_params,
+    max_completion_tokens,
+    needs_old_logprobs,
+)
+from trigon.assemble.origin import KEY, Origin
+from trigon.assemble.pools import open_worker_pools
+from trigon.assemble.preflight import Opened, open_early
+from trigon.assemble.rewards import check_rewards
+from trigon.assemble.watchers import open_watchers
+from trigon.assemble.workers import open_workers
+from trigon.checkpoint.export import export_checkpoint
+from trigon.checkpoint.manifest import OnProgress, no_progress
+from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+from trigon.config.batch_sizes import describe_chosen, fill_batch_sizes
+from trigon.config.checks import find_device_warnings
+from trigon.config.defaults import (
+    resolve_auto_micro_batch,
+    resolve_parity_tolerance,
+    resolve_run_folder,
+    resolve_same_command,
+)
+from trigon.config.files import local_sources
+from trigon.config.load import dump_config
+from trigon.config.plan import (
+    Plan,
+    critic_warmup,
+    find_long_warmups,
+    has_critic,
+    has_workers,
+    make_plan,
+    num_devices,
+)
+from trigon.config.schema import Config
+from trigon.data.dataset import Prompts
+from trigon.data.prompts import PromptBuilder
+from trigon.data.sources import Source
+from trigon.data.stream import PromptStream
+from trigon.data.token_texts import TokenTexts
+from trigon.hooks import Hooks
+from trigon.loop import train
+from trigon.models.load import Processors
+from trigon.parity import ParityCheck
+from trigon.report.console import Console
+from trigon.report.image_store import ImageStore
+from trigon.report.loggers.protocol import LoggedRun, Logger, LoggerEnvironment
+from trigon.report.loggers.registry import check_loggers, make_loggers, open_loggers
+from trigon.report.reporter import Reporter
+from trigon.report.run_folder import RunFolder
+from trigon.report.summary import describe_plan, suggest_next_steps
+from trigon.rewards.pool import RewardPool
+from trigon.run import Run
+from trigon.system.gpu_memory import require_free_memory
+from trigon.system.grace import Grace
+from trigon.system.processes import Started
+from trigon.system.secrets import mask
+from trigon.system.temporary import remove_dead_folders
+from trigon.system.watchdog import HangWatch
+from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
+
+
+def run_training(
+    config: Config,
+    *,
+    warnings: Sequence[str],
+    logger_environment: LoggerEnvironment,
+    should_stop: Callable[[], bool],
+    defer_interrupts: Callable[[], AbstractContextManager[None]],
+    export_to: Path | None,
+    loggers: Sequence[Logger] = (),
+    opened: Opened | None = None,
+    objects: RunObjects = NO_OBJECTS,
+    grace: Grace | None = None,
+    use_hang_watch: Callable[[HangWatch], object] | None = None,
+    others: Sequence[Started] = (),
+) -> RunOutcome:
+    """Train from the beginning or from the last checkpoint, and print a summary.
+
+    warnings: of the configuration, to be printed. should_stop: called after each step; True saves a
+    checkpoint and ends the run. defer_interrupts, grace: see Run. export_to: folder in which the
+    last checkpoint is written as a Hugging Face model; None, or a stopped run: not exported.
+    logger_environment: settings of the loggers in trainer.logger. loggers: further ones, which
+    this function opens. opened: datasets and reward workers; None: they are opened here.
+    objects: what else the run is given as Python objects. use_hang_watch: called with the watchdog
+    of the run, which does not kill others.
+    Raises: TrigonError, before the models are loaded where possible.
+    """
+    check_environment(config)
+    remove_dead_folders()
+    with ExitStack() as stack:
+        # Again at the end: some processes of a run that was killed shortly before may end later.
+        stack.callback(remove_dead_folders)
+        opened = open_early(config, objects, stack) if opened is None else opened
+        rewards, val_rewards = opened.rewards, opened.val_rewards
+        folder = stack.enter_context(RunFolder(resolve_run_folder(config)))
+        console = open_console(config)
+        console.print(f"run folder: {folder.path}")
+        hang_watch = stack.enter_context(open_hang_watch(config, folder.path, console, others))
+        if use_hang_watch is not None:
+            use_hang_watch(hang_watch)
+        for warning in warnings:
+            console.warn(warning)
+        store = open_store(config, folder, console, hang_watch.beat)
+        checkpoint = choose_checkpoint(config, store, hang_watch.beat)
+        origin = Origin(config, checkpoint, console.print)
+        origin.add_options(objects.reward, objects.val_reward)
+        announce_downloads(config, console)
+        origin.add_model()
+        processors = open_processors(config)
+        check_parallel_sizes(config, processors.hf_config)
+        check_hardware = partial(check_run_memory, config, console)
+        workers = None
+        if has_workers(config):
+            workers = stack.enter_context(open_worker_pools(config, folder.path, check_hardware, console.warn))
+            device = workers.device
+        else:
+            own_device = choose_device(config)
+            device = device_type(own_device)
+            if (hardware := find_hardware(own_device)) is not None:
+                check_hardware(hardware)
+        for warning in find_device_warnings(config, device):
+            console.warn(warning)
+        episodes = find_episodes(config, processors, stack, objects.code)
+        for pool in filter(None, (rewards, val_rewards)):
+            pool.ready()
+        all_loggers = [*make_loggers(config.trainer.logger, logger_environment), *loggers]
+        report = stack.enter_context(
+            open_reporter(config, folder, console, processors, all_loggers, checkpoint, hang_watch)
+        )
+
+        builder = open_builder(config, processors, schemas=() if episodes is None else episodes[0].schemas)
+        val_prompts, train_prompts = open_datasets(config, builder, report, opened.sources)
+        shows_videos = any(each is not None and each.shows_videos for each in (train_prompts, val_prompts))
+        if val_rewards is None or train_prompts is not None:
+            check_rewards(rewards, val_prompts if train_prompts is None else train_prompts)
+        if val_rewards is not None and val_prompts is not None:
+            check_rewards(val_rewards, val_prompts)
+        if episodes is not None:
+            first = val_prompts if train_prompts is None else train_prompts
+            check_episodes(config, processors, *episodes, first, max_tokens=max_completion_tokens(config))
+        num_train_prompts = 0 if train_prompts is None else train_prompts.prompts_per_epoch
+        plan = make_plan(config, num_train_prompts=num_train_prompts)
+        for warning in find_long_warmups(config, plan):
+            console.warn(warning)
+        prompts = None
+        if train_prompts is not None:
+            config, chosen = fill_batch_sizes(config, num_train_prompts)
+            if chosen:
+                console.print(describe_chosen(chosen, num_train_prompts))
+            prompts = open_stream(config, train_prompts)
+            stack.callback(prompts.close)
+        origin.add_data(config, prompts, () if val_prompts is None else val_prompts.contents, plan)
+
+        console.print("loading the model and starting the rollout engine")
+        if workers is None:
+            engines = open_engines(
+                config, processors, plan, store, report, stack, shows_videos=shows_videos, episodes=episodes
+            )
+        else:
+            parts = None if episodes is None else episodes[0]
+            engines = open_workers(config, plan, workers, store, report, shows_videos=shows_videos, episodes=parts)
+        if resolve_auto_micro_batch(config, device) and not config.trainer.val_only:
+            plan = tune_plan(config, plan, engines, folder, report, console, resumes=checkpoint is not None)
+        show_overview(config, plan, engines, val_prompts, report)
+        if checkpoint is not None:
+            action = "validating the weights of" if config.trainer.val_only else "resuming after"
+            console.print(f"{action} step {checkpoint.step} from {checkpoint.folder}")
+            warn_if_complete(config, plan, checkpoint, console)
+        folder.record_start(dump_config(config), origin.describe_start())
+        folder.write_local_sources(local_sources(config))
+
+        run = make_run(
+            config,
+            plan,
+            engines,
+            processors,
+            prompts,
+            val_prompts,
+            rewards,
+            store,
+            report,
+            made_from={KEY: origin.state()},
+            should_stop=should_stop,
+            defer_interrupts=defer_interrupts,
+            grace=Grace() if grace is None else grace,
+            hooks=objects.hooks,
+        )
+        save_bytes = staged_bytes(config, engines.sizes, engines.critic_sizes)
+        pools = [pool for pool in (rewards, val_rewards) if pool is not None]
+        watchers = open_watchers(config, plan, pools, workers, save_bytes=save_bytes)
+        run = replace(run, watch=stack.enter_context(watchers), val_rewards=val_rewards)
+        # The garbage collector need not scan again what has been imported and built by now.
+        stack.callback(gc.unfreeze)
+        gc.freeze()
+        progress = train(run, checkpoint)
+        stopped = progress.step < plan.total_steps
+        last = last_checkpoint(folder, checkpoint, progress.step)
+        exported = None
+        # A run that a hook has stopped is as its user wants it.
+        if export_to is not None and last is not None and not (stopped and should_stop()):
+            with hang_watch.phase(EXPORT):
+                exported = export_checkpoint(last, export_to, dtype=None)
+        next_steps = suggest_next_steps(config, folder.path, last, exported, stopped=stopped)
+        report.summary(exported=exported, next_steps=next_steps)
+        return RunOutcome(folder.path, progress.step, stopped, last, exported)
+
+
+def check_environment(config: Config) -> None:
+    """Raise ConfigError or ModelError if a logger, the device or a kernel is not available.
+
+    The devices of several workers are checked when these have started.
+    """
+    check_loggers(config.trainer.logger)
+    if not has_workers(config):
+        device = choose_device(config)
+        if device.type == "cuda" and config.worker.rollout.name == "vllm":
+            require_free_memory(config.worker.rollout.gpu_memory_utilization)
+        choose_kernel(config, device)
+
+
+def check_run_memory(config: Config, console: Console, hardware: Hardware) -> None:
+    """Raise ConfigError if the run does not fit into the memory that is there. See check_memory."""
+    check_memory(config, hardware, warn=console.warn)
+
+
+def warn_if_complete(config: Config, plan: Plan, checkpoint: Checkpoint, console: Console) -> None:
+    """Warn that a run resumes after its last step, and makes none."""
+    if not config.trainer.val_only and checkpoint.step >= plan.total_steps:
+        console.warn(
+            f"this run has made its {plan.total_steps:,} steps already, and makes none now; raise trainer.max_steps or "
+            "trainer.total_epochs to continue it, or set another trainer.experiment_name to start a new run"
+        )
+
+
+def open_datasets(
+    config: Config, builder: PromptBuilder, report: Reporter, opened: Mapping[str, Source]
+) -> tuple[Prompts | None, Prompts | None]:
+    """Return the validation and the training prompts; None without val_files, and with val_only.
+
+    opened: as for scan_dataset.
+    """
+    data = config.data
+    val_prompts = scan_datasets(config, data.val_files, (), builder, report, opened=opened) if data.val_files else None
+    if config.trainer.val_only:
+        return val_prompts, None
+    return val_prompts, scan_datasets(config, data.train_files, data.train_weights, builder, report, opened=opened)
+
+
+def open_console(config: Config) -> Console:
+    """Return the console."""
+    return Console(progress=not config.worker.rollout.disable_tqdm, step_lines="console" in config.trainer.logger)
+
+
+def open_store(
+    config: Config, folder: RunFolder, console: Console, on_progress: OnProgress = no_progress
+) -> CheckpointStore:
+    """Return the store of the checkpoints in the run folder. on_progress: see CheckpointStore."""
+    trainer = config.trainer
+    return CheckpointStore(
+        folder.path,
+        keep=trainer.save_limit,
+        background=trainer.save_in_background,
+        warn=console.warn,
+        check_actor=require_finite_files,
+        on_progress=on_progress,
+    )
+
+
+def choose_checkpoint(
+    config: Config, store: CheckpointStore, on_progress: OnProgress = no_progress
+) -> Checkpoint | None:
+    """Return the checkpoint to resume from, or None to start from the beginning.
+
+    It is trainer.load_checkpoint_path, or the last one of the run folder with find_last_checkpoint.
+    on_progress: called for each file that is verified.
+    Raises: CheckpointError, also if it belongs to a run with LoRA and this one has none, or the
+    other way round.
+    """
+    trainer = config.trainer
+    checkpoint: Checkpoint | None
+    if trainer.load_checkpoint_path is not None:
+        path = Path(trainer.load_checkpoint_path)
+        checkpoint = open_checkpoint(path, resumable=not trainer.val_only, on_progress=on_progress)
+        require_finite_files(checkpoint.actor)
+    else:
+        checkpoint = store.latest(resumable=not trainer.val_only) if trainer.find_last_checkpoint else None
+    if checkpoint is not None and not trainer.val_only:
+        check_trained_parts(config, checkpoint)
+    return checkpoint
+
+
+def last_checkpoint(folder: RunFolder, resumed: Checkpoint | None, step: int) -> Path | None:
+    """Return the folder of the checkpoint of a run's last step; None before the first step.
+
+    If no step was left, it is the checkpoint from which the run resumed, perhaps of another run.
+    """
+    if step == 0:
+        return None
+    if resumed is not None and resumed.step == step:
+        return resumed.folder
+    return folder.path / f"global_step_{step}"
+
+
+def check_trained_parts(config: Config, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if a checkpoint's weights are not those that the run trains.
+
+    The train engine would find it too, after the models are loaded.
+    """
+    rank = config.worker.actor.model.lora.rank
+    read_updates(checkpoint.actor, has_adapters=rank > 0, strategy=config.worker.actor.optim.strategy)
+    if rank > 0:
+        check_lora_rank(checkpoint.actor, rank)
+    if has_critic(config) and checkpoint.critic is not None:
+        check_trained_critic(config, checkpoint.critic)
+
+
+def open_reporter(
+    config: Config,
+    folder: RunFolder,
+    console: Console,
+    processors: Processors,
+    loggers: Sequence[Logger],
+    checkpoint: Checkpoint | None,
+    hang_watch: HangWatch | None = None,
+) -> Reporter:
+    """Open the loggers, and return the reporter. checkpoint: from which the run resumes, if any."""
+    for place in open_loggers(loggers, describe_run(config, folder.path, checkpoint)):
+        console.print(f"logging to {place}")
+    trainer = config.trainer
+    return Reporter(
+        folder,
+        console,
+        loggers,
+        num_devices=num_devices(config),
+        critic_warmup=critic_warmup(config),
+        images=ImageStore(folder.path, max_side=trainer.saved_image_side) if trainer.save_images else None,
+        token_texts=TokenTexts(processors.tokenizer),
+        watch=hang_watch,
+    )
+
+
+def describe_run(config: Config, folder: Path, checkpoint: Checkpoint | None) -> LoggedRun:
+    """Return what the loggers are told of the run.
+
+    folder: the run folder. checkpoint: the one that the run resumes from, if any.
+    """
+    first_step = 0 if checkpoint is None else checkpoint.step + 1
+    return LoggedRun(
+        project=config.trainer.project_name,
+        experiment=config.trainer.experiment_name,
+        config=mask("", config.model_dump(mode="json")),
+        folder=folder,
+        first_step=None if config.trainer.val_only else first_step,
+    )
+
+
+def show_overview(config: Config, plan: Plan, engines: Engines, val_prompts: Prompts | None, report: Reporter) -> None:
+    """Print the table of what the run will do."""
+    rows = describe_plan(
+        config,
+        plan,
+        num_val_prompts=None if val_prompts is None else len(val_prompts),
+        device=engines.device,
+        sizes=engines.sizes,
+        has_reference=engines.reference is not None,
+    )
+    report.overview(rows)
+
+
+def make_run(
+    config: Config,
+    plan: Plan,
+    engines: Engines,
+    processors: Processors,
+    prompts: PromptStream | None,
+    val_prompts: Prompts | None,
+    rewards: RewardPool,
+    store: CheckpointStore,
+    report: Reporter,
+    *,
+    made_from: Mapping[str, Any],
+    should_stop: Callable[[], bool],
+    defer_interrupts: Callable[[], AbstractContextManager[None]],
+    grace: Grace,
+    hooks: Hooks,
+) -> Run:
+    """Return the parts of the training loop."""
+    return Run(
+        plan=plan,
+        intervals=make_intervals(config, can_validate=val_prompts is not None),
+        sampling=make_sampling_params(config),
+        prompts=prompts,
+        rollout=engines.rollout,
+        rewards=rewards,
+        trainer=engines.trainer,
+        reference=engines.reference,
+        group_filter=make_group_filter(config),
+        advantage_settings=make_advantage_settings(config),
+        kl=make_initial_kl(config),
+        needs_old_logprobs=needs_old_logprobs(config, plan),
+        evaluator=open_evaluator(config, val_prompts, report),
+        max_skipped_updates=config.trainer.max_skipped_updates,
+        token_groups=config.trainer.rollout_tokens,
+        parity=ParityCheck(resolve_parity_tolerance(config)),
+        store=store,
+        save_state=partial(save_state, engines.trainer, config, processors, engines.critic),
+        report=report,
+        made_from=made_from,
+        traced_steps=frozenset(config.trainer.profile_steps),
+        tracer=engines.tracer,
+        should_stop=should_stop,
+        defer_interrupts=defer_interrupts,
+        same_command=resolve_same_command(config),
+        grace=grace,
+        hooks=hooks,
+        oversampling=make_oversampling(config),
+        critic=engines.critic,
+        critic_warmup=critic_warmup(config),
+        has_pools=not config.worker.hybrid_engine,
+        max_staleness=config.algorithm.max_staleness,
+        partial=config.worker.rollout.partial,
+    )

@@ -1,0 +1,216 @@
+"""Starts a run in this process, for the command line and for Python: signals and environment.
+
+Imports heavy libraries only when a run is started.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trigon.config.defaults import resolve_same_command
+from trigon.config.load import LoadedConfig
+from trigon.config.schema import Config
+from trigon.system.garbage import ARENAS_VARIABLE, limit_arenas
+from trigon.system.grace import Grace
+from trigon.system.processes import running_below
+from trigon.system.signals import TERMINATION, Terminated
+from trigon.system.variables import keep_compiled_code, let_segments_grow
+from trigon.system.watchdog import HangWatch
+
+if TYPE_CHECKING:
+    from trigon.assemble.objects import RunObjects, RunOutcome
+    from trigon.report.loggers.protocol import Logger
+
+REPEAT_SECONDS = 1.0
+"""A second SIGTERM or SIGHUP that comes sooner belongs to the first one.
+
+timeout(1) sends its signal to the process and to its group, and the end of a terminal is signalled
+by the kernel and by the shell.
+"""
+
+AT_ONCE_SECONDS = 30.0
+"""How long a run that ends at once may take for it: it ends its processes, and a save that is being
+written."""
+
+_STDOUT, _STDERR = 1, 2  # file descriptors
+
+
+class StopSignals:
+    """Turns signals into a request to stop, or ends the run at once.
+
+    Within deferred(), the steps of a run, the first signal is a request; otherwise, and at a second
+    signal, SIGTERM and SIGHUP raise Terminated, and SIGINT (Ctrl-C) KeyboardInterrupt.
+    owns_process: this process exists for the run, and may be killed after a second Ctrl-C if it
+    does not end; not the kernel of a notebook, where Ctrl-C interrupts a cell.
+    received: the first signal; None: there was none. grace: is told of a request.
+    """
+
+    def __init__(self, grace: Grace | None = None, *, owns_process: bool = True) -> None:
+        self.received: signal.Signals | None = None
+        self.grace = Grace() if grace is None else grace
+        self._received_at = 0.0
+        self._owns_process = owns_process
+        self._is_deferring = False
+        self._ends_at_once = False
+        self._watch = HangWatch()
+
+    def requested(self) -> bool:
+        """Return whether a signal was received."""
+        return self.received is not None
+
+    def use_hang_watch(self, watch: HangWatch) -> None:
+        """Let a watchdog kill what has not ended AT_ONCE_SECONDS after a second signal.
+
+        After a second Ctrl-C only if the process is the run's.
+        """
+        self._watch = watch
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle SIGTERM and SIGHUP within the context. A signal that is ignored stays ignored.
+
+        In another thread than the main one, in which Python allows no handlers, nothing is handled.
+        """
+        with self._handlers(TERMINATION):
+            yield
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Let the first signal, SIGINT too, be a request within the context."""
+        with self._handlers((signal.SIGINT,)):
+            self._is_deferring = True
+            try:
+                yield
+            finally:
+                self._is_deferring = False
+
+    @contextmanager
+    def _handlers(self, numbers: Sequence[signal.Signals]) -> Iterator[None]:
+        before: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            before = {number: signal.getsignal(number) for number in numbers}
+        handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+        for number in handled:
+            signal.signal(number, self._receive)
+        try:
+            yield
+        finally:
+            for number in handled:
+                signal.signal(number, before[number])
+
+    def _receive(self, number: int, frame: object) -> None:
+        terminates, now = number in TERMINATION, time.monotonic()
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
+        if self.received is None:
+            self.received, self._received_at = signal.Signals(number), now
+            if self._is_deferring:
+                self._announce()
+                return
+        elif terminates and self.received in TERMINATION and now - self._received_at < REPEAT_SECONDS:
+            return
+        if self._ends_at_once:
+            return  # an error here would interrupt the end of the run's processes
+        self._ends_at_once = True
+        if terminates or self._owns_process:
+            self._watch.end_within(AT_ONCE_SECONDS, status=128 + number)
+        raise Terminated(signal.Signals(number).name) if terminates else KeyboardInterrupt
+
+    def _announce(self) -> None:
+        assert self.received is not None
+        if self.received is signal.SIGINT:
+            action = self.grace.request(limited=False)
+            text = f"\nCtrl-C: {action}; press Ctrl-C again to stop at once\n"
+        else:
+            text = f"{self.received.name}: {self.grace.request(limited=True)}\n"
+        # Not print, which raises if the signal arrives during another print.
+        os.write(_STDERR, text.encode())
+
+
+def leave_closed_terminal() -> None:
+    """Write to nowhere what goes to a terminal that was closed, where each write is an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (_STDOUT, _STDERR):
+        try:
+            os.write(descriptor, b"")
+        except OSError:
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def share_heaps() -> None:
+    """Limit the heaps of this process's threads (garbage.limit_arenas), unless the user has."""
+    if ARENAS_VARIABLE not in os.environ:
+        limit_arenas()
+
+
+def make_grace(config: Config) -> Grace:
+    """Return what decides, after a request to stop, whether a step is finished or left."""
+    return Grace(config.trainer.grace_seconds, resolve_same_command(config))
+
+
+def start_run(
+    loaded: LoadedConfig,
+    *,
+    stop: StopSignals,
+    export_to: Path | None = None,
+    loggers: Sequence[Logger] = (),
+    objects: RunObjects | None = None,
+) -> RunOutcome:
+    """Train with a configuration, until the last step or until stop has received a signal.
+
+    SIGTERM and SIGHUP are handled all the time, and Ctrl-C (SIGINT) during the steps.
+    Args: export_to, loggers, objects: as for run_training. Raises: as run_training, and
+    KeyboardInterrupt.
+    """
+    from trigon.report.loggers.registry import check_logger_objects
+
+    check_logger_objects(loggers)
+    others = running_below()  # what this process has started before, such as the cells of a notebook
+    share_heaps()
+    keep_compiled_code()
+    let_segments_grow()
+    from trigon.assemble.objects import NO_OBJECTS
+    from trigon.assemble.preflight import open_early
+    from trigon.report.loggers.protocol import LoggerEnvironment
+
+    objects = NO_OBJECTS if objects is None else objects
+    logger_environment = LoggerEnvironment(
+        tensorboard_dir=read_path("TENSORBOARD_DIR"),
+        swanlab_dir=read_path("SWANLAB_DIR"),
+        swanlab_mode=os.environ.get("SWANLAB_MODE"),
+        swanlab_api_key=os.environ.get("SWANLAB_API_KEY"),
+    )
+    stop.grace = make_grace(loaded.config)
+    with stop.handled(), ExitStack() as stack:
+        opened = open_early(loaded.config, objects, stack)
+        from trigon.assemble.run import run_training
+        from trigon.data.images import ignore_pillow_warnings
+
+        ignore_pillow_warnings()
+        return run_training(
+            loaded.config,
+            warnings=loaded.warnings,
+            logger_environment=logger_environment,
+            loggers=loggers,
+            should_stop=stop.requested,
+            defer_interrupts=stop.deferred,
+            grace=stop.grace,
+            use_hang_watch=stop.use_hang_watch,
+            others=others,
+            export_to=export_to,
+            objects=objects,
+            opened=opened,
+        )
+
+
+def read_path(variable: str) -> Path | None:
+    """Return the path in an environment variable, or None if it is unset or empty."""
+    return Path(os.environ[variable]) if os.environ.get(variable) else None

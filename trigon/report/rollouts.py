@@ -1,0 +1,348 @@
+"""The lines of the rollouts files of a run: one completion each, with its prompt and its score.
+
+docs/rollouts.md documents the schema. Lines of earlier versions are read as well: fields that they
+lack have their defaults.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any, Literal
+
+from trigon.errors import DataError
+from trigon.system.json_files import parse_json
+from trigon.types import Completion, EncodedMedia, ImageSizes, RolloutGroup, TokenLogprobs, TrainGroup, TrainSequence
+
+SCHEMA_VERSION = 5
+"""Version of the lines that are written; 1 has no field `version`."""
+
+IMAGES = "images"
+"""The folder of the stored images, below the run folder."""
+
+Split = Literal["train", "filtered", "validation"]
+Filtered = Literal["", "low", "high", "unscored", "surplus"]
+
+_FILE_PREFIX: dict[Split, str] = {"train": "step", "filtered": "filtered", "validation": "validation"}
+_SPLIT: dict[str, Split] = {prefix: split for split, prefix in _FILE_PREFIX.items()}
+_NAME = re.compile(r"(step|filtered|validation)_(\d+)\.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """The sampled tokens of a completion. All lists have one entry per token.
+
+    ids: token ids. texts: each token decoded; their concatenation is the completion with its
+    special tokens, except that a character of several tokens is in the last of them.
+    sampling_logprobs: by the rollout engine. advantages: as used by the update.
+    old_logprobs: by the trainer, before the update. entropy: of the trainer's next-token
+    distribution, in nats. None: not computed.
+    values, returns: of a critic before the update, and what it learns them to be. None, and not
+    written, without a critic.
+    """
+
+    ids: Sequence[int]
+    texts: Sequence[str]
+    sampling_logprobs: Sequence[float]
+    advantages: Sequence[float] | None = None
+    old_logprobs: Sequence[float] | None = None
+    entropy: Sequence[float] | None = None
+    values: Sequence[float] | None = None
+    returns: Sequence[float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """A turn of a completion that has several, or that observed something.
+
+    observation: what the model observed before it, with one marker for each image; "" for nothing.
+    text: what it sampled, in num_tokens tokens. reward: of the environment; None without one.
+    image_files: the images of the observation, as files below the run folder; empty where images
+    are not stored. images: the same as encoded files, until they are stored; not written.
+    image_sizes: (width, height) of these as the model sees them; empty in lines before version 5.
+    """
+
+    observation: str
+    text: str
+    num_tokens: int
+    reward: float | None = None
+    image_files: tuple[str, ...] = ()
+    images: tuple[bytes, ...] = ()
+    image_sizes: ImageSizes = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRow:
+    """A line of a rollouts file: one completion with its prompt and score.
+
+    Texts are raw: pass them through terminal.sanitize before printing them.
+    sample: index within the group. reward: Score.overall; parts, outcome and error are those of
+    Score. num_tokens: sampled ones. images: the source of each image. ground_truth: as in the
+    dataset; ground_truth_type: its Python type, which JSON may not keep.
+    row: the columns of the dataset's row without images and videos, as passed to the reward
+    function.
+    filtered: why no step learns from its group; empty if one does, and for validations. low, high,
+    unscored: by online filtering. surplus: it passed, but there were more groups than needed.
+    image_files: each image as a file below the run folder; empty where images are not stored.
+    advantage: mean over the completion's tokens; None where no step learns from it.
+    tokens: None where per-token values are not stored.
+    num_prompt_tokens: with the tokens of the images. 0 in lines of version 1.
+    turns: of an episode; empty for a completion of one turn without observation and reward, and in
+    lines before version 3.
+    policy_versions: as in Completion; empty in lines before version 4.
+    image_sizes: as Prompt.image_sizes; empty in lines before version 5.
+    """
+
+    prompt_id: str
+    sample: int
+    prompt: str
+    response: str
+    reward: float
+    parts: Mapping[str, float]
+    outcome: str
+    error: str
+    finish_reason: str
+    num_tokens: int
+    policy_version: int
+    images: tuple[str, ...]
+    ground_truth: Any
+    ground_truth_type: str
+    row: Mapping[str, Any]
+    filtered: Filtered
+    image_files: tuple[str, ...] = ()
+    advantage: float | None = None
+    tokens: TokenRecord | None = None
+    num_prompt_tokens: int = 0
+    turns: tuple[TurnRecord, ...] = ()
+    policy_versions: tuple[tuple[int, int], ...] = ()
+    image_sizes: ImageSizes = ()
+    version: int = field(default=SCHEMA_VERSION)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFile:
+    """A rollouts file of a run. step: the step that it belongs to."""
+
+    path: Path
+    step: int
+    split: Split
+
+
+def rollout_rows(
+    groups: Sequence[RolloutGroup], *, filtered: Filtered = "", learned: Sequence[TrainGroup] | None = None
+) -> list[RolloutRow]:
+    """Return one row per rollout, in order, without images and tokens.
+
+    filtered: of all groups. learned: what the update learns from, for each group; None: nothing is
+    learned from them.
+    """
+    return [
+        RolloutRow(
+            prompt_id=group.prompt.prompt_id,
+            sample=sample,
+            prompt=group.prompt.text,
+            response=rollout.completion.text,
+            reward=rollout.score.overall,
+            parts=dict(rollout.score.parts),
+            outcome=rollout.score.outcome,
+            error=rollout.score.error,
+            finish_reason=rollout.completion.finish_reason,
+            num_tokens=rollout.completion.num_sampled,
+            policy_version=rollout.completion.policy_version,
+            images=group.prompt.image_refs,
+            ground_truth=group.prompt.ground_truth,
+            ground_truth_type=type(group.prompt.ground_truth).__name__,
+            row=group.prompt.row,
+            filtered=filtered,
+            advantage=None if learned is None else _mean_advantage(learned[number].sequences[sample]),
+            num_prompt_tokens=len(group.prompt.token_ids),
+            turns=_turns(rollout.completion),
+            policy_versions=rollout.completion.policy_versions,
+            image_sizes=group.prompt.image_sizes,
+        )
+        for number, group in enumerate(groups)
+        for sample, rollout in enumerate(group.rollouts)
+    ]
+
+
+def with_tokens(
+    rows: Sequence[RolloutRow],
+    groups: Sequence[RolloutGroup],
+    *,
+    learned: Sequence[TrainGroup] | None,
+    recorded: Mapping[int, Sequence[TokenLogprobs] | None],
+) -> list[RolloutRow]:
+    """Return rows, some of them with their tokens, whose texts are still empty.
+
+    rows: of these groups. learned: as in rollout_rows. recorded: by the index of a group whose
+    tokens are added, the outputs of the update for each rollout; None: not computed.
+    """
+    result = list(rows)
+    places = iter(range(len(rows)))
+    for number, group in enumerate(groups):
+        own = list(itertools.islice(places, len(group.rollouts)))
+        if number not in recorded:
+            continue
+        scored = recorded[number]
+        outputs: Sequence[TokenLogprobs | None] = [None] * len(own) if scored is None else scored
+        sequences: Sequence[TrainSequence | None] = [None] * len(own) if learned is None else learned[number].sequences
+        for place, rollout, sequence, output in zip(own, group.rollouts, sequences, outputs, strict=True):
+            result[place] = replace(rows[place], tokens=_token_record(rollout.completion, sequence, output))
+    return result
+
+
+def _token_record(completion: Completion, sequence: TrainSequence | None, output: TokenLogprobs | None) -> TokenRecord:
+    # With several updates in a step, the loss uses the log-probabilities of the sequence.
+    old = None if output is None else output.logprobs
+    if sequence is not None and sequence.old_logprobs is not None:
+        old = sequence.old_logprobs
+    return TokenRecord(
+        ids=completion.sampled_ids,
+        texts=(),
+        sampling_logprobs=_rounded(completion.sampling_logprobs),
+        advantages=_rounded(sequence.advantages.tolist()) if sequence is not None and _trains(sequence) else None,
+        old_logprobs=None if old is None else _rounded(old.tolist()),
+        entropy=None if output is None else _rounded(output.entropy.tolist()),
+        values=None if sequence is None or sequence.values is None else _rounded(sequence.values.tolist()),
+        returns=None if sequence is None or sequence.returns is None else _rounded(sequence.returns.tolist()),
+    )
+
+
+def _turns(completion: Completion) -> tuple[TurnRecord, ...]:
+    """Return the turns of an episode, with their images as encoded files; () without any."""
+    if not completion.has_turns:
+        return ()
+    files = iter(completion.vision.encoded if isinstance(completion.vision, EncodedMedia) else ())
+    return tuple(
+        TurnRecord(
+            turn.observation,
+            turn.text,
+            turn.end - turn.start,
+            turn.reward,
+            images=tuple(itertools.islice(files, turn.num_images)),
+            image_sizes=turn.image_sizes,
+        )
+        for turn in completion.turns
+    )
+
+
+def _trains(sequence: TrainSequence) -> bool:
+    """Return whether the loss uses any token of the sequence."""
+    return bool(sequence.loss_mask.any())
+
+
+def _mean_advantage(sequence: TrainSequence) -> float | None:
+    return float(sequence.advantages.mean()) if _trains(sequence) else None
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    """Return values with 6 significant digits: float32 has 7, and JSON would take 17."""
+    return [float(f"{value:.6g}") for value in values]
+
+
+def file_name(step: int, split: Split) -> str:
+    """Return the name of a rollouts file within the folder `rollouts`."""
+    return f"{_FILE_PREFIX[split]}_{step:06d}.jsonl"
+
+
+def find_rollouts(folder: Path) -> list[RolloutFile]:
+    """Return the rollouts files of a run folder, by step, then training before validation."""
+    matches = [(path, _NAME.fullmatch(path.name)) for path in (folder / "rollouts").glob("*.jsonl")]
+    files = [RolloutFile(path, int(match[2]), _SPLIT[match[1]]) for path, match in matches if match]
+    order = list(_FILE_PREFIX)
+    return sorted(files, key=lambda file: (file.step, order.index(file.split)))
+
+
+def read_rollouts(path: Path) -> Iterator[RolloutRow]:
+    """Yield the rows of a rollouts file.
+
+    Raises: DataError if a line is no rollout, or was written by a later version.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield parse_row(line, f"{path}, line {number}")
+
+
+def parse_row(line: bytes, place: str) -> RolloutRow:
+    """Return the rollout in a line. place: of the line, for errors. Raises: DataError."""
+    try:
+        content = parse_json(line)
+        version = content.get("version", 1)
+        if version > SCHEMA_VERSION:
+            raise DataError(
+                f"{place} has schema version {version}, and this version of trigon reads up to {SCHEMA_VERSION}: "
+                "update trigon"
+            )
+        known = {each.name: content[each.name] for each in fields(RolloutRow) if each.name in content}
+        known["version"] = version
+        known["reward"] = nan if content["reward"] is None else content["reward"]
+        for name in ("images", "image_files"):
+            known[name] = tuple(known.get(name, ()))
+        for name in ("policy_versions", "image_sizes"):
+            known[name] = _pairs(known.get(name, ()))
+        if known.get("tokens") is not None:
+            known["tokens"] = TokenRecord(**known["tokens"])
+        known["turns"] = tuple(map(_turn, known.get("turns", ())))
+        return RolloutRow(**known)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{place} is not a rollout ({type(error).__name__}: {error}): {line[:80]!r}") from error
+
+
+def _turn(fields: Mapping[str, Any]) -> TurnRecord:
+    lists = {
+        "image_files": tuple(fields["image_files"]),
+        "image_sizes": _pairs(fields.get("image_sizes", ())),
+    }
+    return TurnRecord(**{**fields, **lists})
+
+
+def _pairs(values: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((first, second) for first, second in values)
+
+
+def to_json_line(content: Mapping[str, Any]) -> bytes:
+    """Return content as a line of JSON: numbers that are not finite as null, other objects as str.
+
+    Bytes, such as a column of sounds, are replaced by their number.
+    """
+    text = json.dumps(_to_json(content), ensure_ascii=False, allow_nan=False)
+    # An unpaired surrogate, which a model can emit, has no UTF-8; \udcxx is a valid JSON escape.
+    return text.encode("utf-8", errors="backslashreplace") + b"\n"
+
+
+def row_to_line(row: RolloutRow) -> bytes:
+    """Return a rollout as a line of a rollouts file."""
+    return to_json_line(_fields(row))
+
+
+def _fields(value: RolloutRow | TokenRecord | TurnRecord) -> dict[str, Any]:
+    names = [each.name for each in fields(value)]
+    if isinstance(value, TurnRecord):
+        names.remove("images")
+    if isinstance(value, TokenRecord) and value.values is None:
+        names = [name for name in names if name not in ("values", "returns")]
+    return {name: getattr(value, name) for name in names}
+
+
+def _to_json(value: Any) -> Any:
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if isfinite(value) else None
+        case TokenRecord() | TurnRecord():
+            return _to_json(_fields(value))
+        case Mapping():
+            return {str(key): _to_json(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_to_json(item) for item in value]
+        case bytes():
+            return f"{len(value)} bytes"
+        case _:
+            return str(value)

@@ -1,0 +1,162 @@
+"""Reads the folder of a run, which may still be written to."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trigon.errors import DataError
+from trigon.report.metrics import METRICS, StepMetrics, read_metrics
+from trigon.report.rollouts import RolloutFile, RolloutRow, Split, find_rollouts, read_rollouts
+from trigon.system.json_files import read_json_object
+
+CONFIG = "config.yaml"
+SOURCES = "local_sources.json"
+LOCK = "run.lock"
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run as its folder describes it. Everything is read when it is asked for.
+
+    path: the run folder.
+    """
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Return a short name: those of the folder and of its parent."""
+        return "/".join(self.path.resolve().parts[-2:])
+
+    def config(self) -> dict[str, Any]:
+        """Return the resolved configuration, nested; empty if the run has not written it yet."""
+        path = self.path / CONFIG
+        if not path.exists():
+            return {}
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (ValueError, yaml.YAMLError) as error:
+            raise DataError(f"{path} is not valid YAML: {error}") from error
+        except RecursionError:
+            raise DataError(f"{path} is not the configuration of a run: it is nested too deeply") from None
+        if not isinstance(content, dict):
+            raise DataError(f"{path} contains no configuration")
+        return content
+
+    def local_sources(self) -> dict[str, str] | None:
+        """Return the absolute paths of the data, models, code and templates on the run's machine.
+
+        Keys are the texts of config.yaml, whose relative paths are of the folder in which the run
+        was started. None: the run did not write them. Raises: DataError for an invalid file.
+        """
+        path = self.path / SOURCES
+        if not path.exists():
+            return None
+        try:
+            content = read_json_object(path)
+        except ValueError as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+        return {text: str(source) for text, source in content.items()}
+
+    def is_running(self) -> bool:
+        """Return whether a process writes to the folder now, on any machine that has it.
+
+        True where that is unknown: the file system has no locks, or the lock cannot be opened.
+        """
+        try:
+            descriptor = os.open(self.path / LOCK, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        try:
+            # Free locks are held for microseconds here, in which a run could not start.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def metrics(self) -> list[StepMetrics]:
+        """Return the metrics of all steps so far. Raises: CheckpointError for an invalid line."""
+        return read_metrics(self.path)
+
+    def rollout_files(self) -> list[RolloutFile]:
+        """Return the rollouts files so far, by step."""
+        return find_rollouts(self.path)
+
+    def rollouts(
+        self, *, splits: Collection[Split] = ("train", "filtered", "validation")
+    ) -> Iterator[tuple[RolloutFile, RolloutRow]]:
+        """Yield each rollout with the file that it is in. Raises: DataError for an invalid line."""
+        for file in self.rollout_files():
+            if file.split in splits:
+                for row in read_rollouts(file.path):
+                    yield file, row
+
+
+def open_run(path: Path) -> RunRecord:
+    """Return the run in a folder.
+
+    path: the run folder, or a folder that contains one run, such as runs/quickstart, in which
+    trigon quickstart writes run/.
+    Raises: DataError if there is no run.
+    """
+    if is_run(path):
+        return RunRecord(path)
+    if not path.exists():
+        raise DataError(f"there is no run at {path}: the folder does not exist")
+    inside = sorted(each for each in path.iterdir() if each.is_dir() and is_run(each))
+    if len(inside) == 1:
+        return RunRecord(inside[0])
+    if inside:
+        names = ", ".join(str(each) for each in inside[:5])
+        raise DataError(f"{path} contains {len(inside)} runs; name one of them: {names}")
+    raise DataError(f"{path} is not the folder of a run: it has no {METRICS}, {CONFIG} or rollouts/")
+
+
+def find_runs(path: Path) -> list[RunRecord]:
+    """Return the run in a folder, or all runs in it and in the folders that it contains, by path.
+
+    Raises: DataError if there is no run.
+    """
+    if is_run(path) or not path.is_dir():
+        return [open_run(path)]
+    inside = sorted(each for each in path.iterdir() if each.is_dir())
+    runs = [
+        RunRecord(run)
+        for each in inside
+        for run in ([each] if is_run(each) else sorted(part for part in each.iterdir() if is_run(part)))
+    ]
+    return runs or [open_run(path)]
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder is that of a run."""
+    return path.is_dir() and ((path / METRICS).is_file() or (path / CONFIG).is_file() or (path / "rollouts").is_dir())
+
+
+def flatten(config: Mapping[str, Any], *, mappings: Collection[str] | None = None) -> dict[str, Any]:
+    """Return a nested configuration with dotted keys: {"trainer.max_steps": 3}.
+
+    mappings: names whose value is a mapping; every other mapping is a section. None: not known, so
+    that only empty mappings are values.
+    """
+
+    def entries(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for key, value in section.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, Mapping) and (value if mappings is None else name not in mappings):
+                yield from entries(value, f"{name}.")
+            else:
+                yield name, value
+
+    return dict(entries(config, ""))

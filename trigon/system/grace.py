@@ -1,0 +1,170 @@
+"""Whether a step is still finished after a system has asked the run to stop.
+
+A system that sends SIGTERM kills the process after a while: Kubernetes and Slurm after 30 s. By the
+times that steps, updates and saves took, the step is finished or left, so that in either case a
+checkpoint is complete by then. Until a step's first update begins, the state of the step before is
+in memory, and leaving the step loses nothing else. Knows neither signals nor engines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from trigon.system.resuming import SAME_COMMAND, SameCommand
+
+MEASURED = 5
+"""The longest of so many last steps, updates or validations is what the next one takes."""
+
+
+class StepLeft(Exception):
+    """A step, or a validation, is not finished: a stop was requested, and it takes too long."""
+
+
+class Grace:
+    """The time that a run has from a request to stop until it has saved.
+
+    seconds: that time; None: as long as the step needs. same_command: goes on with the run.
+    clock: seconds, for tests.
+    started_step: after which the run started. saved_step: the last step with a checkpoint, or that
+    one.
+    save_seconds: that a complete save took; None: not known yet.
+    score: the validation reward of the last step made; None if it was not validated.
+    """
+
+    def __init__(
+        self,
+        seconds: float | None = None,
+        same_command: SameCommand = SAME_COMMAND,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._seconds = seconds
+        self._same_command = same_command
+        self._clock = clock
+        self._requested_at: float | None = None
+        self._step = 0
+        self._step_started = 0.0
+        self._validation_started = 0.0
+        self._stage: Literal["sampling", "updating", "made"] = "sampling"
+        self._measured: dict[str, deque[float]] = {}
+        self.started_step = 0
+        self.saved_step = 0
+        self.save_seconds: float | None = None
+        self.score: float | None = None
+
+    def request(self, *, limited: bool) -> str:
+        """Start the time, and return what the run will do. Called by a handler of signals.
+
+        limited: False if the process is not killed after a while, as with Ctrl-C.
+        """
+        if not limited or self._seconds is None:
+            return "finishing and saving the current step"
+        self._requested_at = self._clock()
+        if self._stage == "made":
+            return f"saving step {self._step}"
+        if self._stage == "updating":
+            return (
+                f"finishing the update of step {self._step} and saving; should the process be killed before that, "
+                f"{self._resumption()}"
+            )
+        needed = self._needed_by_step()
+        limit = f"trainer.grace_seconds={self._seconds:g}"
+        if needed is None:
+            return f"stopping, since how long step {self._step} takes is not known yet ({limit})"
+        if needed > self._seconds:
+            return (
+                f"stopping before the end of step {self._step}, since it and a save take about {needed:.0f} s more "
+                f"({limit}), and saving the step before it"
+            )
+        return f"finishing and saving the current step, in about {needed:.0f} s ({limit})"
+
+    def begin_step(self, step: int) -> None:
+        """Start measuring a step."""
+        self._step, self._step_started, self._stage = step, self._clock(), "sampling"
+
+    def check_step(self) -> None:
+        """Raise StepLeft if a stop was requested, and the step cannot be made and saved in time.
+
+        To be called until the step's first update begins.
+        """
+        if self._requested_at is None:
+            return
+        needed = self._needed_by_step()
+        if needed is None or needed > self._seconds_left():
+            raise StepLeft
+
+    def check_waiting(self) -> None:
+        """Raise StepLeft if a stop was requested, and a save takes all the time that is left."""
+        if self._requested_at is not None and self._needed_by_save() > self._seconds_left():
+            raise StepLeft
+
+    def note_saved(self, step: int, seconds: float | None) -> None:
+        """Learn which step was saved last in this run, and how long a save took.
+
+        To be called whenever a save may have been completed, also in the background. The last
+        checkpoint may be that of an earlier run.
+        Args: as published_step and save_seconds of CheckpointStore.
+        """
+        self.saved_step = max(self.saved_step, step)
+        self.save_seconds = seconds
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Measure the updates of the step, which from here on is not left any more."""
+        started, self._stage = self._clock(), "updating"
+        yield
+        ended, self._stage = self._clock(), "made"
+        self._measure("update", ended - started)
+        self._measure("step", ended - self._step_started)
+
+    @contextmanager
+    def validation(self) -> Iterator[None]:
+        """Measure a validation, unless it is left."""
+        self._validation_started = self._clock()
+        yield
+        self._measure("validation", self._clock() - self._validation_started)
+
+    def check_validation(self) -> None:
+        """Raise StepLeft if a stop was requested, and the validation cannot end in time."""
+        if self._requested_at is None:
+            return
+        needed = self._longest("validation")
+        elapsed = self._clock() - self._validation_started
+        if needed is None or max(needed - elapsed, 0.0) + self._needed_by_save() > self._seconds_left():
+            raise StepLeft
+
+    def _needed_by_step(self) -> float | None:
+        """Return the seconds until the step is made and saved; None if no step was measured."""
+        step, update = self._longest("step"), self._longest("update")
+        if step is None or update is None:
+            return None
+        return max(self._step_started + step - self._clock(), update) + self._needed_by_save()
+
+    def _needed_by_save(self) -> float:
+        """Return the seconds of a save: half of the time if none was measured."""
+        assert self._seconds is not None
+        return self._seconds / 2 if self.save_seconds is None else self.save_seconds
+
+    def _seconds_left(self) -> float:
+        assert self._requested_at is not None
+        assert self._seconds is not None
+        return self._requested_at + self._seconds - self._clock()
+
+    def _measure(self, name: str, seconds: float) -> None:
+        self._measured.setdefault(name, deque(maxlen=MEASURED)).append(seconds)
+
+    def _longest(self, name: str) -> float | None:
+        return max(self._measured[name]) if name in self._measured else None
+
+    def _resumption(self) -> str:
+        if self.saved_step == 0:
+            return "the same command starts from the beginning"
+        resumes = f"resumes after step {self.saved_step}"
+        if self.saved_step > self.started_step:
+            return self._same_command.from_step(self.saved_step, resumes)
+        # Where this run started, the command that started it starts again.
+        return f"the same command {resumes}"

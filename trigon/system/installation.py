@@ -1,0 +1,39 @@
+"""How this package was installed, for messages that say what to install.
+
+Imports nothing of this package.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+DISTRIBUTION = "trigon-rl"
+"""Name on the package index. `trigon` there is a web framework by others, which must not be
+installed.
+"""
+
+
+def install_command(extra: str) -> str:
+    """Return the shell command that adds an extra of pyproject.toml.
+
+    From a clone, installed editable or only imported: `pip install -e ".[gpu]"` with the clone's
+    folder; from a published package: `pip install "trigon-rl[gpu]"`.
+    """
+    clone = clone_folder()
+    if clone is None:
+        return f'pip install "{DISTRIBUTION}[{extra}]"'
+    folder = "." if clone == Path.cwd() else str(clone)
+    return f'pip install -e "{folder}[{extra}]"'
+
+
+def clone_folder() -> Path | None:
+    """Return the source tree that this package is imported from; None if it is installed."""
+    try:
+        record = distribution(DISTRIBUTION).read_text("direct_url.json")  # PEP 610
+    except PackageNotFoundError:
+        record = None
+    root = Path(__file__).resolve().parents[2]
+    editable = record is not None and json.loads(record).get("dir_info", {}).get("editable", False)
+    return root if editable or (root / "pyproject.toml").is_file() else None

@@ -1,0 +1,115 @@
+"""The `trigon` command: runs a subcommand, and prints a TrigonError as one message.
+
+Imports no heavy library, so that `trigon --help` is fast.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trigon import __version__
+from trigon.errors import ConfigError, TrigonError
+from trigon.system.disk import describe_fault, fault_number
+from trigon.system.garbage import set_gc_threshold
+from trigon.system.suggestions import did_you_mean
+from trigon.system.terminal import sanitize
+
+COMMANDS = {
+    "init": ("trigon.tools.cli.init", "write a run, a reward function and a few rows to start from"),
+    "check": ("trigon.tools.cli.check", "find what would go wrong in a run, before it is started"),
+    "plan": ("trigon.tools.cli.plan", "what a run will need: memory, time, disk; without a GPU and without weights"),
+    "train": ("trigon.tools.cli.train", "train with a YAML file and key=value overrides, those of EasyR1 included"),
+    "eval": ("trigon.tools.cli.eval", "evaluate models on a dataset: accuracy, pass@k, --blind, comparisons"),
+    "score": ("trigon.tools.cli.score", "score stored rollouts again with one reward function, or compare two"),
+    "view": (
+        "trigon.tools.cli.view",
+        "show runs in a browser: curves, rollouts with images and tokens, times, configurations",
+    ),
+    "plot": ("trigon.tools.cli.plot", "draw learning curves of runs, with bands over seeds"),
+    "export": ("trigon.tools.cli.export", "write a checkpoint as a Hugging Face model, and verify it"),
+    "push": ("trigon.tools.cli.push", "push a model with a card of how it was trained to the Hugging Face Hub"),
+    "merge": ("trigon.tools.cli.merge", "export by EasyR1's name: --local_dir .../global_step_N/actor"),
+    "quickstart": ("trigon.tools.quickstart.quickstart", "make a tiny model and its data, train it and export it"),
+    "tiny": ("trigon.tools.quickstart.make", "make a tiny model and its data"),
+    "options": ("trigon.tools.cli.options", "explain options of the configuration: trigon options lr"),
+    "doctor": (
+        "trigon.tools.cli.doctor",
+        "check this machine; --gpu: kernels, training, vLLM, memory and speed too",
+    ),
+    "completion": ("trigon.tools.cli.completion", "print a script that completes commands and options in a shell"),
+}
+
+
+def usage() -> str:
+    """Return the help text."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(["usage: trigon COMMAND [ARGUMENTS]   (trigon COMMAND --help for more)", "", *lines])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status.
+
+    0: done, 1: failed with a TrigonError or the fault of a disk, 130: interrupted by Ctrl-C. 2:
+    wrong usage, that is the arguments, or the configuration (ConfigError); arguments that a parser
+    rejects end the process. `trigon train` adds those of other signals (cli/train.py, EXIT_SIGNAL).
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for locales that are not UTF-8
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    finally:
+        _flush_output()
+
+
+def _run(arguments: list[str]) -> int:
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if command == "help" and rest:  # trigon help train = trigon train --help
+        command, rest = rest[0], ["--help"]
+    if command in ("-h", "--help", "help", ""):
+        print(usage())
+        return 0 if command else 2
+    if command in ("-V", "--version", "version"):
+        print(f"trigon {__version__}")
+        return 0
+    if command not in COMMANDS:
+        known = [*COMMANDS, "help", "version"]
+        print(f"trigon: unknown command {command!r}{did_you_mean(command, known)}\n\n{usage()}", file=sys.stderr)
+        return 2
+    set_gc_threshold()
+    try:
+        return int(importlib.import_module(COMMANDS[command][0]).main(rest))
+    except TrigonError as error:
+        print(f"{type(error).__name__}: {sanitize(str(error), max_characters=20_000)}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except OSError as error:
+        # The others would hide where a bug of ours looked for a file.
+        if fault_number(error) in (None, errno.ENOENT, errno.ENOTDIR):
+            raise
+        print(f"OSError: {sanitize(describe_fault(error, Path.cwd()), max_characters=5000)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _flush_output() -> None:
+    """Flush standard output, or give it up.
+
+    Python would try again when it ends, and change the exit status to 120.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        print(f"standard output could not be written: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

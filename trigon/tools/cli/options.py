@@ -1,0 +1,78 @@
+"""`trigon options [PATTERN ...]`: prints options of the configuration, with what they mean."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from trigon.config.defaults import options_by_device
+from trigon.config.legacy import RENAMED
+from trigon.config.options import Option, descriptions, format_value, options
+from trigon.errors import ConfigError
+from trigon.system.suggestions import nearest_key
+from trigon.tools.cli.parser import ArgumentParser
+
+_WIDTH = 100
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command, and return its exit status; see trigon.tools.cli.main."""
+    parser = ArgumentParser(
+        prog="trigon options",
+        description="Print the options of the configuration: values, default, meaning.",
+        examples=[
+            ("trigon options lr", "options with lr in their name"),
+            ("trigon options 'trainer.val_*'", "by a pattern"),
+            ("trigon options", "the names and defaults of all options"),
+        ],
+    )
+    parser.add_argument(
+        "pattern",
+        nargs="*",
+        help="part of a name (lr), or a name with * and ? (trainer.val_*); an older or EasyR1's name gives the "
+        "present one; without patterns, the names and defaults of all options",
+    )
+    patterns: list[str] = parser.parse_args(arguments).pattern
+    if not patterns:
+        for option in options().values():
+            print(f"{option.name}={format_value(option.default)}")
+        return 0
+    print("\n\n".join(map(describe, find_options(patterns))))
+    return 0
+
+
+def find_options(patterns: Sequence[str]) -> list[Option]:
+    """Return the options that match any pattern, in the order of the schema.
+
+    Raises: ConfigError for a pattern that matches none.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        # Users copy patterns from command lines and files too: "lr=1e-6", "--lr".
+        name = pattern.lstrip("-").partition("=")[0]
+        name = RENAMED.get(name, name)
+        matching = {option.name for option in options().values() if _matches(option.name, name)}
+        if not matching:
+            near = nearest_key(name, [option.name for option in options().values()])
+            raise ConfigError(f"no option matches {pattern!r}; did you mean {near}? `trigon options` lists all of them")
+        found |= matching
+    return [option for option in options().values() if option.name in found]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if any(character in pattern for character in "*?["):
+        return fnmatchcase(name, pattern)
+    return pattern in name
+
+
+def describe(option: Option) -> str:
+    """Return an option with its default, its values and its meaning, in lines of 100 characters."""
+    by_device = options_by_device().get(option.name)
+    default = format_value(option.default)
+    if by_device is not None:
+        default += f" (by device: {format_value(by_device['cpu'])}, on a GPU {format_value(by_device['cuda'])})"
+    older = [old for old, new in RENAMED.items() if new == option.name]
+    lines = [option.expected, *([f"Older names: {', '.join(older)}."] if older else []), descriptions()[option.path]]
+    wrapped = [textwrap.fill(line, _WIDTH, initial_indent="    ", subsequent_indent="    ") for line in lines]
+    return "\n".join([f"{option.name}={default}", *wrapped])

@@ -1,0 +1,136 @@
+"""`trigon plan [CONFIG.yaml] [key=value ...]`: what a run will do and need, before it starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Sequence
+from pathlib import Path
+
+from trigon.system.terminal import sanitize
+from trigon.tools.cli.parser import ArgumentParser
+
+EXIT_DOES_NOT_FIT = 1
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command, and return its exit status; see trigon.tools.cli.main.
+
+    EXIT_DOES_NOT_FIT: the run does not fit into the memory that is there.
+    """
+    given = make_parser().parse_args(arguments)
+    # Imported here: a help page does not need pydantic.
+    from trigon.config.load import split_arguments
+    from trigon.tools.plan.configuration import load_planned
+
+    loaded = load_planned(*split_arguments(given.config))
+    for warning in loaded.warnings:
+        print(f"warning: {sanitize(warning, max_characters=5000)}", file=sys.stderr)
+    # And here, so that errors of the configuration do not wait for heavy libraries.
+    from trigon.tools.plan.lengths import LengthOptions
+    from trigon.tools.plan.plan import plan
+    from trigon.tools.plan.tables import as_json, as_text
+
+    made = plan(
+        loaded.config,
+        gpus=given.gpus,
+        host_memory=given.host_memory,
+        model_config=given.model_config,
+        calibrate_with=given.calibrate,
+        lengths=LengthOptions(
+            prompt_tokens=given.prompt_length,
+            image_tokens=given.image_tokens,
+            response_tokens=given.response_length,
+            num_prompts=given.rows,
+            num_val_prompts=given.val_rows,
+            keep_rate=given.keep_rate,
+            observed_tokens=given.observed_length,
+            observed_image_tokens=given.observed_image_tokens,
+        ),
+        download=given.download,
+    )
+    print(json.dumps(as_json(made), indent=2) if given.json else as_text(made, width=given.width))
+    return 0 if made.fits else EXIT_DOES_NOT_FIT
+
+
+def make_parser() -> ArgumentParser:
+    """Return the parser of the command's arguments."""
+    parser = ArgumentParser(
+        prog="trigon plan",
+        description="Plan a run: batches, memory, operations, time, bytes and disk. Needs neither a GPU nor the "
+        "model's weights. Exit status 1: the run does not fit into memory.",
+        examples=(
+            ("trigon plan run.yaml", "on this machine"),
+            ("trigon plan run.yaml --gpus 8xH100-80G", "on other GPUs"),
+            ("trigon plan run.yaml --calibrate runs/first", "with the timings of a finished run"),
+        ),
+    )
+    parser.add_argument("config", nargs="*", metavar="CONFIG.yaml key=value", help="as for trigon train")
+    parser.add_argument("--gpus", metavar="8xH100-80G", help="the GPUs; 2x8xH100-80G: two nodes; default: this machine")
+    parser.add_argument("--host-memory", type=_bytes, metavar="SIZE", help="of each machine, such as 1000G")
+    parser.add_argument("--model-config", type=Path, metavar="FILE", help="a config.json in place of the model's own")
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="RUN", help="folder of a finished run on the same hardware, for its timings"
+    )
+    parser.add_argument("--prompt-length", type=_positive, metavar="TOKENS", help="mean of the prompts, with images")
+    parser.add_argument("--image-tokens", type=_not_negative, metavar="TOKENS", help="of a prompt's images; 0: none")
+    parser.add_argument("--response-length", type=_positive, metavar="TOKENS", help="mean of the completions")
+    parser.add_argument(
+        "--observed-length",
+        type=_not_negative,
+        metavar="TOKENS",
+        help="mean that a completion observes, in an environment or with tools",
+    )
+    parser.add_argument(
+        "--observed-image-tokens", type=_not_negative, metavar="TOKENS", help="of these, those of images"
+    )
+    parser.add_argument("--rows", type=_count, metavar="N", help="usable training prompts")
+    parser.add_argument("--val-rows", type=_count, metavar="N", help="validation prompts")
+    parser.add_argument("--keep-rate", type=_share, metavar="SHARE", help="of the groups, with online filtering")
+    parser.add_argument("--download", action="store_true", help="read the tokenizer and the data from the hub")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--width", type=_count, metavar="COLUMNS", help="of the tables; default: of the terminal")
+    return parser
+
+
+def _bytes(text: str) -> int:
+    written = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if written is None or float(written[1]) == 0:
+        raise ArgumentTypeError(f"{text!r} is not a size, such as 1000G")
+    return int(float(written[1]) * _UNITS[written[2].upper()])
+
+
+def _not_negative(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1e9:
+        raise ArgumentTypeError(f"{text!r} is not a number of tokens")
+    return number
+
+
+def _positive(text: str) -> float:
+    if (number := _not_negative(text)) == 0:
+        raise ArgumentTypeError("it must be above 0")
+    return number
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,11}", text):
+        raise ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= 1:
+        raise ArgumentTypeError(f"{text!r} is not a share above 0 and at most 1")
+    return number

@@ -1,0 +1,510 @@
+"""Samples and scores a dataset with one or several models, and compares the results.
+
+Prompts, engines, rewards and seeds are those of a run's validation (trigon/validation.py, build/),
+so that the same settings give the same completions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from trigon.assemble.data import open_builder, open_evaluator, open_processors, scan_datasets
+from trigon.assemble.engines import Engines, open_engines
+from trigon.assemble.episodes import check_episodes, find_episodes
+from trigon.assemble.memory_check import find_hardware
+from trigon.assemble.models import choose_device
+from trigon.assemble.objects import EpisodeCode, RunObjects, make_episode_code
+from trigon.assemble.options import make_validation_sampling_params, max_completion_tokens
+from trigon.assemble.pools import open_worker_pools
+from trigon.assemble.recorded import find_differences, known_settings
+from trigon.assemble.rewards import check_rewards, open_rewards, open_validation_rewards
+from trigon.assemble.run import (
+    check_environment,
+    check_run_memory,
+    open_reporter,
+    open_store,
+)
+from trigon.assemble.workers import open_workers
+from trigon.config.arguments import as_overrides, dataset_names
+from trigon.config.episode_checks import has_episodes
+from trigon.config.files import locate_sources
+from trigon.config.load import LoadedConfig, check_overrides, dump_config
+from trigon.config.names import Dtype
+from trigon.config.options import options as config_options
+from trigon.config.paths import PYTHON_PREFIX
+from trigon.config.plan import has_workers, make_plan
+from trigon.config.rewards import describe_option, validation_option
+from trigon.config.schema import Config
+from trigon.data.dataset import Prompts, PromptSet
+from trigon.data.images import ignore_pillow_warnings
+from trigon.data.mixture import MixedPrompts, with_blank_media
+from trigon.data.python_rows import open_python_rows
+from trigon.data.sources import Source, open_source
+from trigon.errors import ConfigError, raises_at_caller
+from trigon.metrics import values
+from trigon.models.dtypes import DTYPES
+from trigon.models.load import Processors, model_folder
+from trigon.models.weight_files import stored_dtype
+from trigon.report.console import Console
+from trigon.report.reporter import Reporter
+from trigon.report.rollouts import RolloutRow, rollout_rows
+from trigon.report.run import RunRecord, flatten
+from trigon.report.run_folder import RunFolder
+from trigon.rewards.callables import Reward, describe_reward, name_of, reward_source
+from trigon.rewards.pool import RewardPool
+from trigon.rollout.statistics import describe_validation
+from trigon.system.json_files import write_json
+from trigon.system.secrets import ARGUMENTS, ENVIRONMENT_ARGUMENTS, mask
+from trigon.tools.eval.answers import SHIPPED_FORMS, AnswerForm
+from trigon.tools.eval.models import ModelSource, context_length, exported_folder, find_model, recorded_of
+from trigon.tools.eval.output import BLIND, EXPORTED, RESULT, check_output, label, open_output, remove_earlier
+from trigon.tools.eval.results import Blind, Comparison, Evaluation, ModelEvaluation
+from trigon.tools.eval.settings import EvaluationOptions, load_settings
+from trigon.tools.eval.statistics import CONFIDENCE, holm
+from trigon.tools.eval.summary import (
+    DATASET,
+    PromptOutcome,
+    accuracy_name,
+    check_columns,
+    compare_outcomes,
+    default_ks,
+    outcomes_of,
+    summarize,
+    summarize_by,
+)
+from trigon.tools.eval.tables import show
+from trigon.types import RolloutGroup
+
+_MAX_SHOWN = 60
+"""Characters of a setting's value on the console."""
+
+DATA = f"{PYTHON_PREFIX}validation"
+"""What data.val_files is in an evaluation of Python objects."""
+
+
+@raises_at_caller
+def evaluate(
+    models: str | Path | Sequence[str | Path],
+    data: Any = (),
+    *,
+    reward: Reward | None = None,
+    environment: str | Callable[..., Any] | None = None,
+    tools: Sequence[str | Callable[..., Any]] | None = None,
+    format_prompt: str | None = None,
+    prompt_key: str | None = None,
+    answer_key: str | None = None,
+    image_key: str | None = None,
+    image_dir: str | None = None,
+    n: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    max_tokens: int | None = None,
+    seed: int | None = None,
+    engine: Literal["vllm", "transformers"] | None = None,
+    limit: int | None = None,
+    by: Sequence[str] = (),
+    k: Sequence[int] = (),
+    answers: AnswerForm | None = None,
+    blind: bool = False,
+    config: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    output: str | Path | None = None,
+    console: Console | None = None,
+) -> Evaluation:
+    """Evaluate models on a dataset, and return accuracy, pass@k, scores and comparisons.
+
+    Args:
+        models: Hugging Face folders, hub ids, checkpoints, or run folders (their last checkpoint).
+        data: as for trigon.train: a list of dicts, a datasets.Dataset, or files, folders and hub
+            ids. Empty: the validation data of the run, if a model is one.
+        reward, format_prompt, prompt_key, answer_key, image_key, image_dir, n, temperature, top_p,
+            max_tokens, seed, engine: options of the configuration by a shorter name; see
+            EvaluationOptions. None: as in the configuration of the first model that is a run, or
+            its default.
+            reward may be a Python function as well, or a weighted sum, as for trigon.train.
+        environment, tools: as for trigon.train. Those of a run that was trained from Python have to
+            be given again.
+        limit: use the first rows of each dataset only, so many.
+        by: columns of the dataset, for each value of which there is a summary as well.
+        k: of pass@k and maj@k; empty: powers of two up to n.
+        answers: where the answer of a completion is, for majority votes; None: as the shipped
+            reward function has it, otherwise "auto".
+        blind: evaluate again with images of one colour, and compare.
+        config: a configuration to start from instead of that of a run.
+        options: further options by the names of docs/configuration.md, dotted or nested.
+        overrides: the same as texts, key=value, which replace them.
+        output: folder for the rollouts and evaluation.json, a run folder as well; None: a new one
+            in `evaluations`. An earlier evaluation in it is replaced, once all models and datasets
+            have been found; with any other file in it, it is refused.
+        console: for progress and warnings; None: standard output, which gets the tables too.
+    Raises: TrigonError, before the models are loaded where possible.
+    """
+    ignore_pillow_warnings()
+    shows, console = console is None, console or Console()
+    overrides = [*as_overrides(options or {}), *overrides]
+    check_overrides(overrides)  # before a model is looked for on the hub
+    specs = [str(models)] if isinstance(models, str | Path) else [str(model) for model in models]
+    sources = [find_model(spec) for spec in specs]
+    run_config = next((source.run_config for source in sources if source.run_config is not None), None)
+    base = Path(config) if config is not None else run_config
+    recorded = [recorded_of(source) for source in sources]
+    located = {} if config is not None or run_config is None else locate_run(run_config.parent)
+    applied = {} if base is not None else known_settings(next(filter(None, recorded), {}))
+    if base is not None:
+        console.print(f"settings: {base}, and the options of this evaluation")
+    elif applied:
+        console.print(f"settings of the run that the model was exported from: {show_settings(applied)}")
+    names = dataset_names(data) if not isinstance(data, tuple) or data else []
+    opened = {} if names is not None else {DATA: open_python_rows(data, spec=DATA, name="validation")}
+    chosen = EvaluationOptions(
+        data=(DATA,) if names is None else (names,) if isinstance(names, str) else tuple(names),
+        reward=reward if reward is None or isinstance(reward, str) else f"{PYTHON_PREFIX}{describe_reward(reward)}",
+        environment=None if environment is None else _name_in_config(environment),
+        tools=() if tools is None else tuple(map(_name_in_config, tools)),
+        format_prompt=format_prompt,
+        prompt_key=prompt_key,
+        answer_key=answer_key,
+        image_key=image_key,
+        image_dir=image_dir,
+        n=n,
+        temperature=temperature,
+        top_p=top_p,
+        max_tokens=max_tokens,
+        seed=seed,
+        engine=engine,
+    )
+    # Before anything is exported or downloaded, so that a wrong option is found at once.
+    load = partial(load_settings, base, chosen, overrides, located=located, recorded=applied)
+    early = load(model_path=specs[0], folder=Path(), context=None, weight_dtype=None).config
+    ks = choose_ks(k, make_validation_sampling_params(early).n)
+    code = make_episode_code(environment, tools)
+    if output is not None:
+        check_output(output)
+    find_all(sources, early, by, opened)
+    folder = open_output(output, sources[0])
+    settings = describe_settings(early, limit=limit, ks=ks, form=(form := answers or answer_form(early)))
+    if not (folder / RESULT).exists():  # so that the next evaluation may replace what this one leaves
+        write_json(folder / RESULT, {"settings": settings, "models": []}, ensure_ascii=False)
+    paths = [
+        exported_folder(source, folder / EXPORTED / label(number, source), warn=console.warn, on_progress=console.print)
+        for number, source in enumerate(sources, start=1)
+    ]
+    lengths = [length for path in paths if (length := context_length(model_folder(path))) is not None]
+    request = _Request(
+        by=tuple(by), ks=ks, form=form, blind=blind, limit=limit, console=console, code=code, opened=opened
+    )
+    results: list[_ModelResult] = []
+    with ExitStack() as stack:
+        source = None
+        if reward is not None and not isinstance(reward, str):
+            source = reward_source(reward, kwargs=early.worker.reward.reward_function_kwargs)
+        rewards = open_validation_rewards(early, RunObjects(reward=source)) or open_rewards(
+            early, RunObjects(reward=source)
+        )
+        stack.callback(rewards.close)
+        outputs = [
+            folder if len(sources) == 1 else folder / label(number, each)
+            for number, each in enumerate(sources, start=1)
+        ]
+        loaded = [
+            load(
+                model_path=path,
+                folder=model_output,
+                context=min(lengths, default=None),
+                weight_dtype=weight_dtype(path),
+            )
+            for path, model_output in zip(paths, outputs, strict=True)
+        ]
+        for warning in (*loaded[0].warnings, *warn_of_differences(sources, recorded, loaded[0].config)):
+            console.warn(warning)
+        rewards.ready()
+        # Only now, so that an error until here costs nothing.
+        remove_earlier(folder, kept=[Path(path) for path in paths])
+        write_json(folder / RESULT, {"settings": settings, "models": []}, ensure_ascii=False)
+        for number, model in enumerate(sources, start=1):
+            if len(sources) > 1:
+                console.print(f"model {number} of {len(sources)}: {model.spec}")
+            results.append(evaluate_model(model, loaded[number - 1], rewards, outputs[number - 1], request))
+    evaluation = Evaluation(
+        models=tuple(result.evaluation for result in results),
+        comparisons=compare_models(results),
+        settings=settings,
+        output=folder,
+    )
+    write_json(folder / RESULT, evaluation.to_json(), ensure_ascii=False)
+    if shows:
+        show(evaluation, console)
+    return evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What is evaluated, apart from the model and the configuration. See evaluate."""
+
+    by: tuple[str, ...]
+    ks: tuple[int, ...]
+    form: AnswerForm
+    blind: bool
+    limit: int | None
+    console: Console
+    code: EpisodeCode
+    opened: Mapping[str, Source]
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelResult:
+    evaluation: ModelEvaluation
+    outcomes: list[PromptOutcome]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What samples and scores with one model. step: of its run."""
+
+    config: Config
+    processors: Processors
+    engines: Engines
+    rewards: RewardPool
+    step: int
+    request: _Request
+
+
+def evaluate_model(
+    source: ModelSource, loaded: LoadedConfig, rewards: RewardPool, output: Path, request: _Request
+) -> _ModelResult:
+    """Evaluate one model, and write its rollouts into the folder output, a run folder."""
+    config, console = loaded.config, request.console
+    check_environment(config)
+    with ExitStack() as stack:
+        folder = stack.enter_context(RunFolder(output))
+        folder.write_config(dump_config(config))
+        processors = open_processors(config)
+        report = stack.enter_context(open_reporter(config, folder, console, processors, (), None))
+        workers = None
+        check_hardware = partial(check_run_memory, config, console)
+        if has_workers(config):
+            workers = stack.enter_context(open_worker_pools(config, folder.path, check_hardware, console.warn))
+        elif (hardware := find_hardware(choose_device(config))) is not None:
+            check_hardware(hardware)
+        episodes = find_episodes(config, processors, stack, request.code)
+        rewards.ready()
+        data = config.data
+        builder = open_builder(config, processors, schemas=() if episodes is None else episodes[0].schemas)
+        prompts = scan_datasets(
+            config, data.val_files, (), builder, report, max_rows=request.limit, opened=request.opened
+        )
+        check_rewards(rewards, prompts)
+        if episodes is not None:
+            check_episodes(config, processors, *episodes, prompts, max_tokens=max_completion_tokens(config))
+        check_columns([prompts[0].row], request.by)  # all rows of a table have the same columns
+        plan, store = make_plan(config, num_train_prompts=0), open_store(config, folder, console)
+        if workers is None:
+            engines = open_engines(
+                config, processors, plan, store, report, stack, shows_videos=prompts.shows_videos, episodes=episodes
+            )
+        else:
+            engines = open_workers(
+                config,
+                plan,
+                workers,
+                store,
+                report,
+                shows_videos=prompts.shows_videos,
+                episodes=None if episodes is None else episodes[0],
+            )
+        parts = _Parts(config, processors, engines, rewards, source.step, request)
+        with engines.rollout.awake(engines.trainer.weights(), version=source.step):
+            rows = sample(parts, prompts, report)
+            accuracy = accuracy_name(rows)
+            outcomes = outcomes_of(rows, accuracy=accuracy, form=request.form, ks=request.ks)
+            blind = evaluate_blind(parts, prompts, outcomes, output / BLIND, accuracy) if request.blind else None
+    columns = (*request.by, DATASET) if len(data.val_files) > 1 and DATASET not in request.by else request.by
+    evaluation = ModelEvaluation(
+        model=source.spec,
+        path=str(config.worker.actor.model.model_path),
+        step=source.step,
+        folder=output,
+        summary=summarize(outcomes, accuracy=accuracy),
+        by={column: summarize_by(outcomes, column, accuracy=accuracy) for column in columns},
+        blind=blind,
+        num_rows=prompts.num_rows,
+        skipped={str(reason): count for reason, count in prompts.num_skipped.items()},
+        num_not_sampled=len(prompts) - len(outcomes),
+    )
+    return _ModelResult(evaluation, outcomes)
+
+
+def sample(parts: _Parts, prompts: Prompts, report: Reporter) -> list[RolloutRow]:
+    """Sample and score all prompts, and write and return the rollouts. The engine must be awake."""
+    evaluator = open_evaluator(parts.config, prompts, report)
+    assert evaluator is not None
+    report.begin()
+    groups: list[RolloutGroup] = []
+    for batch in evaluator.sample_batches(parts.engines.rollout, parts.rewards, phase=report.phase):
+        # Without the pixels, which may be more than memory holds.
+        groups += [replace(group, prompt=replace(group.prompt, vision=None)) for group in batch]
+    metrics = describe_validation(groups)
+    report.validation(
+        parts.step,
+        groups,
+        values(metrics),
+        shown=0,
+        token_groups=parts.config.trainer.rollout_tokens,
+        read_images=evaluator.image_files,
+    )
+    report.record(parts.step, metrics)
+    return rollout_rows(groups)
+
+
+def evaluate_blind(
+    parts: _Parts,
+    prompts: PromptSet | MixedPrompts,
+    outcomes: Sequence[PromptOutcome],
+    output: Path,
+    accuracy: str,
+) -> Blind | None:
+    """Evaluate the prompts again with blank images; None if no prompt has any.
+
+    outcomes: with images. output: the run folder for the rollouts without.
+    """
+    config, request = parts.config, parts.request
+    num_with_images = sum(bool(outcome.rows[0].images) for outcome in outcomes)
+    if not num_with_images:
+        request.console.warn("no prompt has an image or a video: there is no evaluation without images")
+        return None
+    request.console.print("the same prompts with blank images:")
+    with RunFolder(output) as folder:
+        folder.write_config(dump_config(config))
+        with open_reporter(config, folder, request.console, parts.processors, (), None) as report:
+            rows = sample(parts, with_blank_media(prompts), report)
+    blind = outcomes_of(rows, accuracy=accuracy, form=request.form, ks=request.ks)
+    return Blind(
+        summary=summarize(blind, accuracy=accuracy),
+        difference=compare_outcomes(outcomes, blind),
+        num_with_images=num_with_images,
+        folder=output,
+    )
+
+
+def compare_models(results: Sequence[_ModelResult]) -> tuple[Comparison, ...]:
+    """Return the comparison of each further model with the first."""
+    if len(results) < 2:
+        return ()
+    baseline = results[0]
+    differences = [compare_outcomes(result.outcomes, baseline.outcomes) for result in results[1:]]
+    return tuple(
+        Comparison(result.evaluation.model, baseline.evaluation.model, difference, p_value)
+        for result, difference, p_value in zip(
+            results[1:], differences, holm([each.p_value for each in differences]), strict=True
+        )
+    )
+
+
+def locate_run(run: Path) -> dict[str, Any]:
+    """Return the options of a run whose relative paths become those of the run's own machine.
+
+    They start from the folder in which the run was started, which may be another one than this.
+    """
+    record = RunRecord(run)
+    names = {option.name for option in config_options().values()}
+    return locate_sources(flatten(record.config(), mappings=names), record.local_sources() or {})
+
+
+def warn_of_differences(
+    sources: Sequence[ModelSource], recorded: Sequence[Mapping[str, Any]], config: Config
+) -> Iterator[str]:
+    """Yield a warning for each model whose run had other prompts, pixels, limits or sampling."""
+    for source, settings in zip(sources, recorded, strict=True):
+        differences = find_differences(settings, config)
+        if differences:
+            listed = "; ".join(
+                f"{name} was {_shown(was)}, and is {_shown(now)}" for name, (was, now) in differences.items()
+            )
+            yield f"{source.spec} is not evaluated as its run validated it: {listed}"
+
+
+def show_settings(settings: Mapping[str, Any]) -> str:
+    """Return settings as `key=value`, separated by spaces."""
+    return " ".join(f"{name}={_shown(value)}" for name, value in settings.items())
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
+
+def _name_in_config(code: str | Callable[..., Any]) -> str:
+    """Return an environment or a tool as the text of an option."""
+    return code if isinstance(code, str) else f"{PYTHON_PREFIX}{name_of(code)}"
+
+
+def find_all(sources: Sequence[ModelSource], config: Config, by: Sequence[str], given: Mapping[str, Source]) -> None:
+    """Find models, datasets and columns, downloaded if needed. given: datasets that are open.
+
+    Raises: ModelError or DataError.
+    """
+    for source in sources:
+        if source.kind != "checkpoint":
+            model_folder(source.path)
+    opened = [given[spec] if spec in given else open_source(spec) for spec in config.data.val_files]
+    check_columns([dict.fromkeys(opened[0].columns)], by)
+
+
+def choose_ks(ks: Sequence[int], num_samples: int) -> tuple[int, ...]:
+    """Return the values of k, sorted. Raises: ConfigError if one is not possible."""
+    for k in ks:
+        if not 1 <= k <= num_samples:
+            raise ConfigError(
+                f"pass@{k} needs at least {k} completions of each prompt, and n is {num_samples}; raise n, or choose "
+                f"k between 1 and {num_samples}"
+            )
+    return tuple(sorted(set(ks))) or default_ks(num_samples)
+
+
+def answer_form(config: Config) -> AnswerForm:
+    """Return where the reward function of a configuration finds the answer; "auto" if unknown."""
+    reward = validation_option(config)
+    return SHIPPED_FORMS.get(reward, "auto") if isinstance(reward, str) else "auto"
+
+
+def weight_dtype(path: str) -> Dtype | None:
+    """Return the format in which a model's weights are stored, if all have the same."""
+    stored = stored_dtype(model_folder(path))
+    return next((name for name, dtype in DTYPES.items() if dtype == stored), None)
+
+
+def describe_settings(config: Config, *, limit: int | None, ks: Sequence[int], form: AnswerForm) -> dict[str, Any]:
+    """Return what an evaluation is made with, for evaluation.json."""
+    sampling = make_validation_sampling_params(config)
+    reward, rollout = config.worker.reward, config.worker.rollout
+    episodes = {
+        "environment": rollout.environment,
+        "environment_kwargs": mask(ENVIRONMENT_ARGUMENTS, rollout.environment_kwargs),
+        "tools": list(rollout.tools),
+        "max_turns": rollout.max_turns,
+    }
+    return {
+        "data": list(config.data.val_files),
+        "limit": limit,
+        "format_prompt": config.data.format_prompt,
+        "reward_function": describe_option(validation_option(config)),
+        "reward_function_kwargs": mask(ARGUMENTS, reward.reward_function_kwargs),
+        **(episodes if has_episodes(config) else {}),
+        "engine": config.worker.rollout.name,
+        "n": sampling.n,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_tokens,
+        "seed": sampling.seed,
+        "k": list(ks),
+        "answers": form,
+        "confidence": CONFIDENCE,
+    }

@@ -1,0 +1,303 @@
+"""The numbers of learning curves: mean and band of each group of runs, for each metric.
+
+The figure (figure.py) draws these numbers; `as_csv` and `as_json` write them. Needs no plotting
+library.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import isfinite, nan, sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Literal, assert_never, get_args
+
+from trigon.errors import ConfigError, DataError
+from trigon.report.metrics import StepMetrics
+from trigon.report.run import RunRecord
+from trigon.system.suggestions import did_you_mean
+from trigon.tools.plot.groups import RunGroup, group_runs
+
+XAxis = Literal["step", "tokens", "hours"]
+Band = Literal["std", "minmax", "ci95"]
+
+X_AXES: tuple[str, ...] = get_args(XAxis)
+BANDS: tuple[str, ...] = get_args(Band)
+
+BAND_MEANING: Mapping[Band, str] = {
+    "std": "± one standard deviation",
+    "minmax": "minimum to maximum",
+    "ci95": "95 % confidence interval of the mean",
+}
+
+VALIDATION = ("val/accuracy_reward", "val/reward_score")
+"""The first of these that a run has is plotted by default."""
+TRAINING = "reward/overall"
+
+TOKENS, SECONDS = "perf/total_num_tokens", "timing_s/step"
+
+# Quantiles 0.975 of Student's t for 1 to 10 degrees of freedom; above, an expansion is exact
+# enough.
+_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
+_NORMAL = 1.959964
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A line with its band. All lists have one entry per point; nan: not finite in a run.
+
+    label: of the group. num_runs: of the group. low, high: of the band; equal to mean for one run.
+    """
+
+    metric: str
+    label: str
+    num_runs: int
+    x: tuple[float, ...]
+    mean: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LearningCurves:
+    """The curves of a figure, by metric and then by group.
+
+    metrics: one panel for each. runs: the name of each run, by the label of its group. smooth: see
+    learning_curves. notes: what a reader of the figure has to be told.
+    """
+
+    metrics: tuple[str, ...]
+    curves: tuple[Curve, ...]
+    runs: Mapping[str, tuple[str, ...]]
+    x: XAxis
+    band: Band
+    smooth: int
+    notes: tuple[str, ...]
+
+    def of(self, metric: str) -> list[Curve]:
+        """Return the curves of a panel."""
+        return [curve for curve in self.curves if curve.metric == metric]
+
+
+def learning_curves(
+    runs: Sequence[RunRecord],
+    *,
+    metrics: Sequence[str] = (),
+    x: XAxis = "step",
+    smooth: int = 1,
+    group_by: str = "seed",
+    band: Band = "std",
+) -> LearningCurves:
+    """Return the curves of runs.
+
+    Args:
+        metrics: keys of metrics.jsonl; empty: validation accuracy (or reward) and training reward.
+        x: training steps; tokens: sum of perf/total_num_tokens; hours: sum of timing_s/step. With
+            several runs in a group, tokens and hours at a step are their mean over the runs.
+        smooth: number of values of a centred moving mean over the metrics of training, fewer at
+            the ends. Validations are not smoothed. 1: none.
+        group_by: see group_runs.
+        band: of a group of several runs. std: sample standard deviation. ci95: by Student's t.
+    A group has points at the steps at which all of its runs have the metric. A run that is given
+    twice, also by a link, counts once, with a note.
+    Raises: ConfigError for an unknown way to group; DataError if a run has no metrics, or none of
+    the runs has a metric.
+    """
+    if smooth < 1:
+        raise ConfigError(f"the moving mean is over {smooth} values, but must be over at least 1")
+    if not runs:
+        raise DataError("there are no runs to plot")
+    notes: list[str] = []
+    runs = _distinct(runs, notes.append)
+    steps = {run.path: run.metrics() for run in runs}
+    for run in runs:
+        if not steps[run.path]:
+            raise DataError(f"{run.path} has no metrics yet: no step is complete")
+    known = {key for lines in steps.values() for line in lines for key in line.metrics}
+    chosen = tuple(metrics) or default_metrics(known)
+    for metric in chosen:
+        if metric not in known:
+            raise DataError(
+                f"no run has the metric {metric!r}{did_you_mean(metric, sorted(known)) or ';'} docs/metrics.md "
+                "explains the metrics"
+            )
+    groups = group_runs(runs, group_by)
+    curves: list[Curve] = []
+    for metric in chosen:
+        for group in groups:
+            curve = _curve(metric, group, steps, x=x, smooth=smooth, band=band, note=notes.append)
+            if curve is not None:
+                curves.append(curve)
+    names = {group.label: tuple(run.name for run in group.runs) for group in groups}
+    return LearningCurves(chosen, tuple(curves), names, x, band, smooth, tuple(dict.fromkeys(notes)))
+
+
+def _distinct(runs: Sequence[RunRecord], note: Callable[[str], None]) -> list[RunRecord]:
+    """Return each run once; two paths of one folder are one run."""
+    found: dict[Path, RunRecord] = {}
+    for run in runs:
+        first = found.setdefault(run.path.resolve(), run)
+        if first is not run:
+            note(f"{first.name} was given more than once, and counts once")
+    return list(found.values())
+
+
+def default_metrics(known: set[str]) -> tuple[str, ...]:
+    """Return the metrics that are plotted by default. known: keys that the runs have."""
+    validation = [key for key in VALIDATION if key in known][:1]
+    found = (*validation, *([TRAINING] if TRAINING in known else []))
+    if not found:
+        raise DataError(f"the runs have neither {' nor '.join((*VALIDATION, TRAINING))}; name metrics with --metric")
+    return found
+
+
+def is_validation(metric: str) -> bool:
+    """Return whether a metric is of validations, which most steps do not have."""
+    return metric.startswith(("val/", "val_"))
+
+
+def _curve(
+    metric: str,
+    group: RunGroup,
+    steps: Mapping[Any, Sequence[StepMetrics]],
+    *,
+    x: XAxis,
+    smooth: int,
+    band: Band,
+    note: Callable[[str], None],
+) -> Curve | None:
+    """Return the curve of a group, or None if a run of it does not have the metric."""
+    values: list[dict[int, float]] = []
+    positions: list[dict[int, float]] = []
+    for run in group.runs:
+        lines = steps[run.path]
+        found = {line.step: float(line.metrics[metric]) for line in lines if metric in line.metrics}
+        if not found:
+            note(f"{run.name} has no {metric}")
+            continue
+        if smooth > 1 and not is_validation(metric):
+            found = dict(zip(found, moving_mean(list(found.values()), smooth), strict=True))
+        values.append(found)
+        positions.append(_positions(run, lines, x))
+    if not values:
+        return None
+    common = sorted(set.intersection(*(set(each) for each in values)))
+    last = [max(each) for each in values]
+    if not common:
+        raise DataError(f"the runs of {group.label!r} have no step with {metric} in common; use --group-by none")
+    if min(last) < max(last):
+        note(f"{group.label}: to step {min(last)} of {max(last)}, where the shortest run ends")
+    points = [[each[step] for each in values] for step in common]
+    bands = [interval(point, band) for point in points]
+    return Curve(
+        metric=metric,
+        label=group.label,
+        num_runs=len(values),
+        x=tuple(fmean(each[step] for each in positions) for step in common),
+        mean=tuple(_mean(point) for point in points),
+        low=tuple(low for low, _ in bands),
+        high=tuple(high for _, high in bands),
+    )
+
+
+def _positions(run: RunRecord, lines: Sequence[StepMetrics], x: XAxis) -> dict[int, float]:
+    """Return where each step of a run is on the axis."""
+    match x:
+        case "step":
+            return {line.step: float(line.step) for line in lines}
+        case "tokens":
+            key, scale = TOKENS, 1.0
+        case "hours":
+            key, scale = SECONDS, 1 / 3600
+        case _:
+            assert_never(x)
+    if not any(key in line.metrics for line in lines):
+        raise DataError(f"{run.path} cannot be plotted over {x}: it has no {key}")
+    sums = accumulate(line.metrics.get(key, 0.0) * scale for line in lines)
+    return {line.step: total for line, total in zip(lines, sums, strict=True)}
+
+
+def moving_mean(values: Sequence[float], width: int) -> list[float]:
+    """Return the centred moving mean over width values; fewer at the ends, where it is narrower.
+
+    Values that are not finite are left out; nan where there is no other.
+    """
+    before, after = (width - 1) // 2, width // 2
+    means: list[float] = []
+    for index in range(len(values)):
+        window = [value for value in values[max(0, index - before) : index + after + 1] if isfinite(value)]
+        means.append(fmean(window) if window else nan)
+    return means
+
+
+def interval(values: Sequence[float], band: Band) -> tuple[float, float]:
+    """Return the ends of the band at a point. values: of the runs."""
+    if not all(map(isfinite, values)):
+        return nan, nan
+    if band == "minmax" or len(values) == 1:
+        return min(values), max(values)
+    half = stdev(values)
+    if band == "ci95":
+        half *= student_t(len(values) - 1) / sqrt(len(values))
+    mean = fmean(values)
+    return mean - half, mean + half
+
+
+def student_t(degrees: int) -> float:
+    """Return the quantile 0.975 of Student's t distribution."""
+    if degrees <= len(_T):
+        return _T[degrees - 1]
+    # Abramowitz and Stegun, 26.7.5
+    z = _NORMAL
+    first, second = z**3 + z, 5 * z**5 + 16 * z**3 + 3 * z
+    third = 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
+    return z + first / (4 * degrees) + second / (96 * degrees**2) + third / (384 * degrees**3)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if all(map(isfinite, values)) else nan
+
+
+def as_csv(curves: LearningCurves) -> str:
+    """Return the numbers of the figure, one point per line; empty: not finite."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["metric", "group", "runs", curves.x, "mean", "low", "high"])
+    for curve in curves.curves:
+        for point in zip(curve.x, curve.mean, curve.low, curve.high, strict=True):
+            numbers = [repr(number) if isfinite(number) else "" for number in point]
+            writer.writerow([curve.metric, curve.label, curve.num_runs, *numbers])
+    return text.getvalue()
+
+
+def as_json(curves: LearningCurves) -> str:
+    """Return the numbers of the figure as JSON; a number that is not finite is null."""
+
+    def finite(numbers: Sequence[float]) -> list[float | None]:
+        return [number if isfinite(number) else None for number in numbers]
+
+    content = {
+        "x": curves.x,
+        "band": curves.band,
+        "smooth": curves.smooth,
+        "notes": curves.notes,
+        "groups": curves.runs,
+        "curves": [
+            {
+                "metric": curve.metric,
+                "group": curve.label,
+                "runs": curve.num_runs,
+                curves.x: finite(curve.x),
+                "mean": finite(curve.mean),
+                "low": finite(curve.low),
+                "high": finite(curve.high),
+            }
+            for curve in curves.curves
+        ],
+    }
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

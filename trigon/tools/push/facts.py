@@ -1,0 +1,205 @@
+"""What a model card says of a run: its model, data, options and validations, as typed data."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import constants
+
+from trigon.config.options import options
+from trigon.errors import DataError
+from trigon.report.rollouts import read_rollouts
+from trigon.report.run import RunRecord, flatten
+from trigon.system.secrets import hide, short_path
+
+HubKind = Literal["models", "datasets"]
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_CACHED = re.compile(r"(?:^|/)(models|datasets)--([\w.-]+?)--([\w.-]+)(?:/|$)")
+_FILES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
+_VALIDATION = re.compile(r"val/(?:(?P<dataset>[^/]+)/)?(?:(?P<part>.+)_reward|reward_score)")
+
+# Where a run is on its machine.
+_NOT_SHOWN = frozenset({"trainer.save_checkpoint_path", "trainer.load_checkpoint_path"})
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """A metric of the validations before training and after the pushed step.
+
+    dataset: its name if there are several, else "". before: None if the run was not validated
+    before its first step. num_prompts: of the validation; None if its rollouts are not there.
+    """
+
+    dataset: str
+    metric: str
+    before: float | None
+    after: float
+    step: int
+    num_prompts: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What a card says of a run.
+
+    base_model, datasets: hub ids; None and empty where they are local. base_name, dataset_names:
+    what to call them. val_names: hub ids; of local files their names. changed: options that are not
+    the defaults, without secrets.
+    """
+
+    step: int
+    base_model: str | None
+    base_name: str
+    datasets: tuple[str, ...]
+    dataset_names: tuple[str, ...]
+    val_names: tuple[str, ...]
+    reward: str
+    values: Mapping[str, Any]
+    changed: Mapping[str, Any]
+    validations: tuple[Validation, ...]
+    has_vision: bool
+    is_adapter: bool
+    exported: Mapping[str, Any]
+
+    def value(self, name: str) -> Any:
+        """Return the value of an option in this run."""
+        return self.values[name]
+
+
+def read_facts(
+    run: RunRecord, exported: Path, *, base_model: str | None, has_vision: bool, is_adapter: bool
+) -> RunFacts:
+    """Return the facts of a run, of which a checkpoint was exported to a folder.
+
+    base_model: hub id, or None if it is a local folder.
+    Raises: DataError if the run has no config.yaml.
+    """
+    config = run.config()
+    if not config:
+        raise DataError(f"{run.path} has no config.yaml, from which the model card is made")
+    known = {option.name: option for option in options().values()}
+    given = flatten(config, mappings=known)
+    values = {name: option.default for name, option in known.items()} | given
+    record = json.loads((exported / "trigon_export.json").read_text(encoding="utf-8"))
+    model = str(values["worker.actor.model.model_path"])
+    sources = sources_of(run, values["data.train_files"])
+    changed = {
+        name: hide(name, value)
+        for name, value in given.items()
+        if name in known and name not in _NOT_SHOWN and not _equal(value, known[name].default)
+    }
+    return RunFacts(
+        step=int(record["step"]),
+        base_model=base_model,
+        base_name=base_model or "/".join(Path(model).parts[-2:]),
+        datasets=tuple(dict.fromkeys(each for each, _ in sources if each is not None)),
+        dataset_names=tuple(dict.fromkeys(name for _, name in sources)),
+        val_names=tuple(name for _, name in sources_of(run, values["data.val_files"])),
+        reward=_describe_reward(values["worker.reward.reward_function"]),
+        values=values,
+        changed=changed,
+        validations=tuple(read_validations(run, int(record["step"]))),
+        has_vision=has_vision,
+        is_adapter=is_adapter,
+        exported=record,
+    )
+
+
+def hub_id(text: str, kind: HubKind) -> str | None:
+    """Return the hub id that a path or hub id refers to, or None for a local folder or file.
+
+    A folder of the hub's cache has the id in its name. Relative paths are of this folder.
+    """
+    name = _possible_id(text, kind)
+    return name if name != text or not Path(text).exists() else None
+
+
+def hub_id_of(run: RunRecord, text: str, kind: HubKind) -> str | None:
+    """Return the hub id that a text of a run's configuration refers to, or None if it was local.
+
+    None also for a run without a record of that, unless the hub's cache on this machine has the id:
+    a relative path (models/mine) looks like an id, and may be the id of another model.
+    """
+    name = _possible_id(text, kind)
+    if name is None or name != text:
+        return name
+    local = run.local_sources()
+    is_hub = name not in local if local is not None else not Path(text).exists() and _is_cached(name, kind)
+    return name if is_hub else None
+
+
+def is_unknown(run: RunRecord, text: str, kind: HubKind) -> bool:
+    """Return whether a text may be a hub id or a path, and nothing says which."""
+    return run.local_sources() is None and hub_id(text, kind) is not None and hub_id_of(run, text, kind) is None
+
+
+def _possible_id(text: str, kind: HubKind) -> str | None:
+    cached = _CACHED.search(text)
+    if cached is not None and cached[1] == kind:
+        return f"{cached[2]}/{cached[3]}"
+    is_id = _HUB_ID.fullmatch(text) is not None and not text.startswith(".")
+    return text if is_id and Path(text).suffix.lower() not in _FILES else None
+
+
+def _is_cached(name: str, kind: HubKind) -> bool:
+    return (Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}").is_dir()
+
+
+def sources_of(run: RunRecord, files: Sequence[str]) -> list[tuple[str | None, str]]:
+    """Return the hub id, or None, of each dataset of an option, and what to call it."""
+    local = run.local_sources() or {}
+    texts = [file if file in local else file.rpartition("@")[0] or file for file in files]
+    ids = [hub_id_of(run, text, "datasets") for text in texts]
+    return [(each, each or Path(text).name) for each, text in zip(ids, texts, strict=True)]
+
+
+def read_validations(run: RunRecord, step: int) -> list[Validation]:
+    """Return the metrics of the last validation up to a step, with those before training."""
+    lines = [line for line in run.metrics() if line.step <= step and any(map(_VALIDATION.fullmatch, line.metrics))]
+    if not lines:
+        return []
+    last = lines[-1]
+    first = lines[0].metrics if lines[0].step == 0 else {}
+    numbers = count_prompts(run, last.step)
+    found: list[Validation] = []
+    for key, value in last.metrics.items():
+        match = _VALIDATION.fullmatch(key)
+        if match is None or match["part"] == "overall":  # the same as reward_score
+            continue
+        dataset = match["dataset"] or ""
+        num_prompts = numbers.get(dataset) if dataset else sum(numbers.values()) or None
+        found.append(Validation(dataset, match["part"] or "reward", first.get(key), value, last.step, num_prompts))
+    order = {"accuracy": 0, "reward": 1}
+    return sorted(found, key=lambda each: (each.dataset, order.get(each.metric, 2), each.metric))
+
+
+def count_prompts(run: RunRecord, step: int) -> dict[str, int]:
+    """Return the number of prompts of a validation by dataset, as prompt ids name it."""
+    files = [file for file in run.rollout_files() if file.split == "validation" and file.step == step]
+    ids = {row.prompt_id for file in files for row in read_rollouts(file.path)}
+    counts: dict[str, int] = {}
+    for prompt_id in ids:
+        dataset = re.sub(r"[^\w.-]", "-", prompt_id.rpartition(":")[0])
+        counts[dataset] = counts.get(dataset, 0) + 1
+    return counts
+
+
+def _equal(value: Any, default: Any) -> bool:
+    def plain(each: Any) -> Any:
+        return list(each) if isinstance(each, Sequence) and not isinstance(each, str) else each
+
+    return bool(plain(value) == plain(default))
+
+
+def _describe_reward(value: Any) -> str:
+    """Return the reward functions of a configuration without folders, with weights if several."""
+    if not isinstance(value, list | tuple):
+        return short_path(str(value))
+    entries = [{"function": each} if isinstance(each, str) else each for each in value]
+    return " + ".join(f"{each.get('weight', 1):g} * {short_path(str(each['function']))}" for each in entries)

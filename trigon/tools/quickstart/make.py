@@ -1,0 +1,138 @@
+"""`trigon tiny FOLDER`: makes a tiny vision-language model, warms it up, and generates its data."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from trigon.report.console import Console
+from trigon.system.child_python import python_command
+from trigon.tools.cli.parser import ArgumentParser
+from trigon.tools.quickstart.drawings import TRAIN
+
+NUM_TRAIN, NUM_VALIDATION = 2048, 192
+DRAW = """
+from pathlib import Path
+from trigon.tools.quickstart.drawings import make_dataset
+folder, num_train, num_validation, seed = sys.argv[1:]
+make_dataset(Path(folder), num_train=int(num_train), num_validation=int(num_validation), seed=int(seed))
+"""
+WARM_START_ACCURACY, WARM_START_UPDATES = 0.35, 120
+WARM_START_BATCH, WARM_START_RATE, WARM_START_WARMUP = 8, 2.5e-3, 10
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command, and return its exit status; see trigon.tools.cli.main."""
+    parser = ArgumentParser(
+        prog="trigon tiny",
+        description="Make FOLDER/model, a tiny Qwen2.5-VL or Qwen3-VL after a short supervised warm start, and "
+        "FOLDER/data, drawings in Geometry3K's schema: train.parquet, validation.parquet, validation_blank.parquet.",
+        examples=[
+            ("trigon tiny made", "made/model and made/data"),
+            ("trigon tiny made --model-type qwen3_vl --skill 0", "another family, with random weights"),
+        ],
+    )
+    parser.add_argument("folder", type=Path, help="folder to write")
+    parser.add_argument("--model-type", default="qwen2_5_vl", choices=["qwen2_5_vl", "qwen3_vl"], help="(%(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the model, the data and the warm start (%(default)s)"
+    )
+    parser.add_argument(
+        "--skill",
+        type=float,
+        default=WARM_START_ACCURACY,
+        help="accuracy in [0, 1] at which the supervised warm start ends; 0: random weights (%(default)s)",
+    )
+    parser.add_argument(
+        "--max-updates",
+        type=int,
+        default=WARM_START_UPDATES,
+        help="maximum number of supervised updates (%(default)s)",
+    )
+    chosen = parser.parse_args(arguments)
+    console = Console()
+    folder: Path = chosen.folder
+    if not make(folder, chosen, console):
+        return 1
+    console.print(f"model: {folder / 'model'}\ndata:  {folder / 'data'}")
+    return 0
+
+
+def make(folder: Path, chosen: Namespace, console: Console) -> bool:
+    """Make the model and the data in a folder. False if a process failed, which has printed why.
+
+    chosen: the arguments of the command, see default_arguments.
+    """
+    # Renamed at the end, so that an interrupted command leaves no incomplete model folder.
+    temporary = folder / ".making_model"
+    shutil.rmtree(temporary, ignore_errors=True)
+    # Drawing and importing torch take about as long, so they run in parallel.
+    draw = python_command(DRAW, str(folder / "data"), str(NUM_TRAIN), str(NUM_VALIDATION), str(chosen.seed))
+    with subprocess.Popen(draw) as drawing, console.progress("make the model and draw the data", None):
+        from trigon.tools.quickstart.model import make_tiny
+
+        make_tiny(temporary, model_type=chosen.model_type, seed=chosen.seed)
+        if drawing.wait():
+            return False
+    train = folder / "data" / TRAIN
+    if chosen.skill > 0 and chosen.max_updates > 0:
+        warm_up(temporary, train, chosen, console)
+    shutil.rmtree(folder / "model", ignore_errors=True)
+    temporary.rename(folder / "model")
+    return True
+
+
+def default_arguments() -> Namespace:
+    """Return the arguments of the command where none is given."""
+    return Namespace(model_type="qwen2_5_vl", seed=0, skill=WARM_START_ACCURACY, max_updates=WARM_START_UPDATES)
+
+
+def warm_up(folder: Path, train: Path, chosen: Namespace, console: Console) -> None:
+    """Train the model in a folder on the training prompts, in place.
+
+    chosen: the arguments of the command.
+    """
+    from pyarrow.parquet import read_table
+
+    from trigon.data.prompts import PromptBuilder
+    from trigon.models.load import load_processors
+    from trigon.tools.quickstart.warm_start import Example, warm_start_folder
+    from trigon.training.optim import Schedule
+
+    processors = load_processors(str(folder))
+    builder = PromptBuilder(
+        processors,
+        prompt_key="problem",
+        answer_key="answer",
+        image_key="images",
+        image_dir=None,
+        format_prompt=None,
+        system_prompt=None,
+        max_prompt_length=1024,
+        max_image_pixels=10**6,
+        limit_images=1,
+    )
+    rows = read_table(train).to_pylist()  # generated, so they need not be validated
+
+    def make_example(index: int) -> Example:
+        prompt = builder.build(rows[index], f"train:{index}")
+        completion = f"<think>I see it in the picture.</think>\\boxed{{{prompt.ground_truth}}}"
+        return prompt, (*processors.tokenizer.encode(completion), processors.stop_token_ids[0])
+
+    with console.progress("warm up the model", None) as advance:
+        accuracy = warm_start_folder(
+            folder,
+            processors,
+            make_example,
+            num_examples=min(len(rows), chosen.max_updates * WARM_START_BATCH),
+            max_updates=chosen.max_updates,
+            target_accuracy=chosen.skill,
+            batch_size=WARM_START_BATCH,
+            schedule=Schedule(WARM_START_RATE, "constant", WARM_START_WARMUP, chosen.max_updates, 0.0),
+            seed=chosen.seed,
+            on_progress=lambda _: advance(1),
+        )
+    console.print(f"accuracy after the warm start: {accuracy:.0%}")

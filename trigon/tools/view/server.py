@@ -1,0 +1,293 @@
+"""Serves the page and what it shows, read-only, to a browser on this machine.
+
+What a run contains is untrusted: models write completions, and datasets come from the network. The
+page builds its text as text; the headers below forbid scripts, styles and connections other than
+its own. A request must name this machine as its host, so that a website whose name resolves to
+127.0.0.1 (DNS rebinding) is refused.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from hashlib import sha256
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trigon.errors import ConfigError, DataError
+from trigon.report.rollouts import row_to_line, to_json_line
+from trigon.tools.view.filters import parse_filter
+from trigon.tools.view.images import read_image
+from trigon.tools.view.page import EMPTY_STYLE_HASH, STATIC, plotly_script
+from trigon.tools.view.runs import ViewedRun, configurations
+
+PAGE_POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        f"style-src 'self' {EMPTY_STYLE_HASH}",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+)
+_OTHER_POLICY = "default-src 'none'; frame-ancestors 'none'; sandbox"
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_MAX_GROUPS = 200
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can connect to an address."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def make_app(runs: Sequence[ViewedRun], *, host: str = "127.0.0.1", token: str = "") -> Starlette:
+    """Return the page of runs as an ASGI application.
+
+    host: the address that it is served at. Unless token is empty, a browser must open the page
+    with ?token=... once. A host other than a loopback address needs a token.
+    """
+    if not is_loopback(host) and not token:
+        raise ConfigError(f"the page would be open to the network at {host}; it needs a token there")
+    return Starlette(
+        routes=[
+            Route("/", _page),
+            Route("/static/{name}", _static),
+            Route("/plotly.js", _plotly),
+            *(Route(f"/api/{name}", partial(answer, runs)) for name, answer in _ANSWERS.items()),
+            Route("/image/{run:int}/{name:path}", partial(_image, runs)),
+        ],
+        middleware=[Middleware(_Guard, any_host=not is_loopback(host), token=token)],
+        exception_handlers={DataError: _bad_request},
+    )
+
+
+class _Guard:
+    """Refuses requests for other hosts, without the token, or that would change something.
+
+    Adds the security headers to every response.
+    """
+
+    def __init__(self, app: ASGIApp, *, any_host: bool, token: str) -> None:
+        self._app = app
+        self._any_host = any_host
+        self._token = token
+        # Cookies are separated by host, not by port: another viewer on this machine has its own.
+        self._cookie = f"trigon_view_{sha256(token.encode()).hexdigest()[:16]}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = Headers(raw=message["headers"]).mutablecopy()
+                for name, value in {**_HEADERS, "Content-Security-Policy": _OTHER_POLICY}.items():
+                    headers.setdefault(name, value)
+                headers.setdefault("Cache-Control", "no-store")
+                message["headers"] = headers.raw
+            await send(message)
+
+        answer = self._refusal(Request(scope)) or self._app
+        await answer(scope, receive, send_with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        host = request.headers.get("host", "")
+        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+        if not self._any_host and not is_loopback(name.strip("[]")):
+            text = f"This page is served to this machine only, not as {name[:200]!r}.\n"
+            return Response(text, 421, media_type="text/plain")
+        if request.method not in ("GET", "HEAD"):
+            return Response("This page is read-only.\n", 405, media_type="text/plain")
+        if not self._token:
+            return None
+        if self._is_token(request.query_params.get("token", "")):
+            others = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
+            url = f"{request.url.path}{'?' if others else ''}{urlencode(others)}"
+            response = RedirectResponse("/" if url.startswith("//") else url)
+            response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+            return response
+        if self._is_token(request.cookies.get(self._cookie, "")):
+            return None
+        return Response("Open the address that `trigon view` printed, with its token.\n", 403, media_type="text/plain")
+
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode(), self._token.encode())
+
+
+def _page(request: Request) -> Response:
+    return FileResponse(STATIC / "index.html", headers={"Content-Security-Policy": PAGE_POLICY})
+
+
+def _static(request: Request) -> Response:
+    path = STATIC / request.path_params["name"]
+    if path.parent != STATIC or path.suffix not in _TYPES or not path.is_file():
+        raise HTTPException(404)
+    return FileResponse(path, media_type=_TYPES[path.suffix], headers={"Cache-Control": "no-cache"})
+
+
+def _plotly(request: Request) -> Response:
+    return FileResponse(plotly_script(), media_type="text/javascript", headers={"Cache-Control": "max-age=86400"})
+
+
+def _bad_request(request: Request, error: Exception) -> Response:
+    return _json({"error": str(error)}, status=400)
+
+
+def _json(content: Mapping[str, Any], *, status: int = 200) -> Response:
+    return Response(to_json_line(content), status, media_type="application/json")
+
+
+def _run(runs: Sequence[ViewedRun], request: Request) -> ViewedRun:
+    number = _integer(request, "run", 0)
+    if not 0 <= number < len(runs):
+        raise HTTPException(404)
+    return runs[number]
+
+
+def _integer(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name, str(default))
+    try:
+        return max(-(2**53), min(int(text[:30]), 2**53))
+    except ValueError as error:
+        raise DataError(f"{name} must be a whole number, not {text[:100]!r}") from error
+
+
+def _state(runs: Sequence[ViewedRun], request: Request) -> Response:
+    return _json({"runs": [run.state() for run in runs]})
+
+
+def _metrics(runs: Sequence[ViewedRun], request: Request) -> Response:
+    metrics = _run(runs, request).metrics
+    is_same = _integer(request, "version", 0) == metrics.version
+    return _json(metrics.columns(max(_integer(request, "since", 0), 0) if is_same else 0))
+
+
+def _config(runs: Sequence[ViewedRun], request: Request) -> Response:
+    return _json(configurations(runs))
+
+
+def _groups(runs: Sequence[ViewedRun], request: Request) -> Response:
+    rollouts = _run(runs, request).rollouts
+    others = ("run", "offset", "limit", "token")
+    found = rollouts.find(parse_filter({k: v for k, v in request.query_params.items() if k not in others}))
+    offset = max(_integer(request, "offset", 0), 0)
+    limit = max(min(_integer(request, "limit", 50), _MAX_GROUPS), 1)
+    return _json(
+        {
+            "num_groups": len(found.ids),
+            "num_rollouts": found.num_rollouts,
+            "groups": rollouts.summaries(found.ids[offset : offset + limit]),
+        }
+    )
+
+
+def _group(runs: Sequence[ViewedRun], request: Request) -> Response:
+    place = (request.query_params.get("split", ""), _integer(request, "step", 0), _integer(request, "number", 0))
+    rows = _run(runs, request).rollouts.read_group(*place)
+    if rows is None:
+        raise HTTPException(404)
+    lines = b",".join(row_to_line(row).rstrip() for row in rows)
+    return Response(b'{"rows": [' + lines + b"]}", media_type="application/json")
+
+
+def _history(runs: Sequence[ViewedRun], request: Request) -> Response:
+    prompt_id = request.query_params.get("prompt_id", "")
+    return _json({"runs": [run.rollouts.history(prompt_id) for run in runs]})
+
+
+def _image(runs: Sequence[ViewedRun], request: Request) -> Response:
+    number = request.path_params["run"]
+    image = read_image(runs[number].record.path, request.path_params["name"]) if number < len(runs) else None
+    if image is None:
+        raise HTTPException(404)
+    content, media_type = image
+    return Response(content, media_type=media_type, headers={"Cache-Control": "private, max-age=3600"})
+
+
+_ANSWERS: Mapping[str, Callable[[Sequence[ViewedRun], Request], Response]] = {
+    "state": _state,
+    "metrics": _metrics,
+    "config": _config,
+    "groups": _groups,
+    "group": _group,
+    "history": _history,
+}
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address. port: 0 for any. Raises: ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(128)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another --port") from error
+    return listening
+
+
+def make_server(runs: Sequence[ViewedRun], *, host: str = "127.0.0.1", token: str = "") -> uvicorn.Server:
+    """Return a server of the page; see make_app. It runs by `run(sockets=[listen(host, port)])`."""
+    config = uvicorn.Config(
+        make_app(runs, host=host, token=token),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=2,
+        ws="none",
+    )
+    return uvicorn.Server(config)
+
+
+def serve(runs: Sequence[ViewedRun], listening: socket.socket, *, host: str, token: str = "") -> None:
+    """Serve the page of runs at a socket from listen(), until Ctrl-C."""
+    server = make_server(runs, host=host, token=token)
+    for run in runs:
+        run.start()
+    try:
+        server.run(sockets=[listening])
+    finally:
+        for run in runs:
+            run.close()
+
+
+def address(listening: socket.socket, host: str, token: str = "") -> str:
+    """Return the address of the page, with the token."""
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{listening.getsockname()[1]}/{f'?token={token}' if token else ''}"
+
+
+def default_cache(home: Path, xdg_cache_home: str | None) -> Path:
+    """Return the folder of indices: below the user's cache folder."""
+    return (Path(xdg_cache_home) if xdg_cache_home else home / ".cache") / "trigon" / "view"
