@@ -10,7 +10,7 @@ from trigon.config.compared import compared_options, is_accepted, schedule_depen
 from trigon.config.options import options
 from trigon.config.schema import Config
 
-# Compared by the content of files (build/origin.py, data/stream.py).
+# Compared by the content of files (assemble/origin.py, data/stream.py).
 BY_CONTENT = {
     "data.train_files",
     "data.train_weights",

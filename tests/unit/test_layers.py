@@ -113,7 +113,7 @@ SWALLOW = (
     "tools/view/runs.py",
 )
 # scripts/configuration_page.py is a command of its own: it writes docs/configuration.md.
-# starter/reward_template.py becomes a script of the user's own.
+# tools/init/reward_template.py becomes a script of the user's own.
 PRINT = ("tools/cli/", "report/", "scripts/configuration_page.py", "tools/init/reward_template.py")
 
 

@@ -66,7 +66,7 @@ LearningRateSchedule = Literal["constant", "cosine"]
 """The learning rate after warm-up (training/optim.py)."""
 
 WatchLevel = Literal["off", "warn", "stop"]
-"""What a watcher does when it sees something (watch/watch.py)."""
+"""What a watcher does when it sees something (report/watch/watch.py)."""
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 """A floating-point format; models/dtypes.py has the torch dtypes."""
