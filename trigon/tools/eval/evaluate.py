@@ -1,6 +1,6 @@
 """Samples and scores a dataset with one or several models, and compares the results.
 
-Prompts, engines, rewards and seeds are those of a run's validation (trigon/validation.py, assemble/),
+Prompts, engines, rewards and seeds are those of a run's validation (validation.py, assemble/),
 so that the same settings give the same completions.
 """
 
