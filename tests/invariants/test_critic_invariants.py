@@ -215,7 +215,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
         yield processes
 
 
-@pytest.mark.extended(cases=["lora"])
+@pytest.mark.extended(but=["full"])
 @pytest.mark.parametrize(
     ("lora_rank", "shares", "ranks_per_row"),
     [(0, ((2,), (0, 1)), 1), (4, ((2,), (0, 1)), 1), (0, ((0, 1, 2), (0, 1, 2)), 2)],
@@ -278,7 +278,7 @@ def train_trunk_on_ranks(
     return metrics, [[[each.tolist() for each in group] for group in part] for part in scored]
 
 
-@pytest.mark.extended(cases=["lora"])
+@pytest.mark.extended(but=["full"])
 @pytest.mark.parametrize(
     ("lora_rank", "shares", "ranks_per_row"),
     [(0, ((2,), (0, 1)), 1), (4, ((2,), (0, 1)), 1), (0, ((0, 1, 2), (0, 1, 2)), 2)],

@@ -441,7 +441,7 @@ def test_measured_token_budgets_give_the_same_updates_as_configured_ones_bit_for
     assert measured == configured
 
 
-@pytest.mark.extended(but=["bfloat16 weights"])
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "options",
     [
