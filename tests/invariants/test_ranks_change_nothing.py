@@ -192,12 +192,6 @@ def train_on_rank(task: Task) -> Result:
         return train(task)
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    with RankProcesses(4, tmp_path_factory.mktemp("rendezvous")) as processes:
-        yield processes
-
-
 def run(processes: RankProcesses, task: Task) -> list[Result]:
     """Return the results of a task on each of its ranks, or of this process."""
     for folder in task.saved.values():
