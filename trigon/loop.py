@@ -25,9 +25,9 @@ from trigon.rollout.statistics import describe_validation
 from trigon.run import AheadBatch, Progress, Run, StreamedGroups
 from trigon.skipped_updates import RecentUpdates, UpdatedModel, describe_skipped, how_to_go_on
 from trigon.system.garbage import return_freed_memory
+from trigon.trace import traced
 from trigon.train_groups import prepare_groups
 from trigon.training.protocol import SKIPPED_GRAD_NORM, CriticEngine, TrainEngine, TrunkCriticEngine
-from trigon.training.trace import traced
 from trigon.training.update_plan import has_gradient
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
 from trigon.watch.watch import describe_stop

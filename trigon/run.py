@@ -25,9 +25,9 @@ from trigon.resuming import SameCommand
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
 from trigon.skipped_updates import RecentUpdates
+from trigon.trace import Tracer
 from trigon.train_groups import AdvantageSettings
 from trigon.training.protocol import CriticEngine, LogprobEngine, TrainEngine
-from trigon.training.trace import Tracer
 from trigon.types import RolloutGroup, SamplingParams
 from trigon.validation import Evaluator
 from trigon.watch.watch import Watch

@@ -32,7 +32,7 @@ LAYER = {
     "hooks": 1, "algorithms": 1, "config": 1, "records": 1, "watch": 1,
     "names": 0, "suggestions": 0, "json_files": 0, "installation": 0, "terminal": 0, "types": 0,
     "errors": 0, "metrics": 0, "torchvision_stub": 0, "content": 0, "grace": 0, "secrets": 0, "system": 0,
-    "resuming": 0, "images": 0,
+    "resuming": 0, "images": 0, "trace": 0,
     "__init__": 8,  # names of all layers, imported when they are first used
 }  # fmt: skip
 
