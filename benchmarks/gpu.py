@@ -229,8 +229,7 @@ def profile_of(run: Callable[[], Tensor], device: torch.device) -> str:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    # acc_events: see LocalTracer.
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+    with torch.profiler.profile(activities=activities) as profiler:
         run()
     order = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     return str(profiler.key_averages().table(sort_by=order, row_limit=15, max_name_column_width=60))

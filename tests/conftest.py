@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.ranks import RankProcesses
 from trigon.system.garbage import set_gc_threshold
 
 set_gc_threshold()  # as every process of ours does
@@ -132,6 +133,13 @@ def _stop_signals() -> list[tuple[str, object, bool, bool]]:
         (number.name, signal.getsignal(number), bool(ignored >> (number - 1) & 1), number in blocked)
         for number in numbers
     ]
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    """Processes that run functions as ranks."""
+    with RankProcesses(tmp_path_factory.mktemp("ranks")) as processes:
+        yield processes
 
 
 @pytest.fixture(scope="session")

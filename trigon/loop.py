@@ -26,9 +26,9 @@ from trigon.run import AheadBatch, Progress, Run, StreamedGroups
 from trigon.skipped_updates import RecentUpdates, UpdatedModel, describe_skipped, how_to_go_on
 from trigon.system.garbage import return_freed_memory
 from trigon.system.grace import StepLeft
+from trigon.system.trace import traced
 from trigon.train_groups import prepare_groups
 from trigon.training.protocol import SKIPPED_GRAD_NORM, CriticEngine, TrainEngine, TrunkCriticEngine
-from trigon.training.trace import traced
 from trigon.training.update_plan import has_gradient
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
 

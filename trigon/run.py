@@ -26,9 +26,9 @@ from trigon.rollout.protocol import RolloutEngine
 from trigon.skipped_updates import RecentUpdates
 from trigon.system.grace import Grace
 from trigon.system.resuming import SameCommand
+from trigon.system.trace import Tracer
 from trigon.train_groups import AdvantageSettings
 from trigon.training.protocol import CriticEngine, LogprobEngine, TrainEngine
-from trigon.training.trace import Tracer
 from trigon.types import RolloutGroup, SamplingParams
 from trigon.validation import Evaluator
 

@@ -134,6 +134,7 @@ def test_the_files_of_the_folder_arrive_in_a_private_repository(pushed):
     assert out.splitlines()[-1].startswith(f"pushed: {hub.endpoint}/me/geo/commit/")
 
 
+@pytest.mark.extended
 def test_large_files_are_uploaded_by_lfs_and_small_ones_in_the_commit(pushed):
     hub, _, folder = pushed
     assert hub.repositories["me/geo"].files["model.safetensors"] in hub.objects.values()

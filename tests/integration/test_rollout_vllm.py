@@ -1,5 +1,6 @@
 """Behaviour of VllmEngine alone: the state of its process, and its checks of weights and images."""
 
+import json
 import logging
 import os
 import random
@@ -17,11 +18,13 @@ from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.rollout.checksums import read_sums, sum_values
 from trigon.rollout.vllm import RunsWith, process
+from trigon.system.trace import DecodeTracer
 from trigon.types import LocalWeights, Prompt, SamplingParams, Vision
 
 pytestmark = pytest.mark.vllm
 
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, ignore_eos=True, seed=5)
+TRACED_STEP = 99
 
 
 def weights_of(folder, processors):
@@ -57,10 +60,16 @@ def processors(tiny_vlm):
 
 
 @pytest.fixture(scope="module")
-def started(tiny_vlm, processors):
+def traces(tmp_path_factory):
+    """Return the folder of traces of TRACED_STEP."""
+    return tmp_path_factory.mktemp("profile")
+
+
+@pytest.fixture(scope="module")
+def started(tiny_vlm, processors, traces):
     """Return the engine, the trainer's weights, and the keys of process_state that changed."""
     before = process_state()
-    engine = make_vllm_engine(tiny_vlm, processors)
+    engine = make_vllm_engine(tiny_vlm, processors, tracer=DecodeTracer(traces, rank=None, steps=(TRACED_STEP,)))
     after = process_state()
     yield engine, weights_of(tiny_vlm, processors), {name for name in before if before[name] != after[name]}
     engine.close()
@@ -114,6 +123,18 @@ def test_sampling_does_not_change_the_process_or_its_random_generators(engine, w
     with engine.awake(handle_of(weights), version=0):
         engine.generate(prompts, SAMPLING, step=1)
     assert process_state() == before
+
+
+def test_a_trace_has_the_decode_steps_after_the_prompts_and_changes_no_token(engine, weights, prompts, traces):
+    short = replace(SAMPLING, max_tokens=4)
+    with engine.awake(handle_of(weights), version=0):
+        traced, again = (engine.generate(prompts, short, step=TRACED_STEP) for _ in range(2))
+    assert traced == again
+    [trace] = traces.iterdir()
+    events = json.loads(trace.read_text())["traceEvents"]
+    # The step that computes the prompts samples the first of four tokens.
+    assert [event.get("name") for event in events].count("decode step") == 3
+    assert any(event.get("name", "").startswith("aten::") for event in events)
 
 
 def test_the_image_processor_is_not_called(engine, weights, prompts, processors, monkeypatch):

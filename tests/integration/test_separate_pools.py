@@ -84,7 +84,8 @@ def test_separate_pools_have_the_numbers_of_shared_workers_also_when_samplers_ar
     options = ("trainer.n_gpus_per_node=2", "trainer.save_freq=-1")
     finish(train(made, shared, *options, steps=3), shared)
     assert_learned(shared)
-    process = train(made, separate, *options, *SEPARATE, steps=3, environment={MARK: mark})
+    traced = "trainer.profile_steps=[1]"
+    process = train(made, separate, *options, *SEPARATE, traced, steps=3, environment={MARK: mark})
     kill(process, separate, mark, method="generate", after=1)  # the other replica samples its prompts
     finish(process, separate)
     assert learned(separate) == learned(shared)
@@ -96,6 +97,9 @@ def test_separate_pools_have_the_numbers_of_shared_workers_also_when_samplers_ar
     log = log_of(separate).read_text()
     assert "the process died" in log
     assert "is replaced, and the run goes on" in log
+    of_samplers = {f"step_000001.decode.sampler_{replica}.rank_0.json" for replica in range(2)}
+    of_learners = {f"step_000001.rank_{rank}.json" for rank in range(2)}
+    assert {path.name for path in (separate / "profile").iterdir()} == of_samplers | of_learners
 
 
 @pytest.mark.long

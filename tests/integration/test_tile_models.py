@@ -135,6 +135,7 @@ def test_freezing_the_vision_tower_freezes_its_projector(folder: Path) -> None:
     }
 
 
+@pytest.mark.extended(but=["llava-qwen2"])
 @pytest.mark.vllm
 @pytest.mark.parametrize(("model_type", "inside"), [("internvl", "qwen3"), ("internvl", "llama"), ("llava", "qwen2")])
 def test_another_supported_language_model_gives_the_same_log_probabilities_in_all_engines(

@@ -70,6 +70,7 @@ def test_starting_a_finished_run_again_changes_nothing(made, uninterrupted):
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.extended
 def test_ctrl_c_and_sigterm_save_the_current_step_and_the_next_run_resumes_after_it(made, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     process = start(made, folder, "trainer.save_freq=-1")

@@ -59,6 +59,7 @@ def rewards(browser: Browser) -> list[str]:
     return browser.run("[...document.querySelectorAll('.completion .reward b')].map(e => e.textContent)")
 
 
+@pytest.mark.extended
 def test_curves_of_all_runs_are_in_one_chart(browser, page):
     browser.open(page)
     browser.wait(CHARTS)
@@ -182,6 +183,7 @@ def test_coloured_tokens_stay_in_their_turns_beside_what_was_observed(browser, t
         browser.click("[aria-label='Colour of tokens'] [data-value=plain]")
 
 
+@pytest.mark.extended
 def test_validations_are_drawn_as_they_are_and_other_metrics_smoothed(browser, tmp_path):
     folder = tmp_path / "run"
     values = [0.125, 0.875, 0.25, 0.6875]
@@ -200,6 +202,7 @@ def test_validations_are_drawn_as_they_are_and_other_metrics_smoothed(browser, t
     assert drawn["reward/overall"][1][-1] != values[-1]
 
 
+@pytest.mark.extended
 def test_a_run_is_live_while_a_process_writes_to_it(browser, tmp_path):
     folder = write_run(tmp_path / "run", num_steps=1)
     with served([folder], tmp_path / "cache") as (url, _):
@@ -305,11 +308,13 @@ def test_what_models_and_datasets_write_stays_text(browser, hostile, tmp_path):
         assert "is not a rollout" in browser.text(".problem")
 
 
+@pytest.mark.extended
 def test_a_hostile_run_stays_text_in_an_exported_file(browser, hostile, tmp_path):
     export(open_runs([hostile], cache=tmp_path / "cache"), tmp_path / "run.html")
     check_hostile_page(browser, (tmp_path / "run.html").as_uri())
 
 
+@pytest.mark.extended
 def test_an_exported_file_shows_the_run_without_a_network(browser, folders, tmp_path):
     runs = open_runs(folders, cache=tmp_path / "cache")
     written = export(runs, tmp_path / "runs.html", max_rollouts=40)
@@ -330,6 +335,7 @@ def test_an_exported_file_shows_the_run_without_a_network(browser, folders, tmp_
     assert str(folders[0].parent) not in written.path.read_text(encoding="utf-8"), "paths of the machine are private"
 
 
+@pytest.mark.extended(cases=["True"])
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_phone_has_the_list_then_the_group_and_nothing_is_too_wide(browser, page, dark):
     browser.look(width=390, height=844, is_phone=True, dark=dark)
@@ -383,6 +389,7 @@ CONTRAST = """
 """
 
 
+@pytest.mark.extended(cases=["True"])
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_has_contrast_and_controls_have_names(browser, page, dark):
     browser.look(width=1280, height=800, dark=dark)

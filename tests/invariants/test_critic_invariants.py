@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from support.critics import flat, make_critic, make_trunk, make_value_model, set
 from support.engines import make_engine, make_rollouts, tensors_in, to_train
 from support.models import processors_of
 from support.oracle import load_hugging_face, padded_logits
-from support.ranks import RankProcesses
 from trigon.data.packing import by_group, pack_rollouts
 from trigon.errors import CheckpointError
 from trigon.metrics import Metrics, merge, values
@@ -209,20 +208,14 @@ def train_on_ranks(
     return metrics, [[each.tolist() for each in group] for group in scored]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
-    with RankProcesses(2, tmp_path_factory.mktemp("critic-ranks")) as processes:
-        yield processes
-
-
-@pytest.mark.extended(cases=["lora"])
+@pytest.mark.extended(but=["full"])
 @pytest.mark.parametrize(
     ("lora_rank", "shares", "ranks_per_row"),
     [(0, ((2,), (0, 1)), 1), (4, ((2,), (0, 1)), 1), (0, ((0, 1, 2), (0, 1, 2)), 2)],
     ids=["full", "lora", "rows together"],
 )
-def test_two_ranks_compute_what_one_process_does(ranks, tiny_vlm, tmp_path, lora_rank, shares, ranks_per_row):
-    results = ranks.run(train_on_ranks, tiny_vlm, shares, FULL, lora_rank, tmp_path / "two", ranks_per_row, ranks=2)
+def test_two_ranks_compute_what_one_process_does(processes, tiny_vlm, tmp_path, lora_rank, shares, ranks_per_row):
+    results = processes.run(train_on_ranks, tiny_vlm, shares, FULL, lora_rank, tmp_path / "two", ranks_per_row, ranks=2)
     metrics, scored = train_on_ranks(tiny_vlm, ((0, 1, 2),), None, lora_rank, tmp_path / "one")
     for update, expected in enumerate(metrics):
         merged: Metrics = merge(*(each[0][update] for each in results))
@@ -278,16 +271,16 @@ def train_trunk_on_ranks(
     return metrics, [[[each.tolist() for each in group] for group in part] for part in scored]
 
 
-@pytest.mark.extended(cases=["lora"])
+@pytest.mark.extended(but=["full"])
 @pytest.mark.parametrize(
     ("lora_rank", "shares", "ranks_per_row"),
     [(0, ((2,), (0, 1)), 1), (4, ((2,), (0, 1)), 1), (0, ((0, 1, 2), (0, 1, 2)), 2)],
     ids=["full", "lora", "rows together"],
 )
 def test_two_ranks_with_one_trunk_compute_what_one_process_does(
-    ranks, tiny_vlm, tmp_path, lora_rank, shares, ranks_per_row
+    processes, tiny_vlm, tmp_path, lora_rank, shares, ranks_per_row
 ):
-    results = ranks.run(
+    results = processes.run(
         train_trunk_on_ranks, tiny_vlm, shares, FULL, lora_rank, tmp_path / "two", ranks_per_row, ranks=2
     )
     metrics, scored = train_trunk_on_ranks(tiny_vlm, ((0, 1, 2),), None, lora_rank, tmp_path / "one")

@@ -192,12 +192,6 @@ def train_on_rank(task: Task) -> Result:
         return train(task)
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    with RankProcesses(4, tmp_path_factory.mktemp("rendezvous")) as processes:
-        yield processes
-
-
 def run(processes: RankProcesses, task: Task) -> list[Result]:
     """Return the results of a task on each of its ranks, or of this process."""
     for folder in task.saved.values():
@@ -441,7 +435,7 @@ def test_measured_token_budgets_give_the_same_updates_as_configured_ones_bit_for
     assert measured == configured
 
 
-@pytest.mark.extended(but=["bfloat16 weights"])
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "options",
     [

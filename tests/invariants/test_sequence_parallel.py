@@ -15,7 +15,6 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from support.engines import ONE_ROW, TERMS, make_engine, make_rollouts, processors_of, to_train
-from support.ranks import RankProcesses
 from trigon.algorithms.reduce import count_denominators
 from trigon.data.packing import by_owner, pack_train
 from trigon.models.policy import full_tensor
@@ -91,12 +90,6 @@ def compute(task: Task) -> bytes:
         if parameter.grad is not None:
             result[f"gradient/{name}"] = full_tensor(parameter.grad).contiguous()
     return save(result)
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    with RankProcesses(4, tmp_path_factory.mktemp("rendezvous")) as processes:
-        yield processes
 
 
 # The models have four heads and two key heads, each of which two of four ranks need.

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from support.engines import CPU, make_engine, make_rollouts, processors_of, to_train
-from support.ranks import RankProcesses
 from trigon.assemble.pools import collective_timeout_seconds
 from trigon.config.schema import Config
 from trigon.models.load import load_model
@@ -26,12 +25,6 @@ from trigon.training.fsdp import Sharding, TorchProcessGroup, open_sharded
 SHARDING = Sharding(
     full_shard=True, ranks_per_copy=None, param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cpu_offload=False
 )
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    with RankProcesses(2, tmp_path_factory.mktemp("rendezvous")) as processes:
-        yield processes
 
 
 # -- gathered weights ------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from support.engines import FULL_KL_TERMS, TERMS, make_engine, make_rollouts, to_train, weights_of
-from support.ranks import RankProcesses
 from trigon.metrics import Metrics
 from trigon.training import local
 from trigon.training.fsdp import Sharding
@@ -59,12 +58,6 @@ def train(model: Path, options: dict[str, Any], offload: bool) -> tuple[list[Met
             engine.logprobs(rollouts)
             metrics.append(engine.step(to_train(rollouts)))
     return metrics, weights_of(engine)
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    with RankProcesses(2, tmp_path_factory.mktemp("rendezvous")) as processes:
-        yield processes
 
 
 @pytest.mark.extended

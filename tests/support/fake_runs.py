@@ -39,9 +39,9 @@ from trigon.rewards.pool import RewardPool
 from trigon.rollout.fake import FakeEngine
 from trigon.run import Intervals, Run
 from trigon.system.resuming import SAME_COMMAND
+from trigon.system.trace import LocalTracer
 from trigon.train_groups import AdvantageSettings
 from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
-from trigon.training.trace import LocalTracer
 from trigon.types import Prompt, RolloutGroup, SamplingParams, TrainGroup
 from trigon.validation import Evaluator
 

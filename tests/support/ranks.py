@@ -1,9 +1,9 @@
 """Processes that run functions as ranks.
 
-They are started once and import the libraries; every call runs in a fork of each of them, with a
-new gloo process group. torch keeps names of process groups in caches that outlive the groups (those
-of how tensors are redistributed, for one), so a process can have only one default group in its life
-without mistaking a new group for an old one.
+They are started once for all files of tests and import the libraries; every call runs in a fork of
+each of them, with a new gloo process group. torch keeps names of process groups in caches that
+outlive the groups (those of how tensors are redistributed, for one), so a process can have only one
+default group in its life without mistaking a new group for an old one.
 """
 
 from __future__ import annotations
@@ -32,25 +32,17 @@ _SLOW_IMPORTS = {"torch", "transformers", "peft", "trigon"}  # a fork that impor
 
 
 class RankProcesses:
-    """Up to max_ranks processes.
+    """As many processes as the calls so far had ranks.
 
     A function that runs on them has to be importable from a module.
     """
 
-    def __init__(self, max_ranks: int, folder: Path) -> None:
-        """Start the processes. folder: empty; for the rendezvous files of the process groups."""
+    def __init__(self, folder: Path) -> None:
+        """Start no process yet. folder: empty; for the rendezvous files of the process groups."""
         self._folder = folder
         self._calls = itertools.count()
-        context = multiprocessing.get_context("spawn")
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
-        for rank in range(max_ranks):
-            connection, child_connection = context.Pipe()
-            process = context.Process(target=_serve, args=(child_connection, self._stack_file(rank)))
-            process.start()
-            child_connection.close()
-            self._processes.append(process)
-            self._connections.append(connection)
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
         """Return what function(*args) returns on each rank.
@@ -58,6 +50,8 @@ class RankProcesses:
         Fails with the first traceback if it raises on any rank, and with the stacks of all ranks if
         one does not return in time.
         """
+        while len(self._processes) < ranks:
+            self._start()
         rendezvous = self._folder / str(next(self._calls))
         connections = self._connections[:ranks]
         for rank, connection in enumerate(connections):
@@ -73,6 +67,15 @@ class RankProcesses:
         for rank, (_, error) in enumerate(outcomes):
             assert error is None, f"rank {rank}: {error}"
         return [result for result, _ in outcomes]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        connection, child_connection = context.Pipe()
+        process = context.Process(target=_serve, args=(child_connection, self._stack_file(len(self._processes))))
+        process.start()
+        child_connection.close()
+        self._processes.append(process)
+        self._connections.append(connection)
 
     def _stack_file(self, rank: int) -> Path:
         return self._folder / f"stacks of rank {rank}"

@@ -14,6 +14,7 @@ from trigon.models.load import Processors
 from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.transformers import TransformersEngine
 from trigon.rollout.vllm import VllmEngine, VllmSettings
+from trigon.system.trace import DecodeTracer
 from trigon.types import LocalWeights, NamedTensors
 
 
@@ -40,9 +41,11 @@ def make_vllm_settings(folder: Path | str, **changes: Any) -> VllmSettings:
     return VllmSettings(**(defaults | changes))
 
 
-def make_vllm_engine(folder: Path | str, processors: Processors, **changes: Any) -> VllmEngine:
+def make_vllm_engine(
+    folder: Path | str, processors: Processors, *, tracer: DecodeTracer | None = None, **changes: Any
+) -> VllmEngine:
     """Start vLLM on the CPU, with these fields of make_vllm_settings changed."""
-    return VllmEngine(make_vllm_settings(folder, **changes), processors)
+    return VllmEngine(make_vllm_settings(folder, **changes), processors, tracer=tracer)
 
 
 def make_transformers_engine(

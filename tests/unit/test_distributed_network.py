@@ -15,7 +15,7 @@ from trigon.distributed.local_ray import choose_base, make_base
 from trigon.distributed.rendezvous import listen_at, open_store
 from trigon.errors import ConfigError
 from trigon.system.network import LOOPBACK, find_interface, loopback_variables
-from trigon.system.variables import keep_compiled_code, set_variables
+from trigon.system.variables import keep_compiled_code, let_segments_grow, set_variables
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -135,3 +135,11 @@ def test_compiled_code_is_kept_in_the_users_cache_which_is_private(monkeypatch, 
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     keep_compiled_code()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+@pytest.mark.parametrize("own", [{}, {"PYTORCH_ALLOC_CONF": "x"}, {"PYTORCH_CUDA_ALLOC_CONF": "x"}])
+def test_segments_of_gpu_memory_grow_unless_the_user_has_set_the_allocator(monkeypatch, own):
+    environment = dict(own)
+    monkeypatch.setattr(os, "environ", environment)
+    let_segments_grow()
+    assert environment == (own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})

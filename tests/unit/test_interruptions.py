@@ -95,6 +95,9 @@ class OneByOne:
     def submit(self, request):
         self.pending.append(request)
 
+    def is_decoding(self):
+        return True
+
     def step(self):
         return [(self.pending.pop(0).name, SampledTurn((7,), (-1.0,), "x", "stop"))]
 

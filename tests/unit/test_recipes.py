@@ -316,6 +316,15 @@ def test_a_source_without_usable_rows_is_an_error(prepare, rows, message, tmp_pa
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_the_prompt_for_mathematics_has_easyr1s_wording():
+    """So that scores can be compared."""
+    assert (EXAMPLES / "format_prompt" / "math.jinja").read_text(encoding="utf-8").strip() == (
+        "{{ content | trim }} You FIRST think about the reasoning process as an internal monologue and then "
+        "provide the final answer. The reasoning process MUST BE enclosed within <think> </think> tags. "
+        "The final answer MUST BE put in \\boxed{}."
+    )
+
+
 # -- scripts/model_merger.py -----------------------------------------------------------------------
 
 

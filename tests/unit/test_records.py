@@ -14,6 +14,7 @@ from trigon.report.metrics import StepMetrics
 from trigon.report.rollouts import SCHEMA_VERSION, RolloutRow, TokenRecord, find_rollouts, read_rollouts
 from trigon.report.run import find_runs, flatten, open_run
 from trigon.report.run_folder import RunFolder
+from trigon.tools.view.runs import open_runs
 
 ROW = RolloutRow(
     prompt_id="train:17",
@@ -108,6 +109,9 @@ def test_a_folder_with_one_run_in_it_is_that_run(folder):
     (outer / "quickstart" / "run" / "rollouts").mkdir(parents=True)
     runs = [outer / "another", outer / "quickstart" / "run", outer / "run"]
     assert [run.path for run in find_runs(outer)] == runs
+    viewed = open_runs([outer, runs[0]], cache=outer / "cache")
+    assert [run.record.path for run in viewed] == runs
+    assert len({run.name for run in viewed}) == 3
     assert [run.path for run in find_runs(outer / "run")] == [outer / "run"]
 
 

@@ -297,6 +297,7 @@ def test_the_summary_includes_the_steps_before_a_resume(folder, stream, clock, t
     assert ["all", "20.0", "s", "100", "%"] in words
     text = stream.getvalue()
     assert "tokens, prompts included: 10,000 (500 per second of the run)" in text
+    assert "trained on" not in text  # nothing is learned from prompts
     for part in (f"run:      {folder.path}\n", f"model:    {tmp_path / 'model'}\n", "next:\n  trigon train more=1\n"):
         assert part in text
 

@@ -1,5 +1,8 @@
 """The fake engine satisfies the rollout protocol as the real ones do."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +10,7 @@ from support.rollout import NO_WEIGHTS
 from trigon.errors import EngineError
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.seeds import sample_seed
+from trigon.system.trace import NUM_DECODE_STEPS, DecodeTracer
 from trigon.types import LocalWeights, Prompt, SamplingParams, WeightsHandle
 
 SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=20, ignore_eos=False, seed=7)
@@ -105,3 +109,48 @@ def test_generate_raises_while_the_engine_sleeps(tokenizer):
         pass
     with pytest.raises(EngineError, match="sleeps"):
         fake.generate([prompt()], SAMPLING, step=0)
+
+
+def traced_engine(tokenizer, folder, **names):
+    return FakeEngine(
+        tokenizer=tokenizer,
+        stop_token_id=tokenizer.eos_token_id,
+        complete=lambda prompt, version, seed: "one two three " * 20,
+        tokens_per_step=1,
+        tracer=DecodeTracer(folder, steps=(2, 5), **names),
+    )
+
+
+def num_decode_steps(trace):
+    return [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]].count("decode step")
+
+
+@pytest.mark.parametrize(
+    ("names", "length", "traced", "name"),
+    [
+        ({"rank": None}, 20, NUM_DECODE_STEPS, "step_000002.decode.json"),
+        ({"rank": 1}, 3, 3, "step_000002.decode.rank_1.json"),  # all that there are
+        ({"rank": 0, "pool": "sampler_3"}, 20, NUM_DECODE_STEPS, "step_000002.decode.sampler_3.rank_0.json"),
+    ],
+)
+def test_decode_steps_of_the_first_call_of_a_traced_step_are_traced(tokenizer, tmp_path, names, length, traced, name):
+    fake, sampling = traced_engine(tokenizer, tmp_path, **names), replace(SAMPLING, max_tokens=length)
+    with fake.awake(NO_WEIGHTS, version=0):
+        fake.generate([prompt("a"), prompt("b")], sampling, step=1)
+        assert list(tmp_path.iterdir()) == []
+        fake.generate([prompt("a"), prompt("b")], sampling, step=2)
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+        assert num_decode_steps(tmp_path / name) == traced
+        (tmp_path / name).unlink()
+        fake.generate([prompt("a")], sampling, step=2)  # a further round of sampling, or a validation
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_traced_call_that_is_interrupted_writes_its_trace(tokenizer, tmp_path):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    fake = traced_engine(tokenizer, tmp_path, rank=None)
+    with fake.awake(NO_WEIGHTS, version=0), pytest.raises(KeyboardInterrupt):
+        fake.generate([prompt()], SAMPLING, step=2, on_progress=interrupt)
+    assert num_decode_steps(tmp_path / "step_000002.decode.json") == 1

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from support.ranks import RankProcesses
 from trigon.errors import CheckpointError, PeerError
 from trigon.training import state
 from trigon.training.state import ShardedFiles, StoredTensor, copy_to_host, load_tensors, save_tensors
@@ -28,12 +27,6 @@ SHARDED = {
 }
 PLAIN = {"layer.weight/step": torch.tensor(5.0), "table": torch.arange(6).view(2, 3)}
 TENSORS = SHARDED | PLAIN
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    with RankProcesses(3, tmp_path_factory.mktemp("rendezvous")) as processes:
-        yield processes
 
 
 def sharded(tensors=SHARDED, *, copies=1):

@@ -40,11 +40,11 @@ from trigon.rollout.restart import RestartableEngine, RestartingEngine
 from trigon.system.cpus import count_usable_cpus
 from trigon.system.installation import install_command
 from trigon.system.json_files import write_json
+from trigon.system.trace import FOLDER, DecodeTracer, LocalTracer, Tracer
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.memory import host_memory_for, memory_of
 from trigon.training.parallel import SingleProcess
 from trigon.training.protocol import CriticEngine, LogprobEngine, Sizes, TrainEngine, TunableEngine
-from trigon.training.trace import FOLDER, LocalTracer, Tracer
 
 
 class TuneMicroBatch(Protocol):
@@ -108,7 +108,11 @@ def open_engines(
         settings = None if episodes is None else open_episodes(config, processors, *episodes, images)
         if settings is not None:
             settings = replace(settings, media=images)  # a Worker tells its images of steps itself
-        rollout = open_rollout(config, processors, place, trainer, shows_videos=shows_videos, episodes=settings)
+        folder = resolve_run_folder(config) / FOLDER
+        decode_tracer = DecodeTracer(folder, rank=None, steps=config.trainer.profile_steps)
+        rollout = open_rollout(
+            config, processors, place, trainer, shows_videos=shows_videos, episodes=settings, tracer=decode_tracer
+        )
         if isinstance(rollout, RestartableEngine):
             rollout = RestartingEngine(
                 rollout,
@@ -118,7 +122,7 @@ def open_engines(
                 before_restart=trainer.offload,
             )
         stack.callback(rollout.close)
-    tracer = LocalTracer(resolve_run_folder(config) / FOLDER, rank=None)
+    tracer = LocalTracer(folder, rank=None)
 
     def tune_micro_batch(lengths: Lengths, known: Budgets | None) -> Budgets:
         memory = memory_of(place.device, shared_by=1)
@@ -154,9 +158,11 @@ def open_rollout(
     *,
     shows_videos: bool,
     episodes: EpisodeSettings | None = None,
+    tracer: DecodeTracer | None = None,
 ) -> RolloutEngine:
     """Start the rollout engine. episodes: None: completions of one turn.
 
+    tracer: of decode steps; None: no traces.
     trainer: the train engine on the same device; None: the device is the engine's alone. What it
     offloads leaves the device first: vLLM takes a share of all of its memory when it starts, not of
     what is left.
@@ -200,7 +206,7 @@ def open_rollout(
                 weight_check_freq=rollout.weight_check_freq,
                 stays_awake=trainer is None,
             )
-            return VllmEngine(settings, processors, episodes)
+            return VllmEngine(settings, processors, episodes, tracer=tracer)
         case "transformers":
             from trigon.rollout.transformers import TransformersEngine
 
@@ -214,6 +220,7 @@ def open_rollout(
                 override_config=model.override_config,
                 skip_special_tokens=config.worker.reward.skip_special_tokens,
                 episodes=episodes,
+                tracer=tracer,
             )
         case _:
             assert_never(rollout.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from trigon.assemble.critic import open_critic
 from trigon.assemble.data import open_images, open_processors
@@ -21,14 +21,20 @@ from trigon.environments.pool import EnvironmentPool
 from trigon.report.reporter import Reporter
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.restart import RestartingEngine
+from trigon.system.trace import FOLDER, DecodeTracer
 from trigon.training.budget import Budgets, Lengths
 from trigon.training.parallel import SingleProcess
-from trigon.training.trace import FOLDER
 
 if TYPE_CHECKING:
     from trigon.distributed.worker_engines import Opened, WorkerEngines
     from trigon.distributed.worker_group import WorkerGroup
     from trigon.training.fsdp import TorchProcessGroup
+
+
+class MakeDecodeTracer(Protocol):
+    """Makes the tracer of a worker's rollout engine."""
+
+    def __call__(self, *, rank: int) -> DecodeTracer: ...
 
 
 def open_workers(
@@ -104,7 +110,9 @@ def open_in_group(
     from trigon.distributed.worker import Worker
     from trigon.distributed.worker_group import DISK_SECONDS
 
-    build = partial(open_worker_engines, config_for_workers(config), plan, shows_videos, episodes, pool)
+    traces = resolve_run_folder(config).absolute() / FOLDER
+    make_tracer = partial(DecodeTracer, traces, steps=config.trainer.profile_steps, pool=group.role.replace(" ", "_"))
+    build = partial(open_worker_engines, config_for_workers(config), plan, shows_videos, episodes, pool, make_tracer)
     return group.call_all(Worker.open, build, phase="load", min_deadline_seconds=DISK_SECONDS)
 
 
@@ -144,6 +152,7 @@ def open_worker_engines(
     shows_videos: bool,
     episodes: EpisodeParts | None,
     pool: Pool,
+    make_tracer: MakeDecodeTracer,
     process_group: TorchProcessGroup,
 ) -> WorkerEngines:
     """Build the engines of one worker of a pool. Runs in all its workers at the same time."""
@@ -166,7 +175,15 @@ def open_worker_engines(
         environments.ready()
         settings = open_episodes(config, processors, episodes, environments, images)
     if pool.samples:
-        rollout = open_rollout(config, processors, place, trainer, shows_videos=shows_videos, episodes=settings)
+        rollout = open_rollout(
+            config,
+            processors,
+            place,
+            trainer,
+            shows_videos=shows_videos,
+            episodes=settings,
+            tracer=make_tracer(rank=process_group.rank),
+        )
     return WorkerEngines(
         trainer=trainer,
         reference=reference,

@@ -1034,8 +1034,8 @@ class TrainerConfig(Section):
     """
 
     profile_steps: tuple[Annotated[int, Field(ge=1, le=MAX_STEPS)], ...] = ()
-    """Steps whose first update is traced into `profile/` of the run folder, for Perfetto.
-    That update is slower, and a trace takes tens of MB. Trigon only."""
+    """Steps of which the first update and 8 decode steps are traced into `profile/`, for Perfetto.
+    The folder is in the run folder. These are slower, and a trace takes tens of MB. Trigon only."""
 
     val_freq: int = Field(default=-1, ge=-1, le=MAX_STEPS)
     """Steps between validations; 0 or -1: only before and after training."""

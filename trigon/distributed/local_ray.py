@@ -37,16 +37,16 @@ import os, signal, sys, time
 for number in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 if not sys.stdin.readline():
-    folder = os.fsencode(sys.argv[1])
     for _ in range(20):
-        for name in os.listdir("/proc"):
-            if name.isdecimal() and int(name) != os.getpid():
-                try:
-                    with open(f"/proc/{name}/cmdline", "rb") as file:
-                        if folder in file.read():
-                            os.kill(int(name), signal.SIGKILL)
-                except OSError:
-                    pass
+        for name in filter(str.isdecimal, os.listdir("/proc")):
+            try:
+                with open(f"/proc/{name}/cmdline", "rb") as file:
+                    is_of_ray = file.read(5) == b"ray::"
+                files = os.scandir(f"/proc/{name}/fd") if is_of_ray else ()
+                if any(os.readlink(file.path).startswith(sys.argv[1]) for file in files):
+                    os.kill(int(name), signal.SIGKILL)
+            except OSError:
+                pass
         time.sleep(0.25)
 """
 
@@ -112,13 +112,14 @@ def ending_with_driver(folder: Path) -> Iterator[None]:
     """End Ray's processes within seconds when this process is killed within the context.
 
     Most end by themselves. Its two agents find that the node manager has ended, and then try for a
-    minute to report that to a server that has ended as well (Ray 2.60, process_watcher.py).
-    folder: the one for the files of Ray, which the commands of its processes name.
+    minute to report that to a server that has ended as well (Ray 2.60, process_watcher.py). Agents
+    and workers replace their command by a title, and are found by their title and open files.
+    folder: the one for the files of Ray.
     """
-    if not Path("/proc/self/cmdline").exists():  # not Linux
+    if not Path("/proc/self/fd").exists():  # not Linux
         yield
         return
-    command = [sys.executable, "-S", "-E", "-c", _WATCHER, f"{folder}{os.sep}"]
+    command = [sys.executable, "-S", "-E", "-c", _WATCHER, f"{folder.resolve()}{os.sep}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as watcher:
         try:
             yield

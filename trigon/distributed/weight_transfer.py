@@ -23,6 +23,7 @@ from torch import Tensor
 
 from trigon.distributed.rendezvous import listen_at, open_store
 from trigon.errors import ParityError, TransferError
+from trigon.system.variables import set_variables
 from trigon.training.parallel import ProcessGroup
 from trigon.types import LocalWeights, NamedTensors, ReadWeights
 
@@ -34,6 +35,13 @@ BUCKET_BYTES = 256 * 2**20
 
 JOIN_SECONDS = 15.0
 """Time limit for all members to connect. All of them are idle when they are told to."""
+
+_RAISING = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+"""Read by ProcessGroupNCCL as it is made: the thread that waits gets the error of a lost member.
+
+Otherwise wait() returns at once and raises nothing, and torch's watchdog ends the whole process
+when a member dies or the time limit is reached. A group that waits so has no watchdog (torch 2.13).
+"""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ANY_DTYPE, _FAILED = len(_DTYPES), len(_DTYPES) + 1  # codes beside the indices of _DTYPES
@@ -78,7 +86,8 @@ class TransferGroup:
         try:
             if device.type == "cuda":
                 nccl: Any = dist.ProcessGroupNCCL
-                self._group: Any = nccl(store, rank, size, self._timeout)
+                with set_variables(_RAISING):
+                    self._group: Any = nccl(store, rank, size, self._timeout)
             else:
                 join = datetime.timedelta(seconds=JOIN_SECONDS)
                 self._group = dist.ProcessGroupGloo(store, rank, size, join)
@@ -221,7 +230,7 @@ class TransferGroup:
         options: Any = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = root, 0, timeout or self._timeout
         try:
-            self._group.broadcast([tensor], options).wait()
+            self._group.broadcast([tensor], options).wait(options.timeout)  # NCCL ignores that of the options
         except RuntimeError as error:
             raise TransferError(f"a member of the weight transfer has failed: {error}") from error
 

@@ -51,13 +51,13 @@ from trigon.system.gpu_memory import gpu_memory_metrics
 from trigon.system.network import LOOPBACK
 from trigon.system.signals import ignore_stop_signals
 from trigon.system.stacks import register_stacks
+from trigon.system.trace import LocalTracer
 from trigon.system.variables import let_segments_grow
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.fsdp import Rendezvous, TorchProcessGroup
 from trigon.training.memory import host_memory_for, memory_of
 from trigon.training.protocol import TunableEngine
-from trigon.training.trace import LocalTracer
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TrainGroup
 
 Group = TypeVar("Group", RolloutGroup, TrainGroup)

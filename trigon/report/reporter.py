@@ -89,7 +89,7 @@ class Reporter:
         Its wall-clock seconds are added to timing_s/<name> of the step that is reported next. Of
         nested phases only the outermost one is timed.
         """
-        from trigon.training.trace import marked  # imports torch
+        from trigon.system.trace import marked  # imports torch
 
         self._call_check()
         start = self._clock()

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from trigon.config.names import ToolFormat
 from trigon.data.turns import TurnTemplate, TurnTokens
@@ -31,6 +32,7 @@ from trigon.rollout.episode_state import Episode, Groups
 from trigon.rollout.protocol import OnGroup, Until
 from trigon.rollout.seeds import sample_seed
 from trigon.rollout.turns import BegunTurn, SampledTurn, TurnEngine
+from trigon.system.trace import DecodeTrace, DecodeTracer
 from trigon.types import Completion, FinishReason, Prompt, SamplingParams, Vision
 
 POLL_SECONDS = 1.0
@@ -51,6 +53,7 @@ class Episodes:
         to_text: Callable[[Sequence[int]], str],
         stop_token_ids: Sequence[int],
         on_cpu: bool,
+        tracer: DecodeTracer | None = None,
     ) -> None:
         """Keep the settings.
 
@@ -61,8 +64,10 @@ class Episodes:
             stop_token_ids: end a turn. The first one is the only token of an episode that failed
                 before anything was sampled.
             on_cpu: whether the engine samples on the CPU; see EpisodeSettings.turn_by_turn.
+            tracer: of the engine's decode steps; None: no traces.
         """
         self._settings = settings
+        self._tracer = DecodeTracer(Path(), rank=None, steps=()) if tracer is None else tracer
         self._media = None if settings is None else settings.media
         self._decode, self._to_text = decode, to_text
         self._stop_token_ids = tuple(stop_token_ids)
@@ -132,8 +137,8 @@ class Episodes:
         texts = (self._decode, self._to_text)
         rules = _Rules(sampling, self._turn_by_turn, *texts, self._stop_token_ids, policy_version)
         settings = None if sampling.one_turn else self._settings
-        with closing(_Run(settings, turns, episodes, groups, rules)) as run:
-            run.finish(on_progress, on_group, until)
+        with closing(_Run(settings, turns, episodes, groups, rules)) as run, self._tracer.call(step) as trace:
+            run.finish(trace, on_progress, on_group, until)
         # Not of a call that failed, whose episodes all run again.
         self._metrics = merge(self._metrics, run.metrics())
         return [groups.completions(prompt_index) for prompt_index in range(len(prompts))]
@@ -201,7 +206,11 @@ class _Run:
         self._started = time.perf_counter()
 
     def finish(
-        self, on_progress: Callable[[int | None], None] | None, on_group: OnGroup | None, until: Until | None = None
+        self,
+        trace: DecodeTrace,
+        on_progress: Callable[[int | None], None] | None,
+        on_group: OnGroup | None,
+        until: Until | None = None,
     ) -> None:
         """Run all episodes to their end, or until enough have ended."""
         num_complete, drained = 0, False
@@ -218,7 +227,9 @@ class _Run:
             self._submit()
             works = bool(self._sampling)
             if self._sampling:
-                for name, turn in self._turns.step():
+                with trace.engine_step(self._turns.is_decoding):
+                    ended_turns = self._turns.step()
+                for name, turn in ended_turns:
                     self._end_turn(self._sampling.pop(name), turn)
             works |= self._observe()
             ended, self._ended = self._ended, []

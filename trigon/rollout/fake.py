@@ -19,6 +19,7 @@ from trigon.rollout.episodes import Episodes
 from trigon.rollout.protocol import OnGroup, Until, require_local_weights
 from trigon.rollout.stopping import SamplesUntil
 from trigon.rollout.turns import BegunTurn, SampledTurn, TurnRequest
+from trigon.system.trace import DecodeTracer
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
 
 CompleteText = Callable[[Prompt, int, int], str | None]
@@ -37,6 +38,7 @@ class FakeEngine(SamplesUntil):
         token_logprob: float = -1.0,
         episodes: EpisodeSettings | None = None,
         tokens_per_step: int | None = None,
+        tracer: DecodeTracer | None = None,
     ) -> None:
         """Create the engine.
 
@@ -48,6 +50,7 @@ class FakeEngine(SamplesUntil):
             episodes: None: completions of one turn.
             tokens_per_step: tokens of all turns that are sampled at a time, as real engines do;
                 None: all turns of one prompt at a time.
+            tracer: of decode steps; None: no traces.
         """
         # Texts repeat, and a lookup takes a hundredth of the time of the tokenizer.
         self._encode = lru_cache(4096)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
@@ -62,6 +65,7 @@ class FakeEngine(SamplesUntil):
             to_text=self._decode,
             stop_token_ids=(stop_token_id,),
             on_cpu=True,
+            tracer=tracer,
         )
         self._version: int | None = None
         self._awake = False
@@ -161,6 +165,10 @@ class _FakeTurns:
     def submit(self, request: TurnRequest) -> None:
         """See TurnEngine."""
         self._pending.append(request)
+
+    def is_decoding(self) -> bool:
+        """See TurnEngine."""
+        return True
 
     def step(self) -> list[tuple[str, SampledTurn | None]]:
         """See TurnEngine."""

@@ -25,6 +25,7 @@ from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.episodes import Episodes
 from trigon.rollout.protocol import OnGroup, require_local_weights
 from trigon.rollout.turns import BegunTurn, SampledTurn, TurnRequest
+from trigon.system.trace import DecodeTracer
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, Vision, WeightsHandle
 
 
@@ -43,6 +44,7 @@ class TransformersEngine:
         override_config: Mapping[str, Any],
         skip_special_tokens: bool,
         episodes: EpisodeSettings | None = None,
+        tracer: DecodeTracer | None = None,
     ) -> None:
         """Load the model, on the CPU until awake().
 
@@ -51,6 +53,7 @@ class TransformersEngine:
             max_model_len: most tokens of a prompt and its completion together.
             skip_special_tokens: leave special tokens out of Completion.text.
             episodes: None: completions of one turn. Each later turn computes all tokens before it.
+            tracer: of decode steps; None: no traces.
         """
         self._episodes = Episodes(
             episodes,
@@ -58,6 +61,7 @@ class TransformersEngine:
             to_text=partial(processors.tokenizer.decode, skip_special_tokens=skip_special_tokens),
             stop_token_ids=processors.stop_token_ids,
             on_cpu=torch.device(device).type == "cpu",
+            tracer=tracer,
         )
         self._processors = processors
         self._device = torch.device(device)
@@ -277,6 +281,10 @@ class _TransformersTurns:
     def submit(self, request: TurnRequest) -> None:
         """See TurnEngine."""
         self._pending.append(request)
+
+    def is_decoding(self) -> bool:
+        """See TurnEngine."""
+        return self._sampling is not None
 
     def step(self) -> list[tuple[str, SampledTurn | None]]:
         """See TurnEngine."""

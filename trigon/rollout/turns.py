@@ -76,6 +76,10 @@ class TurnEngine(Protocol):
         """Begin to sample a turn. May be called while other turns are sampled."""
         ...
 
+    def is_decoding(self) -> bool:
+        """Return whether the next step computes no prompts, as far as the engine knows."""
+        ...
+
     def step(self) -> list[tuple[str, SampledTurn | None]]:
         """Sample further tokens; return the turns that have ended, by the name of the request.
 

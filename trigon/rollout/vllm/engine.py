@@ -29,6 +29,7 @@ from trigon.rollout.vllm.weights import canonical_names, checkpoint_names, itsel
 from trigon.system.gpu_memory import gpu_memory_left
 from trigon.system.network import loopback_variables
 from trigon.system.temporary import private_folder
+from trigon.system.trace import DecodeTracer
 from trigon.system.variables import set_variables
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
 
@@ -41,11 +42,18 @@ class VllmEngine(SamplesUntil):
     log-probabilities, bit for bit, on one machine.
     """
 
-    def __init__(self, settings: VllmSettings, processors: Processors, episodes: EpisodeSettings | None = None) -> None:
+    def __init__(
+        self,
+        settings: VllmSettings,
+        processors: Processors,
+        episodes: EpisodeSettings | None = None,
+        *,
+        tracer: DecodeTracer | None = None,
+    ) -> None:
         """Start vLLM; on a GPU, put it to sleep at once.
 
         episodes: None: completions of one turn. With episodes prefixes are always cached, so that a
-        turn computes its observation only.
+        turn computes its observation only. tracer: of decode steps; None: no traces.
         Raises: EngineError if vLLM is not installed, built for another device or does not start, if
         the model folder has no safetensors, and for episodes with tensor parallelism.
         """
@@ -63,6 +71,7 @@ class VllmEngine(SamplesUntil):
             to_text=partial(processors.tokenizer.decode, skip_special_tokens=settings.skip_special_tokens),
             stop_token_ids=processors.stop_token_ids,
             on_cpu=settings.device == "cpu",
+            tracer=tracer,
         )
         self._processors = processors
         self._encoder_tokens = batched_tokens(settings)

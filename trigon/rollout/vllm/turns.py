@@ -65,6 +65,14 @@ class VllmTurns:
         """See TurnEngine. Raises: EngineError if placeholders do not match the images."""
         self._add(_Attempt(request, number=1))
 
+    def is_decoding(self) -> bool:
+        """See TurnEngine. Asks vLLM's scheduler, which is not public in 0.32."""
+        scheduler = self._llm_engine.engine_core.engine_core.scheduler
+        is_full = len(scheduler.running) >= scheduler.max_num_running_reqs
+        return (is_full or not scheduler.waiting) and all(
+            request.num_computed_tokens >= request.num_prompt_tokens for request in scheduler.running
+        )
+
     def step(self) -> list[tuple[str, SampledTurn | None]]:
         """See TurnEngine.
 
