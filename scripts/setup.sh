@@ -52,17 +52,17 @@ Install one and set PYTHON: make quickstart PYTHON=/path/to/python3.11
 Without root: 'uv python install 3.12', or conda. On Debian and Ubuntu the venv module is the package python3-venv."
 }
 
-install() { # install packages into the environment, as scripts/installer.sh says; the output is in the log
-    # A terminal shows uv's progress, which it draws only there.
-    local status=0
+install() { # install packages into the environment, as scripts/installer.sh says
+    # uv draws its progress on a terminal only: there, its output is shown and not logged.
+    local status=0 details="See uv's output above."
     if [[ $installer == uv && -t 2 ]]; then
         install_into "$VENV" -c "$CONSTRAINTS" "$@" || status=$?
-    else
-        install_into "$VENV" -c "$CONSTRAINTS" "$@" >>"$LOG" 2>&1 || status=$?
+    elif ! install_into "$VENV" -c "$CONSTRAINTS" "$@" >>"$LOG" 2>&1; then
+        status=1 details="The full log is $LOG."
+        grep -E '^ *(ERROR|error|×|╰)|No space left|Failed to ' "$LOG" | cut -c -300 | uniq | tail -n 5 >&2 || true
     fi
     if [[ $status != 0 ]]; then
-        grep -E '^ *(ERROR|error|×|╰)|No space left|Failed to ' "$LOG" | cut -c -300 | uniq | tail -n 5 >&2 || true
-        fail "The installation failed. The full log is $LOG.
+        fail "The installation failed. $details
 If a package index could not be reached, try again, or configure another one (pip config set global.index-url ...).
 If it was torch: TORCH_INDEX=URL selects another source of its CPU builds (now: ${torch_source[1]:-the configured ones}).
 If it was uv: INSTALLER=pip installs with pip, which takes some minutes more.

@@ -7,6 +7,7 @@ they are first used, so that importing the package takes no time.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,6 +55,22 @@ _MODULES = {
     "train": "trigon.api",
 }
 """Public name -> the module that has it."""
+
+
+def _quiet_notebook() -> None:
+    """Leave out what libraries say where ipywidgets is missing, which nothing here uses.
+
+    tqdm warns, and Ray logs a line, as they are imported.
+    """
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore", "IProgress not found")
+    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
+
+
+if "ipykernel" in sys.modules:
+    _quiet_notebook()
 
 
 def __getattr__(name: str) -> object:

@@ -32,7 +32,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,6 +42,15 @@ _PACKAGE = __name__.partition(".")[0]
 
 class TrigonError(Exception):
     """Base class of the errors below. The command line prints their message without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the traceback that IPython shows: up to the last frame of the user's."""
+        from IPython.core.getipython import get_ipython
+
+        shown: Any = get_ipython()
+        ours_left_out = _without_our_frames(self.__traceback__)
+        lines: list[str] = shown.InteractiveTB.structured_traceback(type(self), self, ours_left_out, tb_offset=1)
+        return lines
 
 
 class ConfigError(TrigonError):
@@ -132,8 +141,8 @@ def raises_at_caller(function: Callable[P, R]) -> Callable[P, R]:
     """Return the function of the public interface, whose TrigonErrors end in its caller's frame.
 
     Their messages say everything: frames of this package, and the errors that they were made from,
-    would only hide them. IPython and pytest leave out frames with __tracebackhide__; in a script
-    the hook for uncaught errors does. Other errors keep their tracebacks.
+    would only hide them. pytest leaves out frames with __tracebackhide__, IPython asks the error
+    for its traceback, and in a script there is a hook for uncaught errors. Others keep theirs.
     """
 
     @wraps(function)
@@ -156,11 +165,16 @@ class _WithoutOurFrames:
         self._shown_by = shown_by
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if isinstance(error, TrigonError):
-            last, frame = None, traceback
-            while frame is not None:
-                name = str(frame.tb_frame.f_globals.get("__name__", ""))
-                last, frame = (last, frame.tb_next) if name.partition(".")[0] == _PACKAGE else (frame, frame.tb_next)
-            if last is not None:
-                last.tb_next = None
-        self._shown_by(kind, error, traceback)
+        is_ours = isinstance(error, TrigonError)
+        self._shown_by(kind, error, _without_our_frames(traceback) if is_ours else traceback)
+
+
+def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback that ends in the last frame which is not of this package."""
+    last, frame = None, traceback
+    while frame is not None:
+        name = str(frame.tb_frame.f_globals.get("__name__", ""))
+        last, frame = (last, frame.tb_next) if name.partition(".")[0] == _PACKAGE else (frame, frame.tb_next)
+    if last is not None:
+        last.tb_next = None
+    return traceback

@@ -143,7 +143,10 @@ def change_one_answer(file: Path) -> None:
             ("worker.reward.reward_function_kwargs={judge: large, api_key: sk-another1234}",),
             ("worker.reward.reward_function_kwargs has other content than then (judge)\n",),
         ),
-        (("worker.reward.reward_function=math",), ("worker.reward.reward_function was", "and is now math, with other")),
+        (
+            ("worker.reward.reward_function=math", "worker.reward.reward_function_kwargs=null"),
+            ("worker.reward.reward_function was", "and is now math, with other"),
+        ),
         (("data.format_prompt=",), ("data.format_prompt was", "and is now null, with other content (text)")),
         (("worker.rollout.val_override_config.temperature=0.5",), ("val_override_config.temperature was 1.0",)),
     ],

@@ -5,7 +5,9 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from trigon.api import read_arguments
 from trigon.assemble.objects import RunObjects
@@ -72,23 +74,44 @@ def test_what_is_right_or_cannot_be_known_yet_passes(model):
 SCRIPT = """
 import atexit, sys, trigon
 atexit.register(lambda: print("heavy:", [name for name in ("torch", "transformers", "vllm") if name in sys.modules]))
-def run():
-    trigon.train(model=sys.argv[1], data=[{"question": "?", "answer": "1"}], reward=lambda response, ground_truth: 1)
-run()
+def run(data):
+    trigon.train(model=sys.argv[1], data=data, reward=lambda response, ground_truth: 1 / len(ground_truth[1:]))
+for data in sys.argv[2:]:
+    try:
+        run(data)
+    except trigon.TrigonError as error:
+        print(str(error).splitlines()[0])
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance(colors="nocolor")
+shell.user_ns["run"] = run
+shell.run_cell("run([{'question': '?', 'answer': '1'}])")
+run([{"question": "?", "answer": "1"}])
 """
 
 
 def test_the_traceback_of_a_script_ends_in_the_script_and_nothing_heavy_was_imported(model, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "rows.jsonl").write_text('{"question": "?", "answer": "1"}')
+    image = {"bytes": b"png", "path": "a.png"}
+    for name, column in (("columns", "question"), ("reward", "prompt")):
+        rows = [{column: "?", "answer": "1", "images": [image], "extra": {"field": 1}}]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
     done = subprocess.run(
-        [sys.executable, "script.py", str(model)],
+        [sys.executable, "script.py", str(model), "rows.jsonl", "columns.parquet", "reward.parquet"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
-    assert done.stdout.splitlines()[-1] == "heavy: []", done.stderr
+    text, table, reward, *notebook, heavy = done.stdout.splitlines()
+    assert heavy == "heavy: []", done.stderr
+    assert any(line.startswith("Cell In") for line in notebook)
+    assert not any("errors.py" in line for line in notebook)
+    assert "has no column 'prompt'" in notebook[-1]
+    assert "rows.jsonl has no column 'prompt'" in text
+    assert "columns.parquet has no column 'prompt', only answer, extra, extra.field, images, question;" in table
+    assert "ZeroDivisionError" in reward
     frames = [line for line in done.stderr.splitlines() if line.startswith("  File ")]
     assert [frame.partition(", in ")[2] for frame in frames] == ["<module>", "run"]
     assert "has no column 'prompt'" in done.stderr.splitlines()[-1]

@@ -178,7 +178,11 @@ EQUAL = {
         (r"\{3, 5\}", r"\{5, 3\}"),
         (r"x=3, x=5", "5, 3"),
         (r"x = 3 \text{ or } x = 5", "5, 3"),
-        (r"1\text{ or }2", "1,2"),
+        (r"x = -3 \text{ or } 3", "-3, 3"),
+        (r"1\text{ or }2", "2 or 1"),
+        (r"1\text{ or }2", "x=1, x=2"),
+        (r"1\text{ and }2", "1,2"),
+        (r"2\text{ or }-2", r"\pm 2"),
         (r"1+\sqrt2, 1-\sqrt2", r"1\pm\sqrt{2}"),
         (r"\pm 2", "2, -2"),
         ("x=1,y=2", "y=2,x=1"),
@@ -274,6 +278,11 @@ def test_dapo_compares_text_by_the_same_rules(answer, truth, right):
 
 
 ONE_OR_TWO = [r"1\text{ or }2", r"1 \text{ or } 2", "1 or 2", r"x=1\text{ or }x=2"]
+
+
+@pytest.mark.parametrize("answer", [r"1\text{ or }2", "1 or 2", r"\text{1 or 2}"])
+def test_an_answer_that_leaves_two_values_open_is_not_the_list_of_both(answer):
+    assert accuracies(answer, "1,2") == accuracies(answer, "1, 2") == [0.0, 0.0, 0.0, -1.0]
 
 
 @pytest.mark.parametrize("truth", ["1", "2", "12", "1.0"])

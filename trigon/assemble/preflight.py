@@ -19,8 +19,9 @@ from trigon.assemble.rewards import open_rewards, open_validation_rewards
 from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, split_dataset
 from trigon.config.plan import has_critic
 from trigon.config.schema import Config, DataConfig
+from trigon.data.bad_rows import UnusableRow
 from trigon.data.columns import column_value, require_columns, without_column
-from trigon.data.sources import Source, open_source
+from trigon.data.sources import Source, open_source, preview_parquet
 from trigon.errors import RewardError
 from trigon.models.folders import require_config_file, require_weight_files
 from trigon.rewards.pool import RewardPool
@@ -63,16 +64,22 @@ def open_early(config: Config, objects: RunObjects, stack: ExitStack) -> Opened:
         stack.callback(val_rewards.close)
     data = config.data
     train_files = () if config.trainer.val_only else data.train_files
-    sources = dict(objects.sources)
-    for spec in (*train_files, *data.val_files):
+    sources, previews = dict(objects.sources), {}
+    specs = dict.fromkeys((*train_files, *data.val_files))
+    for spec in specs:
         if spec not in sources and _is_local(spec):
-            sources[spec] = open_source(spec)
-        if spec in sources:
-            require_columns(sources[spec].columns, spec, prompt_key=data.prompt_key, answer_key=data.answer_key)
-    _call(rewards, data, stack, [sources[spec] for spec in train_files or data.val_files if spec in sources])
+            preview = preview_parquet(spec, max_rows=_SEARCHED_ROWS)
+            if preview is None:
+                sources[spec] = open_source(spec)
+            else:
+                previews[spec] = preview
+    shown = sources | previews
+    for spec in filter(shown.__contains__, specs):
+        require_columns(shown[spec].columns, spec, prompt_key=data.prompt_key, answer_key=data.answer_key)
+    _call(rewards, data, stack, [shown[spec] for spec in train_files or data.val_files if spec in shown])
     if val_rewards is not None:
-        _call(val_rewards, data, stack, [sources[spec] for spec in data.val_files if spec in sources])
-    return Opened(sources, rewards, val_rewards)
+        _call(val_rewards, data, stack, [shown[spec] for spec in data.val_files if spec in shown])
+    return Opened(sources | {spec: open_source(spec) for spec in previews}, rewards, val_rewards)
 
 
 def _check_model_folders(config: Config) -> None:
@@ -129,7 +136,10 @@ def _call(rewards: RewardPool, data: DataConfig, stack: ExitStack, sources: list
 def _text_prompts(source: Source, data: DataConfig) -> Iterator[Prompt]:
     """Yield prompts of the first rows that have a text and a ground truth, as rewards see them."""
     for index in range(min(len(source.rows), _SEARCHED_ROWS)):
-        row = source.rows[index]
+        try:
+            row = source.row(index)
+        except UnusableRow:
+            continue
         text, truth = column_value(row, data.prompt_key), column_value(row, data.answer_key)
         if isinstance(text, str) and truth is not None:
             yield Prompt(

@@ -20,7 +20,7 @@ from trigon.data.columns import column_names, column_value
 from trigon.data.parquet_sizes import check_parquet_size
 from trigon.data.text_rows import read_text_rows
 from trigon.errors import DataError
-from trigon.models.hub import modelscope_folder, uses_modelscope
+from trigon.models.hub import datasets_cache, modelscope_folder, uses_modelscope
 from trigon.system.suggestions import nearest
 
 _LOADERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
@@ -107,14 +107,63 @@ def open_source(spec: str) -> Source:
     path = local_path(location, suffixes=tuple(_LOADERS))
     if path is None:
         return _open_hub(location, split or "train")
+    if _is_saved(path):
+        return _open_saved(path, split or "train")
+    files, folder, name = _local_files(path, split)
+    return _open_files(files, folder, name, split or "train")
+
+
+def preview_parquet(spec: str, *, max_rows: int) -> Source | None:
+    """Return all columns and the first rows of a local dataset of Parquet files, but no media.
+
+    It does without `datasets`, which imports torch. None for other datasets, and where only
+    open_source can tell what is in the files, or what is wrong with them.
+    Raises: DataError as open_source, if there are no such files.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    location, split = _parse(spec)
+    path = local_path(location, suffixes=tuple(_LOADERS))
+    if path is None or _is_saved(path):
+        return None
+    files, folder, name = _local_files(path, split)
+    if files[0].suffix != ".parquet":
+        return None
+    check_parquet_size(files[0])
+    try:
+        with parquet.ParquetFile(files[0]) as file:
+            schema = file.schema_arrow
+            plain = [field.name for field in schema if "binary" not in str(field.type)]
+            batch = next(file.iter_batches(max_rows, columns=plain), None)
+            rows = [] if batch is None else batch.to_pylist()
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException):
+        return None
+    if not rows or b'"Json"' in (schema.metadata or {}).get(b"huggingface", b""):
+        return None
+    columns = column_names({field.name: _fields(field.type) for field in schema})
+    return Source(name=name, rows=rows, folder=folder, columns=columns, image_columns=(), video_columns=())
+
+
+def _fields(kind: Any) -> Mapping[str, Any] | None:
+    """Return the fields of a type of Arrow that is a struct; None for another type."""
+    from pyarrow import types
+
+    return {field.name: _fields(field.type) for field in kind} if types.is_struct(kind) else None
+
+
+def _is_saved(path: Path) -> bool:
+    """Return whether `save_to_disk` of `datasets` has written a folder."""
+    return any((path / name).is_file() for name in _SAVED)
+
+
+def _local_files(path: Path, split: str | None) -> tuple[list[Path], Path, str]:
+    """Return the files of a split in a file or folder, their folder, and the name of the source."""
     if path.is_file():
-        return _open_files([path], path.parent, _check_file(path, split), split or "train")
+        return [path], path.parent, _check_file(path, split)
     if path.is_dir():
-        split = split or "train"
-        if any((path / name).is_file() for name in _SAVED):
-            return _open_saved(path, split)
-        return _open_files(_files_of(path, split), path, split, split)
-    raise DataError(f"there is no file or folder {location!r}{_nearest(path)}")
+        return _files_of(path, split or "train"), path, split or "train"
+    raise DataError(f"there is no file or folder {str(path)!r}{_nearest(path)}")
 
 
 def dataset_source(dataset: Any, *, spec: str, name: str, folder: Path) -> Source:
@@ -237,9 +286,7 @@ def _open_saved(folder: Path, split: str) -> Source:
 
 def _open_text_files(files: Sequence[Path], folder: Path, name: str, where: str, slice_: str) -> Source:
     """Open JSON or CSV files. slice_: "[:100]" of "train[:100]"; "": all rows."""
-    import datasets
-
-    rows = read_text_rows(files, cache_dir=Path(datasets.config.HF_DATASETS_CACHE))
+    rows = read_text_rows(files, cache_dir=datasets_cache())
     if slice_:
         rows = rows.select(_sliced(len(rows), slice_, where))
     if len(rows) == 0:

@@ -7,6 +7,7 @@ mirror of the Hugging Face Hub needs no code here: its client and `datasets` rea
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +40,15 @@ def hub_endpoint() -> str:
     from huggingface_hub import constants
 
     return constants.ENDPOINT
+
+
+def datasets_cache() -> Path:
+    """Return the cache folder of `datasets`, without importing the library, which takes seconds."""
+    from huggingface_hub.constants import HF_HOME
+
+    imported = sys.modules.get("datasets.config")  # which a program may have changed
+    folder = imported.HF_DATASETS_CACHE if imported else os.environ.get("HF_DATASETS_CACHE")
+    return Path(folder or Path(HF_HOME) / "datasets")
 
 
 def modelscope_folder(repo_id: str, kind: Kind) -> Path:

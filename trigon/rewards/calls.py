@@ -44,7 +44,7 @@ The call is cancelled at the limit, but others may keep the event loop busy.
 _MAX_TRACEBACK_CHARACTERS = 4000
 _MAX_ERROR_CHARACTERS = 300
 _STDERR = 2
-_OWN_FILES = (__file__, str(Path(__file__).with_name("async_calls.py")))
+_OWN_FILES = (__file__, *(str(Path(__file__).with_name(name)) for name in ("async_calls.py", "contract.py")))
 
 
 def score_chunk(

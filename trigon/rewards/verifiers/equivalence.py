@@ -14,7 +14,7 @@ from decimal import Decimal, InvalidOperation
 
 from trigon.errors import RewardError
 from trigon.rewards.verifiers.expression import NotAnExpression, TooComplex
-from trigon.rewards.verifiers.notation import plain_form, short_form, without_name, without_unit
+from trigon.rewards.verifiers.notation import OR, join_values, plain_form, short_form, without_name, without_unit
 from trigon.rewards.verifiers.values import is_equal
 
 MAX_ANSWER_CHARACTERS = 2000
@@ -66,7 +66,7 @@ def is_same_answer(answer: str, ground_truth: object) -> bool:
     """Return whether two final answers are equal, as text or as mathematics.
 
     Integers and simple fractions must be written out: 2+2 is not 4, and 2/4 is not 1/2; 10^3 is
-    1000. A list without brackets has no order. An empty answer equals nothing.
+    1000. A list without brackets has no order, and is not "1 or 2". An empty answer equals nothing.
     Raises: RewardError as ground_truth_text.
     """
     truth = ground_truth_text(ground_truth)
@@ -79,6 +79,7 @@ def is_same_answer(answer: str, ground_truth: object) -> bool:
     short_answer, short_truth = short_form(answer), short_form(truth)
     if (short_answer and short_answer == short_truth) or _is_same_choice(answer, truth):
         return True
+    answer, truth = join_values(answer, truth)
     try:
         if _is_same(plain_form(answer), plain_form(truth)):
             return True
@@ -158,7 +159,7 @@ def _elements(text: str) -> tuple[list[str], str]:
     elements, separators, depth, start = [], "", 0, 0
     for position, character in enumerate(inner):
         depth += (character in _OPENING) - (character in _CLOSING)
-        if character in ",;" and depth == 0:
+        if character in (",", ";", OR) and depth == 0:
             elements.append(inner[start:position])
             separators += character
             start = position + 1

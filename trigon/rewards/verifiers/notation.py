@@ -63,7 +63,11 @@ _FRACTIONS = ("frac", "dfrac", "tfrac", "cfrac")
 _BINOMIALS = ("binom", "dbinom", "tbinom")
 _TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
 
-_OR = re.compile(r"\\(?:text|mathrm|mbox|textbf|rm)\s*\{\s*(?:or|and)\s*\}|(?<= )(?:or|and)(?= )")
+OR = "\ue000"
+"""What stands for "or" between values: a character that no answer has."""
+
+_OR_AND = re.compile(r"\\(?:text|mathrm|mbox|textbf|rm)\s*\{\s*(or|and)\s*\}|(?<= )(or|and)(?= )")
+_ROOTS = re.compile(r"=|±|\\pm(?![a-zA-Z])")
 _THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")
 _SEPARATED_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|, ?\\!) *(?=\d{3}(?!\d))")
 _BRACKET = re.compile(
@@ -113,7 +117,7 @@ def plain_form(answer: str) -> str:
     """
     answer = _without_text(answer)
     answer = re.sub(r"(?<!\\)\\[()\[\]]|\\?[$%]", "", answer)
-    answer = _OR.sub(" , ", _joined_repeating(join_thousands(answer)))
+    answer = _joined_repeating(join_thousands(answer))
     for word, factor in _MAGNITUDES.items():
         answer = answer.replace(word, factor)
     answer = re.sub(r"[¼-¾⅐-⅞]", lambda match: " " + unicodedata.normalize("NFKC", match[0]), answer)
@@ -128,6 +132,16 @@ def plain_form(answer: str) -> str:
     answer = re.sub(r"- +", "-", _MIXED.sub(r"\1&\2/\3", answer))
     answer = _normalize_characters("".join(answer.split()))
     return answer.replace("**", "^").replace("<=", "≤").replace(">=", "≥")
+
+
+def join_values(*answers: str) -> list[str]:
+    """Return answers to one question with a comma for "and" between values, and OR for "or".
+
+    Where one of them names roots, "or" is a comma too: "x=1 or x=2" is the list "1, 2", and
+    "2 or -2" is ±2.
+    """
+    words = {"and": " , ", "or": " , " if any(map(_ROOTS.search, answers)) else f" {OR} "}
+    return [_OR_AND.sub(lambda match: words[match[1] or match[2]], answer) for answer in answers]
 
 
 def join_thousands(answer: str) -> str:

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
 
     evaluation = evaluate(
         models,
-        data,
+        tuple(data),  # none: the validation data of the run
         reward=chosen.reward,
         format_prompt=chosen.format_prompt,
         prompt_key=chosen.prompt_key,
