@@ -125,7 +125,7 @@ def planner(workload: Workload, gpus: int, prompts: int) -> Planner:
 def make_hardware(
     workload: Workload, mode: Mode, gpus: int, learners: int, *, group_seconds: float = GROUP_SECONDS
 ) -> Hardware:
-    """Return what the parts of a cluster take, by the arithmetic of trigon/planning.
+    """Return what the parts of a cluster take, by the arithmetic of trigon/tools/plan.
 
     Raises: ValueError if the model does not fit into the learners' memory.
     """

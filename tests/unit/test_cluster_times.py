@@ -1,4 +1,4 @@
-"""The simulation of clusters (benchmarks/cluster.py) has the times of trigon/planning."""
+"""The simulation of clusters (benchmarks/cluster.py) has the times of trigon/tools/plan."""
 
 import sys
 from dataclasses import replace
