@@ -145,7 +145,11 @@ def change_one_answer(file: Path) -> None:
         ),
         (
             ("worker.reward.reward_function=math", "worker.reward.reward_function_kwargs=null"),
-            ("worker.reward.reward_function was", "and is now math, with other"),
+            (
+                "worker.reward.reward_function was",
+                "and is now math, with other",
+                "worker.reward.reward_function_kwargs has",
+            ),
         ),
         (("data.format_prompt=",), ("data.format_prompt was", "and is now null, with other content (text)")),
         (("worker.rollout.val_override_config.temperature=0.5",), ("val_override_config.temperature was 1.0",)),
