@@ -18,8 +18,8 @@ def published(tmp_path):
     without a URL.
     """
     package = tmp_path / "trigon"
-    package.mkdir()
-    for name in ("__init__.py", "installation.py"):
+    (package / "system").mkdir(parents=True)
+    for name in ("__init__.py", "system/__init__.py", "system/installation.py"):
         (package / name).write_bytes((ROOT / "trigon" / name).read_bytes())
     metadata = tmp_path / "trigon_rl-1.0.dist-info"
     metadata.mkdir()

@@ -233,8 +233,8 @@ def test_a_port_in_use_is_an_error():
 
 
 def test_the_cache_is_where_the_system_keeps_caches():
-    assert default_cache(Path("/home/a"), None) == Path("/home/a/.cache/trigon/tools/view")
-    assert default_cache(Path("/home/a"), "/cache") == Path("/cache/trigon/tools/view")
+    assert default_cache(Path("/home/a"), None) == Path("/home/a/.cache/trigon/view")
+    assert default_cache(Path("/home/a"), "/cache") == Path("/cache/trigon/view")
 
 
 def test_the_page_never_makes_markup_of_data():

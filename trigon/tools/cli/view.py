@@ -117,7 +117,7 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--no-browser", dest="browser", action="store_false", help="do not open a browser")
     parser.add_argument(
-        "--cache", type=Path, metavar="FOLDER", help="folder of the indices; default: ~/.cache/trigon/tools/view"
+        "--cache", type=Path, metavar="FOLDER", help="folder of the indices; default: ~/.cache/trigon/view"
     )
     parser.add_argument(
         "--export", type=Path, metavar="FILE.html", help="write one HTML file that needs no network, instead of serving"
