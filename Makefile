@@ -13,8 +13,8 @@ VENV_LOGGERS ?= .venv-loggers
 VENV_ENVIRONMENTS ?= .venv-environments
 PYTEST = bin/python -m pytest
 # The tests of a file run in one process, since they share models and engines. At most four
-# processes: each needs some GB of memory.
-PARALLEL = -n auto --maxprocesses 4 --dist loadfile
+# processes: each needs some GB of memory. Files start in the order of their folders, the slow ones first.
+PARALLEL = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Tests of faults wait for deadlines much of the time: three processes keep two cores busy.
 PARALLEL_WAITING = -n 3 --dist loadfile
 DURATIONS = --durations 15 --durations-min 5
