@@ -36,7 +36,7 @@ gpu-check: ## check GPUs, versions, kernels, training, vLLM, memory and speed (t
 	elif [ -x $(VENV)/bin/trigon ]; then $(VENV)/bin/trigon doctor --gpu; \
 	else python3 -m trigon doctor --gpu; fi
 
-test: lint ## lint, types, unit tests, invariants, and one run of each kind (about 15 minutes on 2 cores)
+test: lint ## lint, types, unit tests, invariants, and one run of each kind (about 20 minutes on 2 cores)
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "not alone and not extended and not long"
 	$(VENV)/$(PYTEST) $(DURATIONS) -m "alone and not extended and not long"
 
