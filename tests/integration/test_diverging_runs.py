@@ -72,7 +72,7 @@ def test_gradients_that_are_nan_from_one_update_on_end_the_run(made, tmp_path):
         "warning: update 1 of step 3 is skipped, since its gradient is not finite (1 in a row): gradient norm nan"
         in log
     )
-    assert log.count("updates skipped, not finite 1") == 2  # steps 3 and 4; step 5 ends the run
+    assert log.count("updates skipped, not finite: 1") == 2  # steps 3 and 4; step 5 ends the run
     assert "NotFiniteError: the gradients of 3 updates in a row are not finite" in log
     assert f"The last checkpoint, {folder / 'global_step_4'}, holds finite values" in log
     assert saved_steps(folder) == [1, 2, 3, 4]
