@@ -69,7 +69,7 @@ def test_a_wrong_tolerance_and_a_short_limit_make_checks_fail(tmp_path, capsys):
     assert capsys.readouterr().out.count("FAIL") == 2
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_every_check_comes_to_its_end_on_a_cpu(tmp_path):
     found = doctor(tmp_path)

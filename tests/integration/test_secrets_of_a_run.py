@@ -30,7 +30,7 @@ def compute_score(reward_input, judge, api_key):
     num_calls += 1
     print("asking with", judge["api_key"], api_key)
     assert (judge["api_key"], api_key) == ({IN_FILE!r}, {IN_VARIABLE!r})
-    if num_calls > 2 and num_calls % 3 == 0:  # not the dummy completions before training
+    if num_calls > 4 and num_calls % 3 == 0:  # not the dummy completions before training
         raise ValueError(f"401: the key {{api_key}} is not valid")
     return {{"overall": sum(map(ord, reward_input["response"])) % 7 / 7}}
 """

@@ -23,7 +23,7 @@ def test_the_folder_of_init_passes_the_checks_and_trains(tmp_path):
     call(*trigon, "train", "run.yaml", "trainer.max_steps=2")
     # What trigon push reads, to name no path as a hub id.
     local = json.loads((tmp_path / "start" / "run" / "local_sources.json").read_text())
-    assert local == {name: str(tmp_path / "start" / name) for name in ("./model", "data.jsonl")}
+    assert local == {name: str(tmp_path / "start" / name) for name in ("./model", "data.jsonl", "reward.py")}
     lines = (tmp_path / "start" / "run" / "metrics.jsonl").read_text().splitlines()
     metrics = [json.loads(line)["metrics"] for line in lines]
     rewards = [each["reward/overall"] for each in metrics if "reward/overall" in each]
