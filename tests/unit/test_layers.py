@@ -38,10 +38,7 @@ LAYER = {
     "__init__": 11, "__main__": 11, "trainer": 11,
 }  # fmt: skip
 
-# What belongs to the loop is one layer, for which a buffer is to come.
-LOOP = 8
-
-# The few that share a layer and know each other, in one direction.
+# The few that share a layer and know each other, in one direction; modules of the loop do freely.
 NEIGHBOURS = {("api", "assemble")}
 
 # Who may import what is heavy, or speaks to other processes. A name that ends in / is a folder.
@@ -80,13 +77,9 @@ ONLY_IN = {
     "openenv": ("environments/openenv.py",),
 }
 
-# rewards/process.py and the supervisor choose the environment of the processes that run user code;
-# models/hub.py is told which hub, of which every place that opens a model or a dataset would have
-# to be told otherwise.
-# rewards/process.py chooses the environment of the processes that run user code, and
-# rewards/arguments.py reads the variables that its arguments name; models/hub.py is
-# told which hub, of which every place that opens a model or a dataset would have to be told
-# otherwise.
+# rewards/process.py and the supervisor choose the environment of the processes that run user code,
+# and rewards/arguments.py reads the variables that its arguments name; models/hub.py is told which
+# hub, of which every place that opens a model or a dataset would have to be told otherwise.
 ENVIRONMENT = (
     "system/variables.py",
     "distributed/cluster.py",
@@ -209,7 +202,7 @@ def test_imports_go_down_or_stay_in_their_folder() -> None:
             there = imported_layer(found.module)
             if there in (None, here, "__init__") or (here, there) in NEIGHBOURS or LAYER[there] < LAYER[here]:
                 continue
-            if LAYER[here] == LAYER[there] == LOOP:
+            if LAYER[here] == LAYER[there] == LAYER["loop"]:
                 continue
             wrong.append(f"{found.place}: {here} (layer {LAYER[here]}) knows {found.module} (layer {LAYER[there]})")
     assert not wrong, "\n".join(wrong)

@@ -55,14 +55,15 @@ def _remedies(config: Config) -> Iterator[str]:
 
 
 def _rows(config: Config, *, updates: bool) -> Iterator[str]:
-    if not resolve_auto_micro_batch(config, "cuda"):
-        yield "trainer.auto_micro_batch=true: the largest rows that fit are measured"
+    if resolve_auto_micro_batch(config, "cuda"):
+        return
+    yield "trainer.auto_micro_batch=true: the largest rows that fit are measured"
     actor = config.worker.actor
     sizes = [("experience", actor.micro_batch_size_per_device_for_experience)]
     if updates:
         sizes.insert(0, ("update", actor.micro_batch_size_per_device_for_update))
     names = [f"worker.actor.micro_batch_size_per_device_for_{name}=1" for name, size in sizes if size > 1]
-    if names and not resolve_auto_micro_batch(config, "cuda"):
+    if names:
         yield " ".join(names)
 
 

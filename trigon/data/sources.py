@@ -97,10 +97,9 @@ def open_source(spec: str) -> Source:
 
     A path is a Parquet, JSON, JSON-lines or CSV file, a folder that `save_to_disk` of `datasets`
     has written, or a folder that contains files of one of these formats, in which hidden and other
-    files are ignored. If file or folder names contain
-    splits ("train-00000-of-00002.parquet", "test/a.jsonl"), only the files of the given split are
-    read. Anything else is a hub id (models/hub.py). The split defaults to "train", and may be a
-    slice: "train[:100]".
+    files are ignored. If file or folder names contain splits ("train-00000-of-00002.parquet",
+    "test/a.jsonl"), only the files of the given split are read. Anything else is a hub id
+    (models/hub.py). The split defaults to "train", and may be a slice: "train[:100]".
     Raises: DataError if the dataset cannot be found or read, or has no rows.
     """
     location, split = _parse(spec)

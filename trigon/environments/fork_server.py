@@ -215,9 +215,7 @@ class ForkServer:
             self._channel.close()
             if kernel.IS_LINUX:
                 kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # what it starts stays below it
-                kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-                if os.getppid() != server:
-                    os._exit(1)  # it ended before the kernel was told
+                kernel.end_with(server)
             with socket.socket(fileno=connection_fd) as connection:
                 connection.setblocking(True)
                 run_episode(connection, self._make, self._limits)

@@ -151,7 +151,7 @@ class RewardPool:
             return
         error, traceback = s.first_failure
         raise RewardError(
-            f"{self._where} has no score for {described}, on which it is called once before training: {error}. It must "
+            f"{self._where} has no score for {described}, on which it is called before training: {error}. It must "
             f"return a score for any text that a model may write\n{traceback}".rstrip()
         )
 

@@ -1,9 +1,9 @@
-"""Profiler traces of one update and a few decode steps of selected steps, for Perfetto.
+"""Profiler traces of one update and a few decode steps of selected steps.
 
 The only module that depends on torch's profiler. A trace covers the calling thread and its device;
 data threads and reward workers are not in it. A whole step, with every decode step of every
 sequence, would be millions of events, which take minutes to write and all of a machine's memory.
-For ui.perfetto.dev.
+Perfetto (ui.perfetto.dev) shows them.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def _run(connection: socket.socket, program: Program, *, seconds: float, server:
     output, output_writer = os.pipe()
     status, status_writer = os.pipe()
     sandbox.enter_namespaces()
-    _end_with(server)
+    kernel.end_with(server)
     init = os.fork()
     if init == 0:
         connection.close()
@@ -293,9 +293,3 @@ def _be_init(program: Program, output: int, status: int) -> NoReturn:
         os.write(status, f"!{type(error).__name__}: {error}".encode())
     finally:
         os._exit(1)
-
-
-def _end_with(parent: int) -> None:
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it ended before the kernel was told

@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import re
+import signal
 import sys
 
 IS_LINUX = sys.platform == "linux"
@@ -57,3 +58,10 @@ def syscall(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] |
 def prctl(option: int, *arguments: int) -> None:
     """Set a property of this process. Raises: OSError."""
     call("prctl", option, *arguments, *[0] * (4 - len(arguments)))
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent, of this id, ends. Raises: OSError."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it ended before the kernel was told

@@ -258,9 +258,7 @@ def _become_worker(
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         used = used + _confine(confinement, used, temporary)
         if kernel.IS_LINUX:
-            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != supervisor:
-                os._exit(1)  # it ended before the kernel was told
+            kernel.end_with(supervisor)
         work(channel_fd, Confined(used, obstacle, code_server))
     except BaseException:  # noqa: BLE001 - a worker never goes on as a second supervisor
         sys.excepthook(*sys.exc_info())
