@@ -432,9 +432,9 @@ STOPPING = pytest.mark.parametrize(
 )
 
 
-def generate_until(scene, prompts, sampling, until, *, step=1):
+def sample_until(scene, prompts, sampling, until, *, step=1):
     with scene.awake():
-        return scene.engine.generate_until(prompts, sampling, until, step=step)
+        return scene.engine.generate(prompts, sampling, until=until, step=step)
 
 
 @pytest.mark.vllm
@@ -445,15 +445,13 @@ def test_a_greedy_completion_that_was_stopped_goes_on_to_the_same_tokens(scene):
     lengths = [len(row[0].token_ids) for row in whole]
     shortest = min(lengths)
     assert max(lengths) > shortest, "all end at once"
-    rows = generate_until(scene, scene.prompts, greedy, Until(1))
+    rows = sample_until(scene, scene.prompts, greedy, Until(1))
     finished = [index for index, row in enumerate(rows) if not row[0].is_unfinished]
     assert finished == [index for index, length in enumerate(lengths) if length == shortest]
     assert all(len(each.token_ids) == shortest for row in rows for each in row)
     left = [index for index in range(len(rows)) if index not in finished]
     begun = tuple(tuple(rows[index]) for index in left)
-    again = generate_until(
-        scene, [scene.prompts[index] for index in left], greedy, Until(len(left), begun=begun), step=2
-    )
+    again = sample_until(scene, [scene.prompts[index] for index in left], greedy, Until(len(left), begun=begun), step=2)
     assert again == [whole[index] for index in left]
 
 
@@ -466,7 +464,7 @@ def test_what_goes_on_under_other_weights_has_the_trainers_log_probabilities(sce
     )
     old_version = scene.version
     scene.change_weights()
-    rows = generate_until(scene, scene.prompts, FULL_LENGTH, Until(len(begun), begun=begun), step=2)
+    rows = sample_until(scene, scene.prompts, FULL_LENGTH, Until(len(begun), begun=begun), step=2)
     for prompt, row, first in zip(scene.prompts, rows, begun, strict=True):
         trained = scene.trainer_logprobs(prompt, row, 1.0).split([len(each.token_ids) for each in row])
         for completion, before, logprobs in zip(row, first, trained, strict=True):
@@ -496,7 +494,7 @@ def test_a_call_that_is_interrupted_keeps_what_it_has_and_changes_no_later_one(s
 
         until = Until(len(scene.prompts), begun=begun, interruption=interruption)
         with scene.awake():
-            return scene.engine.generate_until(scene.prompts, FULL_LENGTH, until, step=1, on_progress=on_progress)
+            return scene.engine.generate(scene.prompts, FULL_LENGTH, until=until, step=1, on_progress=on_progress)
 
     drained = [each for row in interrupt("drain", after=1) for each in row]
     assert {(each.is_unfinished, len(each.token_ids)) for each in drained} <= {(False, 24), (True, 0)}
@@ -517,7 +515,32 @@ def test_a_call_that_is_interrupted_keeps_what_it_has_and_changes_no_later_one(s
 def test_a_call_after_one_that_stopped_gives_what_it_would_without_it(scene):
     sampling = replace(SAMPLING, n=1, max_tokens=64)  # most of them end, each after another number of tokens
     expected = scene.generate(sampling)
-    first = generate_until(scene, scene.prompts, sampling, Until(1))
+    first = sample_until(scene, scene.prompts, sampling, Until(1))
     assert any(each.is_unfinished for row in first for each in row)
     assert scene.generate(sampling) == expected
-    assert generate_until(scene, scene.prompts, sampling, Until(1)) == first
+    assert sample_until(scene, scene.prompts, sampling, Until(1)) == first
+
+
+@pytest.mark.parametrize("num_passes", [1, 5, 30])
+@pytest.mark.parametrize(
+    "scene", [each for each in SCENES if each.id == "transformers-qwen2_5_vl-untied"], indirect=True
+)
+def test_the_transformers_engine_keeps_what_it_has_when_it_is_interrupted(scene, num_passes):
+    greedy = replace(SAMPLING, n=2, temperature=0.0, max_tokens=24)
+    whole = scene.generate(greedy)
+    interruption, passes = Interruption(), []
+
+    def on_progress(_):
+        passes.append(1)
+        if len(passes) == num_passes:
+            interruption.ask("stop")
+
+    until = Until(len(whole), interruption=interruption)
+    with scene.awake():
+        begun = scene.engine.generate(scene.prompts, greedy, step=1, until=until, on_progress=on_progress)
+    assert sum(len(row[0].token_ids) for row in begun) == num_passes
+    left = [index for index, row in enumerate(begun) if row[0].is_unfinished]
+    assert left == list(range(min(left), len(whole)))
+    carried = Until(len(left), begun=tuple(tuple(begun[index]) for index in left))
+    rows = sample_until(scene, [scene.prompts[index] for index in left], greedy, carried, step=2)
+    assert [*begun[: min(left)], *rows] == whole

@@ -22,8 +22,8 @@ from ray import cloudpickle
 
 from trigon.distributed.cluster import Layout, check_total, open_cluster, reserve
 from trigon.distributed.engines import WorkerWeights
+from trigon.distributed.sampler_engine import SamplersRolloutEngine
 from trigon.distributed.sampler_pool import MAX_REPLACEMENTS, SamplerPool
-from trigon.distributed.streaming_samplers import StreamingSamplersEngine
 from trigon.distributed.weight_transfer import TransferMember
 from trigon.distributed.worker import Worker, ray_actor_class
 from trigon.distributed.worker_engines import WorkerEngines
@@ -116,9 +116,10 @@ class EchoEngine:
         self.version = version
         yield
 
-    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
+        """With until, end the first prompt at once, and stop as soon as the call is interrupted."""
         rows = []
-        for index, prompt in enumerate(prompts):
+        for index, prompt in enumerate(prompts if until is None else prompts[:1]):
             if index == 1:
                 self.fail(str(step))
             rows.append([Completion((*prompt.token_ids, int(self.value)), (-0.5,) * 2, "stop", "", step)] * sampling.n)
@@ -126,25 +127,15 @@ class EchoEngine:
                 on_progress(sampling.n)
             if on_group is not None:
                 on_group(index, rows[-1])
-        return rows
-
-    def generate_until(self, prompts, sampling, until, *, step, on_progress=None, on_group=None):
-        """End the first prompt at once, and the others as soon as the call is interrupted."""
-        self.generate(prompts[:1], sampling, step=step, on_progress=on_progress, on_group=on_group)
-        tokens = [[tuple(each.token_ids) for each in row] or [()] * sampling.n for row in until.begun]
+        if until is None:
+            return rows
         self.fail(str(step))
         while until.interrupted is None:
             time.sleep(0.01)
-        [ended] = self.generate(prompts[:1], sampling, step=step)
-        return [
-            ended,
-            *(
-                [
-                    Completion((*each, int(self.value)), (-0.5,) * (len(each) + 1), "unfinished", "", step)
-                    for each in row
-                ]
-                for row in tokens[1:]
-            ),
+        begun = [[tuple(each.token_ids) for each in row] or [()] * sampling.n for row in until.begun[1:]]
+        return rows + [
+            [Completion((*each, int(self.value)), (-0.5,) * (len(each) + 1), "unfinished", "", step) for each in row]
+            for row in begun
         ]
 
     num_replicas = 1
@@ -204,7 +195,7 @@ class Pools:
 
     def __init__(self, learners: WorkerGroup, samplers: SamplerPool, starts: Starts, warnings: list[str]) -> None:
         self.learners, self.samplers, self.starts, self.warnings = learners, samplers, starts, warnings
-        self.engine = StreamingSamplersEngine(learners, samplers, loopback=True)
+        self.engine = SamplersRolloutEngine(learners, samplers, loopback=True)
         self.version = 0
 
     def plan_fault(self, when: str, how: str) -> None:
@@ -242,8 +233,8 @@ class Pools:
         timer = threading.Timer(seconds, interruption.ask, ["stop"])
         timer.start()
         until = Until(len(prompts), 0, tuple(map(tuple, begun)), interruption)
-        rows = self.engine.generate_until(
-            prompts, SAMPLING, until, step=step, on_group=lambda index, _: announced.append(index)
+        rows = self.engine.generate(
+            prompts, SAMPLING, step=step, until=until, on_group=lambda index, _: announced.append(index)
         )
         timer.join()
         ended = [index for index, row in enumerate(rows) if not any(each.is_unfinished for each in row)]
@@ -380,7 +371,7 @@ def test_an_error_of_what_gets_the_groups_interrupts_the_replicas(pools):
     prompts = [Prompt(f"p{i}", (i,), None, "", "", {}, ()) for i in range(4)]
     until = Until(4, interruption=Interruption())
     with pytest.raises(RewardError, match="as asked"):
-        pools.engine.generate_until(prompts, SAMPLING, until, step=23, on_group=fail_later)
+        pools.engine.generate(prompts, SAMPLING, step=23, until=until, on_group=fail_later)
     assert until.interrupted is None
     with pools.awake():  # waits for the calls, which would not end
         assert pools.sample() == pools.expected()

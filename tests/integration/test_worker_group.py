@@ -62,7 +62,7 @@ class EchoEngine:
         yield
         self.version = None
 
-    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
         rows = []
         for index, prompt in enumerate(prompts):
             while not (self.folder / prompt.prompt_id).exists():

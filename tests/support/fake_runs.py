@@ -99,13 +99,10 @@ class RecordingEngine(FakeEngine):
             yield
         self.record.events.append("asleep")
 
-    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
-        self.record.events.append(f"sample {len(prompts)} for {step}")
-        return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
-
-    def generate_until(self, prompts, sampling, until, *, step, on_progress=None, on_group=None):
-        self.record.events.append(f"sample {len(prompts)} for {step} until {until.num_groups}")
-        return super().generate_until(prompts, sampling, until, step=step, on_progress=on_progress, on_group=on_group)
+    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
+        until_text = "" if until is None else f" until {until.num_groups}"
+        self.record.events.append(f"sample {len(prompts)} for {step}{until_text}")
+        return super().generate(prompts, sampling, step=step, until=until, on_progress=on_progress, on_group=on_group)
 
 
 class RecordingTrainer(FakeTrainEngine):

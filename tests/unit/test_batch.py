@@ -244,7 +244,7 @@ def test_remax_compares_with_a_greedy_completion(parts, tmp_path):
 
 def test_a_completion_without_a_baseline_does_not_train(parts, tmp_path):
     class NoGreedy(RecordingEngine):
-        def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+        def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
             def without_second(number, row):
                 return [] if sampling.temperature == 0 and number == 1 else row
 

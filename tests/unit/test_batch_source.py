@@ -44,7 +44,7 @@ class AlwaysAwake(RecordingEngine):
             yield
         self._awake = True
 
-    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
         if self.failure is not None and self.failure[0] == step:
             error, self.failure = self.failure[1], None
             raise error

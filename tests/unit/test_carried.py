@@ -55,7 +55,6 @@ from trigon.rollout.fake import FakeEngine
 from trigon.rollout.protocol import Until
 from trigon.rollout.restart import RestartingEngine
 from trigon.rollout.seeds import sample_seed
-from trigon.rollout.transformers import _TransformersTurns
 from trigon.system.resuming import SAME_COMMAND
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 
@@ -91,8 +90,8 @@ def test_each_token_keeps_its_version_and_its_log_probability(tokenizer, letters
     first, second = engine(tokenizer, letters), engine(tokenizer, letters, token_logprob=-2.0)
     finished = []
     with first.awake(NO_WEIGHTS, version=3):
-        rows = first.generate_until(
-            [prompt(3), prompt(9)], LONG, Until(1), step=4, on_group=lambda index, _: finished.append(index)
+        rows = first.generate(
+            [prompt(3), prompt(9)], LONG, until=Until(1), step=4, on_group=lambda index, _: finished.append(index)
         )
     assert finished == [0]
     assert [each.finish_reason for row in rows for each in row] == ["stop", "stop", "unfinished", "unfinished"]
@@ -100,7 +99,7 @@ def test_each_token_keeps_its_version_and_its_log_probability(tokenizer, letters
     assert (len(begun.token_ids), begun.sampling_logprobs, begun.text) == (4, (-1.0,) * 4, "")
     assert begun.version_runs == ((3, 4),)
     with second.awake(NO_WEIGHTS, version=4):
-        [row] = second.generate_until([prompt(9)], LONG, Until(1, begun=(tuple(rows[1]),)), step=5)
+        [row] = second.generate([prompt(9)], LONG, until=Until(1, begun=(tuple(rows[1]),)), step=5)
     for completion in row:
         assert completion.token_ids[:4] == begun.token_ids
         assert len(completion.token_ids) == 10
@@ -117,7 +116,7 @@ def test_a_completion_goes_on_twice_and_under_the_same_weights_as_one(tokenizer,
     fake, begun = engine(tokenizer, letters), ()
     for step in (1, 2, 4):
         with fake.awake(NO_WEIGHTS, version=(0, 0, 1)[step // 2]):
-            rows = fake.generate_until([prompt(2), prompt(9)], LONG, Until(1, begun=begun), step=step)
+            rows = fake.generate([prompt(2), prompt(9)], LONG, until=Until(1, begun=begun), step=step)
         begun = ((), tuple(rows[1]))
     assert begun[1][0].version_runs == ((0, 8), (1, 2))
     with fake.awake(NO_WEIGHTS, version=1):
@@ -135,9 +134,9 @@ def test_what_goes_on_has_the_seed_of_the_step_in_which_it_does(tokenizer):
 
     fake = engine(tokenizer, complete)
     with fake.awake(NO_WEIGHTS, version=0):
-        rows = fake.generate_until([prompt(0)], LONG, Until(1, num_required=1), step=1)
+        rows = fake.generate([prompt(0)], LONG, until=Until(1, num_required=1), step=1)
         begun = tuple(replace(each, finish_reason="unfinished") for each in rows[0])
-        fake.generate_until([prompt(0)], LONG, Until(1, begun=(begun,)), step=2)
+        fake.generate([prompt(0)], LONG, until=Until(1, begun=(begun,)), step=2)
     expected = [
         sample_seed(LONG.seed, step=step, prompt_id="train:0", sample=sample) for step in (1, 2) for sample in (0, 1)
     ]
@@ -148,8 +147,8 @@ def test_what_goes_on_has_the_tokens_that_are_left(tokenizer, letters):
     fake = engine(tokenizer, letters)
     limited = replace(LONG, max_tokens=6)
     with fake.awake(NO_WEIGHTS, version=0):
-        rows = fake.generate_until([prompt(1), prompt(30)], limited, Until(1), step=1)
-        [row] = fake.generate_until([prompt(30)], limited, Until(1, begun=(tuple(rows[1]),)), step=2)
+        rows = fake.generate([prompt(1), prompt(30)], limited, until=Until(1), step=1)
+        [row] = fake.generate([prompt(30)], limited, until=Until(1, begun=(tuple(rows[1]),)), step=2)
     assert [len(each.token_ids) for each in [*rows[1], *row]] == [2, 2, 6, 6]
     assert {each.finish_reason for each in row} == {"length"}
 
@@ -161,8 +160,8 @@ def test_completions_that_have_ended_stay_while_others_of_their_group_go_on(toke
     begun = (ended[0], replace(ended[0], token_ids=(), sampling_logprobs=(), finish_reason="unfinished", turns=()))
     reported = []
     with fake.awake(NO_WEIGHTS, version=1):
-        [row] = fake.generate_until(
-            [prompt(5)], LONG, Until(1, begun=(begun,)), step=2, on_group=lambda *group: reported.append(group)
+        [row] = fake.generate(
+            [prompt(5)], LONG, until=Until(1, begun=(begun,)), step=2, on_group=lambda *group: reported.append(group)
         )
     assert row[0] == ended[0]
     assert row[1] == replace(ended[0], policy_version=1)
@@ -173,8 +172,8 @@ def test_required_groups_are_waited_for(tokenizer, letters):
     fake = engine(tokenizer, letters)
     prompts = [prompt(20), prompt(2), prompt(30)]
     with fake.awake(NO_WEIGHTS, version=0):
-        rows = fake.generate_until(prompts, LONG, Until(1, num_required=1), step=1)
-        none = fake.generate_until(prompts, LONG, Until(0), step=1)
+        rows = fake.generate(prompts, LONG, until=Until(1, num_required=1), step=1)
+        none = fake.generate(prompts, LONG, until=Until(0), step=1)
     assert [row[0].finish_reason for row in rows] == ["stop", "stop", "unfinished"]
     assert [len(each.token_ids) for row in none for each in row] == [0] * 6
     assert {each.finish_reason for row in none for each in row} == {"unfinished"}
@@ -194,7 +193,7 @@ def test_a_worker_returns_a_group_that_failed_while_others_of_it_were_sampled(to
     worker = Worker(0)
     worker._engines = WorkerEngines(None, None, fake, None, replica_rank=0)
     with fake.awake(NO_WEIGHTS, version=3):
-        expected = fake.generate_until(prompts, LONG, until, step=4)
+        expected = fake.generate(prompts, LONG, until=until, step=4)
         worker.generate(encode_until(until, encode_prompts(prompts)), LONG, 4, 1, True)
     assert [[each.finish_reason for each in row] for row in expected] == [["stop"] * 2, [], ["unfinished"] * 2]
 
@@ -211,17 +210,17 @@ def test_a_worker_returns_a_group_that_failed_while_others_of_it_were_sampled(to
 def test_the_parts_of_replicas_add_up():
     begun = tuple((Completion((number,), (0.0,), "unfinished", "", 0),) for number in range(3))
     until = Until(5, num_required=2, begun=begun)
-    parts = [until.of_replica(replica, 2) for replica in range(2)]
+    parts = [until.of_share(range(replica, 6, 2)) for replica in range(2)]
     assert parts == [Until(3, 1, (begun[0], begun[2])), Until(2, 1, (begun[1],))]
-    assert until.of_replica(0, 1) == until
+    assert until.of_share(range(6)) == until
 
 
 def test_an_engine_that_fails_is_started_anew_and_goes_on_with_the_same_tokens(tokenizer, letters):
     class FailingEngine(FakeEngine):
         calls = 0
 
-        def generate_until(self, *arguments, **options):
-            rows = super().generate_until(*arguments, **options)
+        def generate(self, *arguments, **options):
+            rows = super().generate(*arguments, **options)
             self.calls += 1
             if self.calls == 2:
                 raise RolloutError("vLLM failed")
@@ -236,8 +235,8 @@ def test_an_engine_that_fails_is_started_anew_and_goes_on_with_the_same_tokens(t
         )
         restarting = RestartingEngine(fake, warn=warned.append, same_command=SAME_COMMAND)
         with restarting.awake(NO_WEIGHTS, version=0):
-            rows = restarting.generate_until([prompt(3), prompt(30)], LONG, Until(1), step=1)
-            return restarting.generate_until([prompt(30)], LONG, Until(1, begun=(tuple(rows[1]),)), step=2)
+            rows = restarting.generate([prompt(3), prompt(30)], LONG, until=Until(1), step=1)
+            return restarting.generate([prompt(30)], LONG, until=Until(1, begun=(tuple(rows[1]),)), step=2)
 
     warned = []
     expected = sample(type("Restartable", (FakeEngine,), {"restart": FailingEngine.restart}))
@@ -368,7 +367,7 @@ def test_each_rank_gets_the_carried_tokens_of_its_replica_alone():
         call_all=call_all,
     )
     rollout = WorkersRolloutEngine(group, tensor_parallel_size=2)
-    rows = rollout.generate_until(prompts, replace(LONG, n=1), Until(2, num_required=1, begun=begun), step=2)
+    rows = rollout.generate(prompts, replace(LONG, n=1), until=Until(2, num_required=1, begun=begun), step=2)
     assert [row[0].token_ids for row in rows] == [(0, 0), (1, 1), (2, 2)]
     _, arguments, per_rank = calls[0]
     assert len(put) == 2
@@ -536,7 +535,9 @@ def test_a_step_with_no_complete_group_is_an_error_of_the_engine(parts, tmp_path
     class NoneComplete(FakeEngine):
         """The groups of one replica failed, and the others had none to complete."""
 
-        def generate_until(self, prompts, sampling, until, **options):
+        def generate(self, prompts, sampling, *, until=None, **options):
+            if until is None:  # a validation
+                return super().generate(prompts, sampling, **options)
             unfinished = [Completion((), (), "unfinished", "", 0)] * sampling.n
             return [[] if index % 2 else unfinished for index in range(len(prompts))]
 
@@ -544,8 +545,3 @@ def test_a_step_with_no_complete_group_is_an_error_of_the_engine(parts, tmp_path
         fake = NoneComplete(tokenizer=parts.processors.tokenizer, stop_token_id=0, complete=long_tailed)
         with pytest.raises(EngineError, match="completed none of 6 groups"):
             train(replace(run, rollout=fake), None)
-
-
-def test_an_engine_that_cannot_stop_says_so():
-    with pytest.raises(EngineError, match=r"worker\.rollout\.oversampling=0"):
-        _TransformersTurns(lambda batch: iter(())).stop()

@@ -46,8 +46,13 @@ def sample(fake, kind, *, after):
     if after == 0:
         interruption.ask(kind)
     with fake.awake(NO_WEIGHTS, version=3):
-        rows = fake.generate_until(
-            [prompt(1), prompt(2)], LONG, until, step=4, on_progress=on_progress, on_group=lambda i, _: ended.append(i)
+        rows = fake.generate(
+            [prompt(1), prompt(2)],
+            LONG,
+            until=until,
+            step=4,
+            on_progress=on_progress,
+            on_group=lambda i, _: ended.append(i),
         )
     return rows, ended
 
@@ -143,12 +148,12 @@ def test_a_worker_is_interrupted_in_the_call_that_is_meant_only(tokenizer, monke
     asks = {1: 2, 2: 2}  # call -> the call that is interrupted while it runs
 
     class Asking(FakeEngine):
-        def generate_until(self, prompts, sampling, until, *, step, on_progress=None, on_group=None):
+        def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
             def progress(k):
                 on_progress(k)
                 worker.interrupt(asks[worker._generation.number], "stop")
 
-            return super().generate_until(prompts, sampling, until, step=step, on_progress=progress, on_group=on_group)
+            return super().generate(prompts, sampling, step=step, until=until, on_progress=progress, on_group=on_group)
 
     fake = Asking(
         tokenizer=tokenizer,

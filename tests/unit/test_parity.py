@@ -149,7 +149,7 @@ class RecordingEngine(FakeEngine):
 
     calls = ()
 
-    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
         self.calls = (*self.calls, ([prompt.prompt_id for prompt in prompts], sampling, step))
         return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
 
@@ -221,7 +221,7 @@ class ReplicatedEngine(RecordingEngine):
 
     num_replicas = 3
 
-    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
         rows = super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
         return [[replace(completion, replica=index % 3) for completion in row] for index, row in enumerate(rows)]
 

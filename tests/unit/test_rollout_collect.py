@@ -81,7 +81,7 @@ class FailingEngine(FakeEngine):
 
     failing: tuple[int, ...] = ()
 
-    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
         def forward_group(index, row):
             on_group(index, [] if index in self.failing else row)
 

@@ -46,7 +46,7 @@ class FailingEngine:
         finally:
             self.events.append("asleep")
 
-    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
         rows = []
         for index in range(len(prompts)):
             self.happens(f"sample {index}")

@@ -44,7 +44,7 @@ class StreamingEngine(RecordingEngine):
 
     pause_after: forward passes, after which a call waits until it is interrupted, or for so many
     steps of the learner as pause_steps; but not for long, since the learner may wait for it.
-    is_idle: whether no call of generate_until runs. losses: calls, from 0, whose odd prompts are
+    is_idle: whether no call of generate runs. losses: calls, from 0, whose odd prompts are
     returned as they were begun, as those of a lost replica. failures: errors of calls. fails: for
     each prompt; failing: of these calls.
     """
@@ -66,7 +66,9 @@ class StreamingEngine(RecordingEngine):
             yield
         self._awake = True
 
-    def generate_until(self, prompts, sampling, until, *, step, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
+        if until is None:  # probes, and validations
+            return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
         call, self.num_calls = self.num_calls, self.num_calls + 1
         if call in self.failures:
             raise self.failures[call]
@@ -92,7 +94,7 @@ class StreamingEngine(RecordingEngine):
 
         self.is_idle = False
         try:
-            rows = super().generate_until(prompts, sampling, until, step=step, on_progress=advance, on_group=receive)
+            rows = super().generate(prompts, sampling, step=step, until=until, on_progress=advance, on_group=receive)
         finally:
             self.is_idle = True
         nothing = [Completion((), (), "unfinished", "", self._version)] * sampling.n

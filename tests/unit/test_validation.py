@@ -30,7 +30,7 @@ class RecordingEngine(FakeEngine):
 
     calls = ()
 
-    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
         self.calls = (*self.calls, (step, [prompt.prompt_id for prompt in prompts]))
         return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
 

@@ -125,13 +125,11 @@ def open_workers_rollout(config: Config, workers: Workers, report: Reporter, *, 
     """
     from trigon.distributed.engines import WorkersRolloutEngine
     from trigon.distributed.sampler_engine import SamplersRolloutEngine
-    from trigon.distributed.streaming_samplers import StreamingSamplersEngine
 
     rollout = config.worker.rollout
     if workers.samplers is not None:
         workers.samplers.phase = report.phase
-        engine_class = StreamingSamplersEngine if config.algorithm.max_staleness > 1 else SamplersRolloutEngine
-        return engine_class(
+        return SamplersRolloutEngine(
             workers.learners,
             workers.samplers,
             loopback=workers.loopback,

@@ -32,7 +32,6 @@ from trigon.distributed.worker_group import DISK_SECONDS, WorkerGroup
 from trigon.errors import EngineError
 from trigon.metrics import Metrics, merge
 from trigon.rollout.protocol import InterruptKind, OnGroup, Until
-from trigon.rollout.stopping import SamplesUntil
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TokenLogprobs, TrainGroup, WeightsHandle
 
 Item = TypeVar("Item")
@@ -200,7 +199,7 @@ class WorkersTracer:
         self._worker_group.call_all(Worker.finish_trace, step, phase="trace", min_deadline_seconds=DISK_SECONDS)
 
 
-class WorkersRolloutEngine(SamplesUntil):
+class WorkersRolloutEngine:
     """Samples on all workers. Implements RolloutEngine.
 
     tensor_parallel_size: the number of consecutive ranks that form one replica.
@@ -236,17 +235,17 @@ class WorkersRolloutEngine(SamplesUntil):
             raise
         self._worker_group.call_all(Worker.sleep, phase="sleep")
 
-    def _generate(
+    def generate(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
-        until: Until | None,
         *,
         step: int,
-        on_progress: Callable[[int | None], None] | None,
-        on_group: OnGroup | None,
+        until: Until | None = None,
+        on_progress: Callable[[int | None], None] | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        """See SamplesUntil. Finished groups arrive with heartbeats, about a second apart.
+        """See RolloutEngine. Finished groups arrive with heartbeats, about a second apart.
 
         Each replica stops when its part of until is reached.
         """
@@ -262,7 +261,7 @@ class WorkersRolloutEngine(SamplesUntil):
             share_prompts = [prompts[index] for index in share]
             payload = encode_prompts(share_prompts, files, with_rows=self._sends_rows)
             if until is not None:
-                payload = encode_until(until.of_replica(replica, num_replicas), payload)
+                payload = encode_until(until.of_share(share), payload)
             payloads.append(worker_group.put(payload, phase="rollout"))
             files.add(share_prompts)
             worker_group.processed.add(share_prompts, ranks)
@@ -292,7 +291,7 @@ class WorkersRolloutEngine(SamplesUntil):
         return [progress.completions[index] for index in range(len(prompts))]
 
     def interrupt(self, kind: InterruptKind) -> None:
-        """End the call of generate_until that runs; from another thread.
+        """End the call of generate that runs; from another thread.
 
         To be repeated until it has ended: a call that a worker has not begun is not interrupted.
         """

@@ -2,7 +2,8 @@
 
 Prompts are dealt to the replicas in turn, a share to each. The share of a replica that is lost is
 sampled by another one that has the same weights, in the same batches, so that the results are the
-same; the lost one is replaced before the next weights are sent.
+same; the lost one is replaced before the next weights are sent. A call that may stop before its end
+returns such a share as it was begun instead.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from trigon.distributed.worker import Worker
 from trigon.distributed.worker_group import WorkerGroup
 from trigon.errors import EngineError, LostSamplersError, TransferError
 from trigon.metrics import Metrics, Sum, merge
-from trigon.rollout.protocol import OnGroup
+from trigon.rollout.protocol import OnGroup, Until
 from trigon.types import Completion, Prompt, SamplingParams, WeightsHandle
 
 _JOIN_PHASE = "weights (connecting learners and samplers)"
@@ -100,29 +101,51 @@ class SamplersRolloutEngine:
         sampling: SamplingParams,
         *,
         step: int,
+        until: Until | None = None,
         on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """See RolloutEngine.
 
-        Raises: LostSamplersError if all replicas are lost, and the learners may not have the
-        weights any more.
+        Without until, the prompts of a replica that is lost are sampled by another one. With until,
+        which the other one may not reach for long, they are returned as they were begun, less those
+        that had ended; all of them are if no replica has the weights.
+        Raises: LostSamplersError if all replicas are lost without until, and the learners may not
+        have the weights any more.
         """
         self._note_step(step)
-        shares = {replica: Share(replica) for replica in range(min(self.num_replicas, len(prompts)))}
-        for replica, share in shares.items():
-            share.indices = range(replica, len(prompts), self.num_replicas)
-            self._note_home([prompts[index] for index in share.indices], replica, all_ranks=True)
+        if until is not None and self._is_awake and not self._able():
+            self._sync(self._version)
+        replicas = range(self.num_replicas) if until is None else self._able()
+        shares = {replica: Share(replica) for replica in replicas[: len(prompts)]}
+        for number, share in enumerate(shares.values()):
+            share.indices = range(number, len(prompts), len(replicas))
+            self._note_home([prompts[index] for index in share.indices], share.replica, all_ranks=True)
         completions: dict[int, list[Completion]] = {}
 
         def receive(share: Share, index_in_share: int, found: Sequence[Completion]) -> None:
             index = share.indices[index_in_share]
-            if index in completions:
-                return
-            completions[index] = [replace(completion, replica=share.replica) for completion in found]
-            self._note_home(completions[index], share.replica, all_ranks=False)
-            if on_group is not None:
-                on_group(index, completions[index])
+            if index not in completions:
+                completions[index] = self._noted(found, share.replica)
+                if on_group is not None:
+                    on_group(index, completions[index])
+
+        if until is not None:
+            parts = {share.replica: until.of_share(share.indices) for share in shares.values()}
+            calls = {
+                replica: partial(
+                    self._engine_of(replica).generate,
+                    [prompts[index] for index in share.indices],
+                    sampling,
+                    step=step,
+                    until=parts[replica],
+                )
+                for replica, share in shares.items()
+            }
+            for replica, rows in self._sample_until(shares, calls, until, receive, on_progress).items():
+                for index, row in zip(shares[replica].indices, rows, strict=True):
+                    completions.setdefault(index, self._noted(row, replica))
+            return [completions.get(index, self._begun(until, index, sampling.n)) for index in range(len(prompts))]
 
         while shares:
             able = self._able()
@@ -222,6 +245,51 @@ class SamplersRolloutEngine:
                 if not samplers.check(replica, futures[replica]):
                     done[dealt[replica].replica] = futures[replica].result()
         return done
+
+    def _sample_until(
+        self,
+        shares: Mapping[int, Share],
+        calls: Mapping[int, Callable[..., list[list[Completion]]]],
+        until: Until,
+        receive: Callable[[Share, int, Sequence[Completion]], None],
+        on_progress: Callable[[int | None], None] | None,
+    ) -> dict[int, list[list[Completion]]]:
+        """Do what _sample does, and pass an interruption on to the replicas that sample."""
+        asked = 0.0
+        pending: Sequence[int] = list(shares)
+
+        def interrupt(replicas: Sequence[int]) -> None:
+            nonlocal asked, pending
+            pending = replicas
+            kind = until.interrupted
+            if kind is None or time.monotonic() - asked < POLL_SECONDS:
+                return
+            asked = time.monotonic()
+            for replica in replicas:
+                self._engine_of(replica).interrupt(kind)
+
+        try:
+            return self._sample(shares, calls, receive, on_progress, look=interrupt)
+        except BaseException:
+            if not self._samplers.is_closed:  # what the others would sample to the end is not used
+                for replica in pending:
+                    if replica in self._samplers.alive:
+                        self._engine_of(replica).interrupt("stop")
+            raise
+
+    def _noted(self, completions: Sequence[Completion], replica: int) -> list[Completion]:
+        """Return completions with their replica, and note where their pixels would be."""
+        noted = [replace(completion, replica=replica) for completion in completions]
+        self._note_home(noted, replica, all_ranks=False)
+        return noted
+
+    def _begun(self, until: Until, index: int, n: int) -> list[Completion]:
+        """Return the completions of a prompt as they were before a call that has lost them."""
+        begun = until.begun[index] if index < len(until.begun) else ()
+        nothing = Completion(
+            token_ids=(), sampling_logprobs=(), finish_reason="unfinished", text="", policy_version=self._version
+        )
+        return list(begun) or [nothing] * n
 
     def _engine_of(self, replica: int) -> WorkersRolloutEngine:
         """Return the rollout engine of one replica."""

@@ -44,7 +44,7 @@ from trigon.distributed.weight_transfer import TransferAddress, TransferMember
 from trigon.distributed.worker_engines import Opened, OpenWorkerEngines, WorkerEngines
 from trigon.metrics import Metrics
 from trigon.report.watch.meter import measure_worker
-from trigon.rollout.protocol import Interruption, InterruptKind, RolloutEngine, StoppingEngine, require_local_weights
+from trigon.rollout.protocol import Interruption, InterruptKind, RolloutEngine, require_local_weights
 from trigon.rollout.restart import RestartableEngine
 from trigon.system.garbage import return_freed_memory, set_gc_threshold
 from trigon.system.gpu_memory import gpu_memory_metrics
@@ -255,13 +255,8 @@ class Worker:
             until = replace(until, interruption=progress.interruption)
         loaded = self._load_pixels(decode_prompts(prompts, self._files))
         report_progress, report_group = (on_progress, on_group) if returns_completions else (None, None)
-        if until is None:
-            self._rollout.generate(loaded, sampling, step=step, on_progress=report_progress, on_group=report_group)
-            return
-        rollout = self._rollout
-        assert isinstance(rollout, StoppingEngine), "the configuration was checked"
-        rows = rollout.generate_until(
-            loaded, sampling, until, step=step, on_progress=report_progress, on_group=report_group
+        rows = self._rollout.generate(
+            loaded, sampling, step=step, until=until, on_progress=report_progress, on_group=report_group
         )
         finished = {index for index, _ in progress.groups}
         for index, row in enumerate(rows if returns_completions else []):

@@ -17,7 +17,7 @@ from trigon.errors import EngineError
 from trigon.rewards.contract import RewardRequest, turn_input
 from trigon.rewards.pool import RewardPool
 from trigon.rewards.scoring import Scoring
-from trigon.rollout.protocol import RolloutEngine, StoppingEngine, Until
+from trigon.rollout.protocol import RolloutEngine, Until
 from trigon.types import Completion, EncodedMedia, Phase, Prompt, Rollout, RolloutGroup, SamplingParams, Score, Vision
 
 
@@ -65,11 +65,10 @@ def collect_until(
     phase: Phase,
 ) -> Collected:
     """Do what collect does until enough groups are complete; both parts are in order of prompts."""
-    assert isinstance(rollout, StoppingEngine), "the configuration was checked"
     num_ended = sum(not completion.is_unfinished for row in until.begun for completion in row)
     with _scoring(prompts, rewards, sampling.n) as scored:
         with phase("gen", total=len(prompts) * sampling.n - num_ended) as advance:
-            rows = rollout.generate_until(prompts, sampling, until, step=step, on_progress=advance, on_group=scored.add)
+            rows = rollout.generate(prompts, sampling, step=step, until=until, on_progress=advance, on_group=scored.add)
         sampled = [(prompt, completions) for prompt, completions in zip(prompts, rows, strict=True) if completions]
         _require_some(prompts, sampled)
         complete = [(prompt, row) for prompt, row in sampled if not _is_unfinished(row)]
@@ -97,7 +96,6 @@ def collect_as_they_end(
     Returns: the prompts whose completions have not all ended when the call is interrupted, with
     these; in the order of prompts.
     """
-    assert isinstance(rollout, StoppingEngine), "the configuration was checked"
     num_ended = sum(not completion.is_unfinished for row in until.begun for completion in row)
     waiting: deque[tuple[range, Prompt, Sequence[Completion]]] = deque()  # for scores
     num_added = 0
@@ -126,7 +124,7 @@ def collect_as_they_end(
                 hand_over()
                 advance(num_finished)
 
-            rows = rollout.generate_until(prompts, sampling, until, step=step, on_progress=on_progress, on_group=add)
+            rows = rollout.generate(prompts, sampling, step=step, until=until, on_progress=on_progress, on_group=add)
         with phase("reward") as advance:
             scoring.result(on_progress=advance)
         hand_over()

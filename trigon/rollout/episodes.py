@@ -102,7 +102,7 @@ class Episodes:
         on_group: OnGroup | None = None,
         until: Until | None = None,
     ) -> list[list[Completion]]:
-        """Return what RolloutEngine.generate returns; with until, StoppingEngine.generate_until.
+        """Return what RolloutEngine.generate returns.
 
         An episode whose environment fails, or whose observation cannot be shown to the model, has a
         completion with an error. The caller aborts what is still sampled if this raises.

@@ -17,7 +17,6 @@ from trigon.metrics import Metrics
 from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.episodes import Episodes
 from trigon.rollout.protocol import OnGroup, Until, require_local_weights
-from trigon.rollout.stopping import SamplesUntil
 from trigon.rollout.turns import BegunTurn, SampledTurn, TurnRequest
 from trigon.system.trace import DecodeTracer
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
@@ -26,7 +25,7 @@ CompleteText = Callable[[Prompt, int, int], str | None]
 """(prompt, policy version, seed of the turn) -> text of the turn; None: it fails twice."""
 
 
-class FakeEngine(SamplesUntil):
+class FakeEngine:
     """Returns the text of `complete`, cut at max_tokens. Satisfies RolloutEngine."""
 
     def __init__(
@@ -92,16 +91,17 @@ class FakeEngine(SamplesUntil):
         finally:
             self._awake = False
 
-    def _generate(
+    def generate(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
-        until: Until | None,
         *,
         step: int,
-        on_progress: Callable[[int | None], None] | None,
-        on_group: OnGroup | None,
+        until: Until | None = None,
+        on_progress: Callable[[int | None], None] | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
+        """See RolloutEngine."""
         if not self._awake or self._version is None:
             raise EngineError(
                 "generate() was called while the rollout engine sleeps. Call it inside `with engine.awake(...)`."

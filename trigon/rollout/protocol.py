@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 from trigon.errors import EngineError
 from trigon.metrics import Metrics
@@ -45,22 +45,28 @@ class RolloutEngine(Protocol):
         sampling: SamplingParams,
         *,
         step: int,
+        until: Until | None = None,
         on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """Return sampling.n completions for each prompt, in the order of prompts and samples.
 
-        An empty list for a prompt with a completion that the engine failed to sample twice.
+        An empty list for a prompt with a completion that the engine failed to sample twice. With
+        until, some completions of some prompts may be unfinished.
 
         Sample i of a prompt is seeded by (sampling.seed, step, prompt_id, i) alone, so it does not
         depend on which other prompts are sampled at the same time. Media placeholder tokens are
         never sampled.
         Args:
+            until: with what the call begins, and when it stops. When that is depends on the number
+                of forward passes, not on the time that they take, unless it is interrupted. What
+                completes a completion that an earlier call has begun is seeded as a completion of
+                this step. None: all completions begin now, and are sampled to their ends.
             on_progress: called with the number of newly finished completions every few tokens or
                 seconds: 0 after tokens that finish none, None if the engine does not know of any
                 progress. It may raise, which ends the call.
             on_group: called in the calling thread, once for each prompt, as soon as all of its
-                completions are finished or one has failed twice; with the list that is returned.
+                completions have ended or one has failed twice; with the list that is returned.
         Raises: EngineError outside awake(); RolloutError if the engine fails.
         """
         ...
@@ -78,7 +84,7 @@ InterruptKind = Literal["drain", "stop"]
 
 
 class Interruption:
-    """Ends a call of generate_until early: one thread asks for it, the one that samples looks.
+    """Ends a call of generate early: one thread asks for it, the one that samples looks.
 
     drain: completions that have a token go on to their ends, and no others begin. stop: all stop.
     """
@@ -119,45 +125,17 @@ class Until:
         """What the interruption asks for."""
         return None if self.interruption is None else self.interruption.kind
 
-    def of_replica(self, replica: int, num_replicas: int) -> Until:
-        """Return the part of one replica, which samples every num_replicas-th prompt.
+    def of_share(self, indices: range) -> Until:
+        """Return the part of a replica that samples the prompts of these indices.
 
-        Each stops by itself, so that the result does not depend on which of them is faster.
+        Each replica stops by itself, so that the result does not depend on which of them is faster.
         """
 
         def count(number: int) -> int:
-            return len(range(replica, number, num_replicas))
+            return len(range(indices.start, min(number, indices.stop), indices.step))
 
-        return Until(
-            count(self.num_groups),
-            count(self.num_required),
-            self.begun[replica::num_replicas],
-            self.interruption,
-        )
-
-
-@runtime_checkable
-class StoppingEngine(RolloutEngine, Protocol):
-    """A rollout engine that can stop before all completions have ended, and go on with them."""
-
-    def generate_until(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        until: Until,
-        *,
-        step: int,
-        on_progress: Callable[[int | None], None] | None = None,
-        on_group: OnGroup | None = None,
-    ) -> list[list[Completion]]:
-        """Return what generate returns, some completions of some prompts being unfinished.
-
-        on_group is called for a prompt only once all its completions have ended. What a completion
-        goes on with is seeded as a completion that begins in this step (seeds.sample_seed). For
-        completions of one turn. When the call stops depends on the number of forward passes, not on
-        the time that they take, unless it is interrupted.
-        """
-        ...
+        begun = self.begun[indices.start : indices.stop : indices.step]
+        return Until(count(self.num_groups), count(self.num_required), begun, self.interruption)
 
 
 def require_local_weights(weights: WeightsHandle) -> LocalWeights:

@@ -13,8 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from trigon.errors import RolloutError
 from trigon.metrics import Metrics, Sum, merge
-from trigon.rollout.protocol import OnGroup, RolloutEngine, StoppingEngine, Until
-from trigon.rollout.stopping import SamplesUntil
+from trigon.rollout.protocol import OnGroup, RolloutEngine, Until
 from trigon.system.resuming import SameCommand
 from trigon.types import Completion, Prompt, SamplingParams, WeightsHandle
 
@@ -43,7 +42,7 @@ class _Awake:
     stack: ExitStack = field(default_factory=ExitStack)
 
 
-class RestartingEngine(SamplesUntil):
+class RestartingEngine:
     """A rollout engine that is started anew after its first RolloutError. Satisfies RolloutEngine.
 
     The new engine loads the trainer's weights, with all checks of a weight sync, and samples all
@@ -98,17 +97,17 @@ class RestartingEngine(SamplesUntil):
         finally:
             self._contexts.remove(context)
 
-    def _generate(
+    def generate(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
-        until: Until | None,
         *,
         step: int,
-        on_progress: Callable[[int | None], None] | None,
-        on_group: OnGroup | None,
+        until: Until | None = None,
+        on_progress: Callable[[int | None], None] | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        """See SamplesUntil. on_group is called once for each prompt, whatever fails."""
+        """See RolloutEngine. on_group is called once for each prompt, whatever fails."""
         finished: dict[int, Sequence[Completion]] = {}
         num_reported = 0
         while True:
@@ -128,15 +127,9 @@ class RestartingEngine(SamplesUntil):
                         on_group(index, completions)
 
             try:
-                if until is None:
-                    rows = self._engine.generate(
-                        prompts, sampling, step=step, on_progress=report_progress, on_group=report_group
-                    )
-                else:
-                    assert isinstance(self._engine, StoppingEngine), "the configuration was checked"
-                    rows = self._engine.generate_until(
-                        prompts, sampling, until, step=step, on_progress=report_progress, on_group=report_group
-                    )
+                rows = self._engine.generate(
+                    prompts, sampling, step=step, until=until, on_progress=report_progress, on_group=report_group
+                )
             except RolloutError as error:
                 self._restart(error, self._contexts)
                 continue

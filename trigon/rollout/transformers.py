@@ -7,10 +7,10 @@ Does not depend on trainers or rewards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from trigon.models.positions import completion_positions, positions_of, prompt_p
 from trigon.models.tiles import to_tiles
 from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.episodes import Episodes
-from trigon.rollout.protocol import OnGroup, require_local_weights
+from trigon.rollout.protocol import OnGroup, Until, require_local_weights
 from trigon.rollout.turns import BegunTurn, SampledTurn, TurnRequest
 from trigon.system.trace import DecodeTracer
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, Vision, WeightsHandle
@@ -120,6 +120,7 @@ class TransformersEngine:
         sampling: SamplingParams,
         *,
         step: int,
+        until: Until | None = None,
         on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
@@ -151,6 +152,7 @@ class TransformersEngine:
             policy_version=self._version,
             on_progress=on_progress,
             on_group=on_group,
+            until=until,
         )
 
     def pop_metrics(self) -> Metrics:
@@ -162,46 +164,35 @@ class TransformersEngine:
         self._awake = False
         del self._model
 
-    def _sample(
-        self, batch: Sequence[TurnRequest], sampling: SamplingParams
-    ) -> Generator[None, None, list[SampledTurn]]:
-        """Sample turns of the same context together; yield after each token."""
+    def _sample(self, batch: _Batch, sampling: SamplingParams) -> Iterator[list[tuple[int, SampledTurn]]]:
+        """Sample turns of the same context together, one token of each at a time.
+
+        Yields after each token the turns that have ended with it, by their index in the batch.
+        """
         from transformers import DynamicCache
 
-        first = batch[0]
-        draws = torch.stack([_uniforms(request.seed, first.max_tokens) for request in batch]).to(self._device)
-        stop = torch.tensor(
-            () if sampling.ignore_eos else self._processors.stop_token_ids, dtype=torch.int64, device=self._device
-        )
+        first = batch.requests[0]
+        draws = torch.stack([_uniforms(request.seed, first.max_tokens) for request in batch.requests]).to(self._device)
+        stop = set(() if sampling.ignore_eos else self._processors.stop_token_ids)
         ids = torch.tensor(first.token_ids)
         positions = self._positions(first)
         completion_position_ids = completion_positions(positions, first.max_tokens)
 
         cache = DynamicCache()
-        logits = self._forward(ids[None], positions, cache, first.visions)[:, -1].expand(len(batch), -1)
-        cache.batch_repeat_interleave(len(batch))
-        tokens: list[Tensor] = []
-        logprobs: list[Tensor] = []
-        running = torch.ones(len(batch), dtype=torch.bool, device=self._device)
-        ends: list[int | None] = [None] * len(batch)  # of turns that a text of first.stop ended
+        logits = self._forward(ids[None], positions, cache, first.visions)[:, -1].expand(len(batch.requests), -1)
+        cache.batch_repeat_interleave(len(batch.requests))
         for index in range(first.max_tokens):
-            yield
             token, logprob = draw(logits, draws[:, index], sampling, banned_token_ids=self._processors.banned_token_ids)
-            tokens.append(token)
-            logprobs.append(logprob)
-            running &= ~torch.isin(token, stop)
-            for row in self._find_stopped(tokens, first.stop) if first.stop else ():
-                ends[row] = ends[row] or index + 1
-                running[row] = False
-            if index + 1 == first.max_tokens or not running.any():
-                break
+            batch.tokens.append(token)
+            batch.logprobs.append(logprob)
+            stopped = {row for row, token_id in enumerate(token.tolist()) if token_id in stop}
+            stopped |= set(self._find_stopped(batch.tokens, first.stop) if first.stop else ())
+            ended = sorted(batch.running if index + 1 == first.max_tokens else batch.running & stopped)
+            batch.running -= set(ended)
+            yield [(row, self._turn(batch, row, "stop" if row in stopped else "length")) for row in ended]
+            if not batch.running:
+                return
             logits = self._forward(token[:, None], completion_position_ids[:, index : index + 1], cache, ())[:, -1]
-        return [
-            self._turn(row_ids[:end], row_logprobs[:end], set(stop.tolist()), is_stopped=end is not None)
-            for row_ids, row_logprobs, end in zip(
-                torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist(), ends, strict=True
-            )
-        ]
 
     def _find_stopped(self, tokens: Sequence[Tensor], stop: Sequence[str]) -> list[int]:
         """Return the rows whose last tokens have one of the texts. tokens: each [B]."""
@@ -255,28 +246,42 @@ class TransformersEngine:
         logits: Tensor = output.logits
         return logits
 
-    def _turn(self, token_ids: list[int], logprobs: list[float], stop: set[int], *, is_stopped: bool) -> SampledTurn:
-        """Return a row of samples, cut after its first stop token.
+    def _turn(self, batch: _Batch, row: int, finish_reason: Literal["stop", "length"]) -> SampledTurn:
+        """Return the turn of a row that has ended with the last token."""
+        begun, decode = batch.so_far(row), self._processors.tokenizer.decode
+        token_ids = batch.requests[row].begun + begun.token_ids
+        text = decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        return SampledTurn(begun.token_ids, begun.logprobs, text, finish_reason)
 
-        is_stopped: whether it was cut at one of TurnRequest.stop.
-        """
-        end = next((index + 1 for index, token in enumerate(token_ids) if token in stop), None)
-        return SampledTurn(
-            token_ids=tuple(token_ids[:end]),
-            logprobs=tuple(logprobs[:end]),
-            text=self._processors.tokenizer.decode(token_ids[:end], skip_special_tokens=self._skip_special_tokens),
-            finish_reason="length" if end is None and not is_stopped else "stop",
-        )
+
+class _Batch:
+    """Turns of the same context that are sampled together.
+
+    tokens, logprobs: sampled so far, each [B]. running: rows that have not ended.
+    """
+
+    def __init__(self, requests: Sequence[TurnRequest]) -> None:
+        self.requests = requests
+        self.tokens: list[Tensor] = []
+        self.logprobs: list[Tensor] = []
+        self.running = set(range(len(requests)))
+
+    def so_far(self, row: int) -> BegunTurn:
+        """Return what is sampled of a row that is running, or has ended with the last token."""
+        if not self.tokens:
+            return BegunTurn((), ())
+        token_ids, logprobs = (torch.stack(each)[:, row].tolist() for each in (self.tokens, self.logprobs))
+        return BegunTurn(tuple(token_ids), tuple(logprobs))
 
 
 class _TransformersTurns:
     """Satisfies TurnEngine: samples the turns of one context at a time, one token in each step."""
 
-    def __init__(self, sample: Callable[[Sequence[TurnRequest]], Generator[None, None, list[SampledTurn]]]) -> None:
+    def __init__(self, sample: Callable[[_Batch], Iterator[list[tuple[int, SampledTurn]]]]) -> None:
         self._sample = sample
         self._pending: list[TurnRequest] = []
-        self._batch: list[TurnRequest] = []
-        self._sampling: Generator[None, None, list[SampledTurn]] | None = None  # of the batch
+        self._batch = _Batch(())
+        self._sampling: Iterator[list[tuple[int, SampledTurn]]] = iter(())  # of the batch
 
     def submit(self, request: TurnRequest) -> None:
         """See TurnEngine."""
@@ -284,38 +289,35 @@ class _TransformersTurns:
 
     def is_decoding(self) -> bool:
         """See TurnEngine."""
-        return self._sampling is not None
+        return bool(self._batch.running)
 
     def step(self) -> list[tuple[str, SampledTurn | None]]:
         """See TurnEngine."""
-        if self._sampling is None:
+        if not self._batch.running:
             first = self._pending[0]
-            self._batch = [request for request in self._pending if request.same_context(first)]
+            self._batch = _Batch([request for request in self._pending if request.same_context(first)])
             self._pending = [request for request in self._pending if not request.same_context(first)]
             self._sampling = self._sample(self._batch)
-        try:
-            next(self._sampling)
-        except StopIteration as ended:
-            self._sampling = None
-            return [(request.name, turn) for request, turn in zip(self._batch, ended.value, strict=True)]
-        return []
+        return [(self._batch.requests[row].name, turn) for row, turn in next(self._sampling)]
 
     def stop(self) -> list[tuple[str, BegunTurn]]:
-        """See TurnEngine. Prompts are sampled one after the other, so that nothing is gained."""
-        raise EngineError(
-            "The transformers engine cannot stop before all completions have ended. Set worker.rollout.name=vllm, or "
-            "worker.rollout.oversampling=0."
-        )
+        """See TurnEngine."""
+        batch = self._batch
+        stopped = [(batch.requests[row].name, batch.so_far(row)) for row in sorted(batch.running)]
+        stopped += [(name, BegunTurn((), ())) for name in self.stop_waiting()]
+        self.abort()
+        return stopped
 
     def stop_waiting(self) -> list[str]:
-        """See TurnEngine. As stop."""
-        self.stop()
-        return []
+        """See TurnEngine."""
+        waiting = [request.name for request in self._pending]
+        self._pending.clear()
+        return waiting
 
     def abort(self) -> None:
         """See TurnEngine."""
         self._pending.clear()
-        self._sampling = None
+        self._batch = _Batch(())
 
 
 def draw(

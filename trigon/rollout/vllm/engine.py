@@ -19,7 +19,6 @@ from trigon.models.load import Processors
 from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.episodes import Episodes
 from trigon.rollout.protocol import OnGroup, Until, require_local_weights
-from trigon.rollout.stopping import SamplesUntil
 from trigon.rollout.vllm.arguments import ModelRunner, VllmSettings, batched_tokens, engine_arguments
 from trigon.rollout.vllm.inputs import check_prompt, check_sampling
 from trigon.rollout.vllm.process import one_thread, start_llm_engine, stop_llm_engine
@@ -34,7 +33,7 @@ from trigon.system.variables import set_variables
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
 
 
-class VllmEngine(SamplesUntil):
+class VllmEngine:
     """Samples with vLLM. Satisfies RolloutEngine.
 
     Log-probabilities are those of the distribution that was sampled from: after the ban of media
@@ -201,17 +200,17 @@ class VllmEngine(SamplesUntil):
             self._awake = False
             self._sleep()
 
-    def _generate(
+    def generate(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
-        until: Until | None,
         *,
         step: int,
-        on_progress: Callable[[int | None], None] | None,
-        on_group: OnGroup | None,
+        until: Until | None = None,
+        on_progress: Callable[[int | None], None] | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        """See SamplesUntil. A request that vLLM gives up or loses is submitted once more.
+        """See RolloutEngine. A request that vLLM gives up or loses is submitted once more.
 
         With the same seed, so that the completion does not depend on the failure. If the call is
         interrupted, all of its requests are aborted.
