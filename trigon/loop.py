@@ -7,22 +7,21 @@ process and on a cluster. take_steps_from is the loop itself; the rest of this m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from trigon.ahead_state import load_batch
-from trigon.batch import Batch, count_response_tokens, load_surplus, surplus_state
-from trigon.batch_source import BatchSource, awake, training_prompts
-from trigon.batch_sources import open_source
-from trigon.carried import carried_state, load_carried
+import torch
+from torch import Tensor
+
 from trigon.checkpoint.store import Checkpoint
-from trigon.errors import NotFiniteError, WatchError
+from trigon.errors import CheckpointError, NotFiniteError, WatchError
 from trigon.metrics import Metrics, merge, values
 from trigon.report.watch.watch import describe_stop
-from trigon.rollout.statistics import describe_validation
-from trigon.run import AheadBatch, Progress, Run, StreamedGroups
+from trigon.rollout.buffer import Batch, RolloutBuffer, awake
+from trigon.rollout.statistics import count_sampled, describe_validation
+from trigon.run import Progress, Run
 from trigon.skipped_updates import RecentUpdates, UpdatedModel, describe_skipped, how_to_go_on
 from trigon.system.garbage import return_freed_memory
 from trigon.system.grace import StepLeft
@@ -69,7 +68,7 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
 def take_steps_from(run: Run, progress: Progress) -> Progress:
     """Do the steps after this progress, until the last one or until a stop is requested."""
     steps = range(progress.step + 1, run.plan.total_steps + 1)
-    with open_source(run, progress) as source:
+    with closing(require_buffer(run)) as buffer:
         for step in steps:
             run.store.check()
             run.grace.note_saved(run.store.published_step, run.store.save_seconds)
@@ -77,10 +76,10 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
             run.watch.begin_step(saving=run.store.is_saving)
             try:
                 with run.report.checking(run.grace.check_step):
-                    batch, probes = source.next(step, kept=progress.surplus, carried=progress.carried)
+                    batch = buffer.next(step, run.trainer.weights(), version=run.policy_version(step - 1))
                     with rollouts_kept(run, step, batch.groups):
                         with run.report.phase("parity"):
-                            parity = run.parity.check(probes, run.trainer, warn=run.report.warn)
+                            parity = run.parity.check(batch.probes, run.trainer, warn=run.report.warn)
                         prepared = prepare_groups(
                             batch.groups,
                             run.advantage_settings,
@@ -88,13 +87,13 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
                             reference=run.reference,
                             needs_old_logprobs=run.needs_old_logprobs,
                             kl=progress.kl,
-                            baselines=batch.baselines,
+                            baselines=baselines_of(batch.groups),
                             phase=run.report.phase,
                             critic=run.critic,
                         )
                         run.grace.check_step()
             except StepLeft:
-                save_unsaved(run, progress, source)
+                save_unsaved(run, progress, buffer)
                 break
             recorded = groups_to_record(prepared.groups, run.token_groups)
             with rollouts_kept(run, step, batch.groups, learned=prepared.groups):
@@ -103,9 +102,9 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
                     learned, recent, outputs = update_models(run, step, prepared.groups, progress, recorded)
             tokens = {index: outputs.get(index) for index in recorded}
             record_rollouts(run, step, batch.groups, learned=prepared.groups, recorded=tokens)
-            progress = Progress(step, prepared.kl, batch.surplus, *recent, batch.carried)
-            metrics = merge(batch.metrics, parity, prepared.metrics, learned, source.pop_metrics())
-            if finish_step(run, progress, batch, metrics, source):
+            progress = Progress(step, prepared.kl, *recent)
+            metrics = merge(batch.metrics, parity, prepared.metrics, learned, buffer.pop_metrics())
+            if finish_step(run, progress, batch, metrics, buffer):
                 break
     return progress
 
@@ -124,6 +123,17 @@ def rollouts_kept(
         recorded = [] if learned is None else groups_to_record(learned, run.token_groups)
         record_rollouts(run, step, groups, learned=learned, recorded=dict.fromkeys(recorded))
         raise
+
+
+def baselines_of(groups: Sequence[RolloutGroup]) -> Tensor | None:
+    """Return the rewards of the greedy completions, [G] float32; nan where one is not scored.
+
+    None if there are none.
+    """
+    if all(group.baseline is None for group in groups):
+        return None
+    scores = [None if group.baseline is None else group.baseline.score for group in groups]
+    return torch.tensor([torch.nan if score is None or score.outcome != "ok" else score.overall for score in scores])
 
 
 def groups_to_record(groups: Sequence[TrainGroup], count: int) -> list[int]:
@@ -150,7 +160,7 @@ def record_rollouts(
     """
     shows = learned is not None and is_due(step, run.intervals.train_samples_every)
     shown = len(groups[0].rollouts) if shows else 0
-    read_images = training_prompts(run).image_files
+    read_images = require_buffer(run).image_files
     run.report.rollouts(step, groups, learned=learned, recorded=recorded, read_images=read_images, shown=shown)
 
 
@@ -253,7 +263,7 @@ def make_updates(
     return Updates(recent, metrics)
 
 
-def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics, source: BatchSource) -> bool:
+def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics, buffer: RolloutBuffer) -> bool:
     """Validate, report and save what is due after a step. Returns whether the run ends here.
 
     Raises: WatchError if a watcher stops the run, and it would not end here anyway. The step is
@@ -264,7 +274,7 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics, so
     if is_due(step, run.intervals.validate_every) or (step == last and run.intervals.validate_last):
         try:
             with run.grace.validation(), run.report.checking(run.grace.check_validation):
-                source.wait()
+                buffer.pause()
                 validation = validate(run, progress)
         except StepLeft:
             run.report.warn(f"the validation of step {step} is left out: it takes longer than trainer.grace_seconds")
@@ -289,13 +299,13 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics, so
             run.report.warn(f"trainer.watch.{seen.watcher}: since step {seen.first_step}: {seen.text}")
     saves = stopping or (alarm is None and is_due(step, run.intervals.save_every))
     if saves:
-        wait_for_batch(run, source)
-        save(run, progress, source.state_after(), stopping=stopping)
+        wait_to_save(run, buffer)
+        save(run, progress, buffer.state(made=True), stopping=stopping)
     asked = run.hooks.step(step, recorded)
     if asked is not None and alarm is None:
         if not saves:
-            wait_for_batch(run, source)
-            save(run, progress, source.state_after(), stopping=asked == "stop")
+            wait_to_save(run, buffer)
+            save(run, progress, buffer.state(made=True), stopping=asked == "stop")
         stopping = stopping or asked == "stop"
     if is_due(step, run.intervals.validate_every) or is_due(step, run.intervals.save_every):
         return_freed_memory()
@@ -307,14 +317,14 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics, so
     return stopping
 
 
-def wait_for_batch(run: Run, source: BatchSource) -> None:
-    """Wait for a batch that is sampled ahead, as long as a requested stop leaves time for it."""
+def wait_to_save(run: Run, buffer: RolloutBuffer) -> None:
+    """Wait for what is sampled ahead, as long as a requested stop leaves time for it."""
     with suppress(StepLeft), run.report.checking(run.grace.check_waiting):
-        source.wait_to_save()
+        buffer.pause_to_save()
 
 
 def save(run: Run, progress: Progress, position: Mapping[str, Any], *, stopping: bool) -> None:
-    """Save the state after a step. position: the entries of the BatchSource.
+    """Save the state after a step. position: the entries of the buffer.
 
     stopping: wait for it, and raise a DiskError, since the run has the only copy.
     """
@@ -327,19 +337,19 @@ def save(run: Run, progress: Progress, position: Mapping[str, Any], *, stopping:
     run.grace.note_saved(run.store.published_step, run.store.save_seconds)
 
 
-def save_unsaved(run: Run, progress: Progress, source: BatchSource) -> None:
+def save_unsaved(run: Run, progress: Progress, buffer: RolloutBuffer) -> None:
     """Save the state after the last step, before any update of a step that is left."""
     with run.report.phase("save_checkpoint"):
         run.store.wait()
     run.grace.note_saved(run.store.published_step, run.store.save_seconds)
     if progress.step > run.grace.saved_step:
-        save(run, progress, source.state_before(), stopping=True)
+        save(run, progress, buffer.state(made=False), stopping=True)
 
 
 def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     """Load a checkpoint into the engines and the prompt stream; None: start from the beginning."""
     if checkpoint is None:
-        return Progress(step=0, kl=run.kl, surplus=[])
+        return Progress(step=0, kl=run.kl)
     run.trainer.load_state(checkpoint.actor)
     if run.critic is not None and not run.intervals.validate_only:
         if checkpoint.critic is None:
@@ -347,93 +357,27 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
         else:
             run.critic.load_state(checkpoint.critic)
     if run.intervals.validate_only:
-        return Progress(step=checkpoint.step, kl=run.kl, surplus=[])
-    training_prompts(run).load_state(checkpoint.progress["prompts"])
+        return Progress(step=checkpoint.step, kl=run.kl)
+    state = checkpoint.progress
+    if "buffer" not in state:
+        raise CheckpointError(
+            f"{checkpoint.folder} was saved by an earlier version of Trigon, and this one cannot read its position in the "
+            "data; export its model (trigon export) and start a new run from it, or continue with that version"
+        )
+    require_buffer(run).load_state(state, version=run.policy_version(checkpoint.step))
     # Only an adaptive coefficient has a history; a fixed one, and the target, come from the
     # configuration.
-    kl = replace(run.kl, coefficient=checkpoint.progress["kl_coefficient"]) if run.kl.horizon > 0 else run.kl
-    run.watch.load_state(checkpoint.progress.get("watch", {}))
-    kept = checkpoint.progress.get("surplus", [])
-    unfinished = checkpoint.progress.get("carried", [])
-    keeps_surplus = run.group_filter is not None and run.group_filter.keep_surplus
-    if kept and not keeps_surplus and run.oversampling is None:
-        run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: this one keeps none")
-        kept = []
-    if unfinished and run.oversampling is None:
-        run.report.warn(
-            f"{len(unfinished)} unfinished groups of the saved run are dropped: this one samples no more prompts than "
-            "it learns from (worker.rollout.oversampling)"
-        )
-        unfinished = []
-    if (kept or unfinished) and not training_prompts(run).continues(checkpoint.progress["prompts"]):
-        num_kept = len(kept) + len(unfinished)
-        run.report.warn(f"{num_kept} groups kept by the saved run are dropped: their prompts are of other data")
-        kept, unfinished = [], []
-    surplus = load_surplus(kept, training_prompts(run), n=run.sampling.n, warn=run.report.warn)
-    sampling = run.sampling
-    carried = load_carried(
-        unfinished, training_prompts(run), n=sampling.n, max_tokens=sampling.max_tokens, warn=run.report.warn
-    )
-    recent = RecentUpdates(tuple(checkpoint.progress.get("recent_grad_norms", [])))
-    recent_critic = RecentUpdates(tuple(checkpoint.progress.get("recent_critic_grad_norms", [])))
-    ahead = restore_ahead(run, checkpoint)
-    streamed = restore_streamed(run, checkpoint, ahead)
-    return Progress(checkpoint.step, kl, surplus, recent, recent_critic, carried, ahead, streamed)
+    kl = replace(run.kl, coefficient=state["kl_coefficient"]) if run.kl.horizon > 0 else run.kl
+    run.watch.load_state(state.get("watch", {}))
+    recent = RecentUpdates(tuple(state.get("recent_grad_norms", [])))
+    recent_critic = RecentUpdates(tuple(state.get("recent_critic_grad_norms", [])))
+    return Progress(checkpoint.step, kl, recent, recent_critic)
 
 
-def restore_ahead(run: Run, checkpoint: Checkpoint) -> AheadBatch | None:
-    """Return the batch that was sampled ahead; move the prompt stream behind it if it is used."""
-    state, prompts = checkpoint.progress.get("ahead"), training_prompts(run)
-    if state is None:
-        return None
-    batch = None
-    if run.max_staleness > 0 and prompts.continues(checkpoint.progress["prompts"]):
-        batch = load_batch(
-            state,
-            prompts,
-            num_groups=run.plan.prompts_per_step,
-            n=run.sampling.n,
-            with_baselines=run.advantage_settings.estimator == "remax",
-            warn=run.report.warn,
-        )
-    if batch is None:
-        run.report.warn(f"the batch of step {checkpoint.step + 1} that the saved run had is sampled again")
-        return None
-    prompts.load_state(state["prompts"])
-    return AheadBatch(batch, before=checkpoint.progress["prompts"], after=state["prompts"])
-
-
-def restore_streamed(run: Run, checkpoint: Checkpoint, ahead: AheadBatch | None) -> StreamedGroups | None:
-    """Return the groups that were sampled for further steps; None: none. ahead: of this run."""
-    state, prompts = checkpoint.progress.get("streamed"), training_prompts(run)
-    if state is None:
-        return None if ahead is None else StreamedGroups(ahead.batch.groups, [])
-    num_groups = len(state["ready"]) + len(state["carried"])
-    if run.max_staleness <= 1:
-        run.report.warn(
-            f"{num_groups} groups that the saved run had sampled ahead are dropped: this one samples a batch at a time "
-            "(algorithm.max_staleness). Their prompts come again in the next epoch"
-        )
-        return None
-    if not prompts.continues(checkpoint.progress["prompts"]):
-        run.report.warn(f"{num_groups} groups sampled ahead are dropped: their prompts are of other data")
-        return None
-    n, warn = run.sampling.n, run.report.warn
-    ready = [group for group in state["ready"] if len(group["rollouts"]) == n]
-    begun_again = [
-        {"prompt_id": group["prompt_id"], "completions": [], "num_steps": 0}
-        for group in state["ready"]
-        if len(group["rollouts"]) != n
-    ]
-    if begun_again:
-        warn(
-            f"{len(begun_again)} groups that the saved run had sampled ahead are sampled again from the start, because "
-            f"worker.rollout.n is now {n}"
-        )
-    return StreamedGroups(
-        load_surplus(ready, prompts, n=n, warn=warn),
-        load_carried([*begun_again, *state["carried"]], prompts, n=n, max_tokens=run.sampling.max_tokens, warn=warn),
-    )
+def require_buffer(run: Run) -> RolloutBuffer:
+    """Return the buffer of a run that makes steps."""
+    assert run.buffer is not None, "a step needs training prompts"
+    return run.buffer
 
 
 def rewind(run: Run, step: int) -> None:
@@ -448,13 +392,11 @@ def rewind(run: Run, step: int) -> None:
 def progress_state(run: Run, progress: Progress, position: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a checkpoint that is not the engines', as JSON. Read by restore.
 
-    position: the state of the prompt stream, and a batch that was sampled ahead.
+    position: the entries of the buffer.
     """
     return {
         **position,
         "kl_coefficient": progress.kl.coefficient,
-        "surplus": surplus_state(progress.surplus),
-        **({} if run.oversampling is None else {"carried": carried_state(progress.carried)}),
         "recent_grad_norms": list(progress.recent_updates.norms),
         "recent_critic_grad_norms": list(progress.recent_critic_updates.norms),
         "watch": run.watch.state(),
@@ -465,8 +407,9 @@ def progress_state(run: Run, progress: Progress, position: Mapping[str, Any]) ->
 def validate(run: Run, progress: Progress) -> Metrics:
     """Sample, score and report the validation prompts, and return the metrics."""
     assert run.evaluator is not None, "validation needs prompts"
-    with awake(run, version=run.policy_version(progress.step)):
-        groups = run.evaluator.sample(run.rollout, run.val_rewards or run.rewards, phase=run.report.phase)
+    version = run.policy_version(progress.step)
+    with awake(run.rollout, run.trainer.weights(), version=version, phase=run.report.phase):
+        groups = run.evaluator.sample(run.rollout, run.val_rewards, phase=run.report.phase)
     metrics = describe_validation(groups)
     run.report.validation(
         progress.step,
@@ -494,7 +437,7 @@ def minibatches(
 def count_tokens(groups: Sequence[RolloutGroup]) -> int:
     """Return the number of tokens of all sequences, each counted with its prompt."""
     prompts = sum(len(group.prompt.token_ids) * len(group.rollouts) for group in groups)
-    return prompts + count_response_tokens(groups)
+    return prompts + count_sampled(rollout.completion for group in groups for rollout in group.rollouts)
 
 
 def is_due(step: int, every: int) -> bool:

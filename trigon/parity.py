@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trigon.carried import count_tokens_of_version
 from trigon.errors import EngineError, NotFiniteError, ParityError
 from trigon.metrics import Max, Mean, Metrics
 from trigon.rollout.protocol import RolloutEngine
@@ -72,7 +71,7 @@ class ParityCheck:
         so each replica samples short completions without them; likewise if a replica sampled none
         of the groups.
         Args:
-            groups: of completions that were ended in this step (carried.ended_in_step); (): none of
+            groups: of completions that were ended in this step (buffer.ended_in_step); (): none of
                 the step's may be compared. Their version does not tell: the policy's stays the same
                 while only a critic learns.
             prompt: of which short completions are sampled.
@@ -240,7 +239,7 @@ def _probe_of_groups(groups: Sequence[RolloutGroup]) -> Probe:
 def _sample_probes(prompt: Prompt, rollout: RolloutEngine, sampling: SamplingParams, *, step: int) -> list[Probe]:
     """Sample a probe of this prompt in every replica, without top-p and top-k."""
     max_tokens = min(SAMPLED_PROBE_TOKENS, sampling.max_tokens)
-    untruncated = replace(sampling, n=1, top_p=1.0, top_k=-1, max_tokens=max_tokens, one_turn=True)
+    untruncated = replace(sampling, n=1, top_p=1.0, top_k=-1, max_tokens=max_tokens, one_turn=True, with_baseline=False)
     prompts = [prompt] * rollout.num_replicas
     first = rollout.generate(prompts, untruncated, step=step)
     # In a call of their own, since a larger batch may change the last bits of the first ones. Their
@@ -267,10 +266,20 @@ def _count_tokens(group: RolloutGroup) -> int:
 def _count_current(rollout: Rollout) -> int:
     """Return the number of tokens that are compared of a completion."""
     completion = rollout.completion
-    return count_tokens_of_version([completion], completion.policy_version)
+    return _count_tokens_of_version([completion], completion.policy_version)
 
 
 def _first_rollouts(rollouts: Sequence[Rollout], num_tokens: int) -> tuple[Rollout, ...]:
     """Return the fewest first rollouts that have num_tokens tokens together, or all."""
     before = itertools.accumulate(map(_count_current, rollouts), initial=0)
     return tuple(rollout for rollout, tokens in zip(rollouts, before, strict=False) if tokens < num_tokens)
+
+
+def _count_tokens_of_version(completions: Sequence[Completion], version: int) -> int:
+    """Return the number of tokens that were sampled with the weights of this version."""
+    return sum(
+        count
+        for completion in completions
+        for token_version, count in completion.version_runs
+        if token_version == version
+    )

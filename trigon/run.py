@@ -9,19 +9,17 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from trigon.algorithms.kl import AdaptiveKl
-from trigon.batch import Batch, GroupFilter
-from trigon.carried import CarriedGroup, Oversampling
 from trigon.checkpoint.store import CheckpointStore, Finish
 from trigon.config.plan import Plan
-from trigon.data.stream import PromptStream
 from trigon.hooks import Hooks
 from trigon.parity import ParityCheck
 from trigon.report.reporter import Reporter
 from trigon.report.watch.watch import Watch
 from trigon.rewards.pool import RewardPool
+from trigon.rollout.buffer import RolloutBuffer
 from trigon.rollout.protocol import RolloutEngine
 from trigon.skipped_updates import RecentUpdates
 from trigon.system.grace import Grace
@@ -29,10 +27,7 @@ from trigon.system.resuming import SameCommand
 from trigon.system.trace import Tracer
 from trigon.train_groups import AdvantageSettings
 from trigon.training.protocol import CriticEngine, LogprobEngine, TrainEngine
-from trigon.types import RolloutGroup, SamplingParams
 from trigon.validation import Evaluator
-
-Partial = Literal["finish", "continue"]
 
 
 class SaveState(Protocol):
@@ -66,9 +61,9 @@ class Intervals:
 class Run:
     """The parts of a training run, already built.
 
-    prompts: of the steps; None if the run only validates.
+    buffer: gives each step its groups; None if the run only validates.
+    rollout: samples validations. val_rewards: scores them.
     reference: None where no term needs its log-probabilities.
-    group_filter: None where every group is learned from.
     kl: the initial coefficient of a KL in the reward. needs_old_logprobs: see
     train_groups.prepare_groups.
     evaluator: None where there are no validation prompts.
@@ -80,25 +75,17 @@ class Run:
     same_command: goes on with the run.
     made_from: entries of every checkpoint that say what the run is made from, as JSON.
     grace: whether a step is finished after a request to stop, or left.
-    val_rewards: the reward function of validation; None: that of training.
-    oversampling: None where a step waits for all completions.
     critic: of the estimator gae; None for the others. critic_warmup: first steps in which only the
     critic learns.
-    has_pools: other workers sample than learn. max_staleness: 1: a batch is sampled while the last
-    one is learned from, by a rollout engine that samples outside awake(), too. Above 1: groups are
-    sampled all the time, by a StoppingEngine that samples outside awake(), too.
-    partial: what completions do when new weights arrive, if max_staleness is above 1.
     """
 
     plan: Plan
     intervals: Intervals
-    sampling: SamplingParams
-    prompts: PromptStream | None
+    buffer: RolloutBuffer | None
     rollout: RolloutEngine
-    rewards: RewardPool
+    val_rewards: RewardPool
     trainer: TrainEngine
     reference: LogprobEngine | None
-    group_filter: GroupFilter | None
     advantage_settings: AdvantageSettings
     kl: AdaptiveKl
     needs_old_logprobs: bool
@@ -118,50 +105,22 @@ class Run:
     watch: Watch = field(default_factory=Watch)
     made_from: Mapping[str, Any] = field(default_factory=dict)
     grace: Grace = field(default_factory=Grace)
-    val_rewards: RewardPool | None = None
-    oversampling: Oversampling | None = None
     critic: CriticEngine | None = None
     critic_warmup: int = 0
-    has_pools: bool = False
-    max_staleness: int = 0
-    partial: Partial = "finish"
 
     def policy_version(self, step: int) -> int:
         """Return the version of the weights after this step: the steps that have updated them."""
         return max(0, step - self.critic_warmup)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AheadBatch:
-    """A batch that was sampled ahead. before, after: the state of the prompt stream around it."""
-
-    batch: Batch
-    before: Mapping[str, Any]
-    after: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StreamedGroups:
-    """Groups that are sampled ahead. ready: ended and scored. carried: not ended, oldest first."""
-
-    ready: list[RolloutGroup]
-    carried: list[CarriedGroup]
-
-
 @dataclass(frozen=True, slots=True)
 class Progress:
     """State of the loop between steps.
 
-    A checkpoint holds it, the position in the data and the engines' state.
-    ahead: the batch of the next step, of a checkpoint that has it. streamed: what was sampled for
-    further steps, likewise.
+    A checkpoint holds it, and the state of the buffer and the engines.
     """
 
     step: int
     kl: AdaptiveKl
-    surplus: list[RolloutGroup]
     recent_updates: RecentUpdates = field(default_factory=RecentUpdates)
     recent_critic_updates: RecentUpdates = field(default_factory=RecentUpdates)
-    carried: list[CarriedGroup] = field(default_factory=list)
-    ahead: AheadBatch | None = None
-    streamed: StreamedGroups | None = None

@@ -129,6 +129,7 @@ class SamplingParams:
     seed: seed of the run. The caller of the engine derives the seed of each completion from (seed,
     step, prompt_id, sample).
     one_turn: sample one turn after each prompt, also where completions have environments or tools.
+    with_baseline: sample one further completion of each prompt, greedily: the baseline of ReMax.
     """
 
     n: int
@@ -139,6 +140,12 @@ class SamplingParams:
     ignore_eos: bool
     seed: int
     one_turn: bool = False
+    with_baseline: bool = False
+
+    @property
+    def num_completions(self) -> int:
+        """The number of completions that are sampled of each prompt."""
+        return self.n + self.with_baseline
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,10 +271,14 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutGroup:
-    """A prompt with its n scored completions. n is the same for all groups of a step."""
+    """A prompt with its n scored completions. n is the same for all groups of a step.
+
+    baseline: the greedy completion, with SamplingParams.with_baseline; else None.
+    """
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+    baseline: Rollout | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from torch import Tensor
 from support.builders import make_builder
 from support.models import processors_of
 from trigon.algorithms.kl import AdaptiveKl
-from trigon.batch import GroupFilter
 from trigon.checkpoint.store import Checkpoint, CheckpointStore
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
@@ -36,7 +35,9 @@ from trigon.report.image_store import ImageStore
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rewards.pool import RewardPool
+from trigon.rollout.buffer import BufferSettings, RolloutBuffer
 from trigon.rollout.fake import FakeEngine
+from trigon.rollout.filtering import GroupFilter
 from trigon.run import Intervals, Run
 from trigon.system.resuming import SAME_COMMAND
 from trigon.system.trace import LocalTracer
@@ -211,9 +212,15 @@ def open_run(
     token_logprob=FAKE_LOGPROB,
     tokens_per_step: int | None = None,
     critic_warmup: int = 0,
+    sampling: SamplingParams = SAMPLING,
+    prompts: PromptStream | None = None,
+    rewards: RewardPool | None = None,
     **changes: Any,
 ):
-    """Yield a run that writes into the folder, and release the folder at the end."""
+    """Yield a run that writes into the folder, and release the folder at the end.
+
+    changes: fields of Run and BufferSettings.
+    """
     with ExitStack() as stack:
         record = Record()
         rollout = RecordingEngine(
@@ -242,13 +249,11 @@ def open_run(
         run = Run(
             plan=plan_of(steps=3),
             intervals=INTERVALS,
-            sampling=SAMPLING,
-            prompts=stream,
+            buffer=None,
             rollout=rollout,
-            rewards=parts.rewards,
+            val_rewards=parts.rewards if rewards is None else rewards,
             trainer=trainer,
             reference=None,
-            group_filter=None,
             advantage_settings=ADVANTAGES,
             kl=AdaptiveKl(coefficient=0.0, target=0.1, horizon=0.0),
             needs_old_logprobs=False,
@@ -264,8 +269,29 @@ def open_run(
             should_stop=lambda: False,
             defer_interrupts=nullcontext,
             same_command=SAME_COMMAND,
+            critic_warmup=critic_warmup,
         )
-        yield replace(run, **changes)
+        names = {each.name for each in fields(BufferSettings)}
+        run = replace(run, **{name: value for name, value in changes.items() if name not in names})
+        changed = {name: value for name, value in changes.items() if name in names}
+        settings = BufferSettings(run.plan.prompts_per_step, run.plan.total_steps, **changed)
+        with_baseline = run.advantage_settings.estimator == "remax"
+        buffer = RolloutBuffer(
+            stream if prompts is None else prompts,
+            run.rollout,
+            run.val_rewards,
+            replace(sampling, with_baseline=with_baseline),
+            settings,
+            run.report,
+            run.parity.probe,
+        )
+        yield replace(run, buffer=buffer)
+
+
+def prompts_of(run: Run) -> PromptStream:
+    """Return the training prompts of a run."""
+    assert run.buffer is not None
+    return run.buffer._prompts
 
 
 def record_of(run: Run) -> Record:

@@ -19,10 +19,10 @@ from trigon.assemble.options import (
     needs_old_logprobs,
     needs_reference,
 )
-from trigon.batch import GroupFilter
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.models.dtypes import DTYPES
+from trigon.rollout.filtering import GroupFilter
 from trigon.run import Intervals
 from trigon.train_groups import AdvantageSettings
 from trigon.training.step import LossTerms

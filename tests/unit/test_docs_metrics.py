@@ -24,7 +24,6 @@ from support.fake_runs import (
 )
 from support.models import processors_of
 from trigon.algorithms.importance import Correction
-from trigon.carried import describe_carried, describe_staleness
 from trigon.config.plan import CriticPlan
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.vision import image_processor_of
@@ -35,7 +34,7 @@ from trigon.parity import ParityCheck, Probe
 from trigon.report.watch.meter import MemoryMeter, measure_worker
 from trigon.report.watch.rules import WatcherName
 from trigon.report.watch.watch import MEMORY
-from trigon.rollout.statistics import describe_validation
+from trigon.rollout.statistics import describe_carried, describe_staleness, describe_validation
 from trigon.training.fake import FAKE_LOGPROB, FakeCriticEngine, FakeTrainEngine
 from trigon.types import Rollout, RolloutGroup, Score
 
@@ -55,7 +54,7 @@ AHEAD_ONLY = {
     "staleness/dropped_groups",
     "staleness/dropped_tokens",
 }
-"""Reported in tests/unit/test_batch_source.py and test_stream_source.py."""
+"""Reported in tests/unit/test_buffer_ahead.py and test_buffer_continuous.py."""
 
 VLLM_ONLY = {"rollout/engine_restarts", "rollout/retried_requests"}
 """Reported in tests/integration/test_rollout_vllm_faults.py."""

@@ -6,8 +6,6 @@ from trigon.algorithms.gae import GaeSettings
 from trigon.algorithms.importance import Correction
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.algorithms.losses import LossSettings
-from trigon.batch import GroupFilter
-from trigon.carried import Oversampling
 from trigon.config.batch_sizes import resolve_group_size
 from trigon.config.defaults import (
     resolve_cispo_cap,
@@ -20,6 +18,8 @@ from trigon.config.plan import Plan, shares_trunk, workers_per_machine
 from trigon.config.schema import Config
 from trigon.data.videos import FrameSampling
 from trigon.models.lora import LoraSettings
+from trigon.rollout.buffer import BufferSettings
+from trigon.rollout.filtering import GroupFilter
 from trigon.run import Intervals
 from trigon.system.cpus import count_usable_cpus
 from trigon.train_groups import AdvantageSettings
@@ -119,6 +119,7 @@ def make_sampling_params(config: Config) -> SamplingParams:
         max_tokens=config.data.max_response_length,
         ignore_eos=rollout.ignore_eos,
         seed=rollout.seed,
+        with_baseline=config.algorithm.adv_estimator == "remax",
     )
 
 
@@ -161,12 +162,19 @@ def make_group_filter(config: Config) -> GroupFilter | None:
     )
 
 
-def make_oversampling(config: Config) -> Oversampling | None:
-    """Return how many more prompts are sampled than a step learns from; None: none."""
+def make_buffer_settings(config: Config, plan: Plan) -> BufferSettings:
+    """Return when groups are sampled, and which are learned from."""
     rollout = config.worker.rollout
-    if rollout.oversampling == 0:
-        return None
-    return Oversampling(share=rollout.oversampling, max_carried_steps=rollout.max_carried_steps)
+    return BufferSettings(
+        groups_per_step=plan.prompts_per_step,
+        total_steps=plan.total_steps,
+        max_staleness=config.algorithm.max_staleness,
+        on_sync=rollout.partial,
+        oversampling=rollout.oversampling,
+        max_carried_steps=rollout.max_carried_steps,
+        group_filter=make_group_filter(config),
+        has_pools=not config.worker.hybrid_engine,
+    )
 
 
 def make_advantage_settings(config: Config) -> AdvantageSettings:

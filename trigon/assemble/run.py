@@ -27,10 +27,9 @@ from trigon.assemble.models import check_parallel_sizes, choose_device, choose_k
 from trigon.assemble.objects import NO_OBJECTS, RunObjects, RunOutcome
 from trigon.assemble.options import (
     make_advantage_settings,
-    make_group_filter,
+    make_buffer_settings,
     make_initial_kl,
     make_intervals,
-    make_oversampling,
     make_sampling_params,
     max_completion_tokens,
     needs_old_logprobs,
@@ -81,6 +80,7 @@ from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.rewards.pool import RewardPool
+from trigon.rollout.buffer import RolloutBuffer
 from trigon.run import Run
 from trigon.system.gpu_memory import require_free_memory
 from trigon.system.grace import Grace
@@ -209,6 +209,7 @@ def run_training(
             prompts,
             val_prompts,
             rewards,
+            val_rewards,
             store,
             report,
             made_from={KEY: origin.state()},
@@ -220,7 +221,7 @@ def run_training(
         save_bytes = staged_bytes(config, engines.sizes, engines.critic_sizes)
         pools = [pool for pool in (rewards, val_rewards) if pool is not None]
         watchers = open_watchers(config, plan, pools, workers, save_bytes=save_bytes)
-        run = replace(run, watch=stack.enter_context(watchers), val_rewards=val_rewards)
+        run = replace(run, watch=stack.enter_context(watchers))
         # The garbage collector need not scan again what has been imported and built by now.
         stack.callback(gc.unfreeze)
         gc.freeze()
@@ -407,6 +408,7 @@ def make_run(
     prompts: PromptStream | None,
     val_prompts: Prompts | None,
     rewards: RewardPool,
+    val_rewards: RewardPool | None,
     store: CheckpointStore,
     report: Reporter,
     *,
@@ -417,23 +419,32 @@ def make_run(
     hooks: Hooks,
 ) -> Run:
     """Return the parts of the training loop."""
+    parity = ParityCheck(resolve_parity_tolerance(config))
     return Run(
         plan=plan,
         intervals=make_intervals(config, can_validate=val_prompts is not None),
-        sampling=make_sampling_params(config),
-        prompts=prompts,
+        buffer=None
+        if prompts is None
+        else RolloutBuffer(
+            prompts,
+            engines.rollout,
+            rewards,
+            make_sampling_params(config),
+            make_buffer_settings(config, plan),
+            report,
+            parity.probe,
+        ),
         rollout=engines.rollout,
-        rewards=rewards,
+        val_rewards=rewards if val_rewards is None else val_rewards,
         trainer=engines.trainer,
         reference=engines.reference,
-        group_filter=make_group_filter(config),
         advantage_settings=make_advantage_settings(config),
         kl=make_initial_kl(config),
         needs_old_logprobs=needs_old_logprobs(config, plan),
         evaluator=open_evaluator(config, val_prompts, report),
         max_skipped_updates=config.trainer.max_skipped_updates,
         token_groups=config.trainer.rollout_tokens,
-        parity=ParityCheck(resolve_parity_tolerance(config)),
+        parity=parity,
         store=store,
         save_state=partial(save_state, engines.trainer, config, processors, engines.critic),
         report=report,
@@ -445,10 +456,6 @@ def make_run(
         same_command=resolve_same_command(config),
         grace=grace,
         hooks=hooks,
-        oversampling=make_oversampling(config),
         critic=engines.critic,
         critic_warmup=critic_warmup(config),
-        has_pools=not config.worker.hybrid_engine,
-        max_staleness=config.algorithm.max_staleness,
-        partial=config.worker.rollout.partial,
     )

@@ -27,7 +27,7 @@ from trigon.report.loggers.protocol import Logger
 from trigon.report.loggers.samples import make_samples
 from trigon.report.metrics import StepMetrics
 from trigon.report.recorder import ReadImages, RolloutRecorder
-from trigon.report.rollouts import RolloutRow, rollout_rows, with_tokens
+from trigon.report.rollouts import Filtered, RolloutRow, rollout_rows, with_tokens
 from trigon.report.run_folder import RunFolder
 from trigon.system.gpu_memory import gpu_memory_metrics
 from trigon.system.watchdog import HangWatch
@@ -216,8 +216,9 @@ class Reporter:
         if shown:
             self._loggers.samples(step, "train", partial(make_samples, rows[:shown], read_images, warn=self.warn))
 
-    def filtered_rollouts(self, step: int, rows: Sequence[RolloutRow], *, read_images: ReadImages) -> None:
+    def filtered(self, step: int, groups: Sequence[tuple[RolloutGroup, Filtered]], *, read_images: ReadImages) -> None:
         """Write what was sampled for a step, and no step learns from, into the run folder."""
+        rows = [row for group, why in groups for row in rollout_rows([group], filtered=why)]
         if rows:
             self._recorder.write(step, "filtered", self._with_steps(rows), read_images)
 

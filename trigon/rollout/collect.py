@@ -38,12 +38,7 @@ def collect(
     Raises: EngineError and RewardError as engine and pool do; EngineError if the engine failed for
     every prompt.
     """
-    with _scoring(prompts, rewards, sampling.n) as scored:
-        with phase("gen", total=len(prompts) * sampling.n) as advance:
-            rows = rollout.generate(prompts, sampling, step=step, on_progress=advance, on_group=scored.add)
-        sampled = [(prompt, completions) for prompt, completions in zip(prompts, rows, strict=True) if completions]
-        _require_some(prompts, sampled)
-        return scored.groups(sampled, phase)
+    return collect_until(prompts, rollout, rewards, sampling, None, step=step, phase=phase).groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,13 +54,17 @@ def collect_until(
     rollout: RolloutEngine,
     rewards: RewardPool,
     sampling: SamplingParams,
-    until: Until,
+    until: Until | None,
     *,
     step: int,
     phase: Phase,
 ) -> Collected:
-    """Do what collect does until enough groups are complete; both parts are in order of prompts."""
-    num_ended = sum(not completion.is_unfinished for row in until.begun for completion in row)
+    """Do what collect does until enough groups are complete; both parts are in order of prompts.
+
+    until: None: all are.
+    """
+    begun = () if until is None else until.begun
+    num_ended = sum(not completion.is_unfinished for row in begun for completion in row)
     with _scoring(prompts, rewards, sampling.n) as scored:
         with phase("gen", total=len(prompts) * sampling.n - num_ended) as advance:
             rows = rollout.generate(prompts, sampling, step=step, until=until, on_progress=advance, on_group=scored.add)

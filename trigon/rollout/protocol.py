@@ -104,6 +104,19 @@ class Interruption:
             self._kind = kind
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """A prompt whose completions have not all ended.
+
+    completions: n, some of them unfinished; () to sample it from the start. num_carried: how many
+    steps have left it to the next one.
+    """
+
+    prompt: Prompt
+    completions: tuple[Completion, ...] = ()
+    num_carried: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Until:
     """When a call stops sampling before all completions have ended, and with what it begins.

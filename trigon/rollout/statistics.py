@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from trigon.algorithms.gae import explained_variance
-from trigon.metrics import Max, Mean, Metric, Min, Sum, mean_of, merge
+from trigon.metrics import Max, Mean, Metric, Metrics, Min, Sum, mean_of, merge
 from trigon.rewards.contract import APPLIES
-from trigon.types import RolloutGroup
+from trigon.rollout.protocol import Work
+from trigon.types import Completion, RolloutGroup
+
+OLDEST_AGE = 3
+"""Tokens of this age and older are counted together in staleness/fraction_age_*."""
 
 
 def describe_groups(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
@@ -157,3 +162,45 @@ def _std(numbers: Sequence[float]) -> float:
         return 0.0
     mean = sum(numbers) / len(numbers)
     return float((sum((number - mean) ** 2 for number in numbers) / len(numbers)) ** 0.5)
+
+
+def describe_staleness(groups: Sequence[RolloutGroup], *, version: int) -> Metrics:
+    """Return the ages of the sampled tokens: how many steps older their weights are than today's.
+
+    version: of the weights that learn from the groups; they have age 0.
+    """
+    ages: Counter[int] = Counter()
+    for group in groups:
+        for rollout in group.rollouts:
+            for sampled_by, count in rollout.completion.version_runs:
+                ages[version - sampled_by] += count
+    total = float(ages.total())
+    metrics: dict[str, Metric] = {
+        "staleness/mean": Mean(float(sum(age * count for age, count in ages.items())), total),
+        "staleness/max": Max(float(max(ages, default=0))),
+    }
+    for age in range(OLDEST_AGE):
+        metrics[f"staleness/fraction_age_{age}"] = Mean(float(ages[age]), total)
+    oldest = sum(count for age, count in ages.items() if age >= OLDEST_AGE)
+    metrics[f"staleness/fraction_age_{OLDEST_AGE}_or_more"] = Mean(float(oldest), total)
+    return metrics
+
+
+def describe_carried(carried: Sequence[Work]) -> Metrics:
+    """Return how much a step leaves unfinished."""
+    tokens = count_sampled(completion for group in carried for completion in group.completions)
+    return {
+        "rollout/carried_groups": Sum(float(len(carried))),
+        "rollout/carried_tokens": Sum(float(tokens)),
+    }
+
+
+def count_sampled(completions: Iterable[Completion]) -> int:
+    """Return the number of tokens that were sampled, of all completions."""
+    return sum(completion.num_sampled for completion in completions)
+
+
+def find_oldest_version(completions: Iterable[Completion], version: int) -> int:
+    """Return the version of the oldest sampled token. version: what to return if there is none."""
+    versions = [run for completion in completions for run, count in completion.version_runs if count]
+    return min(versions, default=version)

@@ -22,6 +22,7 @@ from support.fake_runs import (
     lines_of,
     open_run,
     plan_of,
+    prompts_of,
     record_of,
     rollouts_of,
     saved_steps,
@@ -119,7 +120,7 @@ def stream(parts, k, partial, *, steps, complete=sometimes_right, tokens_per_ste
     return {
         "rollout": rollout,
         "max_staleness": k,
-        "partial": partial,
+        "on_sync": partial,
         "has_pools": True,
         "sampling": STREAM_SAMPLING,
         "plan": plan_of(steps=steps),
@@ -157,7 +158,7 @@ def learned_prompts(folder):
 def drawn_prompts(parts, folder, steps):
     """Return how often so many steps draw each row of the dataset."""
     with open_run(parts, folder) as run:
-        return Counter(each.prompt_id.partition("#")[0] for each in run.prompts.take(steps * PER_STEP))
+        return Counter(each.prompt_id.partition("#")[0] for each in prompts_of(run).take(steps * PER_STEP))
 
 
 def check_ages(folder, k):
@@ -244,9 +245,9 @@ def test_a_run_that_resumes_learns_from_each_prompt_once(parts, tmp_path, partia
     with open_run(parts, tmp_path, **settings) as run:
         asked = itertools.count(1)
         assert train(replace(run, should_stop=lambda: next(asked) == stopped_after), None).step == stopped_after
-    saved = latest_checkpoint(tmp_path).progress["streamed"]
-    assert len(saved["ready"]) + len(saved["carried"]) == min(5, 7 - stopped_after) * PER_STEP - PER_STEP
-    tokens = sum(len(each["token_ids"]) for group in saved["carried"] for each in group["completions"])
+    saved = latest_checkpoint(tmp_path).progress["buffer"]
+    assert len(saved["ready"]) + len(saved["work"]) == min(5, 7 - stopped_after) * PER_STEP - PER_STEP
+    tokens = sum(len(each["token_ids"]) for group in saved["work"] for each in group["completions"])
     assert (tokens > 0) == (partial == "continue")
     with open_run(parts, tmp_path, **settings) as run:
         assert train(run, latest_checkpoint(tmp_path)).step == 6
@@ -257,7 +258,7 @@ def test_a_run_that_resumes_learns_from_each_prompt_once(parts, tmp_path, partia
 def test_groups_of_another_size_are_sampled_again_by_a_run_that_resumes(parts, tmp_path):
     with open_run(parts, tmp_path, **stream(parts, 3, "finish", steps=4, waits=True)) as run:
         train(replace(run, should_stop=lambda: True), None)
-    assert len(latest_checkpoint(tmp_path).progress["streamed"]["ready"]) == 3 * PER_STEP
+    assert len(latest_checkpoint(tmp_path).progress["buffer"]["ready"]) == 3 * PER_STEP
     shown = io.StringIO()
     settings = stream(parts, 3, "finish", steps=4) | {"sampling": replace(STREAM_SAMPLING, n=2)}
     with open_run(parts, tmp_path, **settings) as run:
@@ -285,8 +286,8 @@ def test_a_step_that_is_left_saves_the_groups_that_it_was_to_learn_from(parts, t
     with open_run(parts, tmp_path, **settings | {"reference": StoppingReference(), "grace": grace}) as run:
         assert train(run, None).step == 3
     assert saved_steps(tmp_path) == [2, 3]
-    saved = latest_checkpoint(tmp_path).progress["streamed"]
-    assert len(saved["ready"]) + len(saved["carried"]) == 3 * PER_STEP
+    saved = latest_checkpoint(tmp_path).progress["buffer"]
+    assert len(saved["ready"]) + len(saved["work"]) == 3 * PER_STEP
     with open_run(parts, tmp_path, **settings) as run:
         assert train(run, latest_checkpoint(tmp_path)).step == 6
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 6)
@@ -373,18 +374,18 @@ def test_a_validation_has_the_newest_weights_and_waits_for_what_runs(parts, tmp_
 def test_a_batch_sampled_one_step_ahead_goes_on_in_a_run_that_samples_further_ahead(parts, tmp_path):
     with open_run(parts, tmp_path, **stream(parts, 1, "finish", steps=4, tokens_per_step=None)) as run:
         train(replace(run, should_stop=lambda: True), None)
-    ahead = [group["prompt_id"] for group in latest_checkpoint(tmp_path).progress["ahead"]["groups"]]
+    ahead = [group["prompt_id"] for group in latest_checkpoint(tmp_path).progress["buffer"]["ready"]]
     with open_run(parts, tmp_path, **stream(parts, 3, "continue", steps=4)) as run:
         assert train(run, latest_checkpoint(tmp_path)).step == 4
     assert sorted(row["prompt_id"] for row in rows_by_step(tmp_path)[2][:: SAMPLING.n]) == sorted(ahead)
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 4)
 
 
-def test_a_run_that_samples_in_line_names_how_many_groups_it_drops(parts, tmp_path):
+def test_a_run_that_samples_in_line_samples_older_groups_again(parts, tmp_path):
     with open_run(parts, tmp_path, **stream(parts, 3, "continue", steps=4)) as run:
         train(replace(run, should_stop=lambda: True), None)
     shown = io.StringIO()
     with open_run(parts, tmp_path, plan=plan_of(steps=2)) as run:
         run.report._console = Console(stream=shown, progress=False)
         assert train(run, latest_checkpoint(tmp_path)).step == 2
-    assert "12 groups that the saved run had sampled ahead are dropped" in " ".join(shown.getvalue().split())
+    assert "12 groups that the saved run had sampled ahead are sampled again" in " ".join(shown.getvalue().split())

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-import torch
 
 from support.fake_runs import (
     INTERVALS,
@@ -18,16 +16,16 @@ from support.fake_runs import (
     lines_of,
     open_run,
     plan_of,
+    prompts_of,
     rollouts_of,
     saved_steps,
     sometimes_right,
 )
-from trigon.ahead_state import batch_state, load_batch
-from trigon.batch import Batch
 from trigon.errors import LostSamplersError, RewardError
 from trigon.loop import train
 from trigon.metrics import EffectiveShare, Max, Mean, Min, Sum
-from trigon.pool_clock import PoolClock
+from trigon.rollout.sampling_call import PoolClock
+from trigon.rollout.saved import groups_state, load_groups, load_metrics, metrics_state
 from trigon.system.grace import Grace
 from trigon.training.fake import FAKE_LOGPROB
 from trigon.types import Completion, Rollout, RolloutGroup, Score
@@ -108,7 +106,7 @@ def test_a_run_that_resumes_has_the_same_batches_as_one_without_a_stop(parts, tm
         asked = iter([False] * (stopped_after - 1) + [True])
         assert train(replace(run, should_stop=lambda: next(asked)), None).step == stopped_after
     checkpoint = latest_checkpoint(tmp_path)
-    assert len(checkpoint.progress["ahead"]["groups"]) == 4
+    assert len(checkpoint.progress["buffer"]["ready"]) == 4
     with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
         assert train(run, checkpoint).step == 6
     assert lines_of(tmp_path) == lines_of(uninterrupted)
@@ -148,7 +146,7 @@ def test_a_step_is_recorded_and_saved_before_the_error_of_the_batch_ahead_ends_t
         train(run, None)
     assert sorted(lines_of(tmp_path)) == [1, 2]
     assert saved_steps(tmp_path) == [2]
-    assert "ahead" not in latest_checkpoint(tmp_path).progress
+    assert latest_checkpoint(tmp_path).progress["buffer"]["ready"] == []
     with open_run(parts, tmp_path, **settings, **ahead(parts)) as run:
         assert train(run, latest_checkpoint(tmp_path)).step == 6
     assert versions_of(tmp_path) == [{0}, {0}, {2}, {2}, {3}, {4}]
@@ -165,44 +163,45 @@ def test_a_batch_whose_samplers_were_lost_is_sampled_again_with_the_newest_weigh
     assert prompts[0] == prompts[1]
 
 
-def test_a_run_in_line_drops_a_batch_that_was_sampled_ahead(parts, tmp_path):
+def test_a_run_in_line_samples_a_batch_again_that_was_sampled_ahead(parts, tmp_path, uninterrupted):
     with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
         train(replace(run, should_stop=lambda: True), None)
     with open_run(parts, tmp_path, **full_settings(3)) as run:
         train(run, latest_checkpoint(tmp_path))
     assert versions_of(tmp_path) == [{0}, {1}, {2}]
+    for name in ("step_000002.jsonl", "step_000003.jsonl"):
+        drawn = [{row["prompt_id"] for row in rollouts_of(folder)[name]} for folder in (tmp_path, uninterrupted)]
+        assert drawn[0] == drawn[1]
 
 
-def test_a_batch_ahead_of_another_size_is_sampled_again(parts, tmp_path):
+def test_groups_ahead_are_learned_from_by_a_run_with_smaller_steps(parts, tmp_path):
     with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
         train(replace(run, should_stop=lambda: True), None)
-    settings = full_settings(3) | {"plan": plan_of(steps=3, per_step=2, per_update=2)}
+    settings = full_settings(4) | {"plan": plan_of(steps=4, per_step=2, per_update=2)}
     with open_run(parts, tmp_path, **settings, **ahead(parts)) as run:
-        assert train(run, latest_checkpoint(tmp_path)).step == 3
-    assert versions_of(tmp_path) == [{0}, {1}, {1}]
-    assert [len(rows) for name, rows in rollouts_of(tmp_path).items() if name.startswith("step")] == [12, 6, 6]
+        assert train(run, latest_checkpoint(tmp_path)).step == 4
+    # Of the four groups of version 0 two are too old for the third step, which samples them again.
+    assert versions_of(tmp_path) == [{0}, {0}, {2}, {2}]
+    assert [len(rows) for name, rows in rollouts_of(tmp_path).items() if name.startswith("step")] == [12, 6, 6, 6]
 
 
-def test_a_batch_in_a_checkpoint_keeps_its_metrics_and_baselines(parts, tmp_path):
+def test_groups_and_metrics_in_a_checkpoint_are_what_they_were(parts, tmp_path):
     metrics = {"a": Mean(1.0, 3.0), "b": Sum(2.0), "c": Max(0.1), "d": Min(-1.0), "e": EffectiveShare(1.0, 2.0, 3.0)}
-    baselines = torch.tensor([0.5, math.nan])
+    assert load_metrics(json.loads(json.dumps(metrics_state(metrics)))) == metrics
     with open_run(parts, tmp_path) as run:
-        group = RolloutGroup(
-            run.prompts.take(1)[0],
-            (Rollout(Completion((5, 6), (-0.1, -1 / 3), "stop", "x", 2), Score(0.1, {"overall": 0.1}, "ok", "")),),
-        )
-        state = json.loads(json.dumps(batch_state(Batch([group, group], [], metrics, 4, baselines), {"at": 1})))
-        form = {"num_groups": 2, "n": 1, "with_baselines": True}
-        loaded = load_batch(state, run.prompts, **form, warn=pytest.fail)
-        assert loaded.metrics == metrics
-        assert loaded.num_sampled_tokens == 4
-        assert torch.equal(loaded.baselines.nan_to_num(-1.0), torch.tensor([0.5, -1.0]))
-        assert [each.rollouts for each in loaded.groups] == [group.rollouts, group.rollouts]
-        warnings = []
-        assert load_batch(state, run.prompts, **form | {"n": 2}, warn=warnings.append) is None
-        assert len(warnings) == 2
-        assert load_batch(state, run.prompts, **form | {"num_groups": 3}, warn=pytest.fail) is None
-        assert load_batch(state, run.prompts, **form | {"with_baselines": False}, warn=pytest.fail) is None
+        prompts = prompts_of(run)
+        rollout = Rollout(Completion((5, 6), (-0.1, -1 / 3), "stop", "x", 2), Score(0.1, {"overall": 0.1}, "ok", ""))
+        greedy = Rollout(Completion((5,), (0.0,), "stop", "y", 2), Score(0.0, {}, "failed", "as asked"))
+        group = RolloutGroup(prompts.take(1)[0], (rollout,), greedy)
+        state = json.loads(json.dumps(groups_state([group, group])))
+        loaded, work = load_groups(state, prompts, n=1, with_baseline=True, warn=pytest.fail)
+        assert [(each.rollouts, each.baseline) for each in loaded] == [((rollout,), greedy)] * 2
+        assert work == []
+        for form in ({"n": 2, "with_baseline": True}, {"n": 1, "with_baseline": False}):
+            warnings = []
+            loaded, work = load_groups(state, prompts, **form, warn=warnings.append)
+            assert (loaded, len(warnings)) == ([], 1)
+            assert [each.prompt.prompt_id for each in work] == [group.prompt.prompt_id] * 2
 
 
 def test_idle_times_are_those_without_sampling_and_those_of_waiting():

@@ -18,23 +18,11 @@ from support.fake_runs import (
     lines_of,
     open_run,
     plan_of,
+    prompts_of,
     record_of,
     rollouts_of,
 )
 from support.rollout import NO_WEIGHTS
-from trigon.batch import load_surplus, surplus_state
-from trigon.batch_source import open_sampler
-from trigon.carried import (
-    CarriedGroup,
-    Oversampling,
-    carried_state,
-    completion_state,
-    describe_carried,
-    describe_staleness,
-    ended_in_step,
-    load_carried,
-    load_completion,
-)
 from trigon.distributed.engines import WorkersRolloutEngine, _GenerationProgress
 from trigon.distributed.heartbeat import Heartbeat
 from trigon.distributed.recent_files import RecentFiles
@@ -51,10 +39,13 @@ from trigon.errors import BadRow, EngineError, RolloutError
 from trigon.loop import train
 from trigon.metrics import values
 from trigon.report.console import Console
+from trigon.rollout.buffer import ended_in_step
 from trigon.rollout.fake import FakeEngine
-from trigon.rollout.protocol import Until
+from trigon.rollout.protocol import Until, Work
 from trigon.rollout.restart import RestartingEngine
+from trigon.rollout.saved import completion_state, groups_state, load_completion, load_groups, load_work, work_state
 from trigon.rollout.seeds import sample_seed
+from trigon.rollout.statistics import describe_carried, describe_staleness
 from trigon.system.resuming import SAME_COMMAND
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 
@@ -262,7 +253,7 @@ def test_ages_are_weighted_by_tokens():
         "staleness/fraction_age_3_or_more": pytest.approx(0.3),
     }
     unfinished = Completion((1, 2), (0.0, 0.0), "unfinished", "", 3)
-    carried = [CarriedGroup(prompt(0), (unfinished, unfinished), 1), CarriedGroup(prompt(1), (), 2)]
+    carried = [Work(prompt(0), (unfinished, unfinished), 1), Work(prompt(1), (), 2)]
     assert values(describe_carried(carried)) == {
         "rollout/carried_groups": 2.0,
         "rollout/carried_tokens": 4.0,
@@ -282,29 +273,30 @@ def test_carried_groups_are_in_checkpoints_as_they_are():
     several = Completion((1, 2, 3), (-0.5, -0.25, -1.5), "unfinished", "", 4, policy_versions=((2, 1), (4, 2)))
     none = Completion((), (), "unfinished", "", 4)
     ended = Completion((5,), (-0.125,), "stop", "five", 3)
-    groups = [CarriedGroup(prompt(1), (several, ended), 2), CarriedGroup(prompt(2), (none, none), 1)]
-    groups.append(CarriedGroup(prompt(3), (), 1))
-    state = json.loads(json.dumps(carried_state(groups)))
+    groups = [Work(prompt(1), (several, ended), 2), Work(prompt(2), (none, none), 1)]
+    groups.append(Work(prompt(3), (), 1))
+    state = json.loads(json.dumps(work_state(groups)))
     warned = []
-    loaded = load_carried(state, Prompts(), n=2, max_tokens=9, warn=warned.append)
-    assert [(each.prompt.prompt_id, each.completions, each.num_steps) for each in loaded] == [
-        (each.prompt.prompt_id, each.completions, each.num_steps) for each in groups
+    loaded = load_work(state, Prompts(), num_completions=2, max_tokens=9, warn=warned.append)
+    assert [(each.prompt.prompt_id, each.completions, each.num_carried) for each in loaded] == [
+        (each.prompt.prompt_id, each.completions, each.num_carried) for each in groups
     ]
     assert warned == []
     surplus = [RolloutGroup(prompt(1), (Rollout(replace(several, finish_reason="stop"), Score(1.0, {}, "ok", "")),))]
-    [again] = load_surplus(json.loads(json.dumps(surplus_state(surplus))), Prompts(), n=1, warn=warned.append)
+    state = json.loads(json.dumps(groups_state(surplus)))
+    [again], _ = load_groups(state, Prompts(), n=1, with_baseline=False, warn=warned.append)
     assert again.rollouts == surplus[0].rollouts
     assert load_completion(json.loads(json.dumps(completion_state(several)))) == several
 
 
 def test_carried_groups_that_a_resumed_run_cannot_use():
     unfinished = Completion((1,), (0.0,), "unfinished", "", 4)
-    groups = [CarriedGroup(prompt(1), (unfinished,) * 2, 2), CarriedGroup(prompt(9), (unfinished,) * 3, 1)]
+    groups = [Work(prompt(1), (unfinished,) * 2, 2), Work(prompt(9), (unfinished,) * 3, 1)]
     warned = []
-    [group] = load_carried(carried_state(groups), Prompts(), n=3, max_tokens=9, warn=warned.append)
-    assert (group.prompt.prompt_id, group.completions, group.num_steps) == ("train:1", (), 2)
+    [group] = load_work(work_state(groups), Prompts(), num_completions=3, max_tokens=9, warn=warned.append)
+    assert (group.prompt.prompt_id, group.completions, group.num_carried) == ("train:1", (), 2)
     assert len(warned) == 2
-    assert "sampled again from the start, because worker.rollout.n is now 3" in warned[0]
+    assert "sampled again from the start, because a group now has 3" in warned[0]
     assert "train:9" in warned[1]
 
 
@@ -314,12 +306,12 @@ def test_carried_completions_that_are_too_long_for_a_resumed_run():
         Completion((1, 2, 3), (0.0,) * 3, "unfinished", "", 4),
         Completion((1,) * 9, (0.0,) * 9, "stop", "", 3),
     )
-    state = carried_state([CarriedGroup(prompt(1), (ended, unfinished), 2)])
+    state = work_state([Work(prompt(1), (ended, unfinished), 2)])
     warned = []
-    [group] = load_carried(state, Prompts(), n=2, max_tokens=4, warn=warned.append)
+    [group] = load_work(state, Prompts(), num_completions=2, max_tokens=4, warn=warned.append)
     assert (group.completions, warned) == ((ended, unfinished), [])
-    [group] = load_carried(state, Prompts(), n=2, max_tokens=3, warn=warned.append)
-    assert (group.completions, group.num_steps) == ((), 2)
+    [group] = load_work(state, Prompts(), num_completions=2, max_tokens=3, warn=warned.append)
+    assert (group.completions, group.num_carried) == ((), 2)
     assert "one has 3 tokens, and data.max_response_length is now 3" in warned[0]
 
 
@@ -332,7 +324,7 @@ def test_completions_that_an_earlier_step_ended_are_not_of_this_one():
     def group(number, *completions):
         return RolloutGroup(prompt(number), tuple(Rollout(each, Score(0.0, {}, "ok", "")) for each in completions))
 
-    carried = [CarriedGroup(prompt(1), (ended, unfinished), 1), CarriedGroup(prompt(2), (), 1)]
+    carried = [Work(prompt(1), (ended, unfinished), 1), Work(prompt(2), (), 1)]
     groups = [group(1, ended, longer), group(2, ended, ended), group(3, ended, ended)]
     assert [[each.completion for each in found.rollouts] for found in ended_in_step(groups, carried)] == [
         [longer],
@@ -381,7 +373,7 @@ def test_each_rank_gets_the_carried_tokens_of_its_replica_alone():
 
 # -- runs --
 
-SETTINGS = Oversampling(share=0.5, max_carried_steps=2)
+SETTINGS = {"oversampling": 0.5, "max_carried_steps": 2}
 
 
 def long_tailed(so_far, version, seed):
@@ -391,9 +383,9 @@ def long_tailed(so_far, version, seed):
     return so_far.ground_truth if seed % 2 else "no idea"
 
 
-def oversampling_settings(steps, settings=SETTINGS):
-    changes = full_settings(steps) | {"oversampling": settings, "complete": long_tailed, "tokens_per_step": 3}
-    return changes | {"sampling": replace(SAMPLING, max_tokens=40)}
+def oversampling_settings(steps, **settings):
+    changes = full_settings(steps) | {"complete": long_tailed, "tokens_per_step": 3}
+    return changes | SETTINGS | settings | {"sampling": replace(SAMPLING, max_tokens=40)}
 
 
 @pytest.fixture(scope="module")
@@ -434,17 +426,19 @@ def test_no_token_is_older_than_max_carried_steps(uninterrupted):
             for version, count in runs_of(row):
                 ages[step - 1 - version] += count
         assert min(ages) >= 0
-        assert max(ages) <= SETTINGS.max_carried_steps
+        assert max(ages) <= SETTINGS["max_carried_steps"]
         line = lines_of(folder)[step]
         assert line["staleness/max"] == max(ages)
         assert line["staleness/mean"] == pytest.approx(sum(a * c for a, c in ages.items()) / ages.total())
         assert line["staleness/fraction_age_0"] == pytest.approx(ages[0] / ages.total())
-    assert max(line["staleness/max"] for step, line in lines_of(folder).items() if step) == SETTINGS.max_carried_steps
+    assert (
+        max(line["staleness/max"] for step, line in lines_of(folder).items() if step) == SETTINGS["max_carried_steps"]
+    )
     assert sum(line["rollout/carried_tokens"] for step, line in lines_of(folder).items() if step) > 0
 
 
 def test_each_prompt_of_an_epoch_is_learned_from_once(parts, tmp_path):
-    settings = oversampling_settings(2) | {"oversampling": replace(SETTINGS, share=0.25)}
+    settings = oversampling_settings(2, oversampling=0.25)
     with open_run(parts, tmp_path, **settings) as run:
         train(run, None)
     learned = [row["prompt_id"] for rows in rows_by_step(tmp_path).values() for row in rows[:: SAMPLING.n]]
@@ -465,34 +459,37 @@ def test_a_resumed_run_goes_on_with_the_tokens_of_the_saved_one(parts, tmp_path,
         train(replace(run, should_stop=lambda: next(asked) == stop_after), None)
     saved = latest_checkpoint(tmp_path)
     assert saved.step == stop_after
-    assert saved.progress["carried"]
+    assert saved.progress["buffer"]["work"]
     with open_run(parts, tmp_path, **oversampling_settings(8)) as run:
         train(run, saved)
     assert lines_of(tmp_path) == lines_of(uninterrupted[0])
     assert rollouts_of(tmp_path) == rollouts_of(uninterrupted[0])
 
 
-def test_a_run_without_oversampling_drops_what_was_carried_with_a_warning(parts, tmp_path):
+def test_a_run_without_oversampling_samples_again_what_was_carried(parts, tmp_path):
     with open_run(parts, tmp_path, **oversampling_settings(8)) as run:
         asked = itertools.count(1)
         train(replace(run, should_stop=lambda: next(asked) == 2), None)
-    settings = full_settings(3) | {"plan": plan_of(steps=3, per_update=2)}
+    carried = [each["prompt_id"] for each in latest_checkpoint(tmp_path).progress["buffer"]["work"]]
+    settings = full_settings(4) | {"sampling": oversampling_settings(4)["sampling"]}
     stream = io.StringIO()
     with open_run(parts, tmp_path, **settings) as run:
         run.report._console = Console(stream=stream, progress=False)
         train(run, latest_checkpoint(tmp_path))
-    assert "unfinished groups of the saved run are dropped" in " ".join(stream.getvalue().split())
-    assert all(not row["policy_versions"] for row in rows_by_step(tmp_path)[3])
+    assert "that the saved run had sampled ahead are sampled again" in " ".join(stream.getvalue().split())
+    rows = [row for step in (3, 4) for row in rows_by_step(tmp_path)[step]]
+    assert all(not row["policy_versions"] for row in rows)
+    assert set(carried) <= {row["prompt_id"] for row in rows}
 
 
 def test_groups_kept_from_the_last_step_may_suffice(parts, tmp_path):
     """With as many prompts again, a step in which all end at once leaves a whole batch."""
-    settings = oversampling_settings(3, Oversampling(share=1.0, max_carried_steps=2))
+    settings = oversampling_settings(3, oversampling=1.0)
     settings |= {"complete": lambda so_far, version, seed: so_far.ground_truth, "tokens_per_step": 100}
     with open_run(parts, tmp_path, **settings) as run:
         train(run, None)
-        events = [event for event in record_of(run).events if event.startswith("sample") and "until" in event]
-    assert events == ["sample 8 for 1 until 4", "sample 4 for 3 until 4"]  # 3 is the last step
+        events = [event for event in record_of(run).events if event.startswith(("sample 8", "sample 4"))]
+    assert events == ["sample 8 for 1 until 4", "sample 4 for 3"]  # 3 is the last step
     assert [rows[0]["policy_version"] for rows in rows_by_step(tmp_path).values()] == [0, 0, 2]
 
 
@@ -502,29 +499,33 @@ def test_the_last_steps_leave_nothing(parts, uninterrupted, tmp_path):
     last = lines_of(folder)[8]
     assert (last["rollout/carried_groups"], last["response_length/max"]) == (0, 40)
     learned = [row["prompt_id"] for rows in rows_by_step(folder).values() for row in rows[:: SAMPLING.n]]
-    assert latest_checkpoint(folder).progress["surplus"] == []
+    assert latest_checkpoint(folder).progress["buffer"]["ready"] == []
     # A run that is continued with fewer steps has more groups than it needs. It waits for all.
     with open_run(parts, tmp_path, **oversampling_settings(1)) as run:
-        drawn = Counter(each.prompt_id.partition("#")[0] for each in run.prompts.take(8 * 4))
+        drawn = Counter(each.prompt_id.partition("#")[0] for each in prompts_of(run).take(8 * 4))
         assert Counter(name.partition("#")[0] for name in learned) == drawn
-        carried = [CarriedGroup(run.prompts.rebuild(f"train:{number}"), (), 1) for number in range(6)]
-        sampler = open_sampler(run)
-        with run.rollout.awake(run.trainer.weights(), version=0):
-            batch = sampler.collect_batch(4, group_filter=None, kept=(), step=1, carried=carried)
-    assert [group.prompt for group in batch.groups] == [group.prompt for group in carried[:4]]
-    assert (len(batch.surplus), batch.carried) == (2, [])
+        carried = [Work(prompts_of(run).rebuild(f"train:{number}"), (), 1) for number in range(6)]
+        batch, state = batch_of(run, carried, step=1)
+    assert [group.prompt for group in batch.groups] == [each.prompt for each in carried[:4]]
+    assert (len(state["ready"]), state["work"]) == (2, [])
+
+
+def batch_of(run, work, *, step):
+    """Return the batch of a step that begins with this work, and what the step leaves."""
+    buffer = run.buffer
+    buffer._unfinished = list(work)
+    return buffer.next(step, run.trainer.weights(), version=0), buffer.state(made=True)["buffer"]
 
 
 def test_tokens_of_a_carried_group_that_failed_are_not_subtracted(parts, tmp_path):
     settings = oversampling_settings(8) | {
-        "complete": lambda so_far, v, seed: None if "12" in so_far.text else "no idea"
+        "complete": lambda so_far, v, seed: None if "12" in so_far.text else "no idea",
+        "plan": plan_of(steps=8, per_step=1, per_update=1),
     }
     with open_run(parts, tmp_path, **settings) as run:
-        failing, other = run.prompts.rebuild("train:2"), run.prompts.rebuild("train:5")
+        failing, other = prompts_of(run).rebuild("train:2"), prompts_of(run).rebuild("train:5")
         begun = Completion((1,) * 30, (0.0,) * 30, "unfinished", "", 0)
-        carried = [CarriedGroup(each, (begun,) * SAMPLING.n, 1) for each in (failing, other)]
-        with run.rollout.awake(run.trainer.weights(), version=0):
-            batch = open_sampler(run).collect_batch(1, group_filter=None, kept=(), step=2, carried=carried)
+        batch, _ = batch_of(run, [Work(each, (begun,) * SAMPLING.n, 1) for each in (failing, other)], step=2)
     [group] = batch.groups
     assert group.prompt.prompt_id == other.prompt_id
     after = sum(rollout.completion.num_sampled for rollout in group.rollouts)
@@ -535,13 +536,15 @@ def test_a_step_with_no_complete_group_is_an_error_of_the_engine(parts, tmp_path
     class NoneComplete(FakeEngine):
         """The groups of one replica failed, and the others had none to complete."""
 
-        def generate(self, prompts, sampling, *, until=None, **options):
-            if until is None:  # a validation
-                return super().generate(prompts, sampling, **options)
+        def generate(self, prompts, sampling, *, step, **options):
+            if step == 0:  # a validation
+                return super().generate(prompts, sampling, step=step, **options)
             unfinished = [Completion((), (), "unfinished", "", 0)] * sampling.n
             return [[] if index % 2 else unfinished for index in range(len(prompts))]
 
-    with open_run(parts, tmp_path, **oversampling_settings(8)) as run:
-        fake = NoneComplete(tokenizer=parts.processors.tokenizer, stop_token_id=0, complete=long_tailed)
-        with pytest.raises(EngineError, match="completed none of 6 groups"):
-            train(replace(run, rollout=fake), None)
+    fake = NoneComplete(tokenizer=parts.processors.tokenizer, stop_token_id=0, complete=long_tailed)
+    with (
+        open_run(parts, tmp_path, **oversampling_settings(8), rollout=fake) as run,
+        pytest.raises(EngineError, match="completed none of"),
+    ):
+        train(run, None)

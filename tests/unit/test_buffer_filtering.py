@@ -26,7 +26,6 @@ from support.fake_runs import (
     rollouts_of,
     surplus_settings,
 )
-from trigon.batch import load_surplus, surplus_state
 from trigon.checkpoint.store import Checkpoint
 from trigon.data.mixture import mix
 from trigon.data.stream import PromptStream
@@ -37,6 +36,7 @@ from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rewards.pool import RewardPool
+from trigon.rollout.saved import groups_state, load_groups
 from trigon.training.fake import FAKE_LOGPROB
 from trigon.types import Completion, EncodedMedia, Prompt, Rollout, RolloutGroup, Score, Turn
 
@@ -174,7 +174,7 @@ def test_a_saved_surplus_is_dropped_if_the_resumed_run_cannot_use_it(parts, tmp_
     def saved(folder: Path) -> Checkpoint:
         with open_run(parts, folder, **surplus_settings(6)) as run:
             train(replace(run, should_stop=lambda: True), None)
-        assert latest_checkpoint(folder).progress["surplus"] != []
+        assert latest_checkpoint(folder).progress["buffer"]["ready"] != []
         return latest_checkpoint(folder)
 
     checkpoint = saved(tmp_path / "other n")
@@ -215,7 +215,7 @@ def test_a_surplus_is_used_in_the_next_step_also_after_an_interruption(parts, tm
     with open_run(parts, tmp_path / "cut", **surplus_settings(6)) as run:
         asked = iter([False, False, False, True])
         train(replace(run, should_stop=lambda: next(asked)), None)
-    assert latest_checkpoint(tmp_path / "cut").progress["surplus"] != []
+    assert latest_checkpoint(tmp_path / "cut").progress["buffer"]["ready"] != []
     with open_run(parts, tmp_path / "cut", **surplus_settings(6)) as run:
         train(run, latest_checkpoint(tmp_path / "cut"))
     assert rollouts_of(tmp_path / "cut") == whole
@@ -295,7 +295,8 @@ def test_episodes_kept_for_the_next_step_keep_their_turns_and_images():
         def rebuild(self, prompt_id):
             return prompt
 
-    [loaded] = load_surplus(json.loads(json.dumps(surplus_state([group]))), Prompts(), n=3, warn=pytest.fail)
+    state = json.loads(json.dumps(groups_state([group])))
+    [loaded], _ = load_groups(state, Prompts(), n=3, with_baseline=False, warn=pytest.fail)
     assert [each.completion for each in loaded.rollouts] == [episode, failed, plain]
     assert loaded.rollouts[0].completion.vision.encoded == files
     other = EncodedMedia((b"first", b"third"), ("0", "1"))

@@ -1,0 +1,898 @@
+"""Decides what is sampled, when, and with which weights: the sampling half of a training step.
+
+    prompts --sampled--> ready --taken--> a step
+                ^   |
+                '-- unfinished   stopped by a weight sync, or by the end of an oversampled step
+
+A group that is drawn, and that no step has learned from, is ready (sampled and scored), unfinished
+(to be sampled, perhaps begun), or in the call that samples now. Their number never exceeds
+groups per step x (1 + max_staleness) x (1 + oversampling). With version v the weights after v
+steps, max_staleness decides when what is sampled:
+
+    0         | sample 1 | learn 1 | sample 2 | learn 2 | sample 3 | ...     with v0, v1, v2
+    1         | sample 1 | learn 1             | learn 2             | ...
+                         | sample 2 (with v0)  | sample 3 (with v1)  | ...
+    above 1   sampled all the time; a step learns from the groups that began first of those that
+              have ended, and no token is older than max_staleness steps when it is learned from:
+      continue  | v0 ........ | v1 ........ | v2 ...   interrupted at each weight sync, and
+                  =====.   ========#########.          continued with the new weights
+      finish    | v0 ........ : ...... | v2 ........   from ":" on nothing begins, and the sync
+                  =====.   ===============.            waits until all completions have ended
+
+With 0 and 1, batches are a function of the weights and the prompts alone, so that a run that
+resumes has the same ones. Above 1 they depend on time. Oversampling and online filtering are
+settings of all of these. Does not know which engine samples, or where.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from trigon.data.stream import PromptStream, with_repeat_id
+from trigon.errors import DataError, EngineError, LostSamplersError
+from trigon.metrics import Metrics, Sum, merge
+from trigon.rewards.pool import RewardPool
+from trigon.rollout.collect import collect_as_they_end, collect_until
+from trigon.rollout.filtering import GroupFilter, label_groups
+from trigon.rollout.protocol import Interruption, RolloutEngine, Until, Work
+from trigon.rollout.sampling_call import PoolClock, SamplingCall
+from trigon.rollout.saved import groups_state, load_groups, load_metrics, load_work, metrics_state, work_state
+from trigon.rollout.statistics import (
+    count_sampled,
+    describe_carried,
+    describe_groups,
+    describe_staleness,
+    find_oldest_version,
+)
+from trigon.types import Completion, Phase, Prompt, RolloutGroup, SamplingParams, WeightsHandle
+
+POLL_SECONDS = 0.1
+"""How often the loop looks for progress while it waits for groups."""
+
+Reason = Literal["low", "high", "unscored", "surplus"]
+"""Why no step learns from a group: see GroupClass; surplus: there were more than a step needs."""
+
+FilteredGroup = tuple[RolloutGroup, Reason]
+
+_FAILED = "rollout/num_set_aside"
+_DROPPED_GROUPS, _DROPPED_TOKENS = "staleness/dropped_groups", "staleness/dropped_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSettings:
+    """When groups are sampled, and which are learned from.
+
+    groups_per_step: that a step learns from. total_steps: the number of the last step.
+    max_staleness: how many steps older than the newest weights a group may be; above 0 the engine
+    samples outside awake(), too. on_sync: what running completions do when new weights arrive, if
+    it is above 1.
+    oversampling: how many more prompts are sampled than are needed, as a fraction of these; the
+    step goes on without the last ones. max_carried_steps: a step waits for groups that have been
+    carried so often.
+    group_filter: None: all groups are learned from.
+    has_pools: other workers sample than learn, whose idle times are measured.
+    """
+
+    groups_per_step: int
+    total_steps: int
+    max_staleness: int = 0
+    on_sync: Literal["finish", "continue"] = "finish"
+    oversampling: float = 0.0
+    max_carried_steps: int = 4
+    group_filter: GroupFilter | None = None
+    has_pools: bool = False
+
+    @property
+    def is_continuous(self) -> bool:
+        """Whether groups are sampled all the time."""
+        return self.max_staleness > 1
+
+    @property
+    def oldest_age(self) -> int:
+        """How many steps older than the newest weights a token may be when it is learned from."""
+        carried = self.max_carried_steps + 1 if self.oversampling > 0 and not self.is_continuous else 0
+        kept = self.group_filter is not None and self.group_filter.keep_surplus and not self.is_continuous
+        return max(self.max_staleness, carried) + kept
+
+
+class BufferReport(Protocol):
+    """What a buffer reports to. Reporter satisfies it."""
+
+    @property
+    def phase(self) -> Phase: ...
+
+    def warn(self, text: str) -> None: ...
+
+    def filtered(
+        self, step: int, groups: Sequence[FilteredGroup], *, read_images: Callable[[str], Sequence[bytes]]
+    ) -> None: ...
+
+
+class Probing(Protocol):
+    """Samples completions for the parity check of new weights, see ParityCheck.probe."""
+
+    def __call__(
+        self,
+        groups: Sequence[RolloutGroup],
+        rollout: RolloutEngine,
+        sampling: SamplingParams,
+        *,
+        prompt: Prompt,
+        step: int,
+        version: int,
+    ) -> list[Any]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The groups that a step learns from.
+
+    probes: completions for the parity check of the step's weights; none if these were not sent.
+    metrics: over everything that was sampled for the step, filtered out or not; above a
+    max_staleness of 1, over what it learns from, and what was filtered out meanwhile.
+    num_sampled_tokens: sampled since the last batch, filtered out or not.
+    """
+
+    groups: list[RolloutGroup]
+    probes: list[Any]
+    metrics: Metrics
+    num_sampled_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class _Found:
+    """What was sampled since the last batch.
+
+    groups: ready, in the order in which steps learn from them. filtered: without their images.
+    shortage: why there are fewer groups than were asked for; "" if there are not.
+    """
+
+    groups: list[RolloutGroup] = field(default_factory=list)
+    unfinished: list[Work] = field(default_factory=list)
+    filtered: list[FilteredGroup] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=dict)
+    num_tokens: int = 0
+    shortage: str = ""
+
+    def count(self, name: str, number: float) -> None:
+        self.metrics = merge(self.metrics, {name: Sum(float(number))})
+
+    def filter_out(self, group: RolloutGroup, label: Reason) -> None:
+        # The images would stay in memory until the step is recorded.
+        self.filtered.append((replace(group, prompt=replace(group.prompt, vision=None)), label))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Position:
+    """What a checkpoint is made of. prompts: the state of the prompt stream."""
+
+    prompts: Mapping[str, Any]
+    ready: tuple[RolloutGroup, ...]
+    work: tuple[Work, ...]
+    metrics: Metrics
+    num_tokens: int
+
+
+class RolloutBuffer:
+    """Gives each step a batch of scored groups."""
+
+    def __init__(
+        self,
+        prompts: PromptStream,
+        rollout: RolloutEngine,
+        rewards: RewardPool,
+        sampling: SamplingParams,
+        settings: BufferSettings,
+        report: BufferReport,
+        probe: Probing,
+    ) -> None:
+        """Begin at the position of the prompts."""
+        self._prompts, self._rollout, self._rewards = prompts, rollout, rewards
+        self._sampling, self._settings, self._report, self._probe = sampling, settings, report, probe
+        self._clock = PoolClock()
+        self._ready: list[RolloutGroup] = []
+        self._unfinished: list[Work] = []
+        self._taken: list[RolloutGroup] = []  # by the last step that began
+        self._found = _Found()  # its groups and unfinished work are not used
+        self._ahead: _Ahead | None = None
+        self._flight: _Flight | None = None
+        self._has_failed = False  # every prompt of the last flight
+        self._before: _Position | None = None  # of the step that began last, once it is known
+        self._staleness: Metrics = {}
+
+    # -- steps --
+
+    def next(self, step: int, weights: WeightsHandle, *, version: int) -> Batch:
+        """Return the groups of a step, oldest first.
+
+        Fewer than groups_per_step only if online filtering found no more in max_rounds, or the
+        engine failed to sample others. weights: of this version, the newest ones.
+        Raises: what sampling and scoring raise, and what the report's phases raise; DataError if
+        online filtering has found no group.
+        """
+        self._taken, self._before = [], None
+        if self._settings.is_continuous:
+            probes = self._sample_continuously(step, weights, version)
+            batch = self._take(step, version, probes)
+        else:
+            batch = self._sample_for_step(step, weights, version)
+            if self._settings.max_staleness == 1 and step < self._settings.total_steps:
+                self._begin_ahead(step + 1)
+        self._staleness = describe_staleness(batch.groups, version=version)
+        return batch
+
+    def pop_metrics(self) -> Metrics:
+        """Return what was counted since the last call, and is not in the metrics of a batch."""
+        settings = self._settings
+        metrics: dict[str, Any] = {}
+        if self._ahead is None:  # else the engine and the prompts are in use; the batch has their counts
+            metrics |= {**({} if settings.is_continuous else self._rollout.pop_metrics()), **self._prompts.metrics()}
+        if settings.has_pools or settings.oversampling > 0:
+            metrics |= self._staleness
+        return {**metrics, **self._clock.pop_metrics()} if settings.has_pools else metrics
+
+    def pause(self) -> None:
+        """Wait until nothing is sampled any more, for a validation. next() raises errors."""
+        if self._ahead is not None:
+            self._wait_for(self._ahead.call)
+        if self._flight is not None:
+            self._flight.interruption.ask("stop" if self._settings.on_sync == "continue" else "drain")
+            self._await(None, 0)
+            if self._flight.failure is None:
+                self._end_flight()
+
+    def pause_to_save(self) -> None:
+        """Wait until a checkpoint loses nothing, where that does not take long.
+
+        Completions that are to finish are not waited for: they begin again.
+        """
+        if self._ahead is not None or self._settings.on_sync == "continue":
+            self.pause()
+
+    def close(self) -> None:
+        """Give up what is sampled."""
+        if self._ahead is not None:
+            self._ahead.call.give_up()
+        if self._flight is not None:
+            self._flight.interruption.ask("stop")
+            self._flight.call.give_up()
+
+    def image_files(self, prompt_id: str) -> list[bytes]:
+        """Return the images of a prompt that was sampled, see PromptStream.image_files."""
+        return self._prompts.image_files(prompt_id)
+
+    # -- checkpoints --
+
+    def state(self, *, made: bool) -> dict[str, Any]:
+        """Return the entries of a checkpoint. Read by load_state.
+
+        made: the last step that began was made; otherwise it is made again from the checkpoint.
+        """
+        position = self._position([] if made else self._taken) if made or self._before is None else self._before
+        return {
+            "prompts": position.prompts,
+            "buffer": {
+                "ready": groups_state(position.ready),
+                "work": work_state(position.work),
+                "metrics": metrics_state(position.metrics),
+                "num_tokens": position.num_tokens,
+            },
+        }
+
+    def load_state(self, state: Mapping[str, Any], *, version: int) -> None:
+        """Continue from what state() has returned. version: of the weights of the checkpoint.
+
+        Groups that this run cannot use as they are, are sampled again, with a warning; those of
+        other data are dropped. Raises: as PromptStream.load_state and rebuild.
+        """
+        sampling, warn, buffer = self._sampling, self._report.warn, state["buffer"]
+        self._prompts.load_state(state["prompts"])
+        num_saved = len(buffer["ready"]) + len(buffer["work"])
+        if num_saved and not self._prompts.continues(state["prompts"]):
+            warn(f"{num_saved} groups that the saved run had sampled are dropped: their prompts are of other data")
+            return
+        with_baseline = sampling.with_baseline
+        self._ready, again = load_groups(
+            buffer["ready"], self._prompts, n=sampling.n, with_baseline=with_baseline, warn=warn
+        )
+        self._unfinished = again + load_work(
+            buffer["work"],
+            self._prompts,
+            num_completions=sampling.num_completions,
+            max_tokens=sampling.max_tokens,
+            warn=warn,
+        )
+        self._found.metrics, self._found.num_tokens = load_metrics(buffer["metrics"]), buffer["num_tokens"]
+        num_old = self._drop_old(version)
+        if num_old:
+            warn(
+                f"{num_old} groups that the saved run had sampled ahead are sampled again: they are older than this "
+                "run learns from (algorithm.max_staleness, worker.rollout.oversampling, algorithm.filter_surplus)"
+            )
+
+    def _position(self, taken: Sequence[RolloutGroup]) -> _Position:
+        """Return what a checkpoint is made of. What is sampled now is in it as it was before."""
+        begun: Sequence[Work] = ()
+        prompts: Mapping[str, Any] | None = None
+        if self._ahead is not None:
+            self._end_ahead_if_done()
+        if self._ahead is not None:
+            error = self._ahead.call.error
+            state = "are not sampled yet" if error is None else f"have failed ({_first_line(error)})"
+            self._report.warn(
+                f"the checkpoint is saved without the groups of step {self._ahead.step}, which {state}: a run that "
+                "resumes from it samples them with newer weights, and has other numbers than this one"
+            )
+            prompts, begun = self._ahead.prompts, self._ahead.work
+        elif self._flight is not None:
+            self._absorb()
+            begun = list(self._flight.begun.values())
+        return _Position(
+            self._prompts.state() if prompts is None else prompts,
+            (*taken, *self._ready),
+            (*begun, *self._unfinished),
+            self._found.metrics,
+            self._found.num_tokens,
+        )
+
+    # -- batches --
+
+    def _take(self, step: int, version: int, probes: list[Any]) -> Batch:
+        """Return a batch of the groups that are ready, and remember it until the next step."""
+        settings, found = self._settings, self._found
+        groups = self._taken = self._usable(version)[: settings.groups_per_step]
+        taken = set(map(id, groups))
+        self._ready = [group for group in self._ready if id(group) not in taken]
+        if settings.is_continuous:
+            described = [*groups, *(group for group, _ in found.filtered)]
+            waiting = {"rollout/waiting_groups": Sum(float(len(self._ready)))}
+            found.metrics = merge(_NO_COUNTS, describe_groups(described), waiting, found.metrics)
+            if step == 1:
+                warn_if_rewards_are_equal(described, self._report.warn)
+        if self._sampling.with_baseline:
+            missing = sum(group.baseline is None or group.baseline.score.outcome != "ok" for group in groups)
+            found.count("grader/baselines_missing", missing)
+        if settings.group_filter is not None:
+            self._report.filtered(step, found.filtered, read_images=self.image_files)
+        if found.shortage:
+            if not groups:
+                raise DataError(
+                    f"{found.shortage}; use data or a prompt template for which the model is sometimes right, raise "
+                    "worker.rollout.n, or set algorithm.online_filtering=false"
+                )
+            self._report.warn(f"{found.shortage}; the step learns from {len(groups)}")
+        if not groups:  # several replicas: some failed, and the others had none to complete
+            raise EngineError(
+                "The rollout engine completed no group of this step: each failed twice, or is unfinished. See the "
+                "engine's log."
+            )
+        self._found = _Found()
+        return Batch(groups, probes, found.metrics, found.num_tokens)
+
+    def _usable(self, version: int) -> list[RolloutGroup]:
+        """Return the groups that a step with these weights may learn from, in order."""
+        if not self._settings.is_continuous:
+            return self._ready
+        oldest_allowed = version - self._settings.oldest_age
+        usable = [group for group in self._ready if _oldest_of(group, version) >= oldest_allowed]
+        return sorted(usable, key=lambda group: _oldest_of(group, version))
+
+    def _drop_old(self, version: int) -> int:
+        """Begin groups again that have become too old; count them, and return their number."""
+        oldest_allowed = version - self._settings.oldest_age
+        ready = [group for group in self._ready if _oldest_of(group, version) < oldest_allowed]
+        begun = [each for each in self._unfinished if find_oldest_version(each.completions, version) < oldest_allowed]
+        dropped = {*map(id, ready), *map(id, begun)}
+        self._ready = [group for group in self._ready if id(group) not in dropped]
+        self._unfinished = [each for each in self._unfinished if id(each) not in dropped]
+        self._unfinished += [Work(group.prompt) for group in ready]
+        self._unfinished += [Work(each.prompt) for each in begun]
+        completions = [rollout.completion for group in ready for rollout in group.rollouts]
+        completions += [completion for each in begun for completion in each.completions]
+        if self._settings.is_continuous:
+            self._found.count(_DROPPED_GROUPS, len(dropped))
+            self._found.count(_DROPPED_TOKENS, count_sampled(completions))
+        return len(dropped)
+
+    def _draw(self, num_prompts: int, known: set[str], phase: Phase) -> list[Work]:
+        """Return new work. known: ids of the step's prompts so far; the new ones are added."""
+        with phase("data"):
+            return [Work(_with_unique_id(prompt, known)) for prompt in self._prompts.take(num_prompts)]
+
+    def _awake(self, weights: WeightsHandle, version: int) -> AbstractContextManager[None]:
+        return awake(self._rollout, weights, version=version, phase=self._report.phase)
+
+    # -- sampled in the step, or in the one before it --
+
+    def _sample_for_step(self, step: int, weights: WeightsHandle, version: int) -> Batch:
+        """Return the batch of a step; what is missing of it is sampled with these weights."""
+        settings, report = self._settings, self._report
+        if self._ahead is not None:
+            self._wait_for(self._ahead.call)
+            self._end_ahead(step)
+        self._drop_old(version)
+        self._before = self._position([])
+        needed = settings.groups_per_step - len(self._ready)
+        sampled: list[RolloutGroup] = []
+        work: Sequence[Work] = ()
+        with self._awake(weights, version):
+            if needed > 0:
+                work, self._unfinished = self._unfinished, []
+                try:
+                    with self._clock.waiting(), self._clock.sampling():
+                        found = self._sample_groups(step, needed, work, report.phase)
+                except BaseException:
+                    self._unfinished = list(work)
+                    raise
+                if settings.max_staleness == 1:  # before the next call, which counts its own
+                    found.metrics = merge(found.metrics, self._rollout.pop_metrics(), self._prompts.metrics())
+                sampled = found.groups
+                self._take_over(found)
+            elif settings.oversampling > 0:
+                self._unfinished = [replace(each, num_carried=each.num_carried + 1) for each in self._unfinished]
+                self._found.metrics = merge(
+                    describe_groups(self._ready), describe_carried(self._unfinished), {_FAILED: Sum(0.0)}
+                )
+            batch = self._take(step, version, [])
+            learned = set(map(id, batch.groups))
+            ended = ended_in_step([group for group in sampled if id(group) in learned], work)
+            # A batch that was sampled ahead is older than the weights that were sent just now, so
+            # that each replica samples a few tokens with them.
+            with report.phase("parity") if settings.max_staleness > 0 else nullcontext():
+                probes = self._probe(
+                    ended, self._rollout, self._sampling, prompt=batch.groups[0].prompt, step=step, version=version
+                )
+        return replace(batch, probes=probes)
+
+    def _begin_ahead(self, step: int) -> None:
+        """Begin to sample what the next step learns from, with the weights that the engine has."""
+        needed = self._settings.groups_per_step - len(self._ready)
+        if needed <= 0:
+            return
+        work, self._unfinished = self._unfinished, []
+
+        def sample(phase: Phase) -> _Found:
+            with self._clock.sampling():
+                started = time.perf_counter()
+                found = self._sample_groups(step, needed, work, phase)
+                found.count("perf/sampling_seconds", time.perf_counter() - started)
+            counts = merge(self._rollout.pop_metrics(), self._prompts.metrics())
+            found.metrics = merge(found.metrics, counts)
+            return found
+
+        prompts = self._prompts.state()
+        self._ahead = _Ahead(step, work, prompts, SamplingCall(step, sample))
+
+    def _end_ahead(self, step: int) -> None:
+        """Take over what was sampled for this step while the one before it was made."""
+        ahead = self._ahead
+        assert ahead is not None
+        if not isinstance(ahead.call.error, LostSamplersError):
+            if ahead.call.error is not None:
+                raise ahead.call.error
+            self._end_ahead_if_done()
+            return
+        self._report.warn(
+            f"{ahead.call.error}: the groups of step {step} are sampled again, with the weights of step {step - 1}, so "
+            "that this run has other numbers than one without the loss"
+        )
+        self._ahead = None
+        self._prompts.load_state(ahead.prompts)
+        self._unfinished = [*ahead.work, *self._unfinished]
+
+    def _end_ahead_if_done(self) -> None:
+        assert self._ahead is not None
+        found = self._ahead.call.result
+        if found is not None:
+            self._ahead = None
+            self._take_over(found)
+
+    def _take_over(self, found: _Found) -> None:
+        self._ready += found.groups
+        self._unfinished += found.unfinished
+        self._found.filtered += found.filtered
+        self._found.metrics = merge(self._found.metrics, found.metrics)
+        self._found.num_tokens += found.num_tokens
+        self._found.shortage = found.shortage
+
+    def _sample_groups(self, step: int, needed: int, work: Sequence[Work], phase: Phase) -> _Found:
+        """Sample work, and further prompts, until this many groups can be learned from.
+
+        One round of sampling without a filter, which ends with fewer groups if the engine fails to
+        sample some. Changes nothing of this object but the position of the prompts, so that it can
+        run in a thread. Draws no more prompts than the steps that are left learn from.
+        """
+        settings, group_filter = self._settings, self._settings.group_filter
+        found = _Found(unfinished=list(work))
+        num_carried = {each.prompt.prompt_id: each.num_carried for each in work}
+        known = {group.prompt.prompt_id for group in self._ready} | set(num_carried)
+        num_left = settings.groups_per_step * (settings.total_steps - step + 1) - len(self._ready)
+        rounds = 0
+        while len(found.groups) < needed:
+            if rounds and group_filter is None and not found.unfinished:
+                break  # the engine has failed to sample the others
+            if group_filter is not None and 0 < group_filter.max_rounds <= rounds:
+                break
+            rounds += 1
+            quota = needed - len(found.groups) if group_filter is None else group_filter.prompts_per_round
+            num_sampled = math.ceil(quota * (1.0 + settings.oversampling))
+            if group_filter is None:
+                num_sampled = min(num_sampled, num_left - len(found.groups)) if rounds == 1 else 0
+            begun = [each for each in found.unfinished if each.completions or each.num_carried]
+            fresh = [each for each in found.unfinished if not (each.completions or each.num_carried)]
+            num_fresh = max(0, num_sampled - len(begun)) if rounds == 1 or group_filter is not None else len(fresh)
+            left = fresh[num_fresh:]
+            chosen = [*begun, *fresh[:num_fresh]]
+            chosen += self._draw(max(0, num_sampled - len(chosen)), known, phase)
+            found.unfinished = []
+            has_progress = self._sample_round(step, chosen, quota, found, phase, is_first=step == 1 and rounds == 1)
+            found.unfinished = [
+                replace(each, num_carried=num_carried.get(each.prompt.prompt_id, 0) + 1) for each in found.unfinished
+            ]
+            found.unfinished += left
+            if not has_progress:
+                raise EngineError(
+                    f"The rollout engine completed none of {len(chosen)} groups: each failed twice, or is unfinished. "
+                    "See the engine's log."
+                )
+        found.unfinished.sort(key=lambda each: -each.num_carried)
+        if settings.oversampling > 0:
+            found.metrics = merge(found.metrics, describe_carried(found.unfinished))
+        if group_filter is not None:
+            self._end_filtering(group_filter, found, needed, rounds)
+        return found
+
+    def _sample_round(
+        self, step: int, work: Sequence[Work], quota: int, found: _Found, phase: Phase, *, is_first: bool
+    ) -> bool:
+        """Sample work until this many groups are complete; return whether there is progress."""
+        settings = self._settings
+        until = None
+        if len(work) > quota or any(each.completions for each in work):
+            oldest = sum(each.num_carried >= settings.max_carried_steps for each in work)
+            num_required = len(work) if step == settings.total_steps else oldest
+            until = Until(min(quota, len(work)), num_required, tuple(each.completions for each in work))
+        prompts = [each.prompt for each in work]
+        collected = collect_until(prompts, self._rollout, self._rewards, self._sampling, until, step=step, phase=phase)
+        groups, unfinished = collected.groups, collected.unfinished
+        if is_first:
+            warn_if_rewards_are_equal(groups, self._report.warn)
+        found.unfinished = [
+            Work(prompt, completions if any(each.token_ids for each in completions) else ())
+            for prompt, completions in unfinished
+        ]
+        # Not of a group that failed, whose new tokens are not known either.
+        returned = {prompt.prompt_id for prompt, _ in unfinished} | {group.prompt.prompt_id for group in groups}
+        before = (each for one in work if one.prompt.prompt_id in returned for each in one.completions)
+        after = [each for _, row in unfinished for each in row] + [each for group in groups for each in _all(group)]
+        num_new = count_sampled(after) - count_sampled(before)
+        num_failed = len(work) - len(groups) - len(unfinished)
+        found.num_tokens += num_new
+        found.count(_FAILED, num_failed)
+        found.metrics = merge(found.metrics, describe_groups(groups))
+        found.groups += self._kept(groups, found)
+        return bool(groups) or num_failed > 0 or num_new > 0
+
+    def _kept(self, groups: Sequence[RolloutGroup], found: _Found) -> list[RolloutGroup]:
+        """Return the groups that pass the filter; the others are counted and recorded."""
+        if self._settings.group_filter is None or not groups:
+            return list(groups)
+        labels, fractions = label_groups(groups, self._settings.group_filter)
+        found.metrics = merge(found.metrics, fractions)
+        for group, label in zip(groups, labels, strict=True):
+            if label != "kept":
+                found.filter_out(group, label)
+        return [group for group, label in zip(groups, labels, strict=True) if label == "kept"]
+
+    def _end_filtering(self, group_filter: GroupFilter, found: _Found, needed: int, rounds: int) -> None:
+        """Drop what is beyond the batch, and count."""
+        num_groups = self._settings.groups_per_step
+        # No more than the next step uses, so that no group becomes older than one step.
+        num_used = needed + (num_groups if group_filter.keep_surplus else 0)
+        dropped, num_found = found.groups[num_used:], len(found.groups) + num_groups - needed
+        for group in dropped:
+            found.filter_out(group, "surplus")
+        found.groups = found.groups[:num_used]
+        found.count("filter/rounds", rounds)
+        found.count("filter/groups", num_found)
+        found.count("filter/dropped_groups", len(dropped))
+        if len(found.groups) < needed:
+            found.shortage = _describe_shortage(num_found, num_groups, f"{rounds} rounds", found.metrics)
+
+    # -- sampled all the time --
+
+    def _sample_continuously(self, step: int, weights: WeightsHandle, version: int) -> list[Any]:
+        """Wait until the groups of a step can be learned from; return probes of new weights.
+
+        None if the weights are not sent, since completions run on.
+        """
+        num_groups = self._settings.groups_per_step
+        probes: list[Any] = []
+        self._interrupt(version)
+        self._await(num_groups, version)
+        if self._flight is not None and not self._flight.call.is_done:
+            return probes
+        num_drawn = 0
+        while True:
+            self._end_flight()
+            if num_drawn and self._is_short_after(num_drawn, version):
+                return probes
+            new_probes, num_new = self._begin(step, weights, version)
+            probes, num_drawn = probes or new_probes, num_drawn + num_new
+            self._await(num_groups, version)
+            if self._has(num_groups, version):
+                return probes
+
+    def _is_short_after(self, num_drawn: int, version: int) -> bool:
+        """Return whether a step has drawn as many prompts as a filter allows, and note it."""
+        group_filter, found = self._settings.group_filter, self._found
+        if group_filter is None or not 0 < group_filter.max_rounds * group_filter.prompts_per_round <= num_drawn:
+            return False
+        num_found = len(self._usable(version))
+        found.shortage = _describe_shortage(
+            num_found, self._settings.groups_per_step, f"{num_drawn} prompts", found.metrics
+        )
+        return True
+
+    def _interrupt(self, version: int) -> None:
+        """Let the flight end for new weights: now, or once its weights are old enough."""
+        flight, settings = self._flight, self._settings
+        if flight is None:
+            return
+        if settings.on_sync == "continue":
+            flight.interruption.ask("stop")
+            self._await(None, version)
+        elif version - flight.version >= max(1, settings.max_staleness // 2):
+            flight.interruption.ask("drain")  # not at each version: the last ones leave most of the engine idle
+
+    def _wait_for(self, call: SamplingCall[Any], until: Callable[[], bool] = lambda: False) -> None:
+        """Wait until a call is done, or something else holds, which is asked now and then."""
+        if call.is_done:
+            return
+        with self._clock.waiting(), self._report.phase("wait") as advance:
+            while not call.wait(POLL_SECONDS):
+                if until():
+                    return
+                advance(0 if call.pop_progress() else None)
+
+    def _await(self, num_groups: int | None, version: int) -> None:
+        """Wait until the flight has ended, or this many groups can be learned from."""
+        if self._flight is not None and not self._has(num_groups, version):
+            self._wait_for(self._flight.call, lambda: self._has(num_groups, version))
+            self._absorb()
+
+    def _has(self, num_groups: int | None, version: int) -> bool:
+        """Return whether this many groups can be learned from, and take those that have ended."""
+        self._absorb()
+        return num_groups is not None and len(self._usable(version)) >= num_groups
+
+    def _absorb(self) -> None:
+        """Take the groups that have ended since the last call."""
+        flight, found = self._flight, self._found
+        while flight is not None and flight.ended:
+            group = flight.ended.popleft()
+            begun = flight.begun.pop(group.prompt.prompt_id)
+            self._ready += self._kept([group], found)
+            found.num_tokens += count_sampled(_all(group)) - count_sampled(begun.completions)
+            flight.num_ended += 1
+
+    def _end_flight(self) -> None:
+        """Take what is left of a flight. Raises: its error, unless samplers were lost."""
+        flight, found = self._flight, self._found
+        if flight is None:
+            return
+        self._absorb()
+        if flight.failure is not None and not isinstance(flight.failure, LostSamplersError):
+            raise flight.failure
+        self._flight = None
+        self._has_failed = flight.has_failed
+        unfinished = flight.call.result
+        if unfinished is None:
+            self._report.warn(f"{flight.call.error}: their groups are sampled again")
+            self._unfinished += flight.begun.values()
+            return
+        for prompt, completions in unfinished:
+            begun = flight.begun.pop(prompt.prompt_id)
+            found.num_tokens += count_sampled(completions) - count_sampled(begun.completions)
+            kept = completions if any(each.token_ids for each in completions) else ()
+            self._unfinished.append(Work(prompt, kept))
+        found.count(_FAILED, len(flight.begun))
+
+    def _begin(self, step: int, weights: WeightsHandle, version: int) -> tuple[list[Any], int]:
+        """Send the weights, and begin as many groups as allowed.
+
+        A group that begins now is learned from max_staleness steps later, if groups end in the
+        order in which they begin.
+        Returns: probes of the weights, and the number of prompts that were drawn.
+        """
+        settings, report = self._settings, self._report
+        self._drop_old(version)
+        steps_ahead = min(settings.max_staleness, settings.total_steps - step)
+        most = math.ceil(settings.groups_per_step * (1 + steps_ahead) * (1.0 + settings.oversampling))
+        if settings.group_filter is None:  # no more than is ever learned from
+            most = min(most, settings.groups_per_step * (settings.total_steps - step + 1))
+        known = {group.prompt.prompt_id for group in self._ready}
+        known |= {each.prompt.prompt_id for each in self._unfinished}
+        new = self._draw(max(0, most - len(self._ready) - len(self._unfinished)), known, report.phase)
+        carried = describe_carried([each for each in self._unfinished if each.completions])
+        self._found.metrics = merge(self._found.metrics, carried)
+        self._unfinished.sort(key=lambda each: find_oldest_version(each.completions, version))
+        work, self._unfinished = [*self._unfinished, *new], []
+        first = work[0].prompt if work else self._ready[0].prompt
+        with self._awake(weights, version), report.phase("parity"):
+            # None of the groups has these weights yet, so each replica samples a few tokens.
+            probes = self._probe((), self._rollout, self._sampling, prompt=first, step=step, version=version)
+        self._found.metrics = merge(self._found.metrics, self._rollout.pop_metrics())
+        if work:
+            self._flight = self._fly(step, version, work)
+        return probes, len(new)
+
+    def _fly(self, step: int, version: int, work: Sequence[Work]) -> _Flight:
+        """Begin to sample work in a thread, until it is interrupted."""
+        settings = self._settings
+        ended: deque[RolloutGroup] = deque()
+        interruption = Interruption()
+        until = Until(len(work), 0, tuple(each.completions for each in work), interruption)
+
+        def sample(phase: Phase) -> _Unfinished:
+            with self._clock.sampling():
+                return collect_as_they_end(
+                    [each.prompt for each in work],
+                    self._rollout,
+                    self._rewards,
+                    self._sampling,
+                    until,
+                    step=step,
+                    phase=phase,
+                    on_scored=ended.append,
+                    min_counted=settings.groups_per_step * self._sampling.n,
+                )
+
+        return _Flight(
+            version=version,
+            begun={each.prompt.prompt_id: each for each in work},
+            max_failed=0 if self._has_failed else settings.groups_per_step - 1,
+            ended=ended,
+            interruption=interruption,
+            call=SamplingCall(step, sample),
+        )
+
+
+_Unfinished = list[tuple[Prompt, tuple[Completion, ...]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ahead:
+    """Groups that are sampled while the step before theirs is made.
+
+    work: that it began with. prompts: the state of the prompt stream before it.
+    """
+
+    step: int
+    work: Sequence[Work]
+    prompts: Mapping[str, Any]
+    call: SamplingCall[_Found]
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """What is sampled between two weight syncs. The result of its call is what has not ended.
+
+    version: of the weights. begun: the work that it began with, by the prompt's id, without the
+    groups that were taken from ended: those that have ended and are scored. num_ended: how many
+    were taken. max_failed: this many prompts may fail although no other one has ended.
+    """
+
+    version: int
+    begun: dict[str, Work]
+    max_failed: int
+    ended: deque[RolloutGroup]
+    interruption: Interruption
+    call: SamplingCall[_Unfinished]
+    num_ended: int = 0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine has failed for every prompt of a flight that is done and absorbed."""
+        return self.call.error is None and not self.call.result and not self.num_ended
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of a flight that is done, also if the engine failed for too many prompts."""
+        if not self.has_failed or len(self.begun) <= self.max_failed:
+            return self.call.error
+        return EngineError(
+            f"The rollout engine failed to sample any of {len(self.begun)} prompts, twice each. See the engine's log."
+        )
+
+
+_NO_COUNTS: Metrics = dict.fromkeys((_FAILED, _DROPPED_GROUPS, _DROPPED_TOKENS), Sum(0.0))
+
+
+@contextmanager
+def awake(rollout: RolloutEngine, weights: WeightsHandle, *, version: int, phase: Phase) -> Iterator[None]:
+    """Keep a rollout engine awake with these weights. The sync is timed as the phase "weights"."""
+    with ExitStack() as stack:
+        with phase("weights"):
+            stack.enter_context(rollout.awake(weights, version=version))
+        yield
+
+
+def ended_in_step(groups: Sequence[RolloutGroup], work: Sequence[Work]) -> list[RolloutGroup]:
+    """Return the groups of a step without the completions that an earlier step has ended.
+
+    work: that the step began with.
+    """
+    ended_before = {
+        (each.prompt.prompt_id, sample)
+        for each in work
+        for sample, completion in enumerate(each.completions)
+        if not completion.is_unfinished
+    }
+    ended = []
+    for group in groups:
+        name = group.prompt.prompt_id
+        rollouts = tuple(each for i, each in enumerate(group.rollouts) if (name, i) not in ended_before)
+        if rollouts:
+            ended.append(replace(group, rollouts=rollouts))
+    return ended
+
+
+def warn_if_rewards_are_equal(groups: Sequence[RolloutGroup], warn: Callable[[str], None]) -> None:
+    """Warn if the rewards of several completions, those of the first step, are all equal."""
+    scored = [(group.prompt, r) for group in groups for r in group.rollouts if r.score.outcome == "ok"]
+    rewards = {rollout.score.overall for _, rollout in scored}
+    if len(scored) < 2 or len(rewards) > 1:
+        return
+    prompt, rollout = scored[0]
+    ground_truth = f"{repr(prompt.ground_truth)[:100]} (a {type(prompt.ground_truth).__name__})"
+    warn(
+        f"ALL REWARDS ARE EQUAL: each of the {len(scored)} completions of the first step got {rewards.pop():g}, "
+        f"and nothing can be learned from equal rewards. Either the task is too hard or too easy for the model, "
+        "or the reward function does not see what it expects: compare the ground truth with the completions. "
+        f"{prompt.prompt_id} has the ground truth {ground_truth} and the completion "
+        f"{rollout.completion.text[-200:]!r}; rollouts/ in the run folder will hold all of them"
+    )
+
+
+def _with_unique_id(prompt: Prompt, drawn: set[str]) -> Prompt:
+    """Return the prompt with an id that is not in drawn, and add the id to drawn.
+
+    A step that crosses the end of an epoch can draw a prompt twice; the stream, which counts by
+    epoch, cannot see it.
+    """
+    occurrence = 1
+    while prompt.prompt_id in drawn:
+        occurrence += 1
+        prompt = with_repeat_id(prompt, occurrence)
+    drawn.add(prompt.prompt_id)
+    return prompt
+
+
+def _describe_shortage(num_found: int, num_groups: int, tried: str, metrics: Metrics) -> str:
+    low, high = (metrics[f"filter/{name}_fraction"].value for name in ("low", "high"))
+    return (
+        f"online filtering found {num_found} of {num_groups} groups in {tried} (trainer.max_try_make_batch): {low:.0%} "
+        f"of those sampled were at or below algorithm.filter_low, {high:.0%} at or above filter_high"
+    )
+
+
+def _all(group: RolloutGroup) -> list[Completion]:
+    """Return the completions of a group, the greedy one included."""
+    rollouts = group.rollouts if group.baseline is None else (*group.rollouts, group.baseline)
+    return [rollout.completion for rollout in rollouts]
+
+
+def _oldest_of(group: RolloutGroup, version: int) -> int:
+    """Return the version of the oldest token of a group; version: of the newest weights."""
+    return find_oldest_version(_all(group), version)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
