@@ -22,12 +22,12 @@ from trigon.report.watch.watch import describe_stop
 from trigon.rollout.buffer import Batch, RolloutBuffer, awake
 from trigon.rollout.statistics import count_sampled, describe_validation
 from trigon.run import Progress, Run
-from trigon.skipped_updates import RecentUpdates, UpdatedModel, describe_skipped, how_to_go_on
 from trigon.system.garbage import return_freed_memory
 from trigon.system.grace import StepLeft
 from trigon.system.trace import traced
 from trigon.train_groups import prepare_groups
 from trigon.training.protocol import SKIPPED_GRAD_NORM, CriticEngine, TrainEngine, TrunkCriticEngine
+from trigon.training.skipped_updates import RecentUpdates, UpdatedModel, describe_skipped, how_to_go_on
 from trigon.training.update_plan import has_gradient
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
 
@@ -361,8 +361,8 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     state = checkpoint.progress
     if "buffer" not in state:
         raise CheckpointError(
-            f"{checkpoint.folder} was saved by an earlier version of Trigon, and this one cannot read its position in the "
-            "data; export its model (trigon export) and start a new run from it, or continue with that version"
+            f"{checkpoint.folder} was saved by an earlier version of Trigon, and this one cannot read its position in "
+            "the data; export its model (trigon export) and start a new run from it, or continue with that version"
         )
     require_buffer(run).load_state(state, version=run.policy_version(checkpoint.step))
     # Only an adaptive coefficient has a history; a fixed one, and the target, come from the

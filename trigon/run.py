@@ -15,19 +15,19 @@ from trigon.algorithms.kl import AdaptiveKl
 from trigon.checkpoint.store import CheckpointStore, Finish
 from trigon.config.plan import Plan
 from trigon.hooks import Hooks
-from trigon.parity import ParityCheck
 from trigon.report.reporter import Reporter
 from trigon.report.watch.watch import Watch
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import RolloutBuffer
+from trigon.rollout.parity import ParityCheck
 from trigon.rollout.protocol import RolloutEngine
-from trigon.skipped_updates import RecentUpdates
+from trigon.rollout.validation import Evaluator
 from trigon.system.grace import Grace
 from trigon.system.resuming import SameCommand
 from trigon.system.trace import Tracer
 from trigon.train_groups import AdvantageSettings
 from trigon.training.protocol import CriticEngine, LogprobEngine, TrainEngine
-from trigon.validation import Evaluator
+from trigon.training.skipped_updates import RecentUpdates
 
 
 class SaveState(Protocol):

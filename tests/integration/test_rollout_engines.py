@@ -18,7 +18,7 @@ from trigon.errors import EngineError, ParityError
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import completion_positions, prompt_positions
-from trigon.parity import ParityCheck
+from trigon.rollout.parity import ParityCheck
 from trigon.rollout.protocol import Interruption, Until
 from trigon.types import (
     GroupSpan,

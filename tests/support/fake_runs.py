@@ -29,7 +29,6 @@ from trigon.data.dataset import PromptSet, open_prompts
 from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
 from trigon.models.load import Processors
-from trigon.parity import ParityCheck
 from trigon.report.console import Console
 from trigon.report.image_store import ImageStore
 from trigon.report.reporter import Reporter
@@ -38,13 +37,14 @@ from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import BufferSettings, RolloutBuffer
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.filtering import GroupFilter
+from trigon.rollout.parity import ParityCheck
+from trigon.rollout.validation import Evaluator
 from trigon.run import Intervals, Run
 from trigon.system.resuming import SAME_COMMAND
 from trigon.system.trace import LocalTracer
 from trigon.train_groups import AdvantageSettings
 from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
 from trigon.types import Prompt, RolloutGroup, SamplingParams, TrainGroup
-from trigon.validation import Evaluator
 
 NUM_PROMPTS, NUM_VALIDATION = 10, 3
 
@@ -283,7 +283,7 @@ def open_run(
             replace(sampling, with_baseline=with_baseline),
             settings,
             run.report,
-            run.parity.probe,
+            run.parity,
         )
         yield replace(run, buffer=buffer)
 

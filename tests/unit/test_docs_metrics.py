@@ -30,10 +30,10 @@ from trigon.data.vision import image_processor_of
 from trigon.distributed.worker_group import Traffic
 from trigon.loop import train
 from trigon.metrics import Metrics, values
-from trigon.parity import ParityCheck, Probe
 from trigon.report.watch.meter import MemoryMeter, measure_worker
 from trigon.report.watch.rules import WatcherName
 from trigon.report.watch.watch import MEMORY
+from trigon.rollout.parity import ParityCheck, Probe
 from trigon.rollout.statistics import describe_carried, describe_staleness, describe_validation
 from trigon.training.fake import FAKE_LOGPROB, FakeCriticEngine, FakeTrainEngine
 from trigon.types import Rollout, RolloutGroup, Score

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "trigon"
 LAYER = {
     "tools": 10,
     "api": 9, "assemble": 9,
-    "loop": 8, "run": 8, "train_groups": 8, "validation": 8, "parity": 8, "skipped_updates": 8,
+    "loop": 8, "run": 8, "train_groups": 8,
     "distributed": 7, "checkpoint": 7,
     "report": 6,
     "rollout": 5, "training": 5,

@@ -9,8 +9,8 @@ import torch
 from support.rollout import NO_WEIGHTS
 from trigon.errors import NotFiniteError, ParityError
 from trigon.metrics import Max, Mean
-from trigon.parity import SAMPLED_PROBE_TOKENS, ParityCheck, Probe
 from trigon.rollout.fake import FakeEngine
+from trigon.rollout.parity import SAMPLED_PROBE_TOKENS, ParityCheck, Probe
 from trigon.training.fake import FakeTrainEngine
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 

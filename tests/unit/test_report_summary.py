@@ -10,10 +10,10 @@ from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.report.summary import describe_plan, format_bytes, suggest_next_steps
 from trigon.report.watch.watch import Alarm, describe_stop
-from trigon.skipped_updates import how_to_go_on
 from trigon.system.grace import Grace
 from trigon.system.resuming import WEIGHTS_ONLY
 from trigon.training.local import Sizes
+from trigon.training.skipped_updates import how_to_go_on
 
 
 def test_an_export_is_suggested_if_there_is_an_unexported_checkpoint():

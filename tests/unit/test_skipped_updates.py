@@ -15,9 +15,9 @@ from trigon.errors import NotFiniteError
 from trigon.loop import train
 from trigon.metrics import Max, Mean, Sum
 from trigon.report.console import Console
-from trigon.skipped_updates import RecentUpdates, describe_skipped
 from trigon.system.resuming import SameCommand
 from trigon.training.protocol import SKIPPED_GRAD_NORM
+from trigon.training.skipped_updates import RecentUpdates, describe_skipped
 from trigon.types import Prompt, TrainGroup, TrainSequence
 
 pytestmark = pytest.mark.faults

@@ -13,8 +13,8 @@ from trigon.data.mixture import mix
 from trigon.errors import BadRow
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.fake import FakeEngine
+from trigon.rollout.validation import VALIDATION_SEED_STEP, Evaluator
 from trigon.types import SamplingParams
-from trigon.validation import VALIDATION_SEED_STEP, Evaluator
 
 SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=30, ignore_eos=False, seed=7)
 REWARD = """

@@ -30,8 +30,8 @@ from trigon.data.vision import image_processor_of, video_processor_of
 from trigon.errors import DataError
 from trigon.models.load import Processors, load_processors, require_weights
 from trigon.report.reporter import Reporter
+from trigon.rollout.validation import Evaluator
 from trigon.system.cpus import count_usable_cpus
-from trigon.validation import Evaluator
 
 NO_SOURCES: Mapping[str, Source] = MappingProxyType({})
 

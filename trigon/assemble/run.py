@@ -71,7 +71,6 @@ from trigon.data.token_texts import TokenTexts
 from trigon.hooks import Hooks
 from trigon.loop import train
 from trigon.models.load import Processors
-from trigon.parity import ParityCheck
 from trigon.report.console import Console
 from trigon.report.image_store import ImageStore
 from trigon.report.loggers.protocol import LoggedRun, Logger, LoggerEnvironment
@@ -81,6 +80,7 @@ from trigon.report.run_folder import RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import RolloutBuffer
+from trigon.rollout.parity import ParityCheck
 from trigon.run import Run
 from trigon.system.gpu_memory import require_free_memory
 from trigon.system.grace import Grace
@@ -432,7 +432,7 @@ def make_run(
             make_sampling_params(config),
             make_buffer_settings(config, plan),
             report,
-            parity.probe,
+            parity,
         ),
         rollout=engines.rollout,
         val_rewards=rewards if val_rewards is None else val_rewards,

@@ -40,6 +40,7 @@ from trigon.metrics import Metrics, Sum, merge
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect_as_they_end, collect_until
 from trigon.rollout.filtering import GroupFilter, label_groups
+from trigon.rollout.parity import ParityCheck, Probe
 from trigon.rollout.protocol import Interruption, RolloutEngine, Until, Work
 from trigon.rollout.sampling_call import PoolClock, SamplingCall
 from trigon.rollout.saved import groups_state, load_groups, load_metrics, load_work, metrics_state, work_state
@@ -114,21 +115,6 @@ class BufferReport(Protocol):
     ) -> None: ...
 
 
-class Probing(Protocol):
-    """Samples completions for the parity check of new weights, see ParityCheck.probe."""
-
-    def __call__(
-        self,
-        groups: Sequence[RolloutGroup],
-        rollout: RolloutEngine,
-        sampling: SamplingParams,
-        *,
-        prompt: Prompt,
-        step: int,
-        version: int,
-    ) -> list[Any]: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """The groups that a step learns from.
@@ -140,7 +126,7 @@ class Batch:
     """
 
     groups: list[RolloutGroup]
-    probes: list[Any]
+    probes: list[Probe]
     metrics: Metrics
     num_sampled_tokens: int
 
@@ -190,11 +176,11 @@ class RolloutBuffer:
         sampling: SamplingParams,
         settings: BufferSettings,
         report: BufferReport,
-        probe: Probing,
+        parity: ParityCheck,
     ) -> None:
         """Begin at the position of the prompts."""
         self._prompts, self._rollout, self._rewards = prompts, rollout, rewards
-        self._sampling, self._settings, self._report, self._probe = sampling, settings, report, probe
+        self._sampling, self._settings, self._report, self._parity = sampling, settings, report, parity
         self._clock = PoolClock()
         self._ready: list[RolloutGroup] = []
         self._unfinished: list[Work] = []
@@ -343,7 +329,7 @@ class RolloutBuffer:
 
     # -- batches --
 
-    def _take(self, step: int, version: int, probes: list[Any]) -> Batch:
+    def _take(self, step: int, version: int, probes: list[Probe]) -> Batch:
         """Return a batch of the groups that are ready, and remember it until the next step."""
         settings, found = self._settings, self._found
         groups = self._taken = self._usable(version)[: settings.groups_per_step]
@@ -445,7 +431,7 @@ class RolloutBuffer:
             # A batch that was sampled ahead is older than the weights that were sent just now, so
             # that each replica samples a few tokens with them.
             with report.phase("parity") if settings.max_staleness > 0 else nullcontext():
-                probes = self._probe(
+                probes = self._parity.probe(
                     ended, self._rollout, self._sampling, prompt=batch.groups[0].prompt, step=step, version=version
                 )
         return replace(batch, probes=probes)
@@ -607,13 +593,13 @@ class RolloutBuffer:
 
     # -- sampled all the time --
 
-    def _sample_continuously(self, step: int, weights: WeightsHandle, version: int) -> list[Any]:
+    def _sample_continuously(self, step: int, weights: WeightsHandle, version: int) -> list[Probe]:
         """Wait until the groups of a step can be learned from; return probes of new weights.
 
         None if the weights are not sent, since completions run on.
         """
         num_groups = self._settings.groups_per_step
-        probes: list[Any] = []
+        probes: list[Probe] = []
         self._interrupt(version)
         self._await(num_groups, version)
         if self._flight is not None and not self._flight.call.is_done:
@@ -704,7 +690,7 @@ class RolloutBuffer:
             self._unfinished.append(Work(prompt, kept))
         found.count(_FAILED, len(flight.begun))
 
-    def _begin(self, step: int, weights: WeightsHandle, version: int) -> tuple[list[Any], int]:
+    def _begin(self, step: int, weights: WeightsHandle, version: int) -> tuple[list[Probe], int]:
         """Send the weights, and begin as many groups as allowed.
 
         A group that begins now is learned from max_staleness steps later, if groups end in the
@@ -727,7 +713,7 @@ class RolloutBuffer:
         first = work[0].prompt if work else self._ready[0].prompt
         with self._awake(weights, version), report.phase("parity"):
             # None of the groups has these weights yet, so each replica samples a few tokens.
-            probes = self._probe((), self._rollout, self._sampling, prompt=first, step=step, version=version)
+            probes = self._parity.probe((), self._rollout, self._sampling, prompt=first, step=step, version=version)
         self._found.metrics = merge(self._found.metrics, self._rollout.pop_metrics())
         if work:
             self._flight = self._fly(step, version, work)

@@ -13,6 +13,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from torch import Tensor
 from trigon.errors import EngineError, NotFiniteError, ParityError
 from trigon.metrics import Max, Mean, Metrics
 from trigon.rollout.protocol import RolloutEngine
-from trigon.training.protocol import LogprobEngine
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 PROBE_TOKENS = 64
@@ -29,6 +29,14 @@ SAMPLED_PROBE_TOKENS = 16
 """Most tokens to sample where no completion of the step can be compared."""
 FURTHER_PROBES = 4
 """How many times as many tokens are compared in addition if a replica exceeds the tolerance."""
+
+
+class ScoringEngine(Protocol):
+    """What computes the trainer's log-probabilities. A train engine satisfies it."""
+
+    def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        """Return the log-probabilities of the sampled tokens of each completion."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +98,7 @@ class ParityCheck:
         return [probes[replica] for replica in sorted(probes)]
 
     def check(
-        self, probes: Sequence[Probe], trainer: LogprobEngine, *, warn: Callable[[str], None] = warnings.warn
+        self, probes: Sequence[Probe], trainer: ScoringEngine, *, warn: Callable[[str], None] = warnings.warn
     ) -> Metrics:
         """Return metrics of the differences between the probes' and the trainer's log-probs.
 
@@ -140,7 +148,7 @@ class ParityCheck:
         return [replica for replica, each in enumerate(differences) if not float(each.mean()) <= self.tolerance]
 
 
-def _differences(groups: Sequence[RolloutGroup], trainer: LogprobEngine) -> list[Tensor]:
+def _differences(groups: Sequence[RolloutGroup], trainer: ScoringEngine) -> list[Tensor]:
     """Return |engine - trainer| of the log-probabilities of each group, [tokens] float32.
 
     Only of tokens with the version of the weights that sampled a completion's last one.
