@@ -22,7 +22,6 @@ from trigon.config.episode_checks import EPISODE_CHECKS, warn_of_episodes
 from trigon.config.files import FILE_CHECKS, REQUIRED_CHECKS
 from trigon.config.names import SINGLE_COMPLETION_ESTIMATORS, DeviceType
 from trigon.config.offload_checks import OFFLOAD_CHECKS, warn_of_cpu_offload
-from trigon.config.oversampling_check import check_oversampling
 from trigon.config.plan import (
     context_length,
     join_with_or,
@@ -358,7 +357,6 @@ _CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     _check_reward_weights,
     _check_group_filter,
     _check_mismatch_correction,
-    check_oversampling,
     _check_lengths,
     find_unknown_names,
     *CRITIC_CHECKS,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trigon.config.episode_checks import has_episodes
 from trigon.config.plan import join_with_or, num_samplers
 from trigon.config.schema import Config
 
@@ -44,60 +43,23 @@ def _check_max_staleness(config: Config) -> list[str]:
             f"algorithm.max_staleness is {staleness}, but the workers sample and learn in turns, so that every batch "
             f"has the newest weights; set {_SEPARATE}, or max_staleness=0"
         ]
-    if config.algorithm.online_filtering:
-        return [
-            f"algorithm.max_staleness={staleness} samples groups while others are learned from, which "
-            "algorithm.online_filtering=true does not support; set one of them to 0 or false"
-        ]
     return []
 
 
-def _check_streaming(config: Config) -> list[str]:
-    """Return what sampling further ahead than one batch cannot be combined with."""
-    staleness, rollout = config.algorithm.max_staleness, config.worker.rollout
-    if config.worker.hybrid_engine or staleness <= 1:
-        if rollout.partial == "finish":
-            return []
-        return [
-            f"worker.rollout.partial={rollout.partial} needs {_SEPARATE} and algorithm.max_staleness above 1: "
-            "otherwise all completions have ended when new weights arrive. Set max_staleness=2, or partial=finish"
-        ]
-    conflicts = (
-        (
-            rollout.tensor_parallel_size > 1,
-            f"with worker.rollout.tensor_parallel_size={rollout.tensor_parallel_size} the ranks of a replica would not "
-            "stop after the same forward pass when new weights arrive; set it to 1",
-        ),
-        (
-            has_episodes(config),
-            "an environment, or tools, cannot be left and gone on with under other weights; leave them out",
-        ),
-        (
-            config.algorithm.adv_estimator == "remax",
-            "algorithm.adv_estimator=remax compares completions of the same weights; choose another estimator",
-        ),
-    )
-    return [
-        f"algorithm.max_staleness is {staleness}, which samples all the time, but {reason}, or max_staleness=1"
-        for applies, reason in conflicts
-        if applies
-    ]
-
-
-def _check_no_oversampling(config: Config) -> list[str]:
-    if config.worker.hybrid_engine or config.worker.rollout.oversampling == 0:
+def _check_partial(config: Config) -> list[str]:
+    partial = config.worker.rollout.partial
+    if partial == "finish" or (not config.worker.hybrid_engine and config.algorithm.max_staleness > 1):
         return []
     return [
-        f"worker.rollout.oversampling is {config.worker.rollout.oversampling:g}, but it is for workers that sample and "
-        f"learn in turns; set it to 0, or leave out {_SEPARATE}"
+        f"worker.rollout.partial={partial} needs {_SEPARATE} and algorithm.max_staleness above 1: otherwise all "
+        "completions have ended when new weights arrive. Set max_staleness=2, or partial=finish"
     ]
 
 
 POOL_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     _check_engine,
     _check_max_staleness,
-    _check_streaming,
-    _check_no_oversampling,
+    _check_partial,
 )
 
 
