@@ -6,10 +6,9 @@ process and on a cluster. take_steps_from is the loop itself; the rest of this m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,11 +23,9 @@ from trigon.rollout.statistics import count_sampled, describe_validation
 from trigon.run import Progress, Run
 from trigon.system.garbage import return_freed_memory
 from trigon.system.grace import StepLeft
-from trigon.system.trace import traced
 from trigon.train_groups import prepare_groups
-from trigon.training.protocol import SKIPPED_GRAD_NORM, CriticEngine, TrainEngine, TrunkCriticEngine
-from trigon.training.skipped_updates import RecentUpdates, UpdatedModel, describe_skipped, how_to_go_on
 from trigon.training.update_plan import has_gradient
+from trigon.training.updates import how_to_go_on
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
 
 
@@ -76,7 +73,7 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
             run.watch.begin_step(saving=run.store.is_saving)
             try:
                 with run.report.checking(run.grace.check_step):
-                    batch = buffer.next(step, run.trainer.weights(), version=run.policy_version(step - 1))
+                    batch = buffer.next(step, run.trainer.weights(), version=run.updater.policy_version(step - 1))
                     with rollouts_kept(run, step, batch.groups):
                         with run.report.phase("parity"):
                             parity = run.parity.check(batch.probes, run.trainer, warn=run.report.warn)
@@ -99,10 +96,10 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
             with rollouts_kept(run, step, batch.groups, learned=prepared.groups):
                 run.hooks.rollouts(batch.groups)
                 with run.grace.update():
-                    learned, recent, outputs = update_models(run, step, prepared.groups, progress, recorded)
+                    learned, outputs = run.updater.update(step, prepared.groups, recorded)
             tokens = {index: outputs.get(index) for index in recorded}
             record_rollouts(run, step, batch.groups, learned=prepared.groups, recorded=tokens)
-            progress = Progress(step, prepared.kl, *recent)
+            progress = Progress(step, prepared.kl)
             metrics = merge(batch.metrics, parity, prepared.metrics, learned, buffer.pop_metrics())
             if finish_step(run, progress, batch, metrics, buffer):
                 break
@@ -162,105 +159,6 @@ def record_rollouts(
     shown = len(groups[0].rollouts) if shows else 0
     read_images = require_buffer(run).image_files
     run.report.rollouts(step, groups, learned=learned, recorded=recorded, read_images=read_images, shown=shown)
-
-
-def update_models(
-    run: Run, step: int, groups: Sequence[TrainGroup], progress: Progress, recorded: Sequence[int]
-) -> tuple[Metrics, tuple[RecentUpdates, RecentUpdates], Mapping[int, Sequence[TokenLogprobs]]]:
-    """Make a step's updates of the critic, if there is one, and of the policy unless it rests.
-
-    A critic on the policy's trunk is updated with the policy, or alone while the policy rests.
-    Returns: the metrics, merged; the recent updates of policy and critic; and for each of the
-    recorded groups, by its index, what the first update with it computed, if any did.
-    Raises: NotFiniteError if too many updates are skipped.
-    """
-    policy, critic = Updates(progress.recent_updates), Updates(progress.recent_critic_updates)
-    recording = RecordingUpdates(run.trainer, recorded)
-    plan, rests = run.plan, step <= run.critic_warmup
-    if run.critic is not None and (rests or not isinstance(run.critic, TrunkCriticEngine)):
-        with run.report.phase("update_critic", total=plan.critic.updates_per_step) as advance:
-            batches = minibatches(groups, plan.critic.prompts_per_update, plan.critic.epochs_per_step)
-            critic = make_updates(run, step, batches, partial(_update, run.critic), critic.recent, "critic", advance)
-    if not rests:
-        with run.report.phase("update_actor", total=plan.updates_per_step) as advance:
-            batches = minibatches(groups, plan.prompts_per_update, plan.epochs_per_step)
-            policy = make_updates(run, step, batches, recording.update, policy.recent, "actor", advance)
-    return merge(critic.metrics, policy.metrics), (policy.recent, critic.recent), recording.outputs
-
-
-class RecordingUpdates:
-    """Makes updates of the policy, and keeps what the first one computed of each recorded group.
-
-    outputs: so far, by the index of the group in the step.
-    """
-
-    def __init__(self, trainer: TrainEngine, recorded: Sequence[int]) -> None:
-        self._trainer = trainer
-        self._missing = set(recorded)
-        self.outputs: dict[int, list[TokenLogprobs]] = {}
-
-    def update(self, first: int, groups: Sequence[TrainGroup]) -> Metrics:
-        """Make one update. first: index in the step of the first of its groups."""
-        own = self._missing.intersection(range(first, first + len(groups)))
-        metrics, outputs = self._trainer.step_recording(groups, {index - first for index in own})
-        self._missing -= own
-        self.outputs |= {first + index: output for index, output in outputs.items()}
-        return metrics
-
-
-def _update(critic: CriticEngine, first: int, groups: Sequence[TrainGroup]) -> Metrics:
-    return critic.step(groups)
-
-
-@dataclass(frozen=True, slots=True)
-class Updates:
-    """The updates of a model in a step. recent: after them. metrics: of all of them, merged."""
-
-    recent: RecentUpdates
-    metrics: Metrics = field(default_factory=dict)
-
-
-def make_updates(
-    run: Run,
-    step: int,
-    batches: Iterator[tuple[int, Sequence[TrainGroup]]],
-    update_model: Callable[[int, Sequence[TrainGroup]], Metrics],
-    recent: RecentUpdates,
-    name: UpdatedModel,
-    advance: Callable[[int | None], None],
-) -> Updates:
-    """Make a step's optimizer updates of one model.
-
-    batches: of each update; see minibatches. update_model: makes one update of such a batch.
-    name: of the model. advance: called after each.
-    Raises: NotFiniteError if too many updates are skipped.
-    """
-    metrics: Metrics = {}
-    skipped: set[int] = set()  # first groups of the minibatches skipped in this step
-    for number, (first, minibatch) in enumerate(batches, start=1):
-        is_traced = (
-            number == 1 and step in run.traced_steps and name == ("critic" if step <= run.critic_warmup else "actor")
-        )
-        with traced(run.tracer, step, f"update {name}") if is_traced else nullcontext():
-            update = dict(update_model(first, minibatch))
-        norm = update.pop(SKIPPED_GRAD_NORM, None)  # nan or infinite: no number for a curve
-        recent = recent.after(update, limit=run.max_skipped_updates, counted=first in skipped, name=name)
-        if norm is not None:
-            skipped.add(first)
-            cause = describe_skipped(minibatch, update, grad_norm=norm.value, name=name)
-            warning = (
-                f"update {number} of step {step} is skipped, since its gradient is not finite "
-                f"({recent.num_in_a_row} in a row): {cause}. The weights are unchanged"
-            )
-            run.report.warn(warning if name == "actor" else f"critic: {warning}")
-            if name == "critic":
-                cause = f"{cause}. It was an update of the critic: lower worker.critic.optim.lr"
-            elif "critic/vf_loss" in update:
-                cause = f"{cause}. It was an update of policy and critic: lower worker.critic.optim.lr too"
-            recent.require_progress(cause, limit=run.max_skipped_updates)
-        metrics = merge(metrics, update)
-        advance(1)
-    return Updates(recent, metrics)
 
 
 def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics, buffer: RolloutBuffer) -> bool:
@@ -364,14 +262,13 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
             f"{checkpoint.folder} was saved by an earlier version of Trigon, and this one cannot read its position in "
             "the data; export its model (trigon export) and start a new run from it, or continue with that version"
         )
-    require_buffer(run).load_state(state, version=run.policy_version(checkpoint.step))
+    require_buffer(run).load_state(state, version=run.updater.policy_version(checkpoint.step))
     # Only an adaptive coefficient has a history; a fixed one, and the target, come from the
     # configuration.
     kl = replace(run.kl, coefficient=state["kl_coefficient"]) if run.kl.horizon > 0 else run.kl
     run.watch.load_state(state.get("watch", {}))
-    recent = RecentUpdates(tuple(state.get("recent_grad_norms", [])))
-    recent_critic = RecentUpdates(tuple(state.get("recent_critic_grad_norms", [])))
-    return Progress(checkpoint.step, kl, recent, recent_critic)
+    run.updater.load_state(state)
+    return Progress(checkpoint.step, kl)
 
 
 def require_buffer(run: Run) -> RolloutBuffer:
@@ -397,8 +294,7 @@ def progress_state(run: Run, progress: Progress, position: Mapping[str, Any]) ->
     return {
         **position,
         "kl_coefficient": progress.kl.coefficient,
-        "recent_grad_norms": list(progress.recent_updates.norms),
-        "recent_critic_grad_norms": list(progress.recent_critic_updates.norms),
+        **run.updater.state(),
         "watch": run.watch.state(),
         **run.made_from,
     }
@@ -407,7 +303,7 @@ def progress_state(run: Run, progress: Progress, position: Mapping[str, Any]) ->
 def validate(run: Run, progress: Progress) -> Metrics:
     """Sample, score and report the validation prompts, and return the metrics."""
     assert run.evaluator is not None, "validation needs prompts"
-    version = run.policy_version(progress.step)
+    version = run.updater.policy_version(progress.step)
     with awake(run.rollout, run.trainer.weights(), version=version, phase=run.report.phase):
         groups = run.evaluator.sample(run.rollout, run.val_rewards, phase=run.report.phase)
     metrics = describe_validation(groups)
@@ -420,18 +316,6 @@ def validate(run: Run, progress: Progress) -> Metrics:
         read_images=run.evaluator.image_files,
     )
     return metrics
-
-
-def minibatches(
-    groups: Sequence[TrainGroup], prompts_per_update: int, epochs: int
-) -> Iterator[tuple[int, Sequence[TrainGroup]]]:
-    """Yield the groups of each optimizer update, after the index of the first of them.
-
-    Consecutive slices, once for each epoch over the rollouts.
-    """
-    for _ in range(epochs):
-        for start in range(0, len(groups), prompts_per_update):
-            yield start, groups[start : start + prompts_per_update]
 
 
 def count_tokens(groups: Sequence[RolloutGroup]) -> int:

@@ -24,10 +24,9 @@ from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.validation import Evaluator
 from trigon.system.grace import Grace
 from trigon.system.resuming import SameCommand
-from trigon.system.trace import Tracer
 from trigon.train_groups import AdvantageSettings
 from trigon.training.protocol import CriticEngine, LogprobEngine, TrainEngine
-from trigon.training.skipped_updates import RecentUpdates
+from trigon.training.updates import Updater
 
 
 class SaveState(Protocol):
@@ -68,7 +67,6 @@ class Run:
     train_groups.prepare_groups.
     evaluator: None where there are no validation prompts.
     token_groups: groups of each step and validation that are recorded with per-token values.
-    max_skipped_updates: see RecentUpdates.require_progress.
     should_stop: asked after each step; True saves and ends the run.
     defer_interrupts: a context around the steps, in which an interrupt (Ctrl-C) makes should_stop
     True instead of ending the run.
@@ -85,19 +83,17 @@ class Run:
     rollout: RolloutEngine
     val_rewards: RewardPool
     trainer: TrainEngine
+    updater: Updater
     reference: LogprobEngine | None
     advantage_settings: AdvantageSettings
     kl: AdaptiveKl
     needs_old_logprobs: bool
     evaluator: Evaluator | None
     token_groups: int
-    max_skipped_updates: int
     parity: ParityCheck
     store: CheckpointStore
     save_state: SaveState
     report: Reporter
-    traced_steps: frozenset[int]
-    tracer: Tracer
     should_stop: Callable[[], bool]
     defer_interrupts: Callable[[], AbstractContextManager[None]]
     same_command: SameCommand
@@ -106,11 +102,6 @@ class Run:
     made_from: Mapping[str, Any] = field(default_factory=dict)
     grace: Grace = field(default_factory=Grace)
     critic: CriticEngine | None = None
-    critic_warmup: int = 0
-
-    def policy_version(self, step: int) -> int:
-        """Return the version of the weights after this step: the steps that have updated them."""
-        return max(0, step - self.critic_warmup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,5 +113,3 @@ class Progress:
 
     step: int
     kl: AdaptiveKl
-    recent_updates: RecentUpdates = field(default_factory=RecentUpdates)
-    recent_critic_updates: RecentUpdates = field(default_factory=RecentUpdates)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -44,6 +44,7 @@ from trigon.system.resuming import SAME_COMMAND
 from trigon.system.trace import LocalTracer
 from trigon.train_groups import AdvantageSettings
 from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
+from trigon.training.updates import Updater
 from trigon.types import Prompt, RolloutGroup, SamplingParams, TrainGroup
 
 NUM_PROMPTS, NUM_VALIDATION = 10, 3
@@ -212,6 +213,8 @@ def open_run(
     token_logprob=FAKE_LOGPROB,
     tokens_per_step: int | None = None,
     critic_warmup: int = 0,
+    max_skipped_updates: int = 3,
+    traced_steps: Collection[int] = (),
     sampling: SamplingParams = SAMPLING,
     prompts: PromptStream | None = None,
     rewards: RewardPool | None = None,
@@ -253,23 +256,20 @@ def open_run(
             rollout=rollout,
             val_rewards=parts.rewards if rewards is None else rewards,
             trainer=trainer,
+            updater=None,
             reference=None,
             advantage_settings=ADVANTAGES,
             kl=AdaptiveKl(coefficient=0.0, target=0.1, horizon=0.0),
             needs_old_logprobs=False,
             evaluator=Evaluator(parts.validation, validation_sampling, 2, 1, report.warn),
             token_groups=1,
-            max_skipped_updates=3,
             parity=ParityCheck(1e-3),
             store=CheckpointStore(folder, keep=-1),
             save_state=partial(trainer.save_state, model_only=False),
             report=report,
-            traced_steps=frozenset(),
-            tracer=LocalTracer(folder / "profile", rank=None),
             should_stop=lambda: False,
             defer_interrupts=nullcontext,
             same_command=SAME_COMMAND,
-            critic_warmup=critic_warmup,
         )
         names = {each.name for each in fields(BufferSettings)}
         run = replace(run, **{name: value for name, value in changes.items() if name not in names})
@@ -285,7 +285,42 @@ def open_run(
             run.report,
             run.parity,
         )
-        yield replace(run, buffer=buffer)
+        updater = Updater(
+            run.plan,
+            run.trainer,
+            run.critic,
+            run.report,
+            LocalTracer(folder / "profile", rank=None),
+            max_skipped=max_skipped_updates,
+            traced_steps=traced_steps,
+            critic_warmup=critic_warmup,
+        )
+        yield replace(run, buffer=buffer, updater=updater)
+
+
+def changed(run: Run, **changes: Any) -> Run:
+    """Return a run without steps with other parts, which its buffer and updater have, too."""
+    run = replace(run, **changes)
+    buffer, updater = run.buffer, run.updater
+    assert buffer is not None
+    plan, settings = run.plan, buffer._settings
+    settings = replace(settings, groups_per_step=plan.prompts_per_step, total_steps=plan.total_steps)
+    return replace(
+        run,
+        buffer=RolloutBuffer(
+            buffer._prompts, run.rollout, buffer._rewards, buffer._sampling, settings, run.report, run.parity
+        ),
+        updater=Updater(
+            plan,
+            run.trainer,
+            run.critic,
+            run.report,
+            updater._tracer,
+            max_skipped=updater._max_skipped,
+            traced_steps=updater._traced_steps,
+            critic_warmup=updater._critic_warmup,
+        ),
+    )
 
 
 def prompts_of(run: Run) -> PromptStream:

@@ -12,6 +12,7 @@ from support.fake_runs import (
     INTERVALS,
     NUM_VALIDATION,
     RecordingEngine,
+    changed,
     latest_checkpoint,
     lines_of,
     open_run,
@@ -149,7 +150,7 @@ def test_val_only_validates_the_given_checkpoint_records_it_and_changes_nothing_
 
 def test_profiled_steps_write_a_trace_of_one_update(parts, tmp_path):
     with open_run(parts, tmp_path, traced_steps=frozenset({2, 3, 9})) as run:
-        train(replace(run, plan=plan_of(steps=3, per_update=2)), None)
+        train(changed(run, plan=plan_of(steps=3, per_update=2)), None)
     traces = {path.name: path for path in (tmp_path / "profile").iterdir()}
     assert sorted(traces) == ["step_000002.json", "step_000003.json"]
     spans = [event.get("name", "") for event in json.loads(traces["step_000002.json"].read_text())["traceEvents"]]
@@ -218,7 +219,7 @@ def test_the_rollouts_of_a_step_that_fails_are_on_disk(parts, tmp_path):
         with open_run(parts, tmp_path / folder, plan=plan_of(steps=2)) as run:
             failing = type("Failing", (type(run.trainer),), {method: fail})(record_of(run))
             with pytest.raises(RuntimeError, match="out of memory"):
-                train(replace(run, trainer=failing), None)
+                train(changed(run, trainer=failing), None)
         rows = rollouts_of(tmp_path / folder)["step_000001.jsonl"]
         assert len(rows) == 12
         assert all((row["advantage"] is not None) == advantages for row in rows)

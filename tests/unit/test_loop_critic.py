@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.fake_runs import ADVANTAGES, INTERVALS, lines_of, open_run, open_shared_parts, plan_of, record_of
+from support.fake_runs import ADVANTAGES, INTERVALS, changed, lines_of, open_run, open_shared_parts, plan_of, record_of
 from trigon.algorithms.gae import GaeSettings
 from trigon.config.plan import CriticPlan
 from trigon.errors import NotFiniteError
@@ -28,11 +28,10 @@ def kit(tiny_model, tmp_path_factory: pytest.TempPathFactory):
         yield parts
 
 
-def with_critic(run: Run, critic: FakeCriticEngine, *, steps: int = 3, warmup: int = 0) -> Run:
-    return replace(
+def with_critic(run: Run, critic: FakeCriticEngine, *, steps: int = 3) -> Run:
+    return changed(
         run,
         critic=critic,
-        critic_warmup=warmup,
         plan=replace(plan_of(steps=steps), critic=TWO_UPDATES),
         intervals=replace(INTERVALS, save_every=1),
         advantage_settings=replace(ADVANTAGES, estimator="gae", gae=GaeSettings(lam=0.9)),
@@ -41,8 +40,8 @@ def with_critic(run: Run, critic: FakeCriticEngine, *, steps: int = 3, warmup: i
 
 def test_the_policy_rests_in_the_first_steps_and_is_not_synced_as_new(kit, tmp_path):
     critic = FakeCriticEngine()
-    with open_run(kit, tmp_path / "run") as run:
-        run = with_critic(run, critic, warmup=2)
+    with open_run(kit, tmp_path / "run", critic_warmup=2) as run:
+        run = with_critic(run, critic)
         run = replace(run, save_state=save_both(run, critic))
         train(run, None)
         assert (run.trainer.updates, critic.updates) == (run.plan.updates_per_step, 12)
@@ -60,7 +59,7 @@ def test_the_policy_rests_in_the_first_steps_and_is_not_synced_as_new(kit, tmp_p
 def test_rollouts_name_the_step_whose_weights_sampled_them(kit, tmp_path):
     critic = FakeCriticEngine()
     with open_run(kit, tmp_path / "run", critic_warmup=2) as run:
-        run = with_critic(run, critic, warmup=2, steps=5)
+        run = with_critic(run, critic, steps=5)
         train(replace(run, save_state=save_both(run, critic)), None)
     # The policy is first updated in step 3, so that all steps up to it have its first weights.
     versions = {}
@@ -119,9 +118,9 @@ class FakeTrunkCritic(FakeCriticEngine):
 
 @pytest.mark.parametrize(("needs_old", "passes"), [(True, ["both"] * 3), (False, ["values"] * 3)])
 def test_a_critic_on_the_trunk_is_updated_alone_only_while_the_policy_rests(kit, tmp_path, needs_old, passes):
-    with open_run(kit, tmp_path / "run") as run:
+    with open_run(kit, tmp_path / "run", critic_warmup=2) as run:
         critic = FakeTrunkCritic(run.trainer)
-        run = replace(with_critic(run, critic, warmup=2), needs_old_logprobs=needs_old)
+        run = replace(with_critic(run, critic), needs_old_logprobs=needs_old)
         run = replace(run, save_state=save_both(run, critic))
         train(run, None)
         assert isinstance(critic, TrunkCriticEngine)

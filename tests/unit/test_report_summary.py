@@ -13,7 +13,7 @@ from trigon.report.watch.watch import Alarm, describe_stop
 from trigon.system.grace import Grace
 from trigon.system.resuming import WEIGHTS_ONLY
 from trigon.training.local import Sizes
-from trigon.training.skipped_updates import how_to_go_on
+from trigon.training.updates import how_to_go_on
 
 
 def test_an_export_is_suggested_if_there_is_an_unexported_checkpoint():

@@ -89,6 +89,7 @@ from trigon.system.secrets import mask
 from trigon.system.temporary import remove_dead_folders
 from trigon.system.watchdog import HangWatch
 from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
+from trigon.training.updates import Updater
 
 
 def run_training(
@@ -437,25 +438,31 @@ def make_run(
         rollout=engines.rollout,
         val_rewards=rewards if val_rewards is None else val_rewards,
         trainer=engines.trainer,
+        updater=Updater(
+            plan,
+            engines.trainer,
+            engines.critic,
+            report,
+            engines.tracer,
+            critic_warmup=critic_warmup(config),
+            max_skipped=config.trainer.max_skipped_updates,
+            traced_steps=config.trainer.profile_steps,
+        ),
         reference=engines.reference,
         advantage_settings=make_advantage_settings(config),
         kl=make_initial_kl(config),
         needs_old_logprobs=needs_old_logprobs(config, plan),
         evaluator=open_evaluator(config, val_prompts, report),
-        max_skipped_updates=config.trainer.max_skipped_updates,
         token_groups=config.trainer.rollout_tokens,
         parity=parity,
         store=store,
         save_state=partial(save_state, engines.trainer, config, processors, engines.critic),
         report=report,
         made_from=made_from,
-        traced_steps=frozenset(config.trainer.profile_steps),
-        tracer=engines.tracer,
         should_stop=should_stop,
         defer_interrupts=defer_interrupts,
         same_command=resolve_same_command(config),
         grace=grace,
         hooks=hooks,
         critic=engines.critic,
-        critic_warmup=critic_warmup(config),
     )

@@ -1,0 +1,313 @@
+"""Makes the optimizer updates of a step, and ends a run in which too many are skipped.
+
+An update whose gradient is not finite is skipped and counted: it can be a rare batch. Many of them
+mean that nothing is learned any more: the run then says what was not finite, and ends. With several
+epochs over the rollouts of a step a rare batch comes back in each, and counts once. Updates without
+a trainable token are skipped too, and do not count here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from trigon.config.plan import Plan
+from trigon.errors import NotFiniteError
+from trigon.metrics import Metrics, merge
+from trigon.system.resuming import SameCommand
+from trigon.system.trace import Tracer, traced
+from trigon.training.protocol import SKIPPED_GRAD_NORM, CriticEngine, TrainEngine, TrunkCriticEngine
+from trigon.types import Phase, TokenLogprobs, TrainGroup
+
+WINDOW = 20
+"""Number of last updates of which at most half may be skipped."""
+
+UpdatedModel = Literal["actor", "critic"]
+"""The model of an update, and the prefix of its metrics."""
+
+NUM_NORMS = 8
+"""How many of the last gradient norms a message shows."""
+
+
+class UpdateReport(Protocol):
+    """What an Updater reports to. Reporter satisfies it."""
+
+    @property
+    def phase(self) -> Phase: ...
+
+    def warn(self, text: str) -> None: ...
+
+
+class Updater:
+    """Makes a step's updates of the policy, and of the critic, if there is one.
+
+    A critic on the policy's trunk is updated with the policy, or alone while the policy is not
+    updated.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        trainer: TrainEngine,
+        critic: CriticEngine | None,
+        report: UpdateReport,
+        tracer: Tracer,
+        *,
+        critic_warmup: int,
+        max_skipped: int,
+        traced_steps: Collection[int],
+    ) -> None:
+        """Begin without updates.
+
+        critic_warmup: first steps in which only the critic is updated. max_skipped: see
+        RecentUpdates.require_progress. traced_steps: whose first update is traced.
+        """
+        self._plan, self._trainer, self._critic, self._report, self._tracer = plan, trainer, critic, report, tracer
+        self._critic_warmup, self._max_skipped, self._traced_steps = critic_warmup, max_skipped, traced_steps
+        self._recent: dict[UpdatedModel, RecentUpdates] = {"actor": RecentUpdates(), "critic": RecentUpdates()}
+
+    def policy_version(self, step: int) -> int:
+        """Return the version of the weights after this step: the steps that have updated them."""
+        return max(0, step - self._critic_warmup)
+
+    def update(
+        self, step: int, groups: Sequence[TrainGroup], recorded: Collection[int]
+    ) -> tuple[Metrics, Mapping[int, Sequence[TokenLogprobs]]]:
+        """Make all updates of a step.
+
+        Returns: the metrics, merged; and for each of the recorded groups, by its index, what the
+        first update with it computed, if any did.
+        Raises: NotFiniteError if too many updates are skipped.
+        """
+        plan, critic, updates_policy = self._plan, self._critic, step > self._critic_warmup
+        metrics: Metrics = {}
+        outputs: dict[int, Sequence[TokenLogprobs]] = {}
+        missing = set(recorded)
+
+        def update_critic(first: int, minibatch: Sequence[TrainGroup]) -> Metrics:
+            assert critic is not None
+            return critic.step(minibatch)
+
+        def update_policy(first: int, minibatch: Sequence[TrainGroup]) -> Metrics:
+            own = missing.intersection(range(first, first + len(minibatch)))
+            update, computed = self._trainer.step_recording(minibatch, {index - first for index in own})
+            missing.difference_update(own)
+            outputs.update({first + index: output for index, output in computed.items()})
+            return update
+
+        if critic is not None and not (updates_policy and isinstance(critic, TrunkCriticEngine)):
+            with self._report.phase("update_critic", total=plan.critic.updates_per_step) as advance:
+                batches = minibatches(groups, plan.critic.prompts_per_update, plan.critic.epochs_per_step)
+                metrics = merge(metrics, self._make_updates(step, "critic", batches, update_critic, advance))
+        if updates_policy:
+            with self._report.phase("update_actor", total=plan.updates_per_step) as advance:
+                batches = minibatches(groups, plan.prompts_per_update, plan.epochs_per_step)
+                metrics = merge(metrics, self._make_updates(step, "actor", batches, update_policy, advance))
+        return metrics, outputs
+
+    def state(self) -> dict[str, Any]:
+        """Return the entries of a checkpoint, as JSON. Read by load_state."""
+        return {f"recent_{name}_grad_norms": list(recent.norms) for name, recent in self._recent.items()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue after the updates of a saved run."""
+        for name in self._recent:
+            self._recent[name] = RecentUpdates(tuple(state[f"recent_{name}_grad_norms"]))
+
+    def _make_updates(
+        self,
+        step: int,
+        name: UpdatedModel,
+        batches: Iterator[tuple[int, Sequence[TrainGroup]]],
+        update_model: Callable[[int, Sequence[TrainGroup]], Metrics],
+        advance: Callable[[int | None], None],
+    ) -> Metrics:
+        """Make a step's updates of one model, and return their metrics, merged.
+
+        batches: of each update; see minibatches. update_model: makes one update of such a batch.
+        advance: called after each.
+        """
+        metrics: Metrics = {}
+        skipped: set[int] = set()  # first groups of the minibatches skipped in this step
+        traced_model = "critic" if step <= self._critic_warmup else "actor"
+        for number, (first, minibatch) in enumerate(batches, start=1):
+            is_traced = number == 1 and step in self._traced_steps and name == traced_model
+            with traced(self._tracer, step, f"update {name}") if is_traced else nullcontext():
+                update = dict(update_model(first, minibatch))
+            norm = update.pop(SKIPPED_GRAD_NORM, None)  # nan or infinite: no number for a curve
+            recent = self._recent[name].after(update, limit=self._max_skipped, counted=first in skipped, name=name)
+            self._recent[name] = recent
+            if norm is not None:
+                skipped.add(first)
+                cause = describe_skipped(minibatch, update, grad_norm=norm.value, name=name)
+                warning = (
+                    f"update {number} of step {step} is skipped, since its gradient is not finite "
+                    f"({recent.num_in_a_row} in a row): {cause}. The weights are unchanged"
+                )
+                self._report.warn(warning if name == "actor" else f"critic: {warning}")
+                if name == "critic":
+                    cause = f"{cause}. It was an update of the critic: lower worker.critic.optim.lr"
+                elif "critic/vf_loss" in update:
+                    cause = f"{cause}. It was an update of policy and critic: lower worker.critic.optim.lr too"
+                recent.require_progress(cause, limit=self._max_skipped)
+            metrics = merge(metrics, update)
+            advance(1)
+        return metrics
+
+
+def minibatches(
+    groups: Sequence[TrainGroup], prompts_per_update: int, epochs: int
+) -> Iterator[tuple[int, Sequence[TrainGroup]]]:
+    """Yield the groups of each optimizer update, after the index of the first of them.
+
+    Consecutive slices, once for each epoch over the rollouts.
+    """
+    for _ in range(epochs):
+        for start in range(0, len(groups), prompts_per_update):
+            yield start, groups[start : start + prompts_per_update]
+
+
+@dataclass(frozen=True, slots=True)
+class RecentUpdates:
+    """The last updates that had something to learn from, oldest first.
+
+    norms: of their gradients; None for an update that was skipped because it was not finite.
+    """
+
+    norms: tuple[float | None, ...] = ()
+
+    def after(
+        self, metrics: Metrics, *, limit: int, counted: bool = False, name: UpdatedModel = "actor"
+    ) -> RecentUpdates:
+        """Return this with one more update.
+
+        metrics: of the update. limit: max_skipped_updates. counted: an earlier update of the step
+        from the same minibatch was skipped; if this one is too, it says nothing new.
+        name: of the model that was updated.
+        """
+        if metrics[f"{name}/nonfinite_updates"].value > 0:
+            if counted:
+                return self
+            latest = None
+        elif metrics[f"{name}/skipped_updates"].value > 0:  # nothing to learn from
+            return self
+        else:
+            latest = metrics[f"{name}/grad_norm"].value
+        return RecentUpdates((*self.norms, latest)[-max(WINDOW, limit) :])
+
+    @property
+    def num_in_a_row(self) -> int:
+        """How many of the last updates were skipped without one in between that was made."""
+        made = [index for index, norm in enumerate(self.norms) if norm is not None]
+        return len(self.norms) - (made[-1] + 1 if made else 0)
+
+    @property
+    def num_in_window(self) -> int:
+        """How many of the last WINDOW updates were skipped."""
+        return self.norms[-WINDOW:].count(None)
+
+    def require_progress(self, cause: str, *, limit: int) -> None:
+        """Raise NotFiniteError if too many updates were skipped.
+
+        cause: of the last one; see describe_skipped. limit: how many in a row end the run; 0: none
+        do, and neither does the share.
+        """
+        if limit == 0:
+            return
+        if self.num_in_a_row >= limit:
+            problem = (
+                f"the gradients of {self.num_in_a_row} updates in a row are not finite, and these updates were skipped "
+                f"(trainer.max_skipped_updates={limit})"
+            )
+        elif self.num_in_window > WINDOW // 2:
+            problem = (
+                f"the gradients of {self.num_in_window} of the last {WINDOW} updates are not finite, and these updates "
+                "were skipped; at most half may be (trainer.max_skipped_updates=0 turns this off)"
+            )
+        else:
+            return
+        norms = ", ".join("skipped" if norm is None else f"{norm:.3g}" for norm in self.norms[-NUM_NORMS:])
+        raise NotFiniteError(f"{problem}. The last one: {cause}. Gradient norms of the last updates: {norms}")
+
+
+def describe_skipped(
+    groups: Sequence[TrainGroup], metrics: Metrics, *, grad_norm: float, name: UpdatedModel = "actor"
+) -> str:
+    """Return what was not finite in an update that was skipped, as the end of a sentence.
+
+    groups: that it learned from. metrics: of the update. grad_norm: of its gradient. name: of the
+    model that was updated.
+    """
+    inputs = [
+        f"{count:,} of {total:,} {name}"
+        for name, tensors in _inputs(groups)
+        if (count := sum(int((~tensor.isfinite()).sum()) for tensor in tensors))
+        for total in [sum(tensor.numel() for tensor in tensors)]
+    ]
+    losses = [key for key in sorted(metrics) if not (key.endswith("/grad_norm") or math.isfinite(metrics[key].value))]
+    if inputs:
+        cause = f"not finite are {', '.join(inputs)}"
+    elif losses:
+        cause = "its advantages and given log-probabilities are finite; the policy's outputs are not"
+    else:
+        cause = "the loss and everything in it are finite; the backward pass overflowed"
+    if losses:
+        cause += f"; metrics that are not finite: {', '.join(losses)}"
+    largest = max((float(tensor.abs().max()) for tensor in dict(_inputs(groups))["advantages"]), default=0.0)
+    rate = metrics[f"{name}/lr"].value
+    return f"gradient norm {grad_norm:g}, learning rate {rate:g}, largest |advantage| {largest:.3g}; {cause}"
+
+
+def how_to_go_on(last: Path | None, same_command: SameCommand, *, validates_only: bool) -> str:
+    """Return what to do after a NotFiniteError.
+
+    last: the newest checkpoint, if there is one. same_command: goes on with the run.
+    validates_only: the run makes no updates.
+    """
+    page = "see docs/troubleshooting.md (Training has diverged)"
+    if validates_only:
+        return (
+            "Nothing was trained: the model's own weights, or those of the checkpoint that is validated, are the "
+            "cause. Validate another one (worker.actor.model.model_path, trainer.load_checkpoint_path)"
+        )
+    if last is None:
+        return (
+            "No checkpoint was saved before. Start again with a lower worker.actor.optim.lr, or, if no update was made "
+            f"before, with another model or dtype; {page}"
+        )
+    lower = (
+        "goes on from it with a lower worker.actor.optim.lr and trainer.accept_changes=worker.actor.optim.lr. If it "
+        f"ends in the same way, go on from an earlier one with trainer.load_checkpoint_path="
+        f"{last.parent / 'global_step_...'}"
+    )
+    return (
+        f"This state is not saved. The last checkpoint, {last}, holds finite values: "
+        f"{same_command.from_checkpoint(last, lower)}; {page}"
+    )
+
+
+def _inputs(groups: Sequence[TrainGroup]) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield what the loss is given for each token, by name, of the tokens that are learned from."""
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    for name, values in (
+        ("advantages", [sequence.advantages for sequence in sequences]),
+        ("log-probabilities of the rollout engine", [sequence.sampling_logprobs for sequence in sequences]),
+        ("log-probabilities before the update", [sequence.old_logprobs for sequence in sequences]),
+        ("log-probabilities of the reference", [sequence.ref_logprobs for sequence in sequences]),
+        ("values of the critic", [sequence.values for sequence in sequences]),
+        ("returns", [sequence.returns for sequence in sequences]),
+    ):
+        yield (
+            name,
+            [
+                value[sequence.loss_mask > 0]
+                for value, sequence in zip(values, sequences, strict=True)
+                if value is not None and bool((sequence.loss_mask > 0).any())
+            ],
+        )
