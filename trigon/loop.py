@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trigon.checkpoint.store import Checkpoint
-from trigon.errors import CheckpointError, NotFiniteError, WatchError
+from trigon.errors import NotFiniteError, WatchError
 from trigon.metrics import Metrics, merge, values
 from trigon.report.watch.watch import describe_stop
 from trigon.rollout.buffer import Batch, RolloutBuffer, awake
@@ -257,11 +257,6 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     if run.intervals.validate_only:
         return Progress(step=checkpoint.step, kl=run.kl)
     state = checkpoint.progress
-    if "buffer" not in state:
-        raise CheckpointError(
-            f"{checkpoint.folder} was saved by an earlier version of Trigon, and this one cannot read its position in "
-            "the data; export its model (trigon export) and start a new run from it, or continue with that version"
-        )
     require_buffer(run).load_state(state, version=run.updater.policy_version(checkpoint.step))
     # Only an adaptive coefficient has a history; a fixed one, and the target, come from the
     # configuration.

@@ -68,6 +68,7 @@ from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source
 from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
+from trigon.errors import CheckpointError
 from trigon.hooks import Hooks
 from trigon.loop import train
 from trigon.models.load import Processors
@@ -319,6 +320,12 @@ def choose_checkpoint(
     else:
         checkpoint = store.latest(resumable=not trainer.val_only) if trainer.find_last_checkpoint else None
     if checkpoint is not None and not trainer.val_only:
+        if "buffer" not in checkpoint.progress:
+            raise CheckpointError(
+                f"{checkpoint.folder} was saved by an earlier version of Trigon, and this one cannot read its position "
+                "in the data; export its model (trigon export) and start a new run from it, or continue with that "
+                "version"
+            )
         check_trained_parts(config, checkpoint)
     return checkpoint
 
