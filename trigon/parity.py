@@ -240,7 +240,7 @@ def _probe_of_groups(groups: Sequence[RolloutGroup]) -> Probe:
 def _sample_probes(prompt: Prompt, rollout: RolloutEngine, sampling: SamplingParams, *, step: int) -> list[Probe]:
     """Sample a probe of this prompt in every replica, without top-p and top-k."""
     max_tokens = min(SAMPLED_PROBE_TOKENS, sampling.max_tokens)
-    untruncated = replace(sampling, n=1, top_p=1.0, top_k=-1, max_tokens=max_tokens, one_turn=True)
+    untruncated = replace(sampling, n=1, top_p=1.0, top_k=-1, max_tokens=max_tokens, one_turn=True, with_baseline=False)
     prompts = [prompt] * rollout.num_replicas
     first = rollout.generate(prompts, untruncated, step=step)
     # In a call of their own, since a larger batch may change the last bits of the first ones. Their
