@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -129,7 +129,8 @@ class SamplingParams:
     seed: seed of the run. The caller of the engine derives the seed of each completion from (seed,
     step, prompt_id, sample).
     one_turn: sample one turn after each prompt, also where completions have environments or tools.
-    with_baseline: sample one further completion of each prompt, greedily: the baseline of ReMax.
+    with_baseline: sample one further completion of each prompt, greedily: the baseline of ReMax
+    (arXiv:2310.10505). It is the last of the prompt's completions.
     """
 
     n: int
@@ -144,8 +145,12 @@ class SamplingParams:
 
     @property
     def num_completions(self) -> int:
-        """The number of completions that are sampled of each prompt."""
+        """Number of completions that an engine returns for each prompt: n, or n + 1."""
         return self.n + self.with_baseline
+
+    def as_greedy(self) -> SamplingParams:
+        """Return the parameters with which a greedy completion is sampled, otherwise the same."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +278,8 @@ class Rollout:
 class RolloutGroup:
     """A prompt with its n scored completions. n is the same for all groups of a step.
 
-    baseline: the greedy completion, with SamplingParams.with_baseline; else None.
+    baseline: the greedy completion of the prompt, None without SamplingParams.with_baseline. Its
+    reward is the baseline of the others; nothing is learned from its tokens.
     """
 
     prompt: Prompt

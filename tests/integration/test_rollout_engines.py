@@ -274,6 +274,17 @@ def test_greedy_decoding_takes_the_most_probable_token_with_log_probability_zero
         assert logprobs.argmax(1).tolist() == list(completion.token_ids)
 
 
+def test_the_baseline_of_a_prompt_is_its_greedy_completion_and_changes_no_other(scene):
+    sampling = replace(SAMPLING, top_p=0.9, top_k=50)
+    rows = scene.generate(replace(sampling, with_baseline=True))
+    greedy = scene.generate(replace(SAMPLING, n=1, temperature=0.0))
+    assert [row[-1:] for row in rows] == greedy
+    plain = scene.generate(sampling)
+    assert [[each.token_ids for each in row[:-1]] for row in rows] == [
+        [each.token_ids for each in row] for row in plain
+    ]
+
+
 TRUNCATIONS = [{"top_k": 5}, {"top_p": 0.7}, {"top_k": 20, "top_p": 0.8, "temperature": 1.3}]
 
 EDGE = 1e-4

@@ -2,14 +2,17 @@
 
 import time
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
 from support.rollout import NO_WEIGHTS, Phases
 from trigon.errors import EngineError, RewardError
 from trigon.rewards.pool import RewardPool
-from trigon.rollout.collect import collect
+from trigon.rollout.collect import collect, collect_as_they_end, collect_until
 from trigon.rollout.fake import FakeEngine
+from trigon.rollout.protocol import Until
+from trigon.rollout.seeds import sample_seed
 from trigon.types import Prompt, SamplingParams
 
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=20, ignore_eos=False, seed=7)
@@ -188,3 +191,106 @@ def test_too_many_reward_failures_stop_the_sampling(tokenizer, tmp_path):
     ):
         collect(prompts, engine, rewards, SAMPLING, step=1, phase=Phases())
     assert len(sampled) < 2400
+
+
+# Returns the reward of a completion, the number of completions in its call, and for whom it was.
+BASELINE_REWARD = """
+REWARD_TYPE = {contract!r}
+
+def score(completion, batch_size):
+    return {{"overall": float(len(completion["response"])), "batch_size": batch_size}}
+
+def reward(completions):
+    if REWARD_TYPE == "sequential":
+        return score(completions, 1)
+    return [score(completion, len(completions)) for completion in completions]
+"""
+
+WITH_BASELINE = replace(SAMPLING, n=2, with_baseline=True)
+
+
+def complete_with_seed(prompt, version, seed):
+    return "x" * (1 + seed % 9)
+
+
+def collect_in_parts(prompts, engine, rewards, sampling):
+    """Return the groups of two calls, the second of which continues what the first has begun."""
+    first = collect_until(prompts, engine, rewards, sampling, Until(1), step=1, phase=Phases())
+    begun = tuple(completions for _, completions in first.unfinished)
+    assert begun
+    assert all(len(completions) == sampling.num_completions for completions in begun)
+    rest = [prompt for prompt, _ in first.unfinished]
+    until = Until(len(rest), begun=begun)
+    second = collect_until(rest, engine, rewards, sampling, until, step=1, phase=Phases())
+    assert second.unfinished == []
+    return sorted([*first.groups, *second.groups], key=lambda group: group.prompt.prompt_id)
+
+
+def collect_ended(prompts, engine, rewards, sampling):
+    groups = []
+    until = Until(len(prompts))
+    unfinished = collect_as_they_end(
+        prompts, engine, rewards, sampling, until, step=1, phase=Phases(), on_scored=groups.append, min_counted=0
+    )
+    assert unfinished == []
+    return sorted(groups, key=lambda group: group.prompt.prompt_id)
+
+
+def collect_all(prompts, engine, rewards, sampling):
+    return collect(prompts, engine, rewards, sampling, step=1, phase=Phases())
+
+
+@pytest.mark.parametrize("contract", ["sequential", "batch", "group"])
+@pytest.mark.parametrize("collects", [collect_all, collect_in_parts, collect_ended])
+def test_the_greedy_completion_of_a_group_is_its_baseline_and_scored_by_itself(tokenizer, tmp_path, contract, collects):
+    (tmp_path / "reward.py").write_text(BASELINE_REWARD.format(contract=contract))
+    engine = FakeEngine(
+        tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete_with_seed, tokens_per_step=1
+    )
+    prompts = make_prompts()
+    with (
+        closing(
+            RewardPool(
+                f"{tmp_path / 'reward.py'}:reward",
+                kwargs={},
+                num_workers=1,
+                timeout_seconds=20,
+                max_failed_fraction=0.0,
+            )
+        ) as rewards,
+        engine.awake(NO_WEIGHTS, version=0),
+    ):
+        plain = collect_all(prompts, engine, rewards, replace(WITH_BASELINE, with_baseline=False))
+        groups = collects(prompts, engine, rewards, WITH_BASELINE)
+    assert [group.prompt for group in groups] == prompts
+    for group, without in zip(groups, plain, strict=True):
+        assert without.baseline is None
+        assert group.baseline is not None
+        assert set(group.baseline.completion.sampling_logprobs) == {0.0}
+        assert group.baseline.score.overall == len(group.baseline.completion.text)
+        assert group.baseline.score.parts["batch_size"] == 1
+        for rollout in group.rollouts:
+            assert set(rollout.completion.sampling_logprobs) == {-1.0}
+            assert rollout.score.overall == len(rollout.completion.text)
+        if collects is collect_all:  # the same lists as without
+            assert group.rollouts == without.rollouts
+        elif contract == "group":
+            assert [rollout.score.parts["batch_size"] for rollout in group.rollouts] == [2.0, 2.0]
+
+
+def test_progress_counts_baselines_and_a_group_without_its_baseline_is_not_complete(tokenizer, rewards):
+    def complete(prompt, version, seed):
+        if prompt.ground_truth == "1" and seed == greedy_seed:
+            return "1 1 " * 20
+        return "1 1"
+
+    greedy_seed = sample_seed(7, step=1, prompt_id="train:1", sample=2)
+    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete, tokens_per_step=1)
+    phases, prompts = Phases(), make_prompts()
+    with engine.awake(NO_WEIGHTS, version=0):
+        found = collect_until(prompts, engine, rewards, WITH_BASELINE, Until(3), step=1, phase=phases)
+    assert [group.prompt for group in found.groups] == [prompts[0], prompts[2], prompts[3]]
+    [(prompt, row)] = found.unfinished
+    assert prompt is prompts[1]
+    assert [each.finish_reason for each in row] == ["stop", "stop", "unfinished"]
+    assert phases.announced[0] == ("gen", 12, 11)

@@ -98,6 +98,19 @@ def test_the_engine_gets_all_tokens_so_far_and_environments_the_actions(processo
     assert completion.sampling_logprobs == (0.0,) * completion.num_sampled
 
 
+def test_the_greedy_completion_of_a_prompt_is_an_episode_of_its_own(processors):
+    environments = LocalEnvironments(count_to(2))
+    fake = engine(processors, environments, recorded(log := []))
+    rows = generate(fake, [prompt(0), prompt(1)], replace(SAMPLING, with_baseline=True))
+    assert environments.most == 6
+    for row in rows:
+        assert [len(each.turns) for each in row] == [2, 2, 2]
+        assert [set(each.sampling_logprobs) for each in row] == [{-1.0}, {-1.0}, {0.0}]
+    assert len(log) == 12
+    plain = generate(engine(processors, LocalEnvironments(count_to(2)), recorded([])), [prompt(0), prompt(1)])
+    assert [row[:2] for row in rows] == plain
+
+
 def test_tools_answer_turns_after_a_prompt_that_has_its_generation_prompt(processors):
     def answer(row, actions):
         return Answer(0, Observed("4") if len(actions) == 1 else None, done=len(actions) == 2)

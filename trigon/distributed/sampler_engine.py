@@ -145,7 +145,10 @@ class SamplersRolloutEngine:
             for replica, rows in self._sample_until(shares, calls, until, receive, on_progress).items():
                 for index, row in zip(shares[replica].indices, rows, strict=True):
                     completions.setdefault(index, self._noted(row, replica))
-            return [completions.get(index, self._begun(until, index, sampling.n)) for index in range(len(prompts))]
+            return [
+                completions.get(index, self._begun(until, index, sampling.num_completions))
+                for index in range(len(prompts))
+            ]
 
         while shares:
             able = self._able()
@@ -283,13 +286,13 @@ class SamplersRolloutEngine:
         self._note_home(noted, replica, all_ranks=False)
         return noted
 
-    def _begun(self, until: Until, index: int, n: int) -> list[Completion]:
+    def _begun(self, until: Until, index: int, num_completions: int) -> list[Completion]:
         """Return the completions of a prompt as they were before a call that has lost them."""
         begun = until.begun[index] if index < len(until.begun) else ()
         nothing = Completion(
             token_ids=(), sampling_logprobs=(), finish_reason="unfinished", text="", policy_version=self._version
         )
-        return list(begun) or [nothing] * n
+        return list(begun) or [nothing] * num_completions
 
     def _engine_of(self, replica: int) -> WorkersRolloutEngine:
         """Return the rollout engine of one replica."""

@@ -169,25 +169,35 @@ class RewardPool:
             return scoring.result()
 
     @contextlib.contextmanager
-    def scoring(self, *, num_completions: int, min_counted: int = 0) -> Iterator[Scoring]:
+    def scoring(self, *, num_completions: int, num_separate: int = 0, min_counted: int = 0) -> Iterator[Scoring]:
         """Return a context in which completions are scored while others are still being sampled.
 
-        Args: num_completions: the maximum that will be added. The scores equal those of score(),
-        whenever completions are added. Leaving the context stops all scoring. min_counted: the
-        number to which max_failed_fraction is relative, if fewer are added.
+        The scores equal those of score(), whenever completions are added. Leaving the context stops
+        all scoring.
+        Args: num_completions: the maximum that will be added. num_separate: the maximum number of
+        further completions, whose indices follow. They do not change the lists that a function of
+        the batch contract receives for the others, and are each a list by themselves. min_counted:
+        the number to which max_failed_fraction is relative, if fewer are added.
         Raises: as ready; add() and result() of the Scoring raise as score does.
         """
         with self._open_scoring(
             num_completions=num_completions,
             chunk_size=self._chunk_size(num_completions),
             max_failed_fraction=self._max_failed_fraction,
+            num_separate=num_separate,
             min_counted=min_counted,
         ) as scoring:
             yield scoring
 
     @contextlib.contextmanager
     def _open_scoring(
-        self, *, num_completions: int, chunk_size: int, max_failed_fraction: float, min_counted: int = 0
+        self,
+        *,
+        num_completions: int,
+        chunk_size: int,
+        max_failed_fraction: float,
+        num_separate: int = 0,
+        min_counted: int = 0,
     ) -> Iterator[Scoring]:
         """See scoring. chunk_size: of a batch function."""
         with self._lock:
@@ -202,6 +212,7 @@ class RewardPool:
                 wake_pool=self._workers.wake,
                 warn_omitted=self._warn_omitted,
                 media=media,
+                num_separate=num_separate,
                 min_counted=min_counted,
             )
             thread = threading.Thread(target=self._run, args=(scoring,), name="rewards", daemon=True)

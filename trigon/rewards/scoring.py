@@ -46,11 +46,14 @@ class Scoring:
         wake_pool: Callable[[], None],
         warn_omitted: Callable[[Sequence[str]], None],
         media: MediaWriter | None = None,
+        num_separate: int = 0,
         min_counted: int = 0,
     ) -> None:
         """Make an empty scoring.
 
-        Args: num_completions: the maximum that will be added. fixed_chunk_size: for the batch
+        Args: num_completions: the maximum that will be added. num_separate: the maximum number of
+        further completions, whose indices follow; each of them is a chunk by itself for the batch
+        contract. fixed_chunk_size: for the batch
         contract, whose scores may depend on the chunk, the size of the fixed chunks of consecutive
         indices; None if chunks may be arbitrary. by_group: whether requests that are added together
         are a chunk, for the group contract.
@@ -69,7 +72,8 @@ class Scoring:
         # None: nothing more will be added.
         self._added: SimpleQueue[list[_EncodedRequest] | Exception | None] = SimpleQueue()
         # The fields below are only used by the pool's thread.
-        self._num_completions = num_completions
+        self._first_separate = num_completions
+        self._num_completions = num_completions + num_separate
         self._min_counted = min_counted
         self._is_closed = False
         self._indices: set[int] = set()
@@ -217,10 +221,13 @@ class Scoring:
                 self._enqueue_group(requests)
 
     def _add_to_chunk(self, request: _EncodedRequest) -> None:
+        if request.index >= self._first_separate:
+            self._enqueue([request])
+            return
         first_index = request.index - request.index % self._chunk_size
         chunk = self._incomplete_chunks.setdefault(first_index, [])
         chunk.append(request)
-        if len(chunk) == min(self._chunk_size, self._num_completions - first_index):
+        if len(chunk) == min(self._chunk_size, self._first_separate - first_index):
             self._enqueue(self._incomplete_chunks.pop(first_index))
 
     def _enqueue_group(self, group: list[_EncodedRequest]) -> None:

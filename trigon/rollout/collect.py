@@ -30,11 +30,11 @@ def collect(
     step: int,
     phase: Phase,
 ) -> list[RolloutGroup]:
-    """Sample sampling.n completions for each prompt, score them, and return the groups in order.
+    """Sample the completions of each prompt, score them, and return the groups in order.
 
-    A prompt that the engine failed to sample has no group. The engine must be awake. Announces the
-    phases "gen", whose progress counts completions, and "reward": the scoring that remains once all
-    are sampled.
+    A group has sampling.n completions, and a baseline with sampling.with_baseline. A prompt that
+    the engine failed to sample has no group. The engine must be awake. Announces the phases "gen",
+    whose progress counts completions, and "reward": the scoring that remains once all are sampled.
     Raises: EngineError and RewardError as engine and pool do; EngineError if the engine failed for
     every prompt.
     """
@@ -43,7 +43,11 @@ def collect(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collected:
-    """Groups that are complete and scored, and the completions so far of the other prompts."""
+    """Groups that are complete and scored, and the completions so far of the other prompts.
+
+    unfinished: each prompt with all of its completions, those included that have ended; with
+    SamplingParams.with_baseline the greedy one is the last.
+    """
 
     groups: list[RolloutGroup]
     unfinished: list[tuple[Prompt, tuple[Completion, ...]]]
@@ -63,16 +67,26 @@ def collect_until(
 
     until: None: all are.
     """
-    begun = () if until is None else until.begun
-    num_ended = sum(not completion.is_unfinished for row in begun for completion in row)
-    with _scoring(prompts, rewards, sampling.n) as scored:
-        with phase("gen", total=len(prompts) * sampling.n - num_ended) as advance:
-            rows = rollout.generate(prompts, sampling, step=step, until=until, on_progress=advance, on_group=scored.add)
-        sampled = [(prompt, completions) for prompt, completions in zip(prompts, rows, strict=True) if completions]
-        _require_some(prompts, sampled)
-        complete = [(prompt, row) for prompt, row in sampled if not _is_unfinished(row)]
-        unfinished = [(prompt, tuple(row)) for prompt, row in sampled if _is_unfinished(row)]
-        return Collected(scored.groups(complete, phase), unfinished)
+    scored: dict[int, _ScoredRow] = {}
+    with _scoring(rewards, sampling, len(prompts)) as scoring:
+
+        def add(index: int, completions: Sequence[Completion]) -> None:
+            scored[index] = scoring.add(index, prompts[index], completions)
+
+        with phase("gen", total=_count_pending(prompts, sampling, until)) as advance:
+            rows = rollout.generate(prompts, sampling, step=step, until=until, on_progress=advance, on_group=add)
+        _require_some(rows)
+        with phase("reward") as advance:
+            scoring.finish(on_progress=advance)
+        groups, unfinished = [], []
+        for index, row in enumerate(rows):
+            if _is_unfinished(row):
+                unfinished.append((prompts[index], tuple(row)))
+            elif row:
+                group = scoring.find_group(scored[index])
+                assert group is not None, "all that was added is scored"
+                groups.append(group)
+        return Collected(groups, unfinished)
 
 
 def collect_as_they_end(
@@ -95,29 +109,23 @@ def collect_as_they_end(
     Returns: the prompts whose completions have not all ended when the call is interrupted, with
     these; in the order of prompts.
     """
-    num_ended = sum(not completion.is_unfinished for row in until.begun for completion in row)
-    waiting: deque[tuple[range, Prompt, Sequence[Completion]]] = deque()  # for scores
-    num_added = 0
-    with rewards.scoring(num_completions=len(prompts) * sampling.n, min_counted=min_counted) as scoring:
+    waiting: deque[_ScoredRow] = deque()
+    with _scoring(rewards, sampling, len(prompts), min_counted=min_counted) as scoring:
 
         def add(index: int, completions: Sequence[Completion]) -> None:
-            nonlocal num_added
-            indices = range(num_added, num_added + len(completions))
-            num_added += len(completions)
-            scoring.add(indices.start, [_request(prompts[index], each) for each in completions])
             if completions:  # of a group that did not fail
-                waiting.append((indices, prompts[index], completions))
+                waiting.append(scoring.add_next(prompts[index], completions))
 
         def hand_over() -> None:
             for _ in range(len(waiting)):
-                indices, prompt, completions = waiting.popleft()
-                scores = scoring.find_scores(indices)
-                if scores is None:
-                    waiting.append((indices, prompt, completions))
+                row = waiting.popleft()
+                group = scoring.find_group(row)
+                if group is None:
+                    waiting.append(row)
                 else:
-                    on_scored(RolloutGroup(prompt, tuple(map(Rollout, completions, scores))))
+                    on_scored(group)
 
-        with phase("gen", total=len(prompts) * sampling.n - num_ended) as advance:
+        with phase("gen", total=_count_pending(prompts, sampling, until)) as advance:
 
             def on_progress(num_finished: int | None) -> None:
                 hand_over()
@@ -125,55 +133,113 @@ def collect_as_they_end(
 
             rows = rollout.generate(prompts, sampling, step=step, until=until, on_progress=on_progress, on_group=add)
         with phase("reward") as advance:
-            scoring.result(on_progress=advance)
+            scoring.finish(on_progress=advance)
         hand_over()
     return [(prompt, tuple(row)) for prompt, row in zip(prompts, rows, strict=True) if row and _is_unfinished(row)]
 
 
-class _Scored:
-    """The scores of groups that arrive while others are sampled."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _ScoredRow:
+    """The completions of a prompt that are being scored.
 
-    def __init__(self, prompts: Sequence[Prompt], scoring: Scoring, n: int) -> None:
-        self._prompts, self._scoring, self._n = prompts, scoring, n
+    indices: of each completion's request; None if its environment failed, so that it has none.
+    """
 
-    def add(self, index: int, completions: Sequence[Completion]) -> None:
-        """Begin to score the completions of a prompt. See OnGroup."""
-        requests = [None if each.error else _request(self._prompts[index], each) for each in completions]
-        self._scoring.add(index * self._n, requests)
+    prompt: Prompt
+    completions: Sequence[Completion]
+    indices: Sequence[int | None]
 
-    def groups(self, sampled: Sequence[tuple[Prompt, Sequence[Completion]]], phase: Phase) -> list[RolloutGroup]:
-        """Return the scored groups. sampled: all that were added, in order of prompts."""
-        with phase("reward") as advance:
-            scores = self._scoring.result(on_progress=advance)
-        next_score = iter(scores)
-        groups = [
-            RolloutGroup(prompt, tuple(Rollout(each, _failed(each) or next(next_score)) for each in completions))
-            for prompt, completions in sampled
+
+class _Scoring:
+    """Scores rows of completions that arrive while others are sampled.
+
+        index      0 ... n - 1 | n ... 2 n - 1 | ... | P n      | P n + 1  | ...
+        request    of one row    of another            baseline   baseline
+
+    The greedy completion of a row is scored by itself, so that a function that receives several
+    completions at a time receives the n others alone.
+    """
+
+    def __init__(self, scoring: Scoring, n: int, num_rows: int) -> None:
+        self._scoring, self._n, self._first_baseline = scoring, n, n * num_rows
+        self._next_index = 0
+        self._next_row = 0
+
+    def add(self, number: int, prompt: Prompt, completions: Sequence[Completion]) -> _ScoredRow:
+        """Begin to score a row. Which requests are sent together depends on its number alone."""
+        places = range(number * self._n, (number + 1) * self._n)
+        indices = [None if each.error else place for place, each in zip(places, completions, strict=False)]
+        return self._add(prompt, completions, indices, number)
+
+    def add_next(self, prompt: Prompt, completions: Sequence[Completion]) -> _ScoredRow:
+        """Begin to score a row, whose requests follow those of the last call without a gap."""
+        indices: list[int | None] = []
+        for completion in completions[: self._n]:
+            indices.append(None if completion.error else self._next_index)
+            self._next_index += not completion.error
+        self._next_row += 1
+        return self._add(prompt, completions, indices, self._next_row - 1)
+
+    def _add(
+        self, prompt: Prompt, completions: Sequence[Completion], indices: list[int | None], number: int
+    ) -> _ScoredRow:
+        requests = {
+            index: _request(prompt, completion)
+            for index, completion in zip(indices, completions, strict=False)
+            if index is not None
+        }
+        first = min(requests, default=0)
+        self._scoring.add(first, [requests.get(index) for index in range(first, max(requests, default=-1) + 1)])
+        for baseline in completions[self._n :]:
+            indices.append(None if baseline.error else self._first_baseline + number)
+            if not baseline.error:
+                self._scoring.add(self._first_baseline + number, [_request(prompt, baseline)])
+        return _ScoredRow(prompt, completions, indices)
+
+    def find_group(self, row: _ScoredRow) -> RolloutGroup | None:
+        """Return a row with its scores; None while one is missing. Raises: as Scoring.add."""
+        found = self._scoring.find_scores([index for index in row.indices if index is not None])
+        if found is None:
+            return None
+        scores = iter(found)
+        rollouts = [
+            Rollout(completion, Score(0.0, {}, "failed", completion.error) if index is None else next(scores))
+            for completion, index in zip(row.completions, row.indices, strict=True)
         ]
-        assert next(next_score, None) is None, "on_group had other completions"
-        return groups
+        return RolloutGroup(row.prompt, tuple(rollouts[: self._n]), *rollouts[self._n :])
+
+    def finish(self, *, on_progress: Callable[[int | None], object]) -> None:
+        """Wait until all that was added is scored. See Scoring.result."""
+        self._scoring.result(on_progress=on_progress)
 
 
 @contextmanager
-def _scoring(prompts: Sequence[Prompt], rewards: RewardPool, n: int) -> Iterator[_Scored]:
-    with rewards.scoring(num_completions=len(prompts) * n) as scoring:
-        yield _Scored(prompts, scoring, n)
+def _scoring(
+    rewards: RewardPool, sampling: SamplingParams, num_prompts: int, *, min_counted: int = 0
+) -> Iterator[_Scoring]:
+    with rewards.scoring(
+        num_completions=num_prompts * sampling.n,
+        num_separate=num_prompts * (sampling.num_completions - sampling.n),
+        min_counted=min_counted,
+    ) as scoring:
+        yield _Scoring(scoring, sampling.n, num_prompts)
+
+
+def _count_pending(prompts: Sequence[Prompt], sampling: SamplingParams, until: Until | None) -> int:
+    """Return the number of completions that have not ended before a call."""
+    begun = () if until is None else until.begun
+    return len(prompts) * sampling.num_completions - sum(not each.is_unfinished for row in begun for each in row)
 
 
 def _is_unfinished(completions: Sequence[Completion]) -> bool:
     return any(completion.is_unfinished for completion in completions)
 
 
-def _require_some(prompts: Sequence[Prompt], sampled: Sequence[object]) -> None:
-    if prompts and not sampled:
+def _require_some(rows: Sequence[Sequence[Completion]]) -> None:
+    if rows and not any(rows):
         raise EngineError(
-            f"The rollout engine failed to sample any of {len(prompts)} prompts, twice each. See the engine's log."
+            f"The rollout engine failed to sample any of {len(rows)} prompts, twice each. See the engine's log."
         )
-
-
-def _failed(completion: Completion) -> Score | None:
-    """Return the score of a completion whose environment failed; None for any other."""
-    return Score(0.0, {}, "failed", completion.error) if completion.error else None
 
 
 def dummy_requests(prompt: Prompt) -> list[RewardRequest]:

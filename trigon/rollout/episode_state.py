@@ -14,7 +14,8 @@ from trigon.types import Completion, EncodedMedia, FinishReason, ImageSizes, Pro
 class Episode:
     """A completion that is being sampled.
 
-    number: for the environments. unprocessed: the prompt with files. visions: of all tokens so far.
+    number: for the environments. unprocessed: the prompt with files. greedy: as in TurnRequest.
+    visions: of all tokens so far.
     token_ids, logprobs, turns, media: as in Completion, so far. observation: the text of the tokens
     after the last turn; num_images, image_sizes: of its images. asked: when the environment was
     asked, by time.perf_counter(). begun: an unfinished completion of one turn that goes on;
@@ -27,6 +28,7 @@ class Episode:
     prompt: Prompt
     unprocessed: Prompt
     seed: int
+    greedy: bool
     visions: list[Vision]
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
@@ -65,6 +67,7 @@ class Episode:
             seed=turn_seed(self.seed, turn),
             stop=stop,
             begun=() if self.begun is None else self.begun.token_ids,
+            greedy=self.greedy,
         )
 
     def add(self, turn: SampledTurn) -> None:
@@ -132,9 +135,10 @@ class Episode:
 class Groups:
     """The completions of one call of generate, as they arrive."""
 
-    def __init__(self, num_prompts: int, n: int) -> None:
-        self._completions: list[list[Completion | None]] = [[None] * n for _ in range(num_prompts)]
-        self._num_pending = [n] * num_prompts
+    def __init__(self, num_prompts: int, num_completions: int) -> None:
+        """Begin without completions. num_completions: of each prompt."""
+        self._completions: list[list[Completion | None]] = [[None] * num_completions for _ in range(num_prompts)]
+        self._num_pending = [num_completions] * num_prompts
         self._failed: set[int] = set()  # prompt indices
 
     def add(self, prompt_index: int, sample: int, completion: Completion | None) -> None:

@@ -113,7 +113,7 @@ class Episodes:
         not the failure of one episode.
         """
         assert until is None or self._settings is None, "episodes do not go on in another call"
-        groups = Groups(len(prompts), sampling.n)
+        groups = Groups(len(prompts), sampling.num_completions)
         begun = _begun(until, groups)
         episodes = [
             Episode(
@@ -123,6 +123,7 @@ class Episodes:
                 prompt=prompt,
                 unprocessed=unprocessed[prompt_index],
                 seed=sample_seed(sampling.seed, step=step, prompt_id=prompt.prompt_id, sample=sample),
+                greedy=sample == sampling.n,  # the baseline
                 visions=[] if vision is None else [vision],
                 token_ids=() if so_far is None else so_far.token_ids,
                 logprobs=() if so_far is None else so_far.sampling_logprobs,
@@ -130,7 +131,7 @@ class Episodes:
             )
             for prompt_index, prompt in enumerate(prompts)
             for vision in [prompt.pixels()]
-            for sample in range(sampling.n)
+            for sample in range(sampling.num_completions)
             for so_far in [begun.get((prompt_index, sample))]
             if so_far is None or so_far.is_unfinished
         ]

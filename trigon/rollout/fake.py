@@ -128,7 +128,7 @@ class FakeEngine:
         kept = token_ids[: request.max_tokens]
         return SampledTurn(
             token_ids=kept,
-            logprobs=(self._token_logprob if sampling.temperature > 0 else 0.0,) * len(kept),
+            logprobs=(self._token_logprob if request.sampling(sampling).temperature > 0 else 0.0,) * len(kept),
             text=self._decode(request.begun + kept),
             finish_reason="stop" if len(kept) == len(token_ids) else "length",
         )

@@ -49,7 +49,9 @@ class RolloutEngine(Protocol):
         on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        """Return sampling.n completions for each prompt, in the order of prompts and samples.
+        """Return the completions of each prompt, in the order of prompts and samples.
+
+        These are sampling.num_completions: with sampling.with_baseline, the greedy one is the last.
 
         An empty list for a prompt with a completion that the engine failed to sample twice. With
         until, some completions of some prompts may be unfinished.
@@ -123,8 +125,8 @@ class Until:
 
     num_groups: it stops as soon as all completions of so many prompts have ended,
     num_required: those of the first num_required prompts among them.
-    begun: for each of the first prompts, the n completions that an earlier call has begun, which go
-    on from their tokens unless they have ended; () for a prompt that begins anew.
+    begun: for each of the first prompts, all completions that an earlier call has begun, which
+    continue from their tokens unless they have ended; () for a prompt that begins in this call.
     interruption: ends the call, too, when it is asked for; the result then depends on the time.
     """
 

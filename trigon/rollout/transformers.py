@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import compress
 from typing import Any, Literal
 
 import torch
@@ -172,6 +173,7 @@ class TransformersEngine:
         from transformers import DynamicCache
 
         first = batch.requests[0]
+        sampling = first.sampling(sampling)
         draws = torch.stack([_uniforms(request.seed, first.max_tokens) for request in batch.requests]).to(self._device)
         stop = set(() if sampling.ignore_eos else self._processors.stop_token_ids)
         ids = torch.tensor(first.token_ids)
@@ -255,7 +257,7 @@ class TransformersEngine:
 
 
 class _Batch:
-    """Turns of the same context that are sampled together.
+    """Turns of the same context, all of them greedy or none, that are sampled together.
 
     tokens, logprobs: sampled so far, each [B]. running: rows that have not ended.
     """
@@ -295,8 +297,9 @@ class _TransformersTurns:
         """See TurnEngine."""
         if not self._batch.running:
             first = self._pending[0]
-            self._batch = _Batch([request for request in self._pending if request.same_context(first)])
-            self._pending = [request for request in self._pending if not request.same_context(first)]
+            together = [each.greedy == first.greedy and each.same_context(first) for each in self._pending]
+            self._batch = _Batch(list(compress(self._pending, together)))
+            self._pending = [each for each, is_in_batch in zip(self._pending, together, strict=True) if not is_in_batch]
             self._sampling = self._sample(self._batch)
         return [(self._batch.requests[row].name, turn) for row, turn in next(self._sampling)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from trigon.types import Prompt, Vision
+from trigon.types import Prompt, SamplingParams, Vision
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +24,7 @@ class TurnRequest:
     stop: texts at which the turn ends, with the token that completes one of them.
     begun: the tokens of the turn that an earlier call has sampled, which are the last of token_ids.
     SampledTurn.text begins with them; its other fields, and max_tokens, are without.
+    greedy: sample the most probable tokens, as SamplingParams.as_greedy says.
     """
 
     name: str
@@ -34,6 +35,11 @@ class TurnRequest:
     seed: int
     stop: tuple[str, ...] = ()
     begun: tuple[int, ...] = ()
+    greedy: bool = False
+
+    def sampling(self, of_call: SamplingParams) -> SamplingParams:
+        """Return how the turn is sampled in a call of generate with these parameters."""
+        return of_call.as_greedy() if self.greedy else of_call
 
     def same_context(self, other: TurnRequest) -> bool:
         """Return whether both are for turns of completions of one prompt, after the same tokens."""
@@ -51,8 +57,9 @@ class SampledTurn:
     """The sampled tokens of a turn.
 
     token_ids: at least one; the end-of-sequence token is included if it was sampled. logprobs: one
-    for each, as Completion.sampling_logprobs. text: the tokens decoded. finish_reason: stop: with
-    an end-of-sequence token, or at one of TurnRequest.stop; length: cut at max_tokens.
+    for each, as Completion.sampling_logprobs; 0.0 if the turn is greedy. text: the tokens decoded.
+    finish_reason: stop: with an end-of-sequence token, or at one of TurnRequest.stop; length: cut
+    at max_tokens.
     """
 
     token_ids: tuple[int, ...]

@@ -92,7 +92,7 @@ class VllmTurns:
                 turn = to_turn(
                     output.outputs[0],
                     attempt.turn.prompt.prompt_id,
-                    self._sampling,
+                    attempt.turn.sampling(self._sampling),
                     self._processors,
                     skip_special_tokens=self._skip_special_tokens,
                     begun=attempt.turn.begun,
@@ -108,7 +108,7 @@ class VllmTurns:
         for output in unfinished_outputs(self._llm_engine):
             turn, sampled = self._pending[output.request_id].turn, output.outputs[0]
             begun[output.request_id] = BegunTurn(
-                *sampled_tokens(sampled, turn.prompt.prompt_id, self._sampling, self._processors)
+                *sampled_tokens(sampled, turn.prompt.prompt_id, turn.sampling(self._sampling), self._processors)
             )
         self.abort()
         stopped = [(attempt.turn.name, begun[name]) for name, attempt in self._pending.items()]
@@ -146,7 +146,11 @@ class VllmTurns:
             name = turn.prompt.prompt_id
             self._last = turn, engine_input(name, turn.token_ids, turn.visions, self._processors)
         params = vllm_sampling_params(
-            self._sampling, self._processors, max_tokens=turn.max_tokens, seed=turn.seed, stop=turn.stop
+            turn.sampling(self._sampling),
+            self._processors,
+            max_tokens=turn.max_tokens,
+            seed=turn.seed,
+            stop=turn.stop,
         )
         self._pending[attempt.name] = attempt
         self._llm_engine.add_request(attempt.name, self._last[1], params)
