@@ -15,7 +15,6 @@ from support.fake_runs import (
     ADVANTAGES,
     FILTER,
     SAMPLING,
-    RecordingEngine,
     latest_checkpoint,
     learned_rewards,
     lines_of,
@@ -37,7 +36,7 @@ from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.saved import groups_state, load_groups
-from trigon.training.fake import FAKE_LOGPROB
+from trigon.rollout.seeds import sample_seed
 from trigon.types import Completion, EncodedMedia, Prompt, Rollout, RolloutGroup, Score, Turn
 
 
@@ -231,7 +230,7 @@ def test_remax_compares_with_a_greedy_completion(parts, tmp_path):
         complete=mixed_by_prompt,
     ) as run:
         train(run, None)
-        assert record_of(run).events[:3] == ["awake 0", "sample 4 for 1", "sample 4 for 1"]
+        assert record_of(run).events[:3] == ["awake 0", "sample 4 for 1", "asleep"]
         [groups] = record_of(run).learned
     # The fake engine's greedy completion uses the seed of its one sample; every reward is 0.5 or
     # 1.5.
@@ -243,29 +242,17 @@ def test_remax_compares_with_a_greedy_completion(parts, tmp_path):
 
 
 def test_a_completion_without_a_baseline_does_not_train(parts, tmp_path):
-    class NoGreedy(RecordingEngine):
-        def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
-            def without_second(number, row):
-                return [] if sampling.temperature == 0 and number == 1 else row
+    drawn = []
 
-            def on_group_without_second(number, row):
-                on_group(number, without_second(number, row))
+    def complete(prompt, version, seed):
+        """Let the greedy completion of the second prompt crash the reward function."""
+        if prompt.prompt_id not in drawn:
+            drawn.append(prompt.prompt_id)
+        is_greedy = seed == sample_seed(SAMPLING.seed, step=1, prompt_id=prompt.prompt_id, sample=SAMPLING.n)
+        return "crash" if is_greedy and drawn.index(prompt.prompt_id) == 1 else mixed_by_prompt(prompt, version, seed)
 
-            completions = super().generate(
-                prompts, sampling, step=step, on_progress=on_progress, on_group=on_group_without_second
-            )
-            return [without_second(number, row) for number, row in enumerate(completions)]
-
-    rollout = NoGreedy(
-        tokenizer=parts.processors.tokenizer,
-        stop_token_id=parts.processors.stop_token_ids[0],
-        complete=mixed_by_prompt,
-        token_logprob=FAKE_LOGPROB,
-    )
-    advantage_settings = replace(ADVANTAGES, estimator="remax")
-    with open_run(
-        parts, tmp_path, plan=plan_of(steps=1), advantage_settings=advantage_settings, rollout=rollout
-    ) as run:
+    settings = {"advantage_settings": replace(ADVANTAGES, estimator="remax"), "complete": complete}
+    with open_run(parts, tmp_path, plan=plan_of(steps=1), **settings) as run:
         train(run, None)
         [groups] = record_of(run).learned
     trains = [{float(sequence.loss_mask[0]) for sequence in group.sequences} for group in groups]
