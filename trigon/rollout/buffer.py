@@ -161,8 +161,7 @@ class _Position:
     prompts: Mapping[str, Any]
     ready: tuple[RolloutGroup, ...]
     work: tuple[Work, ...]
-    metrics: Metrics
-    num_tokens: int
+    found: _Found
 
 
 class RolloutBuffer:
@@ -266,8 +265,10 @@ class RolloutBuffer:
             "buffer": {
                 "ready": groups_state(position.ready),
                 "work": work_state(position.work),
-                "metrics": metrics_state(position.metrics),
-                "num_tokens": position.num_tokens,
+                "filtered": groups_state([group for group, _ in position.found.filtered]),
+                "reasons": [reason for _, reason in position.found.filtered],
+                "metrics": metrics_state(position.found.metrics),
+                "num_tokens": position.found.num_tokens,
             },
         }
 
@@ -294,7 +295,13 @@ class RolloutBuffer:
             max_tokens=sampling.max_tokens,
             warn=warn,
         )
-        self._found.metrics, self._found.num_tokens = load_metrics(buffer["metrics"]), buffer["num_tokens"]
+        found = self._found = _Found(metrics=load_metrics(buffer["metrics"]), num_tokens=buffer["num_tokens"])
+        filtered, _ = load_groups(
+            buffer["filtered"], self._prompts, n=sampling.n, with_baseline=with_baseline, warn=warn
+        )
+        reasons = dict(zip((group["prompt_id"] for group in buffer["filtered"]), buffer["reasons"], strict=True))
+        for group in filtered:
+            found.filter_out(group, reasons[group.prompt.prompt_id])
         num_old = self._drop_old(version)
         if num_old:
             warn(
@@ -323,8 +330,7 @@ class RolloutBuffer:
             self._prompts.state() if prompts is None else prompts,
             (*taken, *self._ready),
             (*begun, *self._unfinished),
-            self._found.metrics,
-            self._found.num_tokens,
+            replace(self._found, filtered=[*self._found.filtered]),
         )
 
     # -- batches --

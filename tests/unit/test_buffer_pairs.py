@@ -1,0 +1,117 @@
+"""Every combination of staleness, oversampling, online filtering and remax, on fake engines."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from support.fake_runs import (
+    ADVANTAGES,
+    FILTER,
+    INTERVALS,
+    SAMPLING,
+    RecordingEngine,
+    latest_checkpoint,
+    lines_of,
+    open_run,
+    plan_of,
+    rollouts_of,
+)
+from trigon.loop import train
+from trigon.training.fake import FAKE_LOGPROB
+
+STEPS, PER_STEP = 6, 4
+MAX_CARRIED = 2
+STALENESS = {
+    "in line": {"max_staleness": 0},
+    "one ahead": {"max_staleness": 1},
+    "continue": {"max_staleness": 4, "on_sync": "continue"},
+    "finish": {"max_staleness": 4, "on_sync": "finish"},
+}
+FILTERS = {
+    "all": None,
+    "filtered": replace(FILTER, prompts_per_round=6, max_rounds=0),
+    "kept": replace(FILTER, prompts_per_round=6, max_rounds=0, keep_surplus=True),
+}
+KINDS = list(itertools.product(STALENESS, [0.0, 0.5], FILTERS, ["grpo", "remax"]))
+
+
+class AlwaysAwake(RecordingEngine):
+    """An engine that samples after awake(), too."""
+
+    @contextmanager
+    def awake(self, weights, *, version):
+        with super().awake(weights, version=version):
+            yield
+        self._awake = True
+
+
+def complete(so_far, version, seed):
+    """Complete some prompts in many tokens, some always right, and the others by seed."""
+    number = int(so_far.ground_truth)
+    if number % 5 == 0:
+        return "no idea " * 8 if seed % 2 else so_far.ground_truth
+    return so_far.ground_truth if number % 4 == 0 or seed % 2 else "no idea"
+
+
+def settings_of(parts, staleness, oversampling, filtering, estimator):
+    rollout = AlwaysAwake(
+        tokenizer=parts.processors.tokenizer,
+        stop_token_id=parts.processors.stop_token_ids[0],
+        complete=complete,
+        token_logprob=FAKE_LOGPROB,
+        tokens_per_step=3,
+    )
+    return STALENESS[staleness] | {
+        "rollout": rollout,
+        "has_pools": True,
+        "oversampling": oversampling,
+        "max_carried_steps": MAX_CARRIED,
+        "group_filter": FILTERS[filtering],
+        "advantage_settings": replace(ADVANTAGES, estimator=estimator),
+        "plan": plan_of(steps=STEPS),
+        "intervals": replace(INTERVALS, save_every=1),
+        "sampling": replace(SAMPLING, max_tokens=40),
+    }
+
+
+def check_rows(folder, staleness, oversampling, filtering):
+    """Check how many groups each step learns from, which, and how old their tokens are."""
+    rows = rollouts_of(folder)
+    oldest = STALENESS[staleness]["max_staleness"]
+    if oldest <= 1:
+        oldest = max(oldest, MAX_CARRIED + 1 if oversampling else 0) + (filtering == "kept")
+    for step in range(1, STEPS + 1):
+        learned = rows[f"step_{step:06d}.jsonl"]
+        assert len(learned) == PER_STEP * SAMPLING.n
+        groups = [learned[i : i + SAMPLING.n] for i in range(0, len(learned), SAMPLING.n)]
+        assert len({group[0]["prompt_id"] for group in groups}) == PER_STEP
+        for group in groups:
+            assert len({row["prompt_id"] for row in group}) == 1
+            assert {row["finish_reason"] for row in group} <= {"stop", "length"}
+            if filtering != "all":
+                assert len({row["reward"] for row in group}) == 2
+            for row in group:
+                versions = row["policy_versions"] or [(row["policy_version"], row["num_tokens"])]
+                assert 0 <= step - 1 - versions[-1][0] <= step - 1 - versions[0][0] <= oldest
+
+
+@pytest.mark.parametrize(("staleness", "oversampling", "filtering", "estimator"), KINDS)
+def test_settings_of_the_buffer_compose_also_in_a_run_that_resumes(
+    parts, tmp_path, staleness, oversampling, filtering, estimator
+):
+    settings = settings_of(parts, staleness, oversampling, filtering, estimator)
+    with open_run(parts, tmp_path / "cut", **settings) as run:
+        asked = itertools.count(1)
+        assert train(replace(run, should_stop=lambda: next(asked) == 3), None).step == 3
+    with open_run(parts, tmp_path / "cut", **settings) as run:
+        assert train(run, latest_checkpoint(tmp_path / "cut")).step == STEPS
+    check_rows(tmp_path / "cut", staleness, oversampling, filtering)
+    if STALENESS[staleness]["max_staleness"] <= 1:
+        with open_run(parts, tmp_path / "whole", **settings) as run:
+            train(run, None)
+        assert rollouts_of(tmp_path / "cut") == rollouts_of(tmp_path / "whole")
+        assert lines_of(tmp_path / "cut") == lines_of(tmp_path / "whole")
