@@ -476,6 +476,24 @@ def obstacle_of_python():
         return str(error)
 
 
+def test_tools_beside_an_environment_answer_turns_with_calls_and_the_environment_all_others(tmp_path):
+    settings = settings_of(tmp_path, tools=find_tools(["crop"]), kwargs={"folder": str(tmp_path)})
+    with running(settings) as pool:
+        pool.start(0, {"goal": 7}, [png((100, 50))])
+        [first] = outcomes(pool, 1)[0].observation.messages
+        assert first.role == "user"
+        cropped = step(pool, call("crop", bbox_2d=[0, 0, 500, 1000]))
+        assert (cropped.reward, cropped.done) == (None, False)
+        [message] = cropped.observation.messages
+        assert (message.role, len(message.images)) == ("tool", 1)
+        acted = step(pool, "go")  # its first step
+        assert (acted.observation.messages[0].text, acted.reward, acted.done) == ("go 1", 0.5, False)
+        assert not step(pool, call("crop", bbox_2d=[0, 0, 500, 1000])).done
+        assert [step(pool, "go").done for _ in range(2)] == [False, True]
+        pool.stop(0)
+        wait_until(lambda: (tmp_path / "closed").exists())
+
+
 @pytest.fixture
 def needs_python():
     if obstacle := obstacle_of_python():

@@ -72,8 +72,16 @@ def test_tools_are_named_by_file_module_or_built_in_name(code):
     assert make_episode_options(user).observation_role == "user"
 
 
-def test_an_environment_and_tools_exclude_each_other(code):
-    assert "environment and worker.rollout.tools are both set" in problem(f"environment={code}:Maze", "tools=crop")
+def test_tools_beside_an_environment_have_messages_of_their_own_role(code):
+    config = load_config(None, (*NEEDED, *rollout(f"environment={code}:Maze", "tools=[crop]"))).config
+    options = make_episode_options(config)
+    assert options.opens
+    assert (options.environment, options.tools) == (f"{code}:Maze", ("crop",))
+    assert (options.observation_role, options.tool_role) == ("user", "tool")
+    config = load_config(
+        None, (*NEEDED, *rollout(f"environment={code}:Maze", "tools=[crop]", "observation_role=user"))
+    ).config
+    assert make_episode_options(config).tool_role == "user"
 
 
 @pytest.mark.parametrize(

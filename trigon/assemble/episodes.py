@@ -38,13 +38,13 @@ CHECKED_EPISODE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeOptions:
-    """The options of completions of several turns, in an environment or with tools.
+    """The options of completions of several turns, in an environment, with tools, or with both.
 
-    environment: None with tools. tools: empty with an environment. Each is a text of the
+    environment: None with tools alone. tools: may be empty. Each is a text of the
     configuration: `file.py:Name`, `module:Name`, the name of a built-in tool, or `python:Name`.
-    observation_role: of all messages with observations. max_turn_tokens: None: no limit but that of
-    the completion. timeout_seconds: of each reset and step. max_episodes: at a time in each process
-    that hosts a rollout engine.
+    observation_role: of the environment's messages; tool_role: of those of tools.
+    max_turn_tokens: None: no limit but that of the completion. timeout_seconds: of each reset and
+    step. max_episodes: at a time in each process that hosts a rollout engine.
     """
 
     environment: str | None
@@ -52,6 +52,7 @@ class EpisodeOptions:
     tools: tuple[str, ...]
     tool_format: Literal["auto", ToolFormat]
     observation_role: ObservationRole
+    tool_role: ObservationRole
     max_turns: int
     max_turn_tokens: int | None
     timeout_seconds: float
@@ -74,6 +75,7 @@ def make_episode_options(config: Config) -> EpisodeOptions | None:
         tools=rollout.tools,
         tool_format=rollout.tool_format,
         observation_role=resolve_observation_role(config),
+        tool_role=rollout.observation_role or "tool",
         max_turns=rollout.max_turns,
         max_turn_tokens=rollout.max_turn_tokens,
         timeout_seconds=rollout.environment_timeout_seconds,
@@ -128,6 +130,7 @@ def load_episodes(
         max_episodes=options.max_episodes,
         max_image_pixels=config.data.max_image_pixels,
         observation_role=options.observation_role,
+        tool_role=options.tool_role,
         passed_variables=config.worker.reward.env,
         confinement=make_confinement(config.worker.reward),
     )
@@ -238,6 +241,8 @@ def check_chat_template(config: Config, processors: Processors, *, schemas: Sequ
     if options is not None:
         template = make_turn_template(config, processors, schemas=schemas)
         template.check([options.observation_role], opens=options.opens)
+        if options.tools and options.tool_role != options.observation_role:
+            template.check([options.tool_role])
 
 
 def engine_limit_images(config: Config) -> int:

@@ -167,7 +167,7 @@ def resolve_mismatch_correction(config: Config) -> Literal["off", CorrectionKind
 def resolve_observation_role(config: Config) -> ObservationRole:
     """Return the role of the messages with observations. Default: tool for tools, else user."""
     rollout = config.worker.rollout
-    return rollout.observation_role or ("tool" if rollout.tools else "user")
+    return rollout.observation_role or ("tool" if rollout.tools and rollout.environment is None else "user")
 
 
 def resolve_val_before_train(config: Config) -> bool:

@@ -22,16 +22,6 @@ def has_episodes(config: Config) -> bool:
     return config.worker.rollout.environment is not None or bool(config.worker.rollout.tools)
 
 
-def _check_exclusive(config: Config) -> list[str]:
-    rollout = config.worker.rollout
-    if rollout.environment is None or not rollout.tools:
-        return []
-    return [
-        f"{ENVIRONMENT} and {TOOLS} are both set, but either decides what follows a turn; call the functions in the "
-        f"environment's step(), and leave out {TOOLS}"
-    ]
-
-
 def _check_environment(config: Config) -> list[str]:
     environment = config.worker.rollout.environment
     return [] if environment is None else _check_code(ENVIRONMENT, environment, "Class")
@@ -104,7 +94,7 @@ def _check_code(option: str, text: str, form: str, *, built_in: tuple[str, ...] 
     return [f"{option}: there is no {place} (looked for {path.absolute()}){nearest_path(place)}"]
 
 
-EPISODE_CHECKS = (_check_exclusive, _check_environment, _check_tools, _check_ends, _check_parallel, _check_reward)
+EPISODE_CHECKS = (_check_environment, _check_tools, _check_ends, _check_parallel, _check_reward)
 """Checks that environments and tools can be found, and be used with other options."""
 
 

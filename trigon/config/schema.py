@@ -728,7 +728,8 @@ class RolloutConfig(Section):
     Secrets among them are not written anywhere. Trigon only."""
 
     tools: Tools = ()
-    """Functions that the model may call, instead of an environment: `[crop, tools.py:search]`.
+    """Functions that the model may call: `[crop, tools.py:search]`.
+    Beside an environment, a turn with calls is answered by the tools, any other by the environment.
     crop and python are built in, others `file.py:function` or `module:function`. Trigon only."""
 
     tool_format: Literal["auto", ToolFormat] = "auto"

@@ -33,6 +33,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from PIL import Image
@@ -158,31 +159,32 @@ class ForkServer:
         """Load the user's code. Returns: the schemas of its tools. Raises: EpisodeError."""
         self._limits = EpisodeLimits(setup["timeout_seconds"], setup["observation_role"], setup["max_image_pixels"])
         self._max_memory_bytes = setup["max_memory_bytes"]
-        schemas: list[dict[str, Any]] = []
+        make_environment: Callable[[], Any] | None = None
         if setup["environment"] is not None:
             source = CodeSource(**setup["environment"])
             made, kwargs = load_code(source), setup["kwargs"]
             check_environment(made, kwargs, where=source.where)
+            make_environment = partial(made, **kwargs)
+        tools = load_tools([CodeSource(**each) for each in setup["tools"]])
+        if tools.get("python") is python_tool.python and (obstacle := python_tool.find_obstacle()):
+            raise EpisodeError(
+                f"the tool python cannot be confined on this system: {obstacle}; see docs/agents.md, or leave it "
+                "out of worker.rollout.tools"
+            )
+        schemas = _in_a_fork(describe_tools, tools) if setup["describe"] else []
 
-            def make() -> Any:
-                return made(**kwargs)
-        else:
-            tools = load_tools([CodeSource(**each) for each in setup["tools"]])
-            if tools.get("python") is python_tool.python and (obstacle := python_tool.find_obstacle()):
-                raise EpisodeError(
-                    f"the tool python cannot be confined on this system: {obstacle}; see docs/agents.md, or leave it "
-                    "out of worker.rollout.tools"
-                )
-            schemas = _in_a_fork(describe_tools, tools) if setup["describe"] else []
-
-            def make() -> Any:
-                return ToolEnvironment(
-                    tools,
-                    tool_format=setup["tool_format"],
-                    role=self._limits.observation_role,
-                    timeout_seconds=self._limits.timeout_seconds,
-                    max_image_pixels=self._limits.max_image_pixels,
-                )
+        def make() -> Any:
+            environment = None if make_environment is None else make_environment()
+            if not tools:
+                return environment
+            return ToolEnvironment(
+                tools,
+                environment,
+                tool_format=setup["tool_format"],
+                role=setup["tool_role"],
+                timeout_seconds=self._limits.timeout_seconds,
+                max_image_pixels=self._limits.max_image_pixels,
+            )
 
         self._make = make
         Image.open(io.BytesIO(to_png(Image.new("RGB", (1, 1))))).load()  # or each fork imports Pillow's plugins

@@ -15,15 +15,15 @@ from trigon.rewards.confinement.options import DEFAULT, Confinement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSettings:
-    """The environment or the tools of episodes, and how they are run. Can be sent to workers.
+    """The environment and the tools of episodes, and how they are run. Can be sent to workers.
 
-    environment: None for tools. kwargs: of the environment's constructor; JSON can represent them.
+    environment: None for tools alone. kwargs: of its constructor; JSON can represent them.
     tool_format: of the calls. timeout_seconds: of reset (with the constructor) and of each step.
     max_episodes: how many may exist at the same time, each of which is a process; later ones wait.
-    max_image_pixels: maximum width * height of an image of an observation. observation_role: of all
-    messages, those of tools too. passed_variables: environment variables that
-    the code gets besides those of rewards.environment.ALLOWED. confinement: of all processes
-    together, by the options of reward workers.
+    max_image_pixels: maximum width * height of an image of an observation. observation_role: of the
+    messages of the environment; tool_role: of those of tools. passed_variables: environment
+    variables that the code gets besides those of rewards.environment.ALLOWED. confinement: of all
+    processes together, by the options of reward workers.
     """
 
     environment: CodeSource | None
@@ -34,15 +34,17 @@ class EnvironmentSettings:
     max_episodes: int = 256
     max_image_pixels: int = 1 << 24
     observation_role: ObservationRole = "user"
+    tool_role: ObservationRole = "tool"
     passed_variables: tuple[str, ...] = ()
     confinement: Confinement = DEFAULT
 
     @property
     def where(self) -> str:
         """The code in error messages."""
-        if self.environment is not None:
-            return self.environment.where
-        return f"tools {', '.join(source.name for source in self.tools)}"
+        tools = f"tools {', '.join(source.name for source in self.tools)}"
+        if self.environment is None:
+            return tools
+        return f"{self.environment.where} with the {tools}" if self.tools else self.environment.where
 
     @property
     def runs_code(self) -> bool:
@@ -52,7 +54,7 @@ class EnvironmentSettings:
     @property
     def sources(self) -> tuple[CodeSource, ...]:
         """The user's code."""
-        return self.tools if self.environment is None else (self.environment,)
+        return self.tools if self.environment is None else (self.environment, *self.tools)
 
 
 def find_environment(environment: str | Callable[..., Any]) -> CodeSource:
@@ -87,6 +89,7 @@ def encode_setup(settings: EnvironmentSettings, *, describe: bool) -> str:
         "tool_format": settings.tool_format,
         "timeout_seconds": settings.timeout_seconds,
         "observation_role": settings.observation_role,
+        "tool_role": settings.tool_role,
         "max_image_pixels": settings.max_image_pixels,
         "max_memory_bytes": replace(settings.confinement, runs_code=settings.runs_code).worker_memory_bytes,
         "describe": describe,

@@ -39,18 +39,27 @@ Tool = Callable[..., Any]
 
 
 class ToolEnvironment:
-    """An environment of one episode: carries out calls, until the model writes none."""
+    """An environment of one episode: carries out the calls of a turn.
+
+    A turn without calls is the last one, or the action of an environment that the tools are beside.
+    """
 
     def __init__(
         self,
         tools: Mapping[str, Tool],
+        environment: Any = None,
         *,
         tool_format: ToolFormat,
         role: ObservationRole,
         timeout_seconds: float,
         max_image_pixels: int,
     ) -> None:
-        """Make it. Args: tools: by name. role: of its messages. timeout_seconds: of a step."""
+        """Make it.
+
+        Args: tools: by name. environment: of the user; None: tools only. role: of the messages of
+        tools. timeout_seconds: of a step.
+        """
+        self._environment = environment
         self._tools = tools
         self._format = tool_format
         self._role = role
@@ -59,15 +68,19 @@ class ToolEnvironment:
         self._image_files: list[bytes | str] = []
         self._reported: set[str] = set()
 
-    def reset(self, row: Mapping[str, Any]) -> None:
-        """Keep the prompt's images. There is nothing to observe."""
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        """Keep the prompt's images, and return the first observation of the environment, if any."""
         self._image_files = list(row[IMAGES].files)
+        return None if self._environment is None else self._environment.reset(row)
 
-    def step(self, action: str) -> tuple[Observation | None, None, bool]:
-        """Carry out the calls of a turn. Returns: a message for each; done if there were none."""
+    def step(self, action: str) -> Any:
+        """Carry out the calls of a turn. Returns: a message for each, and no reward.
+
+        Without calls, what the environment returns; without one the episode is done.
+        """
         calls = find_calls(action, self._format)
         if not calls:
-            return None, None, True
+            return (None, None, True) if self._environment is None else self._environment.step(action)
         messages: list[Message] = []
         for call in calls[:MAX_CALLS]:
             share = self._timeout_seconds / (2 * min(len(calls), MAX_CALLS))
@@ -80,6 +93,12 @@ class ToolEnvironment:
         if len(calls) > MAX_CALLS:
             messages.append(self._error(f"only the first {MAX_CALLS} of {len(calls)} calls were carried out"))
         return Observation(tuple(messages)), None, False
+
+    def close(self) -> None:
+        """Close the environment, if it can be closed."""
+        close = getattr(self._environment, "close", None)
+        if callable(close):
+            close()
 
     def _carry_out(self, call: ToolCall, *, timeout_seconds: float) -> Message:
         if call.error:
