@@ -25,8 +25,8 @@ FinishReason = Literal["stop", "length", "turns", "unfinished"]
 """How a completion ended.
 
 stop: the model, or the environment, ended it. length: it was cut at a limit of tokens. turns: it
-reached the limit of turns. unfinished: it has not ended yet, and may go on in a later step; it is
-not scored, and nothing is learned from it.
+reached the limit of turns. unfinished: it has not ended yet, and a later call of the engine may
+continue it; it is not scored, and nothing is learned from it.
 """
 
 ScoreOutcome = Literal["ok", "failed", "timeout"]
@@ -188,7 +188,7 @@ class Completion:
     sampling_logprobs: S floats, one for each sampled token: its log-probability under the
     distribution sampled from, after temperature, top-p and top-k. All 0.0 for greedy decoding.
     text: the sampled tokens decoded, without special tokens if worker.reward.skip_special_tokens;
-    several turns are joined by line breaks. "" for an unfinished one.
+    several turns are joined by line breaks. A turn that has not ended has the text "".
     policy_version: of the weights that sampled it, the number of steps that had updated them; of
     several, the last one. Records have the step instead (report/reporter.py), which differs after
     trainer.critic_warmup.
@@ -201,7 +201,8 @@ class Completion:
     all, if they were sampled under several versions; () if all are of policy_version. See
     version_runs.
 
-    An unfinished completion may have no tokens.
+    An unfinished completion has the turns so far, the last of which may not have ended, without an
+    observation after it. It may have no tokens.
     """
 
     token_ids: tuple[int, ...]

@@ -66,12 +66,14 @@ class LocalEnvironments:
         self.running: dict[int, tuple[Mapping[str, Any], list[str]]] = {}
         self.images: list[tuple[bytes, ...]] = []
         self.most = 0  # running at a time
+        self.num_started = 0
         self.num_polls_waiting = 0  # with a timeout
         self._answers: list[tuple[int, Answer]] = []  # (polls left, answer)
 
     def start(self, episode: int, row: Mapping[str, Any], images: tuple[bytes, ...]) -> None:
         assert episode not in self.running
         self.running[episode] = (row, [])
+        self.num_started += 1
         self.images.append(images)
         self.most = max(self.most, len(self.running))
         self._ask(episode)
@@ -86,6 +88,15 @@ class LocalEnvironments:
         due = [answer for left, answer in self._answers if left <= 0]
         self._answers = [(left, answer) for left, answer in self._answers if left > 0]
         return due
+
+    @property
+    def owing(self) -> list[int]:
+        """The episodes whose answer has not been polled."""
+        return [answer.episode for _, answer in self._answers]
+
+    def answer_all(self) -> None:
+        """Let the next poll return all answers."""
+        self._answers = [(0, answer) for _, answer in self._answers]
 
     def stop(self, episode: int) -> None:
         del self.running[episode]

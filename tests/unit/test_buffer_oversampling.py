@@ -201,9 +201,9 @@ def test_a_worker_returns_a_group_that_failed_while_others_of_it_were_sampled(to
 def test_the_parts_of_replicas_add_up():
     begun = tuple((Completion((number,), (0.0,), "unfinished", "", 0),) for number in range(3))
     until = Until(5, num_required=2, begun=begun)
-    parts = [until.of_share(range(replica, 6, 2)) for replica in range(2)]
+    parts = until.of_shares([range(replica, 6, 2) for replica in range(2)])
     assert parts == [Until(3, 1, (begun[0], begun[2])), Until(2, 1, (begun[1],))]
-    assert until.of_share(range(6)) == until
+    assert until.of_shares([range(6)]) == [until]
 
 
 def test_an_engine_that_fails_is_started_anew_and_goes_on_with_the_same_tokens(tokenizer, letters):

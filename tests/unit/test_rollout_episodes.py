@@ -210,6 +210,7 @@ def test_the_limit_of_turns_ends_an_episode_after_its_last_answer(processors):
     assert seconds == {"perf/environment_step_seconds", "perf/environment_wait_fraction"}
     assert {name: value for name, value in values(metrics).items() if name not in seconds} == {
         "rollout/dropped_tokens": 0,
+        "rollout/episodes_begun_again": 0,
         "rollout/episodes_ended_by_length": 0,
         "rollout/episodes_failed": 0,
         "rollout/num_turns": 3,

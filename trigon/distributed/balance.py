@@ -1,4 +1,4 @@
-"""Balanced partitioning of groups over ranks, by cost. Depends on numbers only."""
+"""Balanced partitioning of groups and prompts over ranks, by cost. Depends on numbers only."""
 
 from __future__ import annotations
 
@@ -44,6 +44,31 @@ def partition_balanced(costs: Sequence[int], num_parts: int) -> list[list[int]]:
     if not solutions:
         return [[] for _ in range(num_parts)]
     return [sorted(indices) for _, indices in solutions[0][2]]
+
+
+def deal(costs: Sequence[int], homes: Sequence[int | None], num_parts: int) -> list[list[int]]:
+    """Partition the indices of costs: some have a part, and the others balance the parts.
+
+    In ascending order, each index without a home goes to the part with the smallest sum, and of
+    equal ones to the first. So equal costs without homes are dealt in turn.
+
+    Args:
+        homes: for each index, its part; None: any.
+    Returns: one ascending list of indices for each part; deterministic.
+    Example: costs (1, 1, 1, 1, 1) with homes (1, 1, None, None, None) in 2 parts give
+    [[2, 3, 4], [0, 1]].
+    """
+    sums = [0] * num_parts
+    chosen = list(homes)
+    for cost, home in zip(costs, homes, strict=True):
+        if home is not None:
+            sums[home] += cost
+    for index, cost in enumerate(costs):
+        if chosen[index] is None:
+            part = sums.index(min(sums))
+            chosen[index] = part
+            sums[part] += cost
+    return [[index for index, part in enumerate(chosen) if part == number] for number in range(num_parts)]
 
 
 def partition_near(costs: Sequence[int], homes: Sequence[Collection[int]], num_parts: int) -> list[list[int]]:

@@ -1,8 +1,10 @@
 """The engines of a worker group: the same train and rollout protocols as those of a single process.
 
-Prompts are dealt to the sampling replicas in turn. Groups are distributed over ranks by their
-tokens, and stay on a rank that has their pixels where the balance allows it. Only serialized
-tokens, log-probabilities and media files pass through the driver; weights and pixels never do.
+Prompts are dealt to the sampling replicas in turn, except for those of which an earlier call has
+begun completions: these stay with their replica, which may have kept their episodes. Groups are
+distributed over ranks by their tokens, and stay on a rank that has their pixels where the balance
+allows it. Only serialized tokens, log-probabilities and media files pass through the driver;
+weights and pixels never do.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from trigon.data.packing import tokens_of
+from trigon.distributed.balance import deal
 from trigon.distributed.heartbeat import Heartbeat, HeartbeatRequest
 from trigon.distributed.pairs import split_pairs
 from trigon.distributed.serialization import (
@@ -252,16 +255,16 @@ class WorkersRolloutEngine:
         worker_group, replica_size = self._worker_group, self._tensor_parallel_size
         num_workers = len(worker_group.workers)
         num_replicas = self.num_replicas
-        # Round-robin: adjacent prompts are often similar, so they go to different replicas.
-        shares = [range(replica, len(prompts), num_replicas) for replica in range(num_replicas)]
+        shares = deal_prompts(len(prompts), sampling, until, range(num_replicas))
+        parts = None if until is None else until.of_shares(shares)
         payloads = []
         for replica, share in enumerate(shares):
             ranks = range(replica * replica_size, (replica + 1) * replica_size)
             files = FilesOfRanks([worker_group.files[rank] for rank in ranks])
             share_prompts = [prompts[index] for index in share]
             payload = encode_prompts(share_prompts, files, with_rows=self._sends_rows)
-            if until is not None:
-                payload = encode_until(until.of_share(share), payload)
+            if parts is not None:
+                payload = encode_until(parts[replica], payload)
             payloads.append(worker_group.put(payload, phase="rollout"))
             files.add(share_prompts)
             worker_group.processed.add(share_prompts, ranks)
@@ -312,6 +315,26 @@ class WorkersRolloutEngine:
 
     def close(self) -> None:
         """Do nothing: the workers end with the context that started them."""
+
+
+def deal_prompts(
+    num_prompts: int, sampling: SamplingParams, until: Until | None, replicas: Sequence[int]
+) -> list[list[int]]:
+    """Return the indices of the prompts that each of these replicas samples, ascending.
+
+    A prompt with tokens of unfinished completions stays with the replica that has sampled them. The
+    others balance the numbers of completions that are left to sample; without begun ones they are
+    dealt in turn, so that adjacent prompts, which are often similar, go to different replicas.
+    """
+    begun = () if until is None else until.begun
+    costs = [sampling.num_completions] * num_prompts
+    homes: list[int | None] = [None] * num_prompts
+    for index, row in enumerate(begun):
+        unfinished = [completion for completion in row if completion.is_unfinished]
+        costs[index] = len(unfinished) if row else sampling.num_completions
+        found = next((completion.replica for completion in unfinished if completion.token_ids), None)
+        homes[index] = replicas.index(found) if found in replicas else None
+    return deal(costs, homes, len(replicas))
 
 
 class _GenerationProgress:

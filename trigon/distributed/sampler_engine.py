@@ -1,9 +1,10 @@
 """The rollout engine of separate pools: weights go from the learners to the samplers.
 
-Prompts are dealt to the replicas in turn, a share to each. The share of a replica that is lost is
-sampled by another one that has the same weights, in the same batches, so that the results are the
-same; the lost one is replaced before the next weights are sent. A call that may stop before its end
-returns such a share as it was begun instead.
+Prompts are dealt to the replicas, a share to each (engines.deal_prompts). The share of a replica
+that is lost is sampled by another one that has the same weights, in the same batches, so that the
+results are the same; the lost one is replaced before the next weights are sent. A call that may
+stop before its end returns such a share as it was begun instead; episodes that the lost replica has
+kept begin again.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from trigon.distributed.engines import WorkersRolloutEngine, WorkerWeights
+from trigon.distributed.engines import WorkersRolloutEngine, WorkerWeights, deal_prompts
 from trigon.distributed.sampler_pool import POLL_SECONDS, SamplerPool
 from trigon.distributed.weight_transfer import JOIN_SECONDS, TransferAddress
 from trigon.distributed.worker import Worker
@@ -117,9 +118,14 @@ class SamplersRolloutEngine:
         if until is not None and self._is_awake and not self._able():
             self._sync(self._version)
         replicas = range(self.num_replicas) if until is None else self._able()
-        shares = {replica: Share(replica) for replica in replicas[: len(prompts)]}
-        for number, share in enumerate(shares.values()):
-            share.indices = range(number, len(prompts), len(replicas))
+        dealt = deal_prompts(len(prompts), sampling, until, replicas) if replicas else []
+        # With until also those without prompts, which then stop the episodes that they have kept.
+        shares = {
+            replica: Share(replica, indices)
+            for replica, indices in zip(replicas, dealt, strict=True)
+            if indices or until is not None
+        }
+        for share in shares.values():
             self._note_home([prompts[index] for index in share.indices], share.replica, all_ranks=True)
         completions: dict[int, list[Completion]] = {}
 
@@ -131,7 +137,7 @@ class SamplersRolloutEngine:
                     on_group(index, completions[index])
 
         if until is not None:
-            parts = {share.replica: until.of_share(share.indices) for share in shares.values()}
+            parts = dict(zip(shares, until.of_shares([share.indices for share in shares.values()]), strict=True))
             calls = {
                 replica: partial(
                     self._engine_of(replica).generate,
@@ -157,14 +163,14 @@ class SamplersRolloutEngine:
                     raise LostSamplersError("all samplers were lost while they sampled")
                 self._sync(self._version)
                 continue
-            dealt = _deal(shares, able)
+            taken = _take(shares, able)
             calls = {
                 replica: partial(
                     self._engine_of(replica).generate, [prompts[index] for index in share.indices], sampling, step=step
                 )
-                for replica, share in dealt.items()
+                for replica, share in taken.items()
             }
-            done = self._sample(dealt, calls, receive, on_progress)
+            done = self._sample(taken, calls, receive, on_progress)
             shares = {replica: share for replica, share in shares.items() if replica not in done}
         return [completions[index] for index in range(len(prompts))]
 
@@ -453,7 +459,7 @@ class Share:
     """
 
     replica: int
-    indices: range = field(default_factory=lambda: range(0))
+    indices: Sequence[int]
     num_done: int = 0
     num_reported: int = 0
 
@@ -467,7 +473,7 @@ class Share:
         return num_new
 
 
-def _deal(shares: Mapping[int, Share], able: Sequence[int]) -> dict[int, Share]:
+def _take(shares: Mapping[int, Share], able: Sequence[int]) -> dict[int, Share]:
     """Return which replica samples which share now: its own, or that of one that cannot."""
     own = {replica: shares[replica] for replica in able if replica in shares}
     free = [replica for replica in able if replica not in own]

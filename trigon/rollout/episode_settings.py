@@ -94,7 +94,8 @@ class EpisodeSettings:
     load_pixels: processes the images of one observation; called in threads. load_prompts: returns
     prompts with pixel values in place of files. Both raise DataError for files that cannot be
     decoded.
-    max_episodes: most episodes at a time, in every engine; None: all of a call.
+    max_episodes: most episodes at a time, in every engine; None: all of a call. Those that wait for
+    another call do not count.
     turn_by_turn: whether the next turns of all episodes begin together, in the order of prompts and
     samples, once all environments have answered. Then the engine gets the same requests in the same
     order however long environments take, so that results are the same bits. If not, a turn begins

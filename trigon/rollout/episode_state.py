@@ -1,25 +1,46 @@
-"""What is collected of the episodes of a call of generate, while they run."""
+"""The state of the episodes of a call of generate, and what is collected of them.
+
+An episode that has not ended when a call stops keeps its state for the next one.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from trigon.data.turns import TurnTokens
+from trigon.rollout.episode_settings import Outcome
 from trigon.rollout.seeds import turn_seed
 from trigon.rollout.turns import BegunTurn, SampledTurn, TurnRequest
 from trigon.types import Completion, EncodedMedia, FinishReason, ImageSizes, Prompt, Turn, Vision
+
+_NO_TOKENS = BegunTurn((), ())
+
+VersionRuns = tuple[tuple[int, int], ...]
+"""(policy version, number of tokens) of consecutive sampled tokens."""
 
 
 @dataclass(slots=True, eq=False)
 class Episode:
     """A completion that is being sampled.
 
-    number: for the environments. unprocessed: the prompt with files. greedy: as in TurnRequest.
-    visions: of all tokens so far.
-    token_ids, logprobs, turns, media: as in Completion, so far. observation: the text of the tokens
-    after the last turn; num_images, image_sizes: of its images. asked: when the environment was
-    asked, by time.perf_counter(). begun: an unfinished completion of one turn that goes on;
-    token_ids and logprobs have its tokens.
+        token_ids      o  o  a  a  a  o  o |
+        turns                (2, 5)        |
+        observation                 "..."  |
+        begun                              | b  b        of a turn that an earlier call has begun
+
+    number: identifies the episode for its environment. prompt: with pixel values. unprocessed: the
+    same prompt with files. seed: of the completion, in the call that samples it. greedy: as in
+    TurnRequest.
+    token_ids, logprobs, turns, media: as in Completion, of what has been observed and of the turns
+    that have ended. observed: the pixel values of media, one for each observation with images.
+    observation: the text of the tokens after the last turn; num_images, image_sizes: of its images.
+    begun: the tokens so far of the next turn, which an earlier call has begun.
+    versions: of all sampled tokens, those of begun included.
+    asked: the time at which the environment was asked, by time.perf_counter(); None if that was
+    before the call.
+    is_waiting: whether the environment has been asked, and its answer has not been applied; only
+    valid between calls. outcome: the answer, if another call has received it.
     """
 
     number: int
@@ -29,21 +50,71 @@ class Episode:
     unprocessed: Prompt
     seed: int
     greedy: bool
-    visions: list[Vision]
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     turns: list[Turn] = field(default_factory=list)
     media: list[EncodedMedia] = field(default_factory=list)
+    observed: list[Vision] = field(default_factory=list)
     observation: str = ""
     num_images: int = 0
     image_sizes: ImageSizes = ()
-    asked: float = 0.0
-    begun: Completion | None = None
+    begun: BegunTurn = _NO_TOKENS
+    versions: VersionRuns = ()
+    asked: float | None = None
+    is_waiting: bool = False
+    outcome: Outcome | None = None
 
     @property
     def order(self) -> tuple[int, int]:
-        """By which the turns of several episodes are submitted."""
+        """The order in which the turns of several episodes are submitted."""
         return self.prompt_index, self.sample
+
+    # -- between calls --
+
+    def begin_with(self, completion: Completion) -> None:
+        """Begin with the tokens of an unfinished completion of one turn."""
+        self.begun = BegunTurn(completion.token_ids, completion.sampling_logprobs)
+        self.versions = completion.version_runs if completion.token_ids else ()
+
+    def leave(self, *, is_waiting: bool, outcome: Outcome | None) -> None:
+        """Wait for the next call. Pixel values are dropped, of which there may be gigabytes."""
+        self.prompt = self.unprocessed
+        self.observed.clear()
+        self.asked = None
+        self.is_waiting, self.outcome = is_waiting, outcome
+
+    def enter(self, prompt_index: int, prompt: Prompt, unprocessed: Prompt, *, seed: int) -> None:
+        """Continue in another call, which processes the observed images again.
+
+        Args: as the fields.
+        """
+        self.prompt_index, self.prompt, self.unprocessed, self.seed = prompt_index, prompt, unprocessed, seed
+
+    def unfinished(self, *, policy_version: int) -> Completion:
+        """Return all turns so far, with what was sampled of the next one.
+
+        Without an observation after which nothing has been sampled. policy_version: that of the
+        completion if nothing has been sampled at all.
+        """
+        turns, media = list(self.turns), self.media
+        if self.begun.token_ids:
+            token_ids = self.token_ids + self.begun.token_ids
+            turns.append(self._turn(len(self.token_ids), len(token_ids), text=""))
+        else:
+            token_ids = self.token_ids[: turns[-1].end if turns else 0]
+            media = media[:-1] if self.num_images else media
+        return Completion(
+            token_ids=token_ids,
+            sampling_logprobs=self.logprobs + self.begun.logprobs,
+            finish_reason="unfinished",
+            text="\n".join(turn.text for turn in turns),
+            policy_version=self.versions[-1][0] if self.versions else policy_version,
+            turns=tuple(turns),
+            vision=_join(media),
+            policy_versions=self.versions if len(self.versions) > 1 else (),
+        )
+
+    # -- while it is sampled --
 
     def observe(self, tokens: TurnTokens, vision: Vision | None) -> None:
         """Append an observation. vision: the pixel values of its images."""
@@ -53,45 +124,43 @@ class Episode:
             assert vision is not None
             self.num_images, self.image_sizes = len(tokens.media.encoded), tokens.image_sizes
             self.media.append(tokens.media)
-            self.visions.append(vision)
+            self.observed.append(vision)
 
     def request(self, max_tokens: int, stop: tuple[str, ...]) -> TurnRequest:
-        """Return the request for the next turn."""
+        """Return the request for the next turn. max_tokens: without those of begun."""
         turn = len(self.turns)
+        of_prompt = self.prompt.pixels()
         return TurnRequest(
             name=f"{self.prompt_index}.{self.sample}.{turn}",
             prompt=self.prompt,
-            token_ids=self.prompt.token_ids + self.token_ids,
-            visions=tuple(self.visions),
+            token_ids=self.prompt.token_ids + self.token_ids + self.begun.token_ids,
+            visions=(*([] if of_prompt is None else [of_prompt]), *self.observed),
             max_tokens=max_tokens,
             seed=turn_seed(self.seed, turn),
             stop=stop,
-            begun=() if self.begun is None else self.begun.token_ids,
+            begun=self.begun.token_ids,
             greedy=self.greedy,
         )
 
+    def stop_turn(self, sampled: BegunTurn, *, policy_version: int) -> None:
+        """Keep the tokens of a turn that was stopped."""
+        self._note_version(policy_version, len(sampled.token_ids))
+        self.begun = BegunTurn(self.begun.token_ids + sampled.token_ids, self.begun.logprobs + sampled.logprobs)
+
+    def end_turn(self, turn: SampledTurn, *, policy_version: int) -> SampledTurn:
+        """Return the whole turn that ended with these tokens; add() then appends it."""
+        self._note_version(policy_version, len(turn.token_ids))
+        begun, self.begun = self.begun, _NO_TOKENS
+        return replace(turn, token_ids=begun.token_ids + turn.token_ids, logprobs=begun.logprobs + turn.logprobs)
+
     def add(self, turn: SampledTurn) -> None:
-        """Append a turn."""
-        start = len(self.token_ids) if self.begun is None else 0
+        """Append a turn that end_turn has returned, perhaps without its last tokens."""
+        start = len(self.token_ids)
         self.token_ids += turn.token_ids
         self.logprobs += turn.logprobs
-        end, images = len(self.token_ids), (self.num_images, self.image_sizes)
-        self.turns.append(Turn(start, end, turn.text, self.observation, None, *images))
+        self.versions = _first(self.versions, len(self.logprobs))
+        self.turns.append(self._turn(start, len(self.token_ids), text=turn.text))
         self.observation, self.num_images, self.image_sizes = "", 0, ()
-
-    def unfinished(self, sampled: BegunTurn, *, policy_version: int) -> Completion:
-        """Return all tokens so far, with those that were sampled of a turn that was stopped."""
-        assert not self.turns, "an episode cannot go on in another call"
-        token_ids = self.token_ids + sampled.token_ids
-        versions = self._versions(len(token_ids), policy_version)
-        return Completion(
-            token_ids=token_ids,
-            sampling_logprobs=self.logprobs + sampled.logprobs,
-            finish_reason="unfinished",
-            text="",
-            policy_version=versions[-1][0],
-            policy_versions=versions if len(versions) > 1 else (),
-        )
 
     def completion(self, reason: FinishReason, *, policy_version: int, end_token_id: int, error: str) -> Completion:
         """Return all turns, at the end of the episode.
@@ -102,34 +171,50 @@ class Episode:
         """
         if not self.turns:
             assert error
-            self.add(SampledTurn((end_token_id,), (0.0,), "", "stop"))
-        media = self.media
-        versions = self._versions(len(self.token_ids), policy_version)
+            self.add(self.end_turn(SampledTurn((end_token_id,), (0.0,), "", "stop"), policy_version=policy_version))
         return Completion(
             token_ids=self.token_ids,
             sampling_logprobs=self.logprobs,
             finish_reason=reason,
             text="\n".join(turn.text for turn in self.turns),
-            policy_version=policy_version,
+            policy_version=self.versions[-1][0],
             turns=tuple(self.turns),
-            vision=EncodedMedia(
-                tuple(file for each in media for file in each.encoded),
-                tuple(key for each in media for key in each.hashes),
-            )
-            if media
-            else None,
+            vision=_join(self.media),
             error=error,
-            policy_versions=versions if len(versions) > 1 else (),
+            policy_versions=self.versions if len(self.versions) > 1 else (),
         )
 
-    def _versions(self, num_tokens: int, policy_version: int) -> tuple[tuple[int, int], ...]:
-        """Return Completion.version_runs of all tokens: what is not begun has policy_version."""
-        runs = () if self.begun is None or not self.begun.token_ids else self.begun.version_runs
-        num_new = num_tokens - sum(count for _, count in runs)
-        if runs and (runs[-1][0] == policy_version or num_new == 0):
-            version, count = runs[-1]
-            return *runs[:-1], (version, count + num_new)
-        return *runs, (policy_version, num_new)
+    def _turn(self, start: int, end: int, *, text: str) -> Turn:
+        """Return a turn after the last observation."""
+        return Turn(start, end, text, self.observation, None, self.num_images, self.image_sizes)
+
+    def _note_version(self, policy_version: int, count: int) -> None:
+        """Note the version of tokens that were sampled after those of begun."""
+        if not count:
+            return
+        runs = self.versions
+        if runs and runs[-1][0] == policy_version:
+            runs, count = runs[:-1], runs[-1][1] + count
+        self.versions = (*runs, (policy_version, count))
+
+
+def _first(runs: VersionRuns, num_tokens: int) -> VersionRuns:
+    """Return the versions of the first tokens."""
+    kept: list[tuple[int, int]] = []
+    for version, count in runs:
+        if num_tokens > 0:
+            kept.append((version, min(count, num_tokens)))
+        num_tokens -= count
+    return tuple(kept)
+
+
+def _join(media: Sequence[EncodedMedia]) -> EncodedMedia | None:
+    """Return the images of all observations together."""
+    if not media:
+        return None
+    return EncodedMedia(
+        tuple(file for each in media for file in each.encoded), tuple(key for each in media for key in each.hashes)
+    )
 
 
 class Groups:
@@ -148,6 +233,11 @@ class Groups:
         self._completions[prompt_index][sample] = completion
         self._num_pending[prompt_index] -= 1
 
+    @property
+    def num_prompts(self) -> int:
+        """The number of prompts."""
+        return len(self._completions)
+
     def is_finished(self, prompt_index: int) -> bool:
         """Return whether no completion of the prompt is pending."""
         return self._num_pending[prompt_index] == 0
@@ -156,6 +246,10 @@ class Groups:
         """Return whether the prompt is finished, and no completion of it is to go on later."""
         row = self._completions[prompt_index]
         return self.is_finished(prompt_index) and not any(each is not None and each.is_unfinished for each in row)
+
+    def has_failed(self, prompt_index: int) -> bool:
+        """Return whether the engine failed to sample a completion of the prompt."""
+        return prompt_index in self._failed
 
     def is_complete(self, prompt_index: int) -> bool:
         """Return whether all completions of the prompt have ended, and none has failed."""

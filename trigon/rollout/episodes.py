@@ -7,6 +7,12 @@ The environment answers a turn with the next observation; the first one is optio
 Without an environment an episode is one turn. The tokens of an episode only grow: what was sampled
 is never decoded and tokenized again. The same code for all engines (turns.py). It does not depend
 on what an environment is, or how a chat template is read.
+
+A call with `until` may stop before an episode has ended. The episode is then kept here with its
+environment, which lives on, and the next call with `until` continues it: the running turn is
+submitted again with the tokens that it has, and an environment that was asked may answer in the
+meantime. Episodes that this call does not continue are stopped. Calls without `until`, such as
+validations, may come in between.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import itertools
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -31,7 +37,7 @@ from trigon.rollout.episode_settings import EpisodeSettings, Outcome
 from trigon.rollout.episode_state import Episode, Groups
 from trigon.rollout.protocol import OnGroup, Until
 from trigon.rollout.seeds import sample_seed
-from trigon.rollout.turns import BegunTurn, SampledTurn, TurnEngine
+from trigon.rollout.turns import SampledTurn, TurnEngine
 from trigon.system.trace import DecodeTrace, DecodeTracer
 from trigon.types import Completion, FinishReason, Prompt, SamplingParams, Vision
 
@@ -75,6 +81,7 @@ class Episodes:
         if settings is not None and settings.turn_by_turn is not None:
             self._turn_by_turn = settings.turn_by_turn
         self._numbers = itertools.count()
+        self._kept: dict[tuple[str, int], Episode] = {}  # between calls, by prompt id and sample
         self._metrics: Metrics = {}  # since the last pop_metrics
 
     def wake(self) -> None:
@@ -104,6 +111,10 @@ class Episodes:
     ) -> list[list[Completion]]:
         """Return what RolloutEngine.generate returns.
 
+        An unfinished completion that an earlier call has begun continues its episode. If that is
+        not kept here, a completion of one turn continues from its tokens, and an episode begins
+        again from its start, which is counted.
+
         An episode whose environment fails, or whose observation cannot be shown to the model, has a
         completion with an error. The caller aborts what is still sampled if this raises.
         Args:
@@ -112,37 +123,72 @@ class Episodes:
         Raises: as turns.step, on_progress and on_group do, and as the environments do for what is
         not the failure of one episode.
         """
-        assert until is None or self._settings is None, "episodes do not go on in another call"
+        settings = None if sampling.one_turn else self._settings
         groups = Groups(len(prompts), sampling.num_completions)
         begun = _begun(until, groups)
-        episodes = [
-            Episode(
-                number=next(self._numbers),
-                prompt_index=prompt_index,
-                sample=sample,
-                prompt=prompt,
-                unprocessed=unprocessed[prompt_index],
-                seed=sample_seed(sampling.seed, step=step, prompt_id=prompt.prompt_id, sample=sample),
-                greedy=sample == sampling.n,  # the baseline
-                visions=[] if vision is None else [vision],
-                token_ids=() if so_far is None else so_far.token_ids,
-                logprobs=() if so_far is None else so_far.sampling_logprobs,
-                begun=so_far,
-            )
-            for prompt_index, prompt in enumerate(prompts)
-            for vision in [prompt.pixels()]
-            for sample in range(sampling.num_completions)
-            for so_far in [begun.get((prompt_index, sample))]
-            if so_far is None or so_far.is_unfinished
-        ]
+        kept = {} if until is None or settings is None else self._take_kept(settings, prompts, begun)
+        new, continued, num_begun_again = [], [], 0
+        for prompt_index, prompt in enumerate(prompts):
+            for sample in range(sampling.num_completions):
+                so_far = begun.get((prompt_index, sample))
+                if so_far is not None and not so_far.is_unfinished:
+                    continue
+                seed = sample_seed(sampling.seed, step=step, prompt_id=prompt.prompt_id, sample=sample)
+                episode = kept.get((prompt.prompt_id, sample))
+                if episode is not None:
+                    episode.enter(prompt_index, prompt, unprocessed[prompt_index], seed=seed)
+                    continued.append(episode)
+                    continue
+                episode = Episode(
+                    number=next(self._numbers),
+                    prompt_index=prompt_index,
+                    sample=sample,
+                    prompt=prompt,
+                    unprocessed=unprocessed[prompt_index],
+                    seed=seed,
+                    greedy=sample == sampling.n,  # the baseline
+                )
+                if so_far is not None and settings is None:
+                    episode.begin_with(so_far)
+                elif so_far is not None:
+                    num_begun_again += bool(so_far.token_ids)
+                new.append(episode)
         texts = (self._decode, self._to_text)
         rules = _Rules(sampling, self._turn_by_turn, *texts, self._stop_token_ids, policy_version)
-        settings = None if sampling.one_turn else self._settings
-        with closing(_Run(settings, turns, episodes, groups, rules)) as run, self._tracer.call(step) as trace:
+        others = {episode.number: episode for episode in self._kept.values()}
+        with (
+            closing(_Run(settings, turns, new, continued, others, groups, rules)) as run,
+            self._tracer.call(step) as trace,
+        ):
             run.finish(trace, on_progress, on_group, until)
+            self._kept |= {(episode.prompt.prompt_id, episode.sample): episode for episode in run.pop_left()}
         # Not of a call that failed, whose episodes all run again.
-        self._metrics = merge(self._metrics, run.metrics())
+        again: Metrics = {"rollout/episodes_begun_again": Sum(float(num_begun_again))} if settings is not None else {}
+        self._metrics = merge(self._metrics, run.metrics(), again)
         return [groups.completions(prompt_index) for prompt_index in range(len(prompts))]
+
+    def _take_kept(
+        self, settings: EpisodeSettings, prompts: Sequence[Prompt], begun: Mapping[tuple[int, int], Completion]
+    ) -> dict[tuple[str, int], Episode]:
+        """Return the kept episodes that a call continues, and stop the others; keep none."""
+        names = {
+            (prompts[prompt_index].prompt_id, sample)
+            for (prompt_index, sample), completion in begun.items()
+            if completion.is_unfinished
+        }
+        taken = {name: episode for name, episode in self._kept.items() if name in names}
+        for name, episode in self._kept.items():
+            if name not in taken:
+                settings.environments.stop(episode.number)
+        self._kept = {}
+        return taken
+
+    def stop(self) -> None:
+        """Stop the episodes that are kept between calls, which then begin again."""
+        for episode in self._kept.values():
+            assert self._settings is not None
+            self._settings.environments.stop(episode.number)
+        self._kept = {}
 
     def pop_metrics(self) -> Metrics:
         """Return the counts of episodes and the times of environments since the last call.
@@ -181,20 +227,34 @@ class _Run:
         self,
         settings: EpisodeSettings | None,
         turns: TurnEngine,
-        episodes: Sequence[Episode],
+        new: Sequence[Episode],
+        continued: Sequence[Episode],
+        others: Mapping[int, Episode],
         groups: Groups,
         rules: _Rules,
     ) -> None:
+        """Sort the episodes.
+
+        Args:
+            new: episodes without an environment.
+            continued: episodes that an earlier call has left.
+            others: episodes that stay as they are, by number; they receive their answers.
+        """
         self._settings = settings
         self._turns = turns
         self._groups = groups
+        self._others = others
         self._rules = rules
-        self._not_begun = deque(episodes)
-        self._waiting: dict[int, Episode] = {}  # for an environment, by number
+        self._not_begun = deque(new)
+        # For an environment, by number.
+        self._waiting = {each.number: each for each in continued if each.is_waiting and each.outcome is None}
+        self._answers = [(each, each.outcome) for each in continued if each.outcome is not None]  # to be applied
         self._loading: list[_Loading] = []
-        self._ready: list[Episode] = []  # for the next turn
+        self._ready = [each for each in continued if not each.is_waiting]  # for the next turn
         self._sampling: dict[str, Episode] = {}  # by the name of the request
+        self._left: list[Episode] = []  # for another call
         self._ended: list[int] = []  # prompt indices since the last report, one for each episode
+        self._num_complete = 0  # prompts
         self._loaders: Executor | None = None if settings is None else ThreadPoolExecutor(_NUM_LOADERS, "observations")
         self._num_turns: list[int] = []  # of episodes that have ended without an error
         self._num_cut = 0
@@ -214,53 +274,105 @@ class _Run:
         until: Until | None = None,
     ) -> None:
         """Run all episodes to their end, or until enough have ended."""
-        num_complete, drained = 0, False
-        while self._not_begun or self._waiting or self._loading or self._ready or self._sampling:
+        self._load_observed()
+        self._report_groups(range(self._groups.num_prompts), on_group)  # that earlier calls have ended
+        # Turn by turn, when a call stops does not depend on how long environments take.
+        waits_for_all = until is not None and self._settings is not None and self._rules.turn_by_turn
+        drained = False
+        while self._not_begun or self._sampling or self._ready or not self._is_between_turns:
             interrupted = None if until is None else until.interrupted
-            if until is not None and (interrupted == "stop" or self._has_enough(until, num_complete)):
+            may_stop = not waits_for_all or bool(self._sampling) or self._is_between_turns
+            if until is not None and (interrupted == "stop" or (may_stop and self._has_enough(until))):
                 self._stop()
-                return
+                break
             if interrupted == "drain" and not drained:
                 self._ready += [self._sampling.pop(name) for name in self._turns.stop_waiting()]
-                self._leave()
                 drained = True
-            self._begin()
-            self._submit()
+            if drained and not self._sampling:
+                self._leave()
+                break
+            if not drained:
+                self._begin()
+                self._submit()
             works = bool(self._sampling)
             if self._sampling:
                 with trace.engine_step(self._turns.is_decoding):
                     ended_turns = self._turns.step()
                 for name, turn in ended_turns:
                     self._end_turn(self._sampling.pop(name), turn)
-            works |= self._observe()
-            ended, self._ended = self._ended, []
-            if on_progress is not None:
-                on_progress(len(ended) if ended or works else None)
-            for prompt_index in dict.fromkeys(ended):
-                num_complete += self._groups.is_complete(prompt_index)
-                if self._groups.has_ended(prompt_index) and on_group is not None:
-                    on_group(prompt_index, self._groups.completions(prompt_index))
+            if self._sampling or not drained:  # a drained call waits for no environment
+                works |= self._observe(holds_answers=waits_for_all and bool(self._sampling))
+            self._report(works, on_progress, on_group)
+        if self._ended:  # while what was loading was finished
+            self._report(True, on_progress, on_group)
 
-    def _has_enough(self, until: Until, num_complete: int) -> bool:
+    def pop_left(self) -> list[Episode]:
+        """Return the episodes that another call may continue, which close() will not stop."""
+        left, self._left = self._left, []
+        return left
+
+    def _report(self, works: bool, on_progress: Callable[[int | None], None] | None, on_group: OnGroup | None) -> None:
+        ended, self._ended = self._ended, []
+        if on_progress is not None:
+            on_progress(len(ended) if ended or works else None)
+        self._report_groups(dict.fromkeys(ended), on_group)
+
+    def _report_groups(self, prompt_indices: Iterable[int], on_group: OnGroup | None) -> None:
+        for prompt_index in prompt_indices:
+            self._num_complete += self._groups.is_complete(prompt_index)
+            if self._groups.has_ended(prompt_index) and on_group is not None:
+                on_group(prompt_index, self._groups.completions(prompt_index))
+
+    def _has_enough(self, until: Until) -> bool:
         required = range(until.num_required)
-        return num_complete >= until.num_groups and all(map(self._groups.is_finished, required))
+        return self._num_complete >= until.num_groups and all(map(self._groups.is_finished, required))
 
     def _stop(self) -> None:
-        """Keep the tokens of all completions that have not ended, and drop their requests."""
-        version = self._rules.policy_version
+        """Leave all episodes that have not ended, and keep the tokens of their turns."""
         stopped = [(self._sampling.pop(name), begun) for name, begun in self._turns.stop()]
         assert not self._sampling, "the engine dropped a request"
         for episode, begun in stopped:
-            self._groups.add(episode.prompt_index, episode.sample, episode.unfinished(begun, policy_version=version))
+            episode.stop_turn(begun, policy_version=self._rules.policy_version)
+            self._ready.append(episode)
         self._leave()
 
     def _leave(self) -> None:
-        """Leave the completions that have no request as they are."""
-        for episode in [*self._not_begun, *self._ready]:
-            unfinished = episode.unfinished(BegunTurn((), ()), policy_version=self._rules.policy_version)
+        """Leave the episodes that have not ended, none of which is being sampled, as they are."""
+        if self._loading:
+            wait([each.vision for each in self._loading])
+            loading, self._loading = self._loading, []
+            for each in loading:
+                self._show(each.episode, each.tokens, each.vision)
+        without_environment = {episode.number for episode in self._not_begun}
+        left: list[tuple[Episode, bool, Outcome | None]] = [
+            *((episode, False, None) for episode in [*self._not_begun, *self._ready]),
+            *((episode, True, None) for episode in self._waiting.values()),
+            *((episode, True, outcome) for episode, outcome in self._answers),
+        ]
+        for collection in (self._not_begun, self._ready, self._waiting, self._answers):
+            collection.clear()
+        for episode, is_waiting, outcome in left:
+            unfinished = episode.unfinished(policy_version=self._rules.policy_version)
             self._groups.add(episode.prompt_index, episode.sample, unfinished)
-        self._not_begun.clear()
-        self._ready.clear()
+            if self._settings is None or episode.number in without_environment:
+                continue
+            if self._groups.has_failed(episode.prompt_index):  # its prompt has no completions
+                self._settings.environments.stop(episode.number)
+                continue
+            self._left.append(episode)
+            episode.leave(is_waiting=is_waiting, outcome=outcome)
+
+    def _load_observed(self) -> None:
+        """Process the images that episodes have observed in earlier calls."""
+        settings = self._settings
+        if settings is None:
+            return
+        assert self._loaders is not None
+        continued = [*self._waiting.values(), *self._ready, *(episode for episode, _ in self._answers)]
+        media = [each for episode in continued for each in episode.media]
+        visions = self._loaders.map(settings.load_pixels, media)
+        for episode in continued:
+            episode.observed += itertools.islice(visions, len(episode.media))
 
     def close(self) -> None:
         """Stop the environments of the episodes that have not ended."""
@@ -268,8 +380,10 @@ class _Run:
             return
         assert self._loaders is not None
         self._loaders.shutdown(cancel_futures=True)
-        running = [*self._waiting.values(), *self._ready, *self._sampling.values()]
-        for episode in [*running, *(each.episode for each in self._loading)]:
+        running = [*self._waiting.values(), *self._ready, *self._sampling.values(), *self._left]
+        running += [each.episode for each in self._loading]
+        running += [episode for episode, _ in self._answers]
+        for episode in running:
             self._settings.environments.stop(episode.number)
 
     def metrics(self) -> Metrics:
@@ -291,7 +405,7 @@ class _Run:
     @property
     def _is_between_turns(self) -> bool:
         """Whether all episodes that have begun are ready for their next turn."""
-        return not (self._sampling or self._waiting or self._loading)
+        return not (self._sampling or self._waiting or self._answers or self._loading)
 
     def _begin(self) -> None:
         """Begin as many episodes as may run at a time; turn by turn, only between turns."""
@@ -300,7 +414,8 @@ class _Run:
             self._ready += self._not_begun
             self._not_begun.clear()
         elif self._is_between_turns or not self._rules.turn_by_turn:
-            num_running = len(self._waiting) + len(self._loading) + len(self._ready) + len(self._sampling)
+            collections = (self._waiting, self._answers, self._loading, self._ready, self._sampling)
+            num_running = sum(map(len, collections))
             most = len(self._not_begun) if settings.max_episodes is None else settings.max_episodes - num_running
             for _ in range(min(most, len(self._not_begun))):
                 episode = self._not_begun.popleft()
@@ -316,7 +431,8 @@ class _Run:
         limit = None if self._settings is None else self._settings.max_turn_tokens
         for episode in sorted(self._ready, key=lambda episode: episode.order):
             left = most - len(episode.token_ids)
-            request = episode.request(left if limit is None else min(left, limit), self._stop_texts)
+            left_of_turn = (left if limit is None else min(left, limit)) - len(episode.begun.token_ids)
+            request = episode.request(left_of_turn, self._stop_texts)
             self._turns.submit(request)
             self._sampling[request.name] = episode
         self._ready.clear()
@@ -325,6 +441,7 @@ class _Run:
         if turn is None:  # the prompt of the episode has no completions
             self._end(episode, None)
             return
+        turn = episode.end_turn(turn, policy_version=self._rules.policy_version)
         if self._settings is None:
             episode.add(turn)
             self._end(episode, turn.finish_reason)
@@ -367,10 +484,10 @@ class _Run:
         episode.asked = time.perf_counter()
         self._waiting[episode.number] = episode
 
-    def _observe(self) -> bool:
-        """Take what environments have answered; wait for it if the engine has nothing to sample.
+    def _observe(self, *, holds_answers: bool) -> bool:
+        """Receive the answers of environments and apply them; wait if there is nothing to sample.
 
-        Returns: whether there was anything.
+        holds_answers: only receive them. Returns: whether there was anything.
         """
         settings = self._settings
         if settings is None:
@@ -379,22 +496,36 @@ class _Run:
         began = time.perf_counter()
         outcomes: Sequence[Outcome] = ()
         if self._waiting:
-            outcomes = settings.environments.poll(0.0 if can_sample or self._loading else POLL_SECONDS)
+            is_idle = not (can_sample or self._loading or self._answers)
+            outcomes = settings.environments.poll(POLL_SECONDS if is_idle else 0.0)
             for outcome in outcomes:
-                episode = self._waiting.pop(outcome.episode, None)
-                if episode is not None:  # else of one that an interrupted call has stopped
-                    self._answer_seconds.append(time.perf_counter() - episode.asked)
-                    self._continue(settings, episode, outcome)
+                self._receive(outcome)
+        answers: list[tuple[Episode, Outcome]] = []
+        if not holds_answers:
+            answers, self._answers = self._answers, answers
+        for episode, outcome in answers:
+            self._continue(settings, episode, outcome)
         loaded = bool(self._loading)
         if self._loading:
-            wait([each.vision for each in self._loading], 0 if can_sample or outcomes else None, FIRST_COMPLETED)
+            wait([each.vision for each in self._loading], 0 if can_sample or answers else None, FIRST_COMPLETED)
             finished = [each for each in self._loading if each.vision.done()]
             self._loading = [each for each in self._loading if not each.vision.done()]
             for each in finished:
                 self._show(each.episode, each.tokens, each.vision)
         if not can_sample:
             self._idle_seconds += time.perf_counter() - began
-        return loaded or bool(outcomes)
+        return loaded or bool(outcomes or answers)
+
+    def _receive(self, outcome: Outcome) -> None:
+        """Keep the answer of an environment until it is applied."""
+        episode = self._waiting.pop(outcome.episode, None)
+        if episode is not None:
+            if episode.asked is not None:
+                self._answer_seconds.append(time.perf_counter() - episode.asked)
+            self._answers.append((episode, outcome))
+        elif outcome.episode in self._others:
+            self._others[outcome.episode].outcome = outcome
+        # Otherwise it is of an episode that a call that failed has stopped.
 
     def _continue(self, settings: EpisodeSettings, episode: Episode, outcome: Outcome) -> None:
         """Go on with an episode whose environment has answered."""

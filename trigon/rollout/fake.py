@@ -139,6 +139,7 @@ class FakeEngine:
 
     def close(self) -> None:
         """See RolloutEngine."""
+        self._episodes.stop()
         self._version, self._awake = None, False
 
 

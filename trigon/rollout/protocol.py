@@ -25,7 +25,8 @@ class RolloutEngine(Protocol):
     def num_replicas(self) -> int:
         """How many copies of the model sample.
 
-        Prompt i of a call of generate is sampled by replica i % num_replicas.
+        Prompt i of a call of generate is sampled by replica i % num_replicas, unless the call
+        continues what earlier ones have begun (distributed/balance.py, deal).
         """
         ...
 
@@ -54,16 +55,19 @@ class RolloutEngine(Protocol):
         These are sampling.num_completions: with sampling.with_baseline, the greedy one is the last.
 
         An empty list for a prompt with a completion that the engine failed to sample twice. With
-        until, some completions of some prompts may be unfinished.
+        until, some completions of some prompts may be unfinished. An episode that is unfinished is
+        kept, with its environment, for the next call with until. If that does not continue it, it
+        is stopped. If it was not kept, as in another process, it begins again from its start.
 
         Sample i of a prompt is seeded by (sampling.seed, step, prompt_id, i) alone, so it does not
         depend on which other prompts are sampled at the same time. Media placeholder tokens are
         never sampled.
         Args:
             until: with what the call begins, and when it stops. When that is depends on the number
-                of forward passes, not on the time that they take, unless it is interrupted. What
-                completes a completion that an earlier call has begun is seeded as a completion of
-                this step. None: all completions begin now, and are sampled to their ends.
+                of forward passes, not on the time that they take, unless it is interrupted, or
+                episodes do not run turn by turn (EpisodeSettings). What completes a completion that
+                an earlier call has begun is seeded as a completion of this step. None: all
+                completions begin now, and are sampled to their ends.
             on_progress: called with the number of newly finished completions every few tokens or
                 seconds: 0 after tokens that finish none, None if the engine does not know of any
                 progress. It may raise, which ends the call.
@@ -88,7 +92,8 @@ InterruptKind = Literal["drain", "stop"]
 class Interruption:
     """Ends a call of generate early: one thread asks for it, the one that samples looks.
 
-    drain: completions that have a token go on to their ends, and no others begin. stop: all stop.
+    drain: turns that have a token continue to their ends, and no others begin; so a completion of
+    one turn is sampled to its end. stop: all turns stop.
     """
 
     def __init__(self) -> None:
@@ -140,17 +145,30 @@ class Until:
         """What the interruption asks for."""
         return None if self.interruption is None else self.interruption.kind
 
-    def of_share(self, indices: range) -> Until:
-        """Return the part of a replica that samples the prompts of these indices.
+    def of_shares(self, shares: Sequence[Sequence[int]]) -> list[Until]:
+        """Return the part of each replica, which samples the prompts of these ascending indices.
 
         Each replica stops by itself, so that the result does not depend on which of them is faster.
+        The parts of num_groups add up to it: each has its required prompts, and the rest is divided
+        in proportion to the other prompts, so that each replica has as many.
         """
-
-        def count(number: int) -> int:
-            return len(range(indices.start, min(number, indices.stop), indices.step))
-
-        begun = self.begun[indices.start : indices.stop : indices.step]
-        return Until(count(self.num_groups), count(self.num_required), begun, self.interruption)
+        required = [sum(index < self.num_required for index in share) for share in shares]
+        others = [len(share) - count for share, count in zip(shares, required, strict=True)]
+        left, num_others = max(0, min(self.num_groups - sum(required), sum(others))), max(1, sum(others))
+        parts = [left * count // num_others for count in others]
+        # The largest remainders are rounded up; of equal ones, those of the first replicas.
+        by_remainder = sorted(range(len(shares)), key=lambda number: -(left * others[number] % num_others))
+        for number in by_remainder[: left - sum(parts)]:
+            parts[number] += 1
+        return [
+            Until(
+                count + part,
+                count,
+                tuple(self.begun[index] for index in share if index < len(self.begun)),
+                self.interruption,
+            )
+            for share, count, part in zip(shares, required, parts, strict=True)
+        ]
 
 
 def require_local_weights(weights: WeightsHandle) -> LocalWeights:

@@ -28,6 +28,7 @@ class RestartableEngine(RolloutEngine, Protocol):
     def restart(self) -> None:
         """Drop the engine and start it again, asleep and without weights.
 
+        Episodes that it keeps between calls are stopped, and begin again in the next one.
         Called outside awake(). Raises: RolloutError if it does not start.
         """
         ...
@@ -47,8 +48,9 @@ class RestartingEngine:
 
     The new engine loads the trainer's weights, with all checks of a weight sync, and samples all
     prompts of the call that failed: a completion is a function of its seed and the weights, so the
-    results are those of a call that did not fail, bit for bit on the CPU. A second failure ends the
-    run: an engine that fails again will go on failing.
+    results are those of a call that did not fail, bit for bit on the CPU. Episodes that earlier
+    calls had begun are an exception: they begin again. A second failure ends the run: an engine
+    that fails again will go on failing.
     """
 
     def __init__(

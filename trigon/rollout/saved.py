@@ -150,6 +150,7 @@ def completion_state(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "text": completion.text,
         "policy_version": completion.policy_version,
+        "replica": completion.replica,
         **({"policy_versions": list(completion.policy_versions)} if completion.policy_versions else {}),
         **_episode_state(completion),
     }
@@ -163,6 +164,7 @@ def load_completion(state: Mapping[str, Any]) -> Completion:
         finish_reason=state["finish_reason"],
         text=state["text"],
         policy_version=state["policy_version"],
+        replica=state["replica"],
         turns=tuple(map(_load_turn, state.get("turns", ()))),
         vision=_load_observed(state.get("images", ())),
         error=state.get("episode_error", ""),

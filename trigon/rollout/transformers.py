@@ -162,6 +162,7 @@ class TransformersEngine:
 
     def close(self) -> None:
         """See RolloutEngine."""
+        self._episodes.stop()
         self._awake = False
         del self._model
 

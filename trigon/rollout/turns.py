@@ -21,7 +21,8 @@ class TurnRequest:
     visions: the images or videos whose placeholders are in token_ids, in order: the prompt's, then
     those of the observations.
     max_tokens: most tokens of the turn. seed: of its sampling.
-    stop: texts at which the turn ends, with the token that completes one of them.
+    stop: texts at which the turn ends, with the token that completes one of them. Those of begun
+    count for none of them.
     begun: the tokens of the turn that an earlier call has sampled, which are the last of token_ids.
     SampledTurn.text begins with them; its other fields, and max_tokens, are without.
     greedy: sample the most probable tokens, as SamplingParams.as_greedy says.

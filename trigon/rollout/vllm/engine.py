@@ -117,6 +117,7 @@ class VllmEngine:
         """See RestartableEngine. All ranks together."""
         assert not self._awake, "restart() inside awake()"
         assert not self._closed
+        self._episodes.stop()
         self._version = None
         self._unusable_because = "it could not be started anew"
         self._state = SleepingState(())
@@ -272,6 +273,7 @@ class VllmEngine:
         if not self._closed:
             self._closed = True
             self._unusable_because = "it was closed"
+            self._episodes.stop()
             # vLLM frees its allocator, into which this memory must have been given back before.
             self._state = SleepingState(())
             # Not public in 0.32: LLMEngine itself shuts down only when it is garbage-collected.

@@ -1,0 +1,408 @@
+"""Episodes that a call of the engine leaves unfinished, and that the next one continues."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+
+import pytest
+from trigon.carried import completion_state, load_completion
+
+from support.episodes import Answer, LocalEnvironments, Observed, drawing, load_pixels, make_settings
+from support.models import processors_of
+from support.rollout import NO_WEIGHTS
+from trigon.distributed.serialization import decode_completions, encode_completions
+from trigon.errors import RolloutError
+from trigon.metrics import values
+from trigon.rollout.fake import FakeEngine
+from trigon.rollout.protocol import Interruption, Until
+from trigon.rollout.restart import RestartingEngine
+from trigon.rollout.seeds import sample_seed
+from trigon.system.resuming import SAME_COMMAND
+from trigon.types import EncodedMedia, Prompt, SamplingParams
+
+SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=300, ignore_eos=False, seed=7)
+NUM_LETTERS = 5  # of a turn, each of them one token
+BEGUN_AGAIN = "rollout/episodes_begun_again"
+
+
+@pytest.fixture(scope="module")
+def processors(tiny_vlm):
+    return processors_of(tiny_vlm)
+
+
+@pytest.fixture(scope="module")
+def letter(processors):
+    encode = processors.tokenizer.encode
+    return next(each for each in "xyz0" if len(encode(each * 9, add_special_tokens=False)) == 9)
+
+
+@pytest.fixture
+def complete(processors, letter):
+    """Complete each turn to NUM_LETTERS letters, or more of some prompts, however it was begun."""
+    [token] = processors.tokenizer.encode(letter, add_special_tokens=False)
+
+    def complete(so_far, version, seed):
+        begun = 0
+        while so_far.token_ids[-1 - begun] == token:
+            begun += 1
+        return letter * (NUM_LETTERS + 2 * so_far.row["number"] - begun)
+
+    return complete
+
+
+def prompt(number=0, **row):
+    return Prompt(f"train:{number}", (1, 2, 3), None, "Play.", "", {"number": number, **row}, ())
+
+
+PROMPTS = [prompt(0), prompt(1), prompt(2)]
+
+
+def answer(row, actions):
+    """Show an image at every turn; the number of turns differs by prompt."""
+    image = drawing(31 * row["number"] + len(actions))
+    return Answer(0, Observed(f"So far {len(actions)}.", (image,)), 0.5, len(actions) == 1 + row["number"])
+
+
+def engine(processors, environments, complete, *, tokens_per_step=1, **changes):
+    return FakeEngine(
+        tokenizer=processors.tokenizer,
+        stop_token_id=processors.tokenizer.eos_token_id,
+        complete=complete,
+        tokens_per_step=tokens_per_step,
+        episodes=make_settings(environments, processors, **changes),
+    )
+
+
+def generate(fake, prompts=PROMPTS, sampling=SAMPLING, *, version=3, **options):
+    with fake.awake(NO_WEIGHTS, version=version):
+        return fake.generate(prompts, sampling, step=5, **options)
+
+
+def interrupted(fake, kind, *, after, prompts=PROMPTS, begun=(), when=None, **options):
+    """Return the rows of a call that is interrupted after so many reports of progress.
+
+    when: returns whether it is interrupted; in place of after.
+    """
+    interruption, passes = Interruption(), []
+
+    def on_progress(_):
+        passes.append(1)
+        if len(passes) == after or (when is not None and when()):
+            interruption.ask(kind)
+
+    until = Until(len(prompts), begun=begun, interruption=interruption)
+    return generate(fake, prompts, until=until, on_progress=on_progress, **options)
+
+
+def begun_of(rows):
+    return tuple(map(tuple, rows))
+
+
+def is_unfinished(rows):
+    return any(each.is_unfinished for row in rows for each in row)
+
+
+def assert_begins(completion, whole):
+    """Check that an unfinished completion is the beginning of what comes of it."""
+    num_tokens, num_sampled = len(completion.token_ids), completion.num_sampled
+    assert completion.token_ids == whole.token_ids[:num_tokens]
+    assert completion.sampling_logprobs == whole.sampling_logprobs[:num_sampled]
+    assert sum(count for _, count in completion.version_runs) == num_sampled
+    if not num_tokens:
+        return
+    *ended, last = completion.turns
+    assert tuple(ended) == whole.turns[: len(ended)]
+    assert last.end == num_tokens
+    assert replace(last, end=0, text="", reward=None) == replace(whole.turns[len(ended)], end=0, text="", reward=None)
+    assert completion.text == "\n".join(turn.text for turn in completion.turns)
+    num_images = sum(turn.num_images for turn in completion.turns)
+    assert completion.vision.encoded == whole.vision.encoded[:num_images]
+
+
+@pytest.mark.parametrize("turn_by_turn", [True, False])
+@pytest.mark.parametrize("delay", [0, 4])
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 5, 6, 7, 13, 29])
+def test_episodes_that_are_stopped_again_and_again_are_those_of_one_call(
+    processors, complete, turn_by_turn, delay, after
+):
+    environments = LocalEnvironments(answer, lambda row, number: delay)
+    fake = engine(processors, environments, complete, turn_by_turn=turn_by_turn)
+    expected = generate(engine(processors, LocalEnvironments(answer), complete))
+    history = [interrupted(fake, "stop", after=after)]
+    while is_unfinished(history[-1]):
+        assert len(environments.running) <= 6
+        history.append(interrupted(fake, "stop", after=after + 2, begun=begun_of(history[-1])))
+        assert len(history) < 100
+    assert history[-1] == expected
+    for rows in history:
+        for row, whole in zip(rows, expected, strict=True):
+            for completion, its_whole in zip(row, whole, strict=True):
+                assert completion == its_whole or completion.is_unfinished
+                if completion.is_unfinished:
+                    assert_begins(completion, its_whole)
+    assert environments.num_started == 6
+    assert environments.running == {}
+    assert values(fake.pop_metrics())[BEGUN_AGAIN] == 0
+
+
+def test_each_token_has_the_version_that_sampled_it(processors, complete):
+    fake = engine(processors, LocalEnvironments(answer, lambda row, number: 2), complete)
+    rows, version = interrupted(fake, "stop", after=4, version=0), 0
+    while is_unfinished(rows):
+        version += 1
+        before, rows = rows, interrupted(fake, "stop", after=5, version=version, begun=begun_of(rows))
+        for old, new in zip([c for row in before for c in row], [c for row in rows for c in row], strict=True):
+            old_versions = [run for run, count in old.version_runs for _ in range(count)]
+            new_versions = [run for run, count in new.version_runs for _ in range(count)]
+            assert new_versions == old_versions + [version] * (new.num_sampled - old.num_sampled)
+            assert new.policy_version == (new_versions[-1] if new_versions else version)
+            assert len(new.sampling_logprobs) == new.num_sampled
+    assert version > 4
+    whole = generate(engine(processors, LocalEnvironments(answer), complete))
+    assert [[c.token_ids for c in row] for row in rows] == [[c.token_ids for c in row] for row in whole]
+
+
+@pytest.mark.parametrize("turn_by_turn", [True, False])
+def test_an_environment_answers_while_another_call_samples(processors, complete, turn_by_turn):
+    environments = LocalEnvironments(answer)
+    fake = engine(processors, environments, complete, turn_by_turn=turn_by_turn)
+    expected = generate(engine(processors, LocalEnvironments(answer), complete))
+    environments.delay = lambda row, number: 1000 * (number == 1)  # to the first turn
+    begun = interrupted(fake, "stop", after=0, when=lambda: len(environments.owing) == 6)
+    assert all(len(each.turns) == 1 and each.turns[0].reward is None for row in begun for each in row)
+    waiting = set(environments.running)
+    environments.delay = None
+    environments.answer_all()
+    # A validation, with a prompt of the same name: it receives the answers, and keeps them.
+    validated = generate(fake, [PROMPTS[1]])
+    assert validated == [expected[1]]
+    assert set(environments.running) == waiting
+    assert generate(fake, until=Until(3, begun=begun_of(begun))) == expected
+    assert environments.num_started == 6 + 2
+    assert environments.running == {}
+
+
+def test_images_that_are_being_processed_are_finished(processors, complete):
+    may_load, loading = threading.Event(), threading.Event()
+
+    def load(media):
+        loading.set()
+        assert may_load.wait(20)
+        return load_pixels(processors, *media.encoded)
+
+    environments = LocalEnvironments(answer, lambda row, number: 1000 * (number == 0 and row["number"] > 0))
+    fake = engine(processors, environments, complete, load_pixels=load, turn_by_turn=False)
+    expected = generate(engine(processors, LocalEnvironments(answer), complete))
+    interruption = Interruption()
+    timer = threading.Timer(0.3, may_load.set)
+
+    def on_progress(_):
+        interruption.ask("stop")
+        timer.start()
+
+    rows = generate(fake, until=Until(3, interruption=interruption), on_progress=on_progress)
+    assert loading.is_set()
+    assert {len(each.token_ids) for row in rows for each in row} == {0}
+    environments.answer_all()
+    assert generate(fake, until=Until(3, begun=begun_of(rows))) == expected
+    assert environments.num_started == 6
+
+
+def test_an_observation_that_fails_while_a_call_stops_ends_its_episode(processors, complete):
+    environments = LocalEnvironments(
+        lambda row, actions: Answer(0, error="it broke", done=True) if actions else answer(row, actions)
+    )
+    environments.delay = lambda row, number: number
+    fake, groups = engine(processors, environments, complete, turn_by_turn=False), []
+    rows = interrupted(fake, "stop", after=0, when=lambda: len(environments.owing) > 0)
+    rows = generate(fake, until=Until(3, begun=begun_of(rows)), on_group=lambda index, _: groups.append(index))
+    assert {each.error for row in rows for each in row} == {"it broke"}
+    assert sorted(groups) == [0, 1, 2]
+    assert environments.running == {}
+
+
+def test_what_the_next_call_does_not_continue_is_stopped(processors, complete):
+    environments = LocalEnvironments(answer)
+    fake = engine(processors, environments, complete)
+    rows = interrupted(fake, "stop", after=4)
+    assert len(environments.running) == 6
+    again = generate(fake, PROMPTS[1:2], until=Until(0, begun=begun_of(rows[1:2])))
+    assert again == rows[1:2]
+    assert len(environments.running) == 2
+    generate(fake, [prompt(7)])  # no until: a validation, which stops none
+    assert len(environments.running) == 2
+    # A group that begins anew has nothing to do with the one before.
+    generate(fake, PROMPTS[1:2], until=Until(1))
+    assert environments.running == {}
+    assert values(fake.pop_metrics())[BEGUN_AGAIN] == 0
+
+
+def test_closing_the_engine_stops_what_is_kept(processors, complete):
+    environments = LocalEnvironments(answer)
+    fake = engine(processors, environments, complete)
+    interrupted(fake, "stop", after=4)
+    fake.close()
+    assert environments.running == {}
+
+
+@pytest.mark.parametrize("callback", ["on_progress", "on_group"])
+def test_an_error_in_a_call_stops_also_what_it_continues(processors, complete, callback):
+    environments = LocalEnvironments(answer)
+    fake = engine(processors, environments, complete)
+    rows = interrupted(fake, "stop", after=4)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(fake, until=Until(3, begun=begun_of(rows)), **{callback: fail})
+    assert environments.running == {}
+    fake.pop_metrics()
+    expected = generate(engine(processors, LocalEnvironments(answer), complete))
+    assert generate(fake, until=Until(3, begun=begun_of(rows))) == expected
+    assert values(fake.pop_metrics())[BEGUN_AGAIN] == 6
+
+
+def test_the_others_of_a_prompt_that_fails_are_stopped(processors, complete):
+    failing = sample_seed(SAMPLING.seed, step=5, prompt_id="train:1", sample=0)
+    environments = LocalEnvironments(answer)
+    fake = engine(
+        processors,
+        environments,
+        lambda so_far, version, seed: None if seed == failing else complete(so_far, version, seed),
+    )
+    rows = interrupted(fake, "stop", after=4)
+    assert [len(row) for row in rows] == [2, 0, 2]
+    assert sorted(row["number"] for row, _ in environments.running.values()) == [0, 0, 2, 2]
+
+
+def test_another_engine_begins_episodes_again_and_counts_those_that_had_tokens(processors, complete):
+    """As after a checkpoint, whose completions are JSON values."""
+    first = engine(processors, LocalEnvironments(answer), complete, max_episodes=3)
+    rows = interrupted(first, "stop", after=4)
+    num_begun = sum(bool(each.token_ids) for row in rows for each in row)
+    assert num_begun == 3
+    resumed = [tuple(load_completion(json.loads(json.dumps(completion_state(each)))) for each in row) for row in rows]
+    assert resumed == list(begun_of(rows))
+    environments = LocalEnvironments(answer)
+    second = engine(processors, environments, complete)
+    assert generate(second, until=Until(3, begun=tuple(resumed))) == generate(first)
+    assert values(second.pop_metrics())[BEGUN_AGAIN] == num_begun
+    assert environments.num_started == 6
+
+
+def test_an_engine_that_is_started_again_begins_episodes_again(processors, complete):
+    class Failing(FakeEngine):
+        calls = 0
+
+        def generate(self, *arguments, **options):
+            self.calls += 1
+            if self.calls == 2:
+                raise RolloutError("vLLM failed")
+            return super().generate(*arguments, **options)
+
+        def restart(self):
+            self._episodes.stop()
+            self._version = None
+
+    environments = LocalEnvironments(answer)
+    fake = Failing(
+        tokenizer=processors.tokenizer,
+        stop_token_id=processors.tokenizer.eos_token_id,
+        complete=complete,
+        tokens_per_step=1,
+        episodes=make_settings(environments, processors),
+    )
+    restarting = RestartingEngine(fake, warn=lambda text: None, same_command=SAME_COMMAND)
+    rows = interrupted(restarting, "stop", after=4)
+    expected = generate(engine(processors, LocalEnvironments(answer), complete))
+    assert generate(restarting, until=Until(3, begun=begun_of(rows))) == expected
+    assert environments.running == {}
+    assert values(restarting.pop_metrics())[BEGUN_AGAIN] == 6
+
+
+@pytest.mark.parametrize("turn_by_turn", [True, False])
+def test_a_drained_call_ends_its_turns_and_begins_none(processors, complete, turn_by_turn):
+    environments = LocalEnvironments(answer, lambda row, number: 3)
+    fake = engine(processors, environments, complete, turn_by_turn=turn_by_turn)
+    expected = generate(engine(processors, LocalEnvironments(answer), complete))
+    passes = []
+
+    def has_tokens():
+        passes.append(not environments.owing)
+        return sum(passes) == 3
+
+    rows = interrupted(fake, "drain", after=0, when=has_tokens)
+    for row, whole in zip(rows, expected, strict=True):
+        for each, its_whole in zip(row, whole, strict=True):
+            assert len(each.turns) == 1
+            assert each.turns[0].end == its_whole.turns[0].end  # to its end
+            assert each.turns[0].text == its_whole.turns[0].text
+    assert any(each.is_unfinished for row in rows for each in row)
+    assert generate(fake, until=Until(3, begun=begun_of(rows))) == expected
+    assert environments.num_started == 6
+
+
+def test_turn_by_turn_a_call_stops_at_the_same_tokens_however_long_environments_take(processors, complete):
+    results = []
+    for seed in range(5):
+        environments = LocalEnvironments(
+            answer, lambda row, number, seed=seed: (seed * 7 + row["number"] * 3 + number) % 6
+        )
+        fake = engine(processors, environments, complete, turn_by_turn=True)
+        first = generate(fake, until=Until(1))
+        assert is_unfinished(first)
+        second = generate(fake, PROMPTS[1:], until=Until(1, begun=begun_of(first[1:])))
+        results.append((first, second))
+    assert all(result == results[0] for result in results)
+
+
+def test_no_more_episodes_run_at_a_time_than_allowed(processors, complete):
+    environments = LocalEnvironments(answer)
+    fake = engine(processors, environments, complete, max_episodes=2, turn_by_turn=False)
+    expected = generate(engine(processors, LocalEnvironments(answer), complete))
+    rows = interrupted(fake, "stop", after=9)
+    while is_unfinished(rows):
+        rows = interrupted(fake, "stop", after=9, begun=begun_of(rows))
+    assert rows == expected
+    assert (environments.most, environments.num_started) == (2, 6)
+
+
+def test_a_limit_of_tokens_of_a_turn_counts_those_of_earlier_calls(processors, complete):
+    limits = {"max_turn_tokens": 8}
+    expected = generate(engine(processors, LocalEnvironments(answer), complete, **limits))
+    assert {each.finish_reason for each in expected[2]} == {"length"}
+    fake = engine(processors, LocalEnvironments(answer), complete, **limits)
+    rows = interrupted(fake, "stop", after=4)
+    while is_unfinished(rows):
+        rows = interrupted(fake, "stop", after=3, begun=begun_of(rows))
+    assert rows == expected
+
+
+def test_unfinished_episodes_with_images_are_sent_as_they_are(processors, complete):
+    fake = engine(processors, LocalEnvironments(answer), complete)
+    rows = interrupted(fake, "stop", after=16)
+    assert any(isinstance(each.vision, EncodedMedia) and len(each.turns) > 1 for row in rows for each in row)
+    assert decode_completions(encode_completions(rows)) == rows
+
+
+def test_a_prompt_that_has_ended_before_is_complete(processors, complete):
+    fake, groups = engine(processors, LocalEnvironments(answer), complete), []
+    rows = generate(fake)
+    until = Until(3, begun=begun_of(rows))
+    assert generate(fake, until=until, on_group=lambda *group: groups.append(group)) == rows
+    assert groups == list(enumerate(rows))
+
+
+def test_probes_of_one_turn_leave_episodes_alone(processors, complete):
+    environments = LocalEnvironments(answer)
+    fake = engine(processors, environments, complete)
+    rows = interrupted(fake, "stop", after=4)
+    [[probe]] = generate(fake, PROMPTS[:1], replace(SAMPLING, n=1, one_turn=True), until=Until(1))
+    assert len(probe.turns) == 1
+    assert len(environments.running) == 6
+    expected = generate(engine(processors, LocalEnvironments(answer), complete))
+    assert generate(fake, until=Until(3, begun=begun_of(rows))) == expected
+    assert environments.num_started == 6
