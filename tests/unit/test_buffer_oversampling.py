@@ -335,7 +335,9 @@ def test_completions_that_an_earlier_step_ended_are_not_of_this_one():
 
 def test_each_rank_gets_the_carried_tokens_of_its_replica_alone():
     """Two replicas of two ranks."""
-    begun = tuple((Completion((number,) * 2, (0.0,) * 2, "unfinished", "", 0),) for number in range(3))
+    begun = tuple(
+        (Completion((number,) * 2, (0.0,) * 2, "unfinished", "", 0, replica=number % 2),) for number in range(3)
+    )
     prompts, put, calls = [prompt(number) for number in range(3)], [], []
 
     def call_all(method, *arguments, per_rank, **options):
@@ -367,6 +369,7 @@ def test_each_rank_gets_the_carried_tokens_of_its_replica_alone():
     received = [
         (until, [each.prompt_id for each in decode_prompts(sent)]) for until, sent in map(decode_until, per_rank)
     ]
+    begun = tuple(tuple(replace(each, replica=0) for each in row) for row in begun)  # not sent
     first = (Until(1, 1, (begun[0], begun[2])), ["train:0", "train:2"])
     assert received == [first, first, *[(Until(1, 0, (begun[1],)), ["train:1"])] * 2]
 

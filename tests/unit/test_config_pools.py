@@ -26,16 +26,8 @@ def load(*overrides: str) -> LoadedConfig:
     ("options", "problem"),
     [
         (("algorithm.max_staleness=1",), "set worker.hybrid_engine=false, or max_staleness=0"),
-        (
-            (*SEPARATE, "algorithm.max_staleness=2", "algorithm.online_filtering=true"),
-            "max_staleness=2 samples groups while others are learned from",
-        ),
-        ((*STREAM, "worker.rollout.tensor_parallel_size=2"), "stop after the same forward pass .* set it to 1"),
-        ((*STREAM, "worker.rollout.tools=[python]"), "an environment, or tools, cannot be left .* or max_staleness=1"),
-        ((*STREAM, "algorithm.adv_estimator=remax"), "remax compares completions of the same weights"),
         ((*SEPARATE, "worker.rollout.partial=continue"), "Set max_staleness=2, or partial=finish"),
         (("worker.rollout.partial=continue",), "needs worker.hybrid_engine=false and algorithm.max_staleness above 1"),
-        ((*SEPARATE, "algorithm.max_staleness=1", "algorithm.online_filtering=true"), "set one of them to 0 or false"),
         ((*SEPARATE, "worker.rollout.name=transformers"), "needs worker.rollout.name=vllm, not transformers"),
         (
             (*SEPARATE, "worker.rollout.n_gpus_per_node=3", "worker.rollout.tensor_parallel_size=2"),
@@ -46,6 +38,21 @@ def load(*overrides: str) -> LoadedConfig:
 def test_pools_that_cannot_work_are_refused_with_what_to_change(options, problem):
     with pytest.raises(ConfigError, match=problem):
         load(*options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (*SEPARATE, "worker.rollout.oversampling=0.5"),
+        (*SEPARATE, "algorithm.max_staleness=1", "algorithm.online_filtering=true"),
+        (*STREAM, "algorithm.online_filtering=true", "worker.rollout.oversampling=0.5"),
+        (*STREAM, "worker.rollout.tensor_parallel_size=2"),
+        (*STREAM, "worker.rollout.tools=[crop]", "worker.rollout.partial=continue"),
+        (*STREAM, "algorithm.adv_estimator=remax"),
+    ],
+)
+def test_pools_compose_with_what_decides_which_groups_are_learned_from(options):
+    load(*options)
 
 
 def test_separate_pools_may_have_other_sizes_and_correct_for_staleness_unless_that_is_set():

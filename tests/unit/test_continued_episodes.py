@@ -7,7 +7,6 @@ import threading
 from dataclasses import replace
 
 import pytest
-from trigon.carried import completion_state, load_completion
 
 from support.episodes import Answer, LocalEnvironments, Observed, drawing, load_pixels, make_settings
 from support.models import processors_of
@@ -18,6 +17,7 @@ from trigon.metrics import values
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.protocol import Interruption, Until
 from trigon.rollout.restart import RestartingEngine
+from trigon.rollout.saved import completion_state, load_completion
 from trigon.rollout.seeds import sample_seed
 from trigon.system.resuming import SAME_COMMAND
 from trigon.types import EncodedMedia, Prompt, SamplingParams

@@ -403,6 +403,11 @@ def _warn_of_conflicts(config: Config) -> list[str]:
             "algorithm.filter_surplus=keep trains on completions that are one step old; "
             "algorithm.mismatch_correction=truncate corrects for it"
         )
+    if rollout.oversampling > 0 and rollout.name == "transformers":
+        warnings.append(
+            f"worker.rollout.oversampling={rollout.oversampling:g} saves no time with "
+            "worker.rollout.name=transformers, which samples one prompt after the other"
+        )
     if rollout.oversampling > 0 and correction == "off":
         warnings.append(
             f"worker.rollout.oversampling={rollout.oversampling:g} trains on tokens of older weights; "

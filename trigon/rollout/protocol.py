@@ -149,25 +149,27 @@ class Until:
         """Return the part of each replica, which samples the prompts of these ascending indices.
 
         Each replica stops by itself, so that the result does not depend on which of them is faster.
-        The parts of num_groups add up to it: each has its required prompts, and the rest is divided
-        in proportion to the other prompts, so that each replica has as many.
+        The parts of num_groups add up to it: in proportion to the shares, and at least as many as
+        the required prompts of a share.
         """
+        total = max(1, sum(map(len, shares)))
         required = [sum(index < self.num_required for index in share) for share in shares]
-        others = [len(share) - count for share, count in zip(shares, required, strict=True)]
-        left, num_others = max(0, min(self.num_groups - sum(required), sum(others))), max(1, sum(others))
-        parts = [left * count // num_others for count in others]
+        counts = [self.num_groups * len(share) // total for share in shares]
         # The largest remainders are rounded up; of equal ones, those of the first replicas.
-        by_remainder = sorted(range(len(shares)), key=lambda number: -(left * others[number] % num_others))
-        for number in by_remainder[: left - sum(parts)]:
-            parts[number] += 1
+        by_remainder = sorted(range(len(shares)), key=lambda number: -(self.num_groups * len(shares[number]) % total))
+        for number in by_remainder[: self.num_groups - sum(counts)]:
+            counts[number] += 1
+        counts = [max(count, least) for count, least in zip(counts, required, strict=True)]
+        while sum(counts) > self.num_groups and any(
+            count > least for count, least in zip(counts, required, strict=True)
+        ):
+            spare = [count - least for count, least in zip(counts, required, strict=True)]
+            counts[spare.index(max(spare))] -= 1
         return [
             Until(
-                count + part,
-                count,
-                tuple(self.begun[index] for index in share if index < len(self.begun)),
-                self.interruption,
+                count, least, tuple(self.begun[index] for index in share if index < len(self.begun)), self.interruption
             )
-            for share, count, part in zip(shares, required, parts, strict=True)
+            for count, least, share in zip(counts, required, shares, strict=True)
         ]
 
 
