@@ -65,9 +65,14 @@ PROMPTS = [prompt(0), prompt(1), prompt(2)]
 
 
 def answer(row, actions):
-    """Show an image at every turn; the number of turns differs by prompt."""
+    """Observe a text at every turn; the number of turns differs by prompt."""
+    return Answer(0, Observed(f"So far {len(actions)}."), 0.5, len(actions) == 1 + row["number"])
+
+
+def show(row, actions):
+    """Show an image at every turn, too. How many passes it takes to process it is not known."""
     image = drawing(31 * row["number"] + len(actions))
-    return Answer(0, Observed(f"So far {len(actions)}.", (image,)), 0.5, len(actions) == 1 + row["number"])
+    return replace(answer(row, actions), observation=Observed(f"So far {len(actions)}.", (image,)))
 
 
 def engine(processors, environments, complete, *, tokens_per_step=1, **changes):
@@ -132,9 +137,9 @@ def assert_begins(completion, whole):
 def test_episodes_that_are_stopped_again_and_again_are_those_of_one_call(
     processors, complete, turn_by_turn, delay, after
 ):
-    environments = LocalEnvironments(answer, lambda row, number: delay)
+    environments = LocalEnvironments(show, lambda row, number: delay)
     fake = engine(processors, environments, complete, turn_by_turn=turn_by_turn)
-    expected = generate(engine(processors, LocalEnvironments(answer), complete))
+    expected = generate(engine(processors, LocalEnvironments(show), complete))
     history = [interrupted(fake, "stop", after=after)]
     while is_unfinished(history[-1]):
         assert len(environments.running) <= 6
@@ -197,9 +202,9 @@ def test_images_that_are_being_processed_are_finished(processors, complete):
         assert may_load.wait(20)
         return load_pixels(processors, *media.encoded)
 
-    environments = LocalEnvironments(answer, lambda row, number: 1000 * (number == 0 and row["number"] > 0))
+    environments = LocalEnvironments(show, lambda row, number: 1000 * (number == 0 and row["number"] > 0))
     fake = engine(processors, environments, complete, load_pixels=load, turn_by_turn=False)
-    expected = generate(engine(processors, LocalEnvironments(answer), complete))
+    expected = generate(engine(processors, LocalEnvironments(show), complete))
     interruption = Interruption()
     timer = threading.Timer(0.3, may_load.set)
 
@@ -387,9 +392,10 @@ def test_a_limit_of_tokens_of_a_turn_counts_those_of_earlier_calls(processors, c
 
 
 def test_unfinished_episodes_with_images_are_sent_as_they_are(processors, complete):
-    fake = engine(processors, LocalEnvironments(answer), complete)
-    rows = interrupted(fake, "stop", after=16)
-    assert any(isinstance(each.vision, EncodedMedia) and len(each.turns) > 1 for row in rows for each in row)
+    fake = engine(processors, LocalEnvironments(show), complete)
+    rows = interrupted(fake, "stop", after=1)
+    while not any(isinstance(each.vision, EncodedMedia) and len(each.turns) > 1 for each in rows[2]):
+        rows = interrupted(fake, "stop", after=1, begun=begun_of(rows))
     assert decode_completions(encode_completions(rows)) == rows
 
 
