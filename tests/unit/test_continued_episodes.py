@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,11 @@ import pytest
 from support.episodes import Answer, LocalEnvironments, Observed, drawing, load_pixels, make_settings
 from support.models import processors_of
 from support.rollout import NO_WEIGHTS
+from trigon.distributed.engines import WorkersRolloutEngine
 from trigon.distributed.serialization import decode_completions, encode_completions
+from trigon.distributed.worker import Worker
+from trigon.distributed.worker_engines import WorkerEngines
+from trigon.distributed.worker_group import WorkerGroup
 from trigon.errors import RolloutError
 from trigon.metrics import values
 from trigon.rollout.fake import FakeEngine
@@ -60,9 +65,14 @@ PROMPTS = [prompt(0), prompt(1), prompt(2)]
 
 
 def answer(row, actions):
-    """Show an image at every turn; the number of turns differs by prompt."""
+    """Observe a text at every turn; the number of turns differs by prompt."""
+    return Answer(0, Observed(f"So far {len(actions)}."), 0.5, len(actions) == 1 + row["number"])
+
+
+def show(row, actions):
+    """Show an image at every turn, too. How many passes it takes to process it is not known."""
     image = drawing(31 * row["number"] + len(actions))
-    return Answer(0, Observed(f"So far {len(actions)}.", (image,)), 0.5, len(actions) == 1 + row["number"])
+    return replace(answer(row, actions), observation=Observed(f"So far {len(actions)}.", (image,)))
 
 
 def engine(processors, environments, complete, *, tokens_per_step=1, **changes):
@@ -127,9 +137,9 @@ def assert_begins(completion, whole):
 def test_episodes_that_are_stopped_again_and_again_are_those_of_one_call(
     processors, complete, turn_by_turn, delay, after
 ):
-    environments = LocalEnvironments(answer, lambda row, number: delay)
+    environments = LocalEnvironments(show, lambda row, number: delay)
     fake = engine(processors, environments, complete, turn_by_turn=turn_by_turn)
-    expected = generate(engine(processors, LocalEnvironments(answer), complete))
+    expected = generate(engine(processors, LocalEnvironments(show), complete))
     history = [interrupted(fake, "stop", after=after)]
     while is_unfinished(history[-1]):
         assert len(environments.running) <= 6
@@ -192,9 +202,9 @@ def test_images_that_are_being_processed_are_finished(processors, complete):
         assert may_load.wait(20)
         return load_pixels(processors, *media.encoded)
 
-    environments = LocalEnvironments(answer, lambda row, number: 1000 * (number == 0 and row["number"] > 0))
+    environments = LocalEnvironments(show, lambda row, number: 1000 * (number == 0 and row["number"] > 0))
     fake = engine(processors, environments, complete, load_pixels=load, turn_by_turn=False)
-    expected = generate(engine(processors, LocalEnvironments(answer), complete))
+    expected = generate(engine(processors, LocalEnvironments(show), complete))
     interruption = Interruption()
     timer = threading.Timer(0.3, may_load.set)
 
@@ -382,9 +392,10 @@ def test_a_limit_of_tokens_of_a_turn_counts_those_of_earlier_calls(processors, c
 
 
 def test_unfinished_episodes_with_images_are_sent_as_they_are(processors, complete):
-    fake = engine(processors, LocalEnvironments(answer), complete)
-    rows = interrupted(fake, "stop", after=16)
-    assert any(isinstance(each.vision, EncodedMedia) and len(each.turns) > 1 for row in rows for each in row)
+    fake = engine(processors, LocalEnvironments(show), complete)
+    rows = interrupted(fake, "stop", after=1)
+    while not any(isinstance(each.vision, EncodedMedia) and len(each.turns) > 1 for each in rows[2]):
+        rows = interrupted(fake, "stop", after=1, begun=begun_of(rows))
     assert decode_completions(encode_completions(rows)) == rows
 
 
@@ -406,3 +417,68 @@ def test_probes_of_one_turn_leave_episodes_alone(processors, complete):
     expected = generate(engine(processors, LocalEnvironments(answer), complete))
     assert generate(fake, until=Until(3, begun=begun_of(rows))) == expected
     assert environments.num_started == 6
+
+
+# -- several replicas --
+
+
+class LocalWorkers(WorkerGroup):
+    """Workers of this process, each with an engine of its own."""
+
+    def __init__(self, engines):
+        super().__init__([Worker(rank) for rank in range(len(engines))], "cpu", 60.0)
+        for rank, fake in enumerate(engines):
+            self.replace(rank, fake)
+
+    def replace(self, rank, fake):
+        """Replace a worker by one that has kept nothing."""
+        self.workers[rank]._engines = WorkerEngines(None, None, fake, None, replica_rank=0, has_episodes=True)
+
+    def put(self, payload, *, phase):
+        return payload
+
+    def call_all(self, method, *arguments, per_rank=None, phase, listener=None):
+        firsts = [()] * len(self.workers) if per_rank is None else [(each,) for each in per_rank]
+        return [method(worker, *first, *arguments) for worker, first in zip(self.workers, firsts, strict=True)]
+
+
+def test_begun_episodes_return_to_the_replica_that_has_them(processors, complete, monkeypatch):
+    monkeypatch.setattr("trigon.distributed.worker.ignore_stop_signals", lambda: None)  # of this process
+    prompts = [prompt(number) for number in (3, 1, 0, 2, 2, 1)]
+    prompts = [replace(each, prompt_id=f"train:{place}") for place, each in enumerate(prompts)]
+    environments = [LocalEnvironments(answer) for _ in range(3)]
+    fakes = [engine(processors, each, complete) for each in environments]
+    group = LocalWorkers(fakes[:2])
+    rollout = WorkersRolloutEngine(group, tensor_parallel_size=1, sends_rows=True)
+    with ExitStack() as stack:
+        for fake in fakes:
+            stack.enter_context(fake.awake(NO_WEIGHTS, version=3))
+
+        def sample(numbers, until=None):
+            chosen = [prompts[number] for number in numbers]
+            return dict(zip(numbers, rollout.generate(chosen, SAMPLING, step=5, until=until), strict=True))
+
+        whole = sample(range(6))
+        assert [row[0].replica for row in whole.values()] == [0, 1, 0, 1, 0, 1]
+        num_started = [each.num_started for each in environments]
+
+        rows = sample(range(6), Until(2))
+        left = [number for number, row in rows.items() if is_unfinished([row])]
+        assert {0, 3, 4} <= set(left)
+        # In another order, and without one: dealt in turn, they would go to other replicas.
+        left = sorted(left, key=lambda number: -number)[1:]
+        again = sample(left, Until(len(left) - 1, begun=tuple(tuple(rows[number]) for number in left)))
+        last = [number for number, row in again.items() if is_unfinished([row])]
+        assert last
+        group.replace(1, fakes[2])
+        last_of_lost = [number for number in last if rows[number][0].replica == 1]
+        final = sample(last, Until(len(last), begun=tuple(tuple(again[number]) for number in last)))
+    for found in (rows, again, final):
+        for number, row in found.items():
+            assert is_unfinished([row]) or row == whole[number]
+            assert [each.replica for each in row] == [number % 2] * 2
+    assert [each.num_started for each in environments[:2]] == [2 * count for count in num_started[:2]]
+    assert environments[2].num_started == 2 * len(last_of_lost)
+    assert environments[0].running == environments[2].running == {}
+    counts = [values(fake.pop_metrics())[BEGUN_AGAIN] for fake in fakes]
+    assert counts == [0, 0, environments[2].num_started]

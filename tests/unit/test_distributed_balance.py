@@ -8,9 +8,20 @@ import pytest
 import torch
 
 from trigon.data.packing import tokens_of
-from trigon.distributed.balance import TOLERANCE, partition_balanced, partition_near
+from trigon.distributed.balance import TOLERANCE, deal, partition_balanced, partition_near
+from trigon.distributed.engines import deal_prompts
 from trigon.distributed.shares import update_costs
-from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, TrainGroup, TrainSequence
+from trigon.rollout.protocol import Until
+from trigon.types import (
+    Completion,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    Score,
+    TrainGroup,
+    TrainSequence,
+)
 
 
 def sums(costs, parts):
@@ -196,3 +207,63 @@ def test_a_group_without_a_gradient_costs_one():
     groups = [group(0.5, 1.0), group(0.0, 1.0), group(0.5, 0.0)]
     assert update_costs(groups, regularized=False) == [7, 1, 1]
     assert update_costs(groups, regularized=True) == [7, 7, 7]
+
+
+# -- prompts that replicas sample --
+
+SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, ignore_eos=False, seed=5)
+
+
+def begun_row(replica, *, num_tokens=1, num_unfinished=2):
+    ended = Completion((1,), (0.0,), "stop", "", 0, replica=1 - replica)
+    unfinished = Completion((1,) * num_tokens, (0.0,) * num_tokens, "unfinished", "", 0, replica=replica)
+    return (ended,) * (2 - num_unfinished) + (unfinished,) * num_unfinished
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_prompts_that_nothing_has_begun_are_dealt_in_turn(num_replicas):
+    until = Until(3, begun=((), begun_row(1, num_tokens=0)))
+    for until_or_none in (None, until):
+        shares = deal_prompts(8, SAMPLING, until_or_none, range(num_replicas))
+        assert shares == [list(range(replica, 8, num_replicas)) for replica in range(num_replicas)]
+
+
+def test_what_is_begun_stays_with_its_replica_and_the_rest_balances_the_completions():
+    until = Until(9, begun=(begun_row(1), begun_row(1, num_unfinished=1), begun_row(0, num_unfinished=1)))
+    # Left to sample: 2, 1 and 1 completions, and 2 for each of the others.
+    assert deal_prompts(7, SAMPLING, until, range(2)) == [[2, 3, 4, 6], [0, 1, 5]]
+    # Replica 1 cannot sample now.
+    assert deal_prompts(7, SAMPLING, until, [0, 2]) == [[1, 2, 3, 5], [0, 4, 6]]
+    assert deal([1, 1, 1, 1, 1], [1, 1, None, None, None], 2) == [[2, 3, 4], [0, 1]]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_parts_of_replicas_add_up_and_each_can_be_reached(seed):
+    numbers = random.Random(seed)
+    num_prompts, num_replicas = numbers.randrange(1, 20), numbers.randrange(1, 5)
+    begun = tuple(
+        begun_row(numbers.randrange(2), num_tokens=numbers.randrange(2), num_unfinished=numbers.randrange(1, 3))
+        for _ in range(numbers.randrange(num_prompts + 1))
+    )
+    num_required = numbers.randrange(len(begun) + 1)
+    until = Until(numbers.randrange(num_required, num_prompts + 1), num_required, begun)
+    shares = deal_prompts(num_prompts, SAMPLING, until, range(num_replicas))
+    assert sorted(index for share in shares for index in share) == list(range(num_prompts))
+    assert all(share == sorted(share) for share in shares)
+    parts = until.of_shares(shares)
+    assert sum(part.num_groups for part in parts) == until.num_groups
+    assert sum(part.num_required for part in parts) == num_required
+    for share, part in zip(shares, parts, strict=True):
+        assert part.num_required <= part.num_groups <= len(share)
+        assert part.num_required == sum(index < num_required for index in share)
+        assert part.begun == tuple(begun[index] for index in share if index < len(begun))
+        # As many of what is not required as its share has.
+        others = num_prompts - num_required
+        expected = (until.num_groups - num_required) * (len(share) - part.num_required) / max(1, others)
+        assert abs(part.num_groups - part.num_required - expected) < 1
+
+
+def test_parts_of_more_groups_than_there_are_cannot_all_be_reached():
+    assert [part.num_groups for part in Until(9).of_shares([[0, 2], [1]])] == [2, 1]
+    required = Until(1, num_required=3).of_shares([[0, 2], [1]])
+    assert [(part.num_groups, part.num_required) for part in required] == [(2, 2), (1, 1)]
