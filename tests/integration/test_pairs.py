@@ -118,7 +118,7 @@ def options_of(run: tuple[str, ...], parts: Path) -> list[str]:
         "trainer.val_freq=-1",
         "trainer.save_freq=1",
         "data.rollout_batch_size=4",
-        "data.max_prompt_length=200",
+        "data.max_prompt_length=700",  # descriptions of tools take most of it
         "data.max_response_length=300",
         "worker.rollout.n=2",
         "worker.rollout.ignore_eos=false",
