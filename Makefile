@@ -65,7 +65,7 @@ test-loggers: $(VENV_LOGGERS)/.ready ## the loggers with their libraries, which 
 test-environments: $(VENV_ENVIRONMENTS)/.ready ## environments of Gymnasium and OpenEnv with their packages, in an environment of their own, and the gridworld (three minutes)
 	TRIGON_TEST_ENVIRONMENTS=1 $(VENV_ENVIRONMENTS)/bin/python -m pytest $(DURATIONS) tests/environments tests/learn/test_gridworld.py
 
-bench: $(VENV)/.ready ## every benchmark, with one table of results and targets (22 minutes on 2 idle cores)
+bench: $(VENV)/.ready ## every benchmark, with one table of results and targets (15 to 22 minutes on 2 idle cores)
 	$(VENV)/bin/python benchmarks/bench.py
 
 docs: $(VENV)/.ready ## build the site of docs/ into build/site; broken links fail

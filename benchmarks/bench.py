@@ -1,4 +1,4 @@
-"""Runs all benchmarks and prints one table: `make bench`, 22 minutes on two idle cores.
+"""Runs all benchmarks and prints one table: `make bench`, 15 to 22 minutes on two idle cores.
 
     python benchmarks/bench.py [--bars 1 3 5] [--plot docs/scale.svg]
 
