@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from support.oracle import load_hugging_face, padded_episode
 from support.rollout import handle_of, make_transformers_engine, make_vllm_settings
 from support.videos import make_video
 from trigon.data.turns import TurnTemplate
+from trigon.environments.pool import EnvironmentPool
+from trigon.environments.settings import EnvironmentSettings, find_environment
 from trigon.errors import EngineError
 from trigon.metrics import values
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
+from trigon.rollout.protocol import Interruption, Until
 from trigon.rollout.restart import RestartingEngine
 from trigon.rollout.transformers import _TransformersTurns
 from trigon.rollout.turns import TurnRequest
@@ -360,6 +364,108 @@ def test_an_interrupted_call_does_not_affect_the_next_one(scene):
         scene.generate(on_progress=interrupt)
     assert scene.environments.running == {}
     assert bits(scene.generate()) == bits(expected)
+
+
+# -- episodes that one call begins and others continue --
+
+POOLED = """
+import time
+from PIL import Image
+
+class Shapes:
+    def reset(self, row):
+        self.row, self.number = row, 0
+        return self.observe()
+
+    def step(self, action):
+        self.number += 1
+        time.sleep(0.1 * (self.row["number"] % 3))
+        return self.observe(), float(len(action)), self.number == 2 + self.row["number"] % 2
+
+    def observe(self):
+        text = f"The drawing is turned by a quarter. {self.number} of 3."
+        if not self.row["sees"]:
+            return text
+        colour = (31 * self.row["number"] % 256, 80 + 40 * self.number, 200)
+        return {"text": text, "image": Image.new("RGB", (196, 196 + 28 * self.number), colour)}
+"""
+
+
+@pytest.fixture
+def pooled(scene, monkeypatch, tmp_path):
+    """A scene whose environments are processes, and in which more turns end, also greedy ones."""
+    (tmp_path / "shapes.py").write_text(POOLED)
+    with closing(
+        EnvironmentPool(EnvironmentSettings(environment=find_environment(f"{tmp_path}/shapes.py:Shapes")))
+    ) as pool:
+        episodes = scene.engine._episodes
+        monkeypatch.setattr(episodes, "_settings", replace(episodes._settings, environments=pool))
+        processors = replace(scene.processors, stop_token_ids=tuple(range(0, 1000, 8)))
+        monkeypatch.setattr(scene.engine, "_processors", processors)
+        monkeypatch.setattr(episodes, "_stop_token_ids", processors.stop_token_ids)
+        yield scene
+        episodes.stop()
+        assert pool._episodes == {}
+
+
+@pytest.mark.extended(but=["vllm-qwen2", "vllm-qwen2_5_vl"])
+@pytest.mark.parametrize("turn_by_turn", [True, False])
+def test_greedy_episodes_that_are_interrupted_are_those_of_one_call(pooled, monkeypatch, turn_by_turn):
+    scene = pooled
+    monkeypatch.setattr(scene.engine._episodes, "_turn_by_turn", turn_by_turn)
+    sampling = replace(SAMPLING, n=1, temperature=0.0, max_tokens=250, with_baseline=True)
+    whole = scene.generate(sampling=sampling)
+    assert sum(len(row[0].turns) for row in whole) > len(whole) + 1
+    scene.engine.pop_metrics()
+
+    def sample(kind, num_passes, begun, version):
+        interruption, passes = Interruption(), []
+
+        def on_progress(_):
+            passes.append(1)
+            if len(passes) == num_passes:
+                interruption.ask(kind)
+
+        until = Until(len(scene.prompts), begun=tuple(map(tuple, begun)), interruption=interruption)
+        return scene.generate(sampling=sampling, until=until, on_progress=on_progress, version=version)
+
+    rows, version = sample("stop", 5, (), 0), 0
+    while any(each.is_unfinished for row in rows for each in row):
+        for row, its_whole in zip(rows, whole, strict=True):
+            for each, expected in zip(row, its_whole, strict=True):
+                assert each.token_ids == expected.token_ids[: len(each.token_ids)]
+        scene.generate(scene.prompts[:1], sampling=replace(SAMPLING, n=1, max_tokens=100))  # a validation
+        version += 1
+        rows = sample("drain" if version % 3 == 0 else "stop", 4, rows, version)
+        assert version < 500
+    assert version > 2
+    for row, its_whole in zip(rows, whole, strict=True):
+        assert row[0].token_ids == row[1].token_ids
+        for each, expected in zip(row, its_whole, strict=True):
+            assert sum(count for _, count in each.version_runs) == each.num_sampled
+            assert each.turns == expected.turns
+            assert bits([[each]]) == bits(
+                [[replace(expected, policy_version=each.policy_version, policy_versions=each.policy_versions)]]
+            )
+    assert values(scene.engine.pop_metrics())["rollout/episodes_begun_again"] == 0
+
+
+@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
+def test_the_log_probabilities_of_an_interrupted_episode_are_those_of_its_whole_sequence(scene):
+    rows: Any = ()
+    for num_passes in (10, 25, 40, 10**9):
+        interruption, passes = Interruption(), []
+
+        def on_progress(_, passes=passes, interruption=interruption, num_passes=num_passes):
+            passes.append(1)
+            if len(passes) == num_passes:
+                interruption.ask("stop")
+
+        until = Until(len(scene.prompts), begun=tuple(map(tuple, rows)), interruption=interruption)
+        rows = scene.generate(until=until, on_progress=on_progress)
+    assert not any(each.is_unfinished for row in rows for each in row)
+    assert max_difference(scene, rows) <= 1e-4
+    assert scene.environments.running == {}
 
 
 @pytest.mark.vllm

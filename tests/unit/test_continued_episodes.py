@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from trigon.distributed.serialization import decode_completions, encode_completi
 from trigon.distributed.worker import Worker
 from trigon.distributed.worker_engines import WorkerEngines
 from trigon.distributed.worker_group import WorkerGroup
-from trigon.errors import RolloutError
+from trigon.errors import DataError, RolloutError
 from trigon.metrics import values
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.protocol import Interruption, Until
@@ -233,6 +234,82 @@ def test_an_observation_that_fails_while_a_call_stops_ends_its_episode(processor
     assert environments.running == {}
 
 
+@pytest.mark.parametrize("callback", ["on_progress", "on_group"])
+def test_an_error_while_images_are_processed_stops_all_environments(processors, complete, callback):
+    """on_group: it raises for a group that has ended while others were left for the next call."""
+    may_load = threading.Event()
+    timer = threading.Timer(0.3, may_load.set)
+
+    def load(media):
+        assert may_load.wait(20)
+        raise DataError("image 0 is truncated")
+
+    environments = LocalEnvironments(show, lambda row, number: 1000 * (row["number"] > 0))
+    fake = engine(processors, environments, complete, load_pixels=load, turn_by_turn=False)
+    interruption = Interruption()
+
+    def on_progress(_):
+        if callback == "on_progress":
+            timer.start()
+            raise KeyboardInterrupt
+        interruption.ask("stop")
+        if not may_load.is_set():
+            timer.start()
+
+    def on_group(index, completions):
+        assert (index, {each.error for each in completions}) == (0, {"image 0 is truncated"})
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(fake, until=Until(3, interruption=interruption), on_progress=on_progress, on_group=on_group)
+    assert environments.running == {}
+
+
+def test_the_time_between_calls_is_not_that_of_an_environment(processors, complete):
+    environments = LocalEnvironments(answer, lambda row, number: 1000)
+    fake = engine(processors, environments, complete, turn_by_turn=False)
+    rows = interrupted(fake, "stop", after=3)
+    fake.pop_metrics()
+    time.sleep(0.5)
+    environments.delay = None
+    environments.answer_all()
+    generate(fake, until=Until(3, begun=begun_of(rows)))
+    assert values(fake.pop_metrics())["perf/environment_step_seconds"] < 0.1  # on average
+
+
+CALL = '<tool_call>{"name": "crop", "arguments": {}}</tool_call>'
+
+
+def test_versions_of_tokens_that_are_dropped_after_a_call_are_dropped(processors):
+    """The turn is interrupted after its call, in what the model invents."""
+
+    def complete(so_far, version, seed):
+        return f"{CALL} and so on" + " and on" * 40 if version == 3 else " and on" * 10
+
+    def answer_once(row, done):
+        return Answer(0, Observed("4") if len(done) == 1 else None, done=len(done) == 2)
+
+    fake = engine(
+        processors,
+        LocalEnvironments(answer_once),
+        complete,
+        tokens_per_step=4,
+        opens=False,
+        tool_format="hermes",
+        max_turn_tokens=400,
+    )
+    sampling = replace(SAMPLING, n=1, max_tokens=1000)
+
+    num_tokens = len(processors.tokenizer.encode(f"{CALL} and", add_special_tokens=False))
+    [[begun]] = interrupted(fake, "stop", after=num_tokens // 4 + 4, prompts=PROMPTS[:1], sampling=sampling, version=3)
+    assert len(begun.token_ids) > num_tokens
+    [[completion]] = generate(fake, PROMPTS[:1], sampling, version=4, until=Until(1, begun=((begun,),)))
+    first, second = completion.turns
+    assert first.end < len(begun.token_ids)
+    assert completion.version_runs == ((3, first.end), (4, second.end - second.start))
+    assert len(completion.sampling_logprobs) == completion.num_sampled
+
+
 def test_what_the_next_call_does_not_continue_is_stopped(processors, complete):
     environments = LocalEnvironments(answer)
     fake = engine(processors, environments, complete)
@@ -335,8 +412,8 @@ def test_an_engine_that_is_started_again_begins_episodes_again(processors, compl
 
 @pytest.mark.parametrize("turn_by_turn", [True, False])
 def test_a_drained_call_ends_its_turns_and_begins_none(processors, complete, turn_by_turn):
-    environments = LocalEnvironments(answer, lambda row, number: 3)
-    fake = engine(processors, environments, complete, turn_by_turn=turn_by_turn)
+    environments = LocalEnvironments(answer, lambda row, number: 3 * (number == 0))
+    fake = engine(processors, environments, complete, turn_by_turn=turn_by_turn, max_episodes=5)
     expected = generate(engine(processors, LocalEnvironments(answer), complete))
     passes = []
 
@@ -345,12 +422,13 @@ def test_a_drained_call_ends_its_turns_and_begins_none(processors, complete, tur
         return sum(passes) == 3
 
     rows = interrupted(fake, "drain", after=0, when=has_tokens)
-    for row, whole in zip(rows, expected, strict=True):
-        for each, its_whole in zip(row, whole, strict=True):
-            assert len(each.turns) == 1
-            assert each.turns[0].end == its_whole.turns[0].end  # to its end
-            assert each.turns[0].text == its_whole.turns[0].text
-    assert any(each.is_unfinished for row in rows for each in row)
+    drained, whole = ([each for row in part for each in row] for part in (rows, expected))
+    assert (drained[5].token_ids, environments.num_started) == ((), 5)  # it has not begun
+    for each, its_whole in zip(drained[:5], whole[:5], strict=True):
+        assert [turn.end for turn in each.turns] == [its_whole.turns[0].end]  # to its end
+        assert each.turns[0].text == its_whole.turns[0].text
+    # The first prompt has one turn, which its environment ends while others are sampled.
+    assert [each.is_unfinished for each in drained] == [False, False, True, True, True, True]
     assert generate(fake, until=Until(3, begun=begun_of(rows))) == expected
     assert environments.num_started == 6
 

@@ -301,7 +301,7 @@ class _Run:
                 for name, turn in ended_turns:
                     self._end_turn(self._sampling.pop(name), turn)
             if self._sampling or not drained:  # a drained call waits for no environment
-                works |= self._observe(holds_answers=waits_for_all and bool(self._sampling))
+                works |= self._observe(holds_answers=waits_for_all and not drained and bool(self._sampling))
             self._report(works, on_progress, on_group)
         if self._ended:  # while what was loading was finished
             self._report(True, on_progress, on_group)
