@@ -39,8 +39,8 @@ from trigon.errors import BadRow, EngineError, RolloutError
 from trigon.loop import train
 from trigon.metrics import values
 from trigon.report.console import Console
-from trigon.rollout.buffer import ended_in_step
 from trigon.rollout.fake import FakeEngine
+from trigon.rollout.parity import ended_in_step
 from trigon.rollout.protocol import Until, Work
 from trigon.rollout.restart import RestartingEngine
 from trigon.rollout.saved import completion_state, groups_state, load_completion, load_groups, load_work, work_state

@@ -40,7 +40,7 @@ from trigon.metrics import Metrics, Sum, merge
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect_as_they_end, collect_until
 from trigon.rollout.filtering import GroupFilter, label_groups
-from trigon.rollout.parity import ParityCheck, Probe
+from trigon.rollout.parity import ParityCheck, Probe, ended_in_step
 from trigon.rollout.protocol import Interruption, RolloutEngine, Until, Work
 from trigon.rollout.sampling_call import PoolClock, SamplingCall
 from trigon.rollout.saved import groups_state, load_groups, load_metrics, load_work, metrics_state, work_state
@@ -50,6 +50,7 @@ from trigon.rollout.statistics import (
     describe_groups,
     describe_staleness,
     find_oldest_version,
+    warn_if_rewards_are_equal,
 )
 from trigon.types import Completion, Phase, Prompt, RolloutGroup, SamplingParams, WeightsHandle
 
@@ -814,43 +815,6 @@ def awake(rollout: RolloutEngine, weights: WeightsHandle, *, version: int, phase
         with phase("weights"):
             stack.enter_context(rollout.awake(weights, version=version))
         yield
-
-
-def ended_in_step(groups: Sequence[RolloutGroup], work: Sequence[Work]) -> list[RolloutGroup]:
-    """Return the groups of a step without the completions that an earlier step has ended.
-
-    work: that the step began with.
-    """
-    ended_before = {
-        (each.prompt.prompt_id, sample)
-        for each in work
-        for sample, completion in enumerate(each.completions)
-        if not completion.is_unfinished
-    }
-    ended = []
-    for group in groups:
-        name = group.prompt.prompt_id
-        rollouts = tuple(each for i, each in enumerate(group.rollouts) if (name, i) not in ended_before)
-        if rollouts:
-            ended.append(replace(group, rollouts=rollouts))
-    return ended
-
-
-def warn_if_rewards_are_equal(groups: Sequence[RolloutGroup], warn: Callable[[str], None]) -> None:
-    """Warn if the rewards of several completions, those of the first step, are all equal."""
-    scored = [(group.prompt, r) for group in groups for r in group.rollouts if r.score.outcome == "ok"]
-    rewards = {rollout.score.overall for _, rollout in scored}
-    if len(scored) < 2 or len(rewards) > 1:
-        return
-    prompt, rollout = scored[0]
-    ground_truth = f"{repr(prompt.ground_truth)[:100]} (a {type(prompt.ground_truth).__name__})"
-    warn(
-        f"ALL REWARDS ARE EQUAL: each of the {len(scored)} completions of the first step got {rewards.pop():g}, "
-        f"and nothing can be learned from equal rewards. Either the task is too hard or too easy for the model, "
-        "or the reward function does not see what it expects: compare the ground truth with the completions. "
-        f"{prompt.prompt_id} has the ground truth {ground_truth} and the completion "
-        f"{rollout.completion.text[-200:]!r}; rollouts/ in the run folder will hold all of them"
-    )
 
 
 def _with_unique_id(prompt: Prompt, drawn: set[str]) -> Prompt:

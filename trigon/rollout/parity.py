@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trigon.errors import EngineError, NotFiniteError, ParityError
 from trigon.metrics import Max, Mean, Metrics
-from trigon.rollout.protocol import RolloutEngine
+from trigon.rollout.protocol import RolloutEngine, Work
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 PROBE_TOKENS = 64
@@ -79,7 +79,7 @@ class ParityCheck:
         so each replica samples short completions without them; likewise if a replica sampled none
         of the groups.
         Args:
-            groups: of completions that were ended in this step (buffer.ended_in_step); (): none of
+            groups: of completions that were ended in this step (ended_in_step); (): none of
                 the step's may be compared. Their version does not tell: the policy's stays the same
                 while only a critic learns.
             prompt: of which short completions are sampled.
@@ -146,6 +146,26 @@ class ParityCheck:
     def _failed(self, differences: Sequence[Tensor]) -> list[int]:
         """Return the replicas whose mean exceeds the tolerance or is not finite."""
         return [replica for replica, each in enumerate(differences) if not float(each.mean()) <= self.tolerance]
+
+
+def ended_in_step(groups: Sequence[RolloutGroup], work: Sequence[Work]) -> list[RolloutGroup]:
+    """Return the groups of a step without the completions that an earlier step has ended.
+
+    work: that the step began with.
+    """
+    ended_before = {
+        (each.prompt.prompt_id, sample)
+        for each in work
+        for sample, completion in enumerate(each.completions)
+        if not completion.is_unfinished
+    }
+    ended = []
+    for group in groups:
+        name = group.prompt.prompt_id
+        rollouts = tuple(each for i, each in enumerate(group.rollouts) if (name, i) not in ended_before)
+        if rollouts:
+            ended.append(replace(group, rollouts=rollouts))
+    return ended
 
 
 def _differences(groups: Sequence[RolloutGroup], trainer: ScoringEngine) -> list[Tensor]:

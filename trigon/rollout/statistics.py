@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -204,3 +204,20 @@ def find_oldest_version(completions: Iterable[Completion], version: int) -> int:
     """Return the version of the oldest sampled token. version: what to return if there is none."""
     versions = [run for completion in completions for run, count in completion.version_runs if count]
     return min(versions, default=version)
+
+
+def warn_if_rewards_are_equal(groups: Sequence[RolloutGroup], warn: Callable[[str], None]) -> None:
+    """Warn if the rewards of several completions, those of the first step, are all equal."""
+    scored = [(group.prompt, r) for group in groups for r in group.rollouts if r.score.outcome == "ok"]
+    rewards = {rollout.score.overall for _, rollout in scored}
+    if len(scored) < 2 or len(rewards) > 1:
+        return
+    prompt, rollout = scored[0]
+    ground_truth = f"{repr(prompt.ground_truth)[:100]} (a {type(prompt.ground_truth).__name__})"
+    warn(
+        f"ALL REWARDS ARE EQUAL: each of the {len(scored)} completions of the first step got {rewards.pop():g}, "
+        f"and nothing can be learned from equal rewards. Either the task is too hard or too easy for the model, "
+        "or the reward function does not see what it expects: compare the ground truth with the completions. "
+        f"{prompt.prompt_id} has the ground truth {ground_truth} and the completion "
+        f"{rollout.completion.text[-200:]!r}; rollouts/ in the run folder will hold all of them"
+    )
