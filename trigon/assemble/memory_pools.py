@@ -110,7 +110,8 @@ def streamed_pixel_bytes(config: Config, dimensions: Dimensions | None, num_work
     ahead = config.algorithm.max_staleness
     if config.worker.hybrid_engine or ahead <= 1:
         return 0
-    prompts = ceil((1 + ahead) * resolve_prompts_per_step(config) / num_workers)
+    outstanding = (1 + ahead) * (1 + config.worker.rollout.oversampling) * resolve_prompts_per_step(config)
+    prompts = ceil(outstanding / num_workers)
     return prompts * _pixel_bytes(config, dimensions)
 
 
