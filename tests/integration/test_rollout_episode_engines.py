@@ -16,7 +16,6 @@ from support.oracle import load_hugging_face, padded_episode
 from support.rollout import handle_of, make_transformers_engine, make_vllm_settings
 from support.videos import make_video
 from trigon.data.turns import TurnTemplate
-from trigon.errors import EngineError
 from trigon.metrics import values
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
@@ -360,18 +359,3 @@ def test_an_interrupted_call_does_not_affect_the_next_one(scene):
         scene.generate(on_progress=interrupt)
     assert scene.environments.running == {}
     assert bits(scene.generate()) == bits(expected)
-
-
-@pytest.mark.vllm
-def test_episodes_with_tensor_parallelism_raise(tiny_model, processors_of_text):
-    from trigon.rollout.vllm import VllmEngine
-
-    settings = make_vllm_settings(tiny_model("qwen2"), tensor_parallel_size=2)
-    episodes = make_settings(LocalEnvironments(answer), processors_of_text)
-    with pytest.raises(EngineError, match=r"Episodes need worker\.rollout\.tensor_parallel_size=1, not 2"):
-        VllmEngine(settings, processors_of_text, episodes)
-
-
-@pytest.fixture(scope="module")
-def processors_of_text(tiny_model):
-    return load_processors(str(tiny_model("qwen2")))
