@@ -162,12 +162,15 @@ def test_a_run_killed_in_the_middle_of_an_episode_equals_an_uninterrupted_one(ma
 
 
 @pytest.mark.extended
-def test_two_workers_have_the_numbers_of_one(made, parts, uninterrupted, tmp_path):
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_two_workers_have_the_numbers_of_one(made, parts, uninterrupted, tmp_path, tensor_parallel_size):
     folder = tmp_path / "run"
-    finish(start_episodes(made, parts, folder, "trainer.n_gpus_per_node=2"), folder)
+    options = ("trainer.n_gpus_per_node=2", f"worker.rollout.tensor_parallel_size={tensor_parallel_size}")
+    finish(start_episodes(made, parts, folder, *options), folder)
     assert [line["step"] for line in lines(folder)] == [line["step"] for line in lines(uninterrupted)]
+    counted = ("rollout/episodes_failed", "rollout/num_turns")
     for mine, others in zip(lines(folder), lines(uninterrupted), strict=True):
-        for key in ("reward/overall/mean", "actor/pg_loss", "actor/grad_norm", "response_length/mean"):
+        for key in ("reward/overall/mean", "actor/pg_loss", "actor/grad_norm", "response_length/mean", *counted):
             if key in others["metrics"]:
                 assert mine["metrics"][key] == pytest.approx(others["metrics"][key], rel=1e-3, abs=1e-5), key
     first = [read_rollouts(run / "rollouts" / "step_000001.jsonl") for run in (folder, uninterrupted)]

@@ -119,7 +119,6 @@ def test_the_reward_of_an_environment_needs_one(code):
 
 
 def test_turns_need_ends(code):
-    assert "tensor_parallel_size=2 cannot be used with" in problem("tools=crop", "tensor_parallel_size=2")
     assert "worker.rollout.ignore_eos is true, so that no turn ends" in problem("tools=crop", "ignore_eos=true")
 
 

@@ -26,6 +26,7 @@ from trigon.config.defaults import (
     resolve_run_folder,
     resolve_same_command,
 )
+from trigon.config.episode_checks import has_episodes
 from trigon.config.plan import Plan, context_length, workers_per_copy
 from trigon.config.schema import Config
 from trigon.environments.pool import EnvironmentPool
@@ -160,7 +161,7 @@ def open_rollout(
     episodes: EpisodeSettings | None = None,
     tracer: DecodeTracer | None = None,
 ) -> RolloutEngine:
-    """Start the rollout engine. episodes: None: completions of one turn.
+    """Start the rollout engine. episodes: None: completions of one turn, or another rank decides.
 
     tracer: of decode steps; None: no traces.
     trainer: the train engine on the same device; None: the device is the engine's alone. What it
@@ -190,7 +191,8 @@ def open_rollout(
                 enforce_eager=rollout.enforce_eager,
                 max_num_seqs=resolve_max_num_seqs(config, place.device_type),
                 enable_chunked_prefill=resolve_enable_chunked_prefill(config, place.device_type),
-                enable_prefix_caching=rollout.enable_prefix_caching,
+                # Of all ranks of a replica, also those that have no environments.
+                enable_prefix_caching=rollout.enable_prefix_caching or has_episodes(config),
                 limit_images=engine_limit_images(config),
                 seed=rollout.seed,
                 trust_remote_code=model.trust_remote_code,

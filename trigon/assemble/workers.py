@@ -168,7 +168,8 @@ def open_worker_engines(
     if pool.learns:
         trainer, reference = open_models(config, processors, plan, place, load_pixels=load_pixels)
         critic = open_critic(config, processors, plan, place, trainer, load_pixels=load_pixels)
-    if pool.samples and episodes is not None:
+    replica_rank = process_group.rank % config.worker.rollout.tensor_parallel_size
+    if pool.samples and episodes is not None and replica_rank == 0:  # the other ranks repeat what it samples
         environments = EnvironmentPool(episodes.code)  # ends with this process
         environments.ready()
         settings = open_episodes(config, processors, episodes, environments, images)
@@ -187,8 +188,8 @@ def open_worker_engines(
         reference=reference,
         rollout=rollout,
         images=images,
-        replica_rank=process_group.rank % config.worker.rollout.tensor_parallel_size,
-        has_episodes=episodes is not None,
+        replica_rank=replica_rank,
+        has_episodes=settings is not None,
         critic=critic,
     )
 

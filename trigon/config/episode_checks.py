@@ -53,16 +53,6 @@ def _check_ends(config: Config) -> list[str]:
     ]
 
 
-def _check_parallel(config: Config) -> list[str]:
-    size = config.worker.rollout.tensor_parallel_size
-    if size == 1 or not has_episodes(config):
-        return []
-    return [
-        f"worker.rollout.tensor_parallel_size={size} cannot be used with {ENVIRONMENT} or {TOOLS}: the ranks of a copy "
-        "of the model would each run environments, and observe different things; set it to 1"
-    ]
-
-
 def _check_reward(config: Config) -> list[str]:
     reward = config.worker.reward
     if config.worker.rollout.environment is not None:
@@ -94,7 +84,7 @@ def _check_code(option: str, text: str, form: str, *, built_in: tuple[str, ...] 
     return [f"{option}: there is no {place} (looked for {path.absolute()}){nearest_path(place)}"]
 
 
-EPISODE_CHECKS = (_check_environment, _check_tools, _check_ends, _check_parallel, _check_reward)
+EPISODE_CHECKS = (_check_environment, _check_tools, _check_ends, _check_reward)
 """Checks that environments and tools can be found, and be used with other options."""
 
 

@@ -755,8 +755,8 @@ class RolloutConfig(Section):
     Then its process is killed, and the completion is skipped. Trigon only."""
 
     environment_workers: int = Field(default=256, ge=1, le=4096)
-    """Maximum number of episodes at a time in each rollout worker, each in a process of its own;
-    others wait. Lowering it needs less memory. Trigon only."""
+    """Maximum number of episodes at a time in each replica that samples, each in a process of its
+    own; others wait. Lowering it needs less memory. Trigon only."""
 
     val_override_config: ValOverride = Field(default_factory=ValOverride)
 

@@ -21,6 +21,7 @@ from trigon.rollout.episodes import Episodes
 from trigon.rollout.protocol import OnGroup, Until, require_local_weights
 from trigon.rollout.vllm.arguments import ModelRunner, VllmSettings, batched_tokens, engine_arguments
 from trigon.rollout.vllm.inputs import check_prompt, check_sampling
+from trigon.rollout.vllm.leader import TensorParallelRanks, follow, leading
 from trigon.rollout.vllm.process import one_thread, start_llm_engine, stop_llm_engine
 from trigon.rollout.vllm.sleep import SleepingState, find_state, in_weights_pool
 from trigon.rollout.vllm.turns import VllmTurns
@@ -52,25 +53,23 @@ class VllmEngine:
         """Start vLLM; on a GPU, put it to sleep at once.
 
         episodes: None: completions of one turn. With episodes prefixes are always cached, so that a
-        turn computes its observation only. tracer: of decode steps; None: no traces.
-        Raises: EngineError if vLLM is not installed, built for another device or does not start, if
-        the model folder has no safetensors, and for episodes with tensor parallelism.
+        turn computes its observation only. With tensor parallelism, the first rank of a replica has
+        the episodes, and the others cache prefixes by their settings and have None.
+        tracer: of decode steps; None: no traces.
+        Raises: EngineError if vLLM is not installed, built for another device or does not start,
+        and if the model folder has no safetensors.
         """
         if episodes is not None:
-            if (settings.tensor_parallel_size or 1) > 1:
-                raise EngineError(
-                    f"Episodes need worker.rollout.tensor_parallel_size=1, not {settings.tensor_parallel_size}: the "
-                    "ranks of a copy of the model would each run environments, and get other observations."
-                )
             settings = replace(settings, enable_prefix_caching=True)
         self._settings = settings
+        self._tracer = DecodeTracer(Path(), rank=None, steps=()) if tracer is None else tracer
         self._episodes = Episodes(
             episodes,
             decode=partial(processors.tokenizer.decode, skip_special_tokens=False),
             to_text=partial(processors.tokenizer.decode, skip_special_tokens=settings.skip_special_tokens),
             stop_token_ids=processors.stop_token_ids,
             on_cpu=settings.device == "cpu",
-            tracer=tracer,
+            tracer=self._tracer,
         )
         self._processors = processors
         self._encoder_tokens = batched_tokens(settings)
@@ -97,6 +96,8 @@ class VllmEngine:
                 stack.enter_context(set_variables(loopback_variables()))
             self._start()
             self._resources = stack.pop_all()  # for as long as the process group, which outlives a restart
+        # vLLM's process groups outlive a restart.
+        self._ranks = TensorParallelRanks() if (settings.tensor_parallel_size or 1) > 1 else None
 
     def _start(self) -> None:
         """Start vLLM, and put it to sleep."""
@@ -214,7 +215,9 @@ class VllmEngine:
         """See RolloutEngine. A request that vLLM gives up or loses is submitted once more.
 
         With the same seed, so that the completion does not depend on the failure. If the call is
-        interrupted, all of its requests are aborted.
+        interrupted, all of its requests are aborted. With tensor parallelism all ranks of a replica
+        make this call, with the same prompts. The first one decides until its call ends, and has
+        the completions; the others leave until and the callbacks out, and return empty lists.
         Raises: EngineError also for a prompt that with sampling.max_tokens exceeds max_model_len,
         for too many images or too long a video, and for a temperature that vLLM does not support;
         RolloutError if vLLM itself fails, which makes the engine unusable until restart().
@@ -240,23 +243,30 @@ class VllmEngine:
             step=self._step,
             skip_special_tokens=self._settings.skip_special_tokens,
         )
+        run = partial(
+            self._episodes.run,
+            prompts=prompts,
+            sampling=sampling,
+            unprocessed=unprocessed,
+            step=step,
+            policy_version=self._version,
+            on_group=on_group,
+            until=until,
+        )
         with (
             one_thread(self._settings.device),
             torch.random.fork_rng(devices=[]),  # vLLM advances the global generator too, without using the numbers
             torch.compiler.set_stance(self._compile_stance),
         ):
             try:
-                return self._episodes.run(
-                    turns,
-                    prompts,
-                    sampling,
-                    unprocessed=unprocessed,
-                    step=step,
-                    policy_version=self._version,
-                    on_progress=on_progress,
-                    on_group=on_group,
-                    until=until,
-                )
+                if self._ranks is None:
+                    return run(turns, on_progress=on_progress)
+                if self._ranks.is_first:
+                    with leading(turns, self._ranks, prompts) as leader:
+                        return run(leader, on_progress=leader.keep_in_touch(on_progress))
+                with self._tracer.call(step) as trace:
+                    follow(turns, self._ranks, prompts, trace)
+                return [[] for _ in prompts]
             finally:
                 self._num_retried += turns.num_retried
                 if not self._unusable_because:
