@@ -136,25 +136,25 @@ class Until:
         """Return the part of each replica, which samples the prompts of these ascending indices.
 
         Each replica stops by itself, so that the result does not depend on which of them is faster.
-        The parts of num_groups add up to it: each has its required prompts, and the rest is divided
-        in proportion to the other prompts, so that each replica has as many.
+        The parts of num_groups add up to it. Each is in proportion to the prompts of the replica,
+        so that no replica is idle while another one has all the work, but not less than its
+        required prompts.
         """
+        num_prompts = sum(map(len, shares))
+        num_groups = min(self.num_groups, num_prompts)
         required = [sum(index < self.num_required for index in share) for share in shares]
-        others = [len(share) - count for share, count in zip(shares, required, strict=True)]
-        left, num_others = max(0, min(self.num_groups - sum(required), sum(others))), max(1, sum(others))
-        parts = [left * count // num_others for count in others]
-        # The largest remainders are rounded up; of equal ones, those of the first replicas.
-        by_remainder = sorted(range(len(shares)), key=lambda number: -(left * others[number] % num_others))
-        for number in by_remainder[: left - sum(parts)]:
-            parts[number] += 1
+        parts = list(required)
+        for _ in range(num_groups - sum(required)):
+            missing = [num_groups * len(share) - part * num_prompts for share, part in zip(shares, parts, strict=True)]
+            parts[missing.index(max(missing))] += 1
         return [
             Until(
-                count + part,
-                count,
+                part,
+                num_required,
                 tuple(self.begun[index] for index in share if index < len(self.begun)),
                 self.interruption,
             )
-            for share, count, part in zip(shares, required, parts, strict=True)
+            for share, part, num_required in zip(shares, parts, required, strict=True)
         ]
 
 
