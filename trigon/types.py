@@ -340,7 +340,10 @@ class TrainGroup:
 
 
 def parts_of(group: RolloutGroup | TrainGroup) -> tuple[Prompt | Completion | TrainSequence, ...]:
-    """Return the prompt of a group and its completions, each of which may have media."""
+    """Return the prompt of a group and its completions, each of which may have media.
+
+    Without the baseline, from which nothing is learned.
+    """
     if isinstance(group, RolloutGroup):
         return group.prompt, *(rollout.completion for rollout in group.rollouts)
     return group.prompt, *group.sequences

@@ -334,6 +334,9 @@ def test_calls_that_are_interrupted_return_what_is_begun_and_what_a_lost_replica
     assert [row[0].token_ids for row in rows] == [(0, weights), (1, weights), (weights,), (weights,)]
     assert [row[0].replica for row in rows] == [0, 1, 0, 1]
     assert [row[0].is_unfinished for row in rows] == [False, False, True, True]
+    again = pools.stream(step=20, begun=[rows[3], rows[3], (), ()], seconds=0.5)
+    assert [row[0].replica for row in again] == [1, 1, 0, 0]  # what is begun stays where it is
+    assert again[1][0].token_ids == (weights, weights)
 
     pools.learn()
     with pools.awake():

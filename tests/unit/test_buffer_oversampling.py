@@ -334,9 +334,10 @@ def test_completions_that_an_earlier_step_ended_are_not_of_this_one():
 
 
 def test_each_rank_gets_the_carried_tokens_of_its_replica_alone():
-    """Two replicas of two ranks."""
+    """Two replicas of two ranks; what is begun returns to its replica."""
     begun = tuple(
-        (Completion((number,) * 2, (0.0,) * 2, "unfinished", "", 0, replica=number % 2),) for number in range(3)
+        (Completion((number,) * 2, (0.0,) * 2, "unfinished", "", 0, replica=replica),)
+        for number, replica in enumerate((0, 1, 0))
     )
     prompts, put, calls = [prompt(number) for number in range(3)], [], []
 
@@ -366,12 +367,12 @@ def test_each_rank_gets_the_carried_tokens_of_its_replica_alone():
     _, arguments, per_rank = calls[0]
     assert len(put) == 2
     assert arguments[-1] is True
+    sent_begun = [(replace(completion, replica=0),) for [completion] in begun]  # it is sent without
     received = [
         (until, [each.prompt_id for each in decode_prompts(sent)]) for until, sent in map(decode_until, per_rank)
     ]
-    begun = tuple(tuple(replace(each, replica=0) for each in row) for row in begun)  # not sent
-    first = (Until(1, 1, (begun[0], begun[2])), ["train:0", "train:2"])
-    assert received == [first, first, *[(Until(1, 0, (begun[1],)), ["train:1"])] * 2]
+    first = (Until(1, 1, (sent_begun[0], sent_begun[2])), ["train:0", "train:2"])
+    assert received == [first, first, *[(Until(1, 0, (sent_begun[1],)), ["train:1"])] * 2]
 
 
 # -- runs --

@@ -257,10 +257,24 @@ def test_the_parts_of_replicas_add_up_and_each_can_be_reached(seed):
         assert part.num_required <= part.num_groups <= len(share)
         assert part.num_required == sum(index < num_required for index in share)
         assert part.begun == tuple(begun[index] for index in share if index < len(begun))
-        # As many of what is not required as its share has.
-        others = num_prompts - num_required
-        expected = (until.num_groups - num_required) * (len(share) - part.num_required) / max(1, others)
-        assert abs(part.num_groups - part.num_required - expected) < 1
+        in_proportion = until.num_groups * len(share) / num_prompts
+        assert part.num_groups == part.num_required or part.num_groups < in_proportion + 1
+        if num_required == 0:
+            assert abs(part.num_groups - in_proportion) < 1
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+def test_parts_of_prompts_that_are_dealt_in_turn_are_those_of_the_first_groups(num_replicas):
+    for num_prompts in range(1, 14):
+        shares = [list(range(replica, num_prompts, num_replicas)) for replica in range(num_replicas)]
+        for num_groups in range(num_prompts + 1):
+            expected = [sum(index < num_groups for index in share) for share in shares]
+            for num_required in range(num_groups + 1):
+                parts = [part.num_groups for part in Until(num_groups, num_required).of_shares(shares)]
+                assert sum(parts) == num_groups
+                assert max(parts) - min(parts) <= 1
+                if num_required == 0 and num_prompts % num_replicas == 0:
+                    assert parts == expected
 
 
 def test_parts_of_more_groups_than_there_are_cannot_all_be_reached():

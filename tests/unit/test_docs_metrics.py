@@ -63,8 +63,8 @@ EPISODES_ONLY = {
     "perf/environment_step_seconds",
     "perf/environment_wait_fraction",
     "rollout/dropped_tokens",
-    "rollout/episodes_ended_by_length",
     "rollout/episodes_begun_again",
+    "rollout/episodes_ended_by_length",
     "rollout/episodes_failed",
     "rollout/num_turns",
 }

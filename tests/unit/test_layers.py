@@ -45,6 +45,7 @@ ONLY_IN = {
     "ray": ("distributed/",),
     "torch.distributed": (
         "distributed/",
+        "rollout/vllm/leader.py",
         "rollout/vllm/shared_memory.py",
         "rollout/vllm/weight_check.py",
         "models/sequence_parallel.py",

@@ -13,7 +13,7 @@ from trigon.rollout.collect import collect, collect_as_they_end, collect_until
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.protocol import Until
 from trigon.rollout.seeds import sample_seed
-from trigon.types import Prompt, SamplingParams
+from trigon.types import Prompt, SamplingParams, Score
 
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=20, ignore_eos=False, seed=7)
 
@@ -294,3 +294,46 @@ def test_progress_counts_baselines_and_a_group_without_its_baseline_is_not_compl
     assert prompt is prompts[1]
     assert [each.finish_reason for each in row] == ["stop", "stop", "unfinished"]
     assert phases.announced[0] == ("gen", 12, 11)
+
+
+class BrokenEnvironments(FakeEngine):
+    """A fake engine some of whose completions have an environment that failed."""
+
+    broken = (("train:2", 1), ("train:3", 2))
+
+    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
+        def break_row(index, row):
+            broken = [(prompts[index].prompt_id, sample) in self.broken for sample in range(len(row))]
+            return [
+                replace(each, error="it broke") if is_broken and not each.is_unfinished else each
+                for each, is_broken in zip(row, broken, strict=True)
+            ]
+
+        def forward_group(index, row):
+            on_group(index, break_row(index, row))
+
+        rows = super().generate(
+            prompts, sampling, step=step, until=until, on_progress=on_progress, on_group=forward_group
+        )
+        return [break_row(index, row) for index, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("contract", ["sequential", "batch", "group"])
+@pytest.mark.parametrize("collects", [collect_all, collect_in_parts, collect_ended])
+def test_completions_whose_environment_failed_are_not_scored(tokenizer, tmp_path, contract, collects):
+    (tmp_path / "reward.py").write_text(BASELINE_REWARD.format(contract=contract))
+    engine = BrokenEnvironments(
+        tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete_with_seed, tokens_per_step=1
+    )
+    pool = RewardPool(
+        f"{tmp_path / 'reward.py'}:reward", kwargs={}, num_workers=1, timeout_seconds=20, max_failed_fraction=0.0
+    )
+    with closing(pool) as rewards, engine.awake(NO_WEIGHTS, version=0):
+        groups = collects(make_prompts(), engine, rewards, WITH_BASELINE)
+    for group in groups:
+        for sample, rollout in enumerate([*group.rollouts, group.baseline]):
+            if (group.prompt.prompt_id, sample) in BrokenEnvironments.broken:
+                assert rollout.score == Score(0.0, {}, "failed", "it broke")
+            else:
+                assert rollout.score.outcome == "ok"
+                assert rollout.score.overall == len(rollout.completion.text)

@@ -173,7 +173,7 @@ def encode_rollouts(groups: Sequence[RolloutGroup], held: Container[str] = ()) -
     """Encode groups for computing log-probabilities.
 
     Prompts and held as in encode_prompts; of each rollout, only the completion's token_ids, which
-    of them were sampled, and its images.
+    of them were sampled, and its images. Without baselines, of which nothing is learned.
     """
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     writer = _Writer()

@@ -149,27 +149,25 @@ class Until:
         """Return the part of each replica, which samples the prompts of these ascending indices.
 
         Each replica stops by itself, so that the result does not depend on which of them is faster.
-        The parts of num_groups add up to it: in proportion to the shares, and at least as many as
-        the required prompts of a share.
+        The parts of num_groups add up to it. Each is in proportion to the prompts of the replica,
+        so that no replica is idle while another one has all the work, but not less than its
+        required prompts.
         """
-        total = max(1, sum(map(len, shares)))
+        num_prompts = sum(map(len, shares))
+        num_groups = min(self.num_groups, num_prompts)
         required = [sum(index < self.num_required for index in share) for share in shares]
-        counts = [self.num_groups * len(share) // total for share in shares]
-        # The largest remainders are rounded up; of equal ones, those of the first replicas.
-        by_remainder = sorted(range(len(shares)), key=lambda number: -(self.num_groups * len(shares[number]) % total))
-        for number in by_remainder[: self.num_groups - sum(counts)]:
-            counts[number] += 1
-        counts = [max(count, least) for count, least in zip(counts, required, strict=True)]
-        while sum(counts) > self.num_groups and any(
-            count > least for count, least in zip(counts, required, strict=True)
-        ):
-            spare = [count - least for count, least in zip(counts, required, strict=True)]
-            counts[spare.index(max(spare))] -= 1
+        parts = list(required)
+        for _ in range(num_groups - sum(required)):
+            missing = [num_groups * len(share) - part * num_prompts for share, part in zip(shares, parts, strict=True)]
+            parts[missing.index(max(missing))] += 1
         return [
             Until(
-                count, least, tuple(self.begun[index] for index in share if index < len(self.begun)), self.interruption
+                part,
+                num_required,
+                tuple(self.begun[index] for index in share if index < len(self.begun)),
+                self.interruption,
             )
-            for count, least, share in zip(counts, required, shares, strict=True)
+            for share, part, num_required in zip(shares, parts, required, strict=True)
         ]
 
 
