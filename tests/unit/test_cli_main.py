@@ -225,6 +225,16 @@ def test_the_configuration_is_checked_before_heavy_libraries_are_imported():
     assert modules_after(code) <= {"pydantic", "yaml"}
 
 
+@pytest.mark.parametrize("unbuffered", [["-u"], []], ids=["unbuffered", "buffered"])
+@pytest.mark.parametrize("arguments", [["--help"], ["options", "lr"]])
+def test_an_output_that_nothing_reads_ends_a_command_quietly(unbuffered, arguments):
+    command = [sys.executable, *unbuffered, "-m", "trigon", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode in ({141} if unbuffered else {0, 141})
+
+
 def test_an_empty_environment_variable_is_no_path(monkeypatch):
     monkeypatch.setenv("TENSORBOARD_DIR", "/logs")
     assert read_path("TENSORBOARD_DIR") == Path("/logs")

@@ -9,6 +9,7 @@ import errno
 import importlib
 import io
 import os
+import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,9 @@ COMMANDS = {
     "completion": ("trigon.tools.cli.completion", "print a script that completes commands and options in a shell"),
 }
 
+EXIT_NOT_READ = 141
+"""As of a process that SIGPIPE ends: 128 + 13."""
+
 
 def usage() -> str:
     """Return the help text."""
@@ -58,12 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0: done, 1: failed with a TrigonError or the fault of a disk, 130: interrupted by Ctrl-C. 2:
     wrong usage, that is the arguments, or the configuration (ConfigError); arguments that a parser
-    rejects end the process. `trigon train` adds those of other signals (cli/train.py, EXIT_SIGNAL).
+    rejects end the process. 141: nothing reads standard output any more, as after `| head`. `trigon train` adds those of other signals (cli/train.py, EXIT_SIGNAL).
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for locales that are not UTF-8
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except BrokenPipeError:
+        if _is_read():
+            raise  # of another pipe
+        return EXIT_NOT_READ
     finally:
         _flush_output()
 
@@ -99,6 +107,13 @@ def _run(arguments: list[str]) -> int:
         return 130
 
 
+def _is_read() -> bool:
+    """Return whether standard output is no pipe whose other end is closed."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLERR)
+    return not poll.poll(0)
+
+
 def _flush_output() -> None:
     """Flush standard output, or give it up.
 
@@ -107,7 +122,8 @@ def _flush_output() -> None:
     try:
         sys.stdout.flush()
     except OSError as error:
-        print(f"standard output could not be written: {error}", file=sys.stderr)
+        if not isinstance(error, BrokenPipeError):
+            print(f"standard output could not be written: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
