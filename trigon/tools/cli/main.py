@@ -60,9 +60,10 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0: done, 1: failed with a TrigonError or the fault of a disk, 130: interrupted by Ctrl-C. 2:
-    wrong usage, that is the arguments, or the configuration (ConfigError); arguments that a parser
-    rejects end the process. 141: nothing reads standard output any more, as after `| head`. `trigon train` adds those of other signals (cli/train.py, EXIT_SIGNAL).
+    0: done, 1: failed with a TrigonError or the fault of a disk, 130: interrupted by Ctrl-C, 141:
+    nothing reads standard output any more, as after `| head`. 2: wrong usage, that is the
+    arguments, or the configuration (ConfigError); arguments that a parser rejects end the process.
+    `trigon train` adds those of other signals (cli/train.py, EXIT_SIGNAL).
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for locales that are not UTF-8
