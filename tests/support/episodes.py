@@ -136,10 +136,11 @@ class PlainTemplate:
         return self._tokens(observation, "\n")
 
     def _tokens(self, observation: Observed | None, before: str) -> Tokens:
-        text = "" if observation is None else observation.text
+        [message] = [Shown("user", "", ())] if observation is None else observation.messages
+        text = message.text.removeprefix("<image>" * len(message.images))
         if "impossible" in text:
             raise DataError("an observation\nthat cannot be shown")
-        images = () if observation is None else observation.images
+        images = message.images
         tokenizer = self.processors.tokenizer
         ids = tokenizer.encode(f"{before}<|im_start|>user\n", add_special_tokens=False)
         sizes = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
@@ -18,6 +18,8 @@ from trigon.distributed.serialization import decode_completions, encode_completi
 from trigon.distributed.worker import Worker
 from trigon.distributed.worker_engines import WorkerEngines
 from trigon.distributed.worker_group import WorkerGroup
+from trigon.environments.pool import EnvironmentPool
+from trigon.environments.settings import EnvironmentSettings, find_environment
 from trigon.errors import DataError, RolloutError
 from trigon.metrics import values
 from trigon.rollout.fake import FakeEngine
@@ -495,6 +497,46 @@ def test_probes_of_one_turn_leave_episodes_alone(processors, complete):
     expected = generate(engine(processors, LocalEnvironments(answer), complete))
     assert generate(fake, until=Until(3, begun=begun_of(rows))) == expected
     assert environments.num_started == 6
+
+
+ENVIRONMENT = """
+import time
+
+class Counter:
+    def reset(self, row):
+        self.row, self.number = row, 0
+        return "So far 0."
+
+    def step(self, action):
+        self.number += 1
+        time.sleep(0.5 if self.row["number"] == 1 else 0)
+        return f"So far {self.number}.", 0.5, self.number == 1 + self.row["number"]
+"""
+
+
+def test_a_validation_runs_while_as_many_episodes_are_kept_as_may_have_a_process(
+    processors, complete, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("trigon.rollout.episodes.POLL_SECONDS", 0.05)
+    (tmp_path / "counter.py").write_text(ENVIRONMENT)
+    source = find_environment(f"{tmp_path / 'counter.py'}:Counter")
+    settings = EnvironmentSettings(environment=source, max_episodes=2)
+    expected = generate(engine(processors, LocalEnvironments(answer), complete))
+    with closing(EnvironmentPool(settings)) as pool:
+        fake = engine(processors, pool, complete, max_episodes=2, turn_by_turn=False)
+        chosen = PROMPTS[1:]
+        rows = interrupted(
+            fake,
+            "stop",
+            after=0,
+            when=lambda: [each.owed for each in pool._episodes.values()] == ["step"] * 2,
+            prompts=chosen,
+        )
+        assert [len(each.token_ids) > 0 for row in rows for each in row] == [True, True, False, False]
+        assert generate(fake, [prompt(2), prompt(0)]) == [expected[2], expected[0]]
+        assert generate(fake, chosen, until=Until(2, begun=begun_of(rows))) == expected[1:]
+        assert values(fake.pop_metrics())[BEGUN_AGAIN] == 0
+        assert pool._episodes == {}
 
 
 # -- several replicas --

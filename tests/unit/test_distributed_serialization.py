@@ -305,3 +305,17 @@ def test_unfinished_completions_keep_the_version_of_each_token():
     until = Until(5, num_required=2, begun=tuple(map(tuple, rows)))
     assert decode_until(encode_until(until, b"prompts")) == (until, b"prompts")
     assert decode_until(encode_until(Until(1), b"")) == (Until(1), b"")
+
+
+def test_images_are_sent_with_begun_completions_that_have_ended_only():
+    file = b"an image"
+    media = EncodedMedia((file,), (hashlib.sha256(file).hexdigest(),))
+    turns = (Turn(2, 4, "", "<image>", num_images=1, image_sizes=((28, 28),)),)
+    unfinished = Completion((1, 2, 3, 4), (-1.0,) * 2, "unfinished", "", 9, turns=turns, vision=media)
+    ended = replace(unfinished, finish_reason="stop")
+    message = encode_until(Until(1, begun=((ended, unfinished),)), b"")
+    assert message.count(file) == 1
+    [[first, second]] = decode_until(message)[0].begun
+    assert (first, second) == (ended, replace(unfinished, vision=None))
+    assert first.vision.encoded == (file,)
+    assert encode_completions([[unfinished]]).count(file) == 1  # with the results of an engine

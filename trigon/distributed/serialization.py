@@ -153,15 +153,20 @@ def decode_completions(message: bytes) -> list[list[Completion]]:
 
 
 def encode_until(until: Until, prompts: bytes) -> bytes:
-    """Encode when a call of generate stops, what it goes on with, and its encoded prompts."""
+    """Encode when a call of generate stops, what it continues, and its encoded prompts.
+
+    Without the images that unfinished completions have observed: an engine that continues an
+    episode has kept it, and another one begins it again.
+    """
+    begun = [[replace(each, vision=None) if each.is_unfinished else each for each in row] for row in until.begun]
     writer = _Writer()
     writer.ints([[until.num_groups, until.num_required]])
-    writer.blobs([encode_completions(until.begun), prompts])
+    writer.blobs([encode_completions(begun), prompts])
     return writer.message()
 
 
 def decode_until(message: bytes) -> tuple[Until, bytes]:
-    """Decode what encode_until has encoded, except the prompts."""
+    """Decode what encode_until has encoded; the prompts stay encoded."""
     reader = _Reader(message)
     [[num_groups, num_required]] = reader.ints()
     begun, prompts = reader.blobs()
