@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -12,25 +14,26 @@ import torch
 
 from trigon.errors import RolloutError
 from trigon.rollout.turns import BegunTurn, SampledTurn, TurnRequest
-from trigon.rollout.vllm import leader
 from trigon.rollout.vllm.leader import follow, leading
 from trigon.system.trace import DecodeTracer
 from trigon.types import Prompt, Vision
 
 
 class Ranks:
-    """Sends messages to another thread."""
+    """Sends messages to another thread. other: whose messages are received; None: no others."""
 
-    def __init__(self):
-        self.messages = SimpleQueue()
+    def __init__(self, other=None):
+        self.calls = count()
+        self.messages = SimpleQueue() if other is None else other.messages
         self.sizes = []
 
     def send(self, message, *, seconds=None):
-        self.sizes.append(len(message))
-        self.messages.put(message)
+        encoded = pickle.dumps(message)
+        self.sizes.append(len(encoded))
+        self.messages.put(encoded)
 
     def receive(self):
-        return self.messages.get(timeout=10)
+        return pickle.loads(self.messages.get(timeout=10))
 
 
 class Turns:
@@ -79,9 +82,10 @@ def prompts_of_a_rank():
 def lead(run, follower=None):
     """Run a function with the TurnEngine of the first rank; return the calls of both ranks."""
     ranks, first, second = Ranks(), Turns(), Turns() if follower is None else follower
+    others_ranks = Ranks(ranks)
     prompts, others = prompts_of_a_rank(), prompts_of_a_rank()
     with ThreadPoolExecutor(1) as threads, DecodeTracer(Path(), rank=1, steps=()).call(0) as trace:
-        following = threads.submit(follow, second, ranks, others, trace)
+        following = threads.submit(follow, second, others_ranks, others, trace)
         try:
             with leading(first, ranks, prompts) as turns:
                 run(turns, prompts)
@@ -152,19 +156,34 @@ def test_an_error_of_the_first_rank_ends_the_call_of_the_others_with_what_was_su
     assert [call.name for call in follower.calls] == ["0.0.0"]
 
 
-def test_the_others_hear_of_the_first_rank_while_it_waits(monkeypatch):
-    reported = []
+def test_what_was_sent_after_a_rank_had_failed_is_not_of_the_next_call():
+    class Failing(Turns):
+        def step(self):
+            raise RolloutError("vLLM failed")
 
-    def run(turns, prompts):
-        report = turns.keep_in_touch(reported.append)
-        report(None)
-        monkeypatch.setattr(leader, "MAX_SILENT_SECONDS", 0.0)
-        report(0)
-        turns.keep_in_touch(None)(1)
+    first = Ranks()
+    second = Ranks(first)
 
-    *_, sizes = lead(run)
-    assert reported == [None, 0]
-    assert len(sizes) == 2 + 1  # two while it waits, one at the end
+    def lead_and_follow(kind):
+        prompts, followed = prompts_of_a_rank(), kind()
+        errors = []
+        try:
+            with leading(kind(), first, prompts) as turns:
+                turns.submit(request(prompts[0], "0.0.0"))
+                turns.step()
+        except RolloutError as error:
+            errors.append(error)
+        try:
+            with DecodeTracer(Path(), rank=1, steps=()).call(0) as trace:
+                follow(followed, second, prompts, trace)
+        except RolloutError as error:
+            errors.append(error)
+        return len(errors), len(followed.calls)
+
+    assert lead_and_follow(Failing) == (2, 1)
+    assert first.messages.qsize() == 1  # the end of the call
+    assert lead_and_follow(Turns) == (0, 2)
+    assert first.messages.empty()
 
 
 def test_another_number_of_turns_raises_on_the_rank_that_differs():

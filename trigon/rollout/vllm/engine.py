@@ -263,7 +263,7 @@ class VllmEngine:
                     return run(turns, on_progress=on_progress)
                 if self._ranks.is_first:
                     with leading(turns, self._ranks, prompts) as leader:
-                        return run(leader, on_progress=leader.keep_in_touch(on_progress))
+                        return run(leader, on_progress=on_progress)
                 with self._tracer.call(step) as trace:
                     follow(turns, self._ranks, prompts, trace)
                 return [[] for _ in prompts]
