@@ -137,6 +137,7 @@ def test_two_workers_process_each_image_about_once_a_step(two_workers):
     assert max(images_processed(two_workers)) <= 6
 
 
+@pytest.mark.long
 @pytest.mark.extended
 def test_workers_that_compute_rows_together_have_the_numbers_of_those_that_do_not(made, two_workers, tmp_path):
     folder = tmp_path / "run"

@@ -153,6 +153,7 @@ def without_bytes(folder: Path) -> list[dict]:
     ]
 
 
+@pytest.mark.long
 def test_two_workers_have_the_numbers_of_the_command_line(made: Path, data: Path, tmp_path: Path) -> None:
     run_script(made, data, tmp_path / "python", "2")
     run_command(made, data, tmp_path / "command", "trainer.n_gpus_per_node=2")
