@@ -312,6 +312,7 @@ def test_versions_of_tokens_that_are_dropped_after_a_call_are_dropped(processors
     assert len(completion.sampling_logprobs) == completion.num_sampled
 
 
+@pytest.mark.faults
 def test_what_the_next_call_does_not_continue_is_stopped(processors, complete):
     environments = LocalEnvironments(answer)
     fake = engine(processors, environments, complete)
@@ -328,6 +329,7 @@ def test_what_the_next_call_does_not_continue_is_stopped(processors, complete):
     assert values(fake.pop_metrics())[BEGUN_AGAIN] == 0
 
 
+@pytest.mark.faults
 def test_closing_the_engine_stops_what_is_kept(processors, complete):
     environments = LocalEnvironments(answer)
     fake = engine(processors, environments, complete)
@@ -336,6 +338,7 @@ def test_closing_the_engine_stops_what_is_kept(processors, complete):
     assert environments.running == {}
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("callback", ["on_progress", "on_group"])
 def test_an_error_in_a_call_stops_also_what_it_continues(processors, complete, callback):
     environments = LocalEnvironments(answer)
@@ -367,6 +370,7 @@ def test_the_others_of_a_prompt_that_fails_are_stopped(processors, complete):
     assert sorted(row["number"] for row, _ in environments.running.values()) == [0, 0, 2, 2]
 
 
+@pytest.mark.faults
 def test_another_engine_begins_episodes_again_and_counts_those_that_had_tokens(processors, complete):
     """As after a checkpoint, whose completions are JSON values."""
     first = engine(processors, LocalEnvironments(answer), complete, max_episodes=3)
@@ -382,6 +386,7 @@ def test_another_engine_begins_episodes_again_and_counts_those_that_had_tokens(p
     assert environments.num_started == 6
 
 
+@pytest.mark.faults
 def test_an_engine_that_is_started_again_begins_episodes_again(processors, complete):
     class Failing(FakeEngine):
         calls = 0
@@ -562,6 +567,7 @@ class LocalWorkers(WorkerGroup):
         return [method(worker, *first, *arguments) for worker, first in zip(self.workers, firsts, strict=True)]
 
 
+@pytest.mark.faults
 def test_begun_episodes_return_to_the_replica_that_has_them(processors, complete, monkeypatch):
     monkeypatch.setattr("trigon.distributed.worker.ignore_stop_signals", lambda: None)  # of this process
     prompts = [prompt(number) for number in (3, 1, 0, 2, 2, 1)]
