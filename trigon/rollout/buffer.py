@@ -560,11 +560,10 @@ class RolloutBuffer:
             Work(prompt, completions if any(each.token_ids for each in completions) else ())
             for prompt, completions in unfinished
         ]
-        # Not of a group that failed, whose new tokens are not known either.
-        returned = {prompt.prompt_id for prompt, _ in unfinished} | {group.prompt.prompt_id for group in groups}
-        before = (each for one in work if one.prompt.prompt_id in returned for each in one.completions)
-        after = [each for _, row in unfinished for each in row] + [each for group in groups for each in _all(group)]
-        num_new = count_sampled(after) - count_sampled(before)
+        # Not of a group that failed, whose new tokens are not known.
+        begun = {each.prompt.prompt_id: each for each in work}
+        num_new = sum(_count_new(row, begun[prompt.prompt_id]) for prompt, row in unfinished)
+        num_new += sum(_count_new(_all(group), begun[group.prompt.prompt_id]) for group in groups)
         num_failed = len(work) - len(groups) - len(unfinished)
         found.num_tokens += num_new
         found.count(_FAILED, num_failed)
@@ -672,7 +671,7 @@ class RolloutBuffer:
             group = flight.ended.popleft()
             begun = flight.begun.pop(group.prompt.prompt_id)
             self._ready += self._kept([group], found)
-            found.num_tokens += count_sampled(_all(group)) - count_sampled(begun.completions)
+            found.num_tokens += _count_new(_all(group), begun)
             flight.num_ended += 1
 
     def _end_flight(self) -> None:
@@ -692,7 +691,7 @@ class RolloutBuffer:
             return
         for prompt, completions in unfinished:
             begun = flight.begun.pop(prompt.prompt_id)
-            found.num_tokens += count_sampled(completions) - count_sampled(begun.completions)
+            found.num_tokens += _count_new(completions, begun)
             kept = completions if any(each.token_ids for each in completions) else ()
             self._unfinished.append(Work(prompt, kept))
         found.count(_FAILED, len(flight.begun))
@@ -843,6 +842,14 @@ def _all(group: RolloutGroup) -> list[Completion]:
     """Return the completions of a group, the greedy one included."""
     rollouts = group.rollouts if group.baseline is None else (*group.rollouts, group.baseline)
     return [rollout.completion for rollout in rollouts]
+
+
+def _count_new(completions: Sequence[Completion], begun: Work) -> int:
+    """Return how many tokens of these completions were sampled since they were begun.
+
+    Not fewer than none: an episode that began again may have fewer tokens than before.
+    """
+    return max(0, count_sampled(completions) - count_sampled(begun.completions))
 
 
 def _oldest_of(group: RolloutGroup, version: int) -> int:
