@@ -30,6 +30,7 @@ OPTIONS = EpisodeOptions(
     tools=(),
     tool_format="auto",
     observation_role="user",
+    tool_role="tool",
     max_turns=8,
     max_turn_tokens=None,
     timeout_seconds=60.0,

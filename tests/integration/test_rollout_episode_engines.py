@@ -19,7 +19,6 @@ from support.videos import make_video
 from trigon.data.turns import TurnTemplate
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.settings import EnvironmentSettings, find_environment
-from trigon.errors import EngineError
 from trigon.metrics import values
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
@@ -466,18 +465,3 @@ def test_the_log_probabilities_of_an_interrupted_episode_are_those_of_its_whole_
     assert not any(each.is_unfinished for row in rows for each in row)
     assert max_difference(scene, rows) <= 1e-4
     assert scene.environments.running == {}
-
-
-@pytest.mark.vllm
-def test_episodes_with_tensor_parallelism_raise(tiny_model, processors_of_text):
-    from trigon.rollout.vllm import VllmEngine
-
-    settings = make_vllm_settings(tiny_model("qwen2"), tensor_parallel_size=2)
-    episodes = make_settings(LocalEnvironments(answer), processors_of_text)
-    with pytest.raises(EngineError, match=r"Episodes need worker\.rollout\.tensor_parallel_size=1, not 2"):
-        VllmEngine(settings, processors_of_text, episodes)
-
-
-@pytest.fixture(scope="module")
-def processors_of_text(tiny_model):
-    return load_processors(str(tiny_model("qwen2")))

@@ -140,7 +140,7 @@ def rows(*numbers):
     return [{"problem": f"{number} + 1?", "answer": str(number + 1)} for number in numbers]
 
 
-def save_checkpoint(folder, *, part, prompts):
+def save_checkpoint(folder, *, part, **progress):
     """Write the checkpoint of an earlier run, whose tensors are never read."""
 
     def write(actor):
@@ -151,7 +151,7 @@ def save_checkpoint(folder, *, part, prompts):
         if part == "adapter":
             (actor / "adapter_config.json").write_text('{"r": 8}')
 
-    CheckpointStore(folder, keep=-1).save(1, write=write, progress={"prompts": prompts}, score=None)
+    CheckpointStore(folder, keep=-1).save(1, write=write, progress=progress, score=None)
 
 
 PROMPTS = {
@@ -177,9 +177,15 @@ PROMPTS = {
     ],
 )
 def test_a_checkpoint_of_another_run_is_rejected_before_the_model_loads(run, tmp_path, part, lora_rank, expected):
-    save_checkpoint(tmp_path / "run", part=part, prompts=PROMPTS)
+    save_checkpoint(tmp_path / "run", part=part, prompts=PROMPTS, buffer={})
     with pytest.raises(CheckpointError, match=expected):
         run(rows(1, 2, 3), lora_rank=lora_rank)
+
+
+def test_a_checkpoint_of_an_earlier_format_is_rejected_with_what_to_do(run, tmp_path):
+    save_checkpoint(tmp_path / "run", part="weights", prompts=PROMPTS, surplus=[])
+    with pytest.raises(CheckpointError, match=r"global_step_1 was saved by an earlier version.*trigon export"):
+        run(rows(1, 2, 3))
 
 
 def test_skipped_rows_are_listed_in_the_run_folder(run, tmp_path):
