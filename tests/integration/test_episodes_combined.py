@@ -172,7 +172,7 @@ def all_rows(folder: Path) -> list[tuple[Path, RolloutRow]]:
 def surplus_of(folder: Path, step: int) -> list[dict[str, Any]]:
     """Return the completions that a checkpoint keeps for the next step."""
     progress = json.loads((folder / f"global_step_{step}" / "progress.json").read_text())
-    return [completion for group in progress["progress"]["surplus"] for completion in group["rollouts"]]
+    return [completion for group in progress["progress"]["buffer"]["ready"] for completion in group["rollouts"]]
 
 
 def images_processed(folder: Path) -> float:
