@@ -204,6 +204,28 @@ def _no_chat_template(run: PlantedRun) -> None:
     run.options["worker.actor.model.model_path"] = model
 
 
+def _weights_of_pytorch(run: PlantedRun) -> None:
+    model = run.folder / "pickled"
+    shutil.copytree(run.model, model, ignore=shutil.ignore_patterns("*.safetensors*"))
+    (model / "pytorch_model.bin").write_bytes(b"a pickle")
+    run.options["worker.actor.model.model_path"] = model
+
+
+def _sizes(**sizes: int) -> Callable[[PlantedRun], None]:
+    """Return a fault of a model's config.json, wherever it has these sizes."""
+
+    def plant(run: PlantedRun) -> None:
+        model = run.folder / "sizes"
+        shutil.copytree(run.model, model)
+        config = json.loads((model / "config.json").read_text())
+        for section in (config, config.get("text_config", {})):
+            section.update({name: size for name, size in sizes.items() if name in section})
+        (model / "config.json").write_text(json.dumps(config))
+        run.options["worker.actor.model.model_path"] = model
+
+    return plant
+
+
 def _added_token(run: PlantedRun) -> None:
     model = run.folder / "added"
     shutil.copytree(run.model, model)
@@ -290,6 +312,13 @@ FAULTS: dict[str, tuple[str, Callable[[PlantedRun], None]]] = {
     "an option that the model lacks": (
         "model.unusable",
         _option(worker__actor__model__override_config__hiden_size=3),
+    ),
+    "weights that are a pickle": ("model.unusable", _weights_of_pytorch),
+    "a negative size": ("model.unusable", _sizes(hidden_size=-64)),
+    "a size that no model has": ("model.unusable", _sizes(num_hidden_layers=10**12)),
+    "a template that calls itself without end": (
+        "template.chat",
+        _template("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"),
     ),
     "a template without the assistant": ("template.generation_prompt", _template(_NO_GENERATION_PROMPT)),
     "no chat template": ("template.chat", _no_chat_template),
