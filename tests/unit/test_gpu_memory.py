@@ -1,5 +1,6 @@
 """The memory of GPUs in a step's metrics: of the processes that use one."""
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from trigon.distributed.worker_engines import WorkerEngines
 from trigon.errors import ConfigError
 from trigon.metrics import Max, Min, Sum, merge
 from trigon.system.gpu_memory import gpu_memory_metrics
+from trigon.training.parallel import SingleProcess
 
 GIB = 2**30
 
@@ -80,3 +82,16 @@ def test_a_run_in_one_process_needs_the_memory_that_vllm_will_take(gpu, monkeypa
     with pytest.raises(ConfigError, match=r"47\.0 of 80\.0 GiB free, and vLLM is to take 60%"):
         check_environment(config)
     assert kernels == []
+
+
+def test_a_worker_leaves_what_its_engines_made_out_of_collections():
+    """vLLM collects garbage at each sleep and waking, which takes seconds with all of it."""
+    worker = Worker(0)
+    worker._process_group = SingleProcess()
+    engines = WorkerEngines(None, None, None, None, replica_rank=0)
+    gc.unfreeze()
+    try:
+        assert worker.open(lambda _: engines) is None
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()
