@@ -174,6 +174,7 @@ with open_cluster(nodes=1, workers_per_node=1):
 """
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found by their commands on Linux only")
 def test_no_process_of_ray_outlives_a_driver_that_is_killed(temporary):
     variables = os.environ | {"TMPDIR": str(temporary), "RAY_TMPDIR": str(temporary)}

@@ -407,7 +407,7 @@ def pooled(scene, monkeypatch, tmp_path):
         assert pool._episodes == {}
 
 
-@pytest.mark.extended(but=["vllm-qwen2", "vllm-qwen2_5_vl"])
+@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
 @pytest.mark.parametrize("turn_by_turn", [True, False])
 def test_greedy_episodes_that_are_interrupted_are_those_of_one_call(pooled, monkeypatch, turn_by_turn):
     scene = pooled

@@ -8,7 +8,7 @@ import pytest
 
 from support.replica import LONG, TRACED_STEP, run_episodes, sample_turns
 
-pytestmark = [pytest.mark.vllm, pytest.mark.alone]
+pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.extended]
 
 MAX_SECONDS = 20.0
 """A call on two busy cores takes some seconds, and one that hangs half an hour."""
@@ -85,14 +85,12 @@ def test_all_ranks_write_traces_of_decode_steps(turns):
     }
 
 
-@pytest.mark.extended
 def test_two_ranks_sample_what_one_does(turns, processes, tiny_model, tmp_path):
     [alone] = processes.run(sample_turns, tiny_model("qwen2_5_vl"), tmp_path, ranks=1)
     assert_close(turns[0]["greedy"], alone["greedy"])
     assert_close(turns[0]["sampled"], alone["sampled"])
 
 
-@pytest.mark.extended(but=["environment"])
 @pytest.mark.parametrize("rules", TURN_RULES)
 def test_episodes_of_two_ranks_are_those_of_one_and_their_environments_exist_once(
     processes, tiny_model, tmp_path, rules

@@ -360,6 +360,7 @@ def test_a_call_can_have_an_earlier_deadline_than_others(workers, worker_group, 
     (tmp_path / "released").touch()
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_no_server_of_ray_answers_without_the_token(workers):
     grpc = pytest.importorskip("grpc")

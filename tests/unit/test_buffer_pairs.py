@@ -23,6 +23,7 @@ from support.fake_runs import (
 from trigon.loop import train
 from trigon.training.fake import FAKE_LOGPROB
 
+EXTENDED = pytest.mark.extended
 STEPS, PER_STEP = 6, 4
 MAX_CARRIED = 2
 STALENESS = {
@@ -36,7 +37,11 @@ FILTERS = {
     "filtered": replace(FILTER, prompts_per_round=6, max_rounds=0),
     "kept": replace(FILTER, prompts_per_round=6, max_rounds=0, keep_surplus=True),
 }
-KINDS = list(itertools.product(STALENESS, [0.0, 0.5], FILTERS, ["grpo", "remax"]))
+KINDS = [
+    # The cases with everything are in each run of the tests.
+    pytest.param(*kind, marks=[] if kind[1:] in ((0.5, "filtered", "remax"), (0.5, "kept", "grpo")) else EXTENDED)
+    for kind in itertools.product(STALENESS, [0.0, 0.5], FILTERS, ["grpo", "remax"])
+]
 
 
 class AlwaysAwake(RecordingEngine):

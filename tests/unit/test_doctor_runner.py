@@ -54,6 +54,7 @@ def test_a_failing_check_is_reported_with_its_reason_and_its_last_lines(tmp_path
     assert result.last_lines.splitlines()[-1:] == ([last_line] if last_line else [])
 
 
+@pytest.mark.extended
 def test_a_check_that_hangs_is_ended_with_the_processes_that_it_started(tmp_path):
     start = time.monotonic()
     result = run(doctor_checks.hangs, tmp_path, seconds=6)

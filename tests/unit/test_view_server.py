@@ -168,6 +168,7 @@ def test_new_steps_appear_while_the_page_is_served(tmp_path):
         assert Answer(url, "/api/state").json()["runs"][0]["last_step"] == 2
 
 
+@pytest.mark.extended
 def test_a_file_that_cannot_be_indexed_is_a_problem_and_new_metrics_are_read(tmp_path):
     folder = write_run(tmp_path / "run", num_steps=1)
     with served([folder], tmp_path / "cache") as (url, _), RunFolder(folder) as run:
