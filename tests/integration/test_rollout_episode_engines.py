@@ -437,7 +437,7 @@ def test_greedy_episodes_that_are_interrupted_are_those_of_one_call(pooled, monk
         version += 1
         rows = sample("drain" if version % 3 == 0 else "stop", 4, rows, version)
         assert version < 500
-    assert version > 2
+    assert version > (2 if turn_by_turn else 0)  # else it depends on how long environments take
     for row, its_whole in zip(rows, whole, strict=True):
         assert row[0].token_ids == row[1].token_ids
         for each, expected in zip(row, its_whole, strict=True):
