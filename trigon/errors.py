@@ -178,3 +178,8 @@ def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None
     if last is not None:
         last.tb_next = None
     return traceback
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; its type if it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

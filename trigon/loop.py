@@ -11,9 +11,6 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from trigon.checkpoint.store import Checkpoint
 from trigon.errors import NotFiniteError, WatchError
 from trigon.metrics import Metrics, merge, values
@@ -84,7 +81,6 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
                             reference=run.reference,
                             needs_old_logprobs=run.needs_old_logprobs,
                             kl=progress.kl,
-                            baselines=baselines_of(batch.groups),
                             phase=run.report.phase,
                             critic=run.critic,
                         )
@@ -120,17 +116,6 @@ def rollouts_kept(
         recorded = [] if learned is None else groups_to_record(learned, run.token_groups)
         record_rollouts(run, step, groups, learned=learned, recorded=dict.fromkeys(recorded))
         raise
-
-
-def baselines_of(groups: Sequence[RolloutGroup]) -> Tensor | None:
-    """Return the rewards of the greedy completions, [G] float32; nan where one is not scored.
-
-    None if there are none.
-    """
-    if all(group.baseline is None for group in groups):
-        return None
-    scores = [None if group.baseline is None else group.baseline.score for group in groups]
-    return torch.tensor([torch.nan if score is None or score.outcome != "ok" else score.overall for score in scores])
 
 
 def groups_to_record(groups: Sequence[TrainGroup], count: int) -> list[int]:

@@ -61,7 +61,6 @@ def prepare_groups(
     reference: LogprobEngine | None,
     needs_old_logprobs: bool,
     kl: AdaptiveKl,
-    baselines: Tensor | None,
     phase: Phase,
     critic: CriticEngine | None = None,
 ) -> PreparedGroups:
@@ -73,7 +72,6 @@ def prepare_groups(
         update: the policy
             changes between sampling and the last update of a step, or the KL in the reward needs
             them.
-        baselines: [G] float32, the reward of each prompt's greedy completion, for remax; else None.
         phase: times "old", "ref" and "values".
         critic: for the estimator gae; else None. On the policy's trunk it computes values and
             log-probabilities in one pass.
@@ -96,7 +94,7 @@ def prepare_groups(
         mean_kl = mean_over_completions(token_kl)
         metrics = {"actor/kl_penalty": mean_kl, "actor/kl_coef": Mean(kl.coefficient)}
         kl = kl.updated(mean_kl.value, sum(map(len, token_kl)))
-    rewards = build_reward_batch(groups, settings, penalties=penalties, baselines=baselines)
+    rewards = build_reward_batch(groups, settings, penalties=penalties, baselines=baselines_of(groups))
     estimates = None
     if settings.estimator == "gae":
         assert critic is not None, "gae needs a critic"
@@ -114,6 +112,17 @@ def prepare_groups(
         kl,
         merge(metrics, describe_learned(groups, rewards.totals(), advantages, rewards.valid)),
     )
+
+
+def baselines_of(groups: Sequence[RolloutGroup]) -> Tensor | None:
+    """Return the rewards of the greedy completions, [G] float32; nan where one is not scored.
+
+    None if there are none.
+    """
+    if all(group.baseline is None for group in groups):
+        return None
+    scores = [None if group.baseline is None else group.baseline.score for group in groups]
+    return torch.tensor([torch.nan if score is None or score.outcome != "ok" else score.overall for score in scores])
 
 
 def build_reward_batch(

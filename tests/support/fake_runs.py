@@ -41,7 +41,7 @@ from trigon.rollout.parity import ParityCheck
 from trigon.rollout.validation import Evaluator
 from trigon.run import Intervals, Run
 from trigon.system.resuming import SAME_COMMAND
-from trigon.system.trace import LocalTracer
+from trigon.system.trace import LocalTracer, Tracer
 from trigon.train_groups import AdvantageSettings
 from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
 from trigon.training.updates import Updater
@@ -274,28 +274,17 @@ def open_run(
         names = {each.name for each in fields(BufferSettings)}
         run = replace(run, **{name: value for name, value in changes.items() if name not in names})
         changed = {name: value for name, value in changes.items() if name in names}
-        settings = BufferSettings(run.plan.prompts_per_step, run.plan.total_steps, **changed)
-        with_baseline = run.advantage_settings.estimator == "remax"
-        buffer = RolloutBuffer(
-            stream if prompts is None else prompts,
-            run.rollout,
-            run.val_rewards,
-            replace(sampling, with_baseline=with_baseline),
-            settings,
-            run.report,
-            run.parity,
-        )
-        updater = Updater(
-            run.plan,
-            run.trainer,
-            run.critic,
-            run.report,
-            LocalTracer(folder / "profile", rank=None),
+        yield _assembled(
+            run,
+            prompts=stream if prompts is None else prompts,
+            rewards=run.val_rewards,
+            sampling=replace(sampling, with_baseline=run.advantage_settings.estimator == "remax"),
+            settings=BufferSettings(run.plan.prompts_per_step, run.plan.total_steps, **changed),
+            tracer=LocalTracer(folder / "profile", rank=None),
+            critic_warmup=critic_warmup,
             max_skipped=max_skipped_updates,
             traced_steps=traced_steps,
-            critic_warmup=critic_warmup,
         )
-        yield replace(run, buffer=buffer, updater=updater)
 
 
 def changed(run: Run, **changes: Any) -> Run:
@@ -303,24 +292,33 @@ def changed(run: Run, **changes: Any) -> Run:
     run = replace(run, **changes)
     buffer, updater = run.buffer, run.updater
     assert buffer is not None
-    plan, settings = run.plan, buffer._settings
-    settings = replace(settings, groups_per_step=plan.prompts_per_step, total_steps=plan.total_steps)
-    return replace(
+    return _assembled(
         run,
-        buffer=RolloutBuffer(
-            buffer._prompts, run.rollout, buffer._rewards, buffer._sampling, settings, run.report, run.parity
-        ),
-        updater=Updater(
-            plan,
-            run.trainer,
-            run.critic,
-            run.report,
-            updater._tracer,
-            max_skipped=updater._max_skipped,
-            traced_steps=updater._traced_steps,
-            critic_warmup=updater._critic_warmup,
-        ),
+        prompts=buffer._prompts,
+        rewards=buffer._rewards,
+        sampling=buffer._sampling,
+        settings=replace(buffer._settings, groups_per_step=run.plan.prompts_per_step, total_steps=run.plan.total_steps),
+        tracer=updater._tracer,
+        critic_warmup=updater._critic_warmup,
+        max_skipped=updater._max_skipped,
+        traced_steps=updater._traced_steps,
     )
+
+
+def _assembled(
+    run: Run,
+    *,
+    prompts: PromptStream,
+    rewards: RewardPool,
+    sampling: SamplingParams,
+    settings: BufferSettings,
+    tracer: Tracer,
+    **updates: Any,
+) -> Run:
+    """Return a run with a buffer and an updater of its parts. updates: options of the updater."""
+    buffer = RolloutBuffer(prompts, run.rollout, rewards, sampling, settings, run.report, run.parity)
+    updater = Updater(run.plan, run.trainer, run.critic, run.report, tracer, **updates)
+    return replace(run, buffer=buffer, updater=updater)
 
 
 def prompts_of(run: Run) -> PromptStream:

@@ -151,7 +151,6 @@ def test_the_kl_of_a_step_is_the_mean_over_its_completions_whatever_their_length
         reference=ShortReference(),
         needs_old_logprobs=True,
         kl=AdaptiveKl(coefficient=0.1, target=0.4, horizon=10.0),
-        baselines=None,
         phase=untimed,
     )
     assert values(prepared.metrics)["actor/kl_penalty"] == 0.5  # over all tokens it would be 0.01

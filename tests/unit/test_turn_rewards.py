@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import torch
 
 from support.fake_runs import ADVANTAGES
 from trigon.algorithms.kl import AdaptiveKl
@@ -28,7 +27,7 @@ PROMPT = Prompt("test:0", (5, 6), None, "", None, {}, ())
 OBSERVED = 2
 """Tokens that are observed before each turn."""
 GAMMA = 0.5
-BASELINES = torch.tensor([0.5, 1.0])
+BASELINES = (0.5, 1.0)
 EPISODES = [
     # Two groups of two episodes: (sampled tokens, reward) of each turn. Their sums are 1, 0; 2, 1.
     [[(2, 0.75), (1, 0.25)], [(1, 0.0)]],
@@ -80,7 +79,16 @@ def groups_of(episodes):
     return [RolloutGroup(PROMPT, tuple(scored(episode(turns)) for turns in group)) for group in episodes]
 
 
+def with_baselines(groups):
+    """Return the groups with greedy completions that are rewarded as BASELINES says."""
+    return [
+        replace(group, baseline=Rollout(group.rollouts[0].completion, Score(reward, {}, "ok", "")))
+        for group, reward in zip(groups, BASELINES, strict=True)
+    ]
+
+
 def train_groups(groups, estimator, *, weights=None):
+    groups = with_baselines(groups) if estimator == "remax" else groups
     return prepare_groups(
         groups,
         replace(ADVANTAGES, estimator=estimator, gamma=GAMMA, weights=weights),
@@ -88,7 +96,6 @@ def train_groups(groups, estimator, *, weights=None):
         reference=None,
         needs_old_logprobs=False,
         kl=AdaptiveKl(coefficient=0.0, target=0.1, horizon=0.0),
-        baselines=BASELINES if estimator == "remax" else None,
         phase=untimed,
     ).groups
 

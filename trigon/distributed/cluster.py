@@ -29,7 +29,7 @@ from trigon.distributed.local_ray import (
     make_base,
     prepare_local_cluster,
 )
-from trigon.errors import ConfigError, WorkerError
+from trigon.errors import ConfigError, WorkerError, first_line
 from trigon.metrics import Max, Metrics, Min
 from trigon.system.garbage import ARENAS_VARIABLE, NUM_ARENAS
 from trigon.system.installation import clone_folder
@@ -132,7 +132,7 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
             raise ConfigError(
                 f"there is no Ray cluster at {address!r}, or it rejects the token of this shell "
-                f"({_first_line(error)}). Start one with `ray start --head` here and `ray start --address=...` on the "
+                f"({first_line(error)}). Start one with `ray start --head` here and `ray start --address=...` on the "
                 "other nodes, and run the same command on the head node, with the same RAY_AUTH_MODE and token; see "
                 "docs/multi-node.md"
             ) from error
@@ -442,7 +442,3 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from trigon.distributed.worker_group import WorkerGroup
-from trigon.errors import LostWorkerError, RolloutError, TransferError, TrigonError, WorkerError
+from trigon.errors import LostWorkerError, RolloutError, TransferError, TrigonError, WorkerError, first_line
 from trigon.system.resuming import SAME_COMMAND, SameCommand
 from trigon.types import Phase
 
@@ -162,7 +162,7 @@ class SamplerPool:
         group, self.groups[replica] = self.groups[replica], None
         if group is None:
             return
-        self._losses.append(_first_line(error))
+        self._losses.append(first_line(error))
         self._starts.end(group)
 
     def replace_lost(self) -> None:
@@ -188,7 +188,7 @@ class SamplerPool:
                 # Also errors of another kind: the memory of a GPU whose process has ended just now
                 # may not be free yet.
                 if isinstance(error, TrigonError):
-                    self._losses.append(_first_line(error))
+                    self._losses.append(first_line(error))
                 else:
                     self.groups[number] = future.result()
                     self._num_replaced += 1
@@ -236,7 +236,3 @@ class SamplerPool:
         finally:
             self._starting.remove(group)
         return group
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

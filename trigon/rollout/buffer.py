@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from trigon.data.stream import PromptStream, with_repeat_id
-from trigon.errors import DataError, EngineError, LostSamplersError
+from trigon.errors import DataError, EngineError, LostSamplersError, first_line
 from trigon.metrics import Metrics, Sum, merge
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect_as_they_end, collect_until
@@ -185,7 +185,7 @@ class RolloutBuffer:
         self._ready: list[RolloutGroup] = []
         self._unfinished: list[Work] = []
         self._taken: list[RolloutGroup] = []  # by the last step that began
-        self._found = _Found()  # its groups and unfinished work are not used
+        self._found = _Found()  # without groups and unfinished work, which are in the lists above
         self._ahead: _Ahead | None = None
         self._flight: _Flight | None = None
         self._has_failed = False  # every prompt of the last flight
@@ -260,7 +260,10 @@ class RolloutBuffer:
 
         made: the last step that began was made; otherwise it is made again from the checkpoint.
         """
-        position = self._position([] if made else self._taken) if made or self._before is None else self._before
+        if made:
+            position = self._position([])
+        else:
+            position = self._position(self._taken) if self._before is None else self._before
         return {
             "prompts": position.prompts,
             "buffer": {
@@ -318,7 +321,7 @@ class RolloutBuffer:
             self._end_ahead_if_done()
         if self._ahead is not None:
             error = self._ahead.call.error
-            state = "are not sampled yet" if error is None else f"have failed ({_first_line(error)})"
+            state = "are not sampled yet" if error is None else f"have failed ({first_line(error)})"
             self._report.warn(
                 f"the checkpoint is saved without the groups of step {self._ahead.step}, which {state}: a run that "
                 "resumes from it samples them with newer weights, and has other numbers than this one"
@@ -556,10 +559,7 @@ class RolloutBuffer:
         groups, unfinished = collected.groups, collected.unfinished
         if is_first:
             warn_if_rewards_are_equal(groups, self._report.warn)
-        found.unfinished = [
-            Work(prompt, completions if any(each.token_ids for each in completions) else ())
-            for prompt, completions in unfinished
-        ]
+        found.unfinished = [_left(prompt, completions) for prompt, completions in unfinished]
         # Not of a group that failed, whose new tokens are not known.
         begun = {each.prompt.prompt_id: each for each in work}
         num_new = sum(_count_new(row, begun[prompt.prompt_id]) for prompt, row in unfinished)
@@ -600,9 +600,10 @@ class RolloutBuffer:
     # -- sampled all the time --
 
     def _sample_continuously(self, step: int, weights: WeightsHandle, version: int) -> list[Probe]:
-        """Wait until the groups of a step can be learned from; return probes of new weights.
+        """Wait until the groups of a step can be learned from.
 
-        None if the weights are not sent, since completions run on.
+        Returns: probes of the new weights; an empty list if these are not sent, since completions
+        that run continue with the old ones.
         """
         num_groups = self._settings.groups_per_step
         probes: list[Probe] = []
@@ -692,8 +693,7 @@ class RolloutBuffer:
         for prompt, completions in unfinished:
             begun = flight.begun.pop(prompt.prompt_id)
             found.num_tokens += _count_new(completions, begun)
-            kept = completions if any(each.token_ids for each in completions) else ()
-            self._unfinished.append(Work(prompt, kept))
+            self._unfinished.append(_left(prompt, completions))
         found.count(_FAILED, len(flight.begun))
 
     def _begin(self, step: int, weights: WeightsHandle, version: int) -> tuple[list[Probe], int]:
@@ -844,6 +844,11 @@ def _all(group: RolloutGroup) -> list[Completion]:
     return [rollout.completion for rollout in rollouts]
 
 
+def _left(prompt: Prompt, completions: tuple[Completion, ...]) -> Work:
+    """Return the work that is left of a prompt; from the start if nothing is sampled yet."""
+    return Work(prompt, completions if any(each.token_ids for each in completions) else ())
+
+
 def _count_new(completions: Sequence[Completion], begun: Work) -> int:
     """Return how many tokens of these completions were sampled since they were begun.
 
@@ -855,7 +860,3 @@ def _count_new(completions: Sequence[Completion], begun: Work) -> int:
 def _oldest_of(group: RolloutGroup, version: int) -> int:
     """Return the version of the oldest token of a group; version: of the newest weights."""
     return find_oldest_version(_all(group), version)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -73,7 +73,7 @@ class Episodes:
             tracer: of the engine's decode steps; None: no traces.
         """
         self._settings = settings
-        self._tracer = DecodeTracer(Path(), rank=None, steps=()) if tracer is None else tracer
+        self.tracer = DecodeTracer(Path(), rank=None, steps=()) if tracer is None else tracer
         self._media = None if settings is None else settings.media
         self._decode, self._to_text = decode, to_text
         self._stop_token_ids = tuple(stop_token_ids)
@@ -158,7 +158,7 @@ class Episodes:
         others = {episode.number: episode for episode in self._kept.values()}
         with (
             closing(_Run(settings, turns, new, continued, others, groups, rules)) as run,
-            self._tracer.call(step) as trace,
+            self.tracer.call(step) as trace,
         ):
             run.finish(trace, on_progress, on_group, until)
             self._kept |= {(episode.prompt.prompt_id, episode.sample): episode for episode in run.pop_left()}

@@ -62,14 +62,13 @@ class VllmEngine:
         if episodes is not None:
             settings = replace(settings, enable_prefix_caching=True)
         self._settings = settings
-        self._tracer = DecodeTracer(Path(), rank=None, steps=()) if tracer is None else tracer
         self._episodes = Episodes(
             episodes,
             decode=partial(processors.tokenizer.decode, skip_special_tokens=False),
             to_text=partial(processors.tokenizer.decode, skip_special_tokens=settings.skip_special_tokens),
             stop_token_ids=processors.stop_token_ids,
             on_cpu=settings.device == "cpu",
-            tracer=self._tracer,
+            tracer=tracer,
         )
         self._processors = processors
         self._encoder_tokens = batched_tokens(settings)
@@ -264,7 +263,7 @@ class VllmEngine:
                 if self._ranks.is_first:
                     with leading(turns, self._ranks, prompts) as leader:
                         return run(leader, on_progress=on_progress)
-                with self._tracer.call(step) as trace:
+                with self._episodes.tracer.call(step) as trace:
                     follow(turns, self._ranks, prompts, trace)
                 return [[] for _ in prompts]
             finally:
