@@ -65,6 +65,8 @@ def measure_cost(*, repeats: int) -> list[Figure]:
     """Return the seconds and the memory of updates of policy and critic, as ratios."""
     import torch
     from shared import make_model
+    from trigon.training.settings import Placement, TrainSettings
+    from trigon.training.value_terms import ValueTerms
     from update import SPECIAL, make_group
 
     from trigon.algorithms.losses import LossSettings
@@ -77,9 +79,7 @@ def measure_cost(*, repeats: int) -> list[Figure]:
     from trigon.training.local import LocalTrainEngine
     from trigon.training.memory import HostMemory
     from trigon.training.optim import Schedule
-    from trigon.training.settings import Placement, TrainSettings
     from trigon.training.step import LossTerms
-    from trigon.training.value_terms import ValueTerms
     from trigon.types import Prompt, TrainGroup, TrainSequence, Vision
 
     prompt, completions, pixels, grid = make_group([SHORT.response] * SHORT.n)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from trigon.config.defaults import options_by_device
 from trigon.config.legacy import IGNORED, RENAMED, UNSUPPORTED_VALUES
 from trigon.config.options import Option, descriptions, format_value, options, sections
+from trigon.config.schema import DEVICE_DEFAULTS
 
 INTRODUCTION = """\
 # Configuration
@@ -68,7 +68,7 @@ def document() -> str:
     for path, _ in sections():
         own = [option for option in options().values() if option.path[:-1] == path]
         if own:
-            differs = any(option.name in options_by_device() for option in own)
+            differs = any(option.name in DEVICE_DEFAULTS for option in own)
             columns = ["key", "value", "default", *(["default on a GPU"] if differs else []), "meaning"]
             parts += [f"## {'.'.join(path)}\n\n{texts[path]}\n", _row(*columns), "|---" * len(columns) + "|"]
             for option in own:
@@ -87,7 +87,7 @@ def document() -> str:
 
 def _defaults(option: Option) -> tuple[str, str]:
     """Return the default, and the default on a GPU or nothing where it is the same."""
-    by_device = options_by_device().get(option.name)
+    by_device = DEVICE_DEFAULTS.get(option.name)
     if by_device is None:
         return f"`{format_value(option.default)}`", ""
     return f"`{format_value(by_device['cpu'])}`", f"`{format_value(by_device['cuda'])}`"

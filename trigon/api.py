@@ -13,11 +13,10 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trigon.assemble.start import StopSignals, start_run
-from trigon.config.arguments import dataset_names
 from trigon.config.legacy import nearest_option
 from trigon.config.load import LoadedConfig, load_config
 from trigon.config.options import options as all_options
-from trigon.config.paths import PYTHON_PREFIX
+from trigon.config.paths import PYTHON_PREFIX, dataset_names
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ConfigError, raises_at_caller
 from trigon.report.tables import RunTables, load_run

@@ -76,7 +76,7 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
                             parity = run.parity.check(batch.probes, run.trainer, warn=run.report.warn)
                         prepared = prepare_groups(
                             batch.groups,
-                            run.advantage_settings,
+                            run.algorithm,
                             trainer=run.trainer,
                             reference=run.reference,
                             needs_old_logprobs=run.needs_old_logprobs,

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.checkpoint.store import CheckpointStore, Finish
 from trigon.config.plan import Plan
+from trigon.config.schema import AlgorithmConfig
 from trigon.hooks import Hooks
 from trigon.report.reporter import Reporter
 from trigon.report.watch.watch import Watch
@@ -24,7 +25,6 @@ from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.validation import Evaluator
 from trigon.system.grace import Grace
 from trigon.system.resuming import SameCommand
-from trigon.train_groups import AdvantageSettings
 from trigon.training.protocol import CriticEngine, LogprobEngine, TrainEngine
 from trigon.training.updates import Updater
 
@@ -85,7 +85,7 @@ class Run:
     trainer: TrainEngine
     updater: Updater
     reference: LogprobEngine | None
-    advantage_settings: AdvantageSettings
+    algorithm: AlgorithmConfig
     kl: AdaptiveKl
     needs_old_logprobs: bool
     evaluator: Evaluator | None

@@ -8,40 +8,21 @@ the reference through their protocols.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trigon.algorithms.advantages import RewardBatch, estimate_advantages
-from trigon.algorithms.gae import Estimates, GaeSettings, estimate_with_values
+from trigon.algorithms.gae import Estimates, estimate_with_values
 from trigon.algorithms.kl import AdaptiveKl, kl_per_token
-from trigon.config.names import Estimator, KlEstimator
+from trigon.config.names import KlEstimator
+from trigon.config.schema import AlgorithmConfig
 from trigon.errors import RewardError
 from trigon.metrics import Mean, Metrics, merge
 from trigon.rollout.statistics import describe_critic, describe_learned
 from trigon.training.protocol import CriticEngine, LogprobEngine, TrainEngine, TrunkCriticEngine
 from trigon.types import Phase, RolloutGroup, TrainGroup, TrainSequence
-
-
-@dataclass(frozen=True, slots=True)
-class AdvantageSettings:
-    """How rewards become advantages.
-
-    gamma: discount per token; see advantages.estimate_advantages.
-    weights: weight of each part of the reward, for gdpo; None: 1 for every part but overall.
-    kl_in_reward: estimator of the KL that is subtracted from the reward; None if the KL is in the
-    loss, or off.
-    mask_overlong: leave completions that were cut at the length limit out of the loss.
-    gae: used with estimator gae only.
-    """
-
-    estimator: Estimator
-    gamma: float
-    weights: Mapping[str, float] | None
-    kl_in_reward: KlEstimator | None
-    mask_overlong: bool
-    gae: GaeSettings = field(default_factory=GaeSettings)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +36,7 @@ class PreparedGroups:
 
 def prepare_groups(
     groups: Sequence[RolloutGroup],
-    settings: AdvantageSettings,
+    algorithm: AlgorithmConfig,
     *,
     trainer: TrainEngine,
     reference: LogprobEngine | None,
@@ -87,26 +68,28 @@ def prepare_groups(
     if reference is not None:
         with phase("ref"):
             ref = reference.logprobs(groups)
-    if settings.kl_in_reward is not None:
+    if algorithm.kl_in_reward is not None:
         with phase("ref"):
-            token_kl = kl_of_tokens(groups, settings.kl_in_reward, trainer, old=old, ref=ref)
+            token_kl = kl_of_tokens(groups, algorithm.kl_in_reward, trainer, old=old, ref=ref)
         penalties = [[kl.coefficient * tokens for tokens in group] for group in token_kl]
         mean_kl = mean_over_completions(token_kl)
         metrics = {"actor/kl_penalty": mean_kl, "actor/kl_coef": Mean(kl.coefficient)}
         kl = kl.updated(mean_kl.value, sum(map(len, token_kl)))
-    rewards = build_reward_batch(groups, settings, penalties=penalties, baselines=baselines_of(groups))
+    rewards = build_reward_batch(groups, algorithm, penalties=penalties, baselines=baselines_of(groups))
     estimates = None
-    if settings.estimator == "gae":
+    if algorithm.adv_estimator == "gae":
         assert critic is not None, "gae needs a critic"
         if values is None:
             with phase("values"):
                 values = critic.values(groups)
-        estimates = estimate_with_values(rewards, values, settings.gae, cut=is_cut(groups))
+        estimates = estimate_with_values(rewards, values, algorithm, cut=is_cut(groups))
         metrics = merge(metrics, describe_critic(estimates.values, estimates.returns, rewards.valid))
         advantages = estimates.advantages
     else:
-        advantages = estimate_advantages(rewards, settings.estimator, gamma=settings.gamma, weights=settings.weights)
-    trains = rewards.valid & ~is_cut(groups) if settings.mask_overlong else rewards.valid  # [G, N]
+        advantages = estimate_advantages(
+            rewards, algorithm.adv_estimator, gamma=algorithm.gamma, weights=algorithm.reward_weights or None
+        )
+    trains = rewards.valid & ~is_cut(groups) if algorithm.overlong_filtering else rewards.valid  # [G, N]
     return PreparedGroups(
         build_train_groups(groups, advantages, trains, old=old, ref=ref, estimates=estimates),
         kl,
@@ -127,7 +110,7 @@ def baselines_of(groups: Sequence[RolloutGroup]) -> Tensor | None:
 
 def build_reward_batch(
     groups: Sequence[RolloutGroup],
-    settings: AdvantageSettings,
+    algorithm: AlgorithmConfig,
     *,
     penalties: Sequence[Sequence[Tensor]] | None,
     baselines: Tensor | None,
@@ -145,7 +128,7 @@ def build_reward_batch(
         valid=valid,
         lengths=torch.tensor([[rollout.completion.num_sampled for rollout in row] for row in rollouts]),
         penalties=penalties,
-        parts=reward_parts(groups, settings.weights) if settings.estimator == "gdpo" else {},
+        parts=reward_parts(groups, algorithm.reward_weights or None) if algorithm.adv_estimator == "gdpo" else {},
         baselines=baselines,
     )
 

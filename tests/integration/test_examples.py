@@ -32,7 +32,7 @@ from support.recipes import RECIPES, ROOT, arguments_of, name_of
 from trigon.assemble.data import open_builder, open_processors
 from trigon.config.load import load_config, split_arguments
 from trigon.config.options import options
-from trigon.config.schema import Config
+from trigon.config.schema import Config, OptimConfig
 from trigon.data.dataset import open_prompts
 from trigon.environments.settings import find_tools
 from trigon.environments.tools import describe_tools, load_tools
@@ -242,7 +242,7 @@ def warm_up(config: Config, source: Path, folder: Path) -> Path:
         max_updates=100,
         target_accuracy=0.35,
         batch_size=4,
-        schedule=Schedule(3e-3, "constant", 5, 100, 0.0),
+        schedule=Schedule(OptimConfig(lr=3e-3), 5, 100),
         seed=0,
     )
     assert skill >= 0.35, skill

@@ -18,10 +18,11 @@ from torch import Tensor
 from trigon.checkpoint import export
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import CheckpointStore, open_checkpoint
+from trigon.config.schema import LoraConfig
 from trigon.errors import CheckpointError
 from trigon.models.families import family_of
 from trigon.models.load import copy_side_files, load_model
-from trigon.models.lora import LoraSettings, adapter_config, adapters_of, add_lora
+from trigon.models.lora import adapter_config, adapters_of, add_lora
 from trigon.models.policy import Policy
 from trigon.system.torchvision_stub import declare_operators
 from trigon.tools.cli.export import main
@@ -44,7 +45,7 @@ Edit = Callable[[dict[str, Any]], None]
 def adapted_policy(base: Path, *, exclude: str | None = None) -> Policy:
     """Return a policy whose adapters change its logits by much more than any tolerance."""
     model = load_model(str(base), dtype=torch.float32, device="cpu")
-    add_lora(model, LoraSettings(4, 8, "all-linear", exclude), seed=0)
+    add_lora(model, LoraConfig(rank=4, alpha=8, exclude_modules=exclude), seed=0)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for adapter in adapters_of(model).values():

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from support.oracle import make_group, make_prompt
+from trigon.config.schema import LoraConfig
 from trigon.data.packing import pack_rollouts
 from trigon.errors import ModelError
 from trigon.models.fused import require_liger, use_liger
 from trigon.models.load import load_model, load_processors
-from trigon.models.lora import LoraSettings, add_lora
+from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import prompt_positions
 from trigon.types import PackedGroups, Prompt
@@ -66,7 +67,7 @@ def check_same(result: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor,
 
 
 def with_adapters(policy: Policy) -> Policy:
-    add_lora(policy.model, LoraSettings(4, 8, "all-linear", None), seed=1)
+    add_lora(policy.model, LoraConfig(rank=4, alpha=8), seed=1)
     for name, parameter in policy.model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(3))

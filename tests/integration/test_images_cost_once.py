@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.builders import make_builder
-from support.engines import TERMS
+from support.engines import CONFIG, plan_for
 from support.rollout import make_transformers_engine, make_vllm_engine
 from trigon.data.dataset import open_prompts
 from trigon.data.stream import PromptStream
@@ -19,8 +19,7 @@ from trigon.models.positions import positions_of
 from trigon.tools.quickstart.drawings import make_dataset
 from trigon.train_groups import build_train_groups
 from trigon.training.local import LocalTrainEngine
-from trigon.training.optim import Schedule
-from trigon.training.settings import Placement, TrainSettings
+from trigon.training.placement import Placement
 from trigon.types import Rollout, RolloutGroup, SamplingParams, Score
 
 
@@ -59,16 +58,8 @@ def test_one_image_processor_call_for_each_prompt_of_a_step(engine_name, n, tiny
             temperature=1.0,
             banned_token_ids=processors.banned_token_ids,
         ),
-        TrainSettings(
-            terms=TERMS,
-            strategy="adamw",
-            schedule=Schedule(1e-4, "constant", 0, 10, 0.0),
-            betas=(0.9, 0.999),
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            update_max_tokens=80,  # so that groups are split over several micro-batches
-            score_max_tokens=80,
-        ),
+        CONFIG,
+        plan_for(80),  # so that groups are split over several micro-batches
         Placement(device=torch.device("cpu"), compute_dtype=torch.float32),
         positions=positions_of(processors.family, processors.hf_config),
     )

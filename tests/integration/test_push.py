@@ -16,9 +16,10 @@ from huggingface_hub import ModelCard
 from support.fake_hub import READER, UNKNOWN, WRITER, Repository, fake_hub
 from support.fake_runs import config_text
 from trigon.checkpoint.store import CheckpointStore
+from trigon.config.schema import LoraConfig
 from trigon.models.families import family_of
 from trigon.models.load import copy_side_files, load_model
-from trigon.models.lora import LoraSettings, adapter_config, add_lora
+from trigon.models.lora import adapter_config, add_lora
 from trigon.models.policy import Policy
 from trigon.report.run_folder import RunFolder
 from trigon.tools.cli.main import main
@@ -36,7 +37,7 @@ def make_run(folder: Path, model: Path, *, lora: bool = False) -> Path:
         banned_token_ids=(),
     )
     if lora:
-        add_lora(policy.model, LoraSettings(4, 8, "all-linear", ".*visual.*"), seed=0)
+        add_lora(policy.model, LoraConfig(rank=4, alpha=8, exclude_modules=".*visual.*"), seed=0)
 
     def write(actor: Path) -> None:
         if lora:

@@ -19,19 +19,18 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from support.engines import (
-    CLIPPED,
+    CONFIG,
     CPU,
-    FULL_KL_TERMS,
-    KL_TERMS,
-    TERMS,
+    FULL_KL,
+    KL,
     make_engine,
     make_rollouts,
     tensors_in,
     to_train,
     weights_of,
+    with_loss,
 )
 from support.ranks import RankProcesses
-from trigon.algorithms.importance import Correction
 from trigon.errors import NotFiniteError
 from trigon.metrics import Metrics, merge, values
 from trigon.models.families import family_named
@@ -45,13 +44,16 @@ FULL = Sharding(
 HYBRID = replace(FULL, ranks_per_copy=2)  # of four ranks: two copies
 GATHERED = replace(FULL, full_shard=False)
 BFLOAT16 = replace(FULL, param_dtype=torch.bfloat16)
-SEQ_KL_TERMS = replace(KL_TERMS, averaging="seq")
-ALL_TERMS = replace(
-    KL_TERMS,
-    policy=replace(CLIPPED, kind="gspo"),
-    averaging="seq_fixed",
-    entropy_coefficient=0.1,
-    correction=Correction("reject", "sequence", 0.3, 3.0),
+SEQ_KL_LOSS = with_loss(KL, loss_avg_mode="seq")
+ALL_LOSS = with_loss(
+    KL,
+    loss_type="gspo",
+    loss_avg_mode="seq_fixed",
+    entropy_coeff=0.1,
+    mismatch_correction="reject",
+    mismatch_level="sequence",
+    mismatch_low=0.3,
+    mismatch_high=3.0,
 )
 ONE_GROUP = 40  # token budget of a row that no two groups fit into
 
@@ -144,11 +146,11 @@ def train(task: Task) -> Result:
     """
     torch.use_deterministic_algorithms(True)
     rank = 0 if task.sharding is None else dist.get_rank()
-    is_full = task.options.get("terms", TERMS).kl_estimator == "full"
+    is_full = task.options.get("config", CONFIG).algorithm.kl_in_loss == "full"
     compared_with = task.model if is_full and "lora_rank" not in task.options else None
     engine = make_engine(task.model, sharding=task.sharding, compared_with=compared_with, **task.options)
     reference = engine.reference_without_adapters() if "lora_rank" in task.options else engine
-    has_kl = task.options.get("terms", TERMS).kl_estimator is not None
+    has_kl = task.options.get("config", CONFIG).algorithm.kl_in_loss is not None
     if task.measured:
         ranks = TorchProcessGroup(CPU)
         lengths = Lengths(30, ONE_GROUP - 30, image_pixels=None, update_tokens=ONE_GROUP, step_tokens=ONE_GROUP)
@@ -364,13 +366,13 @@ BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens":
         pytest.param(*case, id=name)
         for name, case in {
             "vision on 2": (VL, ON_TWO, FULL, {"max_tokens": ONE_GROUP}),
-            "vision on 4": (VL, ON_FOUR, FULL, {"terms": SEQ_KL_TERMS}),
-            "tied on 2": (TIED, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "terms": SEQ_KL_TERMS}),
+            "vision on 4": (VL, ON_FOUR, FULL, {"config": SEQ_KL_LOSS}),
+            "tied on 2": (TIED, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "config": SEQ_KL_LOSS}),
             "tied on 4, hybrid": (TIED, ON_FOUR, HYBRID, {"max_tokens": ONE_GROUP}),
-            "text on 2": (TEXT, ON_TWO, FULL, {"terms": SEQ_KL_TERMS}),
-            "gspo, entropy, rejection": (VL, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "terms": ALL_TERMS}),
-            "full kl on 4": (VL, ON_FOUR, FULL, {"max_tokens": ONE_GROUP, "terms": FULL_KL_TERMS}),
-            "full kl, lora": (VL, ON_TWO, FULL, LORA | {"terms": FULL_KL_TERMS}),
+            "text on 2": (TEXT, ON_TWO, FULL, {"config": SEQ_KL_LOSS}),
+            "gspo, entropy, rejection": (VL, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "config": ALL_LOSS}),
+            "full kl on 4": (VL, ON_FOUR, FULL, {"max_tokens": ONE_GROUP, "config": FULL_KL}),
+            "full kl, lora": (VL, ON_TWO, FULL, LORA | {"config": FULL_KL}),
             "text on 4": (TEXT, ON_FOUR, FULL, {"max_tokens": ONE_GROUP}),
             "moe on 2": (MOE, ON_TWO, FULL, {"max_tokens": ONE_GROUP}),
             "tiles on 2": (TILES, ON_TWO, FULL, {"max_tokens": ONE_GROUP}),
@@ -381,16 +383,16 @@ BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens":
                 TIED,
                 REASSIGNED,
                 FULL,
-                {"freeze": True, "vision_cache_bytes": 9000, "terms": FULL_KL_TERMS},
+                {"freeze": True, "vision_cache_bytes": 9000, "config": FULL_KL},
             ),
-            "lora": (VL, ON_TWO, FULL, LORA | {"terms": KL_TERMS}),
+            "lora": (VL, ON_TWO, FULL, LORA | {"config": KL}),
             "lora, hybrid": (VL, ON_FOUR, HYBRID, LORA),
             "lora, tied, checkpointing": (TIED, ON_TWO, FULL, LORA | {"checkpointing": True}),
             "rows on 2": (VL, TOGETHER, FULL, {"max_tokens": ONE_GROUP, "checkpointing": True} | TWO_RANKS),
-            "rows on 2 of 4, hybrid": (VL, TWO_BY_TWO, HYBRID, {"terms": SEQ_KL_TERMS} | TWO_RANKS),
-            "rows on 2 of 4, gspo": (TIED, TWO_BY_TWO, FULL, {"max_tokens": ONE_GROUP, "terms": ALL_TERMS} | TWO_RANKS),
-            "rows on 2, full kl": (VL, TOGETHER, FULL, {"terms": FULL_KL_TERMS} | TWO_RANKS),
-            "rows on 2, lora, full kl": (TIED, TOGETHER, FULL, LORA | {"terms": FULL_KL_TERMS} | TWO_RANKS),
+            "rows on 2 of 4, hybrid": (VL, TWO_BY_TWO, HYBRID, {"config": SEQ_KL_LOSS} | TWO_RANKS),
+            "rows on 2 of 4, gspo": (TIED, TWO_BY_TWO, FULL, {"max_tokens": ONE_GROUP, "config": ALL_LOSS} | TWO_RANKS),
+            "rows on 2, full kl": (VL, TOGETHER, FULL, {"config": FULL_KL} | TWO_RANKS),
+            "rows on 2, lora, full kl": (TIED, TOGETHER, FULL, LORA | {"config": FULL_KL} | TWO_RANKS),
             "rows on 2 of 4, frozen tower": (TIED, TWO_BY_TWO, FULL, {"freeze": True} | TWO_RANKS),
             "rows on 2, lora, frozen tower": (VL, TOGETHER, GATHERED, LORA | {"freeze": True} | TWO_RANKS),
             "rows on 2, moe": (MOE, TOGETHER, FULL, {"max_tokens": ONE_GROUP} | TWO_RANKS),
@@ -420,9 +422,7 @@ def test_ranks_compute_the_updates_of_one_process(processes, tiny_model, tmp_pat
 @pytest.mark.parametrize(
     ("batches", "sharding", "options"),
     [
-        pytest.param(
-            ON_TWO, FULL, {"freeze": True, "lora_rank": 2, "terms": FULL_KL_TERMS}, id="frozen, lora, full kl"
-        ),
+        pytest.param(ON_TWO, FULL, {"freeze": True, "lora_rank": 2, "config": FULL_KL}, id="frozen, lora, full kl"),
         pytest.param(ON_FOUR, HYBRID, {}, id="on 4, hybrid"),
     ],
 )

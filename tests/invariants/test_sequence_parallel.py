@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
-from support.engines import ONE_ROW, TERMS, make_engine, make_rollouts, processors_of, to_train
+from support.engines import ONE_ROW, make_engine, make_rollouts, processors_of, to_train, with_loss
 from trigon.algorithms.reduce import count_denominators
 from trigon.data.packing import by_owner, pack_train
 from trigon.models.policy import full_tensor
@@ -26,7 +26,7 @@ from trigon.types import TokenLogprobs
 FULL = Sharding(
     full_shard=True, ranks_per_copy=None, param_dtype=torch.float32, reduce_dtype=torch.float32, cpu_offload=False
 )
-ENTROPY_TERMS = replace(TERMS, entropy_coefficient=0.1)
+ENTROPY_LOSS = with_loss(entropy_coeff=0.1)
 TOLERANCE = 1e-5
 
 
@@ -56,7 +56,7 @@ def compute(task: Task) -> bytes:
         task.model,
         sharding=FULL if is_split else None,
         sequence_parallel_size=task.ranks_per_row,
-        terms=ENTROPY_TERMS,
+        config=ENTROPY_LOSS,
         **task.options,
     )
     processors = processors_of(task.model)
@@ -74,7 +74,7 @@ def compute(task: Task) -> bytes:
         micro_batch_backward(
             engine.policy,
             batch,
-            ENTROPY_TERMS,
+            ENTROPY_LOSS,
             denominators,
             nullcontext,
             reference=None,

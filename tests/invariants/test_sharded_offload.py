@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.engines import FULL_KL_TERMS, TERMS, make_engine, make_rollouts, to_train, weights_of
+from support.engines import CONFIG, FULL_KL, make_engine, make_rollouts, to_train, weights_of
 from trigon.metrics import Metrics
 from trigon.training import local
 from trigon.training.fsdp import Sharding
@@ -47,7 +47,9 @@ def move_states(optimizer: Any, device: torch.device) -> None:
 def train(model: Path, options: dict[str, Any], offload: bool) -> tuple[list[Metrics], dict[str, Tensor]]:
     """Return the metrics of three steps, each with a weight sync before it, and the weights."""
     torch.use_deterministic_algorithms(True)
-    compared_with = model if options.get("terms", TERMS).kl_estimator == "full" and "lora_rank" not in options else None
+    compared_with = (
+        model if options.get("config", CONFIG).algorithm.kl_in_loss == "full" and "lora_rank" not in options else None
+    )
     engine = make_engine(model, sharding=SHARDING, compared_with=compared_with, offload=offload, **options)
     metrics = []
     with patch.object(nn.Module, "to", move_module), patch.object(local, "move_states", move_states):
@@ -67,7 +69,7 @@ def train(model: Path, options: dict[str, Any], offload: bool) -> tuple[list[Met
     [
         pytest.param("qwen2_5_vl", {"checkpointing": True}, id="vision"),
         pytest.param("qwen3_vl", {"strategy": "adamw_bf16", "dtype": torch.bfloat16}, id="tied, bf16"),
-        pytest.param("qwen2_5_vl", {"freeze": True, "terms": FULL_KL_TERMS}, id="full kl, frozen"),
+        pytest.param("qwen2_5_vl", {"freeze": True, "config": FULL_KL}, id="full kl, frozen"),
         pytest.param("qwen2_5_vl", {"lora_rank": 2}, id="lora"),
     ],
 )

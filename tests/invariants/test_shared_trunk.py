@@ -9,22 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.critics import flat, make_critic, make_trunk, make_value_model, to_learn
-from support.engines import TERMS, make_engine, make_rollouts, tensors_in, weights_of
+from support.critics import critic_config, flat, make_critic, make_trunk, make_value_model, to_learn
+from support.engines import CONFIG, make_engine, make_rollouts, tensors_in, weights_of
 from support.models import processors_of
 from trigon.algorithms.reduce import count_denominators
 from trigon.data.packing import pack_train
 from trigon.metrics import values
 from trigon.models.positions import positions_of
 from trigon.training.budget import Budgets, Lengths, tune_engines
+from trigon.training.critic import value_backward
 from trigon.training.memory import HostMemory
 from trigon.training.parallel import SingleProcess
 from trigon.training.step import micro_batch_backward
-from trigon.training.value_step import value_backward
-from trigon.training.value_terms import ValueTerms
 
 ONE_GROUP = 40  # token budget of a row that no two groups fit into
-VALUES = ValueTerms(clip=0.5, averaging="token")
 
 
 def parameters_of(engine) -> dict[str, Tensor]:
@@ -46,9 +44,7 @@ def test_values_log_probabilities_and_loss_are_those_of_two_models(tiny_vlm, ave
     assert torch.equal(flat(scored), expected)
     assert torch.equal(flat(logprobs), flat(make_engine(tiny_vlm).logprobs(rollouts)))
     groups = to_learn(rollouts, masked=[(0, 1)])
-    metrics, of_critic, of_policy = (
-        values(each.step(groups)) for each in (trainer, apart, make_engine(tiny_vlm, terms=TERMS))
-    )
+    metrics, of_critic, of_policy = (values(each.step(groups)) for each in (trainer, apart, make_engine(tiny_vlm)))
     for key in ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/lr"):
         assert metrics[key] == pytest.approx(of_critic[key], abs=1e-6), key
     for key in ("actor/pg_loss", "actor/entropy", "actor/lr"):
@@ -63,11 +59,11 @@ def test_the_head_gets_the_gradient_of_a_critic_of_its_own_and_the_trunk_that_of
     positions = positions_of(own.family, processors_of(tiny_vlm).hf_config)
     [batch] = pack_train(groups, max_tokens=10_000, positions=positions)
     denominators = count_denominators(part.loss_mask for group in groups for part in group.sequences)
-    terms = replace(TERMS, values=VALUES, value_coefficient=coefficient)
+    config = critic_config(trunk=coefficient)
     common = {"run_dummy_vision": False, "gradient_scale": 1.0}
-    micro_batch_backward(own, batch, terms, denominators, nullcontext, reference=None, **common)
-    micro_batch_backward(policy, batch, TERMS, denominators, nullcontext, reference=None, **common)
-    value_backward(apart, batch, VALUES, denominators, nullcontext, **common)
+    micro_batch_backward(own, batch, config, denominators, nullcontext, reference=None, **common)
+    micro_batch_backward(policy, batch, CONFIG, denominators, nullcontext, reference=None, **common)
+    value_backward(apart, batch, config.worker.critic, denominators, nullcontext, **common)
 
     head = own.value_head
     for name, part in apart.model.lm_head.named_parameters():

@@ -9,20 +9,33 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from support.engines import CPU, ONE_ROW, TERMS, make_engine, to_train, train_settings
+from support.engines import CONFIG, CPU, ONE_ROW, make_engine, plan_for, to_train
 from support.models import processors_of
+from trigon.config.options import with_options
+from trigon.config.schema import Config, LoraConfig
 from trigon.models.features import VisionFeatureCache
 from trigon.models.load import load_model
-from trigon.models.lora import LoraSettings, add_lora
+from trigon.models.lora import add_lora
 from trigon.models.positions import positions_of
 from trigon.models.value import ActorCritic, ValueModel
 from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.fsdp import Sharding, TorchProcessGroup, open_sharded
 from trigon.training.local import LocalTrainEngine
 from trigon.training.parallel import SingleProcess
-from trigon.training.settings import Placement
-from trigon.training.value_terms import ValueTerms
+from trigon.training.placement import Placement
 from trigon.types import RolloutGroup, TrainGroup
+
+
+def critic_config(*, averaging: str = "token", strategy: str = "adamw", trunk: float | None = None) -> Config:
+    """Return the configuration of a run with a critic. trunk: its coefficient on a shared trunk."""
+    options: dict[str, object] = {
+        "algorithm.adv_estimator": "gae",
+        "worker.critic.loss_avg_mode": averaging,
+        "worker.critic.optim.strategy": strategy,
+    }
+    if trunk is not None:
+        options |= {"worker.critic.share_trunk": True, "worker.critic.vf_coef": trunk}
+    return with_options(CONFIG, options)
 
 
 def make_value_model(
@@ -38,7 +51,7 @@ def make_value_model(
     if freeze:
         model.freeze_vision_tower()
     if lora_rank:
-        add_lora(model.model, LoraSettings(lora_rank, 2 * lora_rank, "all-linear", None), seed=0)
+        add_lora(model.model, LoraConfig(rank=lora_rank, alpha=2 * lora_rank), seed=0)
         model.train_head()
     if head_seed is not None and device.type != "meta":
         set_head(model.model.lm_head, head_seed)
@@ -79,7 +92,8 @@ def make_critic(
     processors = processors_of(folder)
     return LocalCriticEngine(
         model,
-        train_settings(ValueTerms(clip=0.5, averaging=averaging), strategy, max_tokens=max_tokens),
+        critic_config(averaging=averaging, strategy=strategy),
+        plan_for(max_tokens),
         Placement(
             device=CPU,
             compute_dtype=torch.float32 if sharding is None else None,
@@ -107,10 +121,10 @@ def make_trunk(
 
     coefficient: of the value loss in the trunk's gradient. options: of make_engine.
     """
-    terms = ValueTerms(clip=0.5, averaging=averaging)
+    config = critic_config(averaging=averaging, trunk=coefficient)
     trainer = make_engine(
         folder,
-        terms=replace(TERMS, values=terms, value_coefficient=coefficient),
+        config=config,
         model_class=ActorCritic,
         prepare=lambda policy: None if head_seed is None else set_head(policy.value_head, head_seed),
         sharding=sharding,
@@ -120,7 +134,8 @@ def make_trunk(
     processors = processors_of(folder)
     critic = LocalTrunkCritic(
         trainer.policy,
-        train_settings(terms, "adamw", max_tokens=max_tokens),
+        config,
+        plan_for(max_tokens),
         Placement(
             device=CPU,
             compute_dtype=torch.float32 if sharding is None else None,

@@ -6,7 +6,6 @@ Engines run in a single process or as one of several ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -14,60 +13,56 @@ import torch
 from torch import Tensor
 
 from support.oracle import make_group, make_prompt
-from trigon.algorithms.losses import LossSettings
+from trigon.config.options import options as all_options
+from trigon.config.options import with_options
+from trigon.config.plan import ModelPlan
+from trigon.config.schema import Config, LoraConfig
 from trigon.models.features import VisionFeatureCache
 from trigon.models.kernels import Kernel
 from trigon.models.load import Processors, load_model, load_processors
-from trigon.models.lora import LoraSettings, add_lora
+from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.models.weight_files import stored_dtype
 from trigon.training.fsdp import MakePolicy, Sharding, TorchProcessGroup, open_sharded
 from trigon.training.local import LocalTrainEngine
-from trigon.training.optim import Schedule
 from trigon.training.parallel import SingleProcess
+from trigon.training.placement import Placement
 from trigon.training.scorer import LocalScorer
-from trigon.training.settings import Placement, TrainSettings
 from trigon.training.state import ShardedFiles
-from trigon.training.step import LossTerms
 from trigon.types import RolloutGroup, TrainGroup, TrainSequence
 
 ONE_ROW = 1_000_000
 CPU = torch.device("cpu")
-CLIPPED = LossSettings(
-    kind="default", clip_low=0.2, clip_high=0.3, clip_dual=3.0, cap=1.3, tau_positive=1.0, tau_negative=1.05
-)
-TERMS = LossTerms(
-    policy=CLIPPED,
-    averaging="token",
-    fixed_length=16,
-    kl_estimator=None,
-    kl_coefficient=0.0,
-    entropy_coefficient=0.0,
-    correction=None,
-)
-FULL_KL_TERMS = replace(TERMS, kl_estimator="full", kl_coefficient=0.3)
-KL_TERMS = replace(TERMS, kl_estimator="low_var_kl", kl_coefficient=0.1)
+OPTIM = {"lr": 1e-3}
+CONFIG = Config(data={"max_response_length": 16}, worker={"actor": {"optim": OPTIM}, "critic": {"optim": OPTIM}})
 
 
-def train_settings(terms: LossTerms, strategy: str, *, max_tokens: int, warmup_updates: int = 0) -> TrainSettings:
-    """Return the settings of a train engine. max_tokens: of every packed row."""
-    return TrainSettings(
-        terms=terms,
-        strategy=strategy,
-        schedule=Schedule(1e-3, "constant", warmup_updates, 100, 0.0),
-        betas=(0.9, 0.999),
-        weight_decay=0.01,
-        max_grad_norm=1.0,
-        update_max_tokens=max_tokens,
-        score_max_tokens=max_tokens,
+def with_loss(config: Config = CONFIG, /, **options: object) -> Config:
+    """Return a configuration with options of algorithm and worker.actor, by their last names."""
+    names = (f"{section}.{option}" for section in ("algorithm", "worker.actor") for option in options)
+    known = {option.name for option in all_options().values()}
+    return with_options(config, {name: options[name.rpartition(".")[2]] for name in names if name in known})
+
+
+FULL_KL = with_loss(use_kl_loss=True, kl_penalty="full", kl_coef=0.3)
+KL = with_loss(use_kl_loss=True, kl_penalty="low_var_kl", kl_coef=0.1)
+
+
+def plan_for(max_tokens: int, *, warmup_updates: int = 0) -> ModelPlan:
+    """Return the plan of a model. max_tokens: of every packed row."""
+    return ModelPlan(
+        total_updates=100,
+        warmup_updates=warmup_updates,
+        tokens_per_update_pass=max_tokens,
+        tokens_per_experience_pass=max_tokens,
     )
 
 
 def make_engine(
     folder: Path,
     *,
-    terms: LossTerms = TERMS,
+    config: Config = CONFIG,
     strategy: str = "adamw",
     dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype | None = None,
@@ -119,7 +114,7 @@ def make_engine(
         if freeze:
             policy.freeze_vision_tower()
         if lora_rank:
-            add_lora(policy.model, LoraSettings(lora_rank, 2 * lora_rank, "all-linear", None), seed=0)
+            add_lora(policy.model, LoraConfig(rank=lora_rank, alpha=2 * lora_rank), seed=0)
         if checkpointing or offloads_activations:
             policy.enable_gradient_checkpointing(offload=offloads_activations)
         if device.type != "meta":
@@ -152,10 +147,10 @@ def make_engine(
             place(partial(open_policy, compared_with)), placement, positions=positions, max_tokens=max_tokens
         )
     policy = place(make_policy)
-    settings = train_settings(terms, strategy, max_tokens=max_tokens, warmup_updates=warmup_updates)
     return LocalTrainEngine(
         policy,
-        settings,
+        with_options(config, {"worker.actor.optim.strategy": strategy}),
+        plan_for(max_tokens, warmup_updates=warmup_updates),
         placement,
         positions=positions,
         reference=reference,

@@ -24,7 +24,7 @@ from support.models import processors_of
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.checkpoint.store import Checkpoint, CheckpointStore
 from trigon.config.plan import make_plan
-from trigon.config.schema import Config
+from trigon.config.schema import AlgorithmConfig, Config
 from trigon.data.dataset import PromptSet, open_prompts
 from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
@@ -42,7 +42,6 @@ from trigon.rollout.validation import Evaluator
 from trigon.run import Intervals, Run
 from trigon.system.resuming import SAME_COMMAND
 from trigon.system.trace import LocalTracer, Tracer
-from trigon.train_groups import AdvantageSettings
 from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
 from trigon.training.updates import Updater
 from trigon.types import Prompt, RolloutGroup, SamplingParams, TrainGroup
@@ -64,7 +63,7 @@ INTERVALS = Intervals(
 )
 
 
-ADVANTAGES = AdvantageSettings(estimator="grpo", gamma=1.0, weights=None, kl_in_reward=None, mask_overlong=False)
+ALGORITHM = AlgorithmConfig(disable_kl=True)
 
 
 TIMING_KEYS = ("timing_s/", "timing_per_token_ms/", "perf/")
@@ -258,7 +257,7 @@ def open_run(
             trainer=trainer,
             updater=None,
             reference=None,
-            advantage_settings=ADVANTAGES,
+            algorithm=ALGORITHM,
             kl=AdaptiveKl(coefficient=0.0, target=0.1, horizon=0.0),
             needs_old_logprobs=False,
             evaluator=Evaluator(parts.validation, validation_sampling, 2, 1, report.warn),
@@ -278,7 +277,7 @@ def open_run(
             run,
             prompts=stream if prompts is None else prompts,
             rewards=run.val_rewards,
-            sampling=replace(sampling, with_baseline=run.advantage_settings.estimator == "remax"),
+            sampling=replace(sampling, with_baseline=run.algorithm.adv_estimator == "remax"),
             settings=BufferSettings(run.plan.prompts_per_step, run.plan.total_steps, **changed),
             tracer=LocalTracer(folder / "profile", rank=None),
             critic_warmup=critic_warmup,
@@ -371,7 +370,7 @@ def full_settings(steps: int) -> dict[str, Any]:
         "intervals": ALL_INTERVALS,
         "needs_old_logprobs": True,
         "reference": ConstantReference(-1.5),
-        "advantage_settings": replace(ADVANTAGES, kl_in_reward="kl"),
+        "algorithm": AlgorithmConfig(kl_penalty="kl"),
         "kl": AdaptiveKl(coefficient=0.1, target=0.1, horizon=100.0),
     }
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trigon.algorithms.advantages import RewardBatch
-from trigon.algorithms.gae import Estimates, GaeSettings, estimate_with_values, explained_variance
+from trigon.algorithms.gae import Estimates, estimate_with_values, explained_variance
 from trigon.algorithms.value_loss import value_loss
+from trigon.config.schema import AlgorithmConfig
 
 
 def batch_of(
@@ -32,7 +33,7 @@ def batch_of(
 
 def estimate(batch: RewardBatch, values: list[list[list[float]]], *, cut: bool = False, **settings) -> Estimates:
     tensors = [[torch.tensor(each) for each in group] for group in values]
-    return estimate_with_values(batch, tensors, GaeSettings(**settings), cut=torch.full(batch.valid.shape, cut))
+    return estimate_with_values(batch, tensors, AlgorithmConfig(**settings), cut=torch.full(batch.valid.shape, cut))
 
 
 def unwhitened(estimates: Estimates, group: int = 0, index: int = 0) -> list[float]:
@@ -61,9 +62,9 @@ def test_a_cut_completion_has_the_value_after_it_only_if_that_is_asked_for():
     batch, values = batch_of([[0.0]], [[2]]), [[[1.0, 2.0, 8.0]]]
     assert unwhitened(estimate(batch, values, cut=True)) == [-1.0, -2.0]
     # The last delta is 0 + 0.5 * 8 - 2; the first 0.5 * 2 - 1, and half of the last.
-    bootstrapped = estimate(batch, values, cut=True, gamma=0.5, bootstraps_cut=True)
+    bootstrapped = estimate(batch, values, cut=True, gamma=0.5, bootstrap_cut=True)
     assert unwhitened(bootstrapped) == [1.0, 2.0]
-    assert unwhitened(estimate(batch, values, cut=False, bootstraps_cut=True)) == [-1.0, -2.0]
+    assert unwhitened(estimate(batch, values, cut=False, bootstrap_cut=True)) == [-1.0, -2.0]
 
 
 def test_a_penalty_is_taken_from_the_reward_of_its_token():
@@ -126,7 +127,7 @@ def test_gae_equals_an_independent_loop(data, gamma, lam):
             penalties=[[torch.tensor(each)] for each in penalties],
         ),
         [[torch.tensor(each)] for each in values],
-        GaeSettings(gamma=gamma, lam=lam, bootstraps_cut=True),
+        AlgorithmConfig(gamma=gamma, lam=lam, bootstrap_cut=True),
         cut=torch.tensor(cut)[:, None],
     )
     for index, n in enumerate(lengths):

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from trigon.algorithms.importance import Correction, correction_weights, mismatch_metrics
+from trigon.algorithms.importance import correction_weights, mismatch_metrics
 from trigon.algorithms.unread import UnreadMetrics, read_metrics
+from trigon.config.schema import AlgorithmConfig
 from trigon.metrics import Metric
 
 HALF, QUARTER = math.log(0.5), math.log(0.25)
@@ -51,7 +52,8 @@ def weights(ratios, kind, level, *, low=0.5, high=2.0, lengths=None, mask=None):
     found, bounded = correction_weights(
         torch.tensor([math.log(ratio) - 1.0 for ratio in ratios]),
         torch.full((len(ratios),), -1.0),
-        Correction(kind, level, low, high),
+        kind,
+        AlgorithmConfig(mismatch_level=level, mismatch_low=low, mismatch_high=high),
         loss_mask=torch.ones(len(ratios)) if mask is None else torch.tensor(mask),
         sequence_index=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
         num_sequences=len(lengths),

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import get_args
 
 import pytest
 import torch
 
-from trigon.algorithms.losses import LossSettings, policy_loss
+from trigon.algorithms.losses import policy_loss
 from trigon.config.names import PolicyLossType
+from trigon.config.schema import ActorConfig
 
 KINDS = get_args(PolicyLossType)
-CLIPPED = LossSettings(
-    kind="default", clip_low=0.2, clip_high=0.3, clip_dual=3.0, cap=5.0, tau_positive=1.0, tau_negative=2.0
-)
 
 
-def settings(kind, **others):
-    return replace(CLIPPED, kind=kind, **others)
+def settings(kind="default", **others):
+    return ActorConfig(loss_type=kind, **{"cispo_cap": 5.0, "tau_negative": 2.0, **others})
+
+
+CLIPPED = settings()
 
 
 def run(ratios, advantages, loss_settings, *, lengths=None, mask=None):
@@ -67,7 +67,7 @@ def test_clip_flags_mark_the_bound_that_applied():
 
 
 def test_a_lower_bound_of_one_is_no_bound():
-    loss, gradient, result = run([0.01], [-1.0], replace(CLIPPED, clip_low=1.0))
+    loss, gradient, result = run([0.01], [-1.0], settings(clip_ratio_low=1.0))
     assert (loss, gradient) == (pytest.approx([0.01]), pytest.approx([0.01]))
     assert result.clipped.tolist() == [0.0]
 
@@ -136,7 +136,7 @@ def test_gspo_of_sequences_of_one_token_is_the_clipped_loss():
     ],
 )
 def test_cispo_by_hand(ratio, advantage, weight, clipped):
-    loss, gradient, result = run([ratio], [advantage], settings("cispo", clip_low=1.0))
+    loss, gradient, result = run([ratio], [advantage], settings("cispo", clip_ratio_low=1.0))
     assert loss == pytest.approx([-advantage * weight * (math.log(ratio) - 1.0)], rel=1e-5)
     assert gradient == pytest.approx([-advantage * weight], rel=1e-5)
     assert result.clipped.tolist() == [clipped]
@@ -144,8 +144,8 @@ def test_cispo_by_hand(ratio, advantage, weight, clipped):
 
 
 def test_cispo_has_easyr1s_lower_bound_if_configured():
-    assert run([0.1], [1.0], settings("cispo", clip_low=0.0))[1] == pytest.approx([-1.0])
-    assert run([0.1], [1.0], settings("cispo", clip_low=0.2))[1] == pytest.approx([-0.8])
+    assert run([0.1], [1.0], settings("cispo", clip_ratio_low=0.0))[1] == pytest.approx([-1.0])
+    assert run([0.1], [1.0], settings("cispo", clip_ratio_low=0.2))[1] == pytest.approx([-0.8])
 
 
 # -- sapo ------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_sapo_by_hand(ratio, advantage, tau):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_on_policy_every_loss_has_the_plain_policy_gradient(kind, advantage):
-    assert run([1.0, 1.0], [advantage] * 2, settings(kind, clip_low=0.2))[1] == pytest.approx([-advantage] * 2)
+    assert run([1.0, 1.0], [advantage] * 2, settings(kind, clip_ratio_low=0.2))[1] == pytest.approx([-advantage] * 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

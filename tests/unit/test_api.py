@@ -14,7 +14,6 @@ from PIL import Image
 
 import trigon
 from trigon.api import TRAIN, VALIDATION, read_arguments
-from trigon.config.defaults import resolve_val_before_train
 from trigon.config.load import dump_config
 from trigon.errors import CheckpointError, ConfigError, DataError, RewardError
 from trigon.tools.cli.plan import main
@@ -163,9 +162,9 @@ def test_names_stay_names(tmp_path):
 
 
 def test_without_validation_data_there_is_no_validation_before_training(tmp_path):
-    assert not resolve_val_before_train(read().loaded.config)
+    assert not read().loaded.config.validates_first
     (tmp_path / "run.yaml").write_text("data: {val_files: owner/data}")
-    assert resolve_val_before_train(read(config=tmp_path / "run.yaml").loaded.config)
+    assert read(config=tmp_path / "run.yaml").loaded.config.validates_first
     with pytest.raises(ConfigError, match=r"data\.val_files is not set, but validation is on"):
         read(trainer={"val_before_train": True})
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from support.fake_runs import (
-    ADVANTAGES,
     FILTER,
     SAMPLING,
     latest_checkpoint,
@@ -26,6 +25,7 @@ from support.fake_runs import (
     surplus_settings,
 )
 from trigon.checkpoint.store import Checkpoint
+from trigon.config.schema import AlgorithmConfig
 from trigon.data.mixture import mix
 from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
@@ -226,7 +226,7 @@ def test_remax_compares_with_a_greedy_completion(parts, tmp_path):
         parts,
         tmp_path,
         plan=plan_of(steps=1),
-        advantage_settings=replace(ADVANTAGES, estimator="remax"),
+        algorithm=AlgorithmConfig(disable_kl=True, adv_estimator="remax"),
         complete=mixed_by_prompt,
     ) as run:
         train(run, None)
@@ -251,7 +251,7 @@ def test_a_completion_without_a_baseline_does_not_train(parts, tmp_path):
         is_greedy = seed == sample_seed(SAMPLING.seed, step=1, prompt_id=prompt.prompt_id, sample=SAMPLING.n)
         return "crash" if is_greedy and drawn.index(prompt.prompt_id) == 1 else mixed_by_prompt(prompt, version, seed)
 
-    settings = {"advantage_settings": replace(ADVANTAGES, estimator="remax"), "complete": complete}
+    settings = {"algorithm": AlgorithmConfig(disable_kl=True, adv_estimator="remax"), "complete": complete}
     with open_run(parts, tmp_path, plan=plan_of(steps=1), **settings) as run:
         train(run, None)
         [groups] = record_of(run).learned

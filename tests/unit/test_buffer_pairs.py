@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from support.fake_runs import (
-    ADVANTAGES,
     FILTER,
     INTERVALS,
     SAMPLING,
@@ -20,6 +19,7 @@ from support.fake_runs import (
     plan_of,
     rollouts_of,
 )
+from trigon.config.schema import AlgorithmConfig
 from trigon.loop import train
 from trigon.training.fake import FAKE_LOGPROB
 
@@ -76,7 +76,7 @@ def settings_of(parts, staleness, oversampling, filtering, estimator):
         "oversampling": oversampling,
         "max_carried_steps": MAX_CARRIED,
         "group_filter": FILTERS[filtering],
-        "advantage_settings": replace(ADVANTAGES, estimator=estimator),
+        "algorithm": AlgorithmConfig(disable_kl=True, adv_estimator=estimator),
         "plan": plan_of(steps=STEPS),
         "intervals": replace(INTERVALS, save_every=1),
         "sampling": replace(SAMPLING, max_tokens=40),

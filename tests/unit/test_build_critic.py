@@ -6,18 +6,14 @@ import pytest
 
 from support.critics import make_critic, make_trunk
 from support.published import configured
-from trigon.assemble.critic import check_trained_critic, make_critic_settings, require_same_tokens
+from trigon.assemble.critic import check_trained_critic, require_same_tokens
 from trigon.assemble.hub import hub_names
 from trigon.assemble.memory import count_checkpoint_bytes, count_memory
 from trigon.assemble.memory_check import _candidates, with_options
 from trigon.assemble.memory_table import GIB, Hardware
 from trigon.assemble.model_sizes import size_of_model
-from trigon.assemble.options import make_advantage_settings, make_loss_terms
 from trigon.assemble.workers import config_for_workers
-from trigon.config.critic import find_contradictions, with_critic_as_actor
-from trigon.config.critic_checks import warn_of_critic
-from trigon.config.load import dump_config, inspect_config, load_config
-from trigon.config.plan import make_plan
+from trigon.config.plan import make_plan, with_critic_as_actor
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ConfigError, ModelError
 from trigon.models.load import load_processors
@@ -101,9 +97,9 @@ def test_a_checkpoint_has_the_critic_with_its_own_head():
 
 def test_a_critic_has_the_options_of_its_own_and_the_policys_model():
     config = configured_with(**{"worker.critic.optim.lr": 0.5, "worker.critic.model.freeze_vision_tower": True})
-    actor = with_critic_as_actor(config).worker.actor
-    assert (actor.optim.lr, actor.model.freeze_vision_tower) == (0.5, True)
-    assert actor.model.model_path == config.worker.actor.model.model_path
+    actor, critic = with_critic_as_actor(config).worker.actor, config.critic
+    assert (actor.optim.lr, actor.model.freeze_vision_tower) == (critic.optim.lr, True) == (0.5, True)
+    assert actor.model.model_path == critic.model.model_path == config.worker.actor.model.model_path
     other = with_options(config, {"worker.critic.model.model_path": "org/critic"})
     assert with_critic_as_actor(other).worker.actor.model.model_path == "org/critic"
     assert "org/critic" in hub_names(other)
@@ -166,67 +162,13 @@ def test_adapters_of_the_critic_in_a_checkpoint_are_compared_before_models_are_l
     check_trained_critic(with_options(Config(), {"worker.critic.model.lora.rank": 4}), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["data.rollout_batch_size=512", "worker.critic.global_batch_size=100"],
-            "not a multiple of worker.critic.global_batch_size",
-        ),
-        (["worker.critic.fsdp.torch_dtype=bf16"], "worker.critic.optim.strategy=adamw_bf16"),
-        (["worker.critic.fsdp.mp_param_dtype=fp16"], "worker.critic.fsdp.mp_param_dtype is fp16"),
-        (["trainer.critic_warmup=3", "trainer.max_steps=3"], "the policy would never learn"),
-        (["worker.critic.model.model_path=./no_such_folder"], "there is no ./no_such_folder"),
-    ],
-)
-def test_what_cannot_run_is_refused_with_what_to_do(options, message):
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, ["algorithm.adv_estimator=gae", *options])
-    assert message in str(caught.value)
-
-
-SHARED = ["algorithm.adv_estimator=gae", "worker.critic.share_trunk=true"]
-
-
-@pytest.mark.parametrize(
-    ("option", "other"),
-    [
-        ("global_batch_size=64", "global_batch_size=128"),
-        ("micro_batch_size_per_device_for_update=2", "micro_batch_size_per_device_for_update=4"),
-        ("ppo_epochs=2", "ppo_epochs=1"),
-        ("model.freeze_vision_tower=true", "model.freeze_vision_tower=false"),
-        ("model.lora.rank=8", "model.lora.rank=0"),
-        ("fsdp.enable_full_shard=false", "fsdp.enable_full_shard=true"),
-        ("offload.offload_params=true", "offload.offload_params=false"),
-    ],
-)
-def test_options_of_a_critic_that_contradict_those_of_its_trunk_are_refused(option, other):
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, [*SHARED, f"worker.actor.{other}", f"worker.critic.{option}"])
-    assert f"worker.critic.{option} (worker.actor.{other})" in str(caught.value)
-    assert "does not go with worker.critic.share_trunk=true" in str(caught.value)
-    assert not find_contradictions(Config(algorithm={"adv_estimator": "gae"}, worker={"critic": {"share_trunk": True}}))
-
-
-def test_a_default_of_the_critic_on_the_command_line_that_its_trunk_overrules_is_a_warning(tmp_path):
-    options = ["worker.actor.ppo_epochs=4", "worker.actor.global_batch_size=128"]
-    explicit = inspect_config(None, [*SHARED, *options, "worker.critic.ppo_epochs=1"]).loaded
-    assert [warning for warning in explicit.warnings if "share_trunk" in warning] == [
-        "worker.critic.ppo_epochs=1 has no effect: with worker.critic.share_trunk=true "
-        "worker.actor.ppo_epochs=4 applies"
-    ]
-    dumped = tmp_path / "config.yaml"
-    dumped.write_text(dump_config(explicit.config), encoding="utf-8")
-    assert not any("share_trunk" in warning for warning in inspect_config(dumped, []).loaded.warnings)
-
-
 def test_a_critic_with_a_shared_trunk_has_the_batches_of_the_actor_and_an_optimizer_of_its_own():
     config = Config(
         algorithm={"adv_estimator": "gae"},
         data={"rollout_batch_size": 8},
         worker={
             "actor": {"global_batch_size": 4, "ppo_epochs": 2, "micro_batch_size_per_device_for_update": 3},
-            "critic": {"share_trunk": True, "optim": {"lr": 0.5}, "vf_coef": 0.25, "cliprange_value": 0.75},
+            "critic": {"share_trunk": True, "optim": {"lr": 0.5}},
         },
         trainer={"max_steps": 10, "critic_warmup": 4},
     )
@@ -234,12 +176,7 @@ def test_a_critic_with_a_shared_trunk_has_the_batches_of_the_actor_and_an_optimi
     assert (plan.critic.prompts_per_update, plan.critic.epochs_per_step) == (4, 2)
     assert plan.critic.tokens_per_update_pass == plan.tokens_per_update_pass
     assert (plan.total_updates, plan.critic.total_updates) == (24, 40)  # the policy rests in 4 of 10 steps
-    assert make_critic_settings(config, plan).schedule.peak == 0.5
-    terms = make_loss_terms(config)
-    assert terms.regularized
-    assert (terms.value_coefficient, terms.values.clip) == (0.25, 0.75)
-    apart = make_loss_terms(with_options(config, {"worker.critic.share_trunk": False}))
-    assert (apart.values, apart.regularized) == (None, make_loss_terms(Config()).regularized)
+    assert config.critic.optim.lr == 0.5
 
 
 def test_the_memory_of_a_shared_trunk_is_that_of_its_engine(tiny_model):
@@ -268,16 +205,3 @@ def test_a_checkpoint_of_the_other_kind_of_critic_is_refused_before_models_are_l
         check_trained_critic(shared, tmp_path / "apart")
     with pytest.raises(CheckpointError, match=r"a head on the policy's trunk, and worker\.critic\."):
         check_trained_critic(apart, tmp_path / "shared")
-
-
-def test_a_weight_of_the_values_without_a_shared_trunk_is_said_to_have_no_effect():
-    config = with_options(Config(), GAE | {"worker.critic.vf_coef": 0.5})
-    assert "worker.critic.vf_coef has no effect" in warn_of_critic(config)[0]
-    assert warn_of_critic(with_options(config, {"worker.critic.share_trunk": True})) == []
-
-
-def test_the_settings_of_gae_are_those_of_the_configuration():
-    given = {"gamma": 0.9, "lam": 0.5, "lam_critic": 1.0, "lam_alpha": 0.05, "bootstrap_cut": True}
-    settings = make_advantage_settings(Config(algorithm={"adv_estimator": "gae", **given})).gae
-    assert (settings.gamma, settings.lam, settings.lam_critic, settings.lam_alpha) == (0.9, 0.5, 1.0, 0.05)
-    assert settings.bootstraps_cut

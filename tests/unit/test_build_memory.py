@@ -22,10 +22,10 @@ from trigon.assemble.memory_remedies import (
 )
 from trigon.assemble.memory_table import GIB, Hardware
 from trigon.assemble.model_sizes import size_of_model
-from trigon.config.schema import Config
+from trigon.config.schema import Config, LoraConfig
 from trigon.errors import ConfigError
 from trigon.models.load import load_hf_config, load_model
-from trigon.models.lora import LoraSettings, add_lora
+from trigon.models.lora import add_lora
 from trigon.models.tensor_parallel import require_tensor_parallel
 from trigon.system.host_memory import count_total_bytes
 from trigon.training.protocol import Sizes
@@ -76,7 +76,7 @@ def test_sizes_are_those_of_the_model_that_is_trained(tiny_model, family, rank):
     size = size_of_model(with_options(configured("Qwen3-4B"), changes))
     model = load_model(str(folder), dtype=torch.float32, device="cpu")
     if rank:
-        add_lora(model, LoraSettings(rank, rank, "all-linear", None), seed=0)
+        add_lora(model, LoraConfig(rank=rank, alpha=rank), seed=0)
     trained = sum(part.numel() for part in model.parameters() if part.requires_grad)
     frozen = sum(part.numel() for part in model.parameters() if not part.requires_grad)
     assert (size.all.trained + size.all.adapters, size.all.frozen) == (trained, frozen)

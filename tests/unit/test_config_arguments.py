@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import yaml
 
-from trigon.config.arguments import as_overrides, write_arguments
-from trigon.config.load import ARGUMENTS, load_config
+from trigon.config.load import ARGUMENTS, as_overrides, load_config, write_arguments
+from trigon.config.options import value_of
 from trigon.errors import ConfigError
 
 REQUIRED = {
@@ -55,11 +55,7 @@ def test_a_later_mapping_replaces_values_and_all_replace_the_file(tmp_path):
     ],
 )
 def test_python_values_have_their_types(name, value, expected):
-    section, _, key = name.rpartition(".")
-    config = load({name: value}).config
-    for part in section.split("."):
-        config = getattr(config, part)
-    assert getattr(config, key) == expected
+    assert value_of(load({name: value}).config, name) == expected
 
 
 def test_free_mappings_keep_the_types_of_their_values():

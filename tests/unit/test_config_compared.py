@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from trigon.config.batch_sizes import fill_batch_sizes
 from trigon.config.checks import find_problems
 from trigon.config.compared import compared_options, is_accepted, schedule_depends_on_length
 from trigon.config.options import options
+from trigon.config.plan import fill_batch_sizes
 from trigon.config.schema import Config
 
 # Compared by the content of files (assemble/origin.py, data/stream.py).

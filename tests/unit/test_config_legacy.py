@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from trigon.config.legacy import IGNORED, RENAMED, UNSUPPORTED_VALUES, VERL_SECTIONS
-from trigon.config.load import LoadedConfig, load_config
-from trigon.config.options import options, sections
+from trigon.config.load import load_config
+from trigon.config.options import options, sections, value_of
 from trigon.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -20,101 +20,58 @@ NEEDED = (
 )
 
 
-@pytest.fixture
-def at_the_root(monkeypatch):
-    """Make the repository root, from which the examples run, the current folder."""
-    monkeypatch.chdir(ROOT)
+FILE_OF_256, DOTTED, CURRENT = "easyr1_total_episodes.yaml", "easyr1_dotted_sections.yaml", "easyr1_current.yaml"
+VALUES = {
+    FILE_OF_256: {
+        "trainer.total_epochs": 15,
+        "worker.reward.reward_function": "math",
+        "data.rollout_batch_size": 256,
+        "data.max_response_length": 2096,
+        "data.max_pixels": 2097152,
+        "worker.rollout.n": 6,
+        "worker.rollout.limit_images": 1,
+        "worker.rollout.val_override_config.temperature": 0.2,
+        "worker.ref.fsdp.enable_cpu_offload": False,
+        "algorithm.kl_coef": 0.01,
+        "algorithm.kl_penalty": "low_var_kl",
+        "trainer.logger": ("console", "wandb"),
+    },
+    DOTTED: {
+        "worker.actor.global_batch_size": 128,
+        "data.rollout_batch_size": 512,
+        "worker.rollout.val_override_config.top_p": 0.95,
+        "worker.reward.reward_function": "./examples/reward_function/math.py:compute_score",
+    },
+    CURRENT: {
+        "worker.actor.offload.offload_optimizer": True,
+        "trainer.logger": ("file", "wandb"),
+        "worker.actor.model.lora.exclude_modules": ".*visual.*",
+    },
+}
+WARNED = {
+    FILE_OF_256: ["trainer.total_episodes", "worker.ref.fsdp.enable_rank0_init", "worker.reward.compute_score"],
+    DOTTED: ["worker.actor.dynamic_batching"],
+    CURRENT: ["worker.actor.dynamic_batching", "worker.actor.ulysses_size", "worker.ref.fsdp.enable_rank0_init"],
+}
+OF_SEVERAL = ["worker.actor.padding_free", "worker.actor.fsdp.enable_rank0_init", "worker.reward.reward_type"]
+PROMPT = (
+    "You FIRST think about the reasoning process as an internal monologue and then provide the final answer.\n"
+    " The reasoning process MUST BE enclosed within <think> </think> tags. "
+    "The final answer MUST BE put in \\boxed{}."
+)
 
 
-def load(name: str, *overrides: str) -> LoadedConfig:
-    return load_config(FILES / name, overrides)
-
-
-def warned_keys(loaded: LoadedConfig) -> list[str]:
-    return sorted(warning.partition(" ")[0] for warning in loaded.warnings)
-
-
-@pytest.mark.usefixtures("at_the_root")
-@pytest.mark.parametrize("name", ["easyr1_total_episodes.yaml", "easyr1_dotted_sections.yaml", "easyr1_current.yaml"])
-def test_files_for_eight_devices_give_eight_workers(name):
-    config = load(name).config
-    assert (config.trainer.n_gpus_per_node, config.worker.rollout.tensor_parallel_size) == (8, 2)
-
-
-@pytest.mark.usefixtures("at_the_root")
-def test_the_file_with_total_episodes_and_compute_score():
-    loaded = load("easyr1_total_episodes.yaml")
-    config = loaded.config
-    assert config.trainer.total_epochs == 15
-    assert config.worker.reward.reward_function == "math"
-    assert (config.data.rollout_batch_size, config.data.max_response_length, config.data.max_pixels) == (
-        256,
-        2096,
-        2097152,
-    )
-    assert (config.worker.rollout.n, config.worker.rollout.limit_images) == (6, 1)
-    assert config.worker.rollout.val_override_config.temperature == 0.2
-    assert config.worker.ref.fsdp.enable_cpu_offload is False
-    assert (config.algorithm.kl_coef, config.algorithm.kl_penalty) == (0.01, "low_var_kl")
-    assert config.trainer.logger == ("console", "wandb")
-    assert warned_keys(loaded) == [
-        "trainer.total_episodes",
-        "worker.actor.fsdp.enable_rank0_init",
-        "worker.actor.padding_free",
-        "worker.ref.fsdp.enable_rank0_init",
-        "worker.reward.compute_score",
-        "worker.reward.reward_type",
-    ]
-
-
-@pytest.mark.usefixtures("at_the_root")
-def test_the_command_line_of_that_file_with_a_system_prompt():
-    prompt = (
-        "You FIRST think about the reasoning process as an internal monologue and then provide the final answer.\n"
-        " The reasoning process MUST BE enclosed within <think> </think> tags. "
-        "The final answer MUST BE put in \\boxed{}."
-    )
-    config = load(
-        "easyr1_total_episodes.yaml",
-        "data.train_files=hiyouga/geometry3k@train",
-        "data.val_files=hiyouga/geometry3k@test",
-        f"data.system_prompt={prompt}",
-        "worker.actor.model.model_path=Qwen/Qwen2.5-VL-3B-Instruct",
-        "worker.rollout.tensor_parallel_size=1",
-        "trainer.experiment_name=qwen2_5_vl_3b_geo_grpo",
-        "trainer.n_gpus_per_node=1",
-    ).config
-    assert config.data.system_prompt == prompt
-    assert config.data.val_files == ("hiyouga/geometry3k@test",)
-
-
-@pytest.mark.usefixtures("at_the_root")
-def test_the_file_with_dotted_sections():
-    loaded = load("easyr1_dotted_sections.yaml")
-    config = loaded.config
-    assert (config.worker.actor.global_batch_size, config.data.rollout_batch_size) == (128, 512)
-    assert config.worker.rollout.val_override_config.top_p == 0.95
-    assert config.worker.reward.reward_function == "./examples/reward_function/math.py:compute_score"
-    assert warned_keys(loaded) == [
-        "worker.actor.dynamic_batching",
-        "worker.actor.padding_free",
-        "worker.reward.reward_type",
-    ]
-
-
-@pytest.mark.usefixtures("at_the_root")
-def test_the_current_example_file():
-    loaded = load("easyr1_current.yaml")
-    assert loaded.config.worker.actor.offload.offload_optimizer is True
-    assert loaded.config.trainer.logger == ("file", "wandb")
-    assert loaded.config.worker.actor.model.lora.exclude_modules == ".*visual.*"
-    assert warned_keys(loaded) == [
-        "worker.actor.dynamic_batching",
-        "worker.actor.fsdp.enable_rank0_init",
-        "worker.actor.padding_free",
-        "worker.actor.ulysses_size",
-        "worker.ref.fsdp.enable_rank0_init",
-    ]
+@pytest.mark.parametrize("name", VALUES)
+def test_files_of_easyr1_are_read(monkeypatch, name):
+    monkeypatch.chdir(ROOT)  # from which the examples run
+    loaded = load_config(FILES / name, ())
+    expected = VALUES[name] | {"trainer.n_gpus_per_node": 8, "worker.rollout.tensor_parallel_size": 2}
+    assert {key: value_of(loaded.config, key) for key in expected} == expected
+    warned = {warning.partition(" ")[0] for warning in loaded.warnings}
+    assert len(warned) == len(loaded.warnings)
+    assert warned - set(OF_SEVERAL) == set(WARNED[name])
+    overrides = (f"data.system_prompt={PROMPT}", "trainer.n_gpus_per_node=1", "worker.rollout.tensor_parallel_size=1")
+    assert load_config(FILES / name, overrides).config.data.system_prompt == PROMPT
 
 
 def test_a_renamed_key_gives_one_warning_with_the_new_name():
@@ -164,19 +121,8 @@ def test_every_ignored_key_is_accepted_with_one_warning(key):
 def test_an_ignored_key_with_an_unsupported_value_is_rejected_with_the_reason(key):
     with pytest.raises(ConfigError) as caught:
         load_config(None, (*NEEDED, f"{key}=17"))
-    assert str(caught.value) == f"{key} is 17 (command line): {IGNORED[key].advice}"
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "worker.actor.ulysses_size=4",
-        "worker.reward.reward_type=model",
-    ],
-)
-def test_an_unsupported_value_is_rejected_with_advice(override):
-    with pytest.raises(ConfigError, match=r"[;:] (set|leave|worker)"):
-        load_config(None, (*NEEDED, override))
+    assert str(caught.value).startswith(f"{key} is 17 (command line)")
+    assert str(caught.value).endswith(IGNORED[key].advice)
 
 
 def test_the_command_line_can_override_a_rejected_value(tmp_path):
@@ -184,17 +130,6 @@ def test_the_command_line_can_override_a_rejected_value(tmp_path):
     path.write_text("worker: {reward: {reward_type: model}}", encoding="utf-8")
     loaded = load_config(path, (*NEEDED, "worker.reward.reward_type=function"))
     assert len(loaded.warnings) == 1
-
-
-def test_a_critic_without_gae_gives_a_warning(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("worker: {critic: {strategy: fsdp, model: {model_path: x}}}", encoding="utf-8")
-    loaded = load_config(path, (*NEEDED, "worker.critic.ppo_epochs=2"))
-    assert loaded.warnings == (
-        f"worker.critic.strategy ({path}, line 1) has no effect: several workers always shard the model with torch's "
-        "FSDP2",
-        "worker.critic has no effect without algorithm.adv_estimator=gae",
-    )
 
 
 @pytest.mark.parametrize(("key", "value"), UNSUPPORTED_VALUES)

@@ -21,33 +21,24 @@ def test_a_template_contains_jinja_syntax(text, is_template):
     assert is_inline_template(text) is is_template
 
 
-@pytest.mark.parametrize("text", ["Qwen/Qwen2.5-VL-3B-Instruct", "gpt2", "rows.parquet", "owner/rows.csv"])
-def test_a_name_or_owner_and_name_is_a_hub_id(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "is_local"),
+    [
+        *((text, False) for text in ("Qwen/Qwen2.5-VL-3B-Instruct", "gpt2", "rows.parquet", "owner/rows.csv")),
+        *((text, True) for text in ("./model", "/data/model", "a/b/c", "..", ".hidden", "owner/existing", "~/model")),
+    ],
+)
+def test_a_name_or_owner_and_name_is_a_hub_id_unless_it_exists(text, is_local, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert local_path(text) is None
-
-
-@pytest.mark.parametrize("text", ["./model", "/data/model", "a/b/c", "..", ".hidden"])
-def test_what_cannot_be_a_hub_id_is_local(text, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert local_path(text) == Path(text)
+    monkeypatch.setenv("HOME", "/home/of/user")
+    Path("owner/existing").mkdir(parents=True)
+    assert local_path(text) == (Path(text.replace("~", "/home/of/user")) if is_local else None)
 
 
 @pytest.mark.parametrize("suffix", DATASET_SUFFIXES)
 def test_a_suffix_of_a_file_is_local(suffix):
     assert local_path(f"owner/rows{suffix}", suffixes=DATASET_SUFFIXES) == Path(f"owner/rows{suffix}")
     assert local_path("owner/rows", suffixes=DATASET_SUFFIXES) is None
-
-
-def test_an_existing_path_is_local_even_if_it_could_be_a_hub_id(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("owner/model").mkdir(parents=True)
-    assert local_path("owner/model") == Path("owner/model")
-
-
-def test_a_tilde_is_expanded(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert local_path("~/model") == tmp_path / "model"
 
 
 @pytest.mark.parametrize(

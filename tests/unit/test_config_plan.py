@@ -1,9 +1,13 @@
-"""The plan of a run, with numbers computed by hand."""
+"""The plan of a run, and sizes that are not set, with numbers computed by hand."""
+
+from pathlib import Path
 
 import pytest
 
-from trigon.config.plan import context_length, find_long_warmups, longest_sequence, make_plan, suggest_batch_sizes
-from trigon.config.schema import Config
+from trigon.config.compared import compared_options
+from trigon.config.load import load_config
+from trigon.config.plan import fill_batch_sizes, find_long_warmups, make_plan, suggest_batch_sizes
+from trigon.config.schema import Config, OptimConfig
 from trigon.errors import ConfigError
 from trigon.training.optim import Schedule
 
@@ -65,7 +69,8 @@ def test_a_warm_up_longer_than_training_keeps_its_slope_and_is_warned_of():
     short = config(optim={"lr_warmup_steps": 10, "lr": 1e-6}, trainer={"max_steps": 1})
     plan = make_plan(short, num_train_prompts=2101)
     assert (plan.total_updates, plan.warmup_updates) == (4, 40)
-    rates = [Schedule(1.0, "cosine", plan.warmup_updates, plan.total_updates, 0.0).learning_rate(k) for k in (1, 4)]
+    cosine = OptimConfig(lr=1.0, lr_scheduler_type="cosine")
+    rates = [Schedule(cosine, plan.warmup_updates, plan.total_updates).learning_rate(k) for k in (1, 4)]
     assert rates == [1 / 40, 4 / 40]
     [warning] = find_long_warmups(short, plan)
     assert "worker.actor.optim.lr_warmup_steps is 10" in warning
@@ -93,14 +98,83 @@ def test_an_epoch_must_fill_a_step(num_prompts, proposal):
     )
 
 
-def test_the_context_length_is_the_longest_sequence_of_training_and_validation():
-    assert (longest_sequence(config()), context_length(config())) == (4144, 4144)
-    assert longest_sequence(config(rollout={"val_override_config": {"max_tokens": 4000}})) == 6048
-    assert longest_sequence(config(rollout={"val_override_config": {"max_tokens": 10}})) == 4144
-    assert context_length(config(rollout={"max_model_len": 5000})) == 5000
-
-
 def test_suggested_batch_sizes_are_the_nearest_valid_ones():
     assert suggest_batch_sizes(100, 64) == ([64, 128], [50, 100])
     assert suggest_batch_sizes(3, 2) == ([2, 4], [1, 3])
     assert suggest_batch_sizes(2, 3) == ([3], [2])
+
+
+# -- sizes that are not set ------------------------------------------------------------------------
+
+NEEDED = (
+    "data.train_files=owner/train",
+    "worker.actor.model.model_path=owner/model",
+    "worker.reward.reward_function=math",
+)
+STEP, UPDATE = "data.rollout_batch_size", "worker.actor.global_batch_size"
+CRITIC, GROUP = "worker.critic.global_batch_size", "worker.rollout.n"
+GAE = "algorithm.adv_estimator=gae"
+
+
+def sizes(num_prompts, *overrides):
+    """Return the prompts of a step, of an update, of the critic's update, and the group size."""
+    config, _ = fill_batch_sizes(load_config(None, (*NEEDED, *overrides)).config, num_prompts)
+    worker = config.worker
+    return (
+        config.data.rollout_batch_size,
+        worker.actor.global_batch_size,
+        worker.critic.global_batch_size,
+        worker.rollout.n,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "overrides", "expected"),
+    [
+        (40, (), (40, 40, None, 8)),
+        (3, (), (3, 3, None, 8)),
+        (2000, (), (512, 512, None, 8)),
+        (40, (f"{GROUP}=5",), (40, 40, None, 5)),
+        (40, (f"{STEP}=8",), (8, 8, None, 8)),
+        (40, (f"{UPDATE}=16",), (32, 16, None, 8)),
+        (2000, (f"{UPDATE}=100",), (500, 100, None, 8)),
+        (2000, (f"{UPDATE}=600",), (600, 600, None, 8)),
+        (40, (f"{STEP}=32", f"{UPDATE}=16"), (32, 16, None, 8)),
+        # EasyR1's defaults: 256 prompts of an update; one completion where none are compared.
+        (2000, (f"{STEP}=512",), (512, 256, None, 8)),
+        (2000, (f"{STEP}=300",), (300, 300, None, 8)),
+        (40, ("algorithm.adv_estimator=remax",), (40, 40, None, 1)),
+        (40, (GAE,), (40, 40, 40, 1)),
+        (2000, (GAE, f"{STEP}=512"), (512, 256, 256, 1)),
+        (40, (GAE, f"{UPDATE}=4", f"{CRITIC}=6"), (36, 4, 6, 1)),
+        (40, (GAE, f"{UPDATE}=4", "worker.critic.share_trunk=true"), (40, 4, 4, 1)),
+    ],
+)
+def test_sizes_that_are_not_set_follow_from_the_data_and_from_each_other(num_prompts, overrides, expected):
+    assert sizes(num_prompts, *overrides) == expected
+    plan = make_plan(load_config(None, (*NEEDED, *overrides)).config, num_train_prompts=num_prompts)
+    per_step, per_update, per_critic_update, group = expected
+    assert (plan.prompts_per_step, plan.prompts_per_update) == (per_step, per_update)
+    assert plan.sequences_per_step == per_step * group
+    assert plan.critic.prompts_per_update == (per_critic_update or 1)
+    assert plan.total_steps == num_prompts // per_step * 15
+
+
+def test_a_file_of_easyr1_keeps_its_sizes():
+    config = load_config(Path(__file__).parents[2] / "examples" / "config.yaml", NEEDED).config
+    filled, chosen = fill_batch_sizes(config, 2101)
+    assert (filled, chosen) == (config, {})
+    assert sizes(2101, f"{STEP}=512", f"{UPDATE}=128", f"{GROUP}=5") == (512, 128, None, 5)
+
+
+def test_an_update_that_the_data_does_not_fill_is_an_error_with_a_remedy():
+    config = load_config(None, (*NEEDED, f"{UPDATE}=64")).config
+    with pytest.raises(ConfigError, match=rf"{STEP}=40 {UPDATE}=40"):
+        make_plan(config, num_train_prompts=40)
+
+
+def test_sizes_are_compared_on_resuming_once_they_are_known():
+    unknown = compared_options(load_config(None, NEEDED).config)
+    assert {STEP, UPDATE}.isdisjoint(unknown)
+    known = compared_options(fill_batch_sizes(load_config(None, NEEDED).config, 40)[0])
+    assert (known[STEP], known[UPDATE], known[GROUP]) == (40, 40, 8)

@@ -10,9 +10,8 @@ from typing import get_args
 import pytest
 
 from support.critics import make_critic, to_learn
-from support.engines import KL_TERMS, make_engine, make_rollouts, to_train
+from support.engines import KL, make_engine, make_rollouts, to_train, with_loss
 from support.fake_runs import (
-    ADVANTAGES,
     ALL_INTERVALS,
     FILTER,
     SAMPLING,
@@ -23,8 +22,8 @@ from support.fake_runs import (
     sometimes_crashing,
 )
 from support.models import processors_of
-from trigon.algorithms.importance import Correction
-from trigon.config.plan import CriticPlan
+from trigon.config.plan import ModelPlan
+from trigon.config.schema import AlgorithmConfig
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.vision import image_processor_of
 from trigon.distributed.worker_group import Traffic
@@ -111,15 +110,15 @@ def reported_keys(tiny_model, tmp_path_factory) -> set[str]:
             kit,
             folder / "critic",
             critic=FakeCriticEngine(),
-            advantage_settings=replace(ADVANTAGES, estimator="gae"),
-            plan=replace(plan_of(steps=1), critic=CriticPlan(2, 1, 2, 2, 0, 100, 100)),
+            algorithm=AlgorithmConfig(disable_kl=True, adv_estimator="gae"),
+            plan=replace(plan_of(steps=1), critic=ModelPlan(2, 1, 2, 2, 0, 100, 100)),
         ) as with_critic,
         open_run(
             kit,
             folder / "run",
             complete=sometimes_crashing,
             has_pools=True,
-            **(full_settings(2) | {"advantage_settings": replace(ADVANTAGES, estimator="remax", kl_in_reward="kl")}),
+            **(full_settings(2) | {"algorithm": AlgorithmConfig(adv_estimator="remax", kl_penalty="kl")}),
             sampling=replace(SAMPLING, top_k=50),
             group_filter=replace(FILTER, low=-1.0, high=2.0),
         ) as run,
@@ -131,7 +130,12 @@ def reported_keys(tiny_model, tmp_path_factory) -> set[str]:
 
     model = tiny_model("qwen2")
     rollouts = make_rollouts(model)
-    engine = make_engine(model, terms=replace(KL_TERMS, correction=Correction("truncate", "token", 0.5, 2.0)))
+    engine = make_engine(
+        model,
+        config=with_loss(
+            KL, mismatch_correction="truncate", mismatch_level="token", mismatch_low=0.5, mismatch_high=2.0
+        ),
+    )
     for old in (None, engine.logprobs(rollouts)):
         keys |= values(engine.step(to_train(rollouts, old=old, ref=engine.logprobs(rollouts)))).keys()
     frozen = tiny_model("qwen2_5_vl")

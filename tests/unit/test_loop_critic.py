@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from support.fake_runs import ADVANTAGES, INTERVALS, changed, lines_of, open_run, open_shared_parts, plan_of, record_of
-from trigon.algorithms.gae import GaeSettings
-from trigon.config.plan import CriticPlan
+from support.fake_runs import INTERVALS, changed, lines_of, open_run, open_shared_parts, plan_of, record_of
+from trigon.config.plan import ModelPlan
+from trigon.config.schema import AlgorithmConfig
 from trigon.errors import NotFiniteError
 from trigon.loop import train
 from trigon.metrics import Max, Mean, Sum
@@ -18,7 +18,7 @@ from trigon.run import Run
 from trigon.training.fake import FakeCriticEngine, FakeTrainEngine
 from trigon.training.protocol import SKIPPED_GRAD_NORM, TrunkCriticEngine
 
-TWO_UPDATES = CriticPlan(2, 2, 4, 100, 0, 100, 100)
+TWO_UPDATES = ModelPlan(2, 2, 4, 100, 0, 100, 100)
 """Two prompts in an update, and two passes over the four prompts of a step."""
 
 
@@ -34,7 +34,7 @@ def with_critic(run: Run, critic: FakeCriticEngine, *, steps: int = 3) -> Run:
         critic=critic,
         plan=replace(plan_of(steps=steps), critic=TWO_UPDATES),
         intervals=replace(INTERVALS, save_every=1),
-        advantage_settings=replace(ADVANTAGES, estimator="gae", gae=GaeSettings(lam=0.9)),
+        algorithm=AlgorithmConfig(disable_kl=True, adv_estimator="gae", lam=0.9),
     )
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from trigon.config.defaults import resolve_same_command
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.report.summary import describe_plan, format_bytes, suggest_next_steps
@@ -59,7 +58,7 @@ def test_after_a_stop_the_command_that_resumes_is_suggested():
     ],
 )
 def test_all_messages_have_the_command_that_finds_the_last_checkpoint(trainer, finds_last):
-    command = resolve_same_command(Config(trainer={"save_checkpoint_path": "/runs/x", **trainer}))
+    command = Config(trainer={"save_checkpoint_path": "/runs/x", **trainer}).trainer.same_command
     option = "" if finds_last else " with trainer.load_checkpoint_path=/runs/x/global_step_"
     assert command.from_last("goes on") == f"the same command{option and f'{option}...'} goes on"
     assert command.from_step(7, "goes on") == f"the same command{option and f'{option}7'} goes on"
@@ -67,7 +66,7 @@ def test_all_messages_have_the_command_that_finds_the_last_checkpoint(trainer, f
 
 def test_no_message_says_that_a_run_resumes_from_weights_alone():
     config = Config(trainer={"save_checkpoint_path": "/runs/x", "save_model_only": True})
-    command, last = resolve_same_command(config), Path("/runs/x/global_step_5")
+    command, last = config.trainer.same_command, Path("/runs/x/global_step_5")
     grace = Grace(1.0, command)
     grace.saved_step = 5
     grace.begin_step(6)

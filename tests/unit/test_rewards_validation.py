@@ -12,7 +12,6 @@ from trigon.assemble.origin import KEY, Origin
 from trigon.assemble.rewards import open_validation_rewards
 from trigon.checkpoint.store import Checkpoint
 from trigon.config.load import dump_config
-from trigon.config.rewards import validation_option
 from trigon.errors import CheckpointError, ConfigError
 from trigon.loop import train
 from trigon.rewards.contract import RewardRequest
@@ -65,7 +64,10 @@ def test_the_option_opens_workers_of_its_own_with_arguments_in_the_list(load, tm
         open_validation_rewards(config.model_copy(update={"data": config.data.model_copy(update={"val_files": ()})}))
         is None
     )
-    assert (validation_option(load()), validation_option(load(f"{VAL_REWARD}=r1v"))) == ("math", "r1v")
+    assert (load().worker.reward.of_validation, load(f"{VAL_REWARD}=r1v").worker.reward.of_validation) == (
+        "math",
+        "r1v",
+    )
 
 
 def test_a_missing_file_and_secrets_of_arguments_are_treated_as_those_of_training(load, tmp_path):

@@ -9,8 +9,7 @@ from trigon.assemble.origin import KEY, Origin
 from trigon.assemble.rewards import open_rewards
 from trigon.checkpoint.store import Checkpoint
 from trigon.config.load import dump_config, load_config
-from trigon.config.rewards import describe_option, reward_specs
-from trigon.config.schema import WeightedReward
+from trigon.config.schema import WeightedReward, describe_rewards, reward_specs
 from trigon.errors import CheckpointError, ConfigError, RewardError
 from trigon.report.run import RunRecord
 from trigon.rewards.contract import RewardRequest
@@ -78,7 +77,7 @@ def test_yaml_and_the_command_line_take_the_same_list_and_texts_stay_texts(load,
     assert load(f"{REWARD}=[math, {{function: r1v, weight: 2}}]").worker.reward.reward_function == from_file
     assert load(f"{REWARD}=math").worker.reward.reward_function == "math"
     assert reward_specs(from_file) == ("math", "r1v")
-    assert (describe_option(from_file), describe_option("math")) == ("1 * math + 2 * r1v", "math")
+    assert (describe_rewards(from_file), describe_rewards("math")) == ("1 * math + 2 * r1v", "math")
 
 
 def test_the_configuration_that_a_run_writes_is_read_to_an_equal_one(load, tmp_path):

@@ -30,7 +30,7 @@ GROUPS = [
     group(20, rollout(6, {}, outcome="failed"), rollout(8, {}, outcome="failed", finish_reason="length")),
 ]
 REWARDS = torch.tensor([[1.0, 0.0], [0.5, 0.0], [0.0, 0.0]])
-ADVANTAGES = [
+ALGORITHM = [
     [torch.full((len(r.completion.token_ids),), value) for r, value in zip(group.rollouts, row, strict=True)]
     for group, row in zip(GROUPS, [[0.7, -0.7], [0.0, 0.0], [0.0, 0.0]], strict=True)
 ]
@@ -40,7 +40,7 @@ VALID = torch.tensor([[True, True], [True, False], [False, False]])
 
 
 def metrics():
-    return values({**describe_groups(GROUPS), **describe_learned(GROUPS, REWARDS, ADVANTAGES, VALID)})
+    return values({**describe_groups(GROUPS), **describe_learned(GROUPS, REWARDS, ALGORITHM, VALID)})
 
 
 def test_rewards_are_averaged_over_the_completions_that_have_them():
@@ -90,7 +90,7 @@ def test_advantages_have_metrics():
 
 def test_a_batch_without_scores_has_no_reward_metrics():
     numbers = values(
-        {**describe_groups(GROUPS[2:]), **describe_learned(GROUPS[2:], REWARDS[2:], ADVANTAGES[2:], VALID[2:])}
+        {**describe_groups(GROUPS[2:]), **describe_learned(GROUPS[2:], REWARDS[2:], ALGORITHM[2:], VALID[2:])}
     )
     assert not any(key.startswith(("reward/", "critic/score/")) for key in numbers)
     assert math.isnan(numbers["group/equal_rewards_fraction"])

@@ -5,13 +5,11 @@ advantages, masks.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
 
 from support.fake_runs import (
-    ADVANTAGES,
     INTERVALS,
     ConstantReference,
     full_settings,
@@ -24,6 +22,7 @@ from support.fake_runs import (
 )
 from support.oracle import group_of
 from trigon.algorithms.kl import AdaptiveKl
+from trigon.config.schema import AlgorithmConfig
 from trigon.errors import RewardError
 from trigon.loop import train
 from trigon.metrics import values
@@ -146,7 +145,7 @@ def test_the_kl_of_a_step_is_the_mean_over_its_completions_whatever_their_length
     prompt = Prompt("test:0", (5, 6), None, "", None, {}, ())
     prepared = prepare_groups(
         [group_of(prompt, [(7,), (8,) * 99])],
-        replace(ADVANTAGES, kl_in_reward="kl"),
+        AlgorithmConfig(kl_penalty="kl"),
         trainer=FakeTrainEngine(),
         reference=ShortReference(),
         needs_old_logprobs=True,
@@ -162,7 +161,7 @@ def test_cut_completions_do_not_train_but_count_in_their_group(parts, tmp_path):
         parts,
         tmp_path,
         plan=plan_of(steps=1),
-        advantage_settings=replace(ADVANTAGES, mask_overlong=True),
+        algorithm=AlgorithmConfig(disable_kl=True, overlong_filtering=True),
         complete=lambda p, v, s: "no idea at all and a few more words" if s % 2 else p.ground_truth,
     ) as run:
         train(run, None)
@@ -182,7 +181,7 @@ def test_steps_whose_completions_are_all_cut_learn_nothing_and_the_run_goes_on(p
         parts,
         tmp_path,
         plan=plan_of(steps=2),
-        advantage_settings=replace(ADVANTAGES, mask_overlong=True),
+        algorithm=AlgorithmConfig(disable_kl=True, overlong_filtering=True),
         complete=lambda p, v, s: f"no idea at all and a few more words {s}",
     ) as run:
         train(run, None)
@@ -197,18 +196,18 @@ def test_steps_whose_completions_are_all_cut_learn_nothing_and_the_run_goes_on(p
 
 
 def test_gdpo_refuses_a_reward_without_its_parts(parts, tmp_path):
-    advantage_settings = replace(ADVANTAGES, estimator="gdpo", weights={"beauty": 1.0})
+    algorithm = AlgorithmConfig(disable_kl=True, adv_estimator="gdpo", reward_weights={"beauty": 1.0})
     with (
-        open_run(parts, tmp_path, advantage_settings=advantage_settings) as run,
+        open_run(parts, tmp_path, algorithm=algorithm) as run,
         pytest.raises(RewardError, match=r"lack beauty \(found: acc"),
     ):
         train(run, None)
 
 
 def test_the_full_kl_comes_from_the_trainer(parts, tmp_path):
-    advantage_settings = replace(ADVANTAGES, kl_in_reward="full")
+    algorithm = AlgorithmConfig(kl_penalty="full")
     kl = AdaptiveKl(coefficient=0.1, target=0.1, horizon=0.0)
-    with open_run(parts, tmp_path, plan=plan_of(steps=1), advantage_settings=advantage_settings, kl=kl) as run:
+    with open_run(parts, tmp_path, plan=plan_of(steps=1), algorithm=algorithm, kl=kl) as run:
         train(run, None)
         assert run.report.phases[4:] == ["parity", "ref", "update_actor", "save_checkpoint"]
     assert lines_of(tmp_path)[1]["actor/kl_penalty"] == 0.0  # the fake train engine returns 0

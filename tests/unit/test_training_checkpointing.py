@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from support.engines import make_engine, make_rollouts, tensors_in, to_train, weights_of
 from support.tensors import assert_equal_tensors, max_relative_error
+from trigon.config.schema import OptimConfig
 from trigon.errors import CheckpointError
 from trigon.metrics import values
 from trigon.training.checkpointing import load_policy_and_optimizer, stage_state
@@ -290,16 +291,16 @@ class OneLayer(nn.Module):
 @pytest.mark.parametrize(("strategy", "expected"), [("adamw", "meta"), ("adamw_bf16", "cpu")])
 def test_the_step_count_is_loaded_onto_the_device_that_reads_it(tmp_path, strategy, expected):
     """The fused kernel of adamw reads it on the device of the parameter, here "meta" for a GPU."""
-    options = {"strategy": strategy, "learning_rate": 0.1, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    optim = OptimConfig(strategy=strategy, lr=0.1, weight_decay=0.0)
     policy = OneLayer("cpu")
-    optimizer = make_optimizer(policy.parameters(), **options)
+    optimizer = make_optimizer(policy.parameters(), optim)
     policy.layer.weight.grad = torch.ones(4, 4)
     optimizer.step()
     alone = {"strategy": strategy, "process_group": SingleProcess()}
     stage_state(policy, optimizer, tmp_path, updates=1, model_only=False, **alone)()
 
     on_gpu = OneLayer("meta")
-    resumed = make_optimizer(on_gpu.parameters(), **options)
+    resumed = make_optimizer(on_gpu.parameters(), optim)
     load_policy_and_optimizer(on_gpu, resumed, tmp_path, **alone)
     [state] = resumed.state.values()
     assert {key: value.device.type for key, value in state.items()} == {

@@ -6,7 +6,6 @@ On a machine without a GPU the device is the one of support.device.
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,31 +13,39 @@ import torch
 
 from support.device import DEVICE, HostWaits, OnDevice, move_module
 from support.engines import (
-    FULL_KL_TERMS,
-    KL_TERMS,
+    CONFIG,
+    FULL_KL,
+    KL,
     ONE_ROW,
-    TERMS,
     make_rollouts,
+    plan_for,
     processors_of,
     to_train,
-    train_settings,
+    with_loss,
 )
 from support.varlen import stand_in
-from trigon.algorithms.importance import Correction
+from trigon.config.options import with_options
+from trigon.config.schema import Config, LoraConfig
 from trigon.metrics import values
 from trigon.models.attention import use_group_attention
 from trigon.models.features import VisionFeatureCache
 from trigon.models.load import load_model
-from trigon.models.lora import LoraSettings, add_lora
+from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.models.transfer import to_device
 from trigon.training.host_waits import host_waits
 from trigon.training.local import LocalTrainEngine
-from trigon.training.settings import Placement
-from trigon.training.step import LossTerms
+from trigon.training.placement import Placement
 
-CORRECTED = replace(KL_TERMS, entropy_coefficient=0.01, correction=Correction("truncate", "sequence", 0.5, 2.0))
+CORRECTED = with_loss(
+    KL,
+    entropy_coeff=0.01,
+    mismatch_correction="truncate",
+    mismatch_level="sequence",
+    mismatch_low=0.5,
+    mismatch_high=2.0,
+)
 FEW_TOKENS, FEWER_TOKENS = 45, 20  # of a row; the groups of make_rollouts take 2 rows, and 6 or 7
 GPU = torch.device("cuda")
 
@@ -55,7 +62,7 @@ def make_engine(
     *,
     max_tokens: int,
     device: torch.device = DEVICE,
-    terms: LossTerms = TERMS,
+    config: Config = CONFIG,
     kernel: str = "sdpa",
     freeze: bool = False,
     lora: bool = False,
@@ -72,7 +79,7 @@ def make_engine(
     if freeze:
         policy.freeze_vision_tower()
     if lora:
-        add_lora(policy.model, LoraSettings(4, 8, "all-linear", None), seed=0)
+        add_lora(policy.model, LoraConfig(rank=4, alpha=8), seed=0)
     policy.enable_gradient_checkpointing()
     if device == DEVICE:
         move_module(policy)
@@ -80,7 +87,8 @@ def make_engine(
         policy.to(device)
     return LocalTrainEngine(
         policy,
-        train_settings(terms, strategy, max_tokens=max_tokens),
+        with_options(config, {"worker.actor.optim.strategy": strategy}),
+        plan_for(max_tokens),
         Placement(device=device, compute_dtype=None),
         positions=positions_of(processors.family, processors.hf_config),
         features=VisionFeatureCache(2**20) if policy.has_frozen_vision else None,
@@ -111,10 +119,10 @@ def varlen_attn(
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [
-        ("qwen2_5_vl", {"terms": CORRECTED}),
+        ("qwen2_5_vl", {"config": CORRECTED}),
         ("qwen2_5_vl", {"kernel": "varlen"}),
         ("qwen2_5_vl", {"freeze": True}),
-        ("qwen2_5_vl", {"lora": True, "terms": FULL_KL_TERMS}),
+        ("qwen2_5_vl", {"lora": True, "config": FULL_KL}),
         ("qwen3_vl_moe", {"strategy": "adamw_bf16", "dtype": torch.bfloat16}),
         ("internvl", {}),
     ],
@@ -125,7 +133,7 @@ def test_an_update_waits_once_for_any_number_of_micro_batches(tiny_model, monkey
     folder = tiny_model(model_type)
     rollouts = make_rollouts(folder)
     reference = [[torch.full((len(each.completion.token_ids),), -6.0) for each in group.rollouts] for group in rollouts]
-    groups = to_train(rollouts, masked=[(0, 1)], ref=reference if options.get("terms") is CORRECTED else None)
+    groups = to_train(rollouts, masked=[(0, 1)], ref=reference if options.get("config") is CORRECTED else None)
     micro_batches = []
     for max_tokens in (FEW_TOKENS, FEWER_TOKENS):
         engine = make_engine(folder, max_tokens=max_tokens, **options)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from support.engines import (
-    CLIPPED,
-    FULL_KL_TERMS,
-    KL_TERMS,
+    FULL_KL,
+    KL,
     ONE_ROW,
-    TERMS,
     make_engine,
     make_rollouts,
     to_train,
     weights_of,
+    with_loss,
 )
 from support.tensors import flatten, max_relative_error
-from trigon.algorithms.importance import Correction
 from trigon.metrics import values
 from trigon.types import TrainGroup
 
@@ -47,25 +43,25 @@ def test_without_old_logprobs_the_ratio_is_exactly_one_and_old_logprobs_give_the
 
 
 OFF_POLICY = {
-    "default, seq": replace(TERMS, averaging="seq"),
-    "default, seq_fixed": replace(TERMS, averaging="seq_fixed"),
-    "gspo": replace(TERMS, policy=replace(CLIPPED, kind="gspo"), averaging="seq"),
-    "gspo_token": replace(TERMS, policy=replace(CLIPPED, kind="gspo_token")),
-    "cispo": replace(TERMS, policy=replace(CLIPPED, kind="cispo")),
-    "sapo": replace(TERMS, policy=replace(CLIPPED, kind="sapo")),
-    "entropy": replace(TERMS, entropy_coefficient=0.1),
-    "truncate": replace(TERMS, correction=Correction("truncate", "token", 0.5, 2.0)),
-    "mask": replace(TERMS, correction=Correction("mask", "sequence", 0.5, 2.0)),
-    "reject": replace(TERMS, correction=Correction("reject", "token", 0.2, 5.0)),
-    "k1": replace(TERMS, kl_estimator="kl", kl_coefficient=0.3),
-    "abs": replace(TERMS, kl_estimator="abs", kl_coefficient=0.3),
-    "k2": replace(TERMS, kl_estimator="mse", kl_coefficient=0.3),
-    "k3": replace(TERMS, kl_estimator="low_var_kl", kl_coefficient=0.3),
-    "full": FULL_KL_TERMS,
+    "default, seq": with_loss(loss_avg_mode="seq"),
+    "default, seq_fixed": with_loss(loss_avg_mode="seq_fixed"),
+    "gspo": with_loss(loss_type="gspo", loss_avg_mode="seq"),
+    "gspo_token": with_loss(loss_type="gspo_token"),
+    "cispo": with_loss(loss_type="cispo"),
+    "sapo": with_loss(loss_type="sapo"),
+    "entropy": with_loss(entropy_coeff=0.1),
+    "truncate": with_loss(mismatch_correction="truncate", mismatch_level="token", mismatch_low=0.5, mismatch_high=2.0),
+    "mask": with_loss(mismatch_correction="mask", mismatch_level="sequence", mismatch_low=0.5, mismatch_high=2.0),
+    "reject": with_loss(mismatch_correction="reject", mismatch_level="token", mismatch_low=0.2, mismatch_high=5.0),
+    "k1": with_loss(use_kl_loss=True, kl_penalty="kl", kl_coef=0.3),
+    "abs": with_loss(use_kl_loss=True, kl_penalty="abs", kl_coef=0.3),
+    "k2": with_loss(use_kl_loss=True, kl_penalty="mse", kl_coef=0.3),
+    "k3": with_loss(use_kl_loss=True, kl_penalty="low_var_kl", kl_coef=0.3),
+    "full": FULL_KL,
 }
 
 
-@pytest.mark.parametrize("terms", [pytest.param(terms, id=name) for name, terms in OFF_POLICY.items()])
+@pytest.mark.parametrize("config", [pytest.param(config, id=name) for name, config in OFF_POLICY.items()])
 def test_with_every_loss_neither_the_token_budget_nor_the_order_of_groups_changes_the_update(tiny_model, terms):
     folder = tiny_model("qwen2")
     rollouts = make_rollouts(folder)
@@ -77,7 +73,7 @@ def test_with_every_loss_neither_the_token_budget_nor_the_order_of_groups_change
     other = tiny_model("qwen2", seed=1) if terms.kl_estimator == "full" else None
 
     def updated(groups: list[TrainGroup], max_tokens: int) -> tuple[dict[str, float], dict[str, Tensor]]:
-        engine = make_engine(folder, terms=terms, max_tokens=max_tokens, compared_with=other)
+        engine = make_engine(folder, config=terms, max_tokens=max_tokens, compared_with=other)
         return values(engine.step(groups)), weights_of(engine)
 
     metrics, weights = updated(groups, ONE_ROW)
@@ -98,7 +94,7 @@ def test_token_and_seq_averaging_by_hand(tiny_model):
     groups = to_train(make_rollouts(folder))
     by_token = values(make_engine(folder).step(groups))["actor/pg_loss"]
     assert by_token == pytest.approx(-(14 * 1.0 - 12 * 0.75 + 7 * 0.25) / 33, abs=1e-6)
-    by_sequence = values(make_engine(folder, terms=replace(TERMS, averaging="seq")).step(groups))["actor/pg_loss"]
+    by_sequence = values(make_engine(folder, config=with_loss(loss_avg_mode="seq")).step(groups))["actor/pg_loss"]
     assert by_sequence == pytest.approx(-(1.0 - 0.75 + 0.25) / 3, abs=1e-6)
 
 
@@ -106,7 +102,7 @@ def test_fixed_length_averaging_by_hand(tiny_model):
     # As above, with sums over completions divided by 16 tokens and 9 completions.
     folder = tiny_model("qwen2")
     metrics = values(
-        make_engine(folder, terms=replace(TERMS, averaging="seq_fixed")).step(to_train(make_rollouts(folder)))
+        make_engine(folder, config=with_loss(loss_avg_mode="seq_fixed")).step(to_train(make_rollouts(folder)))
     )
     assert metrics["actor/pg_loss"] == pytest.approx(-(14 * 1.0 - 12 * 0.75 + 7 * 0.25) / 16 / 9, abs=1e-6)
 
@@ -114,7 +110,7 @@ def test_fixed_length_averaging_by_hand(tiny_model):
 def test_a_second_update_on_the_same_completions_is_off_policy_and_clipped(tiny_model):
     folder = tiny_model("qwen2")
     rollouts = make_rollouts(folder)
-    engine = make_engine(folder, terms=replace(TERMS, policy=replace(CLIPPED, clip_low=0.0, clip_high=0.0)))
+    engine = make_engine(folder, config=with_loss(clip_ratio_low=0.0, clip_ratio_high=0.0))
     groups = to_train(rollouts, old=engine.logprobs(rollouts))
     engine.step(groups)
     second = values(engine.step(groups))
@@ -126,7 +122,7 @@ def test_a_second_update_on_the_same_completions_is_off_policy_and_clipped(tiny_
 def test_an_entropy_bonus_raises_the_entropy(tiny_model):
     folder = tiny_model("qwen2")
     groups = to_train(make_rollouts(folder), advantages=(0.0, 0.0, 0.0))
-    engine = make_engine(folder, terms=replace(TERMS, entropy_coefficient=1.0))
+    engine = make_engine(folder, config=with_loss(entropy_coeff=1.0))
     entropies = [values(engine.step(groups))["actor/entropy"] for _ in range(4)]
     assert entropies == sorted(entropies)
     assert entropies[-1] > entropies[0]
@@ -136,11 +132,19 @@ def test_a_rejected_completion_has_no_gradient(tiny_model):
     # The sampling log-probabilities are all -6.5; the ratio of the policy to them is within [low,
     # high] or not.
     folder = tiny_model("qwen2")
-    engine = make_engine(folder, terms=replace(TERMS, correction=Correction("reject", "sequence", 0.0, 1e-6 + 1)))
+    engine = make_engine(
+        folder,
+        config=with_loss(
+            mismatch_correction="reject", mismatch_level="sequence", mismatch_low=0.0, mismatch_high=1e-6 + 1
+        ),
+    )
     before = weights_of(engine)
     metrics = values(engine.step(to_train(make_rollouts(folder))))
     share = metrics["mismatch/corrected_fraction"]
-    none = make_engine(folder, terms=replace(TERMS, correction=Correction("reject", "token", 1.0, 1.0)))
+    none = make_engine(
+        folder,
+        config=with_loss(mismatch_correction="reject", mismatch_level="token", mismatch_low=1.0, mismatch_high=1.0),
+    )
     untouched = values(none.step(to_train(make_rollouts(folder))))
     assert untouched["mismatch/corrected_fraction"] == 1.0
     assert untouched["actor/grad_norm"] == 0.0
@@ -152,13 +156,13 @@ def test_a_rejected_completion_has_no_gradient(tiny_model):
 def test_a_kl_in_the_loss_needs_reference_logprobs(tiny_model):
     folder = tiny_model("qwen2")
     with pytest.raises(AssertionError, match="reference"):
-        make_engine(folder, terms=KL_TERMS).step(to_train(make_rollouts(folder)))
+        make_engine(folder, config=KL).step(to_train(make_rollouts(folder)))
 
 
 def test_the_kl_from_the_policy_itself_is_zero_and_does_not_change_the_update(tiny_model):
     folder = tiny_model("qwen2")
     rollouts = make_rollouts(folder)
-    engine, plain = make_engine(folder, terms=KL_TERMS), make_engine(folder)
+    engine, plain = make_engine(folder, config=KL), make_engine(folder)
     metrics = values(engine.step(to_train(rollouts, ref=engine.logprobs(rollouts))))
     plain.step(to_train(rollouts))
     assert metrics["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
@@ -168,7 +172,7 @@ def test_the_kl_from_the_policy_itself_is_zero_and_does_not_change_the_update(ti
 def test_the_kl_from_another_policy_falls_when_it_is_trained_on(tiny_model):
     folder = tiny_model("qwen2")
     rollouts = make_rollouts(folder)
-    engine = make_engine(folder, terms=replace(KL_TERMS, kl_coefficient=1.0))
+    engine = make_engine(folder, config=with_loss(KL, kl_coef=1.0))
     ref = make_engine(tiny_model("qwen2", seed=1)).logprobs(rollouts)
     groups = to_train(rollouts, ref=ref, advantages=(0.0, 0.0, 0.0))
     distances = [values(engine.step(groups))["actor/kl_loss"] for _ in range(4)]
@@ -179,7 +183,7 @@ def test_the_kl_from_another_policy_falls_when_it_is_trained_on(tiny_model):
 def test_the_kl_metric_is_without_its_coefficient(tiny_model):
     folder = tiny_model("qwen2")
     rollouts = make_rollouts(folder)
-    engine = make_engine(folder, terms=replace(TERMS, kl_estimator="kl", kl_coefficient=0.001))
+    engine = make_engine(folder, config=with_loss(use_kl_loss=True, kl_penalty="kl", kl_coef=0.001))
     ref = [[logprobs - 0.5 for logprobs in group] for group in engine.logprobs(rollouts)]
     metrics = values(engine.step(to_train(rollouts, ref=ref)))
     assert metrics["actor/kl_loss"] == pytest.approx(0.5, abs=1e-5)
@@ -189,9 +193,7 @@ def test_the_kl_metric_is_without_its_coefficient(tiny_model):
 def test_the_full_kl_falls_when_it_is_trained_on(tiny_model):
     folder = tiny_model("qwen2")
     rollouts = make_rollouts(folder)
-    engine = make_engine(
-        folder, terms=replace(FULL_KL_TERMS, kl_coefficient=1.0), compared_with=tiny_model("qwen2", seed=1)
-    )
+    engine = make_engine(folder, config=with_loss(FULL_KL, kl_coef=1.0), compared_with=tiny_model("qwen2", seed=1))
     groups = to_train(rollouts, advantages=(0.0, 0.0, 0.0))
     before = engine.full_kl(rollouts)
     distances = [values(engine.step(groups))["actor/kl_loss"] for _ in range(4)]
@@ -203,7 +205,7 @@ def test_the_full_kl_falls_when_it_is_trained_on(tiny_model):
 def test_the_full_kl_of_new_adapters_is_zero(tiny_model):
     folder = tiny_model("qwen2")
     rollouts = make_rollouts(folder)
-    engine = make_engine(folder, terms=FULL_KL_TERMS, lora_rank=2)
+    engine = make_engine(folder, config=FULL_KL, lora_rank=2)
     assert max(float(tokens.abs().max()) for row in engine.full_kl(rollouts) for tokens in row) < 1e-6
     engine.step(to_train(rollouts))
     assert min(float(tokens.max()) for row in engine.full_kl(rollouts) for tokens in row) > 1e-7

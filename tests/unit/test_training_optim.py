@@ -7,21 +7,22 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from trigon.config.schema import OptimConfig
 from trigon.training.memory import HostMemory
 from trigon.training.optim import AdamWBf16, Schedule, make_optimizer, move_states, update_bytes, upgrade_state
 
 
 def test_warm_up_starts_above_zero_and_reaches_the_peak():
-    schedule = Schedule(peak=1.0, shape="constant", warmup_updates=4, total_updates=10, min_ratio=0.0)
+    schedule = Schedule(OptimConfig(lr=1.0), warmup_updates=4, total_updates=10)
     assert [schedule.learning_rate(k) for k in range(1, 7)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
 def test_without_warm_up_the_first_update_has_the_peak_rate():
-    assert Schedule(2.0, "constant", 0, 10, 0.0).learning_rate(1) == 2.0
+    assert Schedule(OptimConfig(lr=0.5), 0, 10).learning_rate(1) == 0.5
 
 
 def test_cosine_falls_to_its_minimum_and_stays_there():
-    schedule = Schedule(peak=1.0, shape="cosine", warmup_updates=0, total_updates=4, min_ratio=0.1)
+    schedule = Schedule(OptimConfig(lr=1.0, lr_scheduler_type="cosine", min_lr_ratio=0.1), total_updates=4)
     half = 0.1 + 0.9 * 0.5
     assert schedule.learning_rate(2) == pytest.approx(half)
     assert schedule.learning_rate(4) == pytest.approx(0.1)
@@ -35,7 +36,7 @@ def test_only_matrices_have_weight_decay():
         layer.weight.fill_(1.0)
         layer.bias.fill_(1.0)
     optimizer = make_optimizer(
-        layer.parameters(), strategy="adamw", learning_rate=0.1, betas=(0.9, 0.999), weight_decay=0.5
+        layer.parameters(), OptimConfig(strategy="adamw", lr=0.1, betas=(0.9, 0.999), weight_decay=0.5)
     )
     layer.weight.grad, layer.bias.grad = torch.zeros(2, 2), torch.zeros(2)
     optimizer.step()
@@ -47,7 +48,7 @@ def test_frozen_parameters_are_not_in_the_optimizer():
     layer = nn.Linear(2, 2)
     layer.weight.requires_grad_(False)
     optimizer = make_optimizer(
-        layer.parameters(), strategy="adamw", learning_rate=0.1, betas=(0.9, 0.999), weight_decay=0.0
+        layer.parameters(), OptimConfig(strategy="adamw", lr=0.1, betas=(0.9, 0.999), weight_decay=0.0)
     )
     assert [p for group in optimizer.param_groups for p in group["params"]] == [layer.bias]
 
@@ -55,7 +56,7 @@ def test_frozen_parameters_are_not_in_the_optimizer():
 def train_towards(target, strategy, dtype, updates, learning_rate):
     parameter = nn.Parameter(torch.zeros(4, 4, dtype=dtype))
     optimizer = make_optimizer(
-        [parameter], strategy=strategy, learning_rate=learning_rate, betas=(0.9, 0.999), weight_decay=0.01
+        [parameter], OptimConfig(strategy=strategy, lr=learning_rate, betas=(0.9, 0.999), weight_decay=0.01)
     )
     for _ in range(updates):
         parameter.grad = (parameter.detach().float() - target).to(dtype)
@@ -74,7 +75,7 @@ def test_bf16_adamw_equals_adamw_in_float32():
 
 
 def adamw_of(parameter, strategy="adamw"):
-    return make_optimizer([parameter], strategy=strategy, learning_rate=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
+    return make_optimizer([parameter], OptimConfig(strategy=strategy, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -170,11 +171,7 @@ def gradients(updates):
 
 def bf16_optimizer(parameter, learning_rate, weight_decay=0.0):
     return make_optimizer(
-        [parameter],
-        strategy="adamw_bf16",
-        learning_rate=learning_rate,
-        betas=(0.9, 0.999),
-        weight_decay=weight_decay,
+        [parameter], OptimConfig(strategy="adamw_bf16", lr=learning_rate, betas=(0.9, 0.999), weight_decay=weight_decay)
     )
 
 
@@ -207,8 +204,8 @@ def test_bf16_adamw_updates_weights_as_float32_bit_for_bit(learning_rate):
 def test_bf16_adamw_moves_weights_of_every_size_as_far_as_adamw_in_float32():
     start = torch.logspace(-3, 1, 8).bfloat16()[:, None].repeat(1, 16)
     exact, parameter = nn.Parameter(start.float()), nn.Parameter(start.clone())
-    options = {"learning_rate": 1e-6, "betas": (0.9, 0.999), "weight_decay": 0.0}
-    reference = make_optimizer([exact], strategy="adamw", **options)
+    options = {"lr": 1e-6, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    reference = make_optimizer([exact], OptimConfig(strategy="adamw", **options))
     optimizer = bf16_optimizer(parameter, 1e-6)
     for gradient in gradients(3000):
         parameter.grad, exact.grad = gradient.clone(), gradient.float()

@@ -12,13 +12,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from trigon.training.settings import Placement
 
-from support.engines import KL_TERMS, ONE_ROW, TERMS, make_engine, make_rollouts, tensors_in, to_train, weights_of
+from support.engines import KL, ONE_ROW, make_engine, make_rollouts, tensors_in, to_train, weights_of, with_loss
 from support.tensors import assert_equal_tensors, flatten, max_relative_error
 from trigon.errors import DeviceMemoryError
 from trigon.metrics import values
 from trigon.training.protocol import SKIPPED_GRAD_NORM
-from trigon.training.settings import Placement
 from trigon.types import TrainGroup
 
 FAMILIES = ["qwen2", "qwen2_5_vl"]
@@ -32,7 +32,7 @@ def test_the_token_budget_does_not_change_the_update(tiny_model, tmp_path, model
 
     def updated(max_tokens: int) -> tuple[dict[str, float], Tensor, dict[str, Tensor]]:
         """Return metrics, all weights in one vector, and first moments (gradients / 10)."""
-        engine = make_engine(folder, terms=replace(TERMS, averaging=averaging), max_tokens=max_tokens)
+        engine = make_engine(folder, config=with_loss(loss_avg_mode=averaging), max_tokens=max_tokens)
         metrics = values(engine.step(groups))
         engine.save_state(tmp_path, model_only=False)()
         states = tensors_in(tmp_path / "optimizer")
@@ -74,7 +74,7 @@ def test_groups_without_an_advantage_take_no_pass_and_do_not_change_the_update(t
     nothing = to_train(rollouts, advantages=(0.0, 0.0, 0.0))
     second = [group if number in with_gradient else nothing[number] for number, group in enumerate(to_train(rollouts))]
 
-    skipping, thorough = make_engine(folder), make_engine(folder, terms=replace(KL_TERMS, kl_coefficient=0.0))
+    skipping, thorough = make_engine(folder), make_engine(folder, config=with_loss(KL, kl_coef=1e-30))
     ref = thorough.logprobs(rollouts)
     skipping.step(first)
     thorough.step([with_ref(group, tokens) for group, tokens in zip(first, ref, strict=True)])

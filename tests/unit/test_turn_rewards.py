@@ -12,9 +12,9 @@ from typing import get_args
 
 import pytest
 
-from support.fake_runs import ADVANTAGES
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.config.names import AdvantageEstimator
+from trigon.config.schema import AlgorithmConfig
 from trigon.errors import RewardError
 from trigon.rewards.verifiers import environment
 from trigon.train_groups import prepare_groups
@@ -91,7 +91,7 @@ def train_groups(groups, estimator, *, weights=None):
     groups = with_baselines(groups) if estimator == "remax" else groups
     return prepare_groups(
         groups,
-        replace(ADVANTAGES, estimator=estimator, gamma=GAMMA, weights=weights),
+        AlgorithmConfig(disable_kl=True, adv_estimator=estimator, gamma=GAMMA, reward_weights=weights),
         trainer=FakeTrainEngine(),
         reference=None,
         needs_old_logprobs=False,

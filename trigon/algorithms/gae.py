@@ -14,30 +14,10 @@ import torch
 from torch import Tensor
 
 from trigon.algorithms.advantages import RewardBatch, whiten
+from trigon.config.schema import AlgorithmConfig
 
 Tokens = list[list[Tensor]]
 """One tensor for each completion of each group."""
-
-
-@dataclass(frozen=True, slots=True)
-class GaeSettings:
-    """How rewards and values become advantages and returns.
-
-    gamma: discount per sampled token. lam: weight of later steps in the policy's advantages; 1: the
-    whole return, 0: one step.
-    lam_critic: the same for the returns that the critic learns; None: as lam (decoupled: VC-PPO,
-    arXiv:2503.01491, section 4.2).
-    lam_alpha: if given, a completion of S sampled tokens has 1 - 1 / (lam_alpha * S), at least 0,
-    in place of lam (length-adaptive: VAPO, arXiv:2504.05118, section 4.2).
-    bootstraps_cut: the state after a completion that was cut at its limit has the critic's value;
-    False: it has the value 0, as after an end.
-    """
-
-    gamma: float = 1.0
-    lam: float = 1.0
-    lam_critic: float | None = None
-    lam_alpha: float | None = None
-    bootstraps_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,35 +34,39 @@ class Estimates:
 
 
 def estimate_with_values(
-    batch: RewardBatch, values: Sequence[Sequence[Tensor]], settings: GaeSettings, *, cut: Tensor
+    batch: RewardBatch, values: Sequence[Sequence[Tensor]], algorithm: AlgorithmConfig, *, cut: Tensor
 ) -> Estimates:
     """Return the generalized advantage estimates of a step's completions (arXiv:1506.02438).
 
     The last token of a completion earns its reward, and each token its own penalty. Completions
     that were not scored have advantages of zero, and returns that equal their values.
 
+    lam_critic is the decoupled estimate of VC-PPO (arXiv:2503.01491, section 4.2), lam_alpha the
+    length-adaptive one of VAPO (arXiv:2504.05118, section 4.2).
+
     Args:
         values: float32 [S + 1] for each completion of each group: of the state before each sampled
             token, and of the state after the last one.
+        algorithm: its gamma, lam, lam_critic, lam_alpha and bootstrap_cut.
         cut: [G, N] bool, whether a completion was cut at its limit.
     """
     sizes = [len(group) for group in values]
     flat = list(itertools.chain.from_iterable(values))
     lengths = batch.lengths.flatten()
-    end = cut.flatten() if settings.bootstraps_cut else torch.zeros_like(cut.flatten())
+    end = cut.flatten() if algorithm.bootstrap_cut else torch.zeros_like(cut.flatten())
     # Padded at the end, so that all completions are computed together, from the last token back.
     before = torch.nn.utils.rnn.pad_sequence([each[:-1].double() for each in flat], batch_first=True)
     after = torch.stack([each[-1].double() for each in flat]) * end
     rewards = _token_rewards(batch, before.shape)
-    lam = torch.full((len(flat),), settings.lam, dtype=torch.float64)
-    if settings.lam_alpha is not None:
-        lam = (1.0 - 1.0 / (settings.lam_alpha * lengths.double())).clamp(min=0.0)
-    advantages = _accumulate(rewards, before, after, lengths, settings.gamma, lam)
-    critic_lam = lam if settings.lam_critic is None else torch.full_like(lam, settings.lam_critic)
+    lam = torch.full((len(flat),), algorithm.lam, dtype=torch.float64)
+    if algorithm.lam_alpha is not None:
+        lam = (1.0 - 1.0 / (algorithm.lam_alpha * lengths.double())).clamp(min=0.0)
+    advantages = _accumulate(rewards, before, after, lengths, algorithm.gamma, lam)
+    critic_lam = lam if algorithm.lam_critic is None else torch.full_like(lam, algorithm.lam_critic)
     returns = before + (
         advantages
-        if settings.lam_critic is None
-        else _accumulate(rewards, before, after, lengths, settings.gamma, critic_lam)
+        if algorithm.lam_critic is None
+        else _accumulate(rewards, before, after, lengths, algorithm.gamma, critic_lam)
     )
     returns = torch.where(batch.valid.flatten()[:, None], returns, before)
     return Estimates(

@@ -7,7 +7,6 @@ ranges, docs/algorithms.md the corrections.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import assert_never
 
 import torch
@@ -16,31 +15,16 @@ from torch import Tensor
 from trigon.algorithms.losses import MAX_LOG_RATIO
 from trigon.algorithms.reduce import sequence_means, sequence_sums
 from trigon.algorithms.unread import Unread
-from trigon.config.names import CorrectionKind, CorrectionLevel
+from trigon.config.names import CorrectionKind
+from trigon.config.schema import AlgorithmConfig
 from trigon.metrics import EffectiveShare, Max, Mean
-
-
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """How the importance weight w = p_trainer / p_engine enters the policy loss.
-
-    kind: truncate multiplies the loss by min(w, high). mask multiplies it by w where low <= w <=
-    high, by 0 elsewhere. reject multiplies the loss of each sequence by 1 or 0.
-    level: token uses the w of each token. sequence uses the geometric mean over the tokens of a
-    completion, which, unlike their product, does not depend on its length. reject at token level
-    rejects a sequence if the w of any of its tokens is outside.
-    """
-
-    kind: CorrectionKind
-    level: CorrectionLevel
-    low: float
-    high: float
 
 
 def correction_weights(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
-    correction: Correction,
+    kind: CorrectionKind,
+    algorithm: AlgorithmConfig,
     *,
     loss_mask: Tensor,
     sequence_index: Tensor,
@@ -48,27 +32,34 @@ def correction_weights(
 ) -> tuple[Tensor, Tensor]:
     """Return the weight of each token's policy loss, and 1 where a bound applied.
 
+    The importance weight is w = p_trainer / p_engine, of each token, or at level sequence the
+    geometric mean over the tokens of a completion, which, unlike their product, does not depend on
+    its length. truncate gives min(w, high). mask gives w where low <= w <= high, and 0 elsewhere.
+    reject gives each completion 1 or 0; at token level it rejects a completion if the w of any of
+    its tokens is outside.
+
     Truncated importance sampling: Yao et al., "Your efficient RL framework secretly brings you
     off-policy RL training" (2025). Two-sided masking: IcePop (2025). Geometric mean per sequence:
     Liu et al., "When speed kills stability" (2025).
-    Args: logprobs: [S] float32, the trainer's before the update; the rest as in reduce_loss.
+    Args: logprobs: [S] float32, the trainer's before the update. algorithm: its mismatch_level,
+    mismatch_low and mismatch_high. The rest as in reduce_loss.
     Returns: two [S] float32 tensors without gradient.
     """
     log_weight = logprobs.detach() - sampling_logprobs
-    if correction.level == "sequence":
+    if algorithm.mismatch_level == "sequence":
         log_weight = sequence_means(log_weight, loss_mask, sequence_index, num_sequences)[sequence_index]
     weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    outside = ((weight < correction.low) | (weight > correction.high)).float() * (loss_mask > 0)
-    match correction.kind:
+    outside = ((weight < algorithm.mismatch_low) | (weight > algorithm.mismatch_high)).float() * (loss_mask > 0)
+    match kind:
         case "truncate":
-            return weight.clamp(max=correction.high), (weight > correction.high).float()
+            return weight.clamp(max=algorithm.mismatch_high), (weight > algorithm.mismatch_high).float()
         case "mask":
             return torch.where(outside > 0, 0.0, weight), outside
         case "reject":
             rejected = (sequence_sums(outside, sequence_index, num_sequences) > 0)[sequence_index].float()
             return 1.0 - rejected, rejected
         case _:
-            assert_never(correction.kind)
+            assert_never(kind)
 
 
 def mismatch_metrics(sampling_logprobs: Tensor, logprobs: Tensor, trainable: Tensor) -> dict[str, Unread]:

@@ -13,30 +13,10 @@ import torch
 from torch import Tensor
 
 from trigon.algorithms.reduce import sequence_means
-from trigon.config.names import PolicyLossType
+from trigon.config.schema import ActorConfig
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-MAX_LOG_RATIO before exp. float32 overflows near 88."""
-
-
-@dataclass(frozen=True, slots=True)
-class LossSettings:
-    """The kind of policy loss and its bounds.
-
-    clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high] (default, gspo,
-    gspo_token); cispo has clip_low only.
-    clip_dual: bound of the ratio where the advantage is negative (default, gspo, gspo_token).
-    cap: maximum weight of cispo, at least 1.
-    tau_positive, tau_negative: steepness of sapo's gate, by the sign of the advantage.
-    """
-
-    kind: PolicyLossType
-    clip_low: float
-    clip_high: float
-    clip_dual: float
-    cap: float
-    tau_positive: float
-    tau_negative: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +39,7 @@ def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
-    settings: LossSettings,
+    actor: ActorConfig,
     *,
     loss_mask: Tensor,
     sequence_index: Tensor,
@@ -72,39 +52,39 @@ def policy_loss(
     sequence_index and num_sequences: the ratio of a sequence is computed from its trainable tokens.
     """
     log_ratio = logprobs - old_logprobs
-    match settings.kind:
+    match actor.loss_type:
         case "default":
-            return _clipped_loss(log_ratio, advantages, settings)
+            return _clipped_loss(log_ratio, advantages, actor)
         case "gspo" | "gspo_token":
             sequence_log_ratio = sequence_means(log_ratio, loss_mask, sequence_index, num_sequences)[sequence_index]
-            if settings.kind == "gspo_token":
+            if actor.loss_type == "gspo_token":
                 # The value of the sequence's ratio, with the gradient of the token's.
                 sequence_log_ratio = sequence_log_ratio.detach() + logprobs - logprobs.detach()
-            return _clipped_loss(sequence_log_ratio, advantages, settings)
+            return _clipped_loss(sequence_log_ratio, advantages, actor)
         case "cispo":
-            return _cispo_loss(logprobs, log_ratio, advantages, settings)
+            return _cispo_loss(logprobs, log_ratio, advantages, actor)
         case "sapo":
-            return _sapo_loss(log_ratio, advantages, settings)
+            return _sapo_loss(log_ratio, advantages, actor)
         case _:
-            assert_never(settings.kind)
+            assert_never(actor.loss_type)
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _clipped_loss(log_ratio: Tensor, advantages: Tensor, settings: LossSettings) -> PolicyLoss:
-    """Return the clipped surrogate loss; where A < 0 it is at most -A * clip_dual.
+def _clipped_loss(log_ratio: Tensor, advantages: Tensor, actor: ActorConfig) -> PolicyLoss:
+    """Return the clipped surrogate loss; where A < 0 it is at most -A * clip_ratio_dual.
 
     PPO (arXiv:1707.06347, equation 7); separate bounds: DAPO (arXiv:2503.14476, section
     3.1); dual bound: arXiv:1912.09729, equation 5; ratios of sequences: GSPO (arXiv:2507.18071).
     """
     ratio = _ratio(log_ratio)
-    log_low = -math.inf if settings.clip_low >= 1 else math.log1p(-settings.clip_low)
-    clipped_ratio = _ratio(log_ratio.clamp(log_low, math.log1p(settings.clip_high)))
+    log_low = -math.inf if actor.clip_ratio_low >= 1 else math.log1p(-actor.clip_ratio_low)
+    clipped_ratio = _ratio(log_ratio.clamp(log_low, math.log1p(actor.clip_ratio_high)))
     unclipped, clipped = -advantages * ratio, -advantages * clipped_ratio
     loss = torch.maximum(unclipped, clipped)
-    bound = -advantages * settings.clip_dual
+    bound = -advantages * actor.clip_ratio_dual
     dual = (advantages < 0) & (loss > bound)
     return PolicyLoss(
         loss=torch.where(dual, bound, loss),
@@ -114,24 +94,24 @@ def _clipped_loss(log_ratio: Tensor, advantages: Tensor, settings: LossSettings)
     )
 
 
-def _cispo_loss(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, settings: LossSettings) -> PolicyLoss:
+def _cispo_loss(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, actor: ActorConfig) -> PolicyLoss:
     """Return the policy gradient loss weighted by a bounded ratio without gradient.
 
     CISPO: MiniMax-M1 (arXiv:2506.13585).
     """
     ratio = _ratio(log_ratio).detach()
-    weight = ratio.clamp(1.0 - settings.clip_low, settings.cap)
+    weight = ratio.clamp(1.0 - actor.clip_ratio_low, actor.max_cispo_weight)
     return PolicyLoss(
         loss=-advantages * weight * logprobs, ratio=ratio, clipped=(weight != ratio).float(), dual_clipped=None
     )
 
 
-def _sapo_loss(log_ratio: Tensor, advantages: Tensor, settings: LossSettings) -> PolicyLoss:
+def _sapo_loss(log_ratio: Tensor, advantages: Tensor, actor: ActorConfig) -> PolicyLoss:
     """Return the surrogate loss through a soft gate, whose slope is largest at ratio 1.
 
     SAPO (arXiv:2511.20347).
     """
     ratio = _ratio(log_ratio)
-    tau = torch.where(advantages >= 0, settings.tau_positive, settings.tau_negative)
+    tau = torch.where(advantages >= 0, actor.tau_positive, actor.tau_negative)
     gate = 4.0 / tau * torch.sigmoid(tau * (ratio - 1.0))
     return PolicyLoss(loss=-advantages * gate, ratio=ratio.detach(), clipped=None, dual_clipped=None)

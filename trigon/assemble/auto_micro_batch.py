@@ -9,9 +9,8 @@ import json
 from dataclasses import asdict, replace
 
 from trigon.assemble.engines import Engines
-from trigon.assemble.options import make_loss_terms, model_path, needs_reference
-from trigon.config.batch_sizes import resolve_group_size
-from trigon.config.plan import Plan, has_critic, num_workers
+from trigon.assemble.options import model_path
+from trigon.config.plan import Plan
 from trigon.config.schema import Config
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
@@ -63,7 +62,7 @@ def tune_plan(
         f"({format_bytes(budgets.experience_bytes)}){', reused from the run folder' if budgets == known else ''}"
     )
     critic = plan.critic
-    if has_critic(config):
+    if config.has_critic:
         console.print(
             f"auto micro-batch of the critic: {budgets.critic_update_tokens:,} tokens per update pass, "
             f"{budgets.critic_experience_tokens:,} per pass without gradient"
@@ -84,14 +83,14 @@ def tune_plan(
 def make_lengths(config: Config, plan: Plan) -> Lengths:
     """Return the largest lengths that the groups of a run can have."""
     data = config.data
-    group_tokens = data.max_prompt_length + resolve_group_size(config) * data.max_response_length
+    group_tokens = data.max_prompt_length + config.group_size * data.max_response_length
     return Lengths(
         prompt_tokens=data.max_prompt_length,
         response_tokens=data.max_response_length,
         image_pixels=data.max_pixels,
         update_tokens=plan.prompts_per_update * group_tokens,
         step_tokens=plan.prompts_per_step * group_tokens,
-        critic_update_tokens=plan.critic.prompts_per_update * group_tokens if has_critic(config) else 0,
+        critic_update_tokens=plan.critic.prompts_per_update * group_tokens if config.has_critic else 0,
     )
 
 
@@ -100,14 +99,14 @@ def make_budget_key(config: Config, lengths: Lengths) -> dict[str, object]:
     actor = config.worker.actor
     return {
         "model": model_path(config),
-        "workers": num_workers(config),
+        "workers": config.num_workers,
         "workers_per_row": actor.ulysses_sequence_parallel_size,
         "lengths": asdict(lengths),
-        "terms": asdict(make_loss_terms(config)),
+        "loss": [actor.loss_type, config.algorithm.kl_in_loss, actor.entropy_coeff > 0, config.mismatch_correction],
         "strategy": actor.optim.strategy,
         "actor.model": mask("worker.actor.model", actor.model.model_dump(exclude={"vision_cache_gb"})),
         "actor.fsdp": actor.fsdp.model_dump(),
         "actor.offload": actor.offload.model_dump(),
-        "ref": config.worker.ref.model_dump() if needs_reference(config) else None,
-        "critic": mask("worker.critic", config.worker.critic.model_dump()) if has_critic(config) else None,
+        "ref": config.worker.ref.model_dump() if config.needs_reference else None,
+        "critic": mask("worker.critic", config.worker.critic.model_dump()) if config.has_critic else None,
     }

@@ -9,16 +9,13 @@ from typing import Any
 
 from trigon.assemble.episodes import make_episode_options
 from trigon.assemble.options import (
+    PIXEL_CACHE_BYTES,
     count_data_threads,
     count_image_threads,
-    make_frame_sampling,
     make_validation_sampling_params,
     model_path,
 )
-from trigon.config.batch_sizes import resolve_prompts_per_step
-from trigon.config.defaults import PIXEL_CACHE_BYTES
 from trigon.config.paths import read_template
-from trigon.config.plan import has_workers
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts, PromptSet, SkippedRow, open_prompts
 from trigon.data.media_processing import MediaProcessor
@@ -26,6 +23,7 @@ from trigon.data.mixture import MixedPrompts, mix
 from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source
 from trigon.data.stream import PromptStream
+from trigon.data.videos import FrameSampling
 from trigon.data.vision import image_processor_of, video_processor_of
 from trigon.errors import DataError
 from trigon.models.load import Processors, load_processors, require_weights
@@ -70,7 +68,7 @@ def open_builder(
     """
     data, episodes = config.data, make_episode_options(config)
     if process_images is None:
-        process_images = not has_workers(config) and episodes is None
+        process_images = not config.has_workers and episodes is None
     return PromptBuilder(
         processors,
         prompt_key=data.prompt_key,
@@ -84,7 +82,7 @@ def open_builder(
         limit_images=config.worker.rollout.limit_images,
         process_images=process_images,
         video_key=data.video_key,
-        video_sampling=make_frame_sampling(config),
+        video_sampling=FrameSampling(fps=config.data.video_fps, max_frames=config.data.max_video_frames),
         allow_special_tokens=data.allow_special_tokens,
         tools=schemas,
         generation_prompt=episodes is None or not episodes.opens,
@@ -168,7 +166,7 @@ def open_stream(config: Config, prompts: Prompts) -> PromptStream:
     data = config.data
     return PromptStream(
         prompts,
-        batch_size=resolve_prompts_per_step(config, prompts.prompts_per_epoch),
+        batch_size=config.prompts_per_step_of(prompts.prompts_per_epoch),
         seed=data.seed,
         shuffle=data.shuffle,
         prefetch=True,
@@ -202,5 +200,5 @@ def open_images(config: Config, processors: Processors) -> MediaProcessor | None
         num_workers=count_image_threads(config, usable_cpus=count_usable_cpus()),
         max_bytes=PIXEL_CACHE_BYTES,
         video_processor=video_processor_of(processors),
-        video_sampling=make_frame_sampling(config),
+        video_sampling=FrameSampling(fps=config.data.video_fps, max_frames=config.data.max_video_frames),
     )

@@ -19,16 +19,8 @@ from trigon.assemble.options import model_path
 from trigon.assemble.recorded import recorded_settings
 from trigon.checkpoint.export import RUN_SETTINGS
 from trigon.checkpoint.store import CheckpointStore, Finish
-from trigon.config.critic import resolve_critic_path, with_critic_as_actor
-from trigon.config.defaults import (
-    resolve_enable_chunked_prefill,
-    resolve_max_num_seqs,
-    resolve_run_folder,
-    resolve_same_command,
-)
-from trigon.config.episode_checks import has_episodes
-from trigon.config.plan import Plan, context_length, workers_per_copy
-from trigon.config.schema import Config
+from trigon.config.plan import Plan
+from trigon.config.schema import Config, TrainedConfig
 from trigon.environments.pool import EnvironmentPool
 from trigon.errors import ConfigError
 from trigon.models.dtypes import DTYPES
@@ -109,7 +101,7 @@ def open_engines(
         settings = None if episodes is None else open_episodes(config, processors, *episodes, images)
         if settings is not None:
             settings = replace(settings, media=images)  # a Worker tells its images of steps itself
-        folder = resolve_run_folder(config) / FOLDER
+        folder = config.trainer.run_folder / FOLDER
         decode_tracer = DecodeTracer(folder, rank=None, steps=config.trainer.profile_steps)
         rollout = open_rollout(
             config, processors, place, trainer, shows_videos=shows_videos, episodes=settings, tracer=decode_tracer
@@ -118,7 +110,7 @@ def open_engines(
             rollout = RestartingEngine(
                 rollout,
                 warn=report.warn,
-                same_command=resolve_same_command(config),
+                same_command=config.trainer.same_command,
                 phase=report.phase,
                 before_restart=trainer.offload,
             )
@@ -185,14 +177,14 @@ def open_rollout(
                 model_folder=model_folder(model_path(config)),
                 device=place.device_type,
                 dtype=DTYPES[rollout.dtype],
-                max_model_len=context_length(config),
+                max_model_len=config.context_length,
                 max_num_batched_tokens=rollout.max_num_batched_tokens,
                 gpu_memory_utilization=rollout.gpu_memory_utilization,
                 enforce_eager=rollout.enforce_eager,
-                max_num_seqs=resolve_max_num_seqs(config, place.device_type),
-                enable_chunked_prefill=resolve_enable_chunked_prefill(config, place.device_type),
+                max_num_seqs=config.worker.rollout.max_num_seqs_on(place.device_type),
+                enable_chunked_prefill=config.worker.rollout.chunks_prefill_on(place.device_type),
                 # Of all ranks of a replica, also those that have no environments.
-                enable_prefix_caching=rollout.enable_prefix_caching or has_episodes(config),
+                enable_prefix_caching=rollout.enable_prefix_caching or config.worker.rollout.has_episodes,
                 limit_images=engine_limit_images(config),
                 seed=rollout.seed,
                 trust_remote_code=model.trust_remote_code,
@@ -217,7 +209,7 @@ def open_rollout(
                 processors=processors,
                 device=device,
                 dtype=DTYPES[rollout.dtype],
-                max_model_len=context_length(config),
+                max_model_len=config.context_length,
                 trust_remote_code=model.trust_remote_code,
                 override_config=model.override_config,
                 skip_special_tokens=config.worker.reward.skip_special_tokens,
@@ -258,7 +250,7 @@ def save_state(
     if critic is None:
         return finish
     of_critic = folder.parent / "critic"
-    path = resolve_critic_path(config)
+    path = config.critic.model.model_path
     assert path is not None
     copy_side_files(model_folder(path), of_critic / "huggingface")
     finish_critic = critic.save_state(of_critic, model_only=model_only)
@@ -279,11 +271,11 @@ def check_space(
     """
     if config.trainer.val_only:
         return
-    needed = sum(saved_bytes(config, each) for each in sizes) // (len(sizes) // workers_per_copy(config))
+    copies = len(sizes) // config.workers_per_copy
+    needed = sum(saved_bytes(config, config.worker.actor, each) for each in sizes) // copies
     if critic_sizes:
-        changed = with_critic_as_actor(config)
-        copies = len(critic_sizes) // workers_per_copy(changed)
-        needed += sum(saved_bytes(changed, each) for each in critic_sizes) // copies
+        copies = len(critic_sizes) // config.workers_per_copy_of(config.critic)
+        needed += sum(saved_bytes(config, config.critic, each) for each in critic_sizes) // copies
     store.check_space(needed)
 
 
@@ -293,14 +285,14 @@ def staged_bytes(config: Config, sizes: Sequence[Sizes], critic_sizes: Sequence[
     sizes, critic_sizes: of each rank's part. The ranks of a machine follow each other.
     """
     per_machine = config.trainer.n_gpus_per_node
-    staged = [saved_bytes(config, each) for each in sizes]
+    staged = [saved_bytes(config, config.worker.actor, each) for each in sizes]
     if critic_sizes:
-        changed = with_critic_as_actor(config)
-        staged = [each + saved_bytes(changed, own) for each, own in zip(staged, critic_sizes, strict=True)]
+        own = [saved_bytes(config, config.critic, each) for each in critic_sizes]
+        staged = [sum(each) for each in zip(staged, own, strict=True)]
     return max(sum(staged[first : first + per_machine]) for first in range(0, len(staged), per_machine))
 
 
-def saved_bytes(config: Config, size: Sizes) -> int:
-    """Return what a rank saves: weights or adapters, and the optimizer states."""
-    weights = size.gradient_bytes if config.worker.actor.model.lora.rank > 0 else size.weight_bytes
+def saved_bytes(config: Config, section: TrainedConfig, size: Sizes) -> int:
+    """Return what a rank saves of a model: weights or adapters, and the optimizer states."""
+    weights = size.gradient_bytes if section.model.lora.rank > 0 else size.weight_bytes
     return weights + (0 if config.trainer.save_model_only else size.optimizer_bytes)

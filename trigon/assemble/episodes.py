@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 from trigon.assemble.objects import NO_CODE, EpisodeCode
 from trigon.assemble.rewards import make_confinement
-from trigon.config.defaults import resolve_observation_role
-from trigon.config.episode_checks import has_episodes
 from trigon.config.names import ObservationRole, ToolFormat
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts
@@ -67,14 +65,14 @@ class EpisodeOptions:
 def make_episode_options(config: Config) -> EpisodeOptions | None:
     """Return the options of episodes; None: completions have one turn."""
     rollout = config.worker.rollout
-    if not has_episodes(config):
+    if not config.worker.rollout.has_episodes:
         return None
     return EpisodeOptions(
         environment=rollout.environment,
         environment_kwargs=rollout.environment_kwargs,
         tools=rollout.tools,
         tool_format=rollout.tool_format,
-        observation_role=resolve_observation_role(config),
+        observation_role=config.worker.rollout.role_of_observations,
         tool_role=rollout.observation_role or "tool",
         max_turns=rollout.max_turns,
         max_turn_tokens=rollout.max_turn_tokens,
@@ -250,4 +248,4 @@ def engine_limit_images(config: Config) -> int:
 
     With episodes any number: observations bring more than the prompts, of which limit_images is.
     """
-    return 0 if has_episodes(config) else config.worker.rollout.limit_images
+    return 0 if config.worker.rollout.has_episodes else config.worker.rollout.limit_images

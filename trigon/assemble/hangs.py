@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from trigon.assemble.hub import hub_names
-from trigon.config.defaults import resolve_same_command
-from trigon.config.plan import has_workers
 from trigon.config.schema import Config
 from trigon.report.console import Console
 from trigon.rollout.restart import RESTART
@@ -40,7 +38,7 @@ def open_hang_watch(config: Config, folder: Path, console: Console, others: Sequ
         partial(limit_of, config, bool(hub_names(config))),
         option="trainer.worker_timeout_seconds",
         unwind_seconds=min(max(limit, _MIN_UNWIND_SECONDS), _MAX_UNWIND_SECONDS),
-        same_command=resolve_same_command(config),
+        same_command=config.trainer.same_command,
         others=others,
     )
 
@@ -58,4 +56,4 @@ def limit_of(config: Config, reads_hub: bool, name: str) -> float | None:
         return None
     limit = config.trainer.worker_timeout_seconds
     limit = max(limit, SLOW_SECONDS) if name.startswith(_SLOW) else limit
-    return limit + (_WORKERS_SECONDS if has_workers(config) else 0.0)
+    return limit + (_WORKERS_SECONDS if config.has_workers else 0.0)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from trigon.config.critic import resolve_critic_path
 from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, split_dataset
-from trigon.config.plan import has_critic
 from trigon.config.schema import Config
 from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.report.console import Console
@@ -13,7 +11,7 @@ from trigon.report.console import Console
 def hub_names(config: Config) -> list[str]:
     """Return the models and datasets that are not in local folders, and may be downloaded."""
     model, data = config.worker.actor.model, config.data
-    critic = resolve_critic_path(config) if has_critic(config) else None
+    critic = config.critic.model.model_path if config.has_critic else None
     paths = (model.model_path, model.tokenizer_path, critic)
     models = [path for path in paths if path and local_path(path) is None]
     datasets = [

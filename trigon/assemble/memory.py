@@ -26,15 +26,7 @@ from trigon.assemble.memory_critic import add_critic
 from trigon.assemble.memory_engine import EngineMemory
 from trigon.assemble.memory_pools import add_samplers, pixel_cache_bytes
 from trigon.assemble.memory_table import GIB, Hardware, Part, PhaseMemory, Pool, RunMemory, exactly, phase_of
-from trigon.assemble.options import kl_is_full, needs_reference
-from trigon.config.batch_sizes import resolve_group_size
-from trigon.config.critic import with_critic_as_actor
-from trigon.config.defaults import (
-    resolve_auto_micro_batch,
-    resolve_reference_dtype,
-    resolve_weight_dtype,
-)
-from trigon.config.plan import has_workers, keeps_weights_on_host, num_workers, workers_per_copy
+from trigon.config.plan import with_critic_as_actor
 from trigon.config.schema import Config
 from trigon.models import activations
 from trigon.models.activations import (
@@ -97,27 +89,27 @@ class _Run:
 
     def __init__(self, config: Config, size: ModelSize, hardware: Hardware, *, is_critic: bool = False) -> None:
         """Count for a policy with its reference, or for a critic."""
-        self._full_kl = kl_is_full(config) and not is_critic
+        self._full_kl = config.has_full_kl and not is_critic
         self._config = config
         self._size = size
         self._hardware = hardware
         self._samples = config.worker.hybrid_engine
         self._engine = EngineMemory(config, size, hardware, samples=self._samples)
-        self._measures_budgets = resolve_auto_micro_batch(config, hardware.device)
+        self._measures_budgets = config.trainer.tunes_budgets_on(hardware.device)
         actor = config.worker.actor
         self._on_gpu = hardware.device == "cuda"
         self._trains = not config.trainer.val_only
-        self._shards = workers_per_copy(config)
+        self._shards = config.workers_per_copy
         self._ranks = config.trainer.n_gpus_per_node
-        self._weight_dtype = DTYPES[resolve_weight_dtype(config)]
+        self._weight_dtype = DTYPES[config.worker.actor.weight_dtype]
         self._compute_dtype = DTYPES[actor.fsdp.mp_param_dtype]
         # FSDP's own offloading keeps everything in host memory, and moves units to the device.
-        self._fsdp_offload = keeps_weights_on_host(config, actor.fsdp) and self._on_gpu
+        self._fsdp_offload = config.is_on_host(actor.fsdp) and self._on_gpu
         moves = self._on_gpu and not self._fsdp_offload
         self._offload_params = actor.offload.offload_params and moves
         self._offload_optimizer = actor.offload.offload_optimizer and moves and self._trains
         ref = config.worker.ref
-        self._has_reference = needs_reference(config) and not size.has_adapters and not is_critic
+        self._has_reference = config.needs_reference and not size.has_adapters and not is_critic
         self._offload_reference = self._on_gpu and (ref.fsdp.enable_cpu_offload or ref.offload.offload_params)
 
     # -- what lives on after a phase ------------------------------------------------------------
@@ -145,7 +137,7 @@ class _Run:
     def _reference(self) -> int:
         if not self._has_reference:
             return 0
-        all_, dtype = self._size.all, DTYPES[resolve_reference_dtype(self._config)]
+        all_, dtype = self._size.all, DTYPES[self._config.worker.ref.dtype]
         return ceil((all_.frozen + all_.trained) * dtype.itemsize / self._shards)
 
     # -- the GPU of a rank ----------------------------------------------------------------------
@@ -293,7 +285,7 @@ class _Run:
         caches = self._of_ranks("caches of images and features", self._cache_bytes(), 0)
         # A process with a GPU of its own converts the weights on the CPU. With several, rank 0 maps
         # the files, and sends each rank its part.
-        full = parameters * self._weight_dtype.itemsize if num_workers(self._config) == 1 and self._on_gpu else 0
+        full = parameters * self._weight_dtype.itemsize if self._config.num_workers == 1 and self._on_gpu else 0
         reading = exactly("model, as it is read", full)
         kept = self._kept_on_host()
         copy = self.copied()
@@ -385,9 +377,9 @@ class _Run:
         if dimensions is None or dimensions.vision is None:
             return 0
         features = 0 if self._size.trains_vision else int(config.worker.actor.model.vision_cache_gb * GIB)
-        if not has_workers(config):
+        if not config.has_workers:
             return features
-        return features + pixel_cache_bytes(config, dimensions, num_workers(config))
+        return features + pixel_cache_bytes(config, dimensions, config.num_workers)
 
     def _of_ranks(self, name: str, expected: int, certain: int) -> Part:
         """The same on all ranks of a node."""
@@ -401,7 +393,7 @@ def longest_row(config: Config, dimensions: Dimensions, max_tokens: int) -> RowL
     """
     data = config.data
     prompt, response = data.max_prompt_length, data.max_response_length
-    completions = max(1, min(resolve_group_size(config), (max_tokens - prompt) // response))
+    completions = max(1, min(config.group_size, (max_tokens - prompt) // response))
     group = prompt + completions * response
     patches = 0 if dimensions.vision is None else prompt * dimensions.vision.merge**2
     # Of each length, the part of one rank of those that compute the row together.

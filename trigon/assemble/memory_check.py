@@ -15,9 +15,8 @@ import torch
 from trigon.assemble.memory import count_memory
 from trigon.assemble.memory_table import Hardware, PhaseMemory, RunMemory, format_gib
 from trigon.assemble.model_sizes import size_of_model
-from trigon.config.critic import find_contradictions
+from trigon.config.checks import find_contradictions
 from trigon.config.options import with_options
-from trigon.config.plan import has_critic, num_samplers, num_workers, shares_trunk
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.models.memory import ModelSize
@@ -199,10 +198,10 @@ def _candidates(config: Config, memory: RunMemory) -> Iterator[Sequence[Changes]
     params = {"worker.actor.offload.offload_params": True}
     optimizer = {"worker.actor.offload.offload_optimizer": True}
     yield [params, optimizer, {**params, **optimizer}]
-    if num_workers(config) > 1:  # it is FSDP that moves the weights
+    if config.num_workers > 1:  # it is FSDP that moves the weights
         yield [{"worker.actor.fsdp.enable_cpu_offload": True}]
     yield [{"worker.actor.fsdp.enable_full_shard": True}]
-    if has_critic(config) and not shares_trunk(config):
+    if config.has_critic and not config.shares_trunk:
         if not find_contradictions(config):
             yield [{"worker.critic.share_trunk": True}]
         params = {"worker.critic.offload.offload_params": True}
@@ -218,13 +217,13 @@ def _candidates(config: Config, memory: RunMemory) -> Iterator[Sequence[Changes]
     if memory.hardware.device == "cuda":
         more_gpus = [{"trainer.n_gpus_per_node": gpus * factor} for factor in (2, 4, 8) if gpus * factor <= 8]
         yield more_gpus or [{"trainer.nnodes": nodes * factor} for factor in (2, 4, 8)]
-    elif num_workers(config) > 1:
+    elif config.num_workers > 1:
         yield [{"trainer.nnodes": nodes * factor} for factor in (2, 4, 8)]
     if can_divide_engine(config):
         yield [
             {"worker.rollout.tensor_parallel_size": size}
             for size in memory.tensor_parallel_sizes
-            if size > rollout.tensor_parallel_size and num_samplers(config) % size == 0
+            if size > rollout.tensor_parallel_size and config.num_samplers % size == 0
         ]
     lowest_first = [tenth / 10 for tenth in range(1, 10) if tenth / 10 < rollout.gpu_memory_utilization]
     yield [{"worker.rollout.gpu_memory_utilization": share} for share in reversed(lowest_first)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import ceil
 
 from trigon.assemble.memory_table import GIB, Hardware, Part, exactly
-from trigon.config.plan import context_length
 from trigon.config.schema import Config
 from trigon.models.dtypes import DTYPES
 from trigon.models.memory import ModelSize
@@ -79,4 +78,4 @@ class EngineMemory:
         """The KV cache of one sequence of maximum length, which vLLM needs at least."""
         rollout = self._config.worker.rollout
         share = max(self._size.key_heads // rollout.tensor_parallel_size, 1) / self._size.key_heads
-        return int(context_length(self._config) * self._size.key_values * DTYPES[rollout.dtype].itemsize * share)
+        return int(self._config.context_length * self._size.key_values * DTYPES[rollout.dtype].itemsize * share)

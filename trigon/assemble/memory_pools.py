@@ -12,9 +12,7 @@ from math import ceil
 
 from trigon.assemble.memory_engine import EngineMemory
 from trigon.assemble.memory_table import Hardware, Part, PhaseMemory, phase_of
-from trigon.config.batch_sizes import resolve_prompts_per_step
-from trigon.config.defaults import PIXEL_CACHE_BYTES
-from trigon.config.plan import num_samplers
+from trigon.assemble.options import PIXEL_CACHE_BYTES
 from trigon.config.schema import Config
 from trigon.models.dimensions import Dimensions
 from trigon.models.memory import ModelSize
@@ -79,8 +77,8 @@ class _Samplers:
         """Return what the samplers of a machine keep in its memory."""
         per_node, on_cpu = self._config.worker.rollout.n_gpus_per_node, self._hardware.device == "cpu"
         weights = per_node * self._engine.weights if on_cpu else 0
-        cached = pixel_cache_bytes(self._config, self._size.dimensions, num_samplers(self._config))
-        live = streamed_pixel_bytes(self._config, self._size.dimensions, num_samplers(self._config))
+        cached = pixel_cache_bytes(self._config, self._size.dimensions, self._config.num_samplers)
+        live = streamed_pixel_bytes(self._config, self._size.dimensions, self._config.num_samplers)
         phase = phase_of(
             "sampling",
             "host",
@@ -97,7 +95,7 @@ class _Samplers:
 
 def pixel_cache_bytes(config: Config, dimensions: Dimensions | None, num_workers: int) -> int:
     """Return the most bytes of the pixels of a step that one of so many workers keeps."""
-    prompts = ceil(resolve_prompts_per_step(config) / num_workers)
+    prompts = ceil(config.prompts_per_step / num_workers)
     return min(PIXEL_CACHE_BYTES, prompts * _pixel_bytes(config, dimensions))
 
 
@@ -110,7 +108,7 @@ def streamed_pixel_bytes(config: Config, dimensions: Dimensions | None, num_work
     ahead = config.algorithm.max_staleness
     if config.worker.hybrid_engine or ahead <= 1:
         return 0
-    outstanding = (1 + ahead) * (1 + config.worker.rollout.oversampling) * resolve_prompts_per_step(config)
+    outstanding = (1 + ahead) * (1 + config.worker.rollout.oversampling) * config.prompts_per_step
     prompts = ceil(outstanding / num_workers)
     return prompts * _pixel_bytes(config, dimensions)
 

@@ -9,17 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trigon.assemble.memory_remedies import find_remedies_of_policy, find_remedies_of_reference
-from trigon.assemble.options import (
-    kl_is_full,
-    make_lora_settings,
-    make_loss_terms,
-    model_path,
-    needs_reference,
-)
-from trigon.config.defaults import resolve_reference_dtype, resolve_weight_dtype
 from trigon.config.names import DeviceType
-from trigon.config.plan import Plan, keeps_weights_on_host, num_samplers, num_workers, shares_trunk, workers_per_copy
-from trigon.config.schema import Config
+from trigon.config.plan import Plan
+from trigon.config.schema import Config, TrainedConfig
 from trigon.errors import ConfigError
 from trigon.models.dtypes import DTYPES
 from trigon.models.features import VisionFeatureCache
@@ -34,11 +26,10 @@ from trigon.models.tensor_parallel import require_tensor_parallel
 from trigon.models.value import ActorCritic
 from trigon.models.weight_files import stored_dtype
 from trigon.training.local import LocalTrainEngine
-from trigon.training.optim import Schedule
 from trigon.training.parallel import ProcessGroup
+from trigon.training.placement import Placement
 from trigon.training.protocol import LoadPixels, LogprobEngine
 from trigon.training.scorer import LocalScorer
-from trigon.training.settings import Placement, TrainSettings
 
 if TYPE_CHECKING:
     from trigon.training.fsdp import MakePolicy
@@ -104,8 +95,8 @@ def set_determinism(device: torch.device) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def choose_kernel(config: Config, device: torch.device) -> Kernel:
-    """Return the attention kernel of the run's models on this device.
+def choose_kernel(config: Config, device: torch.device, model: TrainedConfig | None = None) -> Kernel:
+    """Return the attention kernel of a model of the run on this device. model: None for the policy.
 
     Raises: ModelError if it, or liger-kernel where configured, cannot run there; ConfigError for
     use_liger_kernel together with compile_layers.
@@ -117,7 +108,8 @@ def choose_kernel(config: Config, device: torch.device) -> Kernel:
                 "worker.actor.model.use_liger_kernel and compile_layers change the same norms and MLPs; set one of them"
             )
         require_liger(device)
-    return resolve_kernel(actor.model.attention_kernel, device=device, dtype=DTYPES[actor.fsdp.mp_param_dtype])
+    dtype = DTYPES[(model or actor).fsdp.mp_param_dtype]
+    return resolve_kernel(actor.model.attention_kernel, device=device, dtype=dtype)
 
 
 def check_sequence_parallel(config: Config, hf_config: Any) -> None:
@@ -125,7 +117,7 @@ def check_sequence_parallel(config: Config, hf_config: Any) -> None:
     size = config.worker.actor.ulysses_sequence_parallel_size
     if size > 1:
         require_divisible_heads(
-            hf_config.get_text_config(), size, model_type=hf_config.model_type, num_workers=num_workers(config)
+            hf_config.get_text_config(), size, model_type=hf_config.model_type, num_workers=config.num_workers
         )
 
 
@@ -134,7 +126,7 @@ def check_parallel_sizes(config: Config, hf_config: Any) -> None:
     check_sequence_parallel(config, hf_config)
     size = config.worker.rollout.tensor_parallel_size
     if size > 1:
-        require_tensor_parallel(hf_config, size, num_workers=num_samplers(config))
+        require_tensor_parallel(hf_config, size, num_workers=config.num_samplers)
 
 
 def open_models(
@@ -148,10 +140,10 @@ def open_models(
     """
     has_lora = config.worker.actor.model.lora.rank > 0
     scorer = None
-    if needs_reference(config) and not has_lora:
+    if config.needs_reference and not has_lora:
         scorer = open_reference(config, processors, plan, place, load_pixels=load_pixels)
     trainer = open_trainer(config, processors, plan, place, scorer, load_pixels=load_pixels)
-    if not needs_reference(config) or kl_is_full(config):
+    if not config.needs_reference or config.has_full_kl:
         return trainer, None
     return trainer, trainer.reference_without_adapters() if has_lora else scorer
 
@@ -171,55 +163,45 @@ def open_trainer(
     reference: the train engine uses it only for an exact KL over the whole vocabulary.
     """
     actor = config.worker.actor
-    compute_dtype = DTYPES[actor.fsdp.mp_param_dtype]
-    policy = place_policy(
+    policy = place_trained(
         config,
+        actor,
         partial(
             open_trained_policy,
             config,
+            actor,
             processors,
             choose_kernel(config, place.device),
-            model_class=ActorCritic if shares_trunk(config) else Policy,
+            model_class=ActorCritic if config.shares_trunk else Policy,
         ),
         place,
-        full_shard=actor.fsdp.enable_full_shard,
-        param_dtype=compute_dtype,
-        reduce_dtype=DTYPES[actor.fsdp.mp_reduce_dtype],
-        cpu_offload=keeps_weights_on_host(config, actor.fsdp) and place.device.type != "cpu",
     )
-    # With FSDP's CPU offload, weights and states are in host memory already.
-    moves = place.device.type != "cpu" and not keeps_weights_on_host(config, actor.fsdp)
     return LocalTrainEngine(
         policy,
-        TrainSettings(
-            terms=make_loss_terms(config),
-            strategy=actor.optim.strategy,
-            schedule=Schedule(
-                peak=actor.optim.lr,
-                shape=actor.optim.lr_scheduler_type,
-                warmup_updates=plan.warmup_updates,
-                total_updates=plan.total_updates,
-                min_ratio=actor.optim.min_lr_ratio or 0.0,
-            ),
-            betas=actor.optim.betas,
-            weight_decay=actor.optim.weight_decay,
-            max_grad_norm=actor.max_grad_norm,
-            update_max_tokens=plan.tokens_per_update_pass,
-            score_max_tokens=plan.tokens_per_experience_pass,
-            makes_updates=not config.trainer.val_only,
-        ),
-        Placement(
-            device=place.device,
-            compute_dtype=compute_dtype if place.is_alone else None,
-            offload_params=actor.offload.offload_params and moves,
-            offload_optimizer=actor.offload.offload_optimizer and moves and not config.trainer.val_only,
-            process_group=place.process_group,
-            remedies=find_remedies_of_policy(config),
-        ),
+        config,
+        plan,
+        placement_of(config, actor, place, model="policy", remedies=find_remedies_of_policy(config)),
         positions=positions_of(processors.family, processors.hf_config),
-        reference=reference if kl_is_full(config) else None,
+        reference=reference if config.has_full_kl else None,
         features=feature_memory(config, shared=reference is not None) if policy.has_frozen_vision else None,
         load_pixels=load_pixels,
+    )
+
+
+def placement_of(
+    config: Config, section: TrainedConfig, place: DevicePlacement, *, model: str, remedies: tuple[str, ...]
+) -> Placement:
+    """Return where a trained model and its optimizer states are. model, remedies: see Placement."""
+    # With FSDP's CPU offload, weights and states are in host memory already.
+    moves = place.device.type != "cpu" and not config.is_on_host(section.fsdp)
+    return Placement(
+        device=place.device,
+        compute_dtype=DTYPES[section.fsdp.mp_param_dtype] if place.is_alone else None,
+        offload_params=section.offload.offload_params and moves,
+        offload_optimizer=section.offload.offload_optimizer and moves and not config.trainer.val_only,
+        process_group=place.process_group,
+        model=model,
+        remedies=remedies,
     )
 
 
@@ -227,13 +209,13 @@ def open_reference(
     config: Config, processors: Processors, plan: Plan, place: DevicePlacement, *, load_pixels: LoadPixels
 ) -> LocalScorer:
     """Load the reference policy."""
-    ref = config.worker.ref
-    dtype = DTYPES[resolve_reference_dtype(config)]
+    ref, actor = config.worker.ref, config.worker.actor
+    dtype = DTYPES[ref.dtype]
     offload = (ref.fsdp.enable_cpu_offload or ref.offload.offload_params) and place.device.type != "cpu"
     policy = place_policy(
-        config,
-        partial(open_policy, config, processors, choose_kernel(config, place.device), dtype),
+        partial(open_policy, config, actor, processors, choose_kernel(config, place.device), dtype),
         place,
+        ranks_per_copy=config.workers_per_copy,
         full_shard=ref.fsdp.enable_full_shard,
         param_dtype=dtype,
         reduce_dtype=dtype,
@@ -254,7 +236,7 @@ def open_reference(
         # As the policy computes features, so that equal weights give equal bits.
         features=(
             feature_memory(config, shared=True)
-            if config.worker.actor.model.freeze_vision_tower and processors.family.has_vision
+            if actor.model.freeze_vision_tower and processors.family.has_vision
             else None
         ),
         load_pixels=load_pixels,
@@ -263,6 +245,7 @@ def open_reference(
 
 def open_trained_policy(
     config: Config,
+    section: TrainedConfig,
     processors: Processors,
     kernel: Kernel,
     device: torch.device,
@@ -270,24 +253,26 @@ def open_trained_policy(
     as_stored: bool = False,
     model_class: type[Policy] = Policy,
 ) -> Policy:
-    """Load the policy with frozen parts, LoRA and gradient checkpointing as configured.
+    """Load a model with frozen parts, LoRA and gradient checkpointing as its section has them.
 
     as_stored, model_class: see open_policy.
     """
-    actor = config.worker.actor
-    dtype = DTYPES[resolve_weight_dtype(config)]
-    policy = open_policy(config, processors, kernel, dtype, device, as_stored=as_stored, model_class=model_class)
-    if actor.model.freeze_vision_tower:
+    dtype, model = DTYPES[section.weight_dtype], section.model
+    policy = open_policy(
+        config, section, processors, kernel, dtype, device, as_stored=as_stored, model_class=model_class
+    )
+    if model.freeze_vision_tower:
         policy.freeze_vision_tower()
-    if actor.model.lora.rank > 0:
-        add_lora(policy.model, make_lora_settings(config), seed=config.worker.rollout.seed)
-    if actor.model.enable_gradient_checkpointing:
-        policy.enable_gradient_checkpointing(offload=actor.model.enable_activation_offload)
+    if model.lora.rank > 0:
+        add_lora(policy.model, model.lora, seed=config.worker.rollout.seed)
+    if model.enable_gradient_checkpointing:
+        policy.enable_gradient_checkpointing(offload=model.enable_activation_offload)
     return policy
 
 
 def open_policy(
     config: Config,
+    section: TrainedConfig,
     processors: Processors,
     kernel: Kernel,
     dtype: torch.dtype,
@@ -296,19 +281,20 @@ def open_policy(
     as_stored: bool = False,
     model_class: type[Policy] = Policy,
 ) -> Policy:
-    """Load the model as a policy. On device "meta" no weights are loaded.
+    """Load the model of a section as a policy. On device "meta" no weights are loaded.
 
     as_stored: in the dtype of the model's files instead of dtype, if that is narrower. On the CPU
         the weights are then mapped from the files, and take no memory of their own.
     model_class: another one replaces the head, or adds one.
     """
-    model = config.worker.actor.model
+    model, kernels = section.model, config.worker.actor.model
+    assert model.model_path is not None, "checks.py refuses a configuration without a model"
     if as_stored:
-        stored = stored_dtype(model_folder(model_path(config)))
+        stored = stored_dtype(model_folder(model.model_path))
         dtype = stored if stored is not None and stored.itemsize < dtype.itemsize else dtype
     policy = model_class(
         load_model(
-            model_path(config),
+            model.model_path,
             dtype=dtype,
             device=device,
             trust_remote_code=model.trust_remote_code,
@@ -319,18 +305,31 @@ def open_policy(
         temperature=config.worker.rollout.temperature,
         banned_token_ids=processors.banned_token_ids,
     )
-    if model.use_liger_kernel:
+    if kernels.use_liger_kernel:
         policy.use_liger_kernel()
-    if model.compile_layers:
+    if kernels.compile_layers:
         policy.compile_layers()
     return policy
 
 
+def place_trained(config: Config, section: TrainedConfig, make_policy: MakePolicy, place: DevicePlacement) -> Policy:
+    """Return make_policy's model, sharded as its section has it if there are several ranks."""
+    return place_policy(
+        make_policy,
+        place,
+        ranks_per_copy=config.workers_per_copy_of(section),
+        full_shard=section.fsdp.enable_full_shard,
+        param_dtype=DTYPES[section.fsdp.mp_param_dtype],
+        reduce_dtype=DTYPES[section.fsdp.mp_reduce_dtype],
+        cpu_offload=config.is_on_host(section.fsdp) and place.device.type != "cpu",
+    )
+
+
 def place_policy(
-    config: Config,
     make_policy: MakePolicy,
     place: DevicePlacement,
     *,
+    ranks_per_copy: int,
     full_shard: bool,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
@@ -338,8 +337,8 @@ def place_policy(
 ) -> Policy:
     """Return make_policy's policy, sharded over the ranks if there are several.
 
-    full_shard, param_dtype, reduce_dtype: of FSDP, unused with one rank. cpu_offload: keep the
-    weights in host memory.
+    ranks_per_copy, full_shard, param_dtype, reduce_dtype: of FSDP, unused with one rank.
+    cpu_offload: keep the weights in host memory.
     """
     if place.is_alone:
         return make_policy(torch.device("cpu") if cpu_offload else place.device)
@@ -347,7 +346,7 @@ def place_policy(
 
     sharding = Sharding(
         full_shard=full_shard,
-        ranks_per_copy=workers_per_copy(config),
+        ranks_per_copy=ranks_per_copy,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         cpu_offload=cpu_offload,

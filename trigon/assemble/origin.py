@@ -21,9 +21,8 @@ from trigon.checkpoint.store import Checkpoint
 from trigon.config.compared import compared_options, is_accepted, schedule_depends_on_length
 from trigon.config.options import format_value
 from trigon.config.paths import expand_path, is_python_object, local_path, read_template
-from trigon.config.plan import Plan, has_critic, num_workers
-from trigon.config.rewards import RewardOption, describe_option
-from trigon.config.schema import Config
+from trigon.config.plan import Plan
+from trigon.config.schema import Config, RewardOption, describe_rewards
 from trigon.data.content import DatasetContent
 from trigon.data.stream import PromptStream
 from trigon.errors import CheckpointError, ConfigError, ModelError, RewardError
@@ -113,7 +112,7 @@ class Origin:
         """
         config = self._config
         self._options = compared_options(config)
-        self._noted = {**_versions(), "workers": num_workers(config)}
+        self._noted = {**_versions(), "workers": config.num_workers}
         self._add_templates()
         self._add_reward(reward)
         self._add_episodes()
@@ -183,7 +182,7 @@ class Origin:
         assert option.reward_function is not None
         source = find_reward(option.reward_function) if reward is None else reward
         self._contents[REWARD] = {"code": _code(REWARD, option.reward_function, source)}
-        self._given[REWARD] = describe_option(option.reward_function) or ""
+        self._given[REWARD] = describe_rewards(option.reward_function) or ""
         self._contents[ARGUMENTS] = _argument_digests("", option.reward_function_kwargs)
         for term in () if isinstance(source, RewardSource) else source:
             self._contents[ARGUMENTS] |= _argument_digests(f"{term.name}.", term.kwargs)
@@ -192,7 +191,7 @@ class Origin:
     def _add_val_reward(self, reward: RewardSource | Sequence[RewardTerm] | None) -> None:
         """Add the reward function of validation, or that it has none of its own."""
         option = self._config.worker.reward.val_reward_function
-        self._given[VAL_REWARD] = describe_option(option) or ""
+        self._given[VAL_REWARD] = describe_rewards(option) or ""
         self._contents[VAL_REWARD] = {"code": [NO_CODE]}
         if option is not None:
             source = find_reward(option) if reward is None else reward
@@ -221,7 +220,7 @@ class Origin:
         tokenizer = model.tokenizer_path or model_path(self._config)
         self._contents[TOKENIZER] = _model_digests(model_folder(tokenizer), with_weights=False)
         self._given[TOKENIZER] = model.tokenizer_path or ""
-        if has_critic(self._config):
+        if self._config.has_critic:
             critic = self._config.worker.critic.model.model_path
             folder = model_folder(critic or model_path(self._config))
             self._contents[CRITIC] = _model_digests(folder, with_weights=True)
@@ -308,7 +307,7 @@ def _code(name: str, option: RewardOption, reward: RewardSource | Sequence[Rewar
     try:
         return code_digests(reward)
     except OSError as error:
-        raise RewardError(f"{name}={describe_option(option)}: its code cannot be read: {error}") from error
+        raise RewardError(f"{name}={describe_rewards(option)}: its code cannot be read: {error}") from error
 
 
 def _argument_digests(prefix: str, kwargs: Mapping[str, Any]) -> dict[str, list[str]]:

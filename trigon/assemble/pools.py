@@ -15,9 +15,7 @@ import torch
 from trigon.assemble.memory_table import Hardware
 from trigon.assemble.models import set_determinism
 from trigon.assemble.options import model_path
-from trigon.config.defaults import resolve_same_command
 from trigon.config.paths import local_path, read_template
-from trigon.config.plan import has_critic, workers_per_machine
 from trigon.config.schema import Config
 from trigon.data.images import ignore_pillow_warnings
 from trigon.models.hub import uses_modelscope
@@ -145,7 +143,7 @@ def open_worker_pools(
         samplers = None
         if others:
             groups = [group for group, _ in started[1:]]
-            samplers = SamplerPool(starts[1], groups, warn=warn, same_command=resolve_same_command(config))
+            samplers = SamplerPool(starts[1], groups, warn=warn, same_command=config.trainer.same_command)
             stack.callback(_close, started[0][0], samplers)
         yield Workers(started[0][0], samplers, loopback)
 
@@ -232,7 +230,7 @@ class _PoolStart:
             self._device,
             deadline_seconds=config.trainer.worker_timeout_seconds,
             stacks_file=self._folder / HANG_STACKS,
-            same_command=resolve_same_command(config),
+            same_command=config.trainer.same_command,
             role=role,
         )
         join = partial(join_ranks, config_for_workers(config), self._device, self._folder.absolute(), self._pool)
@@ -294,11 +292,11 @@ def join_ranks(
     require_gpu(device, free_fraction=rollout.gpu_memory_utilization if hosts_vllm else 0.0)
     ignore_pillow_warnings()
     set_determinism(torch.device(device))
-    torch.set_num_threads(max(1, count_usable_cpus() // workers_per_machine(config)))
+    torch.set_num_threads(max(1, count_usable_cpus() // config.workers_per_machine))
     process_group = TorchProcessGroup.joined(
         torch.device(device), rendezvous, timeout_seconds=collective_timeout_seconds(config)
     )
-    critic = config.worker.critic.model.model_path if has_critic(config) and pool.learns else None
+    critic = config.worker.critic.model.model_path if config.has_critic and pool.learns else None
     models = (model_path(config), *(() if critic is None else (critic,)))
     return process_group, inspect_node(process_group, model_paths=models, run_folder=folder, marker=LOCK)
 

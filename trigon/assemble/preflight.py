@@ -17,7 +17,6 @@ from itertools import islice
 from trigon.assemble.objects import RunObjects
 from trigon.assemble.rewards import open_rewards, open_validation_rewards
 from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, split_dataset
-from trigon.config.plan import has_critic
 from trigon.config.schema import Config, DataConfig
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.columns import column_value, require_columns, without_column
@@ -83,7 +82,7 @@ def open_early(config: Config, objects: RunObjects, stack: ExitStack) -> Opened:
 
 
 def _check_model_folders(config: Config) -> None:
-    critic = config.worker.critic.model.model_path if has_critic(config) else None
+    critic = config.worker.critic.model.model_path if config.has_critic else None
     for path in (config.worker.actor.model.model_path, critic):
         folder = None if path is None else local_path(path)
         if folder is not None and folder.is_dir():

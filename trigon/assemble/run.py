@@ -26,7 +26,6 @@ from trigon.assemble.memory_table import Hardware
 from trigon.assemble.models import check_parallel_sizes, choose_device, choose_kernel, device_type
 from trigon.assemble.objects import NO_OBJECTS, RunObjects, RunOutcome
 from trigon.assemble.options import (
-    make_advantage_settings,
     make_buffer_settings,
     make_initial_kl,
     make_intervals,
@@ -43,25 +42,10 @@ from trigon.assemble.workers import open_workers
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.manifest import OnProgress, no_progress
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
-from trigon.config.batch_sizes import describe_chosen, fill_batch_sizes
 from trigon.config.checks import find_device_warnings
-from trigon.config.defaults import (
-    resolve_auto_micro_batch,
-    resolve_parity_tolerance,
-    resolve_run_folder,
-    resolve_same_command,
-)
 from trigon.config.files import local_sources
 from trigon.config.load import dump_config
-from trigon.config.plan import (
-    Plan,
-    critic_warmup,
-    find_long_warmups,
-    has_critic,
-    has_workers,
-    make_plan,
-    num_devices,
-)
+from trigon.config.plan import Plan, describe_chosen, fill_batch_sizes, find_long_warmups, make_plan
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts
 from trigon.data.prompts import PromptBuilder
@@ -126,7 +110,7 @@ def run_training(
         stack.callback(remove_dead_folders)
         opened = open_early(config, objects, stack) if opened is None else opened
         rewards, val_rewards = opened.rewards, opened.val_rewards
-        folder = stack.enter_context(RunFolder(resolve_run_folder(config)))
+        folder = stack.enter_context(RunFolder(config.trainer.run_folder))
         console = open_console(config)
         console.print(f"run folder: {folder.path}")
         hang_watch = stack.enter_context(open_hang_watch(config, folder.path, console, others))
@@ -144,7 +128,7 @@ def run_training(
         check_parallel_sizes(config, processors.hf_config)
         check_hardware = partial(check_run_memory, config, console)
         workers = None
-        if has_workers(config):
+        if config.has_workers:
             workers = stack.enter_context(open_worker_pools(config, folder.path, check_hardware, console.warn))
             device = workers.device
         else:
@@ -193,7 +177,7 @@ def run_training(
         else:
             parts = None if episodes is None else episodes[0]
             engines = open_workers(config, plan, workers, store, report, shows_videos=shows_videos, episodes=parts)
-        if resolve_auto_micro_batch(config, device) and not config.trainer.val_only:
+        if config.trainer.tunes_budgets_on(device) and not config.trainer.val_only:
             plan = tune_plan(config, plan, engines, folder, report, console, resumes=checkpoint is not None)
         show_overview(config, plan, engines, val_prompts, report)
         if checkpoint is not None:
@@ -246,7 +230,7 @@ def check_environment(config: Config) -> None:
     The devices of several workers are checked when these have started.
     """
     check_loggers(config.trainer.logger)
-    if not has_workers(config):
+    if not config.has_workers:
         device = choose_device(config)
         if device.type == "cuda" and config.worker.rollout.name == "vllm":
             require_free_memory(config.worker.rollout.gpu_memory_utilization)
@@ -351,7 +335,7 @@ def check_trained_parts(config: Config, checkpoint: Checkpoint) -> None:
     read_updates(checkpoint.actor, has_adapters=rank > 0, strategy=config.worker.actor.optim.strategy)
     if rank > 0:
         check_lora_rank(checkpoint.actor, rank)
-    if has_critic(config) and checkpoint.critic is not None:
+    if config.has_critic and checkpoint.critic is not None:
         check_trained_critic(config, checkpoint.critic)
 
 
@@ -372,8 +356,8 @@ def open_reporter(
         folder,
         console,
         loggers,
-        num_devices=num_devices(config),
-        critic_warmup=critic_warmup(config),
+        num_devices=config.num_devices,
+        critic_warmup=config.critic_warmup,
         images=ImageStore(folder.path, max_side=trainer.saved_image_side) if trainer.save_images else None,
         token_texts=TokenTexts(processors.tokenizer),
         watch=hang_watch,
@@ -427,7 +411,7 @@ def make_run(
     hooks: Hooks,
 ) -> Run:
     """Return the parts of the training loop."""
-    parity = ParityCheck(resolve_parity_tolerance(config))
+    parity = ParityCheck(config.parity_tolerance)
     return Run(
         plan=plan,
         intervals=make_intervals(config, can_validate=val_prompts is not None),
@@ -451,12 +435,12 @@ def make_run(
             engines.critic,
             report,
             engines.tracer,
-            critic_warmup=critic_warmup(config),
+            critic_warmup=config.critic_warmup,
             max_skipped=config.trainer.max_skipped_updates,
             traced_steps=config.trainer.profile_steps,
         ),
         reference=engines.reference,
-        advantage_settings=make_advantage_settings(config),
+        algorithm=config.algorithm,
         kl=make_initial_kl(config),
         needs_old_logprobs=needs_old_logprobs(config, plan),
         evaluator=open_evaluator(config, val_prompts, report),
@@ -468,7 +452,7 @@ def make_run(
         made_from=made_from,
         should_stop=should_stop,
         defer_interrupts=defer_interrupts,
-        same_command=resolve_same_command(config),
+        same_command=config.trainer.same_command,
         grace=grace,
         hooks=hooks,
         critic=engines.critic,

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trigon.config.defaults import resolve_same_command
 from trigon.config.load import LoadedConfig
 from trigon.config.schema import Config
 from trigon.system.garbage import ARENAS_VARIABLE, limit_arenas
@@ -153,7 +152,7 @@ def share_heaps() -> None:
 
 def make_grace(config: Config) -> Grace:
     """Return what decides, after a request to stop, whether a step is finished or left."""
-    return Grace(config.trainer.grace_seconds, resolve_same_command(config))
+    return Grace(config.trainer.grace_seconds, config.trainer.same_command)
 
 
 def start_run(

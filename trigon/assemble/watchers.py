@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from trigon.config.batch_sizes import resolve_group_size
 from trigon.config.names import GROUP_ESTIMATORS
-from trigon.config.plan import Plan, workers_per_machine
+from trigon.config.plan import Plan
 from trigon.config.schema import Config
 from trigon.report.watch.meter import MemoryMeter
 from trigon.report.watch.rules import Thresholds
@@ -83,11 +82,11 @@ def make_watch_settings(config: Config, plan: Plan, *, save_bytes: int = 0) -> W
             max_validation_drop=watch.max_validation_drop,
             min_explained_variance=watch.min_explained_variance,
             critic_steps=watch.critic_steps,
-            groups_compared=resolve_group_size(config) > 1 and config.algorithm.adv_estimator in GROUP_ESTIMATORS,
+            groups_compared=config.group_size > 1 and config.algorithm.adv_estimator in GROUP_ESTIMATORS,
             completions_end=not rollout.ignore_eos,
         ),
         memory_steps=watch.memory_steps,
         total_steps=plan.total_steps,
-        num_workers=workers_per_machine(config),
+        num_workers=config.workers_per_machine,
         save_gb=save_bytes / 2**30,
     )

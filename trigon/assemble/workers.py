@@ -11,11 +11,9 @@ from trigon.assemble.data import open_images, open_processors
 from trigon.assemble.engines import Engines, check_space, open_rollout
 from trigon.assemble.episodes import EpisodeParts, open_episodes
 from trigon.assemble.models import DevicePlacement, open_models
-from trigon.assemble.options import kl_is_full, make_loss_terms, needs_reference
 from trigon.assemble.pools import Pool, Workers, config_for_workers, place_pools
 from trigon.checkpoint.store import CheckpointStore
-from trigon.config.defaults import resolve_run_folder, resolve_same_command
-from trigon.config.plan import Plan, has_critic, shares_trunk, workers_per_copy, workers_per_machine
+from trigon.config.plan import Plan
 from trigon.config.schema import Config
 from trigon.environments.pool import EnvironmentPool
 from trigon.report.reporter import Reporter
@@ -65,24 +63,22 @@ def open_workers(
     critic_sizes = tuple(of_critic for _, of_critic in opened if of_critic is not None)
     check_space(config, store, sizes, critic_sizes)
     ranks_per_row = config.worker.actor.ulysses_sequence_parallel_size
-    has_reference = needs_reference(config) and not kl_is_full(config)
-    critic_class = WorkersTrunkCritic if shares_trunk(config) else WorkersCritic
+    has_reference = config.needs_reference and not config.has_full_kl
+    critic_class = WorkersTrunkCritic if config.shares_trunk else WorkersCritic
 
     def tune_micro_batch(lengths: Lengths, known: Budgets | None) -> Budgets:
-        num_sharing = workers_per_machine(config)
+        num_sharing = config.workers_per_machine
         return learners.call_all(Worker.tune_micro_batch, lengths, known, num_sharing, phase="fit")[0]
 
     return Engines(
         device=describe_workers(config, workers),
-        trainer=WorkersTrainEngine(
-            learners, regularized=make_loss_terms(config).regularized, ranks_per_row=ranks_per_row
-        ),
+        trainer=WorkersTrainEngine(learners, regularized=config.learns_without_advantage, ranks_per_row=ranks_per_row),
         reference=WorkersReference(learners, ranks_per_row=ranks_per_row) if has_reference else None,
         rollout=open_workers_rollout(config, workers, report, sends_rows=episodes is not None),
         sizes=sizes,
-        tracer=WorkersTracer(learners, resolve_run_folder(config).absolute() / FOLDER),
+        tracer=WorkersTracer(learners, config.trainer.run_folder.absolute() / FOLDER),
         tune_micro_batch=tune_micro_batch,
-        critic=critic_class(learners, ranks_per_row=ranks_per_row) if has_critic(config) else None,
+        critic=critic_class(learners, ranks_per_row=ranks_per_row) if config.has_critic else None,
         critic_sizes=critic_sizes,
     )
 
@@ -110,7 +106,7 @@ def open_in_group(
     from trigon.distributed.worker import Worker
     from trigon.distributed.worker_group import DISK_SECONDS
 
-    traces = resolve_run_folder(config).absolute() / FOLDER
+    traces = config.trainer.run_folder.absolute() / FOLDER
     make_tracer = partial(DecodeTracer, traces, steps=config.trainer.profile_steps, pool=group.role.replace(" ", "_"))
     build = partial(open_worker_engines, config_for_workers(config), plan, shows_videos, episodes, pool, make_tracer)
     return group.call_all(Worker.open, build, phase="load", min_deadline_seconds=DISK_SECONDS)
@@ -140,7 +136,7 @@ def open_workers_rollout(config: Config, workers: Workers, report: Reporter, *, 
         workers.learners, tensor_parallel_size=rollout.tensor_parallel_size, sends_rows=sends_rows
     )
     if rollout.name == "vllm" and rollout.tensor_parallel_size == 1:
-        return RestartingEngine(engine, warn=report.warn, same_command=resolve_same_command(config), phase=report.phase)
+        return RestartingEngine(engine, warn=report.warn, same_command=config.trainer.same_command, phase=report.phase)
     return engine
 
 
@@ -204,7 +200,7 @@ def describe_workers(config: Config, workers: Workers) -> str:
     if workers.device == "cpu" and config.trainer.device == "cpu":
         kind = "on the CPU, as trainer.device is set"
     replicas = len(learners.workers) // rollout.tensor_parallel_size if samplers is None else samplers.size
-    shards, together = workers_per_copy(config), config.worker.actor.ulysses_sequence_parallel_size
+    shards, together = config.workers_per_copy, config.worker.actor.ulysses_sequence_parallel_size
     rows = f", {together} workers for each row" if together > 1 else ""
     return (
         f"{size} workers on {hosts} {'host' if hosts == 1 else 'hosts'}, {kind}; sampling: {replicas} x tensor "

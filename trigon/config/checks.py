@@ -1,42 +1,34 @@
 """Checks across options: conflicting values, missing options and missing files.
 
-They run before anything heavy is imported, and open neither datasets nor models.
+They run before anything heavy is imported, and open neither datasets nor models. Each check is
+small, so that a wrong value hides few others: see find_problems.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, assert_never, cast
+import inspect
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from types import FunctionType
+from typing import Any, Literal, assert_never, cast
 
-from trigon.config.batch_sizes import (
-    GROUP_SIZE,
-    compares_groups,
-    resolve_group_size,
-    resolve_prompts_per_step,
-    resolve_prompts_per_update,
-)
 from trigon.config.compared import find_unknown_names
-from trigon.config.critic_checks import CRITIC_CHECKS, warn_of_critic
-from trigon.config.defaults import resolve_mismatch_correction, resolve_weight_dtype
-from trigon.config.episode_checks import EPISODE_CHECKS, warn_of_episodes
-from trigon.config.files import FILE_CHECKS, REQUIRED_CHECKS
-from trigon.config.names import SINGLE_COMPLETION_ESTIMATORS, DeviceType
-from trigon.config.offload_checks import OFFLOAD_CHECKS, warn_of_cpu_offload
-from trigon.config.plan import (
-    context_length,
-    join_with_or,
-    longest_sequence,
-    num_samplers,
-    num_workers,
-    suggest_batch_sizes,
-    workers_per_copy,
-)
-from trigon.config.pool_checks import POOL_CHECKS, describe_samplers, warn_of_pools
-from trigon.config.schema import Config, Section
+from trigon.config.files import PATH_OPTIONS, find_missing
+from trigon.config.names import BUILT_IN_TOOLS, SHIPPED_REWARDS, SINGLE_COMPLETION_ESTIMATORS, DeviceType
+from trigon.config.options import options, value_of
+from trigon.config.paths import expand_path, is_python_object, nearest_path
+from trigon.config.plan import suggest_batch_sizes, too_long_critic_warmup
+from trigon.config.schema import GROUP_SIZE, TRUNK_OPTIONS, Config, CriticConfig, Section, TrainedConfig, reward_specs
 from trigon.errors import ConfigError
+from trigon.system.suggestions import did_you_mean
 
 MAX_PROBLEMS = 50
 """Maximum number of problems in one message; the others are counted."""
+
+_SEPARATE = "worker.hybrid_engine=false"
+_ENVIRONMENT, _TOOLS = "worker.rollout.environment", "worker.rollout.tools"
 
 
 def raise_problems(problems: Sequence[str]) -> None:
@@ -54,13 +46,12 @@ def find_problems(config: Config, *, uncertain: Collection[str] = ()) -> list[st
     """Return the reasons for which a configuration cannot run.
 
     uncertain: options that have their default because the user's value is invalid or misspelt.
-    Checks that read one of these options are left out; each is small, so that the others find what
-    else is wrong.
+    Checks that read one of these options are left out.
     """
     problems: list[str] = []
     for check in _CHECKS:
         recorded = _RecordedSection(config, "", set())
-        found = check(cast(Config, recorded))
+        found = list(check(cast(Config, recorded)))
         if recorded.names_read.isdisjoint(uncertain):
             problems += found
     return problems
@@ -71,13 +62,11 @@ def find_warnings(config: Config, *, uncertain: Collection[str] = ()) -> tuple[s
 
     uncertain: as for find_problems; those about the number of workers are left out.
     """
+    knows_workers = {"trainer.nnodes", "trainer.n_gpus_per_node"}.isdisjoint(uncertain)
     return (
-        *(() if {"trainer.nnodes", "trainer.n_gpus_per_node"}.intersection(uncertain) else warn_of_cpu_offload(config)),
+        *(_warn_of_cpu_offload(config) if knows_workers else ()),
         *_warn_of_conflicts(config),
         *_warn_of_unused(config),
-        *warn_of_critic(config),
-        *warn_of_episodes(config),
-        *warn_of_pools(config),
     )
 
 
@@ -86,24 +75,65 @@ def find_device_warnings(config: Config, device: DeviceType) -> tuple[str, ...]:
     rollout = config.worker.rollout
     if rollout.name != "vllm":
         return ()
-    warnings = []
     match device:
         case "cuda":
-            if rollout.enable_chunked_prefill is False:
-                warnings.append(
-                    "worker.rollout.enable_chunked_prefill=false: vLLM does not officially support this on a GPU, "
-                    "where it may crash or give wrong results; leave the option out, or set it to true"
-                )
+            if rollout.enable_chunked_prefill is not False:
+                return ()
+            return (
+                "worker.rollout.enable_chunked_prefill=false: vLLM does not officially support this on a GPU, "
+                "where it may crash or give wrong results; leave the option out, or set it to true",
+            )
         case "cpu":
-            options = (
+            values = (
                 (f"worker.rollout.model_runner={rollout.model_runner}", rollout.model_runner != "auto"),
                 ("worker.rollout.async_scheduling=true", rollout.async_scheduling is True),
                 ("worker.rollout.enable_chunked_prefill=true", rollout.enable_chunked_prefill is True),
             )
-            warnings += [f"{option} has no effect on the CPU" for option, is_set in options if is_set]
+            return tuple(f"{value} has no effect on the CPU" for value, is_set in values if is_set)
         case _:
             assert_never(device)
-    return tuple(warnings)
+
+
+def find_contradictions(config: Config) -> list[str]:
+    """Return the options of a critic with a shared trunk that contradict the actor's, which apply.
+
+    Each as "worker.critic.x=1 (worker.actor.x=2)"; options that have their defaults are left out.
+    """
+    return [
+        f"{name}={json.dumps(value)} ({_of_actor(name)}={json.dumps(applies)})"
+        for name, value, applies, is_default in _unlike_actor(config)
+        if not is_default
+    ]
+
+
+def warn_of_overruled(config: Config, names: Collection[str]) -> list[str]:
+    """Return warnings about options of a critic with a shared trunk that are set to their defaults.
+
+    The actor's apply. names: the options that were set on purpose; in a file they may be a copy of
+    all defaults.
+    """
+    return [
+        f"{name}={json.dumps(value)} has no effect: with worker.critic.share_trunk=true "
+        f"{_of_actor(name)}={json.dumps(applies)} applies"
+        for name, value, applies, is_default in _unlike_actor(config)
+        if is_default and name in names
+    ]
+
+
+def _unlike_actor(config: Config) -> Iterator[tuple[str, Any, Any, bool]]:
+    """Yield each option of the critic that a shared trunk takes from the actor, and that differs.
+
+    As (name, its value, the actor's, whether its value is the default).
+    """
+    for option in options().values():
+        if option.path[:2] == ("worker", "critic") and option.path[2] in TRUNK_OPTIONS:
+            value, applies = value_of(config, option.name), value_of(config, _of_actor(option.name))
+            if value != applies:
+                yield option.name, value, applies, value == option.default
+
+
+def _of_actor(name: str) -> str:
+    return name.replace("worker.critic.", "worker.actor.")
 
 
 class _RecordedSection:
@@ -113,244 +143,398 @@ class _RecordedSection:
         self._section, self._prefix, self.names_read = section, prefix, names_read
 
     def __getattr__(self, key: str) -> Any:
-        value = getattr(self._section, key)
-        if isinstance(value, Section):
-            return _RecordedSection(value, f"{self._prefix}{key}.", self.names_read)
+        attribute = inspect.getattr_static(self._section, key)
+        if isinstance(attribute, property):  # which reads options
+            return cast(Callable[..., Any], attribute.fget)(self)
+        if isinstance(attribute, FunctionType):
+            return partial(attribute, self)
+        if isinstance(attribute, Section):
+            return _RecordedSection(attribute, f"{self._prefix}{key}.", self.names_read)
         self.names_read.add(self._prefix + key)
-        return value
+        return attribute
 
 
-def _check_tensor_parallel_size(config: Config) -> list[str]:
-    rollout = config.worker.rollout
-    if num_samplers(config) % rollout.tensor_parallel_size:
-        workers, divisors = describe_samplers(config)
-        return [
-            f"worker.rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but {workers}, which it must "
-            f"divide; set it to {divisors}"
-        ]
-    if rollout.tensor_parallel_size > 1 and rollout.name != "vllm":
-        return [
-            f"worker.rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but only vllm spreads one model "
-            "over several devices; set it to 1, or worker.rollout.name=vllm"
-        ]
-    return []
+# -- data ------------------------------------------------------------------------------------------
 
 
-def _check_fsdp_size(config: Config) -> list[str]:
-    if num_workers(config) % workers_per_copy(config) == 0:
-        return []
-    workers, divisors = _describe_workers(config)
-    return [
-        f"worker.actor.fsdp.fsdp_size is {config.worker.actor.fsdp.fsdp_size}, but {workers}, which it must divide; "
-        f"set it to {divisors}, or -1 for all"
-    ]
+def _check_train_files(config: Config) -> Iterator[str]:
+    if not config.data.train_files and not config.trainer.val_only:
+        yield "data.train_files is not set; give a hub id (hiyouga/geometry3k@train), a file or a folder"
 
 
-def _check_sequence_parallel_size(config: Config) -> list[str]:
-    size = config.worker.actor.ulysses_sequence_parallel_size
-    if num_workers(config) % size == 0:
-        return []
-    workers, divisors = _describe_workers(config)
-    return [
-        f"worker.actor.ulysses_sequence_parallel_size is {size}, but {workers}, which it must divide; set it to "
-        f"{divisors}"
-    ]
+def _check_val_files(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if not config.data.val_files and (trainer.val_only or trainer.val_before_train or trainer.val_freq > 0):
+        advice = (
+            "give a hub id (hiyouga/geometry3k@test), a file or a folder"
+            if trainer.val_only
+            else "set it, or leave out trainer.val_before_train and trainer.val_freq"
+        )
+        yield f"data.val_files is not set, but validation is on; {advice}"
 
 
-def _describe_workers(config: Config) -> tuple[str, str]:
-    """Return how many workers there are, and the divisors of their number, as text."""
-    trainer, world_size = config.trainer, num_workers(config)
-    divisors = join_with_or([number for number in range(1, world_size + 1) if world_size % number == 0])
-    return f"there are {trainer.nnodes} x {trainer.n_gpus_per_node} = {world_size} workers", divisors
+def _check_train_weights(config: Config) -> Iterator[str]:
+    weights, files = config.data.train_weights, config.data.train_files
+    if weights and len(weights) != len(files):
+        yield (
+            f"data.train_weights has {len(weights)} weights, but data.train_files {len(files)} datasets; give one "
+            "weight per dataset, or leave the weights out"
+        )
 
 
-def _check_batch_sizes(config: Config) -> list[str]:
-    per_step, per_update = resolve_prompts_per_step(config), resolve_prompts_per_update(config)
-    if per_step % per_update == 0:
-        return []
-    steps, updates = suggest_batch_sizes(per_step, per_update)
-    return [
-        f"data.rollout_batch_size ({per_step} prompts per step) is not a multiple of worker.actor.global_batch_size "
-        f"({per_update} prompts per update); the nearest valid values: data.rollout_batch_size="
-        f"{join_with_or(steps)}, or worker.actor.global_batch_size={join_with_or(updates)}; or leave out one of them"
-    ]
+def _check_val_batch_size(config: Config) -> Iterator[str]:
+    if config.data.val_batch_size == 0:
+        yield "data.val_batch_size is 0; set -1 for all validation prompts at once, or at least 1"
 
 
-def _check_top_k(config: Config) -> list[str]:
-    rollout = config.worker.rollout
-    values = {
-        "worker.rollout.top_k": rollout.top_k,
-        "worker.rollout.val_override_config.top_k": rollout.val_override_config.top_k,
-    }
-    return [
-        f"{key} is 0, which leaves no token to sample; -1 samples from all"
-        for key, top_k in values.items()
-        if top_k == 0
-    ]
+def _check_pixels(config: Config) -> Iterator[str]:
+    low, high = config.data.min_pixels, config.data.max_pixels
+    if low is not None and high is not None and low > high:
+        yield (
+            f"data.min_pixels ({low}) is above data.max_pixels ({high}): no image fits; lower the first or raise the "
+            "second"
+        )
 
 
-def _check_train_weights(config: Config) -> list[str]:
-    data = config.data
-    if not data.train_weights or len(data.train_weights) == len(data.train_files):
-        return []
-    return [
-        f"data.train_weights has {len(data.train_weights)} weights, but data.train_files {len(data.train_files)} "
-        "datasets; give one weight per dataset, or leave the weights out"
-    ]
+# -- algorithm -------------------------------------------------------------------------------------
 
 
-def _check_val_batch_size(config: Config) -> list[str]:
-    if config.data.val_batch_size != 0:
-        return []
-    return ["data.val_batch_size is 0; set -1 for all validation prompts at once, or at least 1"]
+def _check_group_size(config: Config) -> Iterator[str]:
+    n = config.group_size
+    if n < 2 and config.algorithm.compares_groups and not config.trainer.val_only:
+        yield (
+            f"worker.rollout.n is {n}, but {config.algorithm.adv_estimator} compares the completions of a group; set "
+            f"worker.rollout.n to at least 2, or leave it out, which is {GROUP_SIZE}; or set algorithm.adv_estimator "
+            f"to {' or '.join(SINGLE_COMPLETION_ESTIMATORS)}"
+        )
 
 
-def _check_pixels(config: Config) -> list[str]:
-    data = config.data
-    if data.min_pixels is None or data.max_pixels is None or data.min_pixels <= data.max_pixels:
-        return []
-    return [
-        f"data.min_pixels ({data.min_pixels}) is above data.max_pixels ({data.max_pixels}): no image fits; "
-        "lower the first or raise the second"
-    ]
-
-
-def _check_optimizer(config: Config) -> list[str]:
-    """Return the problems of training with numbers of 16 bits, which may lose updates."""
-    actor, dtype = config.worker.actor, resolve_weight_dtype(config)
-    if config.trainer.val_only:
-        return []
-    if actor.fsdp.mp_param_dtype == "fp16":
-        return [
-            "worker.actor.fsdp.mp_param_dtype is fp16, whose smallest numbers are too large for most gradients: they "
-            "would be 0, since gradients are not scaled here; set worker.actor.fsdp.mp_param_dtype=bf16, which has "
-            "the range of fp32, or fp32"
-        ]
-    # Adapters are in float32, whatever the dtype of the weights.
-    if dtype == "fp32" or actor.model.lora.rank > 0:
-        return []
-    problem = f"worker.actor.fsdp.torch_dtype is {dtype}"
-    match dtype:
-        case "fp16":
-            return [
-                f"{problem}, which no optimizer strategy can train: almost every update is rounded to nothing; set "
-                "worker.actor.fsdp.torch_dtype=bf16 worker.actor.optim.strategy=adamw_bf16, or "
-                "worker.actor.fsdp.torch_dtype=fp32"
-            ]
-        case "bf16" if actor.optim.strategy == "adamw":
-            return [
-                f"{problem} with worker.actor.optim.strategy=adamw, which rounds almost every update to nothing: near "
-                "1, numbers in bf16 are 0.004 apart, and an update moves a weight by about the learning rate, "
-                f"{actor.optim.lr:g}; set worker.actor.optim.strategy=adamw_bf16, which keeps the bits that bf16 "
-                "lacks, or worker.actor.fsdp.torch_dtype=fp32"
-            ]
-        case "bf16":
-            return []
-        case _:
-            assert_never(dtype)
-
-
-def _check_group_size(config: Config) -> list[str]:
-    n = resolve_group_size(config)
-    if n >= 2 or not compares_groups(config) or config.trainer.val_only:
-        return []
-    return [
-        f"worker.rollout.n is {n}, but {config.algorithm.adv_estimator} compares the completions of a group; set "
-        "worker.rollout.n to at least 2, or leave it out, which is "
-        f"{GROUP_SIZE}; or set algorithm.adv_estimator to {' or '.join(SINGLE_COMPLETION_ESTIMATORS)}"
-    ]
-
-
-def _check_kl_in_reward(config: Config) -> list[str]:
+def _check_kl_in_reward(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.disable_kl or algorithm.kl_coef <= 0 or algorithm.use_kl_loss:
-        return []
+    if algorithm.kl_in_reward is None:
+        return
     if algorithm.adv_estimator == "gdpo":
-        return [
+        yield (
             "algorithm.adv_estimator=gdpo normalizes each part of the reward, and a KL penalty is not one of them; "
             "set algorithm.use_kl_loss=true, or algorithm.disable_kl=true"
-        ]
-    completions = resolve_prompts_per_step(config) * resolve_group_size(config)
-    if algorithm.kl_type != "adaptive" or 0.2 * completions < algorithm.kl_horizon:
-        return []
-    return [
-        f"algorithm.kl_horizon is {algorithm.kl_horizon:g}, but a step has data.rollout_batch_size x "
-        f"worker.rollout.n = {completions} completions: the KL weight could become negative in one step; set "
-        f"kl_horizon above {0.2 * completions:g}, say {10 * completions}"
-    ]
+        )
+        return
+    completions = config.prompts_per_step * config.group_size
+    if algorithm.kl_type == "adaptive" and 0.2 * completions >= algorithm.kl_horizon:
+        yield (
+            f"algorithm.kl_horizon is {algorithm.kl_horizon:g}, but a step has data.rollout_batch_size x "
+            f"worker.rollout.n = {completions} completions: the KL weight could become negative in one step; set "
+            f"kl_horizon above {0.2 * completions:g}, say {10 * completions}"
+        )
 
 
-def _check_overlong_filtering(config: Config) -> list[str]:
-    if not (config.algorithm.overlong_filtering and config.worker.rollout.ignore_eos):
-        return []
-    return [
-        "algorithm.overlong_filtering excludes completions that were cut, and with worker.rollout.ignore_eos=true "
-        "all of them are; set one of the two to false"
-    ]
+def _check_overlong_filtering(config: Config) -> Iterator[str]:
+    if config.algorithm.overlong_filtering and config.worker.rollout.ignore_eos:
+        yield (
+            "algorithm.overlong_filtering excludes completions that were cut, and with worker.rollout.ignore_eos=true "
+            "all of them are; set one of the two to false"
+        )
 
 
-def _check_reward_weights(config: Config) -> list[str]:
+def _check_reward_weights(config: Config) -> Iterator[str]:
     weights = config.algorithm.reward_weights
-    if not weights or any(weights.values()):
-        return []
-    return ["algorithm.reward_weights are all 0, which makes every advantage 0; raise one of them"]
+    if weights and not any(weights.values()):
+        yield "algorithm.reward_weights are all 0, which makes every advantage 0; raise one of them"
 
 
-def _check_group_filter(config: Config) -> list[str]:
+def _check_group_filter(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    if not algorithm.online_filtering or algorithm.filter_low < algorithm.filter_high:
-        return []
-    return [
-        f"algorithm.filter_low ({algorithm.filter_low}) is not below algorithm.filter_high "
-        f"({algorithm.filter_high}): no group is between them; lower the first or raise the second"
-    ]
+    if algorithm.online_filtering and algorithm.filter_low >= algorithm.filter_high:
+        yield (
+            f"algorithm.filter_low ({algorithm.filter_low}) is not below algorithm.filter_high "
+            f"({algorithm.filter_high}): no group is between them; lower the first or raise the second"
+        )
 
 
-def _check_mismatch_correction(config: Config) -> list[str]:
-    correction, rollout = resolve_mismatch_correction(config), config.worker.rollout
+def _check_mismatch_correction(config: Config) -> Iterator[str]:
+    correction, rollout = config.mismatch_correction, config.worker.rollout
     if correction == "off" or (rollout.top_p >= 1 and rollout.top_k <= 0):
-        return []
+        return
     staleness = f"algorithm.max_staleness={config.algorithm.max_staleness}"
     older = "worker.rollout.oversampling" if rollout.oversampling > 0 else staleness
     default = "" if config.algorithm.mismatch_correction else f", the default with {older},"
-    return [
+    yield (
         f"algorithm.mismatch_correction={correction}{default} compares the probabilities of engine and "
         f"trainer, and with worker.rollout.top_p={rollout.top_p}, worker.rollout.top_k={rollout.top_k} they are "
         "those of different distributions; set top_p=1 and top_k=-1, or mismatch_correction=off"
-    ]
+    )
 
 
-def _check_lengths(config: Config) -> list[str]:
-    data, rollout = config.data, config.worker.rollout
-    longest, context = longest_sequence(config), context_length(config)
-    lengths = f"a prompt ({data.max_prompt_length}) and its completion can have {longest} tokens together"
-    problems = []
-    if context < longest:
-        problems.append(
-            f"worker.rollout.max_model_len is {context}, but {lengths}; set it to at least {longest}, or leave it out"
+def _check_max_staleness(config: Config) -> Iterator[str]:
+    staleness = config.algorithm.max_staleness
+    if staleness > 0 and config.worker.hybrid_engine:
+        yield (
+            f"algorithm.max_staleness is {staleness}, but the workers sample and learn in turns, so that every batch "
+            f"has the newest weights; set {_SEPARATE}, or max_staleness=0"
         )
+
+
+# -- worker.actor and worker.critic ----------------------------------------------------------------
+
+_Model = Literal["actor", "critic"]
+
+
+def _trained(config: Config, model: _Model) -> TrainedConfig | None:
+    """Return the section of a model that is trained; None for a critic that is no model."""
+    if model == "actor":
+        return config.worker.actor
+    return config.worker.critic if config.has_critic and not config.shares_trunk else None
+
+
+def _check_model_path(config: Config) -> Iterator[str]:
+    if not config.worker.actor.model.model_path:
+        yield (
+            "worker.actor.model.model_path is not set; give a hub id (Qwen/Qwen2.5-VL-3B-Instruct) or a local folder"
+        )
+
+
+def _check_batch_size(config: Config, *, model: _Model) -> Iterator[str]:
+    if (section := _trained(config, model)) is None:
+        return
+    per_step, per_update = config.prompts_per_step, config.prompts_per_update_of(section)
+    if per_step % per_update:
+        steps, updates = suggest_batch_sizes(per_step, per_update)
+        name = f"worker.{model}.global_batch_size"
+        yield (
+            f"data.rollout_batch_size ({per_step} prompts per step) is not a multiple of {name} ({per_update} prompts "
+            f"per update); the nearest valid values: data.rollout_batch_size={_join_with_or(steps)}, or "
+            f"{name}={_join_with_or(updates)}; or leave out one of them"
+        )
+
+
+def _check_formats(config: Config, *, model: _Model) -> Iterator[str]:
+    """Find training with numbers of 16 bits that loses updates."""
+    section, name = _trained(config, model), f"worker.{model}"
+    if section is None or config.trainer.val_only:
+        return
+    if section.fsdp.mp_param_dtype == "fp16":
+        yield (
+            f"{name}.fsdp.mp_param_dtype is fp16, whose smallest numbers are too large for most gradients: they would "
+            f"be 0, since gradients are not scaled here; set {name}.fsdp.mp_param_dtype=bf16, which has the range of "
+            "fp32, or fp32"
+        )
+        return
+    dtype, strategy = section.weight_dtype, section.optim.strategy
+    # Adapters are in float32, whatever the dtype of the weights.
+    if section.model.lora.rank > 0 or dtype == "fp32" or (dtype == "bf16" and strategy == "adamw_bf16"):
+        return
+    reason = "which no optimizer strategy can train: almost every update is rounded to nothing"
+    if dtype == "bf16":
+        reason = (
+            f"with {name}.optim.strategy=adamw, which rounds almost every update to nothing: near 1, numbers in bf16 "
+            f"are 0.004 apart, and an update moves a weight by about the learning rate, {section.optim.lr:g}"
+        )
+    yield (
+        f"{name}.fsdp.torch_dtype is {dtype}, {reason}; set {name}.fsdp.torch_dtype=bf16 "
+        f"{name}.optim.strategy=adamw_bf16, which keeps the bits that bf16 lacks, or {name}.fsdp.torch_dtype=fp32"
+    )
+
+
+def _check_fsdp_size(config: Config, *, model: _Model) -> Iterator[str]:
+    section = _trained(config, model)
+    if section is not None and config.num_workers % config.workers_per_copy_of(section):
+        workers, divisors = _describe_workers(config)
+        yield (
+            f"worker.{model}.fsdp.fsdp_size is {section.fsdp.fsdp_size}, but {workers}, which it must divide; set it "
+            f"to {divisors}, or -1 for all"
+        )
+
+
+def _check_activation_offload(config: Config, *, model: _Model) -> Iterator[str]:
+    if model == "critic" and not config.has_critic:
+        return
+    section = (config.worker.actor if model == "actor" else config.worker.critic).model
+    if section.enable_activation_offload and not section.enable_gradient_checkpointing:
+        name = f"worker.{model}.model"
+        yield (
+            f"{name}.enable_activation_offload is true without {name}.enable_gradient_checkpointing: what moves to "
+            "host memory are the inputs of the layers that gradient checkpointing computes again, and without it all "
+            "activations would have to move, which takes longer than computing them; set both to true"
+        )
+
+
+def _check_sequence_parallel_size(config: Config) -> Iterator[str]:
+    size = config.worker.actor.ulysses_sequence_parallel_size
+    if config.num_workers % size:
+        workers, divisors = _describe_workers(config)
+        yield (
+            f"worker.actor.ulysses_sequence_parallel_size is {size}, but {workers}, which it must divide; set it to "
+            f"{divisors}"
+        )
+
+
+def _check_critic_warmup(config: Config) -> Iterator[str]:
+    steps = config.trainer.max_steps
+    if steps is not None and config.critic_warmup >= steps:
+        yield too_long_critic_warmup(config, steps)
+
+
+def _check_shared_trunk(config: Config) -> Iterator[str]:
+    for found in find_contradictions(config) if config.shares_trunk else ():
+        yield (
+            f"{found} does not go with worker.critic.share_trunk=true: policy and critic are one model, which is "
+            "updated once with both losses, so that the actor's value applies; leave it out, or set "
+            "worker.critic.share_trunk=false"
+        )
+
+
+# -- worker.rollout --------------------------------------------------------------------------------
+
+
+def _check_engine_of_pools(config: Config) -> Iterator[str]:
+    if not config.worker.hybrid_engine and config.worker.rollout.name != "vllm":
+        yield (
+            f"{_SEPARATE} needs worker.rollout.name=vllm, not {config.worker.rollout.name}, which loads no weights "
+            "from other processes"
+        )
+
+
+def _check_tensor_parallel_size(config: Config) -> Iterator[str]:
+    rollout = config.worker.rollout
+    if config.num_samplers % rollout.tensor_parallel_size:
+        workers, divisors = _describe_workers(config, samplers=True)
+        yield (
+            f"worker.rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but {workers}, which it must "
+            f"divide; set it to {divisors}"
+        )
+    elif rollout.tensor_parallel_size > 1 and rollout.name != "vllm":
+        yield (
+            f"worker.rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but only vllm spreads one model "
+            "over several devices; set it to 1, or worker.rollout.name=vllm"
+        )
+
+
+def _check_top_k(config: Config) -> Iterator[str]:
+    rollout = config.worker.rollout
+    for key, top_k in (("top_k", rollout.top_k), ("val_override_config.top_k", rollout.val_override_config.top_k)):
+        if top_k == 0:
+            yield f"worker.rollout.{key} is 0, which leaves no token to sample; -1 samples from all"
+
+
+def _check_lengths(config: Config) -> Iterator[str]:
+    data, rollout = config.data, config.worker.rollout
+    longest, context = config.longest_sequence, config.context_length
+    lengths = f"a prompt ({data.max_prompt_length}) and its completion can have {longest} tokens together"
+    if context < longest:
+        yield f"worker.rollout.max_model_len is {context}, but {lengths}; set it to at least {longest}, or leave it out"
     elif (
         rollout.name == "vllm" and rollout.max_num_batched_tokens < context and rollout.enable_chunked_prefill is False
     ):
-        problems.append(
+        yield (
             f"worker.rollout.max_num_batched_tokens is {rollout.max_num_batched_tokens}, but a sequence may have "
             f"{context} tokens, and vLLM does not split it without chunked prefill ({lengths}); set it to at least "
             f"{context}, or worker.rollout.enable_chunked_prefill=true"
         )
-    return problems
 
 
-_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
+def _check_partial(config: Config) -> Iterator[str]:
+    mode = config.worker.rollout.partial
+    if mode != "finish" and (config.worker.hybrid_engine or config.algorithm.max_staleness <= 1):
+        yield (
+            f"worker.rollout.partial={mode} needs {_SEPARATE} and algorithm.max_staleness above 1: otherwise all "
+            "completions have ended when new weights arrive. Set max_staleness=2, or partial=finish"
+        )
+
+
+def _check_environment(config: Config) -> Iterator[str]:
+    environment = config.worker.rollout.environment
+    if environment is not None:
+        yield from _check_code(_ENVIRONMENT, environment, "Class")
+
+
+def _check_tools(config: Config) -> Iterator[str]:
+    tools = config.worker.rollout.tools
+    for tool in tools:
+        if tool not in BUILT_IN_TOOLS:
+            yield from _check_code(_TOOLS, tool, "function", built_in=BUILT_IN_TOOLS)
+    for name, number in Counter(tool.removeprefix("python:").rpartition(":")[2] for tool in tools).items():
+        if number > 1:
+            yield f"{_TOOLS} has {number} functions of the name {name!r}, by which the model calls them; rename one"
+
+
+def _check_code(option: str, text: str, form: str, *, built_in: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield problems of `file.py:Name` or `module:Name`. Modules are not looked for."""
+    place, _, name = text.rpartition(":")
+    if is_python_object(text):
+        return
+    if not place or not name.isidentifier():
+        known = f", or one of the built-in {', '.join(built_in)}" if built_in else ""
+        yield f"{option}: {text!r} is not file.py:{form} or module:{form}{known}{did_you_mean(text, built_in)}"
+    elif place.endswith(".py") or not all(part.isidentifier() for part in place.split(".")):
+        path = expand_path(place)
+        if not path.is_file():
+            yield f"{option}: there is no {place} (looked for {path.absolute()}){nearest_path(place)}"
+
+
+def _check_ends(config: Config) -> Iterator[str]:
+    if config.worker.rollout.ignore_eos and config.worker.rollout.has_episodes:
+        yield (
+            "worker.rollout.ignore_eos is true, so that no turn ends and the environment or the tools are never "
+            "called; set it to false"
+        )
+
+
+# -- worker.reward ---------------------------------------------------------------------------------
+
+
+def _check_reward_function(config: Config) -> Iterator[str]:
+    if not config.worker.reward.reward_function:
+        yield (
+            "worker.reward.reward_function is not set; give file.py:function, or one of the shipped "
+            f"{', '.join(SHIPPED_REWARDS)}"
+        )
+
+
+def _check_reward_env(config: Config) -> Iterator[str]:
+    for name in config.worker.reward.env:
+        if not name.isidentifier():
+            yield (
+                f"worker.reward.env has {name.partition('=')[0]!r}, but takes names of environment variables "
+                "without values; export the variable, and give its name only, for example OPENAI_API_KEY"
+            )
+
+
+def _check_reward_kwargs(config: Config) -> Iterator[str]:
+    reward = config.worker.reward
+    if reward.reward_function_kwargs and not isinstance(reward.reward_function, str | None):
+        yield (
+            "worker.reward.reward_function_kwargs are arguments of a single reward function, and there is a list; give "
+            "each its own: reward_function: [{function: ..., weight: ..., kwargs: {...}}]"
+        )
+
+
+def _check_reward_of_environment(config: Config) -> Iterator[str]:
+    reward = config.worker.reward
+    if config.worker.rollout.environment is not None:
+        return
+    for key in ("reward_function", "val_reward_function"):
+        if "environment" in reward_specs(getattr(reward, key)):
+            yield (
+                f"worker.reward.{key}=environment is the sum of what an environment gives for each turn; set "
+                f"{_ENVIRONMENT}, or choose another reward function"
+            )
+
+
+def _of_each_model(check: Callable[..., Iterator[str]]) -> tuple[Callable[[Config], Iterator[str]], ...]:
+    return partial(check, model="actor"), partial(check, model="critic")
+
+
+_CHECKS: tuple[Callable[[Config], Iterable[str]], ...] = (
     _check_tensor_parallel_size,
-    _check_fsdp_size,
+    *_of_each_model(_check_fsdp_size),
     _check_sequence_parallel_size,
-    *OFFLOAD_CHECKS,
-    _check_batch_sizes,
+    *_of_each_model(_check_activation_offload),
+    *_of_each_model(_check_batch_size),
     _check_top_k,
     _check_train_weights,
     _check_val_batch_size,
     _check_pixels,
-    _check_optimizer,
+    *_of_each_model(_check_formats),
     _check_group_size,
     _check_kl_in_reward,
     _check_overlong_filtering,
@@ -359,91 +543,166 @@ _CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     _check_mismatch_correction,
     _check_lengths,
     find_unknown_names,
-    *CRITIC_CHECKS,
-    *POOL_CHECKS,
-    *EPISODE_CHECKS,
-    *REQUIRED_CHECKS,
-    *FILE_CHECKS,
+    _check_critic_warmup,
+    _check_shared_trunk,
+    _check_engine_of_pools,
+    _check_max_staleness,
+    _check_partial,
+    _check_environment,
+    _check_tools,
+    _check_ends,
+    _check_reward_of_environment,
+    _check_model_path,
+    _check_reward_function,
+    _check_reward_env,
+    _check_reward_kwargs,
+    _check_train_files,
+    _check_val_files,
+    *(partial(find_missing, name=name) for name, kind in PATH_OPTIONS.items() if kind != "code"),
 )
 
 
-def _warn_of_conflicts(config: Config) -> list[str]:
-    """Return warnings about options that are valid but work against each other."""
-    warnings = []
+# -- warnings --------------------------------------------------------------------------------------
+
+
+def _warn_of_cpu_offload(config: Config) -> list[str]:
+    """Return warnings about weights that stay on the device, since a single worker has them."""
+    models: tuple[_Model, ...] = ("actor", "critic")
+    return [
+        f"worker.{name}.fsdp.enable_cpu_offload=true has no effect with a single worker, which shards nothing; "
+        f"worker.{name}.offload.offload_params=true and worker.{name}.offload.offload_optimizer=true move weights and "
+        "optimizer states to host memory while completions are sampled"
+        for name in models
+        if config.num_workers == 1 and (model := _trained(config, name)) is not None and model.fsdp.enable_cpu_offload
+    ]
+
+
+def _warn_of_conflicts(config: Config) -> Iterator[str]:
+    """Yield warnings about options that are valid but work against each other."""
     algorithm, rollout, actor = config.algorithm, config.worker.rollout, config.worker.actor
     if not algorithm.disable_kl and algorithm.use_kl_loss:
         if algorithm.kl_penalty == "kl":
-            warnings.append(
-                "algorithm.kl_penalty=kl in the loss has a gradient of zero on average; use low_var_kl in the loss"
-            )
+            yield "algorithm.kl_penalty=kl in the loss has a gradient of zero on average; use low_var_kl in the loss"
         if algorithm.kl_type == "adaptive":
-            warnings.append(
+            yield (
                 "algorithm.kl_type=adaptive has no effect with algorithm.use_kl_loss=true: only the weight of a KL in "
                 "the reward is adapted"
             )
     if actor.loss_type == "cispo" and actor.clip_ratio_low < 1:
-        warnings.append(
+        yield (
             f"worker.actor.clip_ratio_low={actor.clip_ratio_low} raises every cispo weight below "
             f"{1 - actor.clip_ratio_low:g} to that; the paper has no lower bound, which is clip_ratio_low=1"
         )
     if actor.loss_type in ("gspo", "gspo_token") and max(actor.clip_ratio_low, actor.clip_ratio_high) > 0.05:
-        warnings.append(
+        yield (
             f"worker.actor.loss_type={actor.loss_type} has one ratio per completion, a mean over its tokens, which "
             f"rarely reaches clip_ratio_low={actor.clip_ratio_low} or clip_ratio_high={actor.clip_ratio_high}; "
             "the paper has 0.0003 and 0.0004"
         )
     if algorithm.adv_estimator == "dr_grpo" and actor.loss_avg_mode != "seq_fixed":
-        warnings.append(
+        yield (
             "algorithm.adv_estimator=dr_grpo omits the standard deviation; the other half of Dr. GRPO, no length bias, "
             "is worker.actor.loss_avg_mode=seq_fixed"
         )
-    correction = resolve_mismatch_correction(config)
-    if algorithm.filter_surplus == "keep" and algorithm.online_filtering and correction == "off":
-        warnings.append(
+    if algorithm.filter_surplus == "keep" and algorithm.online_filtering and config.mismatch_correction == "off":
+        yield (
             "algorithm.filter_surplus=keep trains on completions that are one step old; "
             "algorithm.mismatch_correction=truncate corrects for it"
         )
     if rollout.oversampling > 0 and rollout.name == "transformers":
-        warnings.append(
+        yield (
             f"worker.rollout.oversampling={rollout.oversampling:g} saves no time with "
             "worker.rollout.name=transformers, which samples one prompt after the other"
         )
-    if rollout.oversampling > 0 and correction == "off":
-        warnings.append(
+    if rollout.oversampling > 0 and config.mismatch_correction == "off":
+        yield (
             f"worker.rollout.oversampling={rollout.oversampling:g} trains on tokens of older weights; "
             "algorithm.mismatch_correction=truncate, the default with it, corrects for it"
         )
     if rollout.top_p < 1 or rollout.top_k > 0:
-        warnings.append(
+        yield (
             f"worker.rollout.top_p={rollout.top_p}, worker.rollout.top_k={rollout.top_k}: training samples are cut to "
             "the most likely tokens, and the trainer's log-probabilities ignore the cut"
         )
-    return warnings
+    if rollout.has_episodes and rollout.name == "vllm" and not rollout.enable_prefix_caching:
+        yield (
+            "worker.rollout.enable_prefix_caching=false: each turn computes all tokens before it again; set it to true"
+        )
+    if rollout.has_episodes and rollout.max_turns == 1:
+        yield "worker.rollout.max_turns=1 ends each episode with its first turn, and no observation follows it"
 
 
-def _warn_of_unused(config: Config) -> list[str]:
-    """Return warnings about options that have no effect without another one."""
-    data, algorithm, actor = config.data, config.algorithm, config.worker.actor
-    filtering = ("algorithm.online_filtering=true", algorithm.online_filtering)
-    oversampling = ("worker.rollout.oversampling above 0", config.worker.rollout.oversampling > 0)
-    gdpo = ("algorithm.adv_estimator=gdpo", algorithm.adv_estimator == "gdpo")
-    discounts = algorithm.adv_estimator in ("reinforce_plus_plus", "gae")
-    discounting = ("algorithm.adv_estimator=reinforce_plus_plus or gae", discounts)
-    cispo = ("worker.actor.loss_type=cispo", actor.loss_type == "cispo")
-    seq_fixed = ("worker.actor.loss_avg_mode=seq_fixed", actor.loss_avg_mode == "seq_fixed")
-    kl = ("algorithm.disable_kl=false", not algorithm.disable_kl)
-    options = [
-        ("worker.rollout.max_carried_steps", config.worker.rollout.max_carried_steps != 4, oversampling),
-        ("data.mini_rollout_batch_size", data.mini_rollout_batch_size is not None, filtering),
-        ("algorithm.filter_surplus=keep", algorithm.filter_surplus == "keep", filtering),
-        ("algorithm.reward_weights", bool(algorithm.reward_weights), gdpo),
-        ("algorithm.gamma", algorithm.gamma != 1, discounting),
-        ("algorithm.kl_type=adaptive", algorithm.kl_type == "adaptive", kl),
-        ("worker.actor.cispo_cap", actor.cispo_cap is not None, cispo),
-        ("worker.actor.loss_fixed_length", actor.loss_fixed_length is not None, seq_fixed),
+def _warn_of_unused(config: Config) -> Iterator[str]:
+    """Yield warnings about options that are not at their defaults and have no effect."""
+    algorithm, actor, critic, rollout = (
+        config.algorithm,
+        config.worker.actor,
+        config.worker.critic,
+        config.worker.rollout,
+    )
+    gae = algorithm.adv_estimator == "gae"
+    needs: list[tuple[str, bool, tuple[str, ...]]] = [  # what is needed, whether it is so, for which options
+        ("worker.rollout.oversampling above 0", rollout.oversampling > 0, ("worker.rollout.max_carried_steps",)),
+        (
+            "algorithm.online_filtering=true",
+            algorithm.online_filtering,
+            ("data.mini_rollout_batch_size", "algorithm.filter_surplus"),
+        ),
+        ("algorithm.adv_estimator=gdpo", algorithm.adv_estimator == "gdpo", ("algorithm.reward_weights",)),
+        (
+            "algorithm.adv_estimator=reinforce_plus_plus or gae",
+            gae or algorithm.adv_estimator == "reinforce_plus_plus",
+            ("algorithm.gamma",),
+        ),
+        ("algorithm.disable_kl=false", not algorithm.disable_kl, ("algorithm.kl_type",)),
+        ("worker.actor.loss_type=cispo", actor.loss_type == "cispo", ("worker.actor.cispo_cap",)),
+        (
+            "worker.actor.loss_avg_mode=seq_fixed",
+            actor.loss_avg_mode == "seq_fixed",
+            ("worker.actor.loss_fixed_length",),
+        ),
+        (
+            "algorithm.adv_estimator=gae",
+            gae,
+            (
+                *(f"algorithm.{key}" for key in ("lam", "lam_critic", "lam_alpha", "bootstrap_cut")),
+                "trainer.critic_warmup",
+            ),
+        ),
+        ("worker.critic.share_trunk=true", not gae or critic.share_trunk, ("worker.critic.vf_coef",)),
+        (
+            f"{_ENVIRONMENT} or {_TOOLS}",
+            rollout.has_episodes,
+            tuple(f"worker.rollout.{key}" for key in ("observation_role", "max_turns", "max_turn_tokens")),
+        ),
+        (_TOOLS, bool(rollout.tools), ("worker.rollout.tool_format",)),
+        (_ENVIRONMENT, rollout.environment is not None, ("worker.rollout.environment_kwargs",)),
+        (_SEPARATE, not config.worker.hybrid_engine, ("worker.rollout.nnodes", "worker.rollout.n_gpus_per_node")),
     ]
-    return [
-        f"{key} has no effect without {requirement}"
-        for key, is_set, (requirement, is_met) in options
-        if is_set and not is_met
-    ]
+    defaults = {option.name: option.default for option in options().values()}
+    for need, is_met, names in needs:
+        for name in names:
+            if not is_met and (value := value_of(config, name)) != defaults[name]:
+                shown = f"={value}" if isinstance(value, str) else "=true" if value is True else ""
+                yield f"{name}{shown} has no effect without {need}"
+    if not gae and critic != CriticConfig():
+        yield "worker.critic has no effect without algorithm.adv_estimator=gae"
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+def _describe_workers(config: Config, *, samplers: bool = False) -> tuple[str, str]:
+    """Return how many workers train or sample, and the divisors of their number, as text."""
+    separate = samplers and not config.worker.hybrid_engine
+    section: Any = config.worker.rollout if separate else config.trainer
+    name = "worker.rollout" if separate else "trainer"
+    size = section.nnodes * section.n_gpus_per_node
+    divisors = _join_with_or([number for number in range(1, size + 1) if size % number == 0])
+    keys = f"{name}.nnodes x {name}.n_gpus_per_node"
+    return f"there are {section.nnodes} x {section.n_gpus_per_node} = {size} workers ({keys})", divisors
+
+
+def _join_with_or(numbers: Sequence[int]) -> str:
+    """Return numbers as text: "64 or 128"."""
+    return " or ".join(map(str, numbers))

@@ -11,19 +11,8 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from trigon.config.batch_sizes import find_unknown_sizes, resolve_group_size
-from trigon.config.critic import as_critic, with_critic_as_actor
-from trigon.config.defaults import (
-    resolve_cispo_cap,
-    resolve_loss_fixed_length,
-    resolve_mismatch_correction,
-    resolve_observation_role,
-    resolve_prompts_per_round,
-    resolve_reference_dtype,
-    resolve_weight_dtype,
-)
-from trigon.config.episode_checks import has_episodes
 from trigon.config.options import options
+from trigon.config.plan import find_unknown_sizes, with_critic_as_actor
 from trigon.config.schema import Config
 from trigon.system.suggestions import nearest_key
 
@@ -92,7 +81,7 @@ def _algorithm(config: Config) -> dict[str, Any]:
         "algorithm.disable_kl": algorithm.disable_kl,
         "algorithm.online_filtering": algorithm.online_filtering,
         "algorithm.overlong_filtering": algorithm.overlong_filtering,
-        "algorithm.mismatch_correction": resolve_mismatch_correction(config),
+        "algorithm.mismatch_correction": config.mismatch_correction,
     }
     if algorithm.adv_estimator == "reinforce_plus_plus":
         values["algorithm.gamma"] = algorithm.gamma
@@ -103,7 +92,7 @@ def _algorithm(config: Config) -> dict[str, Any]:
             "algorithm.kl_coef": algorithm.kl_coef,
             "algorithm.kl_penalty": algorithm.kl_penalty,
             "algorithm.use_kl_loss": algorithm.use_kl_loss,
-            "worker.ref.fsdp.torch_dtype": resolve_reference_dtype(config),
+            "worker.ref.fsdp.torch_dtype": config.worker.ref.dtype,
         }
         if not algorithm.use_kl_loss:
             values["algorithm.kl_type"] = algorithm.kl_type
@@ -118,7 +107,7 @@ def _algorithm(config: Config) -> dict[str, Any]:
             "algorithm.filter_low": algorithm.filter_low,
             "algorithm.filter_high": algorithm.filter_high,
             "algorithm.filter_surplus": algorithm.filter_surplus,
-            "data.mini_rollout_batch_size": resolve_prompts_per_round(config),
+            "data.mini_rollout_batch_size": config.prompts_per_round,
             "trainer.max_try_make_batch": max(0, config.trainer.max_try_make_batch),
         }
     if algorithm.max_staleness > 0:
@@ -155,7 +144,7 @@ def _actor(config: Config) -> dict[str, Any]:
         "worker.actor.optim.strategy": optim.strategy,
         "worker.actor.optim.lr_scheduler_type": optim.lr_scheduler_type,
         "worker.actor.optim.lr_warmup_steps": optim.lr_warmup_steps,
-        "worker.actor.fsdp.torch_dtype": resolve_weight_dtype(config),
+        "worker.actor.fsdp.torch_dtype": config.worker.actor.weight_dtype,
         "worker.actor.fsdp.mp_param_dtype": actor.fsdp.mp_param_dtype,
     }
     if actor.loss_type == "sapo":
@@ -167,9 +156,9 @@ def _actor(config: Config) -> dict[str, Any]:
             "worker.actor.clip_ratio_dual": actor.clip_ratio_dual,
         }
     if actor.loss_type == "cispo":
-        values["worker.actor.cispo_cap"] = resolve_cispo_cap(config)
+        values["worker.actor.cispo_cap"] = config.worker.actor.max_cispo_weight
     if actor.loss_avg_mode == "seq_fixed":
-        values["worker.actor.loss_fixed_length"] = resolve_loss_fixed_length(config)
+        values["worker.actor.loss_fixed_length"] = config.loss_fixed_length
     if lora.rank > 0:
         values |= {
             "worker.actor.model.lora.alpha": lora.alpha,
@@ -193,7 +182,7 @@ def _critic(config: Config) -> dict[str, Any]:
     """
     algorithm, critic = config.algorithm, config.worker.critic
     of_model = {
-        as_critic(name): value
+        name.replace("worker.actor.", "worker.critic."): value
         for name, value in _actor(with_critic_as_actor(config)).items()
         if not name.startswith("worker.actor.clip_ratio") and name.rpartition(".")[2] not in _OF_POLICY_LOSS
     }
@@ -225,7 +214,7 @@ def _rollout(config: Config) -> dict[str, Any]:
     return {
         **oversampling,
         "worker.rollout.name": rollout.name,
-        "worker.rollout.n": resolve_group_size(config),
+        "worker.rollout.n": config.group_size,
         "worker.rollout.temperature": rollout.temperature,
         "worker.rollout.top_p": rollout.top_p,
         "worker.rollout.top_k": rollout.top_k,
@@ -246,10 +235,10 @@ def _rollout(config: Config) -> dict[str, Any]:
 def _episodes(config: Config) -> dict[str, Any]:
     """Return the options of episodes. The code of environments and tools is compared elsewhere."""
     rollout = config.worker.rollout
-    if not has_episodes(config):
+    if not config.worker.rollout.has_episodes:
         return {}
     values: dict[str, Any] = {
-        "worker.rollout.observation_role": resolve_observation_role(config),
+        "worker.rollout.observation_role": config.worker.rollout.role_of_observations,
         "worker.rollout.max_turns": rollout.max_turns,
         "worker.rollout.max_turn_tokens": rollout.max_turn_tokens,
     }

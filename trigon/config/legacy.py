@@ -58,68 +58,76 @@ class IgnoredKey:
         return self.allowed is not None and value not in self.allowed
 
 
-_AUTOMATIC = "it is computed from other keys"
-_FSDP_2 = "torch's FSDP2 always keeps parameters as they are"
-_PACKED = "sequences are always packed without padding, up to a token budget, and results do not depend on it"
-_RANK_0 = "one worker always reads the weights and broadcasts each tensor to the others"
-_STRATEGY = "several workers always shard the model with torch's FSDP2"
-_ULYSSES = IgnoredKey("worker.actor.ulysses_sequence_parallel_size applies to the reference and the critic too")
+_ULYSSES = "worker.actor.ulysses_sequence_parallel_size applies to the reference and the critic too"
+_COMPILE = IgnoredKey("log-probabilities are computed in chunks, without compiling")
+_PACKED = IgnoredKey(
+    "sequences are always packed without padding, up to a token budget, and results do not depend on it"
+)
+
+_OF_EACH_MODEL = {
+    "dynamic_batching": _PACKED,
+    "fsdp.enable_rank0_init": IgnoredKey(
+        "one worker always reads the weights and broadcasts each tensor to the others"
+    ),
+    "fsdp.mp_buffer_dtype": IgnoredKey("buffers keep the dtype that the model gives them"),
+    "fsdp.use_orig_params": IgnoredKey("torch's FSDP2 always keeps parameters as they are"),
+    "padding_free": _PACKED,
+    "strategy": IgnoredKey("several workers always shard the model with torch's FSDP2"),
+}
+_OF_EACH_TRAINED_MODEL = _OF_EACH_MODEL | {
+    "global_batch_size_per_device": IgnoredKey("it is computed from other keys"),
+    "optim.training_steps": IgnoredKey("updates are counted from the data; trainer.max_steps limits them"),
+}
+_BY_SECTION: Mapping[str, Mapping[str, IgnoredKey]] = {
+    "worker.actor": {
+        "clip_ratio": IgnoredKey(
+            "the bounds are worker.actor.clip_ratio_low and worker.actor.clip_ratio_high",
+            allowed=(None,),
+            advice="there are two bounds now; set worker.actor.clip_ratio_low and worker.actor.clip_ratio_high to it",
+        ),
+        "use_torch_compile": _COMPILE,
+        **_OF_EACH_TRAINED_MODEL,
+    },
+    "worker.critic": {
+        "model.tokenizer_path": IgnoredKey("the critic reads the tokens of the policy"),
+        "ulysses_sequence_parallel_size": IgnoredKey(_ULYSSES),
+        "ulysses_size": IgnoredKey(_ULYSSES),
+        **_OF_EACH_TRAINED_MODEL,
+    },
+    "worker.ref": {
+        "fsdp.fsdp_size": IgnoredKey("worker.actor.fsdp.fsdp_size applies to the reference too"),
+        "fsdp.mp_param_dtype": IgnoredKey("the reference computes in worker.ref.fsdp.torch_dtype"),
+        "fsdp.mp_reduce_dtype": IgnoredKey("the reference has no gradients"),
+        "micro_batch_size_per_device_for_experience": IgnoredKey(
+            "worker.actor.micro_batch_size_per_device_for_experience applies to both models"
+        ),
+        "offload.offload_optimizer": IgnoredKey("the reference has no optimizer"),
+        "ulysses_sequence_parallel_size": IgnoredKey(_ULYSSES),
+        "ulysses_size": IgnoredKey(_ULYSSES),
+        "use_torch_compile": _COMPILE,
+        **_OF_EACH_MODEL,
+    },
+    "worker.reward": {
+        "reward_function_name": IgnoredKey("worker.reward.reward_function names file and function"),
+        "reward_type": IgnoredKey(
+            "REWARD_TYPE in the file of the reward function decides",
+            allowed=("function", "batch", "sequential"),
+            advice="a reward model is a reward function here, such as examples/reward_function/reward_model.py: set "
+            "worker.reward.reward_function",
+        ),
+    },
+    "worker.rollout": {
+        "prompt_length": IgnoredKey("data.max_prompt_length decides"),
+        "response_length": IgnoredKey("data.max_response_length decides"),
+        "trust_remote_code": IgnoredKey("worker.actor.model.trust_remote_code decides"),
+    },
+    "trainer": {
+        "ray_timeline": IgnoredKey("the timing_s/* metrics give the time of each phase of a step"),
+    },
+}
 
 IGNORED: Mapping[str, IgnoredKey] = {
-    "worker.actor.clip_ratio": IgnoredKey(
-        "the bounds are worker.actor.clip_ratio_low and worker.actor.clip_ratio_high",
-        allowed=(None,),
-        advice="there are two bounds now; set worker.actor.clip_ratio_low and worker.actor.clip_ratio_high to it",
-    ),
-    "worker.actor.dynamic_batching": IgnoredKey(_PACKED),
-    "worker.actor.fsdp.enable_rank0_init": IgnoredKey(_RANK_0),
-    "worker.actor.fsdp.mp_buffer_dtype": IgnoredKey("buffers keep the dtype that the model gives them"),
-    "worker.actor.fsdp.use_orig_params": IgnoredKey(_FSDP_2),
-    "worker.actor.global_batch_size_per_device": IgnoredKey(_AUTOMATIC),
-    "worker.actor.optim.training_steps": IgnoredKey("updates are counted from the data; trainer.max_steps limits them"),
-    "worker.actor.padding_free": IgnoredKey(_PACKED),
-    "worker.actor.strategy": IgnoredKey(_STRATEGY),
-    "worker.actor.use_torch_compile": IgnoredKey("log-probabilities are computed in chunks, without compiling"),
-    "worker.critic.dynamic_batching": IgnoredKey(_PACKED),
-    "worker.critic.fsdp.enable_rank0_init": IgnoredKey(_RANK_0),
-    "worker.critic.fsdp.mp_buffer_dtype": IgnoredKey("buffers keep the dtype that the model gives them"),
-    "worker.critic.fsdp.use_orig_params": IgnoredKey(_FSDP_2),
-    "worker.critic.global_batch_size_per_device": IgnoredKey(_AUTOMATIC),
-    "worker.critic.model.tokenizer_path": IgnoredKey("the critic reads the tokens of the policy"),
-    "worker.critic.optim.training_steps": IgnoredKey(
-        "updates are counted from the data; trainer.max_steps limits them"
-    ),
-    "worker.critic.padding_free": IgnoredKey(_PACKED),
-    "worker.critic.strategy": IgnoredKey(_STRATEGY),
-    "worker.critic.ulysses_sequence_parallel_size": _ULYSSES,
-    "worker.critic.ulysses_size": _ULYSSES,
-    "worker.ref.dynamic_batching": IgnoredKey(_PACKED),
-    "worker.ref.fsdp.enable_rank0_init": IgnoredKey(_RANK_0),
-    "worker.ref.fsdp.fsdp_size": IgnoredKey("worker.actor.fsdp.fsdp_size applies to the reference too"),
-    "worker.ref.fsdp.mp_buffer_dtype": IgnoredKey("buffers keep the dtype that the model gives them"),
-    "worker.ref.fsdp.mp_param_dtype": IgnoredKey("the reference computes in worker.ref.fsdp.torch_dtype"),
-    "worker.ref.fsdp.mp_reduce_dtype": IgnoredKey("the reference has no gradients"),
-    "worker.ref.fsdp.use_orig_params": IgnoredKey(_FSDP_2),
-    "worker.ref.micro_batch_size_per_device_for_experience": IgnoredKey(
-        "worker.actor.micro_batch_size_per_device_for_experience applies to both models"
-    ),
-    "worker.ref.offload.offload_optimizer": IgnoredKey("the reference has no optimizer"),
-    "worker.ref.padding_free": IgnoredKey(_PACKED),
-    "worker.ref.strategy": IgnoredKey(_STRATEGY),
-    "worker.ref.ulysses_sequence_parallel_size": _ULYSSES,
-    "worker.ref.ulysses_size": _ULYSSES,
-    "worker.ref.use_torch_compile": IgnoredKey("log-probabilities are computed in chunks, without compiling"),
-    "worker.reward.reward_function_name": IgnoredKey("worker.reward.reward_function names file and function"),
-    "worker.reward.reward_type": IgnoredKey(
-        "REWARD_TYPE in the file of the reward function decides",
-        allowed=("function", "batch", "sequential"),
-        advice="a reward model is a reward function here, such as examples/reward_function/reward_model.py: set "
-        "worker.reward.reward_function",
-    ),
-    "worker.rollout.prompt_length": IgnoredKey("data.max_prompt_length decides"),
-    "worker.rollout.response_length": IgnoredKey("data.max_response_length decides"),
-    "worker.rollout.trust_remote_code": IgnoredKey("worker.actor.model.trust_remote_code decides"),
-    "trainer.ray_timeline": IgnoredKey("the timing_s/* metrics give the time of each phase of a step"),
+    f"{section}.{key}": entry for section, entries in _BY_SECTION.items() for key, entry in sorted(entries.items())
 }
 """Keys without effect. The name of a section stands for all keys in it."""
 

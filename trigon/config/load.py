@@ -1,25 +1,23 @@
-"""Reads a YAML file and a command line into one frozen configuration.
+"""Reads a YAML file, a command line and Python values into one frozen configuration.
 
-The command line overrides the file, which overrides the defaults. All problems are reported in one
-error, each with its file and line. YAML is parsed in yaml_nodes.py, checks across options are in
-checks.py, renamed and ignored keys in legacy.py.
+Python values override the command line, which overrides the file, which overrides the defaults. All
+problems are reported in one error, each with its file and line. YAML is parsed in yaml_nodes.py,
+checks across options are in checks.py, renamed and ignored keys in legacy.py.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, assert_never
 
 import yaml
 from pydantic import ValidationError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from trigon.config.arguments import write_arguments
-from trigon.config.checks import MAX_PROBLEMS, find_problems, find_warnings, raise_problems
-from trigon.config.convert import convert
-from trigon.config.critic import warn_of_overruled
+from trigon.config.checks import MAX_PROBLEMS, find_problems, find_warnings, raise_problems, warn_of_overruled
 from trigon.config.files import find_missing_objects
 from trigon.config.legacy import (
     IGNORED,
@@ -31,10 +29,18 @@ from trigon.config.legacy import (
     renamed_file,
 )
 from trigon.config.options import KeyPath, Option, options, sections
-from trigon.config.plan import shares_trunk
 from trigon.config.schema import Config
 from trigon.config.secret_values import find_exposed, find_masked
-from trigon.config.yaml_nodes import LIST_TAG, MAX_CHARACTERS, MAX_DEPTH, NULL_TAG, TEXT_TAG, construct, parse_yaml
+from trigon.config.yaml_nodes import (
+    BOOL_TAG,
+    LIST_TAG,
+    MAX_CHARACTERS,
+    MAX_DEPTH,
+    NULL_TAG,
+    TEXT_TAG,
+    construct,
+    parse_yaml,
+)
 from trigon.errors import ConfigError
 from trigon.system.secrets import mask, mask_text
 from trigon.system.suggestions import did_you_mean
@@ -174,7 +180,7 @@ def inspect_config(
     problems = (*reader.problems, *found, *missing, *find_masked(config, sources))
     exposed = find_exposed(config, [key for key, source in sources.items() if source == COMMAND_LINE])
     on_purpose = [key for key, source in sources.items() if source in (COMMAND_LINE, ARGUMENTS)]
-    overruled = warn_of_overruled(config, on_purpose) if shares_trunk(config) else []
+    overruled = warn_of_overruled(config, on_purpose) if config.shares_trunk else []
     loaded = LoadedConfig(
         config, (*reader.warnings, *find_warnings(config, uncertain=uncertain), *overruled, *exposed), sources
     )
@@ -268,7 +274,7 @@ class _ConfigReader:
             option = _option_at_or_above(path)
             is_inside_mapping = len(path) > len(option.path)
             try:
-                converted[path] = construct(value.node) if is_inside_mapping else convert(option, value.node)
+                converted[path] = construct(value.node) if is_inside_mapping else _convert(option, value.node)
             except ValueError:
                 self._add_invalid_value(option, value)
         return self._validate(converted)
@@ -471,3 +477,110 @@ def _option_or_mapping_at(path: KeyPath) -> Option | None:
 def _option_at_or_above(path: KeyPath) -> Option:
     """Return the option at a path or above it."""
     return next(options()[path[:length]] for length in range(len(path), 0, -1) if path[:length] in options())
+
+
+# -- the kind of a value ---------------------------------------------------------------------------
+
+
+def _convert(option: Option, node: Node) -> Any:
+    """Return the value of a node in the kind of the option. The schema checks bounds and choices.
+
+    Raises: ValueError if the node is of another kind.
+    """
+    if isinstance(node, ScalarNode) and node.tag == NULL_TAG:
+        if option.optional:
+            return None
+        if option.kind == "list" and option.default == ():
+            return ()
+        raise ValueError
+    if option.kind == "text or list":
+        is_text = isinstance(node, ScalarNode)
+        if not is_text and not isinstance(node, SequenceNode):
+            raise ValueError
+        return node.value if is_text else tuple(construct(item) for item in node.value)
+    if option.kind == "list" and isinstance(node, SequenceNode):
+        return tuple(_convert_scalar(option, item) for item in node.value)
+    return _convert_scalar(option, node)
+
+
+def _convert_scalar(option: Option, node: Node) -> Any:
+    if not isinstance(node, ScalarNode):
+        raise ValueError
+    text: str = node.value
+    match option.item:
+        case "text" | "choice":
+            return text
+        case "true or false":
+            if node.tag != BOOL_TAG:
+                raise ValueError
+            return construct(node)
+        case "integer":
+            try:
+                return int(text)
+            except ValueError:
+                number = float(text)  # 4e6
+            if not number.is_integer():
+                raise ValueError
+            return int(number)
+        case "number":
+            return float(text)
+        case "list" | "mapping" | "text or list":
+            raise ValueError
+        case _:
+            assert_never(option.item)
+
+
+# -- options that are Python values ----------------------------------------------------------------
+
+
+def write_arguments(values: Mapping[str, Any]) -> str:
+    """Return options as YAML text. Tuples become lists, paths text, numpy scalars numbers.
+
+    Raises: ConfigError if a name is not text, or a value is none of the values that YAML has.
+    """
+    return yaml.safe_dump(_plain(values, "options", 0), sort_keys=False, allow_unicode=True) if values else ""
+
+
+def as_overrides(values: Mapping[str, Any]) -> list[str]:
+    """Return options that are Python values as `key=value`. Raises: as write_arguments."""
+    return list(_overrides(_plain(values, "options", 0), ""))
+
+
+def _overrides(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    by_name = {option.name: option for option in options().values()}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            yield from _overrides(value, f"{name}.")
+        elif isinstance(value, str) and name in by_name and by_name[name].kind in ("text", "text or list"):
+            yield f"{name}={value}"  # which is not read as YAML
+        else:
+            yield f"{name}={json.dumps(value, ensure_ascii=False)}"
+
+
+def _plain(value: Any, name: str, depth: int) -> Any:
+    """Return a copy of a value that consists of what YAML has."""
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"{name[:60]}... has more than {MAX_DEPTH} levels")
+    match value:
+        case None | bool() | int() | float() | str():
+            # Not a subclass, such as an enum, which YAML would write as an object of its class.
+            return next((kind(value) for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+        case PurePath():
+            return str(value)
+        case list() | tuple():
+            return [_plain(item, f"{name}[{number}]", depth + 1) for number, item in enumerate(value)]
+        case Mapping():
+            plain: dict[str, Any] = {}
+            for key, item in value.items():
+                if not isinstance(key, str):
+                    raise ConfigError(f"{name} has the key {key!r}, a {type(key).__name__}; names of options are text")
+                plain[str(key)] = _plain(item, key if depth == 0 else f"{name}.{key}", depth + 1)
+            return plain
+        case _ if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+            return _plain(value.item(), name, depth + 1)
+        case _:
+            raise ConfigError(
+                f"{name} is a {type(value).__module__}.{type(value).__name__}, which no option takes; options are "
+                "text, numbers, True, False, None, lists and dicts"
+            )

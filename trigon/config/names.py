@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 DeviceType = Literal["cpu", "cuda"]
-"""The kind of a device: torch.device.type. Some defaults depend on it (config/defaults.py)."""
+"""The kind of a device: torch.device.type. Some defaults depend on it (config/schema.py)."""
 
 AdvantageEstimator = Literal[
     "grpo",

@@ -69,6 +69,14 @@ def options() -> dict[KeyPath, Option]:
     }
 
 
+def value_of(config: Config, name: str) -> Any:
+    """Return the value of an option, or a section, by its full name."""
+    value: Any = config
+    for key in name.split("."):
+        value = getattr(value, key)
+    return value
+
+
 def with_options(config: Config, changes: Mapping[str, Any]) -> Config:
     """Return the configuration with new values of options, given by their full names."""
     values = config.model_dump()

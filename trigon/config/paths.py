@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
 
 from trigon.errors import ConfigError
 from trigon.system.suggestions import nearest
@@ -97,3 +98,17 @@ def split_dataset(text: str) -> tuple[str, str | None]:
     if not at or not location or path_exists(text):
         return text, None
     return location, split
+
+
+def dataset_names(data: Any) -> str | list[str] | None:
+    """Return the paths and hub ids that were given as data, or None for a Python object."""
+    if isinstance(data, Mapping) and not hasattr(data, "column_names"):  # not a DatasetDict
+        raise ConfigError(
+            "data is a dict; give rows as a list of dicts, and options of the section data in "
+            "options={'data.max_prompt_length': ...}"
+        )
+    if isinstance(data, str | PurePath):
+        return str(data)
+    if isinstance(data, list | tuple) and data and all(isinstance(each, str | PurePath) for each in data):
+        return [str(each) for each in data]
+    return None

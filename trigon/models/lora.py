@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trigon.config.schema import LoraConfig
 from trigon.errors import ModelError
 from trigon.models.families import ModelFamily, family_of
 from trigon.types import NamedTensors
@@ -35,23 +36,6 @@ _PEFT_PREFIX = "base_model.model."  # of every tensor name in a file written by 
 _NAMES = re.compile(r"\s*[\w.-]+\s*(,\s*[\w.-]+\s*)*")  # has no character that is special in regular expressions
 
 
-@dataclass(frozen=True, slots=True)
-class LoraSettings:
-    """The size of the adapters, and the layers that get one.
-
-    rank: at least 1. alpha: scaling is alpha / rank.
-    target_modules, exclude_modules: ALL_LINEAR (for target_modules); the ends of module names
-        ("q_proj", "mlp.down_proj"), as a tuple or separated by commas; or a regular expression that
-        has to match the full name of a module in memory, for example
-        "model.language_model.layers.0.self_attn.q_proj".
-    """
-
-    rank: int
-    alpha: int
-    target_modules: str | tuple[str, ...]
-    exclude_modules: str | tuple[str, ...] | None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
     """The adapter of one linear layer: A [rank, in], B [out, rank]."""
@@ -61,7 +45,7 @@ class Adapter:
     scaling: float
 
 
-def add_lora(model: Any, settings: LoraSettings, *, seed: int) -> None:
+def add_lora(model: Any, settings: LoraConfig, *, seed: int) -> None:
     """Add an adapter to each selected linear layer that is not frozen; freeze all other parameters.
 
     The model, a transformers model on any device ("meta" too), keeps its class and its outputs: B
@@ -78,11 +62,12 @@ def add_lora(model: Any, settings: LoraSettings, *, seed: int) -> None:
     Raises: ModelError if the settings select the head, an MLP of an MoE model, or no layer; if a
         target matches no linear layer; or if an exclusion matches modules, but no linear layer.
     """
-    from peft import LoraConfig, TaskType, inject_adapter_in_model
+    from peft import LoraConfig as PeftConfig
+    from peft import TaskType, inject_adapter_in_model
 
     if settings.rank < 1:
         raise ModelError(f"LoRA needs a rank of at least 1, not {settings.rank}.")
-    config = LoraConfig(
+    config = PeftConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         target_modules=_selected_layers(model, settings),
@@ -107,7 +92,7 @@ def add_lora(model: Any, settings: LoraSettings, *, seed: int) -> None:
     model.train(model.training)  # peft creates its modules in train mode
 
 
-def adapter_sizes(model: Any, settings: LoraSettings) -> dict[str, int]:
+def adapter_sizes(model: Any, settings: LoraConfig) -> dict[str, int]:
     """Return the number of weights of each adapter that add_lora would add, by the layers' names.
 
     The model does not change. Raises: ModelError as add_lora does.
@@ -228,7 +213,7 @@ def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _selected_layers(model: Any, settings: LoraSettings) -> list[str]:
+def _selected_layers(model: Any, settings: LoraConfig) -> list[str]:
     """Return the names of the layers that get an adapter."""
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]

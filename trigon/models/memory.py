@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from trigon.config.schema import LoraConfig
 from trigon.models.dimensions import Dimensions, dimensions_of
-from trigon.models.lora import LoraSettings, adapter_sizes
+from trigon.models.lora import adapter_sizes
 from trigon.models.policy import Policy
 from trigon.models.tensor_parallel import tensor_parallel_sizes
 
@@ -79,7 +80,7 @@ class ModelSize:
         return self.all.adapters > 0
 
 
-def model_size(policy: Policy, lora: LoraSettings | None) -> ModelSize:
+def model_size(policy: Policy, lora: LoraConfig | None) -> ModelSize:
     """Return the sizes of a policy without adapters, on any device.
 
     lora: count the adapters that these settings would add; None: all weights that are not frozen

@@ -314,11 +314,11 @@ class Policy(nn.Module):
         """Whether the model has LoRA adapters."""
         return bool(adapters_of(self.model))
 
-    def update_work(self, groups: Sequence[TrainGroup]) -> dict[str, Metric]:
+    def update_work(self, groups: Sequence[TrainGroup], *, name: str = "actor") -> dict[str, Metric]:
         """Return metrics: the operations of an update on these groups, and the peak of the GPU.
 
         See flops.py; prompts and images count once. Empty for a family that is not counted, and
-        without the peak on a device whose peak is not known.
+        without the peak on a device whose peak is not known. name: prefix of the former.
         """
         tower = self.family.vision_tower(self.model)
         flops = update_flops(
@@ -330,7 +330,7 @@ class Policy(nn.Module):
         )
         if flops is None:
             return {}
-        metrics: dict[str, Metric] = {"actor/model_tflops": Sum(flops / 1e12)}
+        metrics: dict[str, Metric] = {f"{name}/model_tflops": Sum(flops / 1e12)}
         device = computing_device(self.family.language_model(self.model).embed_tokens.weight)
         peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         return metrics if peak is None else metrics | {"perf/peak_tflops": Max(peak)}

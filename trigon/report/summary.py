@@ -6,8 +6,6 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from trigon.config.batch_sizes import resolve_group_size
-from trigon.config.defaults import resolve_same_command
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
 from trigon.training.protocol import Sizes
@@ -27,7 +25,7 @@ def describe_plan(
     num_val_prompts: None without validation. device: description of the devices. sizes: of each
     rank's shard.
     """
-    n = resolve_group_size(config)
+    n = config.group_size
     size = sizes[0]
     per_worker = " on each worker" if len(sizes) > 1 else ""
     if config.trainer.val_only:
@@ -88,7 +86,7 @@ def suggest_next_steps(
         return [*steps, "train: run the same command with trainer.val_only=false and data.train_files"]
     if stopped and checkpoint is None:
         return ["continue: the same command starts from the beginning, since no step was finished", *steps]
-    same_command = resolve_same_command(config)
+    same_command = config.trainer.same_command
     if stopped and checkpoint is not None:
         step = checkpoint.name.removeprefix("global_step_")
         return [f"continue: {same_command.from_checkpoint(checkpoint, f'resumes after step {step}')}", *steps]

@@ -113,19 +113,21 @@ def stage_state(
     return write
 
 
-def read_updates(folder: Path, *, has_adapters: bool, strategy: OptimizerStrategy) -> int:
+def read_updates(
+    folder: Path, *, has_adapters: bool, strategy: OptimizerStrategy, section: str = "worker.actor"
+) -> int:
     """Return the number of updates of a saved state, without loading any tensor.
 
-    has_adapters: whether the run trains LoRA adapters.
+    has_adapters: whether the run trains LoRA adapters. section: of the model, for messages.
     Raises: CheckpointError if a run with these settings cannot resume from the folder.
     """
     saved_adapters, saved_weights = (folder / ADAPTER_FOLDER).exists(), (folder / WEIGHTS_FOLDER).exists()
-    own_rank = "worker.actor.model.lora.rank"
+    own_rank = f"{section}.model.lora.rank"
     start = "start a new run with another trainer.experiment_name, or with trainer.find_last_checkpoint=false"
     if has_adapters and saved_weights and not saved_adapters:
         raise CheckpointError(
             f"{folder} holds all weights of a run without LoRA, and this run trains LoRA adapters; set {own_rank}=0 to "
-            f"resume it, or export it, set worker.actor.model.model_path to the export, and {start}"
+            f"resume it, or export it, set {section}.model.model_path to the export, and {start}"
         )
     if not has_adapters and saved_adapters and not saved_weights:
         rank = read_adapter_rank(folder)
@@ -137,14 +139,14 @@ def read_updates(folder: Path, *, has_adapters: bool, strategy: OptimizerStrateg
         if not (folder / name).exists():
             raise CheckpointError(
                 f"{folder} has no {name}. A checkpoint saved with trainer.save_model_only=true cannot be resumed; "
-                "export it and set worker.actor.model.model_path to the result"
+                f"export it and set {section}.model.model_path to the result"
             )
     state = read_object(folder / STATE_FILE, strategy=str, updates=int)
     # adamw could be used for weights in bfloat16; its states can be continued by adamw_bf16.
     if state["strategy"] != strategy and not (strategy == "adamw_bf16" and _loses_updates(folder / OPTIMIZER_FOLDER)):
         raise CheckpointError(
-            f"{folder} was saved with worker.actor.optim.strategy={state['strategy']}, this run has {strategy}; set it "
-            f"to {state['strategy']}, or export the checkpoint and set worker.actor.model.model_path to the result"
+            f"{folder} was saved with {section}.optim.strategy={state['strategy']}, this run has {strategy}; set it to "
+            f"{state['strategy']}, or export the checkpoint and set {section}.model.model_path to the result"
         )
     return int(state["updates"])
 
@@ -171,12 +173,12 @@ def require_finite_files(folder: Path) -> None:
                 )
 
 
-def check_lora_rank(folder: Path, rank: int) -> None:
+def check_lora_rank(folder: Path, rank: int, *, section: str = "worker.actor") -> None:
     """Raise CheckpointError if the adapters in the folder have another rank."""
     saved = read_adapter_rank(folder)
     if saved != rank:
         raise CheckpointError(
-            f"{folder} holds LoRA adapters of rank {saved}, and worker.actor.model.lora.rank is {rank}; set it to "
+            f"{folder} holds LoRA adapters of rank {saved}, and {section}.model.lora.rank is {rank}; set it to "
             f"{saved}, or start a new run with another trainer.experiment_name"
         )
 

@@ -1,8 +1,8 @@
 """The critic of one process on one device: alone, or one rank of several.
 
 LocalCriticEngine has a model of its own, LocalTrunkCritic a head on the policy's trunk. Packing,
-the optimizer, checkpoints and the skipping of updates are those of LocalTrainEngine; the model, its
-loss and the names of its metrics are not.
+the optimizer, checkpoints and the skipping of updates are those of LocalTrainEngine; the model and
+its loss are not.
 """
 
 from __future__ import annotations
@@ -11,27 +11,53 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trigon.algorithms.reduce import Denominators
 from trigon.algorithms.unread import UnreadMetrics
-from trigon.config.critic import as_critic
+from trigon.config.plan import ModelPlan
+from trigon.config.schema import Config, CriticConfig
 from trigon.data.packing import Positions, tokens_of
-from trigon.errors import CheckpointError
-from trigon.metrics import Metrics
+from trigon.metrics import Metric, Metrics
 from trigon.models.features import VisionFeatureCache
 from trigon.models.value import ActorCritic, ValueModel
 from trigon.training.checkpointing import Saved
-from trigon.training.local import LocalTrainEngine
+from trigon.training.local import LocalTrainEngine, ModelName
+from trigon.training.placement import Placement
 from trigon.training.protocol import LoadPixels
-from trigon.training.settings import Placement, TrainSettings
-from trigon.training.step import idle_row, score_rows
-from trigon.training.value_step import idle_value_backward, value_backward
-from trigon.training.value_terms import ValueTerms
+from trigon.training.step import Precision, Reference, idle_row, reduced_value_loss, score_rows
 from trigon.types import MicroBatch, PackedGroups, RolloutGroup, TokenLogprobs, TrainGroup
+
+
+class RowValues(Protocol):
+    """Computes the value before each sampled token of a row, [S], with gradient."""
+
+    def __call__(self, packed: PackedGroups, *, run_dummy_vision: bool) -> Tensor: ...
+
+
+def value_backward(
+    values_of: RowValues,
+    batch: MicroBatch,
+    critic: CriticConfig,
+    denominators: Denominators,
+    precision: Precision,
+    *,
+    run_dummy_vision: bool,
+    gradient_scale: float,
+) -> UnreadMetrics:
+    """Add the gradient of one micro-batch to the parameters, and return its metrics.
+
+    The other arguments are those of micro_batch_backward. "critic/vf_loss" is this micro-batch's
+    summand of the update's loss.
+    """
+    with precision():
+        values = values_of(batch.packed, run_dummy_vision=run_dummy_vision)
+    loss, metrics = reduced_value_loss(values, batch, critic, denominators)
+    torch.autograd.backward(loss * gradient_scale)
+    return metrics
 
 
 class LocalCriticEngine(LocalTrainEngine):
@@ -41,14 +67,13 @@ class LocalCriticEngine(LocalTrainEngine):
     offloaded leaves the device at the end of each call.
     """
 
-    name: ClassVar[str] = "critic"
-    loss_key: ClassVar[str] = "critic/vf_loss"
-    counts_work: ClassVar[bool] = True  # an update has the operations that update_work counts
+    name: ModelName = "critic"
 
     def __init__(
         self,
         model: ValueModel | ActorCritic,
-        settings: TrainSettings,
+        config: Config,
+        plan: ModelPlan,
         placement: Placement,
         *,
         positions: Positions,
@@ -61,10 +86,12 @@ class LocalCriticEngine(LocalTrainEngine):
         Args: those of LocalTrainEngine, and
             before_use: called before the critic takes memory, to offload the policy.
         """
-        super().__init__(model, settings, placement, positions=positions, features=features, load_pixels=load_pixels)
+        super().__init__(
+            model, config, plan, placement, positions=positions, features=features, load_pixels=load_pixels
+        )
         self._before_use = before_use
         self._feature_counts = (0, 0)  # hits and lookups of the critic, of a cache that may be shared
-        self._score_max_tokens = settings.score_max_tokens
+        self._score_max_tokens = plan.tokens_per_experience_pass
 
     def values(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See CriticEngine."""
@@ -77,19 +104,13 @@ class LocalCriticEngine(LocalTrainEngine):
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
         """See CriticEngine."""
         with self._counting_apart():
-            metrics = dict(super().step(groups))
+            metrics = super().step(groups)
         self.offload()
-        work = metrics.pop("actor/model_tflops", None)
-        if work is not None and self.counts_work:
-            metrics["critic/model_tflops"] = work
         return metrics
 
     def load_state(self, folder: Path) -> None:
         """See CriticEngine."""
-        try:
-            super().load_state(folder)
-        except CheckpointError as error:
-            raise type(error)(as_critic(str(error))) from error
+        super().load_state(folder)
         self.offload()
 
     def dry_run(self, groups: Sequence[RolloutGroup]) -> None:
@@ -109,7 +130,7 @@ class LocalCriticEngine(LocalTrainEngine):
         self, groups: Sequence[RolloutGroup], score: Callable[[PackedGroups, bool], Tensor], *, max_tokens: int
     ) -> list[list[Tensor]]:
         """Return what score_rows returns for the groups. score: see score_rows."""
-        self._wake(optimizer=False)
+        self.wake(optimizer=False)
         return score_rows(
             self._policy,
             self._load_pixels(groups),
@@ -132,9 +153,9 @@ class LocalCriticEngine(LocalTrainEngine):
         finally:
             self._feature_counts = self.features.swap_counts(others)
 
-    def _wake(self, *, optimizer: bool) -> None:
+    def wake(self, *, optimizer: bool) -> None:
         self._before_use()
-        super()._wake(optimizer=optimizer)
+        super().wake(optimizer=optimizer)
 
     def _score_row(self, packed: PackedGroups, run_dummy_vision: bool) -> Tensor:
         return self._values(packed, run_dummy_vision=run_dummy_vision, with_next=True)
@@ -154,11 +175,10 @@ class LocalCriticEngine(LocalTrainEngine):
         on_outputs: Callable[[TokenLogprobs], None] | None = None,
     ) -> UnreadMetrics:
         assert on_outputs is None, "a critic computes no log-probabilities"
-        assert isinstance(self._terms, ValueTerms), "a critic has a value loss"
         return value_backward(
             self._values,
             batch,
-            self._terms,
+            self._config.worker.critic,
             denominators,
             self._scorer.precision,
             run_dummy_vision=run_dummy_vision,
@@ -166,8 +186,16 @@ class LocalCriticEngine(LocalTrainEngine):
         )
 
     def _idle_backward(self, run_dummy_vision: bool) -> None:
-        row = idle_row(self._policy)
-        idle_value_backward(self._values, row, self._scorer.precision, run_dummy_vision=run_dummy_vision)
+        with self._scorer.precision():
+            values = self._values(idle_row(self._policy), run_dummy_vision=run_dummy_vision)
+        torch.autograd.backward(values.sum() * 0.0)
+
+    @property
+    def _is_regularized(self) -> bool:
+        return True  # every value has a gradient
+
+    def _full_kl_reference(self) -> Reference | None:
+        return None
 
 
 class LocalTrunkCritic(LocalCriticEngine):
@@ -177,19 +205,18 @@ class LocalTrunkCritic(LocalCriticEngine):
     too, from the same passes; step updates the head alone, for steps in which the policy rests.
     """
 
-    counts_work: ClassVar[bool] = False
-
     def __init__(
         self,
         policy: ActorCritic,
-        settings: TrainSettings,
+        config: Config,
+        plan: ModelPlan,
         placement: Placement,
         *,
         trainer: LocalTrainEngine,
         positions: Positions,
         load_pixels: LoadPixels = list,
     ) -> None:
-        """Make the optimizer of the head, and tell the policy's engine to update it too.
+        """Make the optimizer of the head, which the policy's engine updates too.
 
         Args: those of LocalTrainEngine, and
             placement: that of the policy, which offloads the head with the trunk.
@@ -198,7 +225,8 @@ class LocalTrunkCritic(LocalCriticEngine):
         self._head = policy.value_head
         super().__init__(
             policy,
-            settings,
+            config,
+            plan,
             replace(placement, offload_params=False, offload_optimizer=False),
             positions=positions,
             load_pixels=load_pixels,
@@ -206,7 +234,7 @@ class LocalTrunkCritic(LocalCriticEngine):
         self._trunk = policy
         self.features = trainer.features  # which the trunk uses; the lookups of the critic are counted apart
         self._trainer = trainer
-        trainer.update_together_with(self)
+        trainer.update_too(self._trained)
 
     def logprobs_and_values(self, groups: Sequence[RolloutGroup]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
         """See TrunkCriticEngine."""
@@ -222,8 +250,11 @@ class LocalTrunkCritic(LocalCriticEngine):
         """Do nothing: the dry runs of the policy's engine are those of both."""
 
     @property
-    def _trained(self) -> nn.Module:
+    def _module(self) -> nn.Module:
         return self._head
+
+    def _count_work(self, groups: Sequence[TrainGroup]) -> dict[str, Metric]:
+        return {}  # the trunk computes it, whose engine counts its own updates
 
     @property
     def _saved(self) -> Saved:
@@ -236,8 +267,8 @@ class LocalTrunkCritic(LocalCriticEngine):
     def _values(self, packed: PackedGroups, *, run_dummy_vision: bool, with_next: bool = False) -> Tensor:
         return self._trunk.values(packed, run_dummy_vision=run_dummy_vision, with_next=with_next)
 
-    def _wake(self, *, optimizer: bool) -> None:
-        self._trainer._wake(optimizer=False)
+    def wake(self, *, optimizer: bool) -> None:
+        self._trainer.wake(optimizer=False)
 
 
 def _with_last(scored: Tensor) -> Tensor:

@@ -10,14 +10,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from trigon.algorithms.reduce import Denominators, count_denominators
 from trigon.algorithms.unread import UnreadMetrics, read_metrics
+from trigon.config.plan import ModelPlan
+from trigon.config.schema import Config, OptimConfig, TrainedConfig
 from trigon.data.packing import Positions
 from trigon.errors import ModelError, NotFiniteError
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum
@@ -27,18 +28,57 @@ from trigon.training import checkpointing
 from trigon.training.dry_run import update_passes
 from trigon.training.finite import require_finite
 from trigon.training.memory import free_cached_memory
-from trigon.training.optim import make_optimizer, move_states, on_this_rank, update_bytes
+from trigon.training.optim import Schedule, make_optimizer, move_states, on_this_rank, state_bytes, update_bytes
+from trigon.training.placement import Placement
 from trigon.training.protocol import SKIPPED_GRAD_NORM, LoadPixels, Sizes
 from trigon.training.recorded import RecordedOutputs
 from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
-from trigon.training.settings import Placement, TrainSettings
-from trigon.training.sizes import sizes_of
-from trigon.training.step import LossTerms, Reference, idle_backward, micro_batch_backward, to_device
+from trigon.training.step import Reference, idle_backward, micro_batch_backward, to_device
 from trigon.training.update_plan import AppliedUpdate, UpdatePlan, has_gradient, plan_update
 from trigon.types import LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup
 
+ModelName = Literal["actor", "critic"]
+"""What a run has a trained model for: the prefix of its metrics, and its section in worker."""
+
 _OF_EACH_RANK = ("actor/vision_remembered", "critic/vision_remembered")
 """The metrics that differ between the ranks that compute rows together."""
+
+
+class Trained:
+    """What one optimizer trains: a module, its learning rates, and the updates made so far.
+
+    name: prefix of its metrics. loss_key: the metric of its loss. updates: skipped ones do not
+    count.
+    """
+
+    def __init__(self, name: ModelName, module: nn.Module, section: TrainedConfig, plan: ModelPlan) -> None:
+        """Make the optimizer of a module that is on its device, or sharded over the ranks."""
+        self.name, self.module = name, module
+        self.loss_key = "actor/pg_loss" if name == "actor" else "critic/vf_loss"
+        self.updates = 0
+        self.optim: OptimConfig = section.optim
+        self.optimizer = make_optimizer(module.parameters(), section.optim)
+        self._max_grad_norm = section.max_grad_norm
+        self._schedule = Schedule(section.optim, plan.warmup_updates, plan.total_updates)
+
+    def clip_gradients(self) -> Tensor:
+        """Clip the gradients, and return their norm before."""
+        return full_tensor(nn.utils.clip_grad_norm_(self.module.parameters(), self._max_grad_norm))
+
+    def set_learning_rate(self) -> float:
+        """Set and return the learning rate of the next update."""
+        rate = self._schedule.learning_rate(self.updates + 1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def update(self) -> None:
+        """Make an update from the gradients."""
+        self.optimizer.step()
+        self.updates += 1
+
+    def free_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
 
 
 class LocalTrainEngine:
@@ -47,13 +87,13 @@ class LocalTrainEngine:
     All ranks of the process group call every method together, each with its own groups.
     """
 
-    name: ClassVar = "actor"  # prefix of the metrics
-    loss_key: ClassVar = "actor/pg_loss"
+    name: ModelName = "actor"
 
     def __init__(
         self,
         policy: Policy,
-        settings: TrainSettings,
+        config: Config,
+        plan: ModelPlan,
         placement: Placement,
         *,
         positions: Positions,
@@ -63,7 +103,10 @@ class LocalTrainEngine:
     ) -> None:
         """Make the optimizer of a policy that is on its device, or sharded over the ranks.
 
+        With trainer.val_only there is none, and only weights are loaded from a checkpoint.
+
         Args:
+            plan: the updates of this model.
             positions: computes the position ids of a prompt.
             reference: the reference of the full KL; None with LoRA, where it is the policy without
                 its adapters, and if there is no full KL.
@@ -71,37 +114,28 @@ class LocalTrainEngine:
             load_pixels: processes the media of groups that are encoded files.
         """
         self._policy = policy
-        self._settings = settings
-        self._terms = settings.terms
+        self._config = config
         self._positions = positions
-        self._update_max_tokens = settings.update_max_tokens
+        self._update_max_tokens = plan.tokens_per_update_pass
         self._device = placement.device
         self._placement = placement
         self._offload_params = placement.offload_params
         self._offload_optimizer = placement.offload_optimizer
         self._process_group = placement.process_group
         self.features = features
-        self._made_optimizer = (
-            make_optimizer(
-                self._trained.parameters(),
-                strategy=settings.strategy,
-                learning_rate=settings.schedule.peak,
-                betas=settings.betas,
-                weight_decay=settings.weight_decay,
-            )
-            if settings.makes_updates
-            else None
-        )
-        self._updates = 0  # optimizer updates made; skipped ones do not count
-        # What is updated from the gradients of one backward pass: this, and a head on its trunk.
-        self._together: tuple[LocalTrainEngine, ...] = (self,)
+        section = config.worker.actor if self.name == "actor" else config.critic
+        self._strategy = section.optim.strategy
+        makes_updates = not config.trainer.val_only
+        self._made = Trained(self.name, self._module, section, plan) if makes_updates else None
+        # What the gradients of one backward pass update: the policy, and a head on its trunk.
+        self._updated = [] if self._made is None else [self._made]
         # Which weights may have changed since the last weight sync that found them finite.
         self._unchecked: Literal["all", "trainable", "none"] = "all"
         self._scorer = LocalScorer(
             policy,
             replace(placement, offload_params=False),  # weights() offloads the policy
             positions=positions,
-            max_tokens=settings.score_max_tokens,
+            max_tokens=plan.tokens_per_experience_pass,
             features=features,
             load_pixels=load_pixels,
         )
@@ -110,9 +144,9 @@ class LocalTrainEngine:
             self.reference_without_adapters() if policy.has_adapters else None
         )
 
-    def update_together_with(self, engine: LocalTrainEngine) -> None:
-        """Let each update also update what this engine trains, from the same backward passes."""
-        self._together = (*self._together, engine)
+    def update_too(self, trained: Trained) -> None:
+        """Let each update also update this, from the same backward passes."""
+        self._updated.append(trained)
 
     def reference_without_adapters(self) -> ReferenceWithoutAdapters:
         """Return the reference policy of LoRA: the policy with its adapters disabled."""
@@ -120,13 +154,13 @@ class LocalTrainEngine:
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
-        self._wake(optimizer=False)
+        self.wake(optimizer=False)
         return self._scorer.logprobs(groups)
 
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See TrainEngine."""
         assert self._reference is not None, "the full KL needs a reference"
-        self._wake(optimizer=False)
+        self.wake(optimizer=False)
         return self._scorer.full_kl(groups, self._reference)
 
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
@@ -143,7 +177,7 @@ class LocalTrainEngine:
         """
         if self._unchecked == "none":
             self._unchecked = "trainable"
-        learned = (group for group in groups if has_gradient(group, regularized=self._terms.regularized))
+        learned = (group for group in groups if has_gradient(group, regularized=self._is_regularized))
         with self._placement.explain_out_of_memory("update", learned, max_tokens=self._update_max_tokens):
             return self._step(groups, recorded)
 
@@ -152,12 +186,12 @@ class LocalTrainEngine:
     ) -> tuple[Metrics, dict[int, list[TokenLogprobs]]]:
         reference = self._full_kl_reference()
         with nullcontext() if reference is None else reference.awake():
-            self._wake(optimizer=True)
+            self.wake(optimizer=True)
             groups = self._load_pixels(groups)
             plan = plan_update(
                 groups,
                 self._denominators(groups),
-                regularized=self._terms.regularized,
+                regularized=self._is_regularized,
                 max_tokens=self._update_max_tokens,
                 positions=self._positions,
                 process_group=self._process_group,
@@ -178,10 +212,10 @@ class LocalTrainEngine:
                         on_outputs=outputs.receiver(index),
                     )
                 )
-            [applied, *others], metrics = self._apply_update(plan, unread)
-            for engine, other in zip(self._together[1:], others, strict=True):
-                metrics |= engine._loss_metrics(other, metrics)
-            metrics |= self._update_metrics(plan, applied, metrics, num_groups=len(groups))
+            applied, metrics = self._apply_update(plan, unread)
+            for trained, done in zip(self._updated, applied, strict=True):
+                metrics |= self._loss_metrics(trained, done, metrics)
+            metrics |= self._update_metrics(plan, applied[0], num_groups=len(groups))
             if not self._counts_row:
                 metrics = {key: metrics[key] for key in _OF_EACH_RANK if key in metrics}
             return metrics, outputs.by_group()  # read_metrics has waited for their copies
@@ -198,7 +232,7 @@ class LocalTrainEngine:
         return micro_batch_backward(
             self._policy,
             batch,
-            self._policy_terms,
+            self._config,
             denominators,
             self._scorer.precision,
             reference=self._full_kl_reference(),
@@ -211,7 +245,7 @@ class LocalTrainEngine:
         against = self._full_kl_reference()
         idle_backward(
             self._policy,
-            self._policy_terms,
+            self._config,
             self._scorer.precision,
             reference=against,
             run_dummy_vision=run_dummy_vision,
@@ -229,58 +263,42 @@ class LocalTrainEngine:
     ) -> tuple[list[AppliedUpdate], dict[str, Metric]]:
         """Clip the gradients, apply them unless the update is skipped, and free them.
 
-        Returns what was done to each of _together, and the metrics of the micro-batches, merged.
+        Returns what was done to each of _updated, and the metrics of the micro-batches, merged.
         They are read from the device together with the norms of the gradients: the one time that an
         update waits for it.
         """
-        clipped = [engine._clip_gradients() for engine in self._together]
-        metrics, norms = read_metrics(unread, *clipped)
+        metrics, norms = read_metrics(unread, *[trained.clip_gradients() for trained in self._updated])
         is_finite = all(norm < float("inf") for norm in norms)  # False for nan as well
         # Without a trainable token the moments alone would move the parameters.
         is_applied = is_finite and plan.denominators.tokens > 0
-        rates = [engine._set_learning_rate() for engine in self._together]
+        rates = [trained.set_learning_rate() for trained in self._updated]
         if is_applied:
-            for engine in self._together:
-                engine._optimizer.step()
-                engine._updates += 1
+            for trained in self._updated:
+                trained.update()
         self._free_gradients()
         if not is_finite:  # of both, if one is not
             norms = [next(norm for norm in norms if not norm < float("inf"))] * len(norms)
         each = zip(rates, norms, strict=True)
         return [AppliedUpdate(*done, is_finite=is_finite, is_applied=is_applied) for done in each], metrics
 
-    def _clip_gradients(self) -> Tensor:
-        """Return the norm of the gradients before."""
-        return full_tensor(nn.utils.clip_grad_norm_(self._trained.parameters(), self._settings.max_grad_norm))
-
-    def _set_learning_rate(self) -> float:
-        """Set and return the learning rate of the next update."""
-        rate = self._settings.schedule.learning_rate(self._updates + 1)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        return rate
-
     def _free_gradients(self) -> None:
-        for engine in self._together:
-            engine._optimizer.zero_grad(set_to_none=True)
+        for trained in self._updated:
+            trained.free_gradients()
 
-    def _update_metrics(
-        self, plan: UpdatePlan, applied: AppliedUpdate, batch_metrics: Metrics, *, num_groups: int
-    ) -> dict[str, Metric]:
-        """Return the metrics of the update that are not those of its micro-batches.
+    def _update_metrics(self, plan: UpdatePlan, applied: AppliedUpdate, *, num_groups: int) -> dict[str, Metric]:
+        """Return the metrics of the update besides those of its micro-batches and losses.
 
-        batch_metrics: of this rank's micro-batches, merged. num_groups: of this rank.
+        num_groups: of this rank.
         """
         packed_tokens = float(sum(batch.packed.token_ids.numel() for batch in plan.batches))
         metrics: dict[str, Metric] = {
-            **self._loss_metrics(applied, batch_metrics),
             f"{self.name}/skipped_updates": Sum(float(not applied.is_applied and self._process_group.rank == 0)),
             f"{self.name}/nonfinite_updates": Sum(float(not applied.is_finite and self._process_group.rank == 0)),
             f"{self.name}/micro_batches": Sum(float(len(plan.batches))),
             f"{self.name}/packed_tokens": Sum(packed_tokens),
             f"{self.name}/packing_fill": Mean(packed_tokens, float(len(plan.batches) * self._update_max_tokens)),
             f"{self.name}/skipped_groups": Sum(float(num_groups - len(plan.with_gradient))),
-            **self._policy.update_work(plan.with_gradient),
+            **self._count_work(plan.with_gradient),
         }
         if not applied.is_finite:
             metrics[SKIPPED_GRAD_NORM] = Max(applied.grad_norm)
@@ -289,23 +307,30 @@ class LocalTrainEngine:
             metrics[f"{self.name}/vision_remembered"] = Mean(float(cached), float(total))
         return metrics
 
-    def _loss_metrics(self, applied: AppliedUpdate, batch_metrics: Metrics) -> dict[str, Metric]:
-        """Return the loss of the update, the norm of its gradient, and its learning rate."""
-        own_loss = batch_metrics.get(self.loss_key, Sum(0.0)).value if self._counts_row else 0.0
+    def _count_work(self, groups: Sequence[TrainGroup]) -> dict[str, Metric]:
+        """Return the operations of an update on these groups; see Policy.update_work."""
+        return self._policy.update_work(groups, name=self.name)
+
+    def _loss_metrics(self, trained: Trained, applied: AppliedUpdate, batch_metrics: Metrics) -> dict[str, Metric]:
+        """Return the loss of the update, the norm of its gradient, and its learning rate.
+
+        batch_metrics: of this rank's micro-batches, merged.
+        """
+        own_loss = batch_metrics.get(trained.loss_key, Sum(0.0)).value if self._counts_row else 0.0
         [loss] = self._process_group.all_reduce_sum([own_loss])
         return {
             # The summands of the micro-batches add up to the loss of one update; updates of a step
             # are averaged.
-            self.loss_key: Mean(loss),
-            f"{self.name}/grad_norm": Mean(applied.grad_norm) if applied.is_finite else Mean(0.0, 0.0),
-            f"{self.name}/lr": Mean(applied.learning_rate),
+            trained.loss_key: Mean(loss),
+            f"{trained.name}/grad_norm": Mean(applied.grad_norm) if applied.is_finite else Mean(0.0, 0.0),
+            f"{trained.name}/lr": Mean(applied.learning_rate),
         }
 
     @contextmanager
     def dry_run_updates(self) -> Iterator[Callable[[Sequence[TrainGroup]], None]]:
         """See TunableEngine."""
         reference = self._full_kl_reference()
-        self._wake(optimizer=False)
+        self.wake(optimizer=False)
         with (
             nullcontext() if reference is None else reference.awake(),
             update_passes(
@@ -321,7 +346,7 @@ class LocalTrainEngine:
 
     def dry_run(self, groups: Sequence[RolloutGroup]) -> None:
         """See TunableEngine."""
-        self._wake(optimizer=False)
+        self.wake(optimizer=False)
         self._scorer.dry_run(groups, against=self._reference)
 
     def use_budgets(self, *, update_max_tokens: int, score_max_tokens: int) -> None:
@@ -341,10 +366,10 @@ class LocalTrainEngine:
         0 if updates are made on another device than the one that computes (FSDP's CPU offload).
         """
         is_on_device = next(self._policy.parameters()).device.type == self._device.type
-        if self._made_optimizer is None or not (is_on_device or self._offload_params):
+        if self._made is None or not (is_on_device or self._offload_params):
             return 0
-        trainable = [on_this_rank(part) for part in self._trained.parameters() if part.requires_grad]
-        return self.sizes().optimizer_bytes + update_bytes(trainable, self._settings.strategy)
+        trainable = [on_this_rank(part) for part in self._module.parameters() if part.requires_grad]
+        return self.sizes().optimizer_bytes + update_bytes(trainable, self._strategy)
 
     @property
     def resting_bytes(self) -> int:
@@ -373,9 +398,9 @@ class LocalTrainEngine:
                 if parameter.requires_grad or self._unchecked == "all"
             }
             try:
-                require_finite(checked, self._process_group, what=f"the weights after {self._updates:,} updates")
+                require_finite(checked, self._process_group, what=f"the weights after {self._num_updates:,} updates")
             except NotFiniteError as error:
-                if self._updates > 0:
+                if self._num_updates > 0:
                     raise
                 raise ModelError(
                     f"{error}. No update was made: the model's own weights are not finite. Its files "
@@ -387,14 +412,14 @@ class LocalTrainEngine:
         return LocalWeights(self._read_weights)
 
     def _read_weights(self, dtype: torch.dtype | None = None) -> NamedTensors:
-        self._wake(optimizer=False)
+        self.wake(optimizer=False)
         yield from self._policy.named_weights(dtype)
         self.offload_weights()
 
     def _offload_states(self) -> None:
         """Offload the optimizer states if configured, and free what the allocator has cached."""
         if self._offload_optimizer:
-            move_states(self._optimizer, torch.device("cpu"))
+            move_states(self._trained.optimizer, torch.device("cpu"))
         free_cached_memory(self._device)
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
@@ -402,10 +427,10 @@ class LocalTrainEngine:
         free_cached_memory(self._device)  # the copy needs host memory
         return checkpointing.stage_state(
             self._saved,
-            self._optimizer,
+            self._trained.optimizer,
             folder,
-            updates=self._updates,
-            strategy=self._settings.strategy,
+            updates=self._trained.updates,
+            strategy=self._strategy,
             model_only=model_only,
             process_group=self._process_group,
         )
@@ -413,27 +438,38 @@ class LocalTrainEngine:
     def load_state(self, folder: Path) -> None:
         """See TrainEngine. Any number of ranks may have written it."""
         self._unchecked = "all"
-        if self._made_optimizer is None:
-            self._wake(optimizer=False)
+        if self._made is None:
+            self.wake(optimizer=False)
             checkpointing.load_policy(self._saved, folder, process_group=self._process_group)
             return
-        strategy = self._settings.strategy
-        updates = checkpointing.read_updates(folder, has_adapters=self._saved.has_adapters, strategy=strategy)
-        self._wake(optimizer=True)
-        checkpointing.load_policy_and_optimizer(
-            self._saved, self._optimizer, folder, strategy=strategy, process_group=self._process_group
+        has_adapters, section = self._saved.has_adapters, f"worker.{self.name}"
+        updates = checkpointing.read_updates(
+            folder, has_adapters=has_adapters, strategy=self._strategy, section=section
         )
-        self._updates = updates
+        self.wake(optimizer=True)
+        checkpointing.load_policy_and_optimizer(
+            self._saved, self._made.optimizer, folder, strategy=self._strategy, process_group=self._process_group
+        )
+        self._made.updates = updates
 
     def sizes(self) -> Sizes:
         """See TunableEngine."""
-        return sizes_of(self._trained, self._settings.strategy, makes_updates=self._settings.makes_updates)
+        parameters = list(self._module.parameters())
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        updated = [] if self._made is None else list(map(on_this_rank, trainable))
+        return Sizes(
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trainable=sum(parameter.numel() for parameter in trainable),
+            weight_bytes=sum(part.numel() * part.element_size() for part in map(on_this_rank, parameters)),
+            gradient_bytes=sum(part.numel() * part.element_size() for part in updated),
+            optimizer_bytes=sum(state_bytes(part, self._strategy) for part in updated),
+        )
 
     def close(self) -> None:
         """See TrainEngine. There is nothing to free but memory."""
 
     @property
-    def _trained(self) -> nn.Module:
+    def _module(self) -> nn.Module:
         """What the optimizer updates: the policy's model, without a value head on its trunk."""
         model: nn.Module = self._policy.model
         return model
@@ -444,14 +480,13 @@ class LocalTrainEngine:
         return self._policy
 
     @property
-    def _policy_terms(self) -> LossTerms:
-        assert isinstance(self._terms, LossTerms), "a policy has a policy loss"
-        return self._terms
+    def _is_regularized(self) -> bool:
+        """Whether a token whose advantage is zero can have a gradient."""
+        return self._config.learns_without_advantage
 
     def _full_kl_reference(self) -> Reference | None:
         """Return the reference of the full KL; None if the loss does not have one."""
-        is_full = isinstance(self._terms, LossTerms) and self._terms.kl_estimator == "full"
-        return self._reference if is_full else None
+        return self._reference if self._config.algorithm.kl_in_loss == "full" else None
 
     @property
     def _counts_row(self) -> bool:
@@ -459,13 +494,17 @@ class LocalTrainEngine:
         return self._policy.row_ranks is None or self._policy.row_ranks.rank == 0
 
     @property
-    def _optimizer(self) -> Optimizer:
-        assert self._made_optimizer is not None, "this engine makes no updates"
-        return self._made_optimizer
+    def _trained(self) -> Trained:
+        assert self._made is not None, "this engine makes no updates"
+        return self._made
 
-    def _wake(self, *, optimizer: bool) -> None:
+    @property
+    def _num_updates(self) -> int:
+        return 0 if self._made is None else self._made.updates
+
+    def wake(self, *, optimizer: bool) -> None:
         """Move offloaded weights, and if asked for the optimizer states, to the device."""
         if self._offload_params:
             self._policy.to(self._device)
         if optimizer and self._offload_optimizer:
-            move_states(self._optimizer, self._device)
+            move_states(self._trained.optimizer, self._device)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trigon.config.names import LearningRateSchedule, OptimizerStrategy
+from trigon.config.names import OptimizerStrategy
+from trigon.config.schema import OptimConfig
 
 LOW_BITS = "low_bits"
 """State of adamw_bf16: the bits by which a bfloat16 weight differs from its float32 value."""
@@ -37,63 +38,54 @@ _SLICE_BYTES = 12  # of temporaries for each value of a slice: three float32 ten
 class Schedule:
     """The learning rate as a function of the update's number, so that resuming needs no state.
 
-    peak: learning rate after the warm-up.
-    warmup_updates: the k-th update of the warm-up, counted from 1, has peak * k / warmup_updates;
-    no update has a learning rate of 0.
+    optim: its lr is the learning rate after the warm-up.
+    warmup_updates: the k-th update of the warm-up, counted from 1, has lr * k / warmup_updates; no
+    update has a learning rate of 0.
     total_updates: update at which the cosine reaches its minimum.
-    min_ratio: minimum of the cosine, as a fraction of peak.
     """
 
-    peak: float
-    shape: LearningRateSchedule
-    warmup_updates: int
-    total_updates: int
-    min_ratio: float
+    optim: OptimConfig
+    warmup_updates: int = 0
+    total_updates: int = 0
 
     def learning_rate(self, update: int) -> float:
         """Return the learning rate of the given update, counted from 1."""
+        peak = self.optim.lr
         if update <= self.warmup_updates:
-            return self.peak * update / self.warmup_updates
-        match self.shape:
+            return peak * update / self.warmup_updates
+        match self.optim.lr_scheduler_type:
             case "constant":
-                return self.peak
+                return peak
             case "cosine":
                 span = max(self.total_updates - self.warmup_updates, 1)
                 progress = min((update - self.warmup_updates) / span, 1.0)
-                floor = self.peak * self.min_ratio
-                return floor + (self.peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+                floor = peak * (self.optim.min_lr_ratio or 0.0)
+                return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
             case _:
-                assert_never(self.shape)
+                assert_never(self.optim.lr_scheduler_type)
 
 
-def make_optimizer(
-    parameters: Iterable[nn.Parameter],
-    *,
-    strategy: OptimizerStrategy,
-    learning_rate: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-) -> Optimizer:
+def make_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> Optimizer:
     """Return AdamW over the trainable parameters.
 
     Matrices have weight decay; vectors (norms, biases) do not.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    match strategy:
+    match optim.strategy:
         case "adamw":
             # torch's default on CUDA (foreach) allocates the square roots of all second moments at
             # once, 4 bytes a parameter, and on the CPU it is a slow for-loop. fused needs no
             # temporaries.
-            return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
+            return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True)
         case "adamw_bf16":
-            return AdamWBf16(groups, learning_rate=learning_rate, betas=betas)
+            return AdamWBf16(groups, learning_rate=optim.lr, betas=optim.betas)
         case _:
-            assert_never(strategy)
+            assert_never(optim.strategy)
 
 
 def on_this_rank(tensor: Tensor) -> Tensor:

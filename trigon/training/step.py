@@ -9,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from trigon.algorithms.importance import Correction, correction_weights, mismatch_metrics
+from trigon.algorithms.importance import correction_weights, mismatch_metrics
 from trigon.algorithms.kl import kl_per_token
-from trigon.algorithms.losses import LossSettings, policy_loss
+from trigon.algorithms.losses import policy_loss
 from trigon.algorithms.reduce import Denominators, reduce_loss
 from trigon.algorithms.unread import Unread, UnreadMetrics
-from trigon.config.names import KlEstimator, LossAveraging
+from trigon.algorithms.value_loss import value_loss
+from trigon.config.names import KlEstimator
+from trigon.config.schema import Config, CriticConfig
 from trigon.data.packing import Positions, by_group, pack_rollouts
 from trigon.metrics import Max, Mean, Sum
 from trigon.models import transfer
@@ -28,44 +29,10 @@ from trigon.models.logprobs import Predictions
 from trigon.models.policy import Policy
 from trigon.models.value import ActorCritic
 from trigon.training.parallel import ProcessGroup, passes_in_step
-from trigon.training.value_terms import ValueTerms, reduced_value_loss
 from trigon.types import GroupSpan, MicroBatch, PackedGroups, RolloutGroup, TokenLogprobs
 
 Precision = Callable[[], AbstractContextManager[object]]
 """Returns the context in which the policy computes: autocast, or nullcontext."""
-
-
-@dataclass(frozen=True, slots=True)
-class LossTerms:
-    """The loss of an update: policy loss + kl_coefficient * KL - entropy_coefficient * entropy.
-
-    A critic on the policy's trunk adds its loss, whose gradient reaches the trunk times
-    value_coefficient, and its head whole.
-
-    policy: settings of the policy loss.
-    averaging: how per-token values become one number; the same for all three terms.
-    fixed_length: divisor of averaging="seq_fixed"; unused otherwise.
-    kl_estimator: None for no KL term.
-    kl_coefficient: factor of the KL term.
-    entropy_coefficient: factor of the entropy bonus; 0 for none.
-    correction: importance sampling against the train-inference mismatch; None for no correction.
-    values: the loss of a critic on the policy's trunk; None: there is none.
-    """
-
-    policy: LossSettings
-    averaging: LossAveraging
-    fixed_length: int
-    kl_estimator: KlEstimator | None
-    kl_coefficient: float
-    entropy_coefficient: float
-    correction: Correction | None
-    values: ValueTerms | None = None
-    value_coefficient: float = 0.0
-
-    @property
-    def regularized(self) -> bool:
-        """Whether a token whose advantage is zero can still have a gradient."""
-        return self.kl_estimator is not None or self.entropy_coefficient > 0 or self.values is not None
 
 
 class Reference(Protocol):
@@ -96,7 +63,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 def micro_batch_backward(
     policy: Policy,
     batch: MicroBatch,
-    terms: LossTerms,
+    config: Config,
     denominators: Denominators,
     precision: Precision,
     *,
@@ -110,6 +77,8 @@ def micro_batch_backward(
     Nothing here makes the host wait for a GPU, so that it prepares the next micro-batch, its images
     included, while the GPU computes this one.
 
+    The loss is the policy loss + kl_coef * KL - entropy_coeff * entropy. A critic on the policy's
+    trunk adds its loss, whose gradient reaches the trunk times vf_coef, and its head whole.
     Means are weighted by the trainable tokens; "actor/pg_loss" is this micro-batch's summand of the
     update's loss.
 
@@ -123,28 +92,27 @@ def micro_batch_backward(
     against = None if reference is None else reference.predictions(batch.packed, run_dummy_vision=run_dummy_vision)
     with precision():
         outputs, values = _pass_with_gradient(
-            policy, batch.packed, terms, run_dummy_vision=run_dummy_vision, against=against
+            policy, batch.packed, config, run_dummy_vision=run_dummy_vision, against=against
         )
     if on_outputs is not None:
         on_outputs(outputs)
     # Without an update since sampling, old and current log-probabilities are equal: the ratio is
     # exactly 1.
     old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    loss, metrics = _total_loss(outputs, old, batch, terms, denominators)
-    if terms.values is not None:
-        assert values is not None, "the value loss needs a value head"
-        of_values, value_metrics = reduced_value_loss(values, batch, terms.values, denominators)
+    loss, metrics = _total_loss(outputs, old, batch, config, denominators)
+    if values is not None:
+        of_values, value_metrics = reduced_value_loss(values, batch, config.worker.critic, denominators)
         loss, metrics = loss + of_values, metrics | value_metrics
     torch.autograd.backward(loss * gradient_scale)
     return metrics | mismatch_metrics(batch.sampling_logprobs, old, batch.trainable)
 
 
 def _pass_with_gradient(
-    policy: Policy, packed: PackedGroups, terms: LossTerms, *, run_dummy_vision: bool, against: Predictions | None
+    policy: Policy, packed: PackedGroups, config: Config, *, run_dummy_vision: bool, against: Predictions | None
 ) -> tuple[TokenLogprobs, Tensor | None]:
     """Return the outputs of a row, and its values if the loss has a term of them."""
-    entropy_gradient = terms.entropy_coefficient > 0
-    if terms.values is None:
+    entropy_gradient = config.worker.actor.entropy_coeff > 0
+    if not config.shares_trunk:
         outputs: TokenLogprobs = policy(
             packed, run_dummy_vision=run_dummy_vision, entropy_gradient=entropy_gradient, against=against
         )
@@ -155,24 +123,25 @@ def _pass_with_gradient(
         run_dummy_vision=run_dummy_vision,
         entropy_gradient=entropy_gradient,
         against=against,
-        trunk_gradient=terms.value_coefficient,
+        trunk_gradient=config.worker.critic.vf_coef,
     )
 
 
 def _total_loss(
-    outputs: TokenLogprobs, old: Tensor, batch: MicroBatch, terms: LossTerms, denominators: Denominators
+    outputs: TokenLogprobs, old: Tensor, batch: MicroBatch, config: Config, denominators: Denominators
 ) -> tuple[Tensor, dict[str, Unread]]:
     """Return this micro-batch's summand of the update's loss, with gradient, and its metrics.
 
     old: [S] log-probabilities before the update, without gradient.
     """
+    actor, algorithm = config.worker.actor, config.algorithm
     mask, count = batch.loss_mask, float(len(batch.trainable))
     surrogate = policy_loss(
         outputs.logprobs,
         old,
         # A masked advantage may be infinite, and 0 * inf would be nan.
         torch.where(mask > 0, batch.advantages, torch.zeros_like(mask)),
-        terms.policy,
+        actor,
         loss_mask=mask,
         sequence_index=batch.sequence_index,
         num_sequences=batch.num_sequences,
@@ -187,39 +156,67 @@ def _total_loss(
         metrics["actor/pg_clipfrac_higher"] = _token_mean(surrogate.clipped, mask, count)
     if surrogate.dual_clipped is not None:
         metrics["actor/pg_clipfrac_lower"] = _token_mean(surrogate.dual_clipped, mask, count)
-    if terms.correction is not None:
+    if config.mismatch_correction != "off":
         weights, corrected = correction_weights(
             old,
             batch.sampling_logprobs,
-            terms.correction,
+            config.mismatch_correction,
+            algorithm,
             loss_mask=mask,
             sequence_index=batch.sequence_index,
             num_sequences=batch.num_sequences,
         )
         per_token_loss = per_token_loss * weights
         metrics["mismatch/corrected_fraction"] = _token_mean(corrected, mask, count)
-    loss = _reduce(per_token_loss, batch, terms, denominators)
+    loss = _reduce(per_token_loss, batch, config, denominators)
     metrics["actor/pg_loss"] = Unread(Sum, (loss.detach(),))
-    if terms.entropy_coefficient > 0:
-        loss = loss - terms.entropy_coefficient * _reduce(outputs.entropy, batch, terms, denominators)
-    if terms.kl_estimator is not None:
-        kl = _kl_of(outputs, batch, terms.kl_estimator)
-        loss = loss + terms.kl_coefficient * _reduce(kl, batch, terms, denominators)
+    if actor.entropy_coeff > 0:
+        loss = loss - actor.entropy_coeff * _reduce(outputs.entropy, batch, config, denominators)
+    if algorithm.kl_in_loss is not None:
+        kl = _kl_of(outputs, batch, algorithm.kl_in_loss)
+        loss = loss + algorithm.kl_coef * _reduce(kl, batch, config, denominators)
         metrics["actor/kl_loss"] = _token_mean(kl, mask, count)
     return loss, metrics
 
 
-def _reduce(per_token: Tensor, batch: MicroBatch, terms: LossTerms, denominators: Denominators) -> Tensor:
+def _reduce(per_token: Tensor, batch: MicroBatch, config: Config, denominators: Denominators) -> Tensor:
     """Return this micro-batch's summand of a per-token value's average over the update."""
     return reduce_loss(
         per_token,
         batch.loss_mask,
         batch.sequence_index,
         batch.num_sequences,
-        averaging=terms.averaging,
-        fixed_length=terms.fixed_length,
+        averaging=config.worker.actor.loss_avg_mode,
+        fixed_length=config.loss_fixed_length,
         denominators=denominators,
     )
+
+
+def reduced_value_loss(
+    values: Tensor, batch: MicroBatch, critic: CriticConfig, denominators: Denominators
+) -> tuple[Tensor, dict[str, Unread]]:
+    """Return this micro-batch's summand of the update's value loss, with gradient, and its metrics.
+
+    values: [S] float32, with gradient. denominators: of the whole update, over all ranks.
+    """
+    assert batch.values is not None, "the loss of a critic needs its values before the update"
+    assert batch.returns is not None, "a critic learns from returns"
+    mask, count = batch.loss_mask, float(len(batch.trainable))
+    lost = value_loss(values, batch.values, batch.returns, clip=critic.cliprange_value)
+    loss = reduce_loss(
+        lost.loss,
+        mask,
+        batch.sequence_index,
+        batch.num_sequences,
+        averaging=critic.loss_avg_mode,
+        fixed_length=1,  # of seq_fixed, which a critic does not have
+        denominators=denominators,
+    )
+    return loss, {
+        "critic/vf_loss": Unread(Sum, (loss.detach(),)),
+        "critic/vf_clipfrac": _token_mean(lost.clipped, mask, count),
+        "critic/vpred_mean": _token_mean(values, mask, count),
+    }
 
 
 def _token_mean(per_token: Tensor, mask: Tensor, count: float) -> Unread:
@@ -238,14 +235,14 @@ def _kl_of(outputs: TokenLogprobs, batch: MicroBatch, estimator: KlEstimator) ->
 
 
 def idle_backward(
-    policy: Policy, terms: LossTerms, precision: Precision, *, reference: Reference | None, run_dummy_vision: bool
+    policy: Policy, config: Config, precision: Precision, *, reference: Reference | None, run_dummy_vision: bool
 ) -> None:
     """Make a pass whose gradient is zero, for a rank with fewer micro-batches than another one."""
     row = idle_row(policy)
     if reference is not None:
         reference.predictions(row, run_dummy_vision=run_dummy_vision)
     with precision():
-        outputs, values = _pass_with_gradient(policy, row, terms, run_dummy_vision=run_dummy_vision, against=None)
+        outputs, values = _pass_with_gradient(policy, row, config, run_dummy_vision=run_dummy_vision, against=None)
     total = outputs.logprobs.sum() if values is None else outputs.logprobs.sum() + values.sum()
     torch.autograd.backward(total * 0.0)
 

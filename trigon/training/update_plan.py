@@ -54,8 +54,8 @@ class AppliedUpdate:
 def has_gradient(group: TrainGroup, *, regularized: bool) -> bool:
     """Return whether any trainable token of the group can have a gradient.
 
-    regularized: see LossTerms.regularized. If False, only tokens whose advantage is not zero have a
-    gradient.
+    regularized: see Config.learns_without_advantage. If False, only tokens whose advantage is not
+    zero have a gradient.
     """
     return regularized or any(bool(((part.loss_mask > 0) & (part.advantages != 0)).any()) for part in group.sequences)
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
-from trigon.config.plan import num_devices, workers_per_machine
 from trigon.config.schema import Config
 from trigon.errors import ConfigError, ModelError
 from trigon.tools.check.result import CheckSkipped, Findings, Problem
@@ -99,7 +98,7 @@ def check_devices(subject: Subject) -> Findings:
     from trigon.assemble.models import choose_device_type, choose_kernel
 
     config, machine = subject.given, subject.machine
-    wanted = workers_per_machine(config)
+    wanted = config.workers_per_machine
     try:
         device = choose_device_type(config, has_gpu=bool(machine.gpus) or machine.has_cluster)
     except ConfigError as error:
@@ -117,7 +116,7 @@ def check_devices(subject: Subject) -> Findings:
 
 
 def _count_devices(config: Config, machine: Machine, device: str) -> Iterator[Problem]:
-    wanted, option = workers_per_machine(config), "trainer.n_gpus_per_node"
+    wanted, option = config.workers_per_machine, "trainer.n_gpus_per_node"
     if not config.worker.hybrid_engine:
         option += " + worker.rollout.n_gpus_per_node"
     if device == "cpu":
@@ -149,7 +148,7 @@ def _count_devices(config: Config, machine: Machine, device: str) -> Iterator[Pr
 
 def check_network(subject: Subject) -> Findings:
     """Return whether processes of this machine can connect to each other."""
-    workers = num_devices(subject.given)
+    workers = subject.given.num_devices
     if workers == 1:
         raise CheckSkipped("one worker, in one process, to which no other connects")
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from trigon.config.paths import local_path
-from trigon.config.plan import context_length, has_critic
 from trigon.errors import ConfigError, ModelError, TrigonError
 from trigon.tools.check.result import Findings, Problem
 from trigon.tools.check.subject import Subject
@@ -24,7 +23,7 @@ def check_model(subject: Subject) -> Findings:
         if config.worker.actor.model.model_path and local_path(config.worker.actor.model.model_path) is not None:
             require_weights(str(model.model_path))
         processors = subject.processors.get()
-        critic = config.worker.critic.model.model_path if has_critic(config) else None
+        critic = config.worker.critic.model.model_path if config.has_critic else None
         if critic is not None and local_path(critic) is not None:
             require_weights(critic)
         if critic is not None:
@@ -35,7 +34,7 @@ def check_model(subject: Subject) -> Findings:
         return Findings("", (Problem(kind, True, str(error)),))
     problems = []
     limit = getattr(processors.hf_config.get_text_config(), "max_position_embeddings", None)
-    longest = context_length(config)
+    longest = config.context_length
     if limit is not None and longest > limit:
         message = (
             f"prompt and completion have up to {longest:,} tokens together, and the model's context has {limit:,} "

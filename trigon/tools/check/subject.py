@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from trigon.config.load import InspectedConfig
 from trigon.config.options import with_options
-from trigon.config.plan import has_critic
 from trigon.config.schema import MAX_TOKENS, Config
 from trigon.errors import ModelError, TrigonError
 from trigon.tools.check.result import CheckSkipped
@@ -169,7 +168,7 @@ class Subject:
         changes = {"worker.actor.model.model_path": str(folder_without_weights(model.model_path))}
         if model.tokenizer_path:
             changes["worker.actor.model.tokenizer_path"] = str(folder_without_weights(model.tokenizer_path))
-        critic = self.given.worker.critic.model.model_path if has_critic(self.given) else None
+        critic = self.given.worker.critic.model.model_path if self.given.has_critic else None
         if critic:
             changes["worker.critic.model.model_path"] = str(folder_without_weights(critic))
         return with_options(self.given, changes)
@@ -257,7 +256,6 @@ def no_progress(name: str, total: int | None) -> Iterator[Callable[[int], None]]
 
 def run_folder_of(config: Config) -> Path:
     """Return the run folder, or the lowest of its parents that exists."""
-    from trigon.config.defaults import resolve_run_folder
 
-    folder = resolve_run_folder(config).absolute()
+    folder = config.trainer.run_folder.absolute()
     return next(each for each in (folder, *folder.parents) if each.exists())

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from trigon.config.defaults import options_by_device
 from trigon.config.legacy import RENAMED
 from trigon.config.options import Option, descriptions, format_value, options
+from trigon.config.schema import DEVICE_DEFAULTS
 from trigon.errors import ConfigError
 from trigon.system.suggestions import nearest_key
 from trigon.tools.cli.parser import ArgumentParser
@@ -68,7 +68,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 def describe(option: Option) -> str:
     """Return an option with its default, its values and its meaning, in lines of 100 characters."""
-    by_device = options_by_device().get(option.name)
+    by_device = DEVICE_DEFAULTS.get(option.name)
     default = format_value(option.default)
     if by_device is not None:
         default += f" (by device: {format_value(by_device['cpu'])}, on a GPU {format_value(by_device['cuda'])})"

@@ -35,6 +35,7 @@ def _compare_optimizer(compared: Tolerances, setting: Setting, strategy: Optimiz
     import torch
     from torch import nn
 
+    from trigon.config.schema import OptimConfig
     from trigon.tools.doctor.random_models import MODELS
     from trigon.training.memory import memory_of
     from trigon.training.optim import make_optimizer, state_bytes, update_bytes
@@ -49,7 +50,7 @@ def _compare_optimizer(compared: Tolerances, setting: Setting, strategy: Optimiz
     parameters = [nn.Parameter(torch.zeros(size, device=device, dtype=dtype)) for size in sizes]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer = make_optimizer(parameters, strategy=strategy, learning_rate=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
+    optimizer = make_optimizer(parameters, OptimConfig(strategy=strategy, lr=1e-3))
     weights = sum(parameter.nbytes for parameter in parameters)
     states = sum(state_bytes(parameter, strategy) for parameter in parameters)
     temporaries = update_bytes(parameters, strategy)

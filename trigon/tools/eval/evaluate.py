@@ -31,16 +31,13 @@ from trigon.assemble.run import (
     open_store,
 )
 from trigon.assemble.workers import open_workers
-from trigon.config.arguments import as_overrides, dataset_names
-from trigon.config.episode_checks import has_episodes
 from trigon.config.files import locate_sources
-from trigon.config.load import LoadedConfig, check_overrides, dump_config
+from trigon.config.load import LoadedConfig, as_overrides, check_overrides, dump_config
 from trigon.config.names import Dtype
 from trigon.config.options import options as config_options
-from trigon.config.paths import PYTHON_PREFIX
-from trigon.config.plan import has_workers, make_plan
-from trigon.config.rewards import describe_option, validation_option
-from trigon.config.schema import Config
+from trigon.config.paths import PYTHON_PREFIX, dataset_names
+from trigon.config.plan import make_plan
+from trigon.config.schema import Config, describe_rewards
 from trigon.data.dataset import Prompts, PromptSet
 from trigon.data.images import ignore_pillow_warnings
 from trigon.data.mixture import MixedPrompts, with_blank_media
@@ -289,7 +286,7 @@ def evaluate_model(
         report = stack.enter_context(open_reporter(config, folder, console, processors, (), None))
         workers = None
         check_hardware = partial(check_run_memory, config, console)
-        if has_workers(config):
+        if config.has_workers:
             workers = stack.enter_context(open_worker_pools(config, folder.path, check_hardware, console.warn))
         elif (hardware := find_hardware(choose_device(config))) is not None:
             check_hardware(hardware)
@@ -470,7 +467,7 @@ def choose_ks(ks: Sequence[int], num_samples: int) -> tuple[int, ...]:
 
 def answer_form(config: Config) -> AnswerForm:
     """Return where the reward function of a configuration finds the answer; "auto" if unknown."""
-    reward = validation_option(config)
+    reward = config.worker.reward.of_validation
     return SHIPPED_FORMS.get(reward, "auto") if isinstance(reward, str) else "auto"
 
 
@@ -494,9 +491,9 @@ def describe_settings(config: Config, *, limit: int | None, ks: Sequence[int], f
         "data": list(config.data.val_files),
         "limit": limit,
         "format_prompt": config.data.format_prompt,
-        "reward_function": describe_option(validation_option(config)),
+        "reward_function": describe_rewards(config.worker.reward.of_validation),
         "reward_function_kwargs": mask(ARGUMENTS, reward.reward_function_kwargs),
-        **(episodes if has_episodes(config) else {}),
+        **(episodes if config.worker.rollout.has_episodes else {}),
         "engine": config.worker.rollout.name,
         "n": sampling.n,
         "temperature": sampling.temperature,

@@ -8,7 +8,7 @@ from typing import Any
 
 from trigon.config.load import LoadedConfig, inspect_config, load_config
 from trigon.config.paths import PYTHON_PREFIX, is_python_object
-from trigon.config.rewards import reward_specs
+from trigon.config.schema import reward_specs
 
 _REWARD = "worker.reward.reward_function"
 _VAL_REWARD = "worker.reward.val_reward_function"

@@ -15,7 +15,6 @@ from typing import Any
 
 from trigon.assemble.data import NO_SOURCES, open_builder
 from trigon.assemble.episodes import load_episodes
-from trigon.config.episode_checks import has_episodes
 from trigon.config.paths import (
     DATASET_SUFFIXES,
     is_python_object,
@@ -199,7 +198,7 @@ def _observations(
     if given is None and image:
         given = image
     _check_room(config, options.response_tokens, max(given or 0.0, image))
-    if not has_episodes(config):
+    if not config.worker.rollout.has_episodes:
         if given is not None or options.observed_image_tokens is not None:
             raise ConfigError(
                 "observed tokens are given, and completions have one turn: set worker.rollout.environment or "

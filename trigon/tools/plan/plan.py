@@ -15,11 +15,8 @@ import torch
 
 from trigon.assemble.data import NO_SOURCES
 from trigon.assemble.memory_check import find_hardware
-from trigon.config.batch_sizes import resolve_prompts_per_step
 from trigon.config.checks import find_problems, raise_problems
-from trigon.config.episode_checks import has_episodes
 from trigon.config.options import with_options
-from trigon.config.plan import workers_per_machine
 from trigon.config.schema import Config
 from trigon.data.sources import Source
 from trigon.errors import ConfigError
@@ -84,7 +81,7 @@ def _find_place(config: Config, gpus: str | None, host_memory: int | None) -> Pl
     found = find_hardware(device)
     if host_memory is None and found is not None:
         host_memory = found.host_bytes
-    accelerator = CPU.of_cores(max(1, count_usable_cpus() // workers_per_machine(config)))
+    accelerator = CPU.of_cores(max(1, count_usable_cpus() // config.workers_per_machine))
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         known = accelerator_named(name)
@@ -119,13 +116,13 @@ def _calibration(folder: Path, gpus: str | None, model_config: Path | None, give
             f"{folder} has separate workers that sample and learn (worker.hybrid_engine=false), whose phases wait for "
             "each other; calibrate with a run of shared workers"
         )
-    groups = resolve_prompts_per_step(config) * config.worker.actor.ppo_epochs
+    groups = config.prompts_per_step * config.worker.actor.ppo_epochs
     observed = observe(run.metrics(), str(folder), groups_per_step=groups)
     place = _find_place(config, gpus, None)
     own = replace(observed.lengths, num_prompts=groups, prompt_tokens=None)
     if given.prompt_tokens is not None or given.image_tokens is not None:  # else they are measured in its data
         own = replace(own, prompt_tokens=observed.lengths.prompt_tokens, image_tokens=given.image_tokens)
-    if has_episodes(config):  # its metrics count sampled tokens alone
+    if config.worker.rollout.has_episodes:  # its metrics count sampled tokens alone
         # It may have left less room for observations than the plan does.
         room = max(0, config.data.max_response_length - ceil(own.response_tokens or 1))
         tokens, images = given.observed_tokens, given.observed_image_tokens

@@ -15,21 +15,10 @@ from trigon.assemble.data import NO_SOURCES
 from trigon.assemble.memory import count_checkpoint_bytes
 from trigon.assemble.memory_check import TIGHT, MemoryCounter, Remedy, can_divide_engine, find_remedies
 from trigon.assemble.memory_table import Hardware, PhaseMemory, RunMemory, format_gib
-from trigon.assemble.options import make_loss_terms, needs_old_logprobs, needs_reference
-from trigon.config.batch_sizes import resolve_group_size, resolve_prompts_per_step, resolve_prompts_per_update
-from trigon.config.critic import with_critic_as_actor
-from trigon.config.defaults import resolve_auto_micro_batch, resolve_val_before_train, resolve_weight_dtype
+from trigon.assemble.options import needs_old_logprobs
 from trigon.config.names import DeviceType
 from trigon.config.options import with_options
-from trigon.config.plan import (
-    context_length,
-    has_critic,
-    has_workers,
-    make_plan,
-    num_devices,
-    num_samplers,
-    num_workers,
-)
+from trigon.config.plan import make_plan, with_critic_as_actor
 from trigon.config.schema import Config
 from trigon.data.sources import Source
 from trigon.errors import ConfigError
@@ -95,7 +84,7 @@ class Planner:
         self._model = actor.model_path or ""
         with open_model_config(self._model, model_config) as folder:
             self._sized = with_options(config, {"worker.actor.model.model_path": str(folder)})
-            critic = config.worker.critic.model.model_path if has_critic(config) else None
+            critic = config.worker.critic.model.model_path if config.has_critic else None
             if critic is not None:
                 with open_model_config(critic, None) as own:
                     self._sized = with_options(self._sized, {"worker.critic.model.model_path": str(own)})
@@ -124,7 +113,7 @@ class Planner:
         self._plan = make_plan(
             # Of an unknown number of steps the warm-up may be a part.
             config if knows_steps else with_options(config, {"trainer.critic_warmup": 0}),
-            num_train_prompts=self._lengths.num_prompts or resolve_prompts_per_step(config),
+            num_train_prompts=self._lengths.num_prompts or config.prompts_per_step,
         )
 
     def uncalibrated(self, *, learned_share: float) -> tuple[dict[str, float], int]:
@@ -156,8 +145,8 @@ class Planner:
         return RunPlan(
             model=self._model,
             devices=describe_devices(config, self._place.cluster),
-            num_devices=num_devices(config),
-            num_learners=num_workers(config),
+            num_devices=config.num_devices,
+            num_learners=config.num_workers,
             pools=plan_pools(config, self._place.cluster, time),
             device=self._place.device,
             peak_flops=self._place.cluster.accelerator.flops,
@@ -225,7 +214,7 @@ class Planner:
         return KEEP_RATE, "assumed (--keep-rate)"
 
     def _measures_budgets(self) -> bool:
-        return resolve_auto_micro_batch(self._config, self._place.device)
+        return self._config.trainer.tunes_budgets_on(self._place.device)
 
     def _find_budgets(self) -> tuple[int, int]:
         """Return the most tokens of a row in an update and in a scoring.
@@ -237,8 +226,8 @@ class Planner:
         sizes = (actor.micro_batch_size_per_device_for_update, actor.micro_batch_size_per_device_for_experience)
         if not self._measures_budgets():
             return sizes[0] * longest, sizes[1] * longest
-        n = resolve_group_size(config)
-        most = max(1, -(-resolve_prompts_per_update(config) * n // num_workers(config)))
+        n = config.group_size
+        most = max(1, -(-config.prompts_per_update * n // config.num_workers))
         keys = ("micro_batch_size_per_device_for_update", "micro_batch_size_per_device_for_experience")
         update, score = (
             _largest(partial(self._fits, key, phase), most)
@@ -262,7 +251,7 @@ class Planner:
         if hardware.device == "cpu" or rollout.name != "vllm":
             return None
         all_, itemsize = self._size.all, DTYPES[rollout.dtype].itemsize
-        cache = context_length(self._config) * self._size.key_values * itemsize
+        cache = self._config.context_length * self._size.key_values * itemsize
         weights = (all_.frozen + all_.trained) * itemsize
 
         def needed(parallel: int) -> float:
@@ -272,7 +261,7 @@ class Planner:
         if needed(rollout.tensor_parallel_size) <= share:
             return None
         ways = []
-        ranks = num_samplers(self._config)
+        ranks = self._config.num_samplers
         fitting = [size for size in self._size.tensor_parallel_sizes if ranks % size == 0 and needed(size) <= share]
         if fitting and can_divide_engine(self._config):
             ways.append(f"worker.rollout.tensor_parallel_size={fitting[0]}")
@@ -308,9 +297,9 @@ class Planner:
         Prompts go out for sampling, prompts and completions for each kind of pass; completions come
         back with a log-probability for each token, scorings with one.
         """
-        if not has_workers(self._config):
+        if not self._config.has_workers:
             return 0
-        scorings = needs_old_logprobs(self._config, self._plan) + needs_reference(self._config)
+        scorings = needs_old_logprobs(self._config, self._plan) + self._config.needs_reference
         prompt, response = ledger.prompt_tokens, ledger.response_tokens
         ids = prompt + response + ledger.observed_tokens
         sampling = ledger.sampled_prompts / ledger.prompts * (ids + response)
@@ -325,12 +314,12 @@ class Planner:
         last = steps or 0
         every = last // trainer.val_freq if trainer.val_freq > 0 else 0
         ends_on_one = every > 0 and last % trainer.val_freq == 0
-        return int(resolve_val_before_train(self._config)) + every + (0 if ends_on_one else 1)
+        return int(self._config.validates_first) + every + (0 if ends_on_one else 1)
 
     def _disk(self, ledger: Ledger, steps: int | None) -> Disk:
         config, all_ = self._config, self._size.all
         trainer = config.trainer
-        weight = DTYPES[resolve_weight_dtype(config)].itemsize
+        weight = DTYPES[config.worker.actor.weight_dtype].itemsize
         if all_.adapters:
             stored, states = all_.adapters * 4, all_.adapters * 8
         else:
@@ -353,7 +342,7 @@ class Planner:
 
     def _states(self) -> int:
         """The optimizer states of all ranks together."""
-        dtype = DTYPES[resolve_weight_dtype(self._config)]
+        dtype = DTYPES[self._config.worker.actor.weight_dtype]
         trained = torch.empty(self._size.all.trained, dtype=dtype, device="meta")
         return state_bytes(trained, self._config.worker.actor.optim.strategy)
 
@@ -368,7 +357,7 @@ class Planner:
             lines.append(f"online filtering keeps {rate:.0%} of the groups: {source}")
         if ledger.learned_groups_share < 1:
             lines.append(f"groups with a gradient: {ledger.learned_groups_share:.0%}, as in the run that calibrates")
-        elif not make_loss_terms(config).regularized:
+        elif not config.learns_without_advantage:
             lines.append("every group has a gradient: groups with equal rewards are skipped, and make updates faster")
         if self._place.device == "cpu" and config.trainer.device == "auto":
             lines.append("devices: this machine has no GPU; name those of the run with --gpus 8xH100-80G")
@@ -388,7 +377,7 @@ class Planner:
                 else "samplers that idle before a weight sync, while the last completions end"
             )
             lines.append(f"not counted: {what}, and groups that are sampled again because they became too old")
-        if (num_workers(config) > 1 and self._place.cluster.nodes > 1) or not (shared or may_share_node(config)):
+        if (config.num_workers > 1 and self._place.cluster.nodes > 1) or not (shared or may_share_node(config)):
             rate = self._place.cluster.network_rate * 8 / 1e9
             lines.append(f"network between nodes: {rate:,.0f} Gbit/s for each GPU, assumed")
         return lines

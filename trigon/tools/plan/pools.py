@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from trigon.config.plan import num_samplers, num_workers
 from trigon.config.schema import Config
 from trigon.tools.plan.hardware import Cluster
 from trigon.tools.plan.result import PoolPlan
@@ -23,7 +22,7 @@ def plan_pools(config: Config, cluster: Cluster, time: StepTime | None) -> tuple
     """
     if config.worker.hybrid_engine:
         return ()
-    samplers = num_samplers(config)
+    samplers = config.num_samplers
 
     def share(working: float) -> tuple[float, float]:
         assert time is not None
@@ -32,7 +31,7 @@ def plan_pools(config: Config, cluster: Cluster, time: StepTime | None) -> tuple
 
     learning, sampling = ((None, None), (None, None)) if time is None else (share(time.learning), share(time.sampling))
     return (
-        PoolPlan("learners", str(cluster), num_workers(config), 0, *learning),
+        PoolPlan("learners", str(cluster), config.num_workers, 0, *learning),
         PoolPlan(
             "samplers",
             str(_sampling_cluster(config, cluster)),

@@ -274,7 +274,7 @@ def _run(plan: RunPlan) -> list[tuple[str, str]]:
         rows.append(("the run", f"{plan.num_steps:,} steps, {updates:,} updates{seconds}"))
     if plan.plan.critic.updates_per_step:
         what = "in the memory and the checkpoints, not in the times and the operations"
-        if plan.plan.critic.shares_trunk:
+        if plan.plan.critic_shares_trunk:
             what = "a head of the policy, in the memory and the checkpoints; passes for values alone are not timed"
         rows.append(("critic", what))
     if plan.num_validations and plan.time is not None:

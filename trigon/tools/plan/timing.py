@@ -18,10 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import ceil
 
-from trigon.config.batch_sizes import resolve_group_size
-from trigon.config.defaults import resolve_max_num_seqs, resolve_reference_dtype, resolve_weight_dtype
 from trigon.config.names import DeviceType
-from trigon.config.plan import num_samplers, num_workers, workers_per_copy
 from trigon.config.schema import Config
 from trigon.models.dimensions import Dimensions
 from trigon.models.dtypes import DTYPES
@@ -76,7 +73,7 @@ NODE_GPUS = 8
 def may_share_node(config: Config) -> bool:
     """Return whether separate pools of workers are assumed to be GPUs of one machine."""
     one_machine = config.trainer.nnodes == config.worker.rollout.nnodes == 1
-    return one_machine and num_workers(config) + num_samplers(config) <= NODE_GPUS
+    return one_machine and config.num_workers + config.num_samplers <= NODE_GPUS
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +162,8 @@ class Timing:
         self._flops = self.flops = flops
         self._cluster, self._device, self._trainer = cluster, device, trainer
         self._rates = EFFICIENCIES[device]
-        self._devices, self._samplers = num_workers(config), num_samplers(config)
-        self._shards = workers_per_copy(config)
+        self._devices, self._samplers = config.num_workers, config.num_samplers
+        self._shards = config.workers_per_copy
         self._parameters = size.all.frozen + size.all.trained
         self._compute_bytes = DTYPES[config.worker.actor.fsdp.mp_param_dtype].itemsize
         self._peak = cluster.accelerator.flops
@@ -192,7 +189,7 @@ class Timing:
             name: self._passes(work, passes=ledger.score_rows, forwards=1, sent=score_sent) if work else 0.0
             for name, work in (("old", flops.old), ("ref", flops.reference))
         }
-        reference = self._parameters * DTYPES[resolve_reference_dtype(self._config)].itemsize / self._shards
+        reference = self._parameters * DTYPES[self._config.worker.ref.dtype].itemsize / self._shards
         if score["ref"] and not self._size.has_adapters and self._reference_is_offloaded():
             score["ref"] += 2 * reference / self._host_rate
         return {
@@ -207,7 +204,7 @@ class Timing:
     def validation_seconds(self, num_prompts: int) -> float:
         """Return the seconds of a validation of so many prompts."""
         rollout = self._config.worker.rollout
-        sequences = num_prompts * (rollout.val_override_config.n or resolve_group_size(self._config))
+        sequences = num_prompts * (rollout.val_override_config.n or self._config.group_size)
         share = sequences / self._ledger.sampled
         return self._sampling_seconds(
             sequences, self._flops.prefill * num_prompts / self._ledger.sampled_prompts, self._flops.decode * share
@@ -254,7 +251,7 @@ class Timing:
         actor = self._config.worker.actor
         if self._device == "cpu":
             return 0.0
-        weights = self._parameters * DTYPES[resolve_weight_dtype(self._config)].itemsize / self._shards
+        weights = self._parameters * DTYPES[self._config.worker.actor.weight_dtype].itemsize / self._shards
         states = 2 * weights * self._size.all.trained / max(1, self._parameters)
         return 2 * (weights * actor.offload.offload_params + states * actor.offload.offload_optimizer)
 
@@ -268,7 +265,7 @@ class Timing:
         if vision is not None and self._size.trains_vision:
             prompts = ledger.prompts * ledger.epochs * ledger.learned_groups_share
             values += prompts * self._lengths.mean_image_patches * vision.layers * vision.width
-        weight = DTYPES[resolve_weight_dtype(self._config)].itemsize
+        weight = DTYPES[self._config.worker.actor.weight_dtype].itemsize
         return values / self._devices * (weight if self._shards == 1 else self._compute_bytes)
 
     def _reference_is_offloaded(self) -> bool:
@@ -347,13 +344,13 @@ class Timing:
     def _most_sequences(self, parallel: int) -> int:
         """Return how many sequences of mean length an engine holds at a time."""
         rollout, lengths = self._config.worker.rollout, self._lengths
-        limit = resolve_max_num_seqs(self._config, self._device)
+        limit = self._config.worker.rollout.max_num_seqs_on(self._device)
         if self._device == "cpu" or rollout.name != "vllm":
             return limit
         itemsize = DTYPES[rollout.dtype].itemsize
         free = rollout.gpu_memory_utilization * self._cluster.accelerator.memory_bytes
         free -= self._parameters * itemsize / parallel + 4 * 2**30
-        shared = resolve_group_size(self._config) if rollout.enable_prefix_caching else 1
+        shared = self._config.group_size if rollout.enable_prefix_caching else 1
         tokens = lengths.mean_prompt / shared + lengths.completion_tokens / 2
         return max(1, min(limit, int(free / (tokens * self._key_values(parallel) * itemsize))))
 

@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from trigon.assemble.options import make_loss_terms, needs_old_logprobs, needs_reference
-from trigon.config.batch_sizes import resolve_group_size
-from trigon.config.defaults import resolve_prompts_per_round
-from trigon.config.plan import Plan, num_shares
+from trigon.assemble.options import needs_old_logprobs
+from trigon.config.plan import Plan
 from trigon.config.schema import Config
 from trigon.data.packing import row_lengths
 from trigon.distributed.balance import partition_balanced
@@ -119,14 +117,14 @@ def make_ledger(
     Args:
         budgets: most tokens of a row, in an update and in a scoring.
         keep_rate: share of the groups that online filtering keeps; unused without it.
-        learned_share: share of the groups that have a gradient; see make_loss_terms.
+        learned_share: share of the groups that have a gradient; see learns_without_advantage.
     """
-    n = resolve_group_size(config)
+    n = config.group_size
     sampled_prompts = plan.prompts_per_step
     if config.algorithm.online_filtering:
-        per_round = resolve_prompts_per_round(config)
+        per_round = config.prompts_per_round
         sampled_prompts = ceil(plan.prompts_per_step / keep_rate / per_round) * per_round
-    share = 1.0 if make_loss_terms(config).regularized else learned_share
+    share = 1.0 if config.learns_without_advantage else learned_share
     prompts = plan.prompts_per_step
     mean_group = lengths.mean_prompt + n * (max(1, round(lengths.response_tokens)) + round(lengths.observed_tokens))
     update_groups = max(1, round(plan.prompts_per_update * share))
@@ -145,7 +143,7 @@ def make_ledger(
         epochs=plan.epochs_per_step,
         prompts_per_update=plan.prompts_per_update,
         sequences_per_update=plan.sequences_per_update,
-        sequences_per_gpu=ceil(plan.sequences_per_update / num_shares(config)),
+        sequences_per_gpu=ceil(plan.sequences_per_update / config.num_shares),
         update_rows=update_rows,
         score_rows=score_rows,
         update_budget=budgets[0],
@@ -165,11 +163,11 @@ def _cost(group: GroupLengths) -> int:
 
 def _rows(config: Config, lengths: Lengths, num_groups: int, budget: int, trainer: Trainer) -> tuple[int, int]:
     """Return the rows of the rank that has most, and the tokens of all rows of all ranks."""
-    shares = num_shares(config)
+    shares = config.num_shares
     if trainer.counting == "shared":
-        groups = lengths.groups(num_groups, resolve_group_size(config))
+        groups = lengths.groups(num_groups, config.group_size)
     else:
-        groups = [each for each in lengths.groups(num_groups, 1) for _ in range(resolve_group_size(config))]
+        groups = [each for each in lengths.groups(num_groups, 1) for _ in range(config.group_size)]
     most = tokens = 0
     parts = partition_balanced([_cost(group) for group in groups], shares) if shares > 1 else [range(len(groups))]
     for part in parts:
@@ -211,7 +209,7 @@ def count_flops(
         prefill=(prompts.total * repeats + sampled.total - turns.total) * drawn,
         decode=(turns.total - prompts.total) * drawn,
         old=forward.total * learned if scores_old else 0.0,
-        reference=forward.total * learned if needs_reference(config) else 0.0,
+        reference=forward.total * learned if config.needs_reference else 0.0,
         update=update * updates,
         computed=_computed(config, size, forward, update) * updates,
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trigon.config.names import LearningRateSchedule, ObservationRole
+from trigon.config.schema import OptimConfig
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.prompts import PromptBuilder
 from trigon.data.turns import TurnTemplate
@@ -126,7 +127,7 @@ def learn_demonstrations(
             max_updates=num_updates,
             target_accuracy=target_accuracy,
             batch_size=batch_size,
-            schedule=Schedule(learning_rate, scheduler, 10, num_updates, 0.0),
+            schedule=Schedule(OptimConfig(lr=learning_rate, lr_scheduler_type=scheduler), 10, num_updates),
             seed=seed,
             on_progress=on_progress,
         )

@@ -97,6 +97,7 @@ def warm_up(folder: Path, train: Path, chosen: Namespace, console: Console) -> N
     """
     from pyarrow.parquet import read_table
 
+    from trigon.config.schema import OptimConfig
     from trigon.data.prompts import PromptBuilder
     from trigon.models.load import load_processors
     from trigon.tools.quickstart.warm_start import Example, warm_start_folder
@@ -131,7 +132,7 @@ def warm_up(folder: Path, train: Path, chosen: Namespace, console: Console) -> N
             max_updates=chosen.max_updates,
             target_accuracy=chosen.skill,
             batch_size=WARM_START_BATCH,
-            schedule=Schedule(WARM_START_RATE, "constant", WARM_START_WARMUP, chosen.max_updates, 0.0),
+            schedule=Schedule(OptimConfig(lr=WARM_START_RATE), WARM_START_WARMUP, chosen.max_updates),
             seed=chosen.seed,
             on_progress=lambda _: advance(1),
         )

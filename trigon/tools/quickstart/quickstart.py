@@ -13,7 +13,6 @@ from pathlib import Path
 
 from trigon.assemble.start import share_heaps
 from trigon.config.load import load_config, split_arguments
-from trigon.config.plan import has_workers
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.system.child_python import python_command
@@ -77,7 +76,7 @@ def import_ahead(config: Config) -> None:
     from trigon.data import sources
 
     sources.import_ahead()
-    uses_vllm = config.worker.rollout.name == "vllm" and config.trainer.device == "cpu" and not has_workers(config)
+    uses_vllm = config.worker.rollout.name == "vllm" and config.trainer.device == "cpu" and not config.has_workers
     if uses_vllm and importlib.util.find_spec("vllm") is not None:
         from trigon.rollout import vllm
 

@@ -95,7 +95,7 @@ def warm_start(
     Raises: DataError if no turn of a batch is learned, see as_target: it has no loss.
     """
     optimizer = make_optimizer(
-        policy.parameters(), strategy="adamw", learning_rate=schedule.peak, betas=(0.9, 0.99), weight_decay=0.0
+        policy.parameters(), schedule.optim.model_copy(update={"betas": (0.9, 0.99), "weight_decay": 0.0})
     )
     rng = random.Random(seed)
     order: list[int] = []

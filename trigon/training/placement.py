@@ -1,4 +1,4 @@
-"""The settings of a local train engine: what an update does, and where the policy computes."""
+"""Where the model of an engine computes, and where its tensors are in between."""
 
 from __future__ import annotations
 
@@ -8,39 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trigon.config.names import OptimizerStrategy
 from trigon.training.memory import explain_out_of_memory
-from trigon.training.optim import Schedule
 from trigon.training.parallel import ProcessGroup, SingleProcess
-from trigon.training.step import LossTerms
-from trigon.training.value_terms import ValueTerms
 from trigon.types import RolloutGroup, TrainGroup
-
-
-@dataclass(frozen=True, slots=True)
-class TrainSettings:
-    """The loss, the optimizer and the token budgets of a train engine.
-
-    terms: the loss that an update minimizes.
-    strategy: the optimizer; "adamw", or "adamw_bf16" for bfloat16 weights.
-    schedule: learning rate of each update.
-    betas: decay rates of AdamW's first and second moment.
-    weight_decay: AdamW's weight decay, of matrices only.
-    max_grad_norm: global norm to which gradients are clipped.
-    update_max_tokens: token budget of a packed row with gradient.
-    score_max_tokens: token budget of a packed row without gradient.
-    makes_updates: False: there is no optimizer, and only weights are loaded from a checkpoint.
-    """
-
-    terms: LossTerms | ValueTerms
-    strategy: OptimizerStrategy
-    schedule: Schedule
-    betas: tuple[float, float]
-    weight_decay: float
-    max_grad_norm: float
-    update_max_tokens: int
-    score_max_tokens: int
-    makes_updates: bool = True
 
 
 @dataclass(frozen=True, slots=True)
