@@ -17,10 +17,10 @@ from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.tools.quickstart.drawings import make_dataset
-from trigon.train_groups import build_train_groups
 from trigon.training.local import LocalTrainEngine
 from trigon.training.optim import Schedule
 from trigon.training.settings import Placement, TrainSettings
+from trigon.training.train_groups import build_train_groups
 from trigon.types import Rollout, RolloutGroup, SamplingParams, Score
 
 

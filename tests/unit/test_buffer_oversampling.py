@@ -13,6 +13,7 @@ import pytest
 
 from support.fake_runs import (
     SAMPLING,
+    changed,
     full_settings,
     latest_checkpoint,
     lines_of,
@@ -446,7 +447,7 @@ def test_the_same_seed_gives_the_same_run(parts, tmp_path, uninterrupted):
 def test_a_resumed_run_goes_on_with_the_tokens_of_the_saved_one(parts, tmp_path, uninterrupted, stop_after):
     with open_run(parts, tmp_path, **oversampling_settings(8)) as run:
         asked = itertools.count(1)
-        train(replace(run, should_stop=lambda: next(asked) == stop_after), None)
+        train(changed(run, should_stop=lambda: next(asked) == stop_after), None)
     saved = latest_checkpoint(tmp_path)
     assert saved.step == stop_after
     assert saved.progress["buffer"]["work"]
@@ -459,7 +460,7 @@ def test_a_resumed_run_goes_on_with_the_tokens_of_the_saved_one(parts, tmp_path,
 def test_a_run_without_oversampling_samples_again_what_was_carried(parts, tmp_path):
     with open_run(parts, tmp_path, **oversampling_settings(8)) as run:
         asked = itertools.count(1)
-        train(replace(run, should_stop=lambda: next(asked) == 2), None)
+        train(changed(run, should_stop=lambda: next(asked) == 2), None)
     carried = [each["prompt_id"] for each in latest_checkpoint(tmp_path).progress["buffer"]["work"]]
     settings = full_settings(4) | {"sampling": oversampling_settings(4)["sampling"]}
     stream = io.StringIO()
