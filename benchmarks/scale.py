@@ -47,9 +47,9 @@ from trigon.report.run_folder import RunFolder
 from trigon.rollout.fake import FakeEngine
 from trigon.system.garbage import set_gc_threshold
 from trigon.system.trace import LocalTracer
-from trigon.training.train_groups import build_reward_batch, build_train_groups
 from trigon.training.fake import FakeTrainEngine
 from trigon.training.protocol import Sizes
+from trigon.training.train_groups import build_reward_batch, build_train_groups
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 CONTROLLED = (64, 512, 8192)
