@@ -46,7 +46,7 @@ ONLY_IN = {
     "torch.distributed": (
         "distributed/",
         "rollout/vllm/leader.py",
-        "rollout/vllm/shared_memory.py",
+        "rollout/vllm/process.py",
         "rollout/vllm/weight_check.py",
         "models/sequence_parallel.py",
         "training/parallel.py",
@@ -84,7 +84,7 @@ ENVIRONMENT = (
     "distributed/cluster.py",
     "distributed/local_ray.py",
     "rollout/vllm/process.py",
-    "rollout/vllm/shared_memory.py",
+    "rollout/vllm/process.py",
     "rewards/process.py",
     "rewards/confinement/supervisor.py",
     "rewards/arguments.py",
