@@ -27,7 +27,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from learning import LAST_STEPS, mean_and_spread, plot, train_variants, values_of
@@ -65,11 +64,11 @@ def measure_cost(*, repeats: int) -> list[Figure]:
     """Return the seconds and the memory of updates of policy and critic, as ratios."""
     import torch
     from shared import make_model
-    from trigon.training.settings import Placement, TrainSettings
-    from trigon.training.value_terms import ValueTerms
     from update import SPECIAL, make_group
 
-    from trigon.algorithms.losses import LossSettings
+    from trigon.config.options import with_options
+    from trigon.config.plan import ModelPlan
+    from trigon.config.schema import Config
     from trigon.models.families import family_of
     from trigon.models.load import patch_model
     from trigon.models.policy import Policy
@@ -78,8 +77,7 @@ def measure_cost(*, repeats: int) -> list[Figure]:
     from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
     from trigon.training.local import LocalTrainEngine
     from trigon.training.memory import HostMemory
-    from trigon.training.optim import Schedule
-    from trigon.training.step import LossTerms
+    from trigon.training.placement import Placement
     from trigon.types import Prompt, TrainGroup, TrainSequence, Vision
 
     prompt, completions, pixels, grid = make_group([SHORT.response] * SHORT.n)
@@ -94,23 +92,13 @@ def measure_cost(*, repeats: int) -> list[Figure]:
         ),
     )
 
-    def settings(terms: LossTerms | ValueTerms) -> TrainSettings:
-        return TrainSettings(
-            terms=terms,
-            strategy="adamw",
-            schedule=Schedule(1e-5, "constant", 0, 100, 0.0),
-            betas=(0.9, 0.999),
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            update_max_tokens=100_000,
-            score_max_tokens=100_000,
-        )
-
-    clipped = LossSettings("default", 0.2, 0.3, 3.0, 1.3, 1.0, 1.05)
-    terms = LossTerms(clipped, "token", 1, None, 0.0, 0.0, None)
+    optim = {"lr": 1e-5, "weight_decay": 0.0}
+    trunk = {"share_trunk": True, "vf_coef": 0.1}
+    config = Config(worker={"actor": {"optim": optim}, "critic": {"optim": optim}})
+    gae = with_options(config, {"algorithm.adv_estimator": "gae"})
+    plan = ModelPlan(total_updates=100, tokens_per_update_pass=100_000, tokens_per_experience_pass=100_000)
     place = Placement(torch.device("cpu"), torch.float32)
     updates: dict[str, Callable[[], object]] = {}
-    value_terms = ValueTerms(0.5, "token")
     for name in ("policy", "critic", "both on one trunk"):
         model = make_model(VOCABULARY, SPECIAL)
         family = family_of(model.config)
@@ -118,14 +106,14 @@ def measure_cost(*, repeats: int) -> list[Figure]:
         positions = positions_of(family, model.config)
         if name == "policy":
             policy = Policy(model, family, temperature=1.0, banned_token_ids=())
-            engine = LocalTrainEngine(policy, settings(terms), place, positions=positions)
+            engine = LocalTrainEngine(policy, config, plan, place, positions=positions)
         elif name == "critic":
-            engine = LocalCriticEngine(ValueModel(model, family), settings(value_terms), place, positions=positions)
+            engine = LocalCriticEngine(ValueModel(model, family), gae, plan, place, positions=positions)
         else:
             both = ActorCritic(model, family, temperature=1.0, banned_token_ids=())
-            with_values = replace(terms, values=value_terms, value_coefficient=0.1)
-            engine = LocalTrainEngine(both, settings(with_values), place, positions=positions)
-            LocalTrunkCritic(both, settings(value_terms), place, trainer=engine, positions=positions)
+            shared = with_options(gae, {f"worker.critic.{name}": value for name, value in trunk.items()})
+            engine = LocalTrainEngine(both, shared, plan, place, positions=positions)
+            LocalTrunkCritic(both, shared, plan, place, trainer=engine, positions=positions)
         updates[name] = lambda engine=engine: engine.step([group])  # type: ignore[misc]
     memory = HostMemory(shared_by=1)
     seconds: dict[str, float] = {}

@@ -33,7 +33,7 @@ from trigon.algorithms.advantages import estimate_advantages
 from trigon.assemble import data as build_data
 from trigon.assemble import run as build_run
 from trigon.assemble.engines import Engines, open_engines
-from trigon.assemble.options import make_advantage_settings, make_sampling_params
+from trigon.assemble.options import make_sampling_params
 from trigon.assemble.run import run_training
 from trigon.checkpoint.store import CheckpointStore
 from trigon.config.load import load_config
@@ -47,9 +47,9 @@ from trigon.report.run_folder import RunFolder
 from trigon.rollout.fake import FakeEngine
 from trigon.system.garbage import set_gc_threshold
 from trigon.system.trace import LocalTracer
-from trigon.train_groups import build_reward_batch, build_train_groups
 from trigon.training.fake import FakeTrainEngine
 from trigon.training.protocol import Sizes
+from trigon.training.train_groups import build_reward_batch, build_train_groups
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 CONTROLLED = (64, 512, 8192)
@@ -184,13 +184,13 @@ def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, f
                 )
                 for prompt, row in zip(rows, answers, strict=False)
             ]
-            settings = make_advantage_settings(config)
-            outcomes = build_reward_batch(groups, settings, penalties=None, baselines=None)
+            algorithm = config.algorithm
+            outcomes = build_reward_batch(groups, algorithm, penalties=None, baselines=None)
             advantages = estimate_advantages(
                 outcomes,
-                settings.estimator,
-                gamma=settings.gamma,
-                weights=settings.weights,
+                algorithm.adv_estimator,
+                gamma=algorithm.gamma,
+                weights=algorithm.reward_weights or None,
             )
             trained = build_train_groups(groups, advantages, outcomes.valid, old=None, ref=None)
             start = time.perf_counter()

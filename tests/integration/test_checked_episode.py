@@ -6,8 +6,8 @@ from contextlib import closing
 import pytest
 from PIL import Image
 
-from trigon.assemble.episodes import EpisodeOptions, EpisodeParts, check_episodes
-from trigon.config.schema import Config
+from trigon.assemble.episodes import EpisodeParts, check_episodes
+from trigon.config.schema import Config, RolloutConfig
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.settings import EnvironmentSettings, find_environment
 from trigon.errors import EpisodeError
@@ -24,18 +24,7 @@ class Sizes:
         return None, True
 
 
-OPTIONS = EpisodeOptions(
-    environment="python:Sizes",
-    environment_kwargs={},
-    tools=(),
-    tool_format="auto",
-    observation_role="user",
-    tool_role="tool",
-    max_turns=8,
-    max_turn_tokens=None,
-    timeout_seconds=60.0,
-    max_episodes=256,
-)
+ROLLOUT = RolloutConfig(environment="python:Sizes")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +39,7 @@ def check(processors, row, max_tokens=64):
     prompt = Prompt("train:0", (1,), images, "<image>", "4", row, ("figure.png",))
     settings = EnvironmentSettings(environment=find_environment(Sizes))
     with closing(EnvironmentPool(settings)) as pool:
-        parts = EpisodeParts(OPTIONS, settings, ())
+        parts = EpisodeParts(ROLLOUT, settings, ())
         check_episodes(Config(), processors, parts, pool, [prompt], max_tokens=max_tokens)
 
 

@@ -16,8 +16,8 @@ from support.rollout import handle_of, make_vllm_engine
 from trigon.errors import EngineError, ParityError
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.rollout.checksums import read_sums, sum_values
 from trigon.rollout.vllm import RunsWith, process
+from trigon.rollout.vllm.weight_check import read_sums, sum_values
 from trigon.system.trace import DecodeTracer
 from trigon.types import LocalWeights, Prompt, SamplingParams, Vision
 

@@ -25,8 +25,7 @@ from trigon.distributed.engines import WorkerWeights
 from trigon.distributed.sampler_engine import SamplersRolloutEngine
 from trigon.distributed.sampler_pool import MAX_REPLACEMENTS, SamplerPool
 from trigon.distributed.weight_transfer import TransferMember
-from trigon.distributed.worker import Worker, ray_actor_class
-from trigon.distributed.worker_engines import WorkerEngines
+from trigon.distributed.worker import Worker, WorkerEngines, ray_actor_class
 from trigon.distributed.worker_group import WorkerGroup
 from trigon.errors import (
     ConfigError,

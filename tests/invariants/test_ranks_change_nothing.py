@@ -489,7 +489,7 @@ def use_poisoned(task: Poisoned) -> list[str]:
     engine.step(to_train(rollouts))
     parameter = next(iter(engine.policy.parameters()))
     if dist.get_rank() == task.rank:
-        tensor = engine._optimizer.state[parameter]["exp_avg"] if task.moments else parameter
+        tensor = engine._trained.optimizer.state[parameter]["exp_avg"] if task.moments else parameter
         tensor.detach().to_local().view(-1)[0] = math.nan
     messages = []
     for use in (engine.weights, lambda: engine.save_state(task.folder, model_only=False)):

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from support.options import with_short
 from support.oracle import make_group, make_prompt
-from trigon.config.options import options as all_options
 from trigon.config.options import with_options
 from trigon.config.plan import ModelPlan
 from trigon.config.schema import Config, LoraConfig
@@ -40,9 +40,7 @@ CONFIG = Config(data={"max_response_length": 16}, worker={"actor": {"optim": OPT
 
 def with_loss(config: Config = CONFIG, /, **options: object) -> Config:
     """Return a configuration with options of algorithm and worker.actor, by their last names."""
-    names = (f"{section}.{option}" for section in ("algorithm", "worker.actor") for option in options)
-    known = {option.name for option in all_options().values()}
-    return with_options(config, {name: options[name.rpartition(".")[2]] for name in names if name in known})
+    return with_short(config, options)
 
 
 FULL_KL = with_loss(use_kl_loss=True, kl_penalty="full", kl_coef=0.3)

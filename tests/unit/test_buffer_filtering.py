@@ -14,6 +14,7 @@ import pytest
 from support.fake_runs import (
     FILTER,
     SAMPLING,
+    changed,
     latest_checkpoint,
     learned_rewards,
     lines_of,
@@ -41,7 +42,7 @@ from trigon.types import Completion, EncodedMedia, Prompt, Rollout, RolloutGroup
 
 
 def test_filtered_groups_are_replaced_by_others(parts, tmp_path):
-    with open_run(parts, tmp_path, group_filter=FILTER, complete=mixed_by_prompt) as run:
+    with open_run(parts, tmp_path, **FILTER, complete=mixed_by_prompt) as run:
         train(run, None)
         events = [event for event in record_of(run).events if event.startswith(("sample", "learn"))]
         assert {event for event in events if event.startswith("learn")} == {"learn from 4"}
@@ -58,7 +59,7 @@ def test_filtered_groups_are_replaced_by_others(parts, tmp_path):
 
 
 @pytest.mark.parametrize(("complete", "num_warnings"), [(lambda p, v, s: "no", 1), (mixed_by_prompt, 0)])
-@pytest.mark.parametrize("group_filter", [None, replace(FILTER, max_rounds=2, low=-1.0)])
+@pytest.mark.parametrize("group_filter", [{}, FILTER | {"max_try_make_batch": 2, "filter_low": -1.0}])
 def test_equal_rewards_in_the_first_step_are_warned_of_once(parts, tmp_path, complete, num_warnings, group_filter):
     stream = io.StringIO()
     with (
@@ -68,7 +69,7 @@ def test_equal_rewards_in_the_first_step_are_warned_of_once(parts, tmp_path, com
             Console(stream=stream, progress=False),
             token_texts=TokenTexts(parts.processors.tokenizer),
         ) as report,
-        open_run(parts, tmp_path, complete=complete, group_filter=group_filter, report=report) as run,
+        open_run(parts, tmp_path, complete=complete, **group_filter, report=report) as run,
     ):
         train(run, None)
     printed = stream.getvalue()
@@ -79,7 +80,7 @@ def test_equal_rewards_in_the_first_step_are_warned_of_once(parts, tmp_path, com
 
 
 def test_filtered_groups_are_recorded_in_files_of_their_own(parts, tmp_path):
-    with open_run(parts, tmp_path, group_filter=FILTER, complete=mixed_by_prompt) as run:
+    with open_run(parts, tmp_path, **FILTER, complete=mixed_by_prompt) as run:
         train(run, None)
         sampled = [event.split() for event in record_of(run).events if event.startswith("sample")]
     rows = {
@@ -105,7 +106,7 @@ def test_filtered_groups_are_recorded_in_files_of_their_own(parts, tmp_path):
 
 def test_a_round_without_groups_counts_towards_max_rounds(parts, tmp_path):
     with (
-        open_run(parts, tmp_path, group_filter=replace(FILTER, max_rounds=3), complete=lambda p, v, s: "no") as run,
+        open_run(parts, tmp_path, **(FILTER | {"max_try_make_batch": 3}), complete=lambda p, v, s: "no") as run,
         pytest.raises(DataError, match=r"0 of 4 groups in 3 rounds.*100% of those sampled were at or below"),
     ):
         train(run, None)
@@ -115,8 +116,8 @@ def test_a_round_without_groups_counts_towards_max_rounds(parts, tmp_path):
 
 
 def test_a_step_with_too_few_groups_learns_from_those_it_has(parts, tmp_path):
-    group_filter = replace(FILTER, max_rounds=1)
-    with open_run(parts, tmp_path, plan=plan_of(steps=2), group_filter=group_filter, complete=mixed_by_prompt) as run:
+    group_filter = FILTER | {"max_try_make_batch": 1}
+    with open_run(parts, tmp_path, plan=plan_of(steps=2), **group_filter, complete=mixed_by_prompt) as run:
         train(run, None)
         learned = [len(groups) for groups in record_of(run).learned]
     assert 0 < min(learned) < 4
@@ -125,7 +126,7 @@ def test_a_step_with_too_few_groups_learns_from_those_it_has(parts, tmp_path):
 
 def test_an_unknown_filter_key_is_named_with_the_nearest(parts, tmp_path):
     with (
-        open_run(parts, tmp_path, group_filter=replace(FILTER, key="acuracy")) as run,
+        open_run(parts, tmp_path, **(FILTER | {"filter_key": "acuracy"})) as run,
         pytest.raises(RewardError, match=r"filter_key=acuracy.*only accuracy, overall; did you mean accuracy"),
     ):
         train(run, None)
@@ -134,7 +135,7 @@ def test_an_unknown_filter_key_is_named_with_the_nearest(parts, tmp_path):
 def test_a_step_that_crosses_an_epoch_samples_its_prompts_again_under_new_ids(parts, tmp_path):
     # About half of the 10 prompts pass the filter, so a step of 8 draws some of them twice.
     with open_run(
-        parts, tmp_path, plan=plan_of(steps=1, per_step=8, per_update=8), group_filter=FILTER, complete=mixed_by_prompt
+        parts, tmp_path, plan=plan_of(steps=1, per_step=8, per_update=8), **FILTER, complete=mixed_by_prompt
     ) as run:
         train(run, None)
     names = [row["prompt_id"] for row in rollouts_of(tmp_path)["step_000001.jsonl"][::3]]
@@ -149,9 +150,9 @@ def test_filter_bounds_equal_the_numbers_that_a_reward_function_returns(parts, t
     rewards = RewardPool(
         f"{tmp_path / 'tenth.py'}:main", kwargs={}, num_workers=1, timeout_seconds=10, max_failed_fraction=0.5
     )
-    group_filter = replace(FILTER, key="overall", low=0.1, max_rounds=1)
+    group_filter = FILTER | {"filter_key": "overall", "filter_low": 0.1, "max_try_make_batch": 1}
     with (
-        open_run(parts, tmp_path / "run", group_filter=group_filter, rewards=rewards) as run,
+        open_run(parts, tmp_path / "run", **group_filter, rewards=rewards) as run,
         pytest.raises(DataError, match="100% of those sampled were at or below"),
     ):
         train(run, None)
@@ -159,8 +160,13 @@ def test_filter_bounds_equal_the_numbers_that_a_reward_function_returns(parts, t
 
 
 def test_a_surplus_is_never_older_than_one_step(parts, tmp_path):
-    group_filter = replace(FILTER, low=-1.0, high=2.0, prompts_per_round=10, keep_surplus=True)
-    with open_run(parts, tmp_path, plan=plan_of(steps=4), group_filter=group_filter) as run:
+    group_filter = FILTER | {
+        "filter_low": -1.0,
+        "filter_high": 2.0,
+        "mini_rollout_batch_size": 10,
+        "filter_surplus": "keep",
+    }
+    with open_run(parts, tmp_path, plan=plan_of(steps=4), **group_filter) as run:
         train(run, None)
     for step in range(1, 5):
         rows = rollouts_of(tmp_path)[f"step_{step:06d}.jsonl"]
@@ -172,18 +178,18 @@ def test_a_surplus_is_never_older_than_one_step(parts, tmp_path):
 def test_a_saved_surplus_is_dropped_if_the_resumed_run_cannot_use_it(parts, tmp_path):
     def saved(folder: Path) -> Checkpoint:
         with open_run(parts, folder, **surplus_settings(6)) as run:
-            train(replace(run, should_stop=lambda: True), None)
+            train(changed(run, should_stop=lambda: True), None)
         assert latest_checkpoint(folder).progress["buffer"]["ready"] != []
         return latest_checkpoint(folder)
 
     checkpoint = saved(tmp_path / "other n")
-    changed = surplus_settings(6) | {"sampling": replace(SAMPLING, n=2), "plan": plan_of(steps=2, per_update=2)}
-    with open_run(parts, tmp_path / "other n", **changed) as run:
+    other_n = surplus_settings(6) | {"sampling": replace(SAMPLING, n=2), "plan": plan_of(steps=2, per_update=2)}
+    with open_run(parts, tmp_path / "other n", **other_n) as run:
         train(run, checkpoint)
         assert {len(group.sequences) for groups in record_of(run).learned for group in groups} == {2}
 
     checkpoint = saved(tmp_path / "unfiltered")
-    with open_run(parts, tmp_path / "unfiltered", **(surplus_settings(2) | {"group_filter": None})) as run:
+    with open_run(parts, tmp_path / "unfiltered", **(surplus_settings(2) | {"online_filtering": False})) as run:
         train(run, checkpoint)
     rows = rollouts_of(tmp_path / "unfiltered")["step_000002.jsonl"]
     assert {row["policy_version"] for row in rows} == {1}
@@ -213,7 +219,7 @@ def test_a_surplus_is_used_in_the_next_step_also_after_an_interruption(parts, tm
 
     with open_run(parts, tmp_path / "cut", **surplus_settings(6)) as run:
         asked = iter([False, False, False, True])
-        train(replace(run, should_stop=lambda: next(asked)), None)
+        train(changed(run, should_stop=lambda: next(asked)), None)
     assert latest_checkpoint(tmp_path / "cut").progress["buffer"]["ready"] != []
     with open_run(parts, tmp_path / "cut", **surplus_settings(6)) as run:
         train(run, latest_checkpoint(tmp_path / "cut"))

@@ -13,6 +13,7 @@ import pytest
 
 from support.fake_runs import (
     SAMPLING,
+    changed,
     full_settings,
     latest_checkpoint,
     lines_of,
@@ -24,17 +25,8 @@ from support.fake_runs import (
 )
 from support.rollout import NO_WEIGHTS
 from trigon.distributed.engines import WorkersRolloutEngine, _GenerationProgress
-from trigon.distributed.heartbeat import Heartbeat
-from trigon.distributed.recent_files import RecentFiles
-from trigon.distributed.serialization import (
-    decode_prompts,
-    decode_until,
-    encode_completions,
-    encode_prompts,
-    encode_until,
-)
-from trigon.distributed.worker import Worker
-from trigon.distributed.worker_engines import WorkerEngines
+from trigon.distributed.messages import for_sampling, pack, unpack
+from trigon.distributed.worker import Heartbeat, Worker, WorkerEngines
 from trigon.errors import BadRow, EngineError, RolloutError
 from trigon.loop import train
 from trigon.metrics import values
@@ -185,10 +177,10 @@ def test_a_worker_returns_a_group_that_failed_while_others_of_it_were_sampled(to
     worker._engines = WorkerEngines(None, None, fake, None, replica_rank=0)
     with fake.awake(NO_WEIGHTS, version=3):
         expected = fake.generate(prompts, LONG, until=until, step=4)
-        worker.generate(encode_until(until, encode_prompts(prompts)), LONG, 4, 1, True)
+        worker.generate(pack((for_sampling(prompts, with_rows=False), until)), LONG, 4, 1)
     assert [[each.finish_reason for each in row] for row in expected] == [["stop"] * 2, [], ["unfinished"] * 2]
 
-    group = SimpleNamespace(count_received=lambda payload, phase: payload, processed=SimpleNamespace(add=lambda *_: 0))
+    group = SimpleNamespace(receive=lambda message, phase: unpack(message), processed=SimpleNamespace(add=lambda *_: 0))
     finished = []
     progress = _GenerationProgress(
         group, 1, [range(3)], replica_size=1, on_progress=None, on_group=lambda index, _: finished.append(index)
@@ -345,7 +337,7 @@ def test_each_rank_gets_the_carried_tokens_of_its_replica_alone():
         calls.append((method, arguments, per_rank))
         if method is Worker.generate:
             return [None] * 4
-        rows = [encode_completions([row]) for row in begun]
+        rows = [pack(row) for row in begun]
         groups = {0: ((0, rows[0]), (1, rows[2])), 2: ((0, rows[1]),)}
         return [Heartbeat(0, 0, "", 0, groups.get(rank, ())) for rank in range(4)]
 
@@ -355,24 +347,19 @@ def test_each_rank_gets_the_carried_tokens_of_its_replica_alone():
 
     group = SimpleNamespace(
         workers=[None] * 4,
-        files=[RecentFiles(keeps_content=False) for _ in range(4)],
         processed=SimpleNamespace(add=lambda *_: 0),
         put=put_payload,
-        count_received=lambda payload, phase: payload,
+        receive=lambda message, phase: unpack(message),
         call_all=call_all,
     )
     rollout = WorkersRolloutEngine(group, tensor_parallel_size=2)
     rows = rollout.generate(prompts, replace(LONG, n=1), until=Until(2, num_required=1, begun=begun), step=2)
     assert [row[0].token_ids for row in rows] == [(0, 0), (1, 1), (2, 2)]
-    _, arguments, per_rank = calls[0]
+    _, _, per_rank = calls[0]
     assert len(put) == 2
-    assert arguments[-1] is True
-    sent_begun = [(replace(completion, replica=0),) for [completion] in begun]  # it is sent without
-    received = [
-        (until, [each.prompt_id for each in decode_prompts(sent)]) for until, sent in map(decode_until, per_rank)
-    ]
-    first = (Until(1, 1, (sent_begun[0], sent_begun[2])), ["train:0", "train:2"])
-    assert received == [first, first, *[(Until(1, 0, (sent_begun[1],)), ["train:1"])] * 2]
+    received = [(until, [each.prompt_id for each in sent]) for sent, until in map(unpack, per_rank)]
+    first = (Until(1, 1, (begun[0], begun[2])), ["train:0", "train:2"])
+    assert received == [first, first, *[(Until(1, 0, (begun[1],)), ["train:1"])] * 2]
 
 
 # -- runs --
@@ -460,7 +447,7 @@ def test_the_same_seed_gives_the_same_run(parts, tmp_path, uninterrupted):
 def test_a_resumed_run_goes_on_with_the_tokens_of_the_saved_one(parts, tmp_path, uninterrupted, stop_after):
     with open_run(parts, tmp_path, **oversampling_settings(8)) as run:
         asked = itertools.count(1)
-        train(replace(run, should_stop=lambda: next(asked) == stop_after), None)
+        train(changed(run, should_stop=lambda: next(asked) == stop_after), None)
     saved = latest_checkpoint(tmp_path)
     assert saved.step == stop_after
     assert saved.progress["buffer"]["work"]
@@ -473,7 +460,7 @@ def test_a_resumed_run_goes_on_with_the_tokens_of_the_saved_one(parts, tmp_path,
 def test_a_run_without_oversampling_samples_again_what_was_carried(parts, tmp_path):
     with open_run(parts, tmp_path, **oversampling_settings(8)) as run:
         asked = itertools.count(1)
-        train(replace(run, should_stop=lambda: next(asked) == 2), None)
+        train(changed(run, should_stop=lambda: next(asked) == 2), None)
     carried = [each["prompt_id"] for each in latest_checkpoint(tmp_path).progress["buffer"]["work"]]
     settings = full_settings(4) | {"sampling": oversampling_settings(4)["sampling"]}
     stream = io.StringIO()

@@ -13,6 +13,7 @@ from support.fake_runs import (
     INTERVALS,
     SAMPLING,
     RecordingEngine,
+    changed,
     latest_checkpoint,
     lines_of,
     open_run,
@@ -29,13 +30,13 @@ MAX_CARRIED = 2
 STALENESS = {
     "in line": {"max_staleness": 0},
     "one ahead": {"max_staleness": 1},
-    "continue": {"max_staleness": 4, "on_sync": "continue"},
-    "finish": {"max_staleness": 4, "on_sync": "finish"},
+    "continue": {"max_staleness": 4, "partial": "continue"},
+    "finish": {"max_staleness": 4, "partial": "finish"},
 }
 FILTERS = {
-    "all": None,
-    "filtered": replace(FILTER, prompts_per_round=6, max_rounds=0),
-    "kept": replace(FILTER, prompts_per_round=6, max_rounds=0, keep_surplus=True),
+    "all": {},
+    "filtered": FILTER | {"mini_rollout_batch_size": 6, "max_try_make_batch": 0},
+    "kept": FILTER | {"mini_rollout_batch_size": 6, "max_try_make_batch": 0, "filter_surplus": "keep"},
 }
 KINDS = [
     # The cases with everything are in each run of the tests.
@@ -72,10 +73,10 @@ def settings_of(parts, staleness, oversampling, filtering, estimator):
     )
     return STALENESS[staleness] | {
         "rollout": rollout,
-        "has_pools": True,
+        "hybrid_engine": False,
         "oversampling": oversampling,
         "max_carried_steps": MAX_CARRIED,
-        "group_filter": FILTERS[filtering],
+        **FILTERS[filtering],
         "algorithm": AlgorithmConfig(disable_kl=True, adv_estimator=estimator),
         "plan": plan_of(steps=STEPS),
         "intervals": replace(INTERVALS, save_every=1),
@@ -111,9 +112,9 @@ def test_settings_of_the_buffer_compose_also_in_a_run_that_resumes(
     settings = settings_of(parts, staleness, oversampling, filtering, estimator)
     with open_run(parts, tmp_path / "cut", **settings) as run:
         asked = itertools.count(1)
-        assert train(replace(run, should_stop=lambda: next(asked) == 3), None).step == 3
+        assert train(changed(run, should_stop=lambda: next(asked) == 3), None) == 3
     with open_run(parts, tmp_path / "cut", **settings) as run:
-        assert train(run, latest_checkpoint(tmp_path / "cut")).step == STEPS
+        assert train(run, latest_checkpoint(tmp_path / "cut")) == STEPS
     check_rows(tmp_path / "cut", staleness, oversampling, filtering)
     if STALENESS[staleness]["max_staleness"] <= 1:
         with open_run(parts, tmp_path / "whole", **settings) as run:

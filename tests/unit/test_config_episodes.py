@@ -5,7 +5,7 @@ import pytest
 from support import chat_templates
 from support.chat_templates import with_template
 from support.models import processors_of
-from trigon.assemble.episodes import check_chat_template, engine_limit_images, make_episode_options
+from trigon.assemble.episodes import check_chat_template, engine_limit_images
 from trigon.config.load import load_config
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
@@ -23,48 +23,23 @@ def rollout(*overrides):
     return [f"worker.rollout.{each}" for each in overrides]
 
 
-@pytest.fixture
-def code(tmp_path):
-    file = tmp_path / "games.py"
-    file.write_text("class Maze: ...\ndef search(): ...\n")
-    return file
-
-
-def test_completions_have_one_turn_by_default():
-    assert make_episode_options(Config()) is None
-    assert engine_limit_images(Config(worker={"rollout": {"limit_images": 2}})) == 2
-
-
-def test_an_environment_and_its_defaults(code):
-    config = load_config(None, (*NEEDED, *rollout(f"environment={code}:Maze", "limit_images=2"))).config
-    options = make_episode_options(config)
-    assert options.opens
-    assert (options.observation_role, options.max_turns, options.max_turn_tokens) == ("user", 8, None)
-    assert (options.timeout_seconds, options.max_episodes) == (60.0, 256)
-    assert engine_limit_images(config) == 0
-
-
-def test_tools_are_named_by_file_module_or_built_in_name(code):
-    for given in ("crop", f"[crop,python,{code}:search]", "package.tools:search"):
-        config = load_config(None, (*NEEDED, *rollout(f"tools={given}"))).config
-        options = make_episode_options(config)
-        assert not options.opens
-        assert options.observation_role == "tool"
-    assert options.tools == ("package.tools:search",)
-    user = Config(worker={"rollout": {"tools": ("crop",), "observation_role": "user"}})
-    assert make_episode_options(user).observation_role == "user"
-
-
-def test_tools_beside_an_environment_have_messages_of_their_own_role(code):
-    config = load_config(None, (*NEEDED, *rollout(f"environment={code}:Maze", "tools=[crop]"))).config
-    options = make_episode_options(config)
-    assert options.opens
-    assert (options.environment, options.tools) == (f"{code}:Maze", ("crop",))
-    assert (options.observation_role, options.tool_role) == ("user", "tool")
-    config = load_config(
-        None, (*NEEDED, *rollout(f"environment={code}:Maze", "tools=[crop]", "observation_role=user"))
-    ).config
-    assert make_episode_options(config).tool_role == "user"
+@pytest.mark.parametrize(
+    ("options", "roles", "limit_images"),
+    [
+        ([], ("user", "tool"), 2),
+        (["environment=games:Maze"], ("user", "tool"), 0),
+        (["tools=[crop,python,games:search]"], ("tool", "tool"), 0),
+        (["tools=package.tools:search", "observation_role=user"], ("user", "user"), 0),
+        (["environment=games:Maze", "tools=[crop]"], ("user", "tool"), 0),
+        (["environment=games:Maze", "tools=[crop]", "observation_role=user"], ("user", "user"), 0),
+    ],
+)
+def test_observations_have_the_role_of_what_sends_them_and_bring_any_number_of_images(options, roles, limit_images):
+    config = load_config(None, (*NEEDED, *rollout("limit_images=2", *options))).config
+    found = config.worker.rollout
+    assert found.has_episodes is bool(options)
+    assert (found.role_of_observations, found.role_of_tools) == roles
+    assert engine_limit_images(config) == limit_images
 
 
 def test_a_chat_template_that_changes_earlier_turns_is_refused_before_anything_runs(tiny_model):

@@ -43,6 +43,8 @@ DEEP = "worker: {reward: {reward_function_kwargs: {weight: 1e-1, kinds: {a.b: 1,
 @pytest.mark.parametrize(
     ("yaml", "overrides", "name", "expected"),
     [
+        ("", [], "data.seed", 1),
+        ("data:\nworker:\n  actor:\n", [], "data.seed", 1),
         ("data: {seed: 2}", ["data.seed=3"], "data.seed", 3),
         ("data: {seed: 2}", [], "data.seed", 2),
         ("", ["data.seed=3", "data.seed=4"], "data.seed", 4),
@@ -69,26 +71,18 @@ def test_the_command_line_overrides_or_joins_yaml_which_overrides_defaults(tmp_p
     assert value_of(load(*overrides, yaml=yaml, folder=tmp_path), name) == expected
 
 
-def test_an_empty_file_and_empty_sections_give_the_defaults(tmp_path):
-    assert load(yaml="", folder=tmp_path) == load(yaml="data:\nworker:\n  actor:\n", folder=tmp_path) == load()
-
-
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
         ("worker.actor.optim.lr=1e-6", 1e-6),
-        ("worker.actor.optim.lr=1.0e-6", 1e-6),
         ("worker.actor.optim.lr=1", 1.0),
         ("worker.actor.optim.lr=.5", 0.5),
         ("data.max_pixels=4e6", 4_000_000),
         ("data.max_pixels=4_000_000", 4_000_000),
         ("data.max_pixels=null", None),
-        ("data.max_pixels=", None),
         ("data.shuffle=False", False),
         ("data.image_dir=null", None),
-        ("data.image_dir=", None),
         ("trainer.experiment_name=007", "007"),
-        ("trainer.experiment_name=true", "true"),
         ("trainer.project_name=a=b", "a=b"),
         ('data.system_prompt=Answer: in {braces}, "quoted" # and\nmore', 'Answer: in {braces}, "quoted" # and\nmore'),
         ("trainer.logger=wandb", ("wandb",)),
@@ -126,11 +120,6 @@ def test_an_unknown_key_suggests_the_nearest(key, nearest):
     assert message.endswith(f"did you mean {nearest}?")
 
 
-def test_a_problem_is_reported_with_file_and_line(tmp_path):
-    message = problem(yaml="data:\n  seed: 1\n  max_pixel: 3\n", folder=tmp_path)
-    assert f"data.max_pixel ({tmp_path / 'run.yaml'}, line 3)" in message
-
-
 NUMBER = "a number, above 0 and at most 100"
 INTEGER = "an integer, at least 0 and at most 9,223,372,036,854,775,807"
 BETAS = "a list of 2, each a number, at least 0 and below 1"
@@ -142,19 +131,13 @@ SINKS = "a list, each one of console, file, mlflow, swanlab, tensorboard, tracki
     [
         ("worker.rollout.temperature=hot", "'hot'", NUMBER),
         ("worker.rollout.temperature=0", "0", NUMBER),
-        ("worker.rollout.temperature=nan", "'nan'", NUMBER),
         ("worker.rollout.temperature=.inf", "inf", NUMBER),
         ("worker.rollout.top_p=1.5", "1.5", "a number, above 0 and at most 1"),
-        ("worker.actor.clip_ratio_low=2", "2", "a number, at least 0 and at most 1"),
-        ("data.seed=1.5", "1.5", INTEGER),
         ("data.seed=true", "true", INTEGER),
-        ("data.seed=[1]", "[1]", INTEGER),
         ("data.seed=", "null", INTEGER),
-        ("data.seed=-1", "-1", INTEGER),
         ("data.shuffle=1", "1", "true or false"),
         ("data.max_pixels=0", "0", "an integer, at least 1 and at most 10,000,000,000, or null"),
         ("worker.rollout.dtype=fp8", "'fp8'", "one of fp32, bf16, fp16"),
-        ("worker.actor.optim.betas=0.9", "0.9", BETAS),
         ("worker.actor.optim.betas=[0.9, 1]", "[0.9, 1]", BETAS),
         ("worker.actor.optim.betas=[0.9, 0.9, 0.9]", "[0.9, 0.9, 0.9]", BETAS),
         ("trainer.logger=[console,tb]", "['console', 'tb']", SINKS),
@@ -182,59 +165,46 @@ def test_an_unreadable_value_is_reported(override, fact):
     assert fact in message
 
 
-def test_all_problems_are_reported_at_once(tmp_path):
-    message = problem(
+def test_all_problems_are_reported_at_once_each_with_its_place(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("data:\n  seed: x\n  seed: 2\n  max_pixels: 0\ntrainer: {nodes: 2, val_freq: often}\n")
+    overrides = (
         "lr=1",
         "worker.reward.reward_type=model",
-        yaml="data:\n  seed: x\n  seed: 2\n  max_pixels: 0\ntrainer: {nodes: 2, val_freq: often}\n",
-        folder=tmp_path,
+        "trainer.save_freqs=2",
+        "algorithm.reward_weights.format=high",
+        "worker.rollout.top_p=2",
+        "worker.rollout.top_k=0",
+        "data.image_dir=/nowhere",
+        "data.rollout_batch_size=100",
+        "worker.actor.global_batch_size=64",
+        "data.train_fils=x",
     )
-    lines = message.split("\n  - ")
-    assert lines[0] == "7 problems in the configuration:"
-    found = ("data.seed is given twice", "trainer.nodes", "lr (command line)", "data.seed is 'x'")
-    for part in (*found, "data.max_pixels is 0", "trainer.val_freq is 'often'", "worker.reward.reward_type"):
-        assert sum(part in line for line in lines[1:]) == 1, part
-
-
-def test_invalid_values_unknown_keys_and_checks_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
-        load_config(
-            None,
-            (
-                "data.seed=x",
-                "trainer.save_freqs=2",
-                "algorithm.reward_weights.format=high",
-                "worker.rollout.top_p=2",
-                "data.image_dir=/nowhere",
-                "data.rollout_batch_size=100",
-                "worker.actor.global_batch_size=64",
-            ),
-        )
+        load_config(path, overrides)
     lines = str(caught.value).split("\n  - ")
-    assert lines[0] == "9 problems in the configuration:"
-    expected = ("trainer.save_freqs (", "data.seed is 'x'", "worker.rollout.top_p is 2", "data.rollout_batch_size (100")
-    missing = (
+    assert lines[0] == f"{len(lines) - 1} problems in the configuration:"
+    facts = (
+        f"data.seed is given twice ({path}, lines 2 and 3)",
+        f"trainer.nodes ({path}, line 5)",
+        f"data.seed is 'x' ({path}, line 2)",
+        f"data.max_pixels is 0 ({path}, line 4)",
+        "trainer.val_freq is 'often'",
+        "lr (command line)",
+        "worker.reward.reward_type",
+        "trainer.save_freqs (",
+        "algorithm.reward_weights is 'high' (command line), but must be a mapping, each value a number",
+        "worker.rollout.top_p is 2",
+        "worker.rollout.top_k is 0",
+        "data.image_dir: there is no",
+        "data.rollout_batch_size (100",
+        "data.train_fils",
         "worker.actor.model.model_path is not set",
         "worker.reward.reward_function is not set",
     )
-    weights = "algorithm.reward_weights is 'high' (command line), but must be a mapping, each value a number"
-    for part in (*expected, *missing, "data.train_files is not set", "data.image_dir: there is no", weights):
-        assert sum(line.startswith(part) for line in lines[1:]) == 1, part
-
-
-def test_a_misspelt_option_hides_no_problem_of_another_option():
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, ("data.train_fils=x", "data.max_prompt_lengt=3", "worker.rollout.top_k=0"))
-    message = str(caught.value)
-    for part in (
-        "data.train_fils",
-        "data.max_prompt_lengt",
-        "top_k is 0",
-        "model_path is not set",
-        "reward_function is not",
-    ):
-        assert part in message
-    assert "data.train_files is not set" not in message
+    for fact in facts:  # not that train_files is missing, whose name is misspelt
+        assert sum(line.startswith(fact) for line in lines[1:]) == 1, fact
+    assert len(lines) - 1 == len(facts)
 
 
 @pytest.mark.parametrize(
@@ -250,25 +220,18 @@ def test_the_default_of_an_invalid_or_misspelt_option_causes_no_further_problem(
     assert "problems" not in problem(implied, override)
 
 
-@pytest.mark.parametrize(
-    "yaml",
-    ["data:\n  seed: 1\n  seed: 2\n", "data:\n  seed: 1\ndata.seed: 1\n", "data: {seed: 1}\ndata: {shuffle: true}\n"],
-)
-def test_a_key_given_twice_in_a_file_is_an_error(tmp_path, yaml):
-    assert "is given twice" in problem(yaml=yaml, folder=tmp_path)
-
-
 def test_two_names_of_a_key_in_one_file_must_agree(tmp_path):
     same = "trainer: {total_episodes: 3, total_epochs: 3}"
     assert load(yaml=same, folder=tmp_path).trainer.total_epochs == 3
     message = problem(yaml="trainer:\n  total_episodes: 3\n  total_epochs: 4\n", folder=tmp_path)
     assert "as trainer.total_episodes and as trainer.total_epochs" in message
-    assert "lines 2 and 3" in message
 
 
 @pytest.mark.parametrize(
     ("yaml", "part"),
     [
+        ("data:\n  seed: 1\ndata.seed: 1\n", "is given twice"),
+        ("data: {seed: 1}\ndata: {shuffle: true}\n", "is given twice"),
         ("data: [1\n", "is not valid YAML: while parsing a flow sequence"),
         ("data: {seed: !!python/name:os.system }\n", "is not valid YAML: could not determine a constructor"),
         ("- data\n", "must hold sections"),

@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from trigon.assemble.options import (
-    make_buffer_settings,
-    make_initial_kl,
     make_intervals,
     make_sampling_params,
     make_validation_sampling_params,
@@ -89,6 +87,11 @@ def made(*changes: dict, **kwargs) -> Config:
         ("mismatch_correction", {"worker.rollout.oversampling": 0.5}, "truncate"),
         ("mismatch_correction", SEPARATE | {"algorithm.max_staleness": 1}, "truncate"),
         ("mismatch_correction", {"algorithm.max_staleness": 1, "algorithm.mismatch_correction": "off"}, "off"),
+        # ages of tokens: of weights ahead, of carried groups, of a kept surplus
+        ("oldest_age", {}, 0),
+        ("oldest_age", {"algorithm.max_staleness": 4, "worker.rollout.oversampling": 0.5}, 4),
+        ("oldest_age", {"worker.rollout.oversampling": 0.5, "worker.rollout.max_carried_steps": 2}, 3),
+        ("oldest_age", {"algorithm.online_filtering": True, "algorithm.filter_surplus": "keep"}, 1),
         # workers
         ("num_devices", {"trainer.n_gpus_per_node": 4}, 4),
         ("num_devices", SEPARATE | {"worker.rollout.n_gpus_per_node": 4}, 5),
@@ -191,23 +194,6 @@ def test_completions_are_those_of_validation_only_if_nothing_else_is_sampled(val
 def test_old_logprobs_are_needed_for_several_updates_or_a_sampled_kl_in_the_reward(per_update, changes, needed):
     config = made(changes, {"data.rollout_batch_size": 8, "worker.actor.global_batch_size": per_update})
     assert needs_old_logprobs(config, make_plan(config, num_train_prompts=8)) == needed
-
-
-def test_the_buffer_has_a_filter_only_with_online_filtering():
-    config = made({"data.rollout_batch_size": 8, "trainer.max_try_make_batch": -1})
-    plan = make_plan(config, num_train_prompts=8)
-    assert make_buffer_settings(config, plan).group_filter is None
-    filtering = {"online_filtering": True, "filter_key": "accuracy", "filter_low": 0.1, "filter_surplus": "keep"}
-    config = with_options(config, {f"algorithm.{name}": value for name, value in filtering.items()})
-    group_filter = make_buffer_settings(config, plan).group_filter
-    assert (group_filter.key, group_filter.low, group_filter.high) == ("accuracy", 0.1, 0.99)
-    assert (group_filter.prompts_per_round, group_filter.max_rounds, group_filter.keep_surplus) == (8, 0, True)
-
-
-def test_only_an_adaptive_kl_has_a_horizon():
-    assert make_initial_kl(made({"algorithm.kl_coef": 0.5})).horizon == 0
-    kl = make_initial_kl(made({"algorithm.kl_type": "adaptive", "algorithm.kl_horizon": 9, "algorithm.kl_target": 0.2}))
-    assert (kl.coefficient, kl.target, kl.horizon) == (1e-3, 0.2, 9)
 
 
 def test_intervals_of_minus_one_are_never_and_without_prompts_nothing_is_validated():

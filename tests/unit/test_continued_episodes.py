@@ -14,9 +14,8 @@ from support.episodes import Answer, LocalEnvironments, Observed, drawing, load_
 from support.models import processors_of
 from support.rollout import NO_WEIGHTS
 from trigon.distributed.engines import WorkersRolloutEngine
-from trigon.distributed.serialization import decode_completions, encode_completions
-from trigon.distributed.worker import Worker
-from trigon.distributed.worker_engines import WorkerEngines
+from trigon.distributed.messages import pack, unpack
+from trigon.distributed.worker import Worker, WorkerEngines
 from trigon.distributed.worker_group import WorkerGroup
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.settings import EnvironmentSettings, find_environment
@@ -481,7 +480,7 @@ def test_unfinished_episodes_with_images_are_sent_as_they_are(processors, comple
     rows = interrupted(fake, "stop", after=1)
     while not any(isinstance(each.vision, EncodedMedia) and len(each.turns) > 1 for each in rows[2]):
         rows = interrupted(fake, "stop", after=1, begun=begun_of(rows))
-    assert decode_completions(encode_completions(rows)) == rows
+    assert unpack(pack(rows)) == rows
 
 
 def test_a_prompt_that_has_ended_before_is_complete(processors, complete):

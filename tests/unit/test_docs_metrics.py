@@ -117,10 +117,10 @@ def reported_keys(tiny_model, tmp_path_factory) -> set[str]:
             kit,
             folder / "run",
             complete=sometimes_crashing,
-            has_pools=True,
+            hybrid_engine=False,
             **(full_settings(2) | {"algorithm": AlgorithmConfig(adv_estimator="remax", kl_penalty="kl")}),
             sampling=replace(SAMPLING, top_k=50),
-            group_filter=replace(FILTER, low=-1.0, high=2.0),
+            **(FILTER | {"filter_low": -1.0, "filter_high": 2.0}),
         ) as run,
     ):
         train(replace(run, intervals=replace(ALL_INTERVALS, save_every=1)), None)

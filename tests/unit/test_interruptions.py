@@ -8,9 +8,8 @@ import pytest
 
 from support.fake_runs import SAMPLING
 from support.rollout import NO_WEIGHTS
-from trigon.distributed.serialization import decode_completions, encode_prompts, encode_until
-from trigon.distributed.worker import Worker
-from trigon.distributed.worker_engines import WorkerEngines
+from trigon.distributed.messages import for_sampling, pack, unpack
+from trigon.distributed.worker import Worker, WorkerEngines
 from trigon.rollout.episodes import Episodes
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.protocol import Interruption, Until
@@ -166,8 +165,7 @@ def test_a_worker_is_interrupted_in_the_call_that_is_meant_only(tokenizer, monke
     reasons = []
     with fake.awake(NO_WEIGHTS, version=3):
         for generation in (1, 2):
-            worker.generate(encode_until(until, encode_prompts(prompts)), LONG, 4, generation, True)
-            [(_, payload)] = worker._generation.groups
-            [row] = decode_completions(payload)
-            reasons.append({each.finish_reason for each in row})
+            worker.generate(pack((for_sampling(prompts, with_rows=False), until)), LONG, 4, generation)
+            [(_, message)] = worker._generation.groups
+            reasons.append({each.finish_reason for each in unpack(message)})
     assert reasons == [{"stop"}, {"unfinished"}]

@@ -21,13 +21,12 @@ from support.fake_runs import (
     sometimes_crashing,
 )
 from support.oracle import group_of
-from trigon.algorithms.kl import AdaptiveKl
 from trigon.config.schema import AlgorithmConfig
 from trigon.errors import RewardError
 from trigon.loop import train
 from trigon.metrics import values
-from trigon.train_groups import kl_of_tokens, prepare_groups
 from trigon.training.fake import FakeTrainEngine
+from trigon.training.train_groups import GroupPreparation, kl_of_tokens
 from trigon.types import Prompt
 
 
@@ -108,9 +107,10 @@ def test_a_completion_that_was_not_scored_does_not_count_in_reward_metrics(parts
 
 
 def test_a_kl_in_the_reward_is_subtracted_before_advantages(parts, tmp_path):
-    changes = full_settings(1) | {"kl": AdaptiveKl(coefficient=0.1, target=0.1, horizon=0.0), "intervals": INTERVALS}
+    changes = full_settings(1) | {"algorithm": AlgorithmConfig(kl_coef=0.1), "intervals": INTERVALS}
     with open_run(parts, tmp_path, **changes) as run:
-        assert train(run, None).kl.coefficient == 0.1
+        train(run, None)
+        assert run.preparation.state()["kl_coefficient"] == 0.1
     rows = rollouts_of(tmp_path)["step_000001.jsonl"]
     [line] = lines_of(tmp_path).values()
     assert line["actor/kl_penalty"] == pytest.approx(0.5)  # -1.0 - (-1.5), of every token
@@ -143,17 +143,18 @@ def untimed(name, *, total=None):
 
 def test_the_kl_of_a_step_is_the_mean_over_its_completions_whatever_their_length():
     prompt = Prompt("test:0", (5, 6), None, "", None, {}, ())
-    prepared = prepare_groups(
-        [group_of(prompt, [(7,), (8,) * 99])],
-        AlgorithmConfig(kl_penalty="kl"),
-        trainer=FakeTrainEngine(),
+    preparation = GroupPreparation(
+        AlgorithmConfig(kl_coef=0.1, kl_type="adaptive", kl_target=0.4, kl_horizon=10),
+        FakeTrainEngine(),
         reference=ShortReference(),
+        critic=None,
         needs_old_logprobs=True,
-        kl=AdaptiveKl(coefficient=0.1, target=0.4, horizon=10.0),
         phase=untimed,
     )
-    assert values(prepared.metrics)["actor/kl_penalty"] == 0.5  # over all tokens it would be 0.01
-    assert prepared.kl.coefficient == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))  # 0.5 is above the target
+    _, metrics = preparation.prepare([group_of(prompt, [(7,), (8,) * 99])])
+    assert values(metrics)["actor/kl_penalty"] == 0.5  # over all tokens it would be 0.01
+    # 0.5 is above the target
+    assert preparation.state()["kl_coefficient"] == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
 
 
 def test_cut_completions_do_not_train_but_count_in_their_group(parts, tmp_path):
@@ -205,9 +206,8 @@ def test_gdpo_refuses_a_reward_without_its_parts(parts, tmp_path):
 
 
 def test_the_full_kl_comes_from_the_trainer(parts, tmp_path):
-    algorithm = AlgorithmConfig(kl_penalty="full")
-    kl = AdaptiveKl(coefficient=0.1, target=0.1, horizon=0.0)
-    with open_run(parts, tmp_path, plan=plan_of(steps=1), algorithm=algorithm, kl=kl) as run:
+    algorithm = AlgorithmConfig(kl_penalty="full", kl_coef=0.1)
+    with open_run(parts, tmp_path, plan=plan_of(steps=1), algorithm=algorithm) as run:
         train(run, None)
         assert run.report.phases[4:] == ["parity", "ref", "update_actor", "save_checkpoint"]
     assert lines_of(tmp_path)[1]["actor/kl_penalty"] == 0.0  # the fake train engine returns 0

@@ -56,7 +56,7 @@ def test_a_weight_that_an_update_made_infinite_is_neither_sampled_from_nor_saved
     engine.step(groups)
     engine.weights()
     parameter = next(iter(engine.policy.parameters()))
-    engine._optimizer.param_groups[0]["betas"] = (0.9, 1.0)  # a bias correction that divides by zero
+    engine._trained.optimizer.param_groups[0]["betas"] = (0.9, 1.0)  # a bias correction that divides by zero
     engine.step(groups)
     assert not parameter.isfinite().all()
     with pytest.raises(
@@ -85,7 +85,7 @@ def test_an_optimizer_state_that_is_not_finite_is_not_saved(tiny_model, tmp_path
     engine = make_engine(folder)
     engine.step(to_train(make_rollouts(folder)))
     name, parameter = list(engine.policy.named_parameters())[1]
-    engine._optimizer.state[parameter]["exp_avg_sq"].view(-1)[3] = math.inf
+    engine._trained.optimizer.state[parameter]["exp_avg_sq"].view(-1)[3] = math.inf
     engine.weights()
     with pytest.raises(NotFiniteError, match=rf"in 1 of \d+ tensors: optimizer/{name}/exp_avg_sq$"):
         engine.save_state(tmp_path, model_only=False)

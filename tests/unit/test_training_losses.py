@@ -1,4 +1,4 @@
-"""The terms of the loss in updates of the local train engine."""
+"""The config of the loss in updates of the local train engine."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ OFF_POLICY = {
 
 
 @pytest.mark.parametrize("config", [pytest.param(config, id=name) for name, config in OFF_POLICY.items()])
-def test_with_every_loss_neither_the_token_budget_nor_the_order_of_groups_changes_the_update(tiny_model, terms):
+def test_with_every_loss_neither_the_token_budget_nor_the_order_of_groups_changes_the_update(tiny_model, config):
     folder = tiny_model("qwen2")
     rollouts = make_rollouts(folder)
     drift = torch.Generator().manual_seed(3)
@@ -70,10 +70,10 @@ def test_with_every_loss_neither_the_token_budget_nor_the_order_of_groups_change
     old = [[tokens + 0.4 * torch.randn(len(tokens), generator=drift) for tokens in row] for row in logprobs]
     ref = [[tokens + 0.4 * torch.randn(len(tokens), generator=drift) for tokens in row] for row in logprobs]
     groups = to_train(rollouts, old=old, ref=ref, masked=[(0, 1), (2, 2)])
-    other = tiny_model("qwen2", seed=1) if terms.kl_estimator == "full" else None
+    other = tiny_model("qwen2", seed=1) if config is FULL_KL else None
 
     def updated(groups: list[TrainGroup], max_tokens: int) -> tuple[dict[str, float], dict[str, Tensor]]:
-        engine = make_engine(folder, config=terms, max_tokens=max_tokens, compared_with=other)
+        engine = make_engine(folder, config=config, max_tokens=max_tokens, compared_with=other)
         return values(engine.step(groups)), weights_of(engine)
 
     metrics, weights = updated(groups, ONE_ROW)

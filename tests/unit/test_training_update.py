@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from trigon.training.settings import Placement
 
 from support.engines import KL, ONE_ROW, make_engine, make_rollouts, tensors_in, to_train, weights_of, with_loss
 from support.tensors import assert_equal_tensors, flatten, max_relative_error
 from trigon.errors import DeviceMemoryError
 from trigon.metrics import values
+from trigon.training.placement import Placement
 from trigon.training.protocol import SKIPPED_GRAD_NORM
 from trigon.types import TrainGroup
 

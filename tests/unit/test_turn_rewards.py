@@ -12,13 +12,12 @@ from typing import get_args
 
 import pytest
 
-from trigon.algorithms.kl import AdaptiveKl
 from trigon.config.names import AdvantageEstimator
 from trigon.config.schema import AlgorithmConfig
 from trigon.errors import RewardError
 from trigon.rewards.verifiers import environment
-from trigon.train_groups import prepare_groups
 from trigon.training.fake import FakeTrainEngine
+from trigon.training.train_groups import GroupPreparation
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, Turn
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
@@ -89,15 +88,15 @@ def with_baselines(groups):
 
 def train_groups(groups, estimator, *, weights=None):
     groups = with_baselines(groups) if estimator == "remax" else groups
-    return prepare_groups(
-        groups,
-        AlgorithmConfig(disable_kl=True, adv_estimator=estimator, gamma=GAMMA, reward_weights=weights),
-        trainer=FakeTrainEngine(),
+    preparation = GroupPreparation(
+        AlgorithmConfig(disable_kl=True, adv_estimator=estimator, gamma=GAMMA, reward_weights=weights or {}),
+        FakeTrainEngine(),
         reference=None,
+        critic=None,
         needs_old_logprobs=False,
-        kl=AdaptiveKl(coefficient=0.0, target=0.1, horizon=0.0),
         phase=untimed,
-    ).groups
+    )
+    return preparation.prepare(groups)[0]
 
 
 def advantages(episodes, estimator):

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from trigon.assemble.episodes import make_episode_options
 from trigon.assemble.options import (
     PIXEL_CACHE_BYTES,
     count_data_threads,
@@ -66,9 +65,9 @@ def open_builder(
     the process of each engine does (see open_images).
     process_images: True or False decides it. schemas: of worker.rollout.tools.
     """
-    data, episodes = config.data, make_episode_options(config)
+    data = config.data
     if process_images is None:
-        process_images = not config.has_workers and episodes is None
+        process_images = not (config.has_workers or config.worker.rollout.has_episodes)
     return PromptBuilder(
         processors,
         prompt_key=data.prompt_key,
@@ -85,7 +84,7 @@ def open_builder(
         video_sampling=FrameSampling(fps=config.data.video_fps, max_frames=config.data.max_video_frames),
         allow_special_tokens=data.allow_special_tokens,
         tools=schemas,
-        generation_prompt=episodes is None or not episodes.opens,
+        generation_prompt=config.worker.rollout.environment is None,
     )
 
 

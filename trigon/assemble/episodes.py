@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from trigon.assemble.objects import NO_CODE, EpisodeCode
 from trigon.assemble.rewards import make_confinement
-from trigon.config.names import ObservationRole, ToolFormat
-from trigon.config.schema import Config
+from trigon.config.names import ToolFormat
+from trigon.config.schema import Config, RolloutConfig
 from trigon.data.dataset import Prompts
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.turns import TurnTemplate, TurnTokens
@@ -34,62 +34,15 @@ CHECKED_EPISODE = -1
 """The number of an episode that only checks its environment."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeOptions:
-    """The options of completions of several turns, in an environment, with tools, or with both.
-
-    environment: None with tools alone. tools: may be empty. Each is a text of the
-    configuration: `file.py:Name`, `module:Name`, the name of a built-in tool, or `python:Name`.
-    observation_role: of the environment's messages; tool_role: of those of tools.
-    max_turn_tokens: None: no limit but that of the completion. timeout_seconds: of each reset and
-    step. max_episodes: at a time in each process that hosts a rollout engine.
-    """
-
-    environment: str | None
-    environment_kwargs: Mapping[str, Any]
-    tools: tuple[str, ...]
-    tool_format: Literal["auto", ToolFormat]
-    observation_role: ObservationRole
-    tool_role: ObservationRole
-    max_turns: int
-    max_turn_tokens: int | None
-    timeout_seconds: float
-    max_episodes: int
-
-    @property
-    def opens(self) -> bool:
-        """Whether a first observation follows the prompt, which has no generation prompt then."""
-        return self.environment is not None
-
-
-def make_episode_options(config: Config) -> EpisodeOptions | None:
-    """Return the options of episodes; None: completions have one turn."""
-    rollout = config.worker.rollout
-    if not config.worker.rollout.has_episodes:
-        return None
-    return EpisodeOptions(
-        environment=rollout.environment,
-        environment_kwargs=rollout.environment_kwargs,
-        tools=rollout.tools,
-        tool_format=rollout.tool_format,
-        observation_role=config.worker.rollout.role_of_observations,
-        tool_role=rollout.observation_role or "tool",
-        max_turns=rollout.max_turns,
-        max_turn_tokens=rollout.max_turn_tokens,
-        timeout_seconds=rollout.environment_timeout_seconds,
-        max_episodes=rollout.environment_workers,
-    )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class EpisodeParts:
     """What episodes are made of. Can be sent to workers.
 
-    code: the environment or the tools, with their limits. schemas: descriptions of the tools, for
-    the chat template.
+    rollout: the section with environment or tools. code: these, with their limits. schemas:
+    descriptions of the tools, for the chat template.
     """
 
-    options: EpisodeOptions
+    rollout: RolloutConfig
     code: EnvironmentSettings
     schemas: tuple[Mapping[str, Any], ...]
 
@@ -116,25 +69,25 @@ def load_episodes(
     Returns: what a run with one worker uses itself, and one with several sends to them.
     Raises: EpisodeError if the code cannot be loaded.
     """
-    options = make_episode_options(config)
-    if options is None:
+    rollout = config.worker.rollout
+    if not rollout.has_episodes:
         return None
     settings = EnvironmentSettings(
-        environment=_find_environment(options, code),
-        kwargs=resolve_arguments(options.environment_kwargs, option=ENVIRONMENT_ARGUMENTS),
-        tools=code.tools or find_tools(options.tools),
-        tool_format=_tool_format(options, processors),
-        timeout_seconds=options.timeout_seconds,
-        max_episodes=options.max_episodes,
+        environment=_find_environment(rollout, code),
+        kwargs=resolve_arguments(rollout.environment_kwargs, option=ENVIRONMENT_ARGUMENTS),
+        tools=code.tools or find_tools(rollout.tools),
+        tool_format=_tool_format(rollout, processors),
+        timeout_seconds=rollout.environment_timeout_seconds,
+        max_episodes=rollout.environment_workers,
         max_image_pixels=config.data.max_image_pixels,
-        observation_role=options.observation_role,
-        tool_role=options.tool_role,
+        observation_role=rollout.role_of_observations,
+        tool_role=rollout.role_of_tools,
         passed_variables=config.worker.reward.env,
         confinement=make_confinement(config.worker.reward),
     )
-    pool = EnvironmentPool(settings, describe=bool(options.tools))
+    pool = EnvironmentPool(settings, describe=bool(rollout.tools))
     stack.callback(pool.close)
-    return EpisodeParts(options, settings, tuple(pool.schemas)), pool
+    return EpisodeParts(rollout, settings, tuple(pool.schemas)), pool
 
 
 def open_episodes(
@@ -145,7 +98,7 @@ def open_episodes(
     pool: in the process of the engine. images: loads the pixels of prompts and observations; None
     for a text model.
     """
-    options = parts.options
+    rollout = parts.rollout
 
     def load_pixels(media: EncodedMedia) -> Vision:
         assert images is not None, "a text model observes no images"
@@ -154,11 +107,11 @@ def open_episodes(
     return EpisodeSettings(
         environments=pool,
         template=make_turn_template(config, processors, schemas=parts.schemas),
-        opens=options.opens,
-        max_turns=options.max_turns,
-        max_turn_tokens=options.max_turn_tokens,
-        tool_format=parts.code.tool_format if options.tools else None,
-        max_episodes=options.max_episodes,
+        opens=rollout.environment is not None,
+        max_turns=rollout.max_turns,
+        max_turn_tokens=rollout.max_turn_tokens,
+        tool_format=parts.code.tool_format if rollout.tools else None,
+        max_episodes=rollout.environment_workers,
         load_pixels=load_pixels,
         load_prompts=list if images is None else images.process,
     )
@@ -208,16 +161,16 @@ def first_observation(
         raise EpisodeError(f"{parts.code.where} cannot begin {prompt.prompt_id}: {error}") from error
 
 
-def _find_environment(options: EpisodeOptions, code: EpisodeCode) -> CodeSource | None:
-    if options.environment is None or code.environment is not None:
+def _find_environment(rollout: RolloutConfig, code: EpisodeCode) -> CodeSource | None:
+    if rollout.environment is None or code.environment is not None:
         return code.environment
-    return find_environment(options.environment)
+    return find_environment(rollout.environment)
 
 
-def _tool_format(options: EpisodeOptions, processors: Processors) -> ToolFormat:
+def _tool_format(rollout: RolloutConfig, processors: Processors) -> ToolFormat:
     """Return the format of the calls of tools: that of the chat template, if it has tools."""
-    if options.tool_format != "auto":
-        return options.tool_format
+    if rollout.tool_format != "auto":
+        return rollout.tool_format
     template = processors.tokenizer.chat_template
     # Where the template has no tools, ChatTemplate describes them in the format of Hermes.
     return (format_of(template) if isinstance(template, str) else None) or "hermes"
@@ -235,12 +188,12 @@ def check_chat_template(config: Config, processors: Processors, *, schemas: Sequ
 
     Called once for a run, since it renders many conversations. schemas: as for make_turn_template.
     """
-    options = make_episode_options(config)
-    if options is not None:
+    rollout = config.worker.rollout
+    if rollout.has_episodes:
         template = make_turn_template(config, processors, schemas=schemas)
-        template.check([options.observation_role], opens=options.opens)
-        if options.tools and options.tool_role != options.observation_role:
-            template.check([options.tool_role])
+        template.check([rollout.role_of_observations], opens=rollout.environment is not None)
+        if rollout.tools and rollout.role_of_tools != rollout.role_of_observations:
+            template.check([rollout.role_of_tools])
 
 
 def engine_limit_images(config: Config) -> int:

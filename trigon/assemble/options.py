@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trigon.algorithms.kl import AdaptiveKl
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
-from trigon.rollout.buffer import BufferSettings
-from trigon.rollout.filtering import GroupFilter
-from trigon.run import Intervals
+from trigon.loop import Intervals
 from trigon.system.cpus import count_usable_cpus
 from trigon.types import SamplingParams
 
@@ -63,6 +60,7 @@ def make_intervals(config: Config, *, can_validate: bool) -> Intervals:
         save_every=max(trainer.save_freq, 0),
         generations_shown=trainer.val_generations_to_log,
         train_samples_every=max(trainer.train_samples_freq, 0),
+        token_groups=trainer.rollout_tokens,
     )
 
 
@@ -94,33 +92,3 @@ def max_completion_tokens(config: Config) -> int:
     """Return the most tokens of a completion: of training, or with val_only of validation."""
     make = make_validation_sampling_params if config.trainer.val_only else make_sampling_params
     return make(config).max_tokens
-
-
-def make_buffer_settings(config: Config, plan: Plan) -> BufferSettings:
-    """Return when groups are sampled, and which are learned from."""
-    algorithm, rollout = config.algorithm, config.worker.rollout
-    group_filter = GroupFilter(
-        key=algorithm.filter_key,
-        low=algorithm.filter_low,
-        high=algorithm.filter_high,
-        prompts_per_round=config.prompts_per_round,
-        max_rounds=max(0, config.trainer.max_try_make_batch),
-        keep_surplus=algorithm.filter_surplus == "keep",
-    )
-    return BufferSettings(
-        groups_per_step=plan.prompts_per_step,
-        total_steps=plan.total_steps,
-        max_staleness=algorithm.max_staleness,
-        on_sync=rollout.partial,
-        oversampling=rollout.oversampling,
-        max_carried_steps=rollout.max_carried_steps,
-        group_filter=group_filter if algorithm.online_filtering else None,
-        has_pools=not config.worker.hybrid_engine,
-    )
-
-
-def make_initial_kl(config: Config) -> AdaptiveKl:
-    """Return the coefficient of a KL in the reward at the first step. horizon 0: it stays fixed."""
-    algorithm = config.algorithm
-    horizon = algorithm.kl_horizon if algorithm.kl_type == "adaptive" else 0.0
-    return AdaptiveKl(coefficient=algorithm.kl_coef, target=algorithm.kl_target, horizon=horizon)

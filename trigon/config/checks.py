@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, Literal, assert_never, cast
@@ -17,17 +17,17 @@ from typing import Any, Literal, assert_never, cast
 from trigon.config.compared import find_unknown_names
 from trigon.config.files import PATH_OPTIONS, find_missing
 from trigon.config.names import BUILT_IN_TOOLS, SHIPPED_REWARDS, SINGLE_COMPLETION_ESTIMATORS, DeviceType
-from trigon.config.options import options, value_of
+from trigon.config.options import format_value, options, value_of
 from trigon.config.paths import expand_path, is_python_object, nearest_path
 from trigon.config.plan import suggest_batch_sizes, too_long_critic_warmup
-from trigon.config.schema import GROUP_SIZE, TRUNK_OPTIONS, Config, CriticConfig, Section, TrainedConfig, reward_specs
+from trigon.config.schema import GROUP_SIZE, TRUNK_OPTIONS, Config, Section, TrainedConfig, reward_specs
 from trigon.errors import ConfigError
 from trigon.system.suggestions import did_you_mean
 
 MAX_PROBLEMS = 50
 """Maximum number of problems in one message; the others are counted."""
 
-_SEPARATE = "worker.hybrid_engine=false"
+_SEPARATE, _GAE = "worker.hybrid_engine=false", "algorithm.adv_estimator=gae"
 _ENVIRONMENT, _TOOLS = "worker.rollout.environment", "worker.rollout.tools"
 
 
@@ -386,14 +386,6 @@ def _check_shared_trunk(config: Config) -> Iterator[str]:
 # -- worker.rollout --------------------------------------------------------------------------------
 
 
-def _check_engine_of_pools(config: Config) -> Iterator[str]:
-    if not config.worker.hybrid_engine and config.worker.rollout.name != "vllm":
-        yield (
-            f"{_SEPARATE} needs worker.rollout.name=vllm, not {config.worker.rollout.name}, which loads no weights "
-            "from other processes"
-        )
-
-
 def _check_tensor_parallel_size(config: Config) -> Iterator[str]:
     rollout = config.worker.rollout
     if config.num_samplers % rollout.tensor_parallel_size:
@@ -545,7 +537,6 @@ _CHECKS: tuple[Callable[[Config], Iterable[str]], ...] = (
     find_unknown_names,
     _check_critic_warmup,
     _check_shared_trunk,
-    _check_engine_of_pools,
     _check_max_staleness,
     _check_partial,
     _check_environment,
@@ -632,61 +623,42 @@ def _warn_of_conflicts(config: Config) -> Iterator[str]:
         yield "worker.rollout.max_turns=1 ends each episode with its first turn, and no observation follows it"
 
 
-def _warn_of_unused(config: Config) -> Iterator[str]:
-    """Yield warnings about options that are not at their defaults and have no effect."""
-    algorithm, actor, critic, rollout = (
-        config.algorithm,
-        config.worker.actor,
-        config.worker.critic,
-        config.worker.rollout,
-    )
-    gae = algorithm.adv_estimator == "gae"
-    needs: list[tuple[str, bool, tuple[str, ...]]] = [  # what is needed, whether it is so, for which options
-        ("worker.rollout.oversampling above 0", rollout.oversampling > 0, ("worker.rollout.max_carried_steps",)),
-        (
-            "algorithm.online_filtering=true",
-            algorithm.online_filtering,
-            ("data.mini_rollout_batch_size", "algorithm.filter_surplus"),
-        ),
-        ("algorithm.adv_estimator=gdpo", algorithm.adv_estimator == "gdpo", ("algorithm.reward_weights",)),
-        (
-            "algorithm.adv_estimator=reinforce_plus_plus or gae",
-            gae or algorithm.adv_estimator == "reinforce_plus_plus",
-            ("algorithm.gamma",),
-        ),
-        ("algorithm.disable_kl=false", not algorithm.disable_kl, ("algorithm.kl_type",)),
-        ("worker.actor.loss_type=cispo", actor.loss_type == "cispo", ("worker.actor.cispo_cap",)),
-        (
-            "worker.actor.loss_avg_mode=seq_fixed",
-            actor.loss_avg_mode == "seq_fixed",
-            ("worker.actor.loss_fixed_length",),
-        ),
-        (
-            "algorithm.adv_estimator=gae",
-            gae,
-            (
-                *(f"algorithm.{key}" for key in ("lam", "lam_critic", "lam_alpha", "bootstrap_cut")),
-                "trainer.critic_warmup",
-            ),
-        ),
-        ("worker.critic.share_trunk=true", not gae or critic.share_trunk, ("worker.critic.vf_coef",)),
-        (
-            f"{_ENVIRONMENT} or {_TOOLS}",
-            rollout.has_episodes,
-            tuple(f"worker.rollout.{key}" for key in ("observation_role", "max_turns", "max_turn_tokens")),
-        ),
-        (_TOOLS, bool(rollout.tools), ("worker.rollout.tool_format",)),
-        (_ENVIRONMENT, rollout.environment is not None, ("worker.rollout.environment_kwargs",)),
-        (_SEPARATE, not config.worker.hybrid_engine, ("worker.rollout.nnodes", "worker.rollout.n_gpus_per_node")),
-    ]
-    defaults = {option.name: option.default for option in options().values()}
-    for need, is_met, names in needs:
-        for name in names:
-            if not is_met and (value := value_of(config, name)) != defaults[name]:
-                shown = f"={value}" if isinstance(value, str) else "=true" if value is True else ""
-                yield f"{name}{shown} has no effect without {need}"
-    if not gae and critic != CriticConfig():
-        yield "worker.critic has no effect without algorithm.adv_estimator=gae"
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "data.mini_rollout_batch_size": ("algorithm.online_filtering=true",),
+    "algorithm.filter_surplus": ("algorithm.online_filtering=true",),
+    "algorithm.reward_weights": ("algorithm.adv_estimator=gdpo",),
+    "algorithm.gamma": ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.adv_estimator=gae"),
+    **{f"algorithm.{key}": (_GAE,) for key in ("lam", "lam_critic", "lam_alpha", "bootstrap_cut")},
+    "trainer.critic_warmup": (_GAE,),
+    "worker.critic": (_GAE,),
+    "worker.critic.vf_coef": ("worker.critic.share_trunk=true",),
+    "algorithm.kl_type": ("algorithm.disable_kl=false",),
+    "worker.actor.cispo_cap": ("worker.actor.loss_type=cispo",),
+    "worker.actor.loss_fixed_length": ("worker.actor.loss_avg_mode=seq_fixed",),
+    "worker.rollout.max_carried_steps": ("worker.rollout.oversampling",),
+    **{f"worker.rollout.{key}": (_SEPARATE,) for key in ("nnodes", "n_gpus_per_node")},
+    **{f"worker.rollout.{key}": (_ENVIRONMENT, _TOOLS) for key in ("observation_role", "max_turns", "max_turn_tokens")},
+    "worker.rollout.tool_format": (_TOOLS,),
+    "worker.rollout.environment_kwargs": (_ENVIRONMENT,),
+}
+"""Options that have no effect unless one of others is set, or has a value."""
+
+
+def _warn_of_unused(config: Config) -> list[str]:
+    """Return warnings about options that are not at their defaults and have no effect."""
+
+    def holds(need: str) -> bool:
+        name, equals, value = need.partition("=")
+        return format_value(value_of(config, name)) == value if equals else bool(value_of(config, name))
+
+    defaults, warnings = Config(), []
+    for name, needs in _NEEDS.items():
+        value = value_of(config, name)
+        is_below = name.startswith("worker.critic.") and config.algorithm.adv_estimator != "gae"
+        if value != value_of(defaults, name) and not is_below and not any(map(holds, needs)):
+            shown = f"={format_value(value)}" if isinstance(value, str | bool) else ""
+            warnings.append(f"{name}{shown} has no effect without {' or '.join(needs)}")
+    return warnings
 
 
 # -- words -----------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def with_critic_as_actor(config: Config) -> Config:
     actor, critic = config.worker.actor, config.critic
     changes = {name: getattr(critic, name) for name in TrainedConfig.model_fields}
     model = {name: getattr(critic.model, name) for name in TrainedModelConfig.model_fields}
-    changes |= {"model": actor.model.model_copy(update=model)}
+    changes |= {"model": actor.model.model_copy(update=model), "loss_avg_mode": critic.loss_avg_mode}
     changed = actor.model_copy(update=changes)
     return config.model_copy(update={"worker": config.worker.model_copy(update={"actor": changed})})
 

@@ -327,6 +327,11 @@ class AlgorithmConfig(Section):
         return self.adv_estimator != "gae" and self.adv_estimator not in SINGLE_COMPLETION_ESTIMATORS
 
     @property
+    def samples_continuously(self) -> bool:
+        """Whether groups are sampled all the time, and not for one step after the other."""
+        return self.max_staleness > 1
+
+    @property
     def has_kl(self) -> bool:
         """Whether there is a KL term with a coefficient above 0."""
         return not self.disable_kl and self.kl_coef > 0
@@ -450,12 +455,6 @@ class OptimConfig(Section):
 
     lr_scheduler_type: LearningRateSchedule = "constant"
     """Learning rate after warm-up: constant, or a half cosine down to min_lr_ratio."""
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether the learning rate of an update depends on how many updates the run makes."""
-        warms_up_by_share = self.lr_warmup_steps is None and self.lr_warmup_ratio > 0
-        return warms_up_by_share or self.lr_scheduler_type != "constant"
 
 
 class FsdpConfig(Section):
@@ -799,6 +798,11 @@ class RolloutConfig(Section):
     def role_of_observations(self) -> ObservationRole:
         """The role of the messages with observations."""
         return self.observation_role or ("tool" if self.tools and self.environment is None else "user")
+
+    @property
+    def role_of_tools(self) -> ObservationRole:
+        """The role of the messages with what tools return."""
+        return self.observation_role or "tool"
 
     def max_num_seqs_on(self, device: DeviceType) -> int:
         """Return the maximum number of sequences that vLLM computes at a time."""
@@ -1274,6 +1278,16 @@ class Config(Section):
     def prompts_per_round(self) -> int:
         """The prompts of a sampling round of online filtering."""
         return self.data.mini_rollout_batch_size or self.prompts_per_step
+
+    @property
+    def oldest_age(self) -> int:
+        """How many steps older than the newest weights a token may be when it is learned from."""
+        algorithm, rollout = self.algorithm, self.worker.rollout
+        if algorithm.samples_continuously:
+            return algorithm.max_staleness
+        carried = rollout.max_carried_steps + 1 if rollout.oversampling > 0 else 0
+        kept = algorithm.online_filtering and algorithm.filter_surplus == "keep"
+        return max(algorithm.max_staleness, carried) + kept
 
     @property
     def longest_sequence(self) -> int:

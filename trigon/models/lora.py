@@ -254,12 +254,11 @@ def _selected_layers(model: Any, settings: LoraConfig) -> list[str]:
     return trainable
 
 
-def _patterns(modules: str | tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
+def _patterns(modules: str) -> list[tuple[str, re.Pattern[str]]]:
     """Return each part of target_modules or exclude_modules, with its pattern for module names."""
-    if isinstance(modules, str) and _NAMES.fullmatch(modules):
-        modules = tuple(name.strip() for name in modules.split(","))
-    if isinstance(modules, tuple):
-        return [(name, re.compile(rf"(.*\.)?{re.escape(name)}")) for name in modules]
+    if _NAMES.fullmatch(modules):
+        names = (name.strip() for name in modules.split(","))
+        return [(name, re.compile(rf"(.*\.)?{re.escape(name)}")) for name in names]
     try:
         return [(modules, re.compile(modules))]
     except re.error as error:

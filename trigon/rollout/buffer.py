@@ -34,12 +34,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from trigon.config.plan import Plan
+from trigon.config.schema import Config
 from trigon.data.stream import PromptStream, with_repeat_id
 from trigon.errors import DataError, EngineError, LostSamplersError, first_line
 from trigon.metrics import Metrics, Sum, merge
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect_as_they_end, collect_until
-from trigon.rollout.filtering import GroupFilter, label_groups
+from trigon.rollout.filtering import label_groups
 from trigon.rollout.parity import ParityCheck, Probe, ended_in_step
 from trigon.rollout.protocol import Interruption, RolloutEngine, Until, Work
 from trigon.rollout.sampling_call import PoolClock, SamplingCall
@@ -64,43 +66,6 @@ FilteredGroup = tuple[RolloutGroup, Reason]
 
 _FAILED = "rollout/num_set_aside"
 _DROPPED_GROUPS, _DROPPED_TOKENS = "staleness/dropped_groups", "staleness/dropped_tokens"
-
-
-@dataclass(frozen=True, slots=True)
-class BufferSettings:
-    """When groups are sampled, and which are learned from.
-
-    groups_per_step: that a step learns from. total_steps: the number of the last step.
-    max_staleness: how many steps older than the newest weights a group may be; above 0 the engine
-    samples outside awake(), too. on_sync: what running completions do when new weights arrive, if
-    it is above 1.
-    oversampling: how many more prompts are sampled than are needed, as a fraction of these; the
-    step goes on without the last ones. max_carried_steps: a step waits for groups that have been
-    carried so often.
-    group_filter: None: all groups are learned from.
-    has_pools: other workers sample than learn, whose idle times are measured.
-    """
-
-    groups_per_step: int
-    total_steps: int
-    max_staleness: int = 0
-    on_sync: Literal["finish", "continue"] = "finish"
-    oversampling: float = 0.0
-    max_carried_steps: int = 4
-    group_filter: GroupFilter | None = None
-    has_pools: bool = False
-
-    @property
-    def is_continuous(self) -> bool:
-        """Whether groups are sampled all the time."""
-        return self.max_staleness > 1
-
-    @property
-    def oldest_age(self) -> int:
-        """How many steps older than the newest weights a token may be when it is learned from."""
-        carried = self.max_carried_steps + 1 if self.oversampling > 0 and not self.is_continuous else 0
-        kept = self.group_filter is not None and self.group_filter.keep_surplus and not self.is_continuous
-        return max(self.max_staleness, carried) + kept
 
 
 class BufferReport(Protocol):
@@ -174,13 +139,15 @@ class RolloutBuffer:
         rollout: RolloutEngine,
         rewards: RewardPool,
         sampling: SamplingParams,
-        settings: BufferSettings,
+        config: Config,
+        plan: Plan,
         report: BufferReport,
         parity: ParityCheck,
     ) -> None:
         """Begin at the position of the prompts."""
         self._prompts, self._rollout, self._rewards = prompts, rollout, rewards
-        self._sampling, self._settings, self._report, self._parity = sampling, settings, report, parity
+        self._sampling, self._config, self._plan = sampling, config, plan
+        self._report, self._parity = report, parity
         self._clock = PoolClock()
         self._ready: list[RolloutGroup] = []
         self._unfinished: list[Work] = []
@@ -197,38 +164,42 @@ class RolloutBuffer:
     def next(self, step: int, weights: WeightsHandle, *, version: int) -> Batch:
         """Return the groups of a step, oldest first.
 
-        Fewer than groups_per_step only if online filtering found no more in max_rounds, or the
+        Fewer than a step learns from only if online filtering found no more in its rounds, or the
         engine failed to sample others. weights: of this version, the newest ones.
         Raises: what sampling and scoring raise, and what the report's phases raise; DataError if
         online filtering has found no group.
         """
         self._taken, self._before = [], None
-        if self._settings.is_continuous:
+        if self._config.algorithm.samples_continuously:
             probes = self._sample_continuously(step, weights, version)
             batch = self._take(step, version, probes)
         else:
             batch = self._sample_for_step(step, weights, version)
-            if self._settings.max_staleness == 1 and step < self._settings.total_steps:
+            if self._config.algorithm.max_staleness == 1 and step < self._plan.total_steps:
                 self._begin_ahead(step + 1)
         self._staleness = describe_staleness(batch.groups, version=version)
         return batch
 
     def pop_metrics(self) -> Metrics:
         """Return what was counted since the last call, and is not in the metrics of a batch."""
-        settings = self._settings
+        config = self._config
+        has_pools = not config.worker.hybrid_engine
         metrics: dict[str, Any] = {}
         if self._ahead is None:  # else the engine and the prompts are in use; the batch has their counts
-            metrics |= {**({} if settings.is_continuous else self._rollout.pop_metrics()), **self._prompts.metrics()}
-        if settings.has_pools or settings.oversampling > 0:
+            metrics |= {
+                **({} if config.algorithm.samples_continuously else self._rollout.pop_metrics()),
+                **self._prompts.metrics(),
+            }
+        if has_pools or config.worker.rollout.oversampling > 0:
             metrics |= self._staleness
-        return {**metrics, **self._clock.pop_metrics()} if settings.has_pools else metrics
+        return {**metrics, **self._clock.pop_metrics()} if has_pools else metrics
 
     def pause(self) -> None:
         """Wait until nothing is sampled any more, for a validation. next() raises errors."""
         if self._ahead is not None:
             self._wait_for(self._ahead.call)
         if self._flight is not None:
-            self._flight.interruption.ask("stop" if self._settings.on_sync == "continue" else "drain")
+            self._flight.interruption.ask("stop" if self._config.worker.rollout.partial == "continue" else "drain")
             self._await(None, 0)
             if self._flight.failure is None:
                 self._end_flight()
@@ -238,7 +209,7 @@ class RolloutBuffer:
 
         Completions that are to finish are not waited for: they begin again.
         """
-        if self._ahead is not None or self._settings.on_sync == "continue":
+        if self._ahead is not None or self._config.worker.rollout.partial == "continue":
             self.pause()
 
     def close(self) -> None:
@@ -341,11 +312,11 @@ class RolloutBuffer:
 
     def _take(self, step: int, version: int, probes: list[Probe]) -> Batch:
         """Return a batch of the groups that are ready, and remember it until the next step."""
-        settings, found = self._settings, self._found
-        groups = self._taken = self._usable(version)[: settings.groups_per_step]
+        config, found = self._config, self._found
+        groups = self._taken = self._usable(version)[: self._plan.prompts_per_step]
         taken = set(map(id, groups))
         self._ready = [group for group in self._ready if id(group) not in taken]
-        if settings.is_continuous:
+        if config.algorithm.samples_continuously:
             described = [*groups, *(group for group, _ in found.filtered)]
             waiting = {"rollout/waiting_groups": Sum(float(len(self._ready)))}
             found.metrics = merge(_NO_COUNTS, describe_groups(described), waiting, found.metrics)
@@ -354,7 +325,7 @@ class RolloutBuffer:
         if self._sampling.with_baseline:
             missing = sum(group.baseline is None or group.baseline.score.outcome != "ok" for group in groups)
             found.count("grader/baselines_missing", missing)
-        if settings.group_filter is not None:
+        if config.algorithm.online_filtering:
             self._report.filtered(step, found.filtered, read_images=self.image_files)
         if found.shortage:
             if not groups:
@@ -373,15 +344,15 @@ class RolloutBuffer:
 
     def _usable(self, version: int) -> list[RolloutGroup]:
         """Return the groups that a step with these weights may learn from, in order."""
-        if not self._settings.is_continuous:
+        if not self._config.algorithm.samples_continuously:
             return self._ready
-        oldest_allowed = version - self._settings.oldest_age
+        oldest_allowed = version - self._config.oldest_age
         usable = [group for group in self._ready if _oldest_of(group, version) >= oldest_allowed]
         return sorted(usable, key=lambda group: _oldest_of(group, version))
 
     def _drop_old(self, version: int) -> int:
         """Begin groups again that have become too old; count them, and return their number."""
-        oldest_allowed = version - self._settings.oldest_age
+        oldest_allowed = version - self._config.oldest_age
         ready = [group for group in self._ready if _oldest_of(group, version) < oldest_allowed]
         begun = [each for each in self._unfinished if find_oldest_version(each.completions, version) < oldest_allowed]
         dropped = {*map(id, ready), *map(id, begun)}
@@ -391,7 +362,7 @@ class RolloutBuffer:
         self._unfinished += [Work(each.prompt) for each in begun]
         completions = [rollout.completion for group in ready for rollout in group.rollouts]
         completions += [completion for each in begun for completion in each.completions]
-        if self._settings.is_continuous:
+        if self._config.algorithm.samples_continuously:
             self._found.count(_DROPPED_GROUPS, len(dropped))
             self._found.count(_DROPPED_TOKENS, count_sampled(completions))
         return len(dropped)
@@ -408,13 +379,13 @@ class RolloutBuffer:
 
     def _sample_for_step(self, step: int, weights: WeightsHandle, version: int) -> Batch:
         """Return the batch of a step; what is missing of it is sampled with these weights."""
-        settings, report = self._settings, self._report
+        config, report, per_step = self._config, self._report, self._plan.prompts_per_step
         if self._ahead is not None:
             self._wait_for(self._ahead.call)
             self._end_ahead(step)
         self._drop_old(version)
         self._before = self._position([])
-        needed = settings.groups_per_step - len(self._ready)
+        needed = per_step - len(self._ready)
         sampled: list[RolloutGroup] = []
         work: Sequence[Work] = ()
         with self._awake(weights, version):
@@ -426,11 +397,11 @@ class RolloutBuffer:
                 except BaseException:
                     self._unfinished = list(work)
                     raise
-                if settings.max_staleness == 1:  # before the next call, which counts its own
+                if config.algorithm.max_staleness == 1:  # before the next call, which counts its own
                     found.metrics = merge(found.metrics, self._rollout.pop_metrics(), self._prompts.metrics())
                 sampled = found.groups
                 self._take_over(found)
-            elif settings.oversampling > 0:
+            elif config.worker.rollout.oversampling > 0:
                 self._unfinished = [replace(each, num_carried=each.num_carried + 1) for each in self._unfinished]
                 self._found.metrics = merge(
                     describe_groups(self._ready), describe_carried(self._unfinished), {_FAILED: Sum(0.0)}
@@ -440,7 +411,7 @@ class RolloutBuffer:
             ended = ended_in_step([group for group in sampled if id(group) in learned], work)
             # A batch that was sampled ahead is older than the weights that were sent just now, so
             # that each replica samples a few tokens with them.
-            with report.phase("parity") if settings.max_staleness > 0 else nullcontext():
+            with report.phase("parity") if config.algorithm.max_staleness > 0 else nullcontext():
                 probes = self._parity.probe(
                     ended, self._rollout, self._sampling, prompt=batch.groups[0].prompt, step=step, version=version
                 )
@@ -448,7 +419,7 @@ class RolloutBuffer:
 
     def _begin_ahead(self, step: int) -> None:
         """Begin to sample what the next step learns from, with the weights that the engine has."""
-        needed = self._settings.groups_per_step - len(self._ready)
+        needed = self._plan.prompts_per_step - len(self._ready)
         if needed <= 0:
             return
         work, self._unfinished = self._unfinished, []
@@ -504,25 +475,26 @@ class RolloutBuffer:
         sample some. Changes nothing of this object but the position of the prompts, so that it can
         run in a thread. Draws no more prompts than the steps that are left learn from.
         """
-        settings, group_filter = self._settings, self._settings.group_filter
+        config, per_step = self._config, self._plan.prompts_per_step
+        filters, max_rounds = config.algorithm.online_filtering, config.trainer.max_try_make_batch
         found = _Found(unfinished=list(work))
         num_carried = {each.prompt.prompt_id: each.num_carried for each in work}
         known = {group.prompt.prompt_id for group in self._ready} | set(num_carried)
-        num_left = settings.groups_per_step * (settings.total_steps - step + 1) - len(self._ready)
+        num_left = per_step * (self._plan.total_steps - step + 1) - len(self._ready)
         rounds = 0
         while len(found.groups) < needed:
-            if rounds and group_filter is None and not found.unfinished:
+            if rounds and not filters and not found.unfinished:
                 break  # the engine has failed to sample the others
-            if group_filter is not None and 0 < group_filter.max_rounds <= rounds:
+            if filters and 0 < max_rounds <= rounds:
                 break
             rounds += 1
-            quota = needed - len(found.groups) if group_filter is None else group_filter.prompts_per_round
-            num_sampled = math.ceil(quota * (1.0 + settings.oversampling))
-            if group_filter is None:
+            quota = config.prompts_per_round if filters else needed - len(found.groups)
+            num_sampled = math.ceil(quota * (1.0 + config.worker.rollout.oversampling))
+            if not filters:
                 num_sampled = min(num_sampled, num_left - len(found.groups)) if rounds == 1 else 0
             begun = [each for each in found.unfinished if each.completions or each.num_carried]
             fresh = [each for each in found.unfinished if not (each.completions or each.num_carried)]
-            num_fresh = max(0, num_sampled - len(begun)) if rounds == 1 or group_filter is not None else len(fresh)
+            num_fresh = max(0, num_sampled - len(begun)) if rounds == 1 or filters else len(fresh)
             left = fresh[num_fresh:]
             chosen = [*begun, *fresh[:num_fresh]]
             chosen += self._draw(max(0, num_sampled - len(chosen)), known, phase)
@@ -538,21 +510,20 @@ class RolloutBuffer:
                     "See the engine's log."
                 )
         found.unfinished.sort(key=lambda each: -each.num_carried)
-        if settings.oversampling > 0:
+        if config.worker.rollout.oversampling > 0:
             found.metrics = merge(found.metrics, describe_carried(found.unfinished))
-        if group_filter is not None:
-            self._end_filtering(group_filter, found, needed, rounds)
+        if filters:
+            self._end_filtering(found, needed, rounds)
         return found
 
     def _sample_round(
         self, step: int, work: Sequence[Work], quota: int, found: _Found, phase: Phase, *, is_first: bool
     ) -> bool:
         """Sample work until this many groups are complete; return whether there is progress."""
-        settings = self._settings
         until = None
         if len(work) > quota or any(each.completions for each in work):
-            oldest = sum(each.num_carried >= settings.max_carried_steps for each in work)
-            num_required = len(work) if step == settings.total_steps else oldest
+            oldest = sum(each.num_carried >= self._config.worker.rollout.max_carried_steps for each in work)
+            num_required = len(work) if step == self._plan.total_steps else oldest
             until = Until(min(quota, len(work)), num_required, tuple(each.completions for each in work))
         prompts = [each.prompt for each in work]
         collected = collect_until(prompts, self._rollout, self._rewards, self._sampling, until, step=step, phase=phase)
@@ -573,20 +544,20 @@ class RolloutBuffer:
 
     def _kept(self, groups: Sequence[RolloutGroup], found: _Found) -> list[RolloutGroup]:
         """Return the groups that pass the filter; the others are counted and recorded."""
-        if self._settings.group_filter is None or not groups:
+        if not self._config.algorithm.online_filtering or not groups:
             return list(groups)
-        labels, fractions = label_groups(groups, self._settings.group_filter)
+        labels, fractions = label_groups(groups, self._config.algorithm)
         found.metrics = merge(found.metrics, fractions)
         for group, label in zip(groups, labels, strict=True):
             if label != "kept":
                 found.filter_out(group, label)
         return [group for group, label in zip(groups, labels, strict=True) if label == "kept"]
 
-    def _end_filtering(self, group_filter: GroupFilter, found: _Found, needed: int, rounds: int) -> None:
+    def _end_filtering(self, found: _Found, needed: int, rounds: int) -> None:
         """Drop what is beyond the batch, and count."""
-        num_groups = self._settings.groups_per_step
+        num_groups = self._plan.prompts_per_step
         # No more than the next step uses, so that no group becomes older than one step.
-        num_used = needed + (num_groups if group_filter.keep_surplus else 0)
+        num_used = needed + (num_groups if self._config.algorithm.filter_surplus == "keep" else 0)
         dropped, num_found = found.groups[num_used:], len(found.groups) + num_groups - needed
         for group in dropped:
             found.filter_out(group, "surplus")
@@ -605,7 +576,7 @@ class RolloutBuffer:
         Returns: probes of the new weights; an empty list if these are not sent, since completions
         that run continue with the old ones.
         """
-        num_groups = self._settings.groups_per_step
+        num_groups = self._plan.prompts_per_step
         probes: list[Probe] = []
         self._interrupt(version)
         self._await(num_groups, version)
@@ -624,24 +595,25 @@ class RolloutBuffer:
 
     def _is_short_after(self, num_drawn: int, version: int) -> bool:
         """Return whether a step has drawn as many prompts as a filter allows, and note it."""
-        group_filter, found = self._settings.group_filter, self._found
-        if group_filter is None or not 0 < group_filter.max_rounds * group_filter.prompts_per_round <= num_drawn:
+        config, found = self._config, self._found
+        most = config.trainer.max_try_make_batch * config.prompts_per_round
+        if not (config.algorithm.online_filtering and 0 < most <= num_drawn):
             return False
         num_found = len(self._usable(version))
         found.shortage = _describe_shortage(
-            num_found, self._settings.groups_per_step, f"{num_drawn} prompts", found.metrics
+            num_found, self._plan.prompts_per_step, f"{num_drawn} prompts", found.metrics
         )
         return True
 
     def _interrupt(self, version: int) -> None:
         """Let the flight end for new weights: now, or once its weights are old enough."""
-        flight, settings = self._flight, self._settings
+        flight, config = self._flight, self._config
         if flight is None:
             return
-        if settings.on_sync == "continue":
+        if config.worker.rollout.partial == "continue":
             flight.interruption.ask("stop")
             self._await(None, version)
-        elif version - flight.version >= max(1, settings.max_staleness // 2):
+        elif version - flight.version >= max(1, config.algorithm.max_staleness // 2):
             flight.interruption.ask("drain")  # not at each version: the last ones leave most of the engine idle
 
     def _wait_for(self, call: SamplingCall[Any], until: Callable[[], bool] = lambda: False) -> None:
@@ -703,12 +675,12 @@ class RolloutBuffer:
         order in which they begin.
         Returns: probes of the weights, and the number of prompts that were drawn.
         """
-        settings, report = self._settings, self._report
+        config, report, per_step = self._config, self._report, self._plan.prompts_per_step
         self._drop_old(version)
-        steps_ahead = min(settings.max_staleness, settings.total_steps - step)
-        most = math.ceil(settings.groups_per_step * (1 + steps_ahead) * (1.0 + settings.oversampling))
-        if settings.group_filter is None:  # no more than is ever learned from
-            most = min(most, settings.groups_per_step * (settings.total_steps - step + 1))
+        steps_ahead = min(config.algorithm.max_staleness, self._plan.total_steps - step)
+        most = math.ceil(per_step * (1 + steps_ahead) * (1.0 + config.worker.rollout.oversampling))
+        if not config.algorithm.online_filtering:  # no more than is ever learned from
+            most = min(most, per_step * (self._plan.total_steps - step + 1))
         known = {group.prompt.prompt_id for group in self._ready}
         known |= {each.prompt.prompt_id for each in self._unfinished}
         new = self._draw(max(0, most - len(self._ready) - len(self._unfinished)), known, report.phase)
@@ -727,7 +699,7 @@ class RolloutBuffer:
 
     def _fly(self, step: int, version: int, work: Sequence[Work]) -> _Flight:
         """Begin to sample work in a thread, until it is interrupted."""
-        settings = self._settings
+        per_step = self._plan.prompts_per_step
         ended: deque[RolloutGroup] = deque()
         interruption = Interruption()
         until = Until(len(work), 0, tuple(each.completions for each in work), interruption)
@@ -743,13 +715,13 @@ class RolloutBuffer:
                     step=step,
                     phase=phase,
                     on_scored=ended.append,
-                    min_counted=settings.groups_per_step * self._sampling.n,
+                    min_counted=per_step * self._sampling.n,
                 )
 
         return _Flight(
             version=version,
             begun={each.prompt.prompt_id: each for each in work},
-            max_failed=0 if self._has_failed else settings.groups_per_step - 1,
+            max_failed=0 if self._has_failed else per_step - 1,
             ended=ended,
             interruption=interruption,
             call=SamplingCall(step, sample),

@@ -7,46 +7,30 @@ place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from trigon.algorithms.group_filter import GroupClass, classify_groups
+from trigon.config.schema import AlgorithmConfig
 from trigon.errors import RewardError
 from trigon.metrics import Metrics, mean_of
 from trigon.system.suggestions import did_you_mean
 from trigon.types import RolloutGroup
 
 
-@dataclass(frozen=True, slots=True)
-class GroupFilter:
-    """Keeps groups whose mean score `key` lies strictly between low and high.
-
-    prompts_per_round: prompts sampled at a time. max_rounds: per step; 0: no limit.
-    keep_surplus: use groups beyond the batch size in the next step; otherwise they are dropped.
-    """
-
-    key: str
-    low: float
-    high: float
-    prompts_per_round: int
-    max_rounds: int
-    keep_surplus: bool
-
-
-def label_groups(groups: Sequence[RolloutGroup], group_filter: GroupFilter) -> tuple[list[GroupClass], Metrics]:
+def label_groups(groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig) -> tuple[list[GroupClass], Metrics]:
     """Return the class of each group, and the fraction of each class.
 
-    Raises: RewardError if a score has no number of the filter's key.
+    Raises: RewardError if a score has no number of filter_key.
     """
     values = torch.tensor(
-        [[rollout.score.parts.get(group_filter.key, torch.nan) for rollout in group.rollouts] for group in groups],
+        [[rollout.score.parts.get(algorithm.filter_key, torch.nan) for rollout in group.rollouts] for group in groups],
         dtype=torch.float64,  # so that a bound of 0.1 equals the 0.1 that a reward function returns
     )
     valid = torch.tensor([[rollout.score.outcome == "ok" for rollout in group.rollouts] for group in groups])
     if bool((valid & values.isnan()).any()):
-        raise RewardError(_unknown_key(groups, group_filter.key))
-    labels = classify_groups(values, valid, low=group_filter.low, high=group_filter.high)
+        raise RewardError(_unknown_key(groups, algorithm.filter_key))
+    labels = classify_groups(values, valid, low=algorithm.filter_low, high=algorithm.filter_high)
     return labels, {
         "filter/kept_fraction": mean_of(float(label == "kept") for label in labels),
         "filter/low_fraction": mean_of(float(label == "low") for label in labels),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ from trigon.algorithms.reduce import Denominators, count_denominators
 from trigon.algorithms.unread import UnreadMetrics, read_metrics
 from trigon.config.plan import ModelPlan
 from trigon.config.schema import Config, OptimConfig, TrainedConfig
-from trigon.data.packing import Positions
+from trigon.data.packing import Positions, by_owner
 from trigon.errors import ModelError, NotFiniteError
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum
 from trigon.models.features import VisionFeatureCache
@@ -31,7 +32,6 @@ from trigon.training.memory import free_cached_memory
 from trigon.training.optim import Schedule, make_optimizer, move_states, on_this_rank, state_bytes, update_bytes
 from trigon.training.placement import Placement
 from trigon.training.protocol import SKIPPED_GRAD_NORM, LoadPixels, Sizes
-from trigon.training.recorded import RecordedOutputs
 from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
 from trigon.training.step import Reference, idle_backward, micro_batch_backward, to_device
 from trigon.training.update_plan import AppliedUpdate, UpdatePlan, has_gradient, plan_update
@@ -508,3 +508,37 @@ class LocalTrainEngine:
             self._policy.to(self._device)
         if optimizer and self._offload_optimizer:
             move_states(self._trained.optimizer, self._device)
+
+
+class RecordedOutputs:
+    """Collects the outputs of the rows that contain recorded groups."""
+
+    def __init__(self, plan: UpdatePlan, recorded: Collection[int]) -> None:
+        """Collect of this update. recorded: indices among all groups of this rank."""
+        self._plan = plan
+        self._recorded = {place: index for place, index in enumerate(plan.indices) if index in recorded}
+        self._rows: dict[int, Tensor] = {}  # by the number of the batch: [2, S]
+
+    def receiver(self, number: int) -> Callable[[TokenLogprobs], None] | None:
+        """Return what receives the outputs of a batch; None if it has no recorded group."""
+        if any(group in self._recorded for group, _ in self._plan.batches[number].owners):
+            return partial(self._receive, number)
+        return None
+
+    def by_group(self) -> dict[int, list[TokenLogprobs]]:
+        """Return the outputs of each recorded group that has a gradient, by its index.
+
+        Called after the device has finished the passes. Tensors float32 [R] on the CPU.
+        """
+        batches = [self._plan.batches[number] for number in self._rows]
+        owned = by_owner(batches, list(self._rows.values()))
+        outputs: dict[int, list[TokenLogprobs]] = {index: [] for index in self._recorded.values()}
+        for place, number in sorted(owned):
+            if place in self._recorded:
+                logprobs, entropy = owned[place, number]
+                outputs[self._recorded[place]].append(TokenLogprobs(logprobs, entropy, None))
+        return outputs
+
+    def _receive(self, number: int, outputs: TokenLogprobs) -> None:
+        stacked = torch.stack([outputs.logprobs.detach().float(), outputs.entropy.detach().float()])
+        self._rows[number] = stacked.to("cpu", non_blocking=True)  # into pinned memory

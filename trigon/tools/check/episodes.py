@@ -25,7 +25,7 @@ def check_code(subject: Subject) -> Findings:
     parts, pool = episodes
     pool.ready()
     rollout = subject.given.worker.rollout
-    turns = f"at most {rollout.max_turns} turns, in messages of the role {parts.options.observation_role}"
+    turns = f"at most {rollout.max_turns} turns, in messages of the role {rollout.role_of_observations}"
     if parts.code.environment is not None:
         return Findings(f"{rollout.environment}; {turns}")
     return Findings(f"{', '.join(rollout.tools)}, called in the format {parts.code.tool_format}; {turns}")

@@ -1,0 +1,17 @@
+"""Configurations of tests, by the last parts of the names of options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trigon.config.options import options, with_options
+from trigon.config.schema import Config
+
+NAMES = {option.path[-1]: option.name for option in reversed(options().values())}
+"""The first option in the order of the schema of each last part: lr is that of worker.actor."""
+
+
+def with_short(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return a configuration with options, by the last parts of their names."""
+    return with_options(config, {NAMES[name]: value for name, value in changes.items()})
