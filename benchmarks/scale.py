@@ -176,7 +176,7 @@ def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, f
             sampling = replace(make_sampling_params(config), n=shape.n, max_tokens=shape.response)
             with opened.rollout.awake(opened.trainer.weights(), version=number):
                 start = time.perf_counter()
-                answers = opened.rollout.generate(rows[: shape.prompts], sampling, step=number)
+                answers = opened.rollout.generate(rows[: shape.prompts], sampling)
                 sampled = time.perf_counter() - start
             groups = [
                 RolloutGroup(

@@ -71,7 +71,7 @@ def test_one_image_processor_call_for_each_prompt_of_a_step(engine_name, n, tiny
     before = counting.calls
     prompts_of_step = stream.take(3)
     with engine.awake(trainer.weights(), version=0):
-        completions = engine.generate(prompts_of_step, sampling, step=1)
+        completions = engine.generate(prompts_of_step, sampling)
     groups = [
         RolloutGroup(
             prompt,

@@ -36,6 +36,7 @@ from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import RolloutBuffer
+from trigon.rollout.episodes import newest_draw
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.parity import ParityCheck
 from trigon.rollout.validation import Evaluator
@@ -101,10 +102,10 @@ class RecordingEngine(FakeEngine):
             yield
         self.record.events.append("asleep")
 
-    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
         until_text = "" if until is None else f" until {until.num_groups}"
-        self.record.events.append(f"sample {len(prompts)} for {step}{until_text}")
-        return super().generate(prompts, sampling, step=step, until=until, on_progress=on_progress, on_group=on_group)
+        self.record.events.append(f"sample {len(prompts)} for {newest_draw(prompts)}{until_text}")
+        return super().generate(prompts, sampling, until=until, on_progress=on_progress, on_group=on_group)
 
 
 class RecordingTrainer(FakeTrainEngine):

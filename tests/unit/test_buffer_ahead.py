@@ -25,6 +25,7 @@ from support.fake_runs import (
 from trigon.errors import LostSamplersError, RewardError
 from trigon.loop import train
 from trigon.metrics import EffectiveShare, Max, Mean, Min, Sum
+from trigon.rollout.episodes import newest_draw
 from trigon.rollout.sampling_call import PoolClock
 from trigon.rollout.saved import groups_state, load_groups, load_metrics, metrics_state
 from trigon.system.grace import Grace
@@ -43,11 +44,11 @@ class AlwaysAwake(RecordingEngine):
             yield
         self._awake = True
 
-    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
-        if self.failure is not None and self.failure[0] == step:
+    def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
+        if self.failure is not None and self.failure[0] == newest_draw(prompts):
             error, self.failure = self.failure[1], None
             raise error
-        return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
+        return super().generate(prompts, sampling, on_progress=on_progress, on_group=on_group)
 
 
 def ahead(parts, *, complete=sometimes_right, failure=None):

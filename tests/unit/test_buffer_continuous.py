@@ -68,9 +68,9 @@ class StreamingEngine(RecordingEngine):
             yield
         self._awake = True
 
-    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
         if until is None:  # probes, and validations
-            return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
+            return super().generate(prompts, sampling, on_progress=on_progress, on_group=on_group)
         call, self.num_calls = self.num_calls, self.num_calls + 1
         if call in self.failures:
             raise self.failures[call]
@@ -96,7 +96,7 @@ class StreamingEngine(RecordingEngine):
 
         self.is_idle = False
         try:
-            rows = super().generate(prompts, sampling, step=step, until=until, on_progress=advance, on_group=receive)
+            rows = super().generate(prompts, sampling, until=until, on_progress=advance, on_group=receive)
         finally:
             self.is_idle = True
         nothing = [Completion((), (), "unfinished", "", self._version)] * sampling.n

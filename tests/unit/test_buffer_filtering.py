@@ -254,7 +254,7 @@ def test_a_completion_without_a_baseline_does_not_train(parts, tmp_path):
         """Let the greedy completion of the second prompt crash the reward function."""
         if prompt.prompt_id not in drawn:
             drawn.append(prompt.prompt_id)
-        is_greedy = seed == sample_seed(SAMPLING.seed, step=1, prompt_id=prompt.prompt_id, sample=SAMPLING.n)
+        is_greedy = seed == sample_seed(SAMPLING.seed, draw=1, prompt_id=prompt.prompt_id, sample=SAMPLING.n)
         return "crash" if is_greedy and drawn.index(prompt.prompt_id) == 1 else mixed_by_prompt(prompt, version, seed)
 
     settings = {"algorithm": AlgorithmConfig(disable_kl=True, adv_estimator="remax"), "complete": complete}

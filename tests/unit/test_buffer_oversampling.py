@@ -31,12 +31,13 @@ from trigon.errors import BadRow, EngineError, RolloutError
 from trigon.loop import train
 from trigon.metrics import values
 from trigon.report.console import Console
+from trigon.rollout.episodes import newest_draw
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.parity import ended_in_step
 from trigon.rollout.protocol import Until, Work
 from trigon.rollout.restart import RestartingEngine
 from trigon.rollout.saved import completion_state, groups_state, load_completion, load_groups, load_work, work_state
-from trigon.rollout.seeds import sample_seed
+from trigon.rollout.seeds import sample_seed, turn_seed
 from trigon.rollout.statistics import describe_carried, describe_staleness
 from trigon.system.resuming import SAME_COMMAND
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
@@ -74,7 +75,7 @@ def test_each_token_keeps_its_version_and_its_log_probability(tokenizer, letters
     finished = []
     with first.awake(NO_WEIGHTS, version=3):
         rows = first.generate(
-            [prompt(3), prompt(9)], LONG, until=Until(1), step=4, on_group=lambda index, _: finished.append(index)
+            [prompt(3), prompt(9)], LONG, until=Until(1), on_group=lambda index, _: finished.append(index)
         )
     assert finished == [0]
     assert [each.finish_reason for row in rows for each in row] == ["stop", "stop", "unfinished", "unfinished"]
@@ -82,7 +83,7 @@ def test_each_token_keeps_its_version_and_its_log_probability(tokenizer, letters
     assert (len(begun.token_ids), begun.sampling_logprobs, begun.text) == (4, (-1.0,) * 4, "")
     assert begun.version_runs == ((3, 4),)
     with second.awake(NO_WEIGHTS, version=4):
-        [row] = second.generate([prompt(9)], LONG, until=Until(1, begun=(tuple(rows[1]),)), step=5)
+        [row] = second.generate([prompt(9)], LONG, until=Until(1, begun=(tuple(rows[1]),)))
     for completion in row:
         assert completion.token_ids[:4] == begun.token_ids
         assert len(completion.token_ids) == 10
@@ -97,18 +98,18 @@ def test_each_token_keeps_its_version_and_its_log_probability(tokenizer, letters
 
 def test_a_completion_goes_on_twice_and_under_the_same_weights_as_one(tokenizer, letters):
     fake, begun = engine(tokenizer, letters), ()
-    for step in (1, 2, 4):
-        with fake.awake(NO_WEIGHTS, version=(0, 0, 1)[step // 2]):
-            rows = fake.generate([prompt(2), prompt(9)], LONG, until=Until(1, begun=begun), step=step)
+    for version in (0, 0, 1):
+        with fake.awake(NO_WEIGHTS, version=version):
+            rows = fake.generate([prompt(2), prompt(9)], LONG, until=Until(1, begun=begun))
         begun = ((), tuple(rows[1]))
     assert begun[1][0].version_runs == ((0, 8), (1, 2))
     with fake.awake(NO_WEIGHTS, version=1):
-        [whole] = fake.generate([prompt(9)], LONG, step=4)
+        [whole] = fake.generate([prompt(9)], LONG)
     assert begun[1][0].token_ids == whole[0].token_ids
     assert begun[1][0].finish_reason == "stop"
 
 
-def test_what_goes_on_has_the_seed_of_the_step_in_which_it_does(tokenizer):
+def test_what_goes_on_has_a_seed_of_its_own(tokenizer):
     seeds = []
 
     def complete(so_far, version, seed):
@@ -117,21 +118,20 @@ def test_what_goes_on_has_the_seed_of_the_step_in_which_it_does(tokenizer):
 
     fake = engine(tokenizer, complete)
     with fake.awake(NO_WEIGHTS, version=0):
-        rows = fake.generate([prompt(0)], LONG, until=Until(1, num_required=1), step=1)
+        rows = fake.generate([prompt(0)], LONG, until=Until(1, num_required=1))
         begun = tuple(replace(each, finish_reason="unfinished") for each in rows[0])
-        fake.generate([prompt(0)], LONG, until=Until(1, begun=(begun,)), step=2)
-    expected = [
-        sample_seed(LONG.seed, step=step, prompt_id="train:0", sample=sample) for step in (1, 2) for sample in (0, 1)
-    ]
-    assert seeds == expected
+        fake.generate([prompt(0)], LONG, until=Until(1, begun=(begun,)))
+    first = [sample_seed(LONG.seed, draw=0, prompt_id="train:0", sample=sample) for sample in (0, 1)]
+    assert seeds == [*first, *(turn_seed(seed, 0, num_begun=len(begun[0].token_ids)) for seed in first)]
+    assert len(set(seeds)) == 4
 
 
 def test_what_goes_on_has_the_tokens_that_are_left(tokenizer, letters):
     fake = engine(tokenizer, letters)
     limited = replace(LONG, max_tokens=6)
     with fake.awake(NO_WEIGHTS, version=0):
-        rows = fake.generate([prompt(1), prompt(30)], limited, until=Until(1), step=1)
-        [row] = fake.generate([prompt(30)], limited, until=Until(1, begun=(tuple(rows[1]),)), step=2)
+        rows = fake.generate([prompt(1), prompt(30)], limited, until=Until(1))
+        [row] = fake.generate([prompt(30)], limited, until=Until(1, begun=(tuple(rows[1]),)))
     assert [len(each.token_ids) for each in [*rows[1], *row]] == [2, 2, 6, 6]
     assert {each.finish_reason for each in row} == {"length"}
 
@@ -139,12 +139,12 @@ def test_what_goes_on_has_the_tokens_that_are_left(tokenizer, letters):
 def test_completions_that_have_ended_stay_while_others_of_their_group_go_on(tokenizer, letters):
     fake = engine(tokenizer, letters)
     with fake.awake(NO_WEIGHTS, version=0):
-        [ended] = fake.generate([prompt(5)], replace(LONG, n=1), step=1)
+        [ended] = fake.generate([prompt(5)], replace(LONG, n=1))
     begun = (ended[0], replace(ended[0], token_ids=(), sampling_logprobs=(), finish_reason="unfinished", turns=()))
     reported = []
     with fake.awake(NO_WEIGHTS, version=1):
         [row] = fake.generate(
-            [prompt(5)], LONG, until=Until(1, begun=(begun,)), step=2, on_group=lambda *group: reported.append(group)
+            [prompt(5)], LONG, until=Until(1, begun=(begun,)), on_group=lambda *group: reported.append(group)
         )
     assert row[0] == ended[0]
     assert row[1] == replace(ended[0], policy_version=1)
@@ -155,8 +155,8 @@ def test_required_groups_are_waited_for(tokenizer, letters):
     fake = engine(tokenizer, letters)
     prompts = [prompt(20), prompt(2), prompt(30)]
     with fake.awake(NO_WEIGHTS, version=0):
-        rows = fake.generate(prompts, LONG, until=Until(1, num_required=1), step=1)
-        none = fake.generate(prompts, LONG, until=Until(0), step=1)
+        rows = fake.generate(prompts, LONG, until=Until(1, num_required=1))
+        none = fake.generate(prompts, LONG, until=Until(0))
     assert [row[0].finish_reason for row in rows] == ["stop", "stop", "unfinished"]
     assert [len(each.token_ids) for row in none for each in row] == [0] * 6
     assert {each.finish_reason for row in none for each in row} == {"unfinished"}
@@ -164,7 +164,7 @@ def test_required_groups_are_waited_for(tokenizer, letters):
 
 def test_a_worker_returns_a_group_that_failed_while_others_of_it_were_sampled(tokenizer, letters, monkeypatch):
     """Prompt 9: its first completion fails, and the second is pending when sampling stops."""
-    failing = sample_seed(LONG.seed, step=4, prompt_id="train:9", sample=0)
+    failing = sample_seed(LONG.seed, draw=0, prompt_id="train:9", sample=0)
 
     def complete(so_far, version, seed):  # a worker's prompts have no ground truth
         so_far = replace(so_far, ground_truth=so_far.prompt_id.removeprefix("train:"))
@@ -176,8 +176,8 @@ def test_a_worker_returns_a_group_that_failed_while_others_of_it_were_sampled(to
     worker = Worker(0)
     worker._engines = WorkerEngines(None, None, fake, None, replica_rank=0)
     with fake.awake(NO_WEIGHTS, version=3):
-        expected = fake.generate(prompts, LONG, until=until, step=4)
-        worker.generate(pack((for_sampling(prompts, with_rows=False), until)), LONG, 4, 1)
+        expected = fake.generate(prompts, LONG, until=until)
+        worker.generate(pack((for_sampling(prompts, with_rows=False), until)), LONG, 1)
     assert [[each.finish_reason for each in row] for row in expected] == [["stop"] * 2, [], ["unfinished"] * 2]
 
     group = SimpleNamespace(receive=lambda message, phase: unpack(message), processed=SimpleNamespace(add=lambda *_: 0))
@@ -218,8 +218,8 @@ def test_an_engine_that_fails_is_started_anew_and_goes_on_with_the_same_tokens(t
         )
         restarting = RestartingEngine(fake, warn=warned.append, same_command=SAME_COMMAND)
         with restarting.awake(NO_WEIGHTS, version=0):
-            rows = restarting.generate([prompt(3), prompt(30)], LONG, until=Until(1), step=1)
-            return restarting.generate([prompt(30)], LONG, until=Until(1, begun=(tuple(rows[1]),)), step=2)
+            rows = restarting.generate([prompt(3), prompt(30)], LONG, until=Until(1))
+            return restarting.generate([prompt(30)], LONG, until=Until(1, begun=(tuple(rows[1]),)))
 
     warned = []
     expected = sample(type("Restartable", (FakeEngine,), {"restart": FailingEngine.restart}))
@@ -353,7 +353,7 @@ def test_each_rank_gets_the_carried_tokens_of_its_replica_alone():
         call_all=call_all,
     )
     rollout = WorkersRolloutEngine(group, tensor_parallel_size=2)
-    rows = rollout.generate(prompts, replace(LONG, n=1), until=Until(2, num_required=1, begun=begun), step=2)
+    rows = rollout.generate(prompts, replace(LONG, n=1), until=Until(2, num_required=1, begun=begun))
     assert [row[0].token_ids for row in rows] == [(0, 0), (1, 1), (2, 2)]
     _, _, per_rank = calls[0]
     assert len(put) == 2
@@ -527,9 +527,9 @@ def test_a_step_with_no_complete_group_is_an_error_of_the_engine(parts, tmp_path
     class NoneComplete(FakeEngine):
         """The groups of one replica failed, and the others had none to complete."""
 
-        def generate(self, prompts, sampling, *, step, **options):
-            if step == 0:  # a validation
-                return super().generate(prompts, sampling, step=step, **options)
+        def generate(self, prompts, sampling, **options):
+            if newest_draw(prompts) == 0:  # a validation
+                return super().generate(prompts, sampling, **options)
             unfinished = [Completion((), (), "unfinished", "", 0)] * sampling.n
             return [[] if index % 2 else unfinished for index in range(len(prompts))]
 

@@ -89,7 +89,7 @@ def engine(processors, environments, complete, *, tokens_per_step=1, **changes):
 
 def generate(fake, prompts=PROMPTS, sampling=SAMPLING, *, version=3, **options):
     with fake.awake(NO_WEIGHTS, version=version):
-        return fake.generate(prompts, sampling, step=5, **options)
+        return fake.generate(prompts, sampling, **options)
 
 
 def interrupted(fake, kind, *, after, prompts=PROMPTS, begun=(), when=None, **options):
@@ -357,7 +357,7 @@ def test_an_error_in_a_call_stops_also_what_it_continues(processors, complete, c
 
 
 def test_the_others_of_a_prompt_that_fails_are_stopped(processors, complete):
-    failing = sample_seed(SAMPLING.seed, step=5, prompt_id="train:1", sample=0)
+    failing = sample_seed(SAMPLING.seed, draw=0, prompt_id="train:1", sample=0)
     environments = LocalEnvironments(answer)
     fake = engine(
         processors,
@@ -581,7 +581,7 @@ def test_begun_episodes_return_to_the_replica_that_has_them(processors, complete
 
         def sample(numbers, until=None):
             chosen = [prompts[number] for number in numbers]
-            return dict(zip(numbers, rollout.generate(chosen, SAMPLING, step=5, until=until), strict=True))
+            return dict(zip(numbers, rollout.generate(chosen, SAMPLING, until=until), strict=True))
 
         whole = sample(range(6))
         assert [row[0].replica for row in whole.values()] == [0, 1, 0, 1, 0, 1]

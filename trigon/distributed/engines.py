@@ -274,7 +274,6 @@ class WorkersRolloutEngine:
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         *,
-        step: int,
         until: Until | None = None,
         on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
@@ -307,7 +306,6 @@ class WorkersRolloutEngine:
         worker_group.call_all(
             Worker.generate,
             sampling,
-            step,
             generation,
             per_rank=[payloads[rank // replica_size] for rank in range(num_workers)],
             phase="rollout",

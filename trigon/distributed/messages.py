@@ -142,7 +142,16 @@ def for_update(groups: Iterable[TrainGroup]) -> list[TrainGroup]:
 
 
 def _bare_prompt(prompt: Prompt) -> Prompt:
-    return Prompt(prompt.prompt_id, prompt.token_ids, prompt.vision, text="", ground_truth=None, row={}, image_refs=())
+    return Prompt(
+        prompt.prompt_id,
+        prompt.token_ids,
+        prompt.vision,
+        text="",
+        ground_truth=None,
+        row={},
+        image_refs=(),
+        draw=prompt.draw,
+    )
 
 
 def _bare_completion(completion: Completion) -> Completion:

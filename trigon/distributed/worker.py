@@ -275,7 +275,7 @@ class Worker:
 
     # -- sampling --
 
-    def generate(self, message: Message, sampling: SamplingParams, step: int, generation: int) -> None:
+    def generate(self, message: Message, sampling: SamplingParams, generation: int) -> None:
         """Sample completions, which the heartbeats that request this generation number return.
 
         message: prompts, and when the call stops before all completions have ended (Until, or
@@ -298,7 +298,6 @@ class Worker:
         rows = self._rollout.generate(
             self._with_pixels(prompts),
             sampling,
-            step=step,
             until=until,
             on_progress=report_progress,
             on_group=report_group,
