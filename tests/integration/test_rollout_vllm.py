@@ -408,7 +408,7 @@ def test_weights_are_read_in_the_dtype_of_vllm_with_the_same_completions(tiny_mo
         dtypes.append(dtype)
         return policy.named_weights(dtype)
 
-    engine = make_vllm_engine(folder, processors, dtype=torch.bfloat16)
+    engine = make_vllm_engine(folder, processors, dtype="bf16")
     try:
         with engine.awake(LocalWeights(read), version=0):
             rounded = engine.generate(prompts[2:], SAMPLING)

@@ -17,8 +17,6 @@ import types
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from support.rollout import make_vllm_settings
 from trigon.models.load import Processors, load_processors
 from trigon.rollout.vllm.arguments import engine_arguments
@@ -62,7 +60,7 @@ def pretend_h100() -> None:
 def describe(vllm: Any, folder: Path, processors: Processors, changes: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of vLLM's configuration that follow from Trigon's arguments."""
     settings = make_vllm_settings(
-        folder, **({"device": "cuda", "dtype": torch.bfloat16, "max_num_batched_tokens": 8192} | changes)
+        folder, **({"device": "cuda", "dtype": "bf16", "max_num_batched_tokens": 8192} | changes)
     )
     os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # of another row
     choose_model_runner(settings.model_runner, "cuda")

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support.options import with_short
+from trigon.config.schema import Config
 from trigon.models.load import Processors
 from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.transformers import TransformersEngine
@@ -18,28 +20,24 @@ from trigon.rollout.vllm import VllmEngine, VllmSettings
 from trigon.system.trace import DecodeTracer
 from trigon.types import LocalWeights, NamedTensors, Prompt
 
+ROLLOUT = {
+    "dtype": "fp32",
+    "max_model_len": 256,
+    "max_num_batched_tokens": 1024,
+    "max_num_seqs": 128,
+    "gpu_memory_utilization": 0.5,
+    "enforce_eager": True,
+    "enable_chunked_prefill": False,
+    "limit_images": 1,
+    "seed": 0,
+}
+
 
 def make_vllm_settings(folder: Path | str, **changes: Any) -> VllmSettings:
-    """Return settings for the CPU, with these fields changed."""
-    defaults: dict[str, Any] = {
-        "model_folder": Path(folder),
-        "device": "cpu",
-        "dtype": torch.float32,
-        "max_model_len": 256,
-        "max_num_batched_tokens": 1024,
-        "max_num_seqs": 128,
-        "gpu_memory_utilization": 0.5,
-        "enforce_eager": True,
-        "enable_chunked_prefill": False,
-        "enable_prefix_caching": True,
-        "limit_images": 1,
-        "seed": 0,
-        "trust_remote_code": False,
-        "override_config": {},
-        "skip_special_tokens": True,
-        "disable_log_stats": True,
-    }
-    return VllmSettings(**(defaults | changes))
+    """Return settings for the CPU, with these fields, or options of the engine, changed."""
+    own = {"device": "cpu"} | {name: changes.pop(name) for name in VllmSettings.__slots__ if name in changes}
+    config = with_short(Config(worker={"rollout": ROLLOUT | {"seed": changes.pop("seed", 0)}}), changes)
+    return VllmSettings(config=config, model_folder=Path(folder), **own)
 
 
 def make_vllm_engine(

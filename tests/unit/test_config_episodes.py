@@ -1,14 +1,17 @@
 """What is made of the options of environments and tools."""
 
+from pathlib import Path
+
 import pytest
 
 from support import chat_templates
 from support.chat_templates import with_template
 from support.models import processors_of
-from trigon.assemble.episodes import check_chat_template, engine_limit_images
+from trigon.assemble.episodes import check_chat_template
 from trigon.config.load import load_config
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
+from trigon.rollout.vllm.arguments import VllmSettings
 
 NEEDED = (
     "data.train_files=owner/train",
@@ -39,7 +42,7 @@ def test_observations_have_the_role_of_what_sends_them_and_bring_any_number_of_i
     found = config.worker.rollout
     assert found.has_episodes is bool(options)
     assert (found.role_of_observations, found.role_of_tools) == roles
-    assert engine_limit_images(config) == limit_images
+    assert VllmSettings(config, Path("model"), "cpu").limit_images == limit_images
 
 
 def test_a_chat_template_that_changes_earlier_turns_is_refused_before_anything_runs(tiny_model):

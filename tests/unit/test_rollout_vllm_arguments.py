@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,7 +103,7 @@ def test_the_configured_values_are_passed_on(tiny_model):
     settings = make_vllm_settings(
         tiny_model("qwen2"),
         device="cuda",
-        dtype=torch.bfloat16,
+        dtype="bf16",
         enforce_eager=True,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.7,
@@ -175,13 +174,11 @@ def test_the_model_runner_is_chosen_by_an_environment_variable(monkeypatch, mode
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == variable
 
 
-def test_there_are_no_more_sequences_than_tokens_of_a_forward_pass(tiny_model):
-    settings = make_vllm_settings(
-        "MODEL", device="cuda", enable_chunked_prefill=True, max_num_seqs=1024, max_num_batched_tokens=512
-    )
-    processors = processors_of(tiny_model("qwen2"))
-    assert engine_arguments(settings, processors)["max_num_seqs"] == 512
-    assert engine_arguments(replace(settings, max_num_seqs=300), processors)["max_num_seqs"] == 300
+@pytest.mark.parametrize(("configured", "passed"), [(1024, 512), (300, 300)])
+def test_there_are_no_more_sequences_than_tokens_of_a_forward_pass(tiny_model, configured, passed):
+    options = {"enable_chunked_prefill": True, "max_num_batched_tokens": 512}
+    settings = make_vllm_settings("MODEL", device="cuda", max_num_seqs=configured, **options)
+    assert engine_arguments(settings, processors_of(tiny_model("qwen2")))["max_num_seqs"] == passed
 
 
 @pytest.mark.parametrize(
@@ -207,8 +204,8 @@ def test_the_cache_on_the_cpu_is_at_most_one_gibibyte(tiny_model):
     processors = processors_of(tiny_model("qwen2"))
     settings = make_vllm_settings("MODEL")
     assert cpu_cache_bytes(settings, processors) == CPU_CACHE_BYTES
-    assert cpu_cache_bytes(replace(settings, dtype=torch.bfloat16), processors) == CPU_CACHE_BYTES // 2
-    assert cpu_cache_bytes(replace(settings, max_model_len=100_000), processors) == 2**30
+    assert cpu_cache_bytes(make_vllm_settings("MODEL", dtype="bf16"), processors) == CPU_CACHE_BYTES // 2
+    assert cpu_cache_bytes(make_vllm_settings("MODEL", max_model_len=100_000), processors) == 2**30
 
 
 @pytest.mark.extended

@@ -13,7 +13,7 @@ import torch
 
 from trigon.assemble.critic import open_critic
 from trigon.assemble.data import open_images
-from trigon.assemble.episodes import EpisodeParts, engine_limit_images, open_episodes
+from trigon.assemble.episodes import EpisodeParts, open_episodes
 from trigon.assemble.models import DevicePlacement, choose_device, open_models
 from trigon.assemble.options import model_path
 from trigon.assemble.recorded import recorded_settings
@@ -174,30 +174,13 @@ def open_rollout(
             from trigon.rollout.vllm import VllmEngine, VllmSettings
 
             settings = VllmSettings(
-                model_folder=model_folder(model_path(config)),
-                device=place.device_type,
-                dtype=DTYPES[rollout.dtype],
-                max_model_len=config.context_length,
-                max_num_batched_tokens=rollout.max_num_batched_tokens,
-                gpu_memory_utilization=rollout.gpu_memory_utilization,
-                enforce_eager=rollout.enforce_eager,
-                max_num_seqs=config.worker.rollout.max_num_seqs_on(place.device_type),
-                enable_chunked_prefill=config.worker.rollout.chunks_prefill_on(place.device_type),
-                # Of all ranks of a replica, also those that have no environments.
-                enable_prefix_caching=rollout.enable_prefix_caching or config.worker.rollout.has_episodes,
-                limit_images=engine_limit_images(config),
-                seed=rollout.seed,
-                trust_remote_code=model.trust_remote_code,
-                override_config=model.override_config,
-                skip_special_tokens=config.worker.reward.skip_special_tokens,
-                disable_log_stats=rollout.disable_log_stats,
+                config,
+                model_folder(model_path(config)),
+                place.device_type,
                 tensor_parallel_size=(
                     None if isinstance(place.process_group, SingleProcess) else rollout.tensor_parallel_size
                 ),
                 shows_videos=shows_videos,
-                model_runner=None if rollout.model_runner == "auto" else rollout.model_runner,
-                async_scheduling=rollout.async_scheduling,
-                weight_check_freq=rollout.weight_check_freq,
                 stays_awake=trainer is None,
             )
             return VllmEngine(settings, processors, episodes, tracer=tracer)

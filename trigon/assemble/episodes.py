@@ -194,11 +194,3 @@ def check_chat_template(config: Config, processors: Processors, *, schemas: Sequ
         template.check([rollout.role_of_observations], opens=rollout.environment is not None)
         if rollout.tools and rollout.role_of_tools != rollout.role_of_observations:
             template.check([rollout.role_of_tools])
-
-
-def engine_limit_images(config: Config) -> int:
-    """Return how many images a sequence of the rollout engine may have; 0: any number.
-
-    With episodes any number: observations bring more than the prompts, of which limit_images is.
-    """
-    return 0 if config.worker.rollout.has_episodes else config.worker.rollout.limit_images

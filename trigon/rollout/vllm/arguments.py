@@ -5,15 +5,15 @@ Pure: starts nothing and does not import vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from trigon.config.names import DeviceType
+from trigon.config.schema import Config, RolloutConfig
 from trigon.models.dimensions import head_dim
+from trigon.models.dtypes import DTYPES
 from trigon.models.load import Processors
 
 ModelRunner = Literal["v1", "v2"]
@@ -39,56 +39,46 @@ GRAPH_STRIDE = 16
 class VllmSettings:
     """How VllmEngine starts vLLM, and how it decodes completions.
 
+    config: above all its worker.rollout.
     model_folder: a local folder with config.json and *.safetensors (models.load.model_folder).
     device: the device for which the installed vLLM was built.
-    dtype: of weights, activations and KV cache.
-    max_model_len: most tokens of a prompt and its completion together.
-    max_num_batched_tokens: most tokens of all requests in one forward pass; see batched_tokens.
-    max_num_seqs: most sequences in one forward pass.
-    model_runner: vLLM's model runner on a GPU; None: vLLM's choice.
-    async_scheduling: schedule a forward pass on a GPU while the last one runs; None: vLLM's choice.
-    gpu_memory_utilization: fraction of the GPU's memory that vLLM may hold while awake. Not used on
-        the CPU, see cpu_cache_bytes.
-    enforce_eager: neither compile the model nor record CUDA graphs. Always so on the CPU.
-    enable_chunked_prefill: let vLLM split prompts over forward passes; see splits_prompts.
-    enable_prefix_caching: share the KV cache of equal prefixes between requests.
-    limit_images: most images of one prompt. 0: no limit.
-    seed: of vLLM's own random generators. Completions do not depend on it; see rollout/seeds.py.
-    trust_remote_code: allow Python code from the model folder.
-    override_config: keys of config.json to replace.
-    skip_special_tokens: leave special tokens out of Completion.text.
-    disable_log_stats: do not collect vLLM's own statistics.
     tensor_parallel_size: consecutive ranks of torch.distributed's default process group that hold
         one copy of the model together; all of them must make the same calls. None: one process.
     shows_videos: whether prompts may have videos, for which vLLM then reserves memory.
-    weight_check_freq: the checksums of the weights are compared with the trainer's at every version
-        that is a multiple of it; 0: never.
     stays_awake: keep the memory of a GPU while the engine sleeps, with its weights: no trainer is
         on the device.
     """
 
+    config: Config
     model_folder: Path
     device: DeviceType
-    dtype: torch.dtype
-    max_model_len: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    gpu_memory_utilization: float
-    enforce_eager: bool
-    enable_chunked_prefill: bool
-    enable_prefix_caching: bool
-    limit_images: int
-    seed: int
-    trust_remote_code: bool
-    override_config: Mapping[str, Any]
-    skip_special_tokens: bool
-    disable_log_stats: bool
     tensor_parallel_size: int | None = None
     shows_videos: bool = False
-    model_runner: ModelRunner | None = None
-    async_scheduling: bool | None = None
-    weight_check_freq: int = 1
     stays_awake: bool = False
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """The section of the engine."""
+        return self.config.worker.rollout
+
+    @property
+    def model_runner(self) -> ModelRunner | None:
+        """vLLM's model runner on a GPU; None is vLLM's choice."""
+        runner = self.rollout.model_runner
+        return None if runner == "auto" else runner
+
+    @property
+    def skip_special_tokens(self) -> bool:
+        """Whether special tokens are left out of Completion.text."""
+        return self.config.worker.reward.skip_special_tokens
+
+    @property
+    def limit_images(self) -> int:
+        """The most images of a sequence; 0 is any number.
+
+        With episodes any number: observations bring more than the prompts, which the option limits.
+        """
+        return 0 if self.rollout.has_episodes else self.rollout.limit_images
 
     @property
     def frees_memory(self) -> bool:
@@ -100,33 +90,39 @@ class VllmSettings:
 
         restarted: they are the first ones of an engine that was started anew after a failure.
         """
-        return self.weight_check_freq > 0 and (restarted or version % self.weight_check_freq == 0)
+        every = self.rollout.weight_check_freq
+        return every > 0 and (restarted or version % every == 0)
 
 
 def engine_arguments(
-    settings: VllmSettings, processors: Processors, *, checkpoint_names: Collection[str] = ()
+    settings: VllmSettings,
+    processors: Processors,
+    *,
+    checkpoint_names: Collection[str] = (),
+    has_episodes: bool = False,
 ) -> dict[str, Any]:
     """Return the keyword arguments of vllm.EngineArgs.
 
-    checkpoint_names: of the tensors in the model folder; see reads_checkpoint.
+    checkpoint_names: of the tensors in the model folder; see reads_checkpoint. has_episodes: a turn
+    should compute its observation only, so that prefixes are always cached.
     """
-    on_cpu = settings.device == "cpu"
+    rollout, model, on_cpu = settings.rollout, settings.config.worker.actor.model, settings.device == "cpu"
     arguments: dict[str, Any] = {
         "model": str(settings.model_folder),
         "tokenizer": str(processors.tokenizer.name_or_path),  # that of the run, which decodes stop strings
-        "dtype": settings.dtype,
-        "max_model_len": settings.max_model_len,
+        "dtype": DTYPES[rollout.dtype],
+        "max_model_len": settings.config.context_length,
         "max_num_batched_tokens": batched_tokens(settings),
         # vLLM allows no more sequences than tokens of a forward pass.
-        "max_num_seqs": min(settings.max_num_seqs, batched_tokens(settings)),
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "max_num_seqs": min(rollout.max_num_seqs_on(settings.device), batched_tokens(settings)),
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "block_size": CPU_BLOCK_TOKENS if on_cpu else None,
         "kv_cache_memory_bytes": cpu_cache_bytes(settings, processors) if on_cpu else None,
         "load_format": "auto" if reads_checkpoint(settings, processors, checkpoint_names) else "dummy",
-        "enforce_eager": settings.enforce_eager or on_cpu,
-        "async_scheduling": None if on_cpu else settings.async_scheduling,
+        "enforce_eager": rollout.enforce_eager or on_cpu,
+        "async_scheduling": None if on_cpu else rollout.async_scheduling,
         "enable_chunked_prefill": splits_prompts(settings),
-        "enable_prefix_caching": settings.enable_prefix_caching,
+        "enable_prefix_caching": rollout.enable_prefix_caching or rollout.has_episodes or has_episodes,
         "enable_sleep_mode": settings.frees_memory,
         # external_launcher takes its rank from RANK and LOCAL_RANK, in the process group that
         # exists already.
@@ -136,11 +132,11 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",
         # Without the sampling defaults of the model's generation_config.json.
         "generation_config": "vllm",
-        "hf_overrides": dict(settings.override_config),
-        "trust_remote_code": settings.trust_remote_code,
-        "disable_log_stats": settings.disable_log_stats,
+        "hf_overrides": dict(model.override_config),
+        "trust_remote_code": model.trust_remote_code,
+        "disable_log_stats": rollout.disable_log_stats,
         "use_tqdm_on_load": False,
-        "seed": settings.seed,
+        "seed": rollout.seed,
     }
     compilation: dict[str, Any] = {}
     if not (arguments["enforce_eager"] or arguments["max_num_seqs"] <= LARGEST_DEFAULT_GRAPH):
@@ -176,7 +172,7 @@ def splits_prompts(settings: VllmSettings) -> bool:
     Never on the CPU: there vLLM 0.32 fails at a seeded request whose prompt it has split ("CPU
     Generator does not use offset").
     """
-    return settings.enable_chunked_prefill and settings.device == "cuda"
+    return settings.device == "cuda" and settings.rollout.chunks_prefill_on(settings.device)
 
 
 def batched_tokens(settings: VllmSettings) -> int:
@@ -185,8 +181,8 @@ def batched_tokens(settings: VllmSettings) -> int:
     vLLM's encoder cache has room for as many tokens of images and videos, or for a largest image.
     """
     if splits_prompts(settings):
-        return settings.max_num_batched_tokens
-    return max(settings.max_num_batched_tokens, settings.max_model_len)
+        return settings.rollout.max_num_batched_tokens
+    return max(settings.rollout.max_num_batched_tokens, settings.config.context_length)
 
 
 def cpu_cache_bytes(settings: VllmSettings, processors: Processors) -> int:
@@ -197,8 +193,8 @@ def cpu_cache_bytes(settings: VllmSettings, processors: Processors) -> int:
     """
     config = processors.hf_config.get_text_config()
     width = config.num_key_value_heads * head_dim(config)
-    token_bytes = int(2 * config.num_hidden_layers * width * settings.dtype.itemsize)  # keys and values
-    return min(2**30, CPU_CACHED_SEQUENCES * (settings.max_model_len + CPU_BLOCK_TOKENS) * token_bytes)
+    token_bytes = int(2 * config.num_hidden_layers * width * DTYPES[settings.rollout.dtype].itemsize)  # keys and values
+    return min(2**30, CPU_CACHED_SEQUENCES * (settings.config.context_length + CPU_BLOCK_TOKENS) * token_bytes)
 
 
 def _collective_compilation() -> dict[str, Any]:
@@ -220,7 +216,7 @@ def _vision_arguments(settings: VllmSettings, processors: Processors) -> dict[st
     if not processors.family.tiles:
         # No larger than a prompt has room for: published limits are up to 16,384 tokens.
         side = processors.image_processor.patch_size * processors.image_processor.merge_size
-        largest = max(size["shortest_edge"], min(size["longest_edge"], settings.max_model_len * side**2))
+        largest = max(size["shortest_edge"], min(size["longest_edge"], settings.config.context_length * side**2))
         processor_arguments = {"min_pixels": size["shortest_edge"], "max_pixels": largest}
     image_limit = {"image": settings.limit_images} if settings.limit_images else {}
     return {

@@ -6,7 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -59,8 +59,6 @@ class VllmEngine:
         Raises: EngineError if vLLM is not installed, built for another device or does not start,
         and if the model folder has no safetensors.
         """
-        if episodes is not None:
-            settings = replace(settings, enable_prefix_caching=True)
         self._settings = settings
         self._episodes = Episodes(
             episodes,
@@ -85,7 +83,9 @@ class VllmEngine:
         self._memory_left: Metrics = {}  # the least while awake, since the last pop_metrics
         names = checkpoint_names(settings.model_folder)
         self._expected_names = canonical_names(names, processors)
-        self._arguments = engine_arguments(settings, processors, checkpoint_names=names)
+        self._arguments = engine_arguments(
+            settings, processors, checkpoint_names=names, has_episodes=episodes is not None
+        )
         self._llm_engine: Any = None
         self._store_folder: Path | None = None
         with ExitStack() as stack:

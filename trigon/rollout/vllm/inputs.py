@@ -41,10 +41,10 @@ def check_prompt(
     Raises: EngineError for too long a prompt, for too many images, and for too long a video.
     """
     needed = len(prompt.token_ids) + sampling.max_tokens
-    if needed > settings.max_model_len:
+    if needed > settings.config.context_length:
         raise EngineError(
             f"{prompt.prompt_id}: its {len(prompt.token_ids)} tokens and a completion of up to {sampling.max_tokens} "
-            f"need {needed} tokens, but worker.rollout.max_model_len is {settings.max_model_len}. Raise it, or "
+            f"need {needed} tokens, but worker.rollout.max_model_len is {settings.config.context_length}. Raise it, or "
             "shorten either."
         )
     vision = prompt.pixels()
