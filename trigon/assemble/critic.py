@@ -87,7 +87,7 @@ def open_value_model(
 
 
 def check_trained_critic(config: Config, folder: Path) -> None:
-    """Raise CheckpointError if the run cannot go on with a critic. folder: of a checkpoint's."""
+    """Raise CheckpointError if the run cannot continue with the critic that a folder holds."""
     critic = config.worker.critic
     if config.shares_trunk != is_head_alone(folder):
         saved, other = "a head on the policy's trunk", "true"

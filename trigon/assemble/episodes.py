@@ -168,7 +168,7 @@ def _find_environment(rollout: RolloutConfig, code: EpisodeCode) -> CodeSource |
 
 
 def _tool_format(rollout: RolloutConfig, processors: Processors) -> ToolFormat:
-    """Return the format of the calls of tools: that of the chat template, if it has tools."""
+    """Return the format of the calls of tools: by the chat template, if it has tools."""
     if rollout.tool_format != "auto":
         return rollout.tool_format
     template = processors.tokenizer.chat_template

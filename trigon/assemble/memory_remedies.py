@@ -1,6 +1,6 @@
 """What to change when a GPU runs out of memory while a model computes, in the order to try it.
 
-The order is that of docs/multi-node.md (Out of memory). What the configuration has already is left
+The order is as in docs/multi-node.md (Out of memory). What the configuration has already is left
 out.
 """
 

@@ -82,7 +82,7 @@ def make_sampling_params(config: Config) -> SamplingParams:
 def make_validation_sampling_params(config: Config) -> SamplingParams:
     """Return the sampling parameters of validation.
 
-    They are those of training, changed by val_override_config.
+    They are the parameters of training, changed by val_override_config.
     """
     changed = config.worker.rollout.val_override_config.model_dump(exclude_none=True)
     return replace(make_sampling_params(config), with_baseline=False, **changed)

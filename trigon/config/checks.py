@@ -71,7 +71,7 @@ def find_warnings(config: Config, *, uncertain: Collection[str] = ()) -> tuple[s
 
 
 def find_device_warnings(config: Config, device: DeviceType) -> tuple[str, ...]:
-    """Return warnings about options that suit another device than that of the run."""
+    """Return warnings about options that do not suit the device of the run."""
     rollout = config.worker.rollout
     if rollout.name != "vllm":
         return ()
@@ -260,8 +260,8 @@ def _check_mismatch_correction(config: Config) -> Iterator[str]:
     default = "" if config.algorithm.mismatch_correction else f", the default with {older},"
     yield (
         f"algorithm.mismatch_correction={correction}{default} compares the probabilities of engine and "
-        f"trainer, and with worker.rollout.top_p={rollout.top_p}, worker.rollout.top_k={rollout.top_k} they are "
-        "those of different distributions; set top_p=1 and top_k=-1, or mismatch_correction=off"
+        f"trainer, which with worker.rollout.top_p={rollout.top_p}, worker.rollout.top_k={rollout.top_k} belong to "
+        "different distributions; set top_p=1 and top_k=-1, or mismatch_correction=off"
     )
 
 

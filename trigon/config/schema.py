@@ -45,7 +45,7 @@ MAX_STEPS = 2**31 - 1
 MAX_SECONDS = 1_000_000
 """Time limits: 11 days. Those of the operating system have 32 bits, in milliseconds."""
 MAX_SEED = 2**63 - 1
-"""Seeds: those of torch have 64 bits."""
+"""Seeds. The seeds of torch have 64 bits."""
 
 DEVICE_DEFAULTS: Mapping[str, Mapping[DeviceType, Any]] = {
     # On the CPU vLLM's own value for an engine that is started as Trigon starts it. On a GPU one
@@ -369,7 +369,7 @@ class LoraConfig(Section):
 
 
 class TrainedModelConfig(Section):
-    """A model that is trained. Base of the sections of the policy and of the critic."""
+    """A model that is trained. A critic has the kernels and the image cache of worker.actor."""
 
     model_path: str | None = None
     """Model to start from: a hub id or a local folder. The critic starts from it with a new head of
@@ -378,7 +378,7 @@ class TrainedModelConfig(Section):
 
     override_config: dict[str, Any] = Field(default_factory=dict)
     """Values that are set in the config of the model before its weights are loaded. A critic
-    without a model_path has those of the policy if it has none."""
+    without them and without a model_path has the values of the policy."""
 
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass, which takes about a third more time and much less
@@ -596,7 +596,7 @@ class CriticConfig(TrainedConfig):
     share_trunk: bool = False
     """Train one model for policy and critic, in which the critic is a second head on the trunk of
     the actor. It needs much less memory and time. The model, batches, formats and offloading are
-    then those of worker.actor. Trigon only."""
+    then taken from worker.actor. Trigon only."""
 
     vf_coef: float = Field(default=0.1, ge=0, le=1e6)
     """Weight of the value loss in the gradient of a shared trunk; the gradient of the head is not
@@ -664,7 +664,7 @@ class RolloutConfig(Section):
     order of the data, and the index of the completion."""
 
     limit_images: int = Field(default=0, ge=0, le=MAX_COUNT)
-    """Maximum number of images per prompt, without those of observations; 0 is no limit."""
+    """Maximum number of images per prompt, without images of observations; 0 is no limit."""
 
     dtype: DtypeOption = "bf16"
     """Dtype of the engine's weights and computation."""
@@ -684,7 +684,7 @@ class RolloutConfig(Section):
 
     max_carried_steps: int = Field(default=4, ge=1, le=MAX_COUNT)
     """Steps that may leave a group unfinished; the step after them waits for it. The oldest tokens
-    that are trained on are one step older than this. Trigon only."""
+    that are trained on are this number of steps old. Trigon only."""
 
     partial: Literal["finish", "continue"] = "finish"
     """What completions do that are being sampled when new weights arrive. With finish, they end
@@ -777,7 +777,7 @@ class RolloutConfig(Section):
 
     max_turn_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Maximum number of tokens that the model samples in a turn. A turn that reaches it ends the
-    trajectory. null is no limit but that of the completion. Trigon only."""
+    trajectory. With null only the completion has a limit. Trigon only."""
 
     environment_timeout_seconds: float = Field(default=60.0, gt=0, le=MAX_SECONDS)
     """Maximum seconds of a reset or a step of the environment, or of a turn's tools.
@@ -903,12 +903,12 @@ class RewardConfig(Section):
     arguments in the list only. null is reward_function. Trigon only."""
 
     env: Texts = ()
-    """Names of environment variables that reward workers get besides those of docs/rewards.md:
+    """Names of environment variables that reward workers get besides the list in docs/rewards.md:
     `[OPENAI_API_KEY]`. Trigon only."""
 
     confinement: Literal["default", "strict", "off"] = "default"
     """What reward functions cannot reach (docs/rewards.md). default is all other processes. strict
-    is also the network, and files except those of Python, of the function's folder and of
+    is also the network, and files except Python's own, files in the function's folder and in
     `readable`; they write to a temporary folder only. Trigon only."""
 
     network: bool | None = None
@@ -946,7 +946,7 @@ class RewardConfig(Section):
 
     @property
     def of_validation(self) -> str | Rewards | None:
-        """The reward functions of validation: its own, or those of training."""
+        """The reward functions of validation: its own, or else the functions of training."""
         return self.reward_function if self.val_reward_function is None else self.val_reward_function
 
 
@@ -1026,7 +1026,7 @@ class WatchConfig(Section):
     """length: share of completions cut at data.max_response_length."""
 
     min_length_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """length: mean length as a share of that of the first 3 steps."""
+    """length: mean length as a share of the mean length of the first 3 steps."""
 
     max_failed_fraction: float = Field(default=0.05, ge=0, lt=1)
     """reward_failures: share of a step's completions.
@@ -1174,8 +1174,8 @@ class TrainerConfig(Section):
     """Resume from the last checkpoint in the run folder, if there is one."""
 
     accept_changes: Texts = ()
-    """Names of options, or `all`, whose values or files may differ from those of the run that saved
-    the checkpoint. Any other change that a run's numbers depend on is an error before anything is
+    """Names of options, or `all`, whose values or files may differ from the run that saved the
+    checkpoint. Any other change that a run's numbers depend on is an error before anything is
     loaded, which says how to set this option; see docs/resuming.md. Trigon only."""
 
     @property

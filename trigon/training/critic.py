@@ -1,8 +1,8 @@
 """The critic of one process on one device: alone, or one rank of several.
 
 LocalCriticEngine has a model of its own, LocalTrunkCritic a head on the policy's trunk. Packing,
-the optimizer, checkpoints and the skipping of updates are those of LocalTrainEngine; the model and
-its loss are not.
+the optimizer, checkpoints and the skipping of updates come from LocalTrainEngine; the model and its
+loss do not.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def value_backward(
 ) -> UnreadMetrics:
     """Add the gradient of one micro-batch to the parameters, and return its metrics.
 
-    The other arguments are those of micro_batch_backward. "critic/vf_loss" is this micro-batch's
+    The other arguments are as in micro_batch_backward. "critic/vf_loss" is this micro-batch's
     summand of the update's loss.
     """
     with precision():
@@ -143,7 +143,7 @@ class LocalCriticEngine(LocalTrainEngine):
 
     @contextmanager
     def _counting_apart(self) -> Iterator[None]:
-        """Count lookups of image features in this context apart from those of the policy."""
+        """Count lookups of image features in this context apart from the policy's."""
         if self.features is None:
             yield
             return
@@ -202,7 +202,8 @@ class LocalTrunkCritic(LocalCriticEngine):
     """A value head on the trunk of the policy's engine. Satisfies TrunkCriticEngine.
 
     It has an optimizer and a checkpoint of its own. Updates of the policy's engine update the head
-    too, from the same passes; step updates the head alone, for steps in which the policy rests.
+    too, from the same passes; step updates the head alone, for steps in which the policy is not
+    updated.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class LocalTrunkCritic(LocalCriticEngine):
         """Make the optimizer of the head, which the policy's engine updates too.
 
         Args: those of LocalTrainEngine, and
-            placement: that of the policy, which offloads the head with the trunk.
+            placement: of the policy, which offloads the head with the trunk.
             trainer: the engine of the policy.
         """
         self._head = policy.value_head
@@ -247,7 +248,7 @@ class LocalTrunkCritic(LocalCriticEngine):
         """Do nothing: the engine of the policy offloads the head with its trunk."""
 
     def dry_run(self, groups: Sequence[RolloutGroup]) -> None:
-        """Do nothing: the dry runs of the policy's engine are those of both."""
+        """Do nothing: the dry runs of the policy's engine measure both."""
 
     @property
     def _module(self) -> nn.Module:

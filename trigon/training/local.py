@@ -164,7 +164,7 @@ class LocalTrainEngine:
         return self._scorer.full_kl(groups, self._reference)
 
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
-        """See TrainEngine. The merged metrics of all ranks are those of the update."""
+        """See TrainEngine. Merged over all ranks, the metrics describe the update."""
         return self.step_recording(groups, ())[0]
 
     def step_recording(
@@ -286,7 +286,7 @@ class LocalTrainEngine:
             trained.free_gradients()
 
     def _update_metrics(self, plan: UpdatePlan, applied: AppliedUpdate, *, num_groups: int) -> dict[str, Metric]:
-        """Return the metrics of the update besides those of its micro-batches and losses.
+        """Return the metrics of the update besides its micro-batches' and its losses'.
 
         num_groups: of this rank.
         """
