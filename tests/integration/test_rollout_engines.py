@@ -159,7 +159,7 @@ def scene(request, tiny_model):
         banned_token_ids=processors.banned_token_ids,
     )
     engine = open_engine(name, folder, processors)
-    yield Scene(engine, policy, processors, make_prompts(processors))
+    yield Scene(engine, policy, processors, drawn(make_prompts(processors), 1))
     engine.close()
 
 

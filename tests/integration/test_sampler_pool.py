@@ -487,6 +487,6 @@ def test_a_replica_that_cannot_be_replaced_is_an_error_that_says_so(pools):
     pools.starts.breaks = [WorkerError("it does not start")] * MAX_REPLACEMENTS
     with pytest.raises(WorkerError, match="were replaced 3 times since completions were last sampled"):
         pools.engine.awake(WorkerWeights(), version=pools.version).__enter__()
-    pools.learn()  # a step was completed
+    pools.samplers.complete_call()  # completions were sampled
     with pools.awake():
         assert pools.sample() == pools.expected()

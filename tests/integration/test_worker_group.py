@@ -181,9 +181,9 @@ def test_arguments_are_the_same_for_all_ranks_or_one_for_each(worker_group):
         worker_group.call_all(TestWorker.double, 1, per_rank=[3], phase="double")
 
 
-def make_prompts(*names: str) -> list[Prompt]:
+def make_prompts(*names: str, draw: int = 0) -> list[Prompt]:
     return [
-        Prompt(name, (number, 2, 3), None, text="", ground_truth="", row={}, image_refs=())
+        Prompt(name, (number, 2, 3), None, text="", ground_truth="", row={}, image_refs=(), draw=draw)
         for number, name in enumerate(names, 1)
     ]
 
@@ -192,7 +192,7 @@ def make_prompts(*names: str) -> list[Prompt]:
 def test_finished_groups_arrive_while_others_are_still_sampled(worker_group, tmp_path, replica_size):
     worker_group.call_all(TestWorker.open_echo_engine, tmp_path, replica_size, phase="open")
     engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=replica_size)
-    prompts = make_prompts("first", "second", "lost", "late", "last", "very last")
+    prompts = make_prompts("first", "second", "lost", "late", "last", "very last", draw=7)
     for name in ("first", "second", "lost"):
         (tmp_path / name).touch()
     received, progress = {}, []
@@ -221,7 +221,7 @@ def test_finished_groups_arrive_while_others_are_still_sampled(worker_group, tmp
     # A heartbeat for a generation that has not begun does not include the previous one.
     heartbeats = worker_group.call_all(Worker.heartbeat, HeartbeatRequest(generation=2), phase="heartbeat")
     assert [(heartbeat.num_samples, heartbeat.groups) for heartbeat in heartbeats] == [(0, ())] * 2
-    second_rows = engine.generate(prompts[:3], SAMPLING)
+    second_rows = engine.generate([replace(prompt, draw=8) for prompt in prompts[:3]], SAMPLING)
     assert [[completion.token_ids[-1] for completion in row] for row in second_rows] == [[8, 8], [8, 8], []]
 
 
@@ -287,7 +287,7 @@ def test_an_error_in_on_group_ends_the_call(worker_group, tmp_path):
         engine.generate(make_prompts("first", "second", "third"), SAMPLING, on_group=on_group)
     for name in ("second", "third"):
         (tmp_path / name).touch()  # otherwise the workers would wait for ever
-    rows = engine.generate(make_prompts("third", "second"), SAMPLING)
+    rows = engine.generate(make_prompts("third", "second", draw=2), SAMPLING)
     assert [[completion.token_ids for completion in row] for row in rows] == [[(1, 2, 3, 2)] * 2, [(2, 2, 3, 2)] * 2]
 
 
