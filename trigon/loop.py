@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish
 from trigon.config.plan import Plan
+from trigon.config.schema import Config
 from trigon.errors import NotFiniteError, WatchError
 from trigon.metrics import Metrics, merge, values
 from trigon.report.hooks import Hooks
@@ -42,27 +43,6 @@ class SaveState(Protocol):
     """
 
     def __call__(self, folder: Path) -> Finish | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Intervals:
-    """When to validate, to save and to show completions, in steps; 0 is never.
-
-    The last step validates if validate_last, and always saves.
-    validate_only: validate the loaded weights, and make no step.
-    generations_shown: completions of a validation that are printed.
-    train_samples_every: when the loggers receive completions of a step.
-    token_groups: groups of each step and validation that are recorded with per-token values.
-    """
-
-    validate_first: bool
-    validate_only: bool
-    validate_every: int
-    validate_last: bool
-    save_every: int
-    generations_shown: int
-    train_samples_every: int
-    token_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +91,8 @@ class Run:
     critic: of the estimator gae; None for the others.
     """
 
+    config: Config
     plan: Plan
-    intervals: Intervals
     buffer: RolloutBuffer | None
     trainer: TrainEngine
     critic: CriticEngine | None
@@ -139,7 +119,7 @@ def train(run: Run, resume_from: Checkpoint | None) -> int:
             return run_steps(run, resume_from)
     except NotFiniteError as error:
         last = store.newest_complete() or (None if resume_from is None else resume_from.folder)
-        advice = how_to_go_on(last, run.stop.same_command, validates_only=run.intervals.validate_only)
+        advice = how_to_go_on(last, run.stop.same_command, validates_only=run.config.trainer.val_only)
         raise NotFiniteError(f"{error}.\n{advice}") from error
 
 
@@ -147,14 +127,14 @@ def run_steps(run: Run, resume_from: Checkpoint | None) -> int:
     """Do what train does, without waiting for a save in progress when an error is raised."""
     step = restore(run, resume_from)
     run.stop.grace.started_step = run.stop.grace.saved_step = step
-    if run.intervals.validate_only:
+    if run.config.trainer.val_only:
         run.report.begin()
         run.hooks.step(step, run.report.record(step, validate(run, step)))
         return step
     # What a former run wrote after this step is moved away: the folder then describes one run.
     run.checkpoints.store.rewind(step)
     run.report.rewind(step)
-    if step == 0 and run.intervals.validate_first:
+    if step == 0 and run.config.validates_first:
         validation = validate(run, 0)
         run.watch.validation(0, validation)
         if run.hooks.step(0, run.report.step(0, run.plan.total_steps, validation)) == "stop":
@@ -190,7 +170,8 @@ def make_step(run: Run, step: int) -> tuple[Batch, Metrics]:
                 parity = run.parity.check(batch.probes, run.trainer, warn=run.report.warn)
             groups, prepared = run.preparation.prepare(batch.groups)
             grace.check_step()
-        record.learned, record.outputs = groups, dict.fromkeys(groups_to_record(groups, run.intervals.token_groups))
+        record.learned = groups
+        record.outputs = dict.fromkeys(groups_to_record(groups, run.config.trainer.rollout_tokens))
         run.hooks.rollouts(batch.groups)
         with grace.update():
             learned, outputs = run.updater.update(step, groups, record.outputs.keys())
@@ -222,7 +203,7 @@ def finish_step(run: Run, step: int, batch: Batch, metrics: Metrics) -> bool:
         # An alarm with a save is reported before it, since the save may fail or be killed.
         if seen is not alarm or seen.saves:
             run.report.warn(f"trainer.watch.{seen.watcher}: since step {seen.first_step}: {seen.text}")
-    saves = stopping or (alarm is None and is_due(step, run.intervals.save_every))
+    saves = stopping or (alarm is None and is_due(step, run.config.trainer.save_freq))
     if saves:
         save(run, step, stopping=stopping)
     asked = run.hooks.step(step, recorded)
@@ -230,7 +211,7 @@ def finish_step(run: Run, step: int, batch: Batch, metrics: Metrics) -> bool:
         if not saves:
             save(run, step, stopping=asked == "stop")
         stopping = stopping or asked == "stop"
-    if is_due(step, run.intervals.validate_every) or is_due(step, run.intervals.save_every):
+    if is_due(step, run.config.trainer.val_freq) or is_due(step, run.config.trainer.save_freq):
         return_freed_memory()
     if alarm is not None:
         raise_alarm(run, step, alarm)
@@ -252,8 +233,8 @@ def raise_alarm(run: Run, step: int, alarm: Alarm) -> None:
 def validate_if_due(run: Run, step: int) -> Metrics:
     """Return the metrics of a validation after this step, or none if it is not due."""
     run.stop.grace.score = None
-    last = step == run.plan.total_steps and run.intervals.validate_last
-    if not (is_due(step, run.intervals.validate_every) or last):
+    last = step == run.plan.total_steps and run.validation.evaluator is not None
+    if not (is_due(step, run.config.trainer.val_freq) or last):
         return {}
     try:
         with run.stop.grace.validation(), run.report.checking(run.stop.grace.check_validation):
@@ -279,8 +260,8 @@ def validate(run: Run, step: int) -> Metrics:
         step,
         groups,
         values(metrics),
-        shown=run.intervals.generations_shown,
-        token_groups=run.intervals.token_groups,
+        shown=run.config.trainer.val_generations_to_log,
+        token_groups=run.config.trainer.rollout_tokens,
         read_images=evaluator.image_files,
     )
     return metrics
@@ -333,7 +314,7 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> int:
     if checkpoint is None:
         return 0
     run.trainer.load_state(checkpoint.actor)
-    if run.intervals.validate_only:
+    if run.config.trainer.val_only:
         return checkpoint.step
     if run.critic is not None:
         if checkpoint.critic is None:
@@ -371,7 +352,7 @@ def recorded_rollouts(run: Run, step: int, groups: Sequence[RolloutGroup]) -> It
     try:
         yield record
     finally:
-        shows = record.learned is not None and is_due(step, run.intervals.train_samples_every)
+        shows = record.learned is not None and is_due(step, run.config.trainer.train_samples_freq)
         run.report.rollouts(
             step,
             groups,
@@ -405,5 +386,5 @@ def require_buffer(run: Run) -> RolloutBuffer:
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether something that happens every n steps happens at this one; 0: never."""
+    """Return whether something that happens every n steps happens now; 0 or less is never."""
     return every > 0 and step % every == 0

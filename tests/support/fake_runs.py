@@ -28,7 +28,7 @@ from trigon.config.schema import AlgorithmConfig, Config
 from trigon.data.dataset import PromptSet, open_prompts
 from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
-from trigon.loop import Checkpoints, Intervals, Run, Stop, Validation
+from trigon.loop import Checkpoints, Run, Stop, Validation
 from trigon.models.load import Processors
 from trigon.report.console import Console
 from trigon.report.image_store import ImageStore
@@ -52,17 +52,6 @@ NUM_PROMPTS, NUM_VALIDATION = 10, 3
 
 
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, ignore_eos=False, seed=5)
-
-
-INTERVALS = Intervals(
-    validate_first=False,
-    validate_only=False,
-    validate_every=0,
-    validate_last=False,
-    save_every=0,
-    generations_shown=0,
-    train_samples_every=0,
-)
 
 
 ALGORITHM = AlgorithmConfig(disable_kl=True)
@@ -310,11 +299,14 @@ def assembled(parts: Parts, changes: Mapping[str, Any]) -> Run:
         known.get(name, changed_options)[name] = value
     parts = replace(parts, **own, options=changed_options, of_run=of_run)
     sections = {"algorithm": parts.algorithm, "data": {"rollout_batch_size": parts.plan.prompts_per_step}}
+    sections["trainer"] = {"rollout_tokens": 1}
     config = with_short(Config(**sections), changed_options)
+    validates = config.validates_first or config.trainer.val_freq > 0 or config.trainer.val_only
+    evaluator = parts.evaluator if validates else None
     parity = ParityCheck(1e-3)
     run = Run(
+        config=config,
         plan=parts.plan,
-        intervals=INTERVALS,
         buffer=None
         if parts.prompts is None
         else RolloutBuffer(
@@ -348,7 +340,7 @@ def assembled(parts: Parts, changes: Mapping[str, Any]) -> Run:
             max_skipped=parts.max_skipped_updates,
             traced_steps=parts.traced_steps,
         ),
-        validation=Validation(parts.evaluator, parts.rollout, parts.val_rewards or parts.rewards),
+        validation=Validation(evaluator, parts.rollout, parts.val_rewards or parts.rewards),
         checkpoints=Checkpoints(parts.store, parts.save_state),
         report=parts.report,
         stop=Stop(parts.should_stop, grace=parts.grace, same_command=parts.same_command),
@@ -400,7 +392,7 @@ def latest_checkpoint(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-ALL_INTERVALS = replace(INTERVALS, validate_first=True, validate_every=2, validate_last=True, save_every=2)
+ALL_INTERVALS = {"val_before_train": True, "val_freq": 2, "save_freq": 2}
 
 
 def full_settings(steps: int) -> dict[str, Any]:
@@ -410,7 +402,7 @@ def full_settings(steps: int) -> dict[str, Any]:
     """
     return {
         "plan": plan_of(steps=steps, per_update=2),
-        "intervals": ALL_INTERVALS,
+        **ALL_INTERVALS,
         "needs_old_logprobs": True,
         "reference": ConstantReference(-1.5),
         "algorithm": AlgorithmConfig(kl_coef=0.1, kl_type="adaptive", kl_target=0.1, kl_horizon=100),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 
 from support.fake_runs import (
-    INTERVALS,
     RecordingEngine,
     changed,
     full_settings,
@@ -140,7 +138,7 @@ def test_a_step_that_is_left_saves_the_batch_that_it_was_to_learn_from(parts, tm
 
 
 def test_a_step_is_recorded_and_saved_before_the_error_of_the_batch_ahead_ends_the_run(parts, tmp_path):
-    settings = {"plan": plan_of(steps=6), "intervals": replace(INTERVALS, save_every=2)}
+    settings = {"plan": plan_of(steps=6), **{"save_freq": 2}}
     with (
         open_run(parts, tmp_path, **settings, **ahead(parts, failure=(3, RewardError("as asked")))) as run,
         pytest.raises(RewardError, match="as asked"),

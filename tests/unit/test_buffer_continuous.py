@@ -13,7 +13,6 @@ from dataclasses import replace
 import pytest
 
 from support.fake_runs import (
-    INTERVALS,
     SAMPLING,
     Record,
     RecordingEngine,
@@ -312,7 +311,7 @@ def test_a_flight_whose_samplers_were_all_lost_is_flown_again(parts, tmp_path):
 
 def test_a_step_is_saved_before_the_error_of_what_is_sampled_meanwhile_ends_the_run(parts, tmp_path):
     settings = stream(parts, 2, "continue", steps=5, waits=True, failures={1: RewardError("as asked")})
-    settings |= {"intervals": replace(INTERVALS, save_every=2)}
+    settings |= {**{"save_freq": 2}}
     with open_run(parts, tmp_path, **settings) as run, pytest.raises(RewardError, match="as asked"):
         train(run, None)
     assert saved_steps(tmp_path) == [2]

@@ -10,7 +10,6 @@ import pytest
 
 from support.fake_runs import (
     FILTER,
-    INTERVALS,
     SAMPLING,
     RecordingEngine,
     changed,
@@ -79,7 +78,7 @@ def settings_of(parts, staleness, oversampling, filtering, estimator):
         **FILTERS[filtering],
         "algorithm": AlgorithmConfig(disable_kl=True, adv_estimator=estimator),
         "plan": plan_of(steps=STEPS),
-        "intervals": replace(INTERVALS, save_every=1),
+        **{"save_freq": 1},
         "sampling": replace(SAMPLING, max_tokens=40),
     }
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from trigon.assemble.options import (
-    make_intervals,
     make_sampling_params,
     make_validation_sampling_params,
     max_completion_tokens,
@@ -194,10 +193,3 @@ def test_completions_are_those_of_validation_only_if_nothing_else_is_sampled(val
 def test_old_logprobs_are_needed_for_several_updates_or_a_sampled_kl_in_the_reward(per_update, changes, needed):
     config = made(changes, {"data.rollout_batch_size": 8, "worker.actor.global_batch_size": per_update})
     assert needs_old_logprobs(config, make_plan(config, num_train_prompts=8)) == needed
-
-
-def test_intervals_of_minus_one_are_never_and_without_prompts_nothing_is_validated():
-    config = made({"data.val_files": ("a",), "trainer.val_freq": 3, "trainer.save_freq": -1})
-    with_prompts, without = (make_intervals(config, can_validate=each) for each in (True, False))
-    assert (with_prompts.validate_first, with_prompts.validate_every, with_prompts.save_every) == (True, 3, 0)
-    assert (without.validate_first, without.validate_every, without.validate_last) == (False, 0, False)

@@ -15,6 +15,7 @@ from support.fake_runs import (
     ALL_INTERVALS,
     FILTER,
     SAMPLING,
+    changed,
     full_settings,
     open_run,
     open_shared_parts,
@@ -123,7 +124,7 @@ def reported_keys(tiny_model, tmp_path_factory) -> set[str]:
             **(FILTER | {"filter_low": -1.0, "filter_high": 2.0}),
         ) as run,
     ):
-        train(replace(run, intervals=replace(ALL_INTERVALS, save_every=1)), None)
+        train(changed(run, **ALL_INTERVALS | {"save_freq": 1}), None)
         train(with_critic, None)
     lines = [line for name in ("run", "critic") for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     keys = {key for line in lines for key in json.loads(line)["metrics"]}

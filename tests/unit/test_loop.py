@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 
 from support.fake_runs import (
-    INTERVALS,
     NUM_VALIDATION,
     RecordingEngine,
     changed,
@@ -58,17 +56,17 @@ def test_every_ppo_epoch_makes_an_update_of_each_mini_batch(parts, tmp_path):
 @pytest.mark.parametrize(
     ("intervals", "validated", "saved"),
     [
-        (INTERVALS, [], [5]),
-        (replace(INTERVALS, save_every=2), [], [2, 4, 5]),
-        (replace(INTERVALS, save_every=5), [], [5]),
-        (replace(INTERVALS, validate_first=True, validate_last=True), [0, 5], [5]),
-        (replace(INTERVALS, validate_first=True, validate_every=2, validate_last=True), [0, 2, 4, 5], [5]),
-        (replace(INTERVALS, validate_every=5, validate_last=True, save_every=3), [5], [3, 5]),
+        ({}, [], [5]),
+        ({"save_freq": 2}, [], [2, 4, 5]),
+        ({"save_freq": 5}, [], [5]),
+        ({"val_before_train": True}, [0, 5], [5]),
+        ({"val_before_train": True, "val_freq": 2}, [0, 2, 4, 5], [5]),
+        ({"val_freq": 5, "save_freq": 3}, [5], [3, 5]),
     ],
     ids=["never", "save every 2", "save every 5", "before and after", "every 2", "both at the last"],
 )
 def test_validation_and_saving_happen_at_their_intervals(parts, tmp_path, intervals, validated, saved):
-    with open_run(parts, tmp_path, plan=plan_of(steps=5), intervals=intervals) as run:
+    with open_run(parts, tmp_path, plan=plan_of(steps=5), **intervals) as run:
         train(run, None)
     lines = lines_of(tmp_path)
     assert sorted(lines) == ([0] if 0 in validated else []) + [1, 2, 3, 4, 5]
@@ -79,11 +77,11 @@ def test_validation_and_saving_happen_at_their_intervals(parts, tmp_path, interv
 
 
 def test_validation_uses_the_weights_after_its_step_and_its_score_is_saved_with_them(parts, tmp_path):
-    intervals = replace(INTERVALS, validate_first=True, validate_every=2, save_every=1)
-    with open_run(parts, tmp_path, plan=plan_of(steps=3), intervals=intervals) as run:
+    intervals = {"val_before_train": True, "val_freq": 2, "save_freq": 1}
+    with open_run(parts, tmp_path, plan=plan_of(steps=3), **intervals) as run:
         train(run, None)
     rollouts = rollouts_of(tmp_path)
-    for step in (0, 2):
+    for step in (0, 2, 3):
         rows = rollouts[f"validation_{step:06d}.jsonl"]
         assert {row["policy_version"] for row in rows} == {step}
         assert [row["prompt_id"] for row in rows[::2]] == [parts.validation[i].prompt_id for i in range(3)]
@@ -93,7 +91,8 @@ def test_validation_uses_the_weights_after_its_step_and_its_score_is_saved_with_
         step: json.loads((tmp_path / f"global_step_{step}" / "progress.json").read_text())["val_reward_score"]
         for step in (1, 2, 3)
     }
-    assert scores == {1: None, 2: pytest.approx(lines_of(tmp_path)[2]["val/reward_score"]), 3: None}
+    lines = lines_of(tmp_path)
+    assert scores == {1: None} | {step: pytest.approx(lines[step]["val/reward_score"]) for step in (2, 3)}
 
 
 class CountingEngine(RecordingEngine):
@@ -118,22 +117,23 @@ def test_a_step_has_the_counts_of_its_validation_so_that_a_resumed_run_has_the_s
             complete=lambda p, v, s: p.ground_truth if s % 2 else "no",
             token_logprob=FAKE_LOGPROB,
         )
-        intervals = replace(INTERVALS, validate_every=2, save_every=2)
-        with open_run(parts, folder, plan=plan_of(steps=steps), intervals=intervals, rollout=rollout) as run:
+        intervals = {"val_freq": 2, "save_freq": 2}
+        with open_run(parts, folder, plan=plan_of(steps=steps), **intervals, rollout=rollout) as run:
             train(run, checkpoint)
         return [line["rollout/sampled"] for line in lines_of(folder).values()]
 
-    assert counted(tmp_path / "whole", 3) == [4.0, 4.0 + NUM_VALIDATION, 4.0]
+    whole = [4.0, 4.0 + NUM_VALIDATION, 4.0 + NUM_VALIDATION]
+    assert counted(tmp_path / "whole", 3) == whole
     assert counted(tmp_path / "cut", 2) == [4.0, 4.0 + NUM_VALIDATION]
-    assert counted(tmp_path / "cut", 3, latest_checkpoint(tmp_path / "cut")) == [4.0, 4.0 + NUM_VALIDATION, 4.0]
+    assert counted(tmp_path / "cut", 3, latest_checkpoint(tmp_path / "cut")) == whole
 
 
 def test_val_only_validates_the_given_checkpoint_records_it_and_changes_nothing_else(parts, tmp_path):
-    with open_run(parts, tmp_path, plan=plan_of(steps=4), intervals=replace(INTERVALS, save_every=2)) as run:
+    with open_run(parts, tmp_path, plan=plan_of(steps=4), **({"save_freq": 2})) as run:
         train(run, None)
     before = (tmp_path / "metrics.jsonl").read_text().splitlines()
     checkpoint = latest_checkpoint(tmp_path)
-    with open_run(parts, tmp_path, intervals=replace(INTERVALS, validate_only=True), prompts=None) as run:
+    with open_run(parts, tmp_path, **({"val_only": True}), prompts=None) as run:
         assert train(run, checkpoint) == 4
         assert run.trainer.updates == 4
         assert record_of(run).learned == []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.fake_runs import INTERVALS, changed, lines_of, open_run, open_shared_parts, plan_of, record_of
+from support.fake_runs import changed, lines_of, open_run, open_shared_parts, plan_of, record_of
 from trigon.config.plan import ModelPlan
 from trigon.config.schema import AlgorithmConfig
 from trigon.errors import NotFiniteError
@@ -32,7 +32,7 @@ def with_critic(run: Run, critic: FakeCriticEngine, *, steps: int = 3) -> Run:
         run,
         critic=critic,
         plan=replace(plan_of(steps=steps), critic=TWO_UPDATES),
-        intervals=replace(INTERVALS, save_every=1),
+        **({"save_freq": 1}),
         algorithm=AlgorithmConfig(disable_kl=True, adv_estimator="gae", lam=0.9),
     )
 

@@ -1,11 +1,10 @@
 """Functions of the user that the loop calls: when, with what, and what an error in one does."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
-from support.fake_runs import INTERVALS, SAMPLING, open_run
+from support.fake_runs import SAMPLING, changed, open_run
 from trigon.loop import train
 from trigon.report.hooks import Hooks
 
@@ -24,8 +23,8 @@ def test_hooks_get_the_groups_before_the_update_and_the_metrics_after_the_checkp
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         assert json.loads(lines[-1]) == {"step": step, "metrics": dict(sorted(metrics.items()))}
 
-    intervals = replace(INTERVALS, validate_first=True)
-    with open_run(parts, tmp_path, hooks=Hooks(on_step, on_rollouts), intervals=intervals) as run:
+    intervals = {"val_before_train": True}
+    with open_run(parts, tmp_path, hooks=Hooks(on_step, on_rollouts), **intervals) as run:
         train(run, None)
     per_step = 4 * SAMPLING.n
     assert [call for call in calls if call[0] == "rollouts"] == [("rollouts", 4, per_step, done) for done in (0, 1, 2)]
@@ -62,7 +61,7 @@ def test_an_error_in_on_rollouts_ends_the_run_before_the_update_and_the_rollouts
 def test_validation_alone_calls_on_step_once(parts, tmp_path):
     calls = []
     with open_run(parts, tmp_path, hooks=Hooks(on_step=lambda step, metrics: calls.append((step, metrics)))) as run:
-        train(replace(run, intervals=replace(run.intervals, validate_only=True)), None)
+        train(changed(run, val_only=True), None)
     [(step, metrics)] = calls
     assert step == 0
     assert "val/reward_score" in metrics
@@ -71,7 +70,7 @@ def test_validation_alone_calls_on_step_once(parts, tmp_path):
 @pytest.mark.parametrize(("answer", "last", "saved"), [("stop", 2, [2]), ("save", 3, [2, 3]), (True, 3, [3])])
 def test_on_step_can_save_and_stop(parts, tmp_path, answer, last, saved):
     hooks = Hooks(on_step=lambda step, metrics: answer if step == 2 else None)
-    with open_run(parts, tmp_path, hooks=hooks, intervals=replace(INTERVALS, save_every=0)) as run:
+    with open_run(parts, tmp_path, hooks=hooks, **({"save_freq": 0})) as run:
         assert train(run, None) == last
     assert sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.glob("global_step_*")) == saved
 

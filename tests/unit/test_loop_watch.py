@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from support.fake_runs import (
-    INTERVALS,
     SAMPLING,
     changed,
     full_settings,
@@ -74,8 +73,8 @@ def test_a_warning_is_printed_once_and_its_steps_are_in_metrics_jsonl(parts, tmp
 
 
 def test_a_stop_keeps_the_last_good_checkpoint_and_says_how_to_go_on(parts, tmp_path):
-    intervals = replace(INTERVALS, save_every=2)
-    settings = {"complete": always_wrong_from(4), "plan": plan_of(steps=20), "intervals": intervals}
+    intervals = {"save_freq": 2}
+    settings = {"complete": always_wrong_from(4), "plan": plan_of(steps=20), **intervals}
     watch = watch_of(equal_rewards="stop", equal_reward_steps=3)
     with open_run(parts, tmp_path, **settings, watch=watch) as run:
         printed = warnings_of(run)
@@ -91,7 +90,7 @@ def test_a_stop_keeps_the_last_good_checkpoint_and_says_how_to_go_on(parts, tmp_
     assert printed == []
 
     # With another reward it goes on from the good checkpoint.
-    with open_run(parts, tmp_path, plan=plan_of(steps=7), intervals=intervals, watch=watch_of()) as run:
+    with open_run(parts, tmp_path, plan=plan_of(steps=7), **intervals, watch=watch_of()) as run:
         checkpoint = run.checkpoints.store.latest()
         assert checkpoint.step == 4
         assert train(run, checkpoint) == 7
@@ -213,8 +212,8 @@ def test_a_step_that_begins_beside_a_save_in_progress_is_told(parts, tmp_path):
 
         return finish
 
-    intervals = replace(INTERVALS, save_every=2)
-    with open_run(parts, tmp_path, plan=plan_of(steps=3), intervals=intervals, watch=Recording()) as run:
+    intervals = {"save_freq": 2}
+    with open_run(parts, tmp_path, plan=plan_of(steps=3), **intervals, watch=Recording()) as run:
         run.checkpoints.store._background = True
         run = changed(run, save_state=save)
         assert train(run, None) == 3

@@ -1,7 +1,6 @@
 """A reward function of validation: where it is used, and what names it."""
 
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -35,10 +34,10 @@ def test_validation_is_scored_by_its_own_function_and_training_by_the_other(part
     pool = RewardPool(f"{tmp_path}/strict.py:main", kwargs={}, num_workers=1, timeout_seconds=10, max_failed_fraction=0)
     with (
         closing(pool),
-        open_run(parts, tmp_path / "own", intervals=replace(ALL_INTERVALS, save_every=0)) as run,
+        open_run(parts, tmp_path / "own", **(ALL_INTERVALS | {"save_freq": 0})) as run,
     ):
         train(changed(run, val_rewards=pool), None)
-    with open_run(parts, tmp_path / "same", intervals=replace(ALL_INTERVALS, save_every=0)) as run:
+    with open_run(parts, tmp_path / "same", **(ALL_INTERVALS | {"save_freq": 0})) as run:
         train(run, None)
     own, same = lines_of(tmp_path / "own"), lines_of(tmp_path / "same")
     validated = [step for step in own if "val/reward_score" in own[step]]

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from support.fake_runs import (
-    INTERVALS,
     ConstantReference,
     full_settings,
     lines_of,
@@ -107,7 +106,10 @@ def test_a_completion_that_was_not_scored_does_not_count_in_reward_metrics(parts
 
 
 def test_a_kl_in_the_reward_is_subtracted_before_advantages(parts, tmp_path):
-    changes = full_settings(1) | {"algorithm": AlgorithmConfig(kl_coef=0.1), "intervals": INTERVALS}
+    changes = full_settings(1) | {
+        "algorithm": AlgorithmConfig(kl_coef=0.1),
+        **{"val_before_train": False, "val_freq": -1, "save_freq": -1},
+    }
     with open_run(parts, tmp_path, **changes) as run:
         train(run, None)
         assert run.preparation.state()["kl_coefficient"] == 0.1

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from support.fake_runs import (
-    INTERVALS,
     RecordingTrainer,
     changed,
     latest_checkpoint,
@@ -139,7 +138,7 @@ def skipping(run, *updates):
     return run
 
 
-SAVING = {"plan": plan_of(steps=6), "intervals": replace(INTERVALS, save_every=2)}
+SAVING = {"plan": plan_of(steps=6), **{"save_freq": 2}}
 
 
 def test_three_in_a_row_end_the_run_with_the_cause_and_the_checkpoint_to_go_on_from(parts, tmp_path):
@@ -226,7 +225,7 @@ class FailingTrainer(RecordingTrainer):
 
 
 def test_a_run_that_only_validates_does_not_advise_to_train_otherwise(parts, tmp_path):
-    with open_run(parts, tmp_path, intervals=replace(INTERVALS, validate_only=True)) as run:
+    with open_run(parts, tmp_path, **({"val_only": True})) as run:
         run.trainer.__class__ = FailingTrainer
         with pytest.raises(NotFiniteError, match=r"hold nan\.\nNothing was trained: the model's own wei") as caught:
             train(run, None)

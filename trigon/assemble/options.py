@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
-from trigon.loop import Intervals
 from trigon.system.cpus import count_usable_cpus
 from trigon.types import SamplingParams
 
@@ -44,24 +43,6 @@ def needs_old_logprobs(config: Config, plan: Plan) -> bool:
     Several updates need them for their ratios, and a sampled KL in the reward for its estimate.
     """
     return plan.updates_per_step > 1 or config.algorithm.kl_in_reward not in (None, "full")
-
-
-def make_intervals(config: Config, *, can_validate: bool) -> Intervals:
-    """Return when to validate, save and show completions.
-
-    can_validate: there are validation prompts.
-    """
-    trainer = config.trainer
-    return Intervals(
-        validate_first=config.validates_first and can_validate,
-        validate_only=trainer.val_only,
-        validate_every=max(trainer.val_freq, 0) if can_validate else 0,
-        validate_last=can_validate,
-        save_every=max(trainer.save_freq, 0),
-        generations_shown=trainer.val_generations_to_log,
-        train_samples_every=max(trainer.train_samples_freq, 0),
-        token_groups=trainer.rollout_tokens,
-    )
 
 
 def make_sampling_params(config: Config) -> SamplingParams:

@@ -24,7 +24,6 @@ from trigon.assemble.memory_table import Hardware
 from trigon.assemble.models import check_parallel_sizes, choose_device, choose_kernel, device_type
 from trigon.assemble.objects import NO_OBJECTS, RunObjects, RunOutcome
 from trigon.assemble.options import (
-    make_intervals,
     make_sampling_params,
     max_completion_tokens,
     needs_old_logprobs,
@@ -184,8 +183,8 @@ def run_training(
         save_bytes = staged_bytes(config, engines.sizes, engines.critic_sizes)
         parity = ParityCheck(config.parity_tolerance)
         run = Run(
+            config=config,
             plan=plan,
-            intervals=make_intervals(config, can_validate=val_prompts is not None),
             buffer=None
             if prompts is None
             else RolloutBuffer(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trigon.algorithms.reduce import Denominators, count_denominators
 from trigon.algorithms.unread import UnreadMetrics, read_metrics
 from trigon.config.plan import ModelPlan
-from trigon.config.schema import Config, OptimConfig, TrainedConfig
+from trigon.config.schema import Config, TrainedConfig
 from trigon.data.packing import Positions, by_owner
 from trigon.errors import ModelError, NotFiniteError
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum
@@ -56,7 +56,6 @@ class Trained:
         self.name, self.module = name, module
         self.loss_key = "actor/pg_loss" if name == "actor" else "critic/vf_loss"
         self.updates = 0
-        self.optim: OptimConfig = section.optim
         self.optimizer = make_optimizer(module.parameters(), section.optim)
         self._max_grad_norm = section.max_grad_norm
         self._schedule = Schedule(section.optim, plan.warmup_updates, plan.total_updates)
