@@ -8,6 +8,15 @@ from typing import Any
 from trigon.config.options import options, with_options
 from trigon.config.schema import Config
 
+NEEDED = (
+    "data.train_files=owner/train",
+    "data.val_files=owner/val",
+    "worker.actor.model.model_path=owner/model",
+    "worker.reward.reward_function=math",
+    "worker.rollout.n=4",
+)
+"""Overrides with which a configuration can run, without a warning."""
+
 NAMES = {option.path[-1]: option.name for option in reversed(options().values())}
 """The first option in the order of the schema of each last part: lr is that of worker.actor."""
 

@@ -4,18 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from support.options import NEEDED
 from trigon.config.checks import find_device_warnings
 from trigon.config.load import dump_config, inspect_config, load_config
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 
-NEEDED = (
-    "data.train_files=owner/train",
-    "data.val_files=owner/val",
-    "worker.actor.model.model_path=owner/model",
-    "worker.reward.reward_function=math",
-    "worker.rollout.n=4",
-)
 GAE = "algorithm.adv_estimator=gae"
 GDPO = "algorithm.adv_estimator=gdpo"
 SHARED = f"{GAE} worker.critic.share_trunk=true"

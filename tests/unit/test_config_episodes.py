@@ -7,19 +7,12 @@ import pytest
 from support import chat_templates
 from support.chat_templates import with_template
 from support.models import processors_of
+from support.options import NEEDED
 from trigon.assemble.episodes import check_chat_template
 from trigon.config.load import load_config
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.rollout.vllm.arguments import VllmSettings
-
-NEEDED = (
-    "data.train_files=owner/train",
-    "data.val_files=owner/val",
-    "worker.actor.model.model_path=owner/model",
-    "worker.reward.reward_function=math",
-    "worker.rollout.n=4",
-)
 
 
 def rollout(*overrides):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from support.options import NEEDED
 from trigon.config.legacy import IGNORED, RENAMED, UNSUPPORTED_VALUES, VERL_SECTIONS
 from trigon.config.load import load_config
 from trigon.config.options import options, sections, value_of
@@ -11,13 +12,6 @@ from trigon.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 FILES = Path(__file__).parent / "data"
-NEEDED = (
-    "data.train_files=owner/train",
-    "data.val_files=owner/val",
-    "worker.actor.model.model_path=owner/model",
-    "worker.reward.reward_function=math",
-    "worker.rollout.n=4",
-)
 
 
 FILE_OF_256, DOTTED, CURRENT = "easyr1_total_episodes.yaml", "easyr1_dotted_sections.yaml", "easyr1_current.yaml"

@@ -6,17 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from support.options import NEEDED
 from trigon.config.load import load_config
 from trigon.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-NEEDED = (
-    "data.train_files=owner/train",
-    "data.val_files=owner/val",
-    "worker.actor.model.model_path=owner/model",
-    "worker.reward.reward_function=math",
-    "worker.rollout.n=4",
-)
 
 
 def tables():
