@@ -20,7 +20,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import get_args
 
 import datasets
 import pyarrow.parquet as pq
@@ -38,7 +37,6 @@ from trigon.environments.settings import find_tools
 from trigon.environments.tools import describe_tools, load_tools
 from trigon.tools.cli.main import main
 from trigon.tools.quickstart.demonstrations import Demonstration, learn_demonstrations
-from trigon.tools.quickstart.model_types import TinyModelType
 from trigon.tools.quickstart.warm_start import warm_start_folder
 from trigon.training.optim import Schedule
 
@@ -199,10 +197,7 @@ def warm_model(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPat
 
 def model_type_of(config: Config) -> str:
     path = str(config.worker.actor.model.model_path)
-    model_type = next(family for beginning, family in MODEL_TYPES if path.startswith(beginning))
-    if model_type == "qwen3_vl_moe" and model_type not in get_args(TinyModelType):
-        return "qwen3_vl"  # the most similar tiny model
-    return model_type
+    return next(family for beginning, family in MODEL_TYPES if path.startswith(beginning))
 
 
 def reward_of(config: Config) -> str:

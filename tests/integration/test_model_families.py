@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +32,6 @@ from trigon.models.families import supported_model_types
 from trigon.models.load import Processors, copy_side_files, load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.rollout.protocol import RolloutEngine
-from trigon.tools.quickstart.model_types import TinyModelType
 from trigon.training.state import save_tensors
 from trigon.types import LocalWeights, Prompt, RolloutGroup, SamplingParams
 
@@ -73,11 +72,6 @@ def family_model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]
     folder = tiny_model(request.param, tie_word_embeddings=request.param in TIED)
     processors = load_processors(str(folder))
     return FamilyModel(folder, processors, changed_policy(folder, processors))
-
-
-@pytest.mark.extended
-def test_every_family_has_a_tiny_model() -> None:
-    assert set(get_args(TinyModelType)) == set(supported_model_types())
 
 
 def make_prompts(processors: Processors) -> list[Prompt]:

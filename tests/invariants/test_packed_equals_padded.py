@@ -18,15 +18,17 @@ from support.oracle import (
     padded_logprobs,
 )
 from trigon.data.packing import PackedRow, by_group, pack_rollouts
+from trigon.models.families import family_named, supported_model_types
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.types import Prompt, RolloutGroup
 
 TEMPERATURE = 0.7
-# One family of each architecture; tests/integration/test_model_families.py has all families.
-VISION_FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl"]
-FAMILIES = [*VISION_FAMILIES, "qwen2", "qwen3", "qwen3_moe", "llama"]
+# Each is like another one here; tests/integration/test_model_families.py has all families.
+VARIANTS = ("gemma", "gemma3_text", "llava", "mistral", "qwen2_moe")
+FAMILIES = [each for each in supported_model_types() if each not in VARIANTS]
+VISION_FAMILIES = [each for each in FAMILIES if family_named(each).has_vision]
 ONE_ROW = 1_000_000
 
 TinyModel = Callable[..., Path]

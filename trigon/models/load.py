@@ -24,8 +24,8 @@ from trigon.models.families import ModelFamily, family_named
 from trigon.models.folders import require_config_file, require_weight_files
 from trigon.models.hub import IGNORED_FILES, modelscope_folder, uses_modelscope
 from trigon.models.kernels import Kernel
-from trigon.models.patches import use_patch_projection
 from trigon.models.supported import require_supported
+from trigon.models.vision_encoder import use_patch_projection
 from trigon.system.json_files import read_json_object
 from trigon.system.suggestions import nearest
 from trigon.system.torchvision_stub import declare_operators
