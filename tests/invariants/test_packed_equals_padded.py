@@ -150,11 +150,13 @@ def test_packed_equals_padded_exactly_in_float64(tiny_model: TinyModel, model_ty
     expected_logprobs, expected_entropy = padded_scores(oracle, processors, groups)
     some_loss(expected_logprobs, expected_entropy).backward()
 
-    torch.testing.assert_close(flat(logprobs), expected_logprobs, atol=1e-13, rtol=0)
-    torch.testing.assert_close(flat(entropy), expected_entropy, atol=1e-13, rtol=0)
     # transformers computes norms in float32 for every model dtype, which limits the precision of
-    # gradients
-    assert largest_relative_error(gradients_of(policy.model), gradients_of(oracle)) <= 1e-6
+    # gradients, and linear attention too
+    recurrent = processors.family.linear_attention != ""
+    tolerance = 3e-6 if recurrent else 1e-13
+    torch.testing.assert_close(flat(logprobs), expected_logprobs, atol=tolerance, rtol=0)
+    torch.testing.assert_close(flat(entropy), expected_entropy, atol=tolerance, rtol=0)
+    assert largest_relative_error(gradients_of(policy.model), gradients_of(oracle)) <= (3e-6 if recurrent else 1e-6)
 
 
 def make_hard_groups(processors: Processors) -> dict[str, RolloutGroup]:

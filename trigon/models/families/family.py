@@ -44,6 +44,8 @@ class ModelFamily:
     image_wrap: attributes of the tokenizer for the tokens before and after an image, where chat
         templates omit them.
     windows: whether sliding-window attention is tested against transformers and vLLM.
+    linear_attention: name of the gated delta net within a decoder layer that has one, see
+        linear_attention.py; empty for a family without such layers.
     """
 
     model_type: str
@@ -60,6 +62,7 @@ class ModelFamily:
     vision_layers: str = "blocks"
     image_wrap: tuple[str, str] | None = None
     windows: bool = False
+    linear_attention: str = ""
 
     @property
     def has_vision(self) -> bool:
@@ -204,6 +207,7 @@ def qwen_vision_family(
     deepstack: bool = False,
     checkpoint_prefixes: tuple[tuple[str, str], ...] = (),
     experts: Literal["none", "transposed"] = "none",
+    linear_attention: str = "",
 ) -> ModelFamily:
     """Return a family whose vision tower takes patches, and whose positions are those of m-RoPE."""
     return ModelFamily(
@@ -216,6 +220,7 @@ def qwen_vision_family(
         checkpoint_prefixes=checkpoint_prefixes,
         video=video,
         experts=experts,
+        linear_attention=linear_attention,
     )
 
 

@@ -42,12 +42,14 @@ class TinyModel:
     special_tokens: names that the tokenizer gives to its special tokens.
     saves_published_names: False if `save_pretrained` of transformers (5.19) writes other names or
         shapes than the published checkpoints have; the weights are then written again.
+    initialize: changes the initial weights of the model; None leaves those of transformers.
     """
 
     config: Callable[[Any], Any]
     processor: Callable[[Any], Any] | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     saves_published_names: bool = True
+    initialize: Callable[[Any], None] | None = None
 
 
 def text_options(tokenizer: Any) -> dict[str, Any]:

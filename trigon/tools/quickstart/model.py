@@ -46,6 +46,8 @@ def make_tiny(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class.from_config(config, dtype=torch.float32)
+        if family.tiny.initialize is not None:
+            family.tiny.initialize(model)
     end_of_turn, end_of_text = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     model.generation_config = GenerationConfig(
         bos_token_id=end_of_text, eos_token_id=[end_of_turn, end_of_text], pad_token_id=end_of_text
