@@ -46,6 +46,8 @@ class ModelFamily:
     windows: whether sliding-window attention is tested against transformers and vLLM.
     linear_attention: name of the gated delta net within a decoder layer that has one, see
         linear_attention.py; empty for a family without such layers.
+    unused_weights: beginning of the names of tensors that published checkpoints have, and neither
+        trainer nor engine loads; empty if there are none.
     """
 
     model_type: str
@@ -63,6 +65,7 @@ class ModelFamily:
     image_wrap: tuple[str, str] | None = None
     windows: bool = False
     linear_attention: str = ""
+    unused_weights: str = ""
 
     @property
     def has_vision(self) -> bool:
@@ -208,6 +211,7 @@ def qwen_vision_family(
     checkpoint_prefixes: tuple[tuple[str, str], ...] = (),
     experts: Literal["none", "transposed"] = "none",
     linear_attention: str = "",
+    unused_weights: str = "",
 ) -> ModelFamily:
     """Return a family whose vision tower takes patches, and whose positions are those of m-RoPE."""
     return ModelFamily(
@@ -221,6 +225,7 @@ def qwen_vision_family(
         video=video,
         experts=experts,
         linear_attention=linear_attention,
+        unused_weights=unused_weights,
     )
 
 

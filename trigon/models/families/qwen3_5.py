@@ -51,5 +51,6 @@ FAMILIES = (
         TinyModel(_config, processor, initialize=_remember),
         video="timestamps",
         linear_attention="linear_attn",
+        unused_weights="mtp.",  # layers that predict more than one token
     ),
 )
