@@ -46,6 +46,8 @@ Always passed, since a config.json may name another one, and a name with a slash
 _SIZES: Mapping[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "depth"), 2_000),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "head_dim"), 100_000),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"), 100_000),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 100_000),
     **dict.fromkeys(("patch_size", "temporal_patch_size", "spatial_merge_size", "num_experts"), 100_000),
     **dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size", "intermediate_size"), 10_000_000),
     **dict.fromkeys(("moe_intermediate_size", "vocab_size"), 10_000_000),

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from trigon.config.names import DeviceType
+from trigon.errors import EngineError
 from trigon.models.dimensions import head_dim
 from trigon.models.load import Processors
 
@@ -111,6 +112,8 @@ def engine_arguments(
     checkpoint_names: of the tensors in the model folder; see reads_checkpoint.
     """
     on_cpu = settings.device == "cpu"
+    if on_cpu and processors.family.linear_attention:
+        _require_cpu_linear_attention(settings, processors)
     arguments: dict[str, Any] = {
         "model": str(settings.model_folder),
         "tokenizer": str(processors.tokenizer.name_or_path),  # that of the run, which decodes stop strings
@@ -126,7 +129,7 @@ def engine_arguments(
         "enforce_eager": settings.enforce_eager or on_cpu,
         "async_scheduling": None if on_cpu else settings.async_scheduling,
         "enable_chunked_prefill": splits_prompts(settings),
-        "enable_prefix_caching": settings.enable_prefix_caching,
+        "enable_prefix_caching": caches_prefixes(settings, processors),
         "enable_sleep_mode": settings.frees_memory,
         # external_launcher takes its rank from RANK and LOCAL_RANK, in the process group that
         # exists already.
@@ -153,6 +156,18 @@ def engine_arguments(
     return arguments | (_vision_arguments(settings, processors) if processors.family.has_vision else {})
 
 
+def _require_cpu_linear_attention(settings: VllmSettings, processors: Processors) -> None:
+    """Raise EngineError for what the kernels of vLLM 0.32 for linear attention on a CPU cannot."""
+    config = processors.hf_config.get_text_config()
+    widths = {config.linear_key_head_dim, config.linear_value_head_dim}
+    if settings.dtype != torch.bfloat16 or widths != {128}:
+        raise EngineError(
+            "vLLM computes linear attention on a CPU in bfloat16 and with heads of 128 only; here the dtype is "
+            f"{str(settings.dtype).removeprefix('torch.')} and the heads are of {sorted(widths)}. Set "
+            "worker.rollout.dtype=bf16, or worker.rollout.name=transformers, which computes any."
+        )
+
+
 def reads_checkpoint(settings: VllmSettings, processors: Processors, checkpoint_names: Collection[str]) -> bool:
     """Return whether vLLM reads the weights of the model folder when it starts.
 
@@ -177,6 +192,15 @@ def splits_prompts(settings: VllmSettings) -> bool:
     Generator does not use offset").
     """
     return settings.enable_chunked_prefill and settings.device == "cuda"
+
+
+def caches_prefixes(settings: VllmSettings, processors: Processors) -> bool:
+    """Return whether requests share the cache of equal prefixes.
+
+    Of layers of linear attention vLLM 0.32 caches states at the ends of blocks, which needs prompts
+    that are split there.
+    """
+    return settings.enable_prefix_caching and (not processors.family.linear_attention or splits_prompts(settings))
 
 
 def batched_tokens(settings: VllmSettings) -> int:
