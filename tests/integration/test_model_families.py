@@ -181,7 +181,7 @@ def max_difference(policy: Policy, processors: Processors, prompts: Sequence[Pro
 
 
 @pytest.fixture(scope="module")
-def wide(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a tiny Qwen3.5 with one key head and two value heads of 128.
 
     On a CPU vLLM computes linear attention in bfloat16 and with heads of 128 only.
@@ -214,7 +214,7 @@ def rounded(policy: Policy, folder: Path, processors: Processors) -> Policy:
 @pytest.mark.vllm
 @pytest.mark.long
 def test_vllm_samples_with_the_changed_weights_of_linear_attention(wide: Path) -> None:
-    """Its log-probabilities differ from float32 by no more than twice the trainer's own bfloat16."""
+    """They differ from float32 by no more than twice as much as the trainer in bfloat16 does."""
     processors = load_processors(str(wide))
     prompts = make_prompts(processors)
     before = Policy(
