@@ -43,9 +43,9 @@ from trigon.models.attention import WINDOW_ATTENTION, use_group_attention
 from trigon.models.families import ModelFamily, family_of
 from trigon.models.flops import Counting, peak_tflops, update_flops
 from trigon.models.kernels import Kernel
-from trigon.models.patches import use_patch_projection
 from trigon.models.policy import Policy
 from trigon.models.positions import prompt_positions
+from trigon.models.vision_encoder import use_patch_projection
 from trigon.tools.doctor import kernel_errors
 from trigon.tools.doctor.random_models import COMPLETIONS, MODELS, lengths_of, make_groups, make_model
 from trigon.types import Prompt, RolloutGroup

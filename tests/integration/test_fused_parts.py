@@ -161,7 +161,8 @@ def liger_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 # Number of norms and gated MLPs. Qwen2.5-VL: two decoder layers, three vision blocks and the
 # merger.
-# Qwen3: norms of queries and keys too. Gemma 3: six norms in each layer.
+# Qwen3: norms of queries and keys too. Gemma 3: six norms in each layer. Qwen3.5: norms of queries
+# and keys in one of its two layers; the norm with a gate in the other one is not replaced.
 @pytest.mark.parametrize(
     ("model_type", "norms", "mlps", "casting"),
     [
@@ -169,6 +170,7 @@ def liger_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("qwen3", 2 * 4 + 1, 2, "llama"),
         ("qwen3_moe", 2 * 4 + 1, 1, "llama"),
         ("gemma3_text", 2 * 6 + 1, 0, "gemma"),
+        ("qwen3_5", 2 + 4 + 1, 2, "gemma"),
     ],
 )
 def test_fused_functions_compute_the_same(

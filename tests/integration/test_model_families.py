@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -28,11 +28,10 @@ from support.oracle import (
 from support.rollout import make_transformers_engine, make_vllm_engine
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import CheckpointStore
-from trigon.models.families import supported_model_types
-from trigon.models.load import Processors, copy_side_files, load_model, load_processors
+from trigon.models.families import family_named, supported_model_types
+from trigon.models.load import Processors, copy_side_files, load_hf_config, load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.rollout.protocol import RolloutEngine
-from trigon.tools.quickstart.model_types import TinyModelType
 from trigon.training.state import save_tensors
 from trigon.types import LocalWeights, Prompt, RolloutGroup, SamplingParams
 
@@ -73,11 +72,6 @@ def family_model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]
     folder = tiny_model(request.param, tie_word_embeddings=request.param in TIED)
     processors = load_processors(str(folder))
     return FamilyModel(folder, processors, changed_policy(folder, processors))
-
-
-@pytest.mark.extended
-def test_every_family_has_a_tiny_model() -> None:
-    assert set(get_args(TinyModelType)) == set(supported_model_types())
 
 
 def make_prompts(processors: Processors) -> list[Prompt]:
@@ -149,6 +143,8 @@ def test_packed_equals_padded(family_model: FamilyModel) -> None:
 def test_the_rollout_engine_samples_with_the_trainers_changed_weights(
     family_model: FamilyModel, engine_name: str
 ) -> None:
+    if engine_name == "vllm" and family_model.processors.family.linear_attention:
+        pytest.skip("on a CPU vLLM computes it in bfloat16, with heads of 128: see the test below")
     prompts = make_prompts(family_model.processors)
     before = Policy(
         load_model(str(family_model.folder), dtype=torch.float32, device="cpu"),
@@ -182,6 +178,70 @@ def max_difference(policy: Policy, processors: Processors, prompts: Sequence[Pro
     ]
     sampled = [logprob for row in completions for completion in row for logprob in completion.sampling_logprobs]
     return float((concatenated(packed_logprobs(policy, processors, groups)) - torch.tensor(sampled)).abs().max())
+
+
+@pytest.fixture(scope="module")
+def wide(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny Qwen3.5 with one key head and two value heads of 128.
+
+    On a CPU vLLM computes linear attention in bfloat16 and with heads of 128 only.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    tiny, folder = tiny_model("qwen3_5"), tmp_path_factory.mktemp("wide")
+    copy_side_files(tiny, folder)
+    config = load_hf_config(tiny)
+    for name, value in (("key_head_dim", 128), ("value_head_dim", 128), ("num_key_heads", 1), ("num_value_heads", 2)):
+        setattr(config.text_config, f"linear_{name}", value)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    initialize = family_named("qwen3_5").tiny.initialize
+    assert initialize is not None
+    initialize(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def rounded(policy: Policy, folder: Path, processors: Processors) -> Policy:
+    """Return a policy with the same weights that computes in bfloat16."""
+    model = load_model(str(folder), dtype=torch.bfloat16, device="cpu")
+    copy = Policy(model, processors.family, temperature=TEMPERATURE, banned_token_ids=processors.banned_token_ids)
+    copy.load_named_weights(dict(policy.named_weights()))
+    return copy
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+def test_vllm_samples_with_the_changed_weights_of_linear_attention(wide: Path) -> None:
+    """They differ from float32 by no more than twice as much as the trainer in bfloat16 does."""
+    processors = load_processors(str(wide))
+    prompts = make_prompts(processors)
+    before = Policy(
+        load_model(str(wide), dtype=torch.float32, device="cpu"),
+        processors.family,
+        temperature=TEMPERATURE,
+        banned_token_ids=processors.banned_token_ids,
+    )
+    after = changed_policy(wide, processors)
+    engine = make_vllm_engine(wide, processors, limit_images=2, dtype=torch.bfloat16, weight_check_freq=1)
+    try:
+        for version, policy in enumerate((before, after, before)):
+            with engine.awake(LocalWeights(policy.named_weights), version=version):
+                completions = engine.generate(prompts, replace(SAMPLING, max_tokens=8), step=1)
+            groups = [
+                group_of(prompt, [completion.token_ids for completion in row])
+                for prompt, row in zip(prompts, completions, strict=True)
+            ]
+            with torch.no_grad():
+                exact, own = (
+                    concatenated(packed_logprobs(each, processors, groups))
+                    for each in (policy, rounded(policy, wide, processors))
+                )
+            assert max_difference(policy, processors, prompts, completions) <= 2 * float((own - exact).abs().max())
+    finally:
+        engine.close()
+    assert max_difference(after, processors, prompts, completions) > 0.1
 
 
 @pytest.mark.extended(but=["qwen2_5_vl", "qwen3_vl"])

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.extended
 MAX_MODEL_LEN = 512
 SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, ignore_eos=True, seed=5)
 SCENES = [(engine, model) for engine in ("vllm", "transformers") for model in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")]
+SCENES.append(("transformers", "qwen3_5"))
 
 
 @dataclass

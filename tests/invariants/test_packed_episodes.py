@@ -67,7 +67,7 @@ def some_loss(logprobs: Tensor, entropy: Tensor) -> Tensor:
     return weights[0] @ logprobs + weights[1] @ entropy
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qwen3", "llama"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl", "qwen3", "llama"])
 @pytest.mark.parametrize("max_tokens", [1_000_000, 120], ids=["one-row", "many-rows"])
 def test_episodes_in_values_and_gradients(tiny_model: TinyModel, model_type: str, max_tokens: int) -> None:
     folder = tiny_model(model_type)

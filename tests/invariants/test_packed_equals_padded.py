@@ -18,15 +18,17 @@ from support.oracle import (
     padded_logprobs,
 )
 from trigon.data.packing import PackedRow, by_group, pack_rollouts
+from trigon.models.families import family_named, supported_model_types
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.types import Prompt, RolloutGroup
 
 TEMPERATURE = 0.7
-# One family of each architecture; tests/integration/test_model_families.py has all families.
-VISION_FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl"]
-FAMILIES = [*VISION_FAMILIES, "qwen2", "qwen3", "qwen3_moe", "llama"]
+# Each is like another one here; tests/integration/test_model_families.py has all families.
+VARIANTS = ("gemma", "gemma3_text", "llava", "mistral", "qwen2_moe")
+FAMILIES = [each for each in supported_model_types() if each not in VARIANTS]
+VISION_FAMILIES = [each for each in FAMILIES if family_named(each).has_vision]
 ONE_ROW = 1_000_000
 
 TinyModel = Callable[..., Path]
@@ -148,11 +150,13 @@ def test_packed_equals_padded_exactly_in_float64(tiny_model: TinyModel, model_ty
     expected_logprobs, expected_entropy = padded_scores(oracle, processors, groups)
     some_loss(expected_logprobs, expected_entropy).backward()
 
-    torch.testing.assert_close(flat(logprobs), expected_logprobs, atol=1e-13, rtol=0)
-    torch.testing.assert_close(flat(entropy), expected_entropy, atol=1e-13, rtol=0)
     # transformers computes norms in float32 for every model dtype, which limits the precision of
-    # gradients
-    assert largest_relative_error(gradients_of(policy.model), gradients_of(oracle)) <= 1e-6
+    # gradients, and linear attention too
+    recurrent = processors.family.linear_attention != ""
+    tolerance = 3e-6 if recurrent else 1e-13
+    torch.testing.assert_close(flat(logprobs), expected_logprobs, atol=tolerance, rtol=0)
+    torch.testing.assert_close(flat(entropy), expected_entropy, atol=tolerance, rtol=0)
+    assert largest_relative_error(gradients_of(policy.model), gradients_of(oracle)) <= (3e-6 if recurrent else 1e-6)
 
 
 def make_hard_groups(processors: Processors) -> dict[str, RolloutGroup]:

@@ -337,7 +337,7 @@ def test_weights_without_a_gradient_keep_their_bits_under_weight_decay(
 
 
 VL, TIED, TEXT = ("qwen2_5_vl", False), ("qwen3_vl", True), ("qwen2", False)
-MOE, TILES = ("qwen3_vl_moe", False), ("internvl", False)
+MOE, TILES, LINEAR = ("qwen3_vl_moe", False), ("internvl", False), ("qwen3_5", False)
 TWO_RANKS = {"sequence_parallel_size": 2}
 LORA = {"lora_rank": 2, "max_tokens": ONE_GROUP}
 BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens": ONE_GROUP}
@@ -349,6 +349,7 @@ BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens":
         "frozen tower",
         "full kl, lora",
         "gspo, entropy, rejection",
+        "linear attention on 2",
         "lora",
         "moe on 2",
         "rows on 2",
@@ -375,6 +376,7 @@ BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens":
             "full kl, lora": (VL, ON_TWO, FULL, LORA | {"config": FULL_KL}),
             "text on 4": (TEXT, ON_FOUR, FULL, {"max_tokens": ONE_GROUP}),
             "moe on 2": (MOE, ON_TWO, FULL, {"max_tokens": ONE_GROUP}),
+            "linear attention on 2": (LINEAR, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "checkpointing": True}),
             "tiles on 2": (TILES, ON_TWO, FULL, {"max_tokens": ONE_GROUP}),
             "layers kept gathered": (VL, ON_TWO, GATHERED, {"max_tokens": ONE_GROUP}),
             "checkpointing": (VL, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "checkpointing": True}),

@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import get_args
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ from support.tensors import assert_equal_tensors
 from trigon.metrics import values
 from trigon.models import activation_offload
 from trigon.models.activation_offload import DEVICE_INPUTS, ActivationOffload
+from trigon.models.families import supported_model_types
 from trigon.models.policy import Policy
-from trigon.tools.quickstart.model_types import TinyModelType
 
 
 class Inputs:
@@ -54,11 +53,16 @@ def language_layers(policy: Policy) -> list[nn.Module]:
 
 
 LORA, FROZEN = {"lora_rank": 2}, {"freeze": True}
-PARTS = [("qwen2_5_vl", LORA), ("qwen2_5_vl", FROZEN), ("qwen3_vl_moe", LORA | FROZEN), ("qwen3", LORA)]
+CASES = {f"all-{family}": (family, {}) for family in supported_model_types()} | {
+    "lora-qwen2_5_vl": ("qwen2_5_vl", LORA),
+    "frozen-qwen2_5_vl": ("qwen2_5_vl", FROZEN),
+    "lora-frozen-qwen3_vl_moe": ("qwen3_vl_moe", LORA | FROZEN),
+    "lora-qwen3": ("qwen3", LORA),
+}
 
 
-@pytest.mark.extended(but=["qwen2_5_vl-options1", "qwen2_5_vl-options14"])
-@pytest.mark.parametrize(("model_type", "options"), [*((each, {}) for each in get_args(TinyModelType)), *PARTS])
+@pytest.mark.extended(but=["all-qwen2_5_vl", "lora-qwen2_5_vl"])
+@pytest.mark.parametrize(("model_type", "options"), CASES.values(), ids=CASES)
 def test_updates_are_the_same_bit_for_bit(tiny_model, inputs, model_type, options):
     folder = tiny_model(model_type)
     groups = to_train(make_rollouts(folder))

@@ -22,6 +22,8 @@ from support.planted import FAULTS, GIB, MACHINE, MAZE, TOGETHER, TOOL, good_run
 from support.recipes import EXAMPLES, ROOT, arguments_of
 from trigon.config.load import inspect_config, load_config, split_arguments
 from trigon.data.bad_rows import Reason
+from trigon.models.load import copy_side_files
+from trigon.system.json_files import read_json_object
 from trigon.tools.check.catalogue import CHECKS, check_run
 from trigon.tools.check.completions import asked_formats, final_answer
 from trigon.tools.check.machine import (
@@ -32,7 +34,7 @@ from trigon.tools.check.machine import (
     check_network,
     count_checkpoints,
 )
-from trigon.tools.check.model import find_missing_header
+from trigon.tools.check.model import check_model, find_missing_header
 from trigon.tools.check.result import KINDS
 from trigon.tools.check.rows import _ADVICE, share
 from trigon.tools.check.subject import Subject, no_progress
@@ -113,7 +115,7 @@ def test_all_faults_of_a_dataset_are_named_at_once(run):
 
 def test_every_kind_of_problem_is_planted_or_has_a_test():
     planted = {kind for kind, _ in FAULTS.values()}
-    with_tests = {"devices.used", "network.loopback", "loggers.package", "memory.tight"}
+    with_tests = {"devices.used", "network.loopback", "loggers.package", "memory.tight", "model.kernels"}
     videos = {kind for kind in KINDS if kind.startswith("rows.video_")}  # as images, by the code of a run
     assert planted | with_tests | videos == set(KINDS)
     assert len(planted) >= 40
@@ -236,6 +238,28 @@ def test_a_gpu_that_another_process_uses(run):
 def test_gpus_of_a_cluster_are_not_compared_with_those_of_this_machine(run):
     run.options |= {"trainer.device": "auto", "trainer.n_gpus_per_node": 8}
     assert kinds_of(check_devices(subject_of(run, has_cluster=True))) == []
+
+
+def test_the_published_shape_of_qwen3_5_9b_is_accepted_without_its_weights(run, tiny_model, tmp_path):
+    import transformers
+
+    tiny, folder = tiny_model("qwen3_5"), tmp_path / "published"
+    copy_side_files(tiny, folder)
+    tokens = {key: value for key, value in read_json_object(tiny / "config.json").items() if key.endswith("token_id")}
+    config = transformers.Qwen3_5Config(vision_config={"out_hidden_size": 4096}, **tokens)  # the others are its own
+    config.text_config.rope_parameters |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    config.save_pretrained(folder)
+    run.options |= {"worker.actor.model.model_path": str(folder), "trainer.device": "auto"}
+    on_gpus = subject_of(run, gpus=(Gpu("a GPU", 80 * GIB, 79 * GIB),))
+    findings = check_model(on_gpus)
+    assert kinds_of(findings) == ["model.unusable", "model.kernels"]  # the first: there are no weights
+    assert "no weights" in findings.problems[0].message
+    assert "flash-linear-attention" in findings.problems[1].advice
+    assert findings.summary.startswith("qwen3_5, 9.41 billion weights")
+    assert kinds_of(check_model(subject_of(run))) == ["model.unusable"]
+    size = on_gpus.size.get()
+    assert size.key_values == 2 * 8 * 4 * 256  # one layer of four has keys and values
+    assert size.tensor_parallel_sizes == (1, 2, 4, 8, 16)
 
 
 def test_a_tracker_that_is_not_installed(run, monkeypatch):

@@ -58,6 +58,7 @@ ONLY_IN = {
     "av": ("data/videos.py",),
     "peft": ("models/lora.py",),
     "flash_attn": ("models/kernels.py",),
+    "fla": ("models/linear_attention.py",),
     "torch.nn.attention": ("models/kernels.py",),
     "liger_kernel": ("models/fused.py",),
     "modelscope": ("models/hub.py",),

@@ -268,7 +268,7 @@ def test_attention_to_later_tokens_is_an_error(tiny_model: TinyModel, tmp_path: 
 
 def test_other_layers_than_attention_are_an_error(tiny_model: TinyModel, tmp_path: Path) -> None:
     layers = ["linear_attention", "full_attention"]
-    assert "layers of type linear_attention." in error_of_config(tiny_model("qwen2"), tmp_path, layer_types=layers)
+    assert "layers of type linear_attention" in error_of_config(tiny_model("qwen2"), tmp_path, layer_types=layers)
 
 
 def test_rotary_embeddings_that_depend_on_the_length_of_a_row_are_an_error(

@@ -29,7 +29,7 @@ from trigon.models.policy import Policy, full_tensor
 from trigon.types import RolloutGroup
 
 TinyModel = Callable[..., Path]
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen2"]
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3_5"]
 VISION_FAMILIES = FAMILIES[:2]
 
 

@@ -75,7 +75,8 @@ def test_heads_that_cannot_be_divided_are_refused_with_the_numbers_of_the_model(
         require_divisible_heads(config, 8, model_type="qwen2", num_workers=8)
 
 
-def test_layers_that_are_not_attention_are_refused():
-    config = SimpleNamespace(num_attention_heads=8, layer_types=["linear_attention", "full_attention"])
-    with pytest.raises(ConfigError, match="layers of type linear_attention"):
-        require_divisible_heads(config, 2, model_type="qwen3_5", num_workers=8)
+def test_the_heads_of_linear_attention_are_divided_too():
+    config = SimpleNamespace(num_attention_heads=8, linear_num_key_heads=2)
+    require_divisible_heads(config, 2, model_type="qwen3_5", num_workers=8)
+    with pytest.raises(ConfigError, match=r"has 2 key heads of linear attention.*1 or 2$"):
+        require_divisible_heads(config, 4, model_type="qwen3_5", num_workers=8)

@@ -39,6 +39,7 @@ RECIPE_NAMES = [
     "qwen3_14b_dapo17k_dapo",
     "qwen3_4b_math_grpo",
     "qwen3_4b_math_grpo_lora",
+    "qwen3_5_4b_geo3k_grpo",
     "qwen3_vl_30b_geo3k_grpo",
     "qwen3_vl_4b_geo3k_grpo",
     "qwen3_vl_4b_geo3k_grpo_lora",

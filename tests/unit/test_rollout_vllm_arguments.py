@@ -10,9 +10,11 @@ import torch
 
 from support.models import processors_of
 from support.rollout import make_vllm_settings
+from trigon.errors import EngineError
 from trigon.models.load import load_processors
 from trigon.rollout.vllm.arguments import batched_tokens, cpu_cache_bytes, engine_arguments
 from trigon.rollout.vllm.process import choose_model_runner
+from trigon.rollout.vllm.weights import canonical_names, check_names, checkpoint_names
 
 # 2 (keys and values) * 2 layers * 2 heads * 32 dimensions * 4 bytes * 256 sequences * (256 + 32)
 # tokens
@@ -213,3 +215,25 @@ def test_importing_the_package_does_not_import_vllm():
     script = "import sys, trigon.rollout.vllm; print('vllm' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_linear_attention_that_vllm_cannot_compute_on_a_cpu_is_refused_with_the_options_that_help(tiny_model):
+    folder = tiny_model("qwen3_5")
+    processors = processors_of(folder)  # heads of 16 and 24
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(EngineError, match=r"worker\.rollout\.dtype=bf16.*worker\.rollout\.name=transformers"):
+            engine_arguments(make_vllm_settings(folder, dtype=dtype), processors)
+    text = processors.hf_config.text_config
+    text.linear_key_head_dim = text.linear_value_head_dim = 128
+    settings = make_vllm_settings(folder, dtype=torch.bfloat16, enable_chunked_prefill=True)
+    assert not engine_arguments(settings, processors)["enable_prefix_caching"]  # prompts are never split there
+    assert engine_arguments(replace(settings, device="cuda"), processors)["enable_prefix_caching"]
+
+
+def test_tensors_that_neither_trainer_nor_engine_loads_are_not_missing_after_a_sync(tiny_model):
+    folder = tiny_model("qwen3_5")
+    processors, names = processors_of(folder), checkpoint_names(folder)
+    published = canonical_names([*names, "mtp.layers.0.mlp.up_proj.weight"], processors)
+    check_names(names, published, processors)
+    with pytest.raises(EngineError, match="1 missing"):
+        check_names(names[1:], published, processors)

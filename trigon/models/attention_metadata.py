@@ -1,4 +1,4 @@
-"""Metadata of a packed row for attention: group lengths, masks, and arguments of the kernels.
+"""Metadata of a packed row for attention: group lengths, masks, segments, arguments of kernels.
 
 The metadata of a row is built from its group spans alone. It is made once for each forward and
 shared by all layers. This module does not depend on models, weights or rotary positions.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -45,6 +45,95 @@ class GroupMasks:
     prompt: Tensor | None
 
 
+RECURRENT_CHUNK = 64
+"""Tokens of a chunk of linear attention, as in flash-linear-attention."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentBatch:
+    """Segments that are padded to one length.
+
+    indices: [S] int64, which segments these are. sources: [S, L] int64, the token at each place;
+    the number of all tokens for padding.
+    """
+
+    indices: Tensor
+    sources: Tensor
+
+
+class Segmentation:
+    """Consecutive segments of tokens, each with a state of its own."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self._lengths, self._device = tuple(lengths), device
+        self.tokens = sum(self._lengths)
+        self.host_starts = torch.tensor([0, *accumulate(self._lengths)])
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """The first token of each segment, and the number of tokens: [S + 1] int64."""
+        return to_device(self.host_starts, self._device)
+
+    @cached_property
+    def batches(self) -> tuple[SegmentBatch, ...]:
+        """The segments by their padded lengths, which follow from the segment alone."""
+        starts = self.host_starts.tolist()
+        batches = []
+        for padded, indices in self._by_length.items():
+            sources = torch.full((len(indices), padded), self.tokens)
+            for row, index in zip(sources, indices, strict=True):
+                row[: self._lengths[index]] = torch.arange(starts[index], starts[index + 1])
+            batches.append(SegmentBatch(self._copied(torch.tensor(indices)), self._copied(sources)))
+        return tuple(batches)
+
+    @cached_property
+    def outputs(self) -> Tensor:
+        """The place of each token in the concatenated tokens of the batches, [T] int64."""
+        starts, places, offset = self.host_starts.tolist(), torch.empty(self.tokens, dtype=torch.int64), 0
+        for padded, indices in self._by_length.items():
+            for index in indices:
+                places[starts[index] : starts[index + 1]] = offset + torch.arange(self._lengths[index])
+                offset += padded
+        return self._copied(places)
+
+    @cached_property
+    def finals(self) -> Tensor:
+        """The place of each segment in the concatenated segments of the batches, [S] int64."""
+        order = torch.tensor([index for indices in self._by_length.values() for index in indices])
+        return self._copied(order.argsort())
+
+    @cached_property
+    def _by_length(self) -> dict[int, list[int]]:
+        by_length: dict[int, list[int]] = {}
+        for index, length in enumerate(self._lengths):
+            chunk = min(RECURRENT_CHUNK, max(8, 1 << (length - 1).bit_length()))
+            by_length.setdefault(-(-length // chunk) * chunk, []).append(index)
+        return by_length
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        return to_device(tensor, self._device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recurrence:
+    """How the layers of linear attention read a row of T tokens.
+
+    order: [T] int64, the tokens with all prompts first, then all completions. inverse: its inverse.
+    prompts, completions: their segments, in that order. completion_counts: of each prompt.
+    extended: the row with the last tokens of its prompt before each completion, and before a prompt
+    copies of token T, a row of zeros. places: [T] int64, the first of a convolution's inputs there,
+    for the tokens in `order`.
+    """
+
+    order: Tensor
+    inverse: Tensor
+    prompts: Segmentation
+    completions: Segmentation
+    completion_counts: tuple[int, ...]
+    extended: KeyLayout
+    places: Tensor
+
+
 class AttentionMetadata:
     """The group structure of a packed row, on the row's device.
 
@@ -65,6 +154,7 @@ class AttentionMetadata:
         self._device = device
         self._masks: dict[int | None, tuple[GroupMasks, ...]] = {}
         self._block_masks: dict[int | None, Any] = {}
+        self._recurrences: dict[int, Recurrence] = {}
 
     @property
     def tokens(self) -> int:
@@ -125,7 +215,59 @@ class AttentionMetadata:
             max_queries=_max_length(query_starts),
             max_keys=_max_length(key_starts),
         )
-        layout = KeyLayout(
+        return segments, self._key_layout(sources, own, shared)
+
+    def block_mask(self, window: int | None) -> Any:
+        """Return torch's BlockMask of the row, for layers with this sliding window."""
+        if window not in self._block_masks:
+            self._block_masks[window] = make_block_mask(self._token_indices, window)
+        return self._block_masks[window]
+
+    def recurrence(self, history: int) -> Recurrence:
+        """Return how layers of linear attention read the row.
+
+        history: the tokens before each token that their convolution reads, at least 1.
+        """
+        if history not in self._recurrences:
+            self._recurrences[history] = self._recurrence(history)
+        return self._recurrences[history]
+
+    def _recurrence(self, history: int) -> Recurrence:
+        end, sources = 0, []
+        own = torch.zeros(self.tokens + 1, dtype=torch.int64)
+        shared: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the number of copies of a prompt's last tokens
+        for span in self._spans:
+            last = torch.arange(*span.prompt)[-history:]
+            zeros = torch.full((history,), self.tokens)
+            before, copies = zeros, []
+            for part in (span.prompt, *span.completions):
+                tokens = torch.arange(*part)
+                sources += [before, tokens]
+                own[tokens] = end + history + torch.arange(len(tokens))
+                copies.append(own[last] if part is span.prompt else end + history - len(last) + torch.arange(len(last)))
+                end += history + len(tokens)
+                before = torch.cat((zeros, last))[-history:]
+            shared.setdefault(len(copies), []).append((last, torch.stack(copies)))
+        order = torch.cat(
+            [torch.arange(*span.prompt) for span in self._spans]
+            + [torch.arange(*part) for span in self._spans for part in span.completions]
+        )
+        return Recurrence(
+            order=to_device(order, self._device),
+            inverse=to_device(order.argsort(), self._device),
+            prompts=Segmentation([span.prompt[1] - span.prompt[0] for span in self._spans], self._device),
+            completions=Segmentation(
+                [part[1] - part[0] for span in self._spans for part in span.completions], self._device
+            ),
+            completion_counts=tuple(len(span.completions) for span in self._spans),
+            extended=self._key_layout(sources, own, shared),
+            places=to_device(own[order] - history, self._device),
+        )
+
+    def _key_layout(
+        self, sources: list[Tensor], own: Tensor, shared: dict[int, list[tuple[Tensor, Tensor]]]
+    ) -> KeyLayout:
+        return KeyLayout(
             sources=to_device(torch.cat(sources), self._device),
             own=to_device(own, self._device),
             shared=tuple(
@@ -136,13 +278,6 @@ class AttentionMetadata:
                 for equal in shared.values()
             ),
         )
-        return segments, layout
-
-    def block_mask(self, window: int | None) -> Any:
-        """Return torch's BlockMask of the row, for layers with this sliding window."""
-        if window not in self._block_masks:
-            self._block_masks[window] = make_block_mask(self._token_indices, window)
-        return self._block_masks[window]
 
     @cached_property
     def _token_indices(self) -> TokenIndices:

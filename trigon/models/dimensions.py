@@ -24,6 +24,7 @@ _HAS_GATED_VISION_MLP = {
     "qwen2_5_vl": True,
     "qwen3_vl": False,
     "qwen3_vl_moe": False,
+    "qwen3_5": False,
 }
 
 

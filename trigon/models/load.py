@@ -24,8 +24,9 @@ from trigon.models.families import ModelFamily, family_named
 from trigon.models.folders import require_config_file, require_weight_files
 from trigon.models.hub import IGNORED_FILES, modelscope_folder, uses_modelscope
 from trigon.models.kernels import Kernel
-from trigon.models.patches import use_patch_projection
+from trigon.models.linear_attention import use_group_linear_attention
 from trigon.models.supported import require_supported
+from trigon.models.vision_encoder import use_patch_projection
 from trigon.system.json_files import read_json_object
 from trigon.system.suggestions import nearest
 from trigon.system.torchvision_stub import declare_operators
@@ -45,6 +46,8 @@ Always passed, since a config.json may name another one, and a name with a slash
 _SIZES: Mapping[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "depth"), 2_000),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "head_dim"), 100_000),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"), 100_000),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 100_000),
     **dict.fromkeys(("patch_size", "temporal_patch_size", "spatial_merge_size", "num_experts"), 100_000),
     **dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size", "intermediate_size"), 10_000_000),
     **dict.fromkeys(("moe_intermediate_size", "vocab_size"), 10_000_000),
@@ -292,6 +295,7 @@ def without_progress_bars() -> Iterator[None]:
 def patch_model(model: Any, family: ModelFamily, attention_kernel: Kernel = "sdpa") -> None:
     """Replace attention and patch projection of a model; weights and their names do not change."""
     use_group_attention(model, family, attention_kernel)
+    use_group_linear_attention(model, family)
     use_patch_projection(model, family)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -105,13 +106,19 @@ def model_size(policy: Policy, lora: LoraConfig | None) -> ModelSize:
         embedding=None if policy.has_tied_head else _unit_size(policy.embedding.parameters(), adapters),
         root=_unit_size((part for part in policy.parameters() if part not in in_units), adapters),
         largest=max(parameter.numel() for parameter in policy.parameters()),
-        key_values=2 * text.num_hidden_layers * text.num_key_value_heads * head_dim,
+        key_values=2 * _attention_layers(text) * text.num_key_value_heads * head_dim,
         key_heads=text.num_key_value_heads,
         tensor_parallel_sizes=tensor_parallel_sizes(config),
         tied=policy.has_tied_head,
         trains_vision=any(part.requires_grad if adapters is None else part in adapters for part in parts),
         dimensions=None if text.model_type in _NOT_COUNTED else dimensions_of(config),
     )
+
+
+def _attention_layers(text: Any) -> int:
+    """Return the number of layers with keys and values; linear attention has none."""
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    return sum(kind != "linear_attention" for kind in kinds)
 
 
 def _unit_size(parameters: Iterable[nn.Parameter], adapters: Mapping[nn.Parameter, int] | None) -> UnitSize:

@@ -23,8 +23,14 @@ from trigon.models.families import ModelFamily
 from trigon.models.features import VisionFeatureCache
 from trigon.models.flops import GroupLengths, peak_tflops, update_flops
 from trigon.models.fused import compile_parts, use_liger
-from trigon.models.head import FORWARD_METHODS, LogprobHead, use_logprob_head
-from trigon.models.logprobs import Predictions, rows_per_chunk, target_and_source_positions
+from trigon.models.logprobs import (
+    HEAD_METHODS,
+    LogprobHead,
+    Predictions,
+    rows_per_chunk,
+    target_and_source_positions,
+    use_logprob_head,
+)
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
 from trigon.models.sequence_parallel import RowRanks, RowSlice, complete_results, require_divisible_heads, slice_of
 from trigon.models.transfer import to_device
@@ -42,7 +48,7 @@ class Policy(nn.Module):
             device that computes.
     """
 
-    head_methods: ClassVar[tuple[str, ...]] = FORWARD_METHODS
+    head_methods: ClassVar[tuple[str, ...]] = HEAD_METHODS
     """The methods of the head, besides forward, that use its weight."""
     row_methods: ClassVar[tuple[str, ...]] = ()
     """The methods, besides forward, that compute a row."""

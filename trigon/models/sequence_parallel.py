@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import gcd, lcm
 from typing import Any
 from zlib import crc32
 
@@ -30,8 +30,6 @@ from torch.nn.functional import pad
 
 from trigon.errors import ConfigError
 from trigon.types import PackedGroups, Vision
-
-_ATTENTION = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +66,17 @@ def require_divisible_heads(text_config: Any, size: int, *, model_type: str, num
     text_config: the config of the language model. num_workers: that learn, which the sizes that the
     message names divide too.
     """
-    kinds = sorted({*(getattr(text_config, "layer_types", None) or ())} - {*_ATTENTION})
-    if kinds:
-        raise ConfigError(
-            f"worker.actor.ulysses_sequence_parallel_size is {size}, but the {model_type} model has layers of type "
-            f"{', '.join(kinds)}, which compute one token after the other and cannot exchange them for heads; set it "
-            "to 1"
-        )
-    heads = int(text_config.num_attention_heads)
-    if heads % size:
-        divisors = [str(number) for number in range(1, heads + 1) if heads % number == num_workers % number == 0]
-        raise ConfigError(
-            f"worker.actor.ulysses_sequence_parallel_size is {size}, but the {model_type} model has {heads} attention "
-            f"heads, of which each rank computes as many; set it to {' or '.join(divisors)}"
-        )
+    heads = {"attention heads": int(text_config.num_attention_heads)}
+    if hasattr(text_config, "linear_num_key_heads"):
+        heads["key heads of linear attention"] = int(text_config.linear_num_key_heads)
+    common = gcd(num_workers, *heads.values())
+    for name, number in heads.items():
+        if number % size:
+            divisors = [str(each) for each in range(1, common + 1) if common % each == 0]
+            raise ConfigError(
+                f"worker.actor.ulysses_sequence_parallel_size is {size}, but the {model_type} model has {number} "
+                f"{name}, of which each rank computes as many; set it to {' or '.join(divisors)}"
+            )
 
 
 def slice_of(packed: PackedGroups, ranks: RowRanks | None) -> RowSlice:
@@ -125,6 +120,18 @@ def tokens_for_heads(
     complete = received.transpose(0, 1).flatten(1, 2)[None, :, :tokens]
     queries, keys, values = torch.split(complete, [part.shape[1] for part in parts], 1)
     return queries, keys, values
+
+
+def parts_for_heads(parts: Sequence[Tensor], tokens: int, ranks: RowRanks) -> list[Tensor]:
+    """Exchange all heads of this rank's L tokens for this rank's heads of all tokens of the row.
+
+    Args: parts: [L, H, D] each, of any H and D, in one dtype. tokens: T, without padding.
+    Returns: [T, H / ranks, D] each.
+    """
+    columns = [part.reshape(len(part), ranks.size, -1) for part in parts]
+    received = _exchange(torch.cat(columns, 2).transpose(0, 1), ranks).flatten(0, 1)[:tokens]
+    split = torch.split(received, [part.shape[2] for part in columns], 1)
+    return [own.reshape(len(own), -1, part.shape[2]) for own, part in zip(split, parts, strict=True)]
 
 
 def heads_for_tokens(output: Tensor, length: int, ranks: RowRanks) -> Tensor:

@@ -26,11 +26,13 @@ def require_supported(config: Any, family: ModelFamily) -> None:
         )
     if family.tiles:
         _require_supported_parts(config, family)
-    other_types = sorted({*(getattr(text_config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"})
+    known = {"full_attention", "sliding_attention", *(["linear_attention"] if family.linear_attention else [])}
+    other_types = sorted({*(getattr(text_config, "layer_types", None) or ())} - known)
     if other_types:
         raise ModelError(
-            f"The model has layers of type {', '.join(other_types)}. Completions share the keys and values of their "
-            "prompt, which only attention layers have. Use another model, see docs/model-families.md."
+            f"The model has layers of type {', '.join(other_types)}, which are not supported for "
+            f"{family.model_type!r}: completions could not share their prompt. Use another model, see "
+            "docs/model-families.md."
         )
     max_length = int(text_config.max_position_embeddings)
     if not family.windows and any(

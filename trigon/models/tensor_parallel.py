@@ -42,6 +42,9 @@ def _indivisible(hf_config: Any, size: int) -> Iterator[str]:
     yield from (f"{number:,} {name}" for number, name in divided if number % size)
     if text.key_heads % size and size % text.key_heads:  # GPUs hold fewer key heads several times
         yield f"{text.key_heads} key heads"
+    linear = getattr(hf_config.get_text_config(), "linear_num_key_heads", 0)
+    if linear % size:
+        yield f"{linear} key heads of linear attention"
 
 
 def _of_decoder(text: TextDimensions) -> Iterator[tuple[int, str]]:

@@ -179,9 +179,9 @@ class TransformersEngine:
         positions = self._positions(first)
         completion_position_ids = completion_positions(positions, first.max_tokens)
 
-        cache = DynamicCache()
+        cache = DynamicCache(config=self._model.config.get_text_config())
         logits = self._forward(ids[None], positions, cache, first.visions)[:, -1].expand(len(batch.requests), -1)
-        cache.batch_repeat_interleave(len(batch.requests))
+        cache.reorder_cache(torch.zeros(len(batch.requests), dtype=torch.int64, device=self._device))  # copies of row 0
         for index in range(first.max_tokens):
             token, logprob = draw(logits, draws[:, index], sampling, banned_token_ids=self._processors.banned_token_ids)
             batch.tokens.append(token)

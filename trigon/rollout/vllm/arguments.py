@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from trigon.config.names import DeviceType
 from trigon.config.schema import Config, RolloutConfig
+from trigon.errors import EngineError
 from trigon.models.dimensions import head_dim
 from trigon.models.dtypes import DTYPES
 from trigon.models.load import Processors
@@ -107,6 +108,8 @@ def engine_arguments(
     should compute its observation only, so that prefixes are always cached.
     """
     rollout, model, on_cpu = settings.rollout, settings.config.worker.actor.model, settings.device == "cpu"
+    if on_cpu and processors.family.linear_attention:
+        _require_cpu_linear_attention(settings, processors)
     arguments: dict[str, Any] = {
         "model": str(settings.model_folder),
         "tokenizer": str(processors.tokenizer.name_or_path),  # that of the run, which decodes stop strings
@@ -122,7 +125,7 @@ def engine_arguments(
         "enforce_eager": rollout.enforce_eager or on_cpu,
         "async_scheduling": None if on_cpu else rollout.async_scheduling,
         "enable_chunked_prefill": splits_prompts(settings),
-        "enable_prefix_caching": rollout.enable_prefix_caching or rollout.has_episodes or has_episodes,
+        "enable_prefix_caching": caches_prefixes(settings, processors, has_episodes=has_episodes),
         "enable_sleep_mode": settings.frees_memory,
         # external_launcher takes its rank from RANK and LOCAL_RANK, in the process group that
         # exists already.
@@ -149,6 +152,19 @@ def engine_arguments(
     return arguments | (_vision_arguments(settings, processors) if processors.family.has_vision else {})
 
 
+def _require_cpu_linear_attention(settings: VllmSettings, processors: Processors) -> None:
+    """Raise EngineError for what the kernels of vLLM 0.32 for linear attention on a CPU cannot."""
+    config = processors.hf_config.get_text_config()
+    widths = {config.linear_key_head_dim, config.linear_value_head_dim}
+    dtype = settings.rollout.dtype
+    if dtype != "bf16" or widths != {128}:
+        raise EngineError(
+            "vLLM computes linear attention on a CPU in bfloat16 and with heads of 128 only; here the dtype is "
+            f"worker.rollout.dtype={dtype} and the heads are of {sorted(widths)}. Set "
+            "worker.rollout.dtype=bf16, or worker.rollout.name=transformers, which computes any."
+        )
+
+
 def reads_checkpoint(settings: VllmSettings, processors: Processors, checkpoint_names: Collection[str]) -> bool:
     """Return whether vLLM reads the weights of the model folder when it starts.
 
@@ -173,6 +189,17 @@ def splits_prompts(settings: VllmSettings) -> bool:
     Generator does not use offset").
     """
     return settings.device == "cuda" and settings.rollout.chunks_prefill_on(settings.device)
+
+
+def caches_prefixes(settings: VllmSettings, processors: Processors, *, has_episodes: bool) -> bool:
+    """Return whether requests share the cache of equal prefixes.
+
+    Of layers of linear attention vLLM 0.32 caches states at the ends of blocks, which needs prompts
+    that are split there. has_episodes: see engine_arguments.
+    """
+    rollout = settings.rollout
+    wanted = rollout.enable_prefix_caching or rollout.has_episodes or has_episodes
+    return wanted and (not processors.family.linear_attention or splits_prompts(settings))
 
 
 def batched_tokens(settings: VllmSettings) -> int:

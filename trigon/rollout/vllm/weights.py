@@ -115,11 +115,14 @@ def checkpoint_names(folder: Path) -> list[str]:
 def canonical_names(names: Iterable[str], processors: Processors) -> frozenset[str]:
     """Return checkpoint names in transformers' current spelling, without optional ones.
 
-    Optional are rotary frequencies, and the output head where it is tied to the embedding.
+    Optional are rotary frequencies, the output head where it is tied to the embedding, and what the
+    family does not use.
     """
-    tied = getattr(processors.hf_config, "tie_word_embeddings", False)
+    family, tied = processors.family, getattr(processors.hf_config, "tie_word_embeddings", False)
     optional = ("rotary_emb.inv_freq", "lm_head.weight") if tied else ("rotary_emb.inv_freq",)
-    return frozenset(processors.family.checkpoint_name(name) for name in names if not name.endswith(optional))
+    unused = family.unused_weights
+    used = (name for name in names if not name.endswith(optional) and not (unused and name.startswith(unused)))
+    return frozenset(family.checkpoint_name(name) for name in used)
 
 
 def check_names(names: Sequence[str], expected_names: frozenset[str], processors: Processors) -> None:

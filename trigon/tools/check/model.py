@@ -15,24 +15,31 @@ _ANSWER = "An answer of the assistant."
 def check_model(subject: Subject) -> Findings:
     """Return whether config, tokenizer and processors can be read, and the model is supported."""
     from trigon.assemble.critic import require_same_tokens
+    from trigon.models.linear_attention import has_fast_kernels
     from trigon.models.load import require_weights
 
-    config = subject.given
+    config, problems = subject.given, []
+    critic = config.worker.critic.model.model_path if config.has_critic else None
     try:
-        model = subject.config.get().worker.actor.model
-        if config.worker.actor.model.model_path and local_path(config.worker.actor.model.model_path) is not None:
-            require_weights(str(model.model_path))
         processors = subject.processors.get()
-        critic = config.worker.critic.model.model_path if config.has_critic else None
-        if critic is not None and local_path(critic) is not None:
-            require_weights(critic)
         if critic is not None:
             require_same_tokens(subject.config.get(), processors)
         size = subject.size.get()
     except (ModelError, ConfigError) as error:
         kind = "template.chat" if "chat template" in str(error) else "model.unusable"
         return Findings("", (Problem(kind, True, str(error)),))
-    problems = []
+    for path in (config.worker.actor.model.model_path, critic):
+        if path and local_path(path) is not None:
+            try:
+                require_weights(path)
+            except ModelError as error:
+                problems.append(Problem("model.unusable", True, str(error)))
+    if processors.family.linear_attention and subject.machine.gpus and not has_fast_kernels():
+        message = (
+            f"{processors.family.model_type} has layers of linear attention, and flash-linear-attention, whose kernels "
+            "compute them on a GPU, is not installed: the functions of torch that replace it are many times slower"
+        )
+        problems.append(Problem("model.kernels", False, message, "run pip install flash-linear-attention"))
     limit = getattr(processors.hf_config.get_text_config(), "max_position_embeddings", None)
     longest = config.context_length
     if limit is not None and longest > limit:

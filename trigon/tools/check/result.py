@@ -20,6 +20,7 @@ KINDS: Mapping[str, str] = {
     "loggers.package": "a tracker of `trainer.logger` is not installed",
     "model.unusable": "the model, its tokenizer or its processors cannot be read, or are not supported",
     "model.context": "prompt and completion together are longer than the model's context",
+    "model.kernels": "flash-linear-attention is not installed, and the model has layers that need it to be fast",
     "memory.too_little": "the run needs more memory than there is",
     "memory.tight": "the run is expected to need almost all memory",
     "template.chat": "the tokenizer has no chat template, or one that cannot be used",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from trigon.tools.quickstart.model_types import TinyModelType
+from trigon.models.families import ModelFamily
 
 VOCAB_ENTRIES = 1024
 
@@ -123,11 +123,19 @@ _CORPUS = (
 )
 
 
-def train_tokenizer(model_type: TinyModelType) -> Any:
-    """Return a Qwen2 tokenizer of VOCAB_ENTRIES entries: 256 bytes, merges, special tokens."""
+def train_tokenizer(family: ModelFamily) -> Any:
+    """Return a Qwen2 tokenizer of VOCAB_ENTRIES entries: 256 bytes, merges, special tokens.
+
+    The chat template of a family that takes tiles writes one placeholder for each image; tokens
+    around it, if any, are added by its processor.
+    """
     from tokenizers import AddedToken, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
 
+    template = CHAT_TEMPLATE
+    if family.tiles:
+        template = template.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+    special_tokens = dict(family.tiny.special_tokens)
     # The untrained tokenizer has Qwen's normalizer, pre-tokenizer and decoder, with which the
     # merges are learned.
     learner = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer
@@ -142,30 +150,9 @@ def train_tokenizer(model_type: TinyModelType) -> Any:
         vocab=learned["vocab"],
         merges=[tuple(pair) for pair in learned["merges"]],
         model_max_length=4096,
-        **_chat_layout(model_type),
+        chat_template=template,
+        **({"extra_special_tokens": special_tokens} if special_tokens else {}),
     )
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in _SPECIAL_TOKENS])
     tokenizer.eos_token = "<|im_end|>"  # set in the constructor, it would get the first special id
     return tokenizer
-
-
-def _chat_layout(model_type: TinyModelType) -> dict[str, Any]:
-    """Return the tokenizer's chat template and names of image tokens.
-
-    InternVL's template writes one placeholder per image, and its processor adds the tokens around
-    it; LLaVA has no such tokens.
-    """
-    if model_type not in ("internvl", "llava"):
-        return {"chat_template": CHAT_TEMPLATE}
-    bare = CHAT_TEMPLATE.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
-    if model_type == "llava":
-        return {"chat_template": bare, "extra_special_tokens": {"image_token": "<|image_pad|>"}}
-    return {
-        "chat_template": bare,
-        "extra_special_tokens": {
-            "start_image_token": "<|vision_start|>",
-            "end_image_token": "<|vision_end|>",
-            "context_image_token": "<|image_pad|>",
-            "video_token": "<|video_pad|>",
-        },
-    }

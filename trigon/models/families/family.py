@@ -1,9 +1,7 @@
-"""The table of supported model families, and what differs between them.
+"""What a model family is: where the parts of its network are, and how its inputs are described.
 
-For each `model_type` of a Hugging Face config it states where the parts of the network are, which
-tokens are placeholders of images, how position ids are computed, and how a checkpoint names its
-weights. A model that is not in the table is an error: a vision model treated as a text model would
-train without its images. docs/model-families.md explains how to add a family.
+A file of this folder defines one family, or several that differ little, under FAMILIES. This module
+depends on no family.
 """
 
 from __future__ import annotations
@@ -16,21 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from trigon.errors import ModelError
-from trigon.system.suggestions import nearest
+from trigon.models.families.tiny import TinyModel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """The properties of a model family.
+    """The properties of a model family. The defaults are those of a text model like Llama.
 
-    model_type: `config.model_type`.
-    has_vision: whether the model has a vision tower.
-    rope: "mrope" for rotary embeddings of three positions (time, height, width), "1d" for one.
-    deepstack: whether the vision tower also adds features to the first decoder layers.
+    model_type: `config.model_type` of a Hugging Face config.
+    tiny: the tiny model with which the tests check the family.
     language_path, vision_path: submodule paths of the language model (without its head) and of the
         vision tower; vision_path is empty for a text family.
     checkpoint_prefixes: pairs (prefix of a parameter name in memory, the same in a checkpoint); the
         first match applies.
+    rope: "mrope" for rotary embeddings of three positions (time, height, width), "1d" for one.
+    deepstack: whether the vision tower also adds features to the first decoder layers.
     video: how a prompt encodes time in a video. "patches": each temporal patch is one position
         after the previous one. "seconds": positions are proportional to seconds. "timestamps": each
         temporal patch is a separate block that follows its time as text. "none": no videos.
@@ -38,31 +36,46 @@ class ModelFamily:
         gate_up_proj [E, 2I, D] and down_proj [E, D, I]. "none": there are no experts. "separate":
         each of the 3E matrices by itself. "transposed": stacks with the last two dimensions
         swapped.
-    tiles: whether the vision tower takes square tiles of one size instead of patches of images of
-        any size. An image is then one or several tiles; "time" in its grid_thw counts them.
-    tile_tower: `model_type` of a tower that takes tiles.
+    tile_tower: `model_type` of a vision tower that takes square tiles of one size instead of
+        patches of images of any size; empty for a tower that takes patches. An image is then one or
+        several tiles; "time" in its grid_thw counts them.
     projector_path: submodule path of the projector after such a tower.
     vision_layers: path of the blocks within the vision tower.
     image_wrap: attributes of the tokenizer for the tokens before and after an image, where chat
         templates omit them.
     windows: whether sliding-window attention is tested against transformers and vLLM.
+    linear_attention: name of the gated delta net within a decoder layer that has one, see
+        linear_attention.py; empty for a family without such layers.
+    unused_weights: beginning of the names of tensors that published checkpoints have, and neither
+        trainer nor engine loads; empty if there are none.
     """
 
     model_type: str
-    has_vision: bool
-    rope: Literal["1d", "mrope"]
-    deepstack: bool
-    language_path: str
-    vision_path: str
-    checkpoint_prefixes: tuple[tuple[str, str], ...]
+    tiny: TinyModel
+    language_path: str = "model"
+    vision_path: str = ""
+    checkpoint_prefixes: tuple[tuple[str, str], ...] = ()
+    rope: Literal["1d", "mrope"] = "1d"
+    deepstack: bool = False
     video: Literal["none", "patches", "seconds", "timestamps"] = "none"
     experts: Literal["none", "separate", "transposed"] = "none"
-    tiles: bool = False
     tile_tower: str = ""
     projector_path: str = ""
     vision_layers: str = "blocks"
     image_wrap: tuple[str, str] | None = None
     windows: bool = False
+    linear_attention: str = ""
+    unused_weights: str = ""
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether the model has a vision tower."""
+        return bool(self.vision_path)
+
+    @property
+    def tiles(self) -> bool:
+        """Whether the vision tower takes tiles instead of patches."""
+        return bool(self.tile_tower)
 
     def language_model(self, model: nn.Module) -> Any:
         """Return the decoder stack, a transformers module: embeddings, layers and final norm."""
@@ -189,33 +202,21 @@ def _side(size: Any) -> int:
     return int(size[0] if isinstance(size, list | tuple) else size)
 
 
-def _text_family(
-    model_type: str, *, experts: Literal["none", "separate"] = "none", windows: bool = False
-) -> ModelFamily:
-    return ModelFamily(
-        model_type=model_type,
-        has_vision=False,
-        rope="1d",
-        deepstack=False,
-        language_path="model",
-        vision_path="",
-        checkpoint_prefixes=(),
-        experts=experts,
-        windows=windows,
-    )
-
-
-def _qwen_vision_family(
+def qwen_vision_family(
     model_type: str,
+    tiny: TinyModel,
     *,
     video: Literal["patches", "seconds", "timestamps"],
     deepstack: bool = False,
     checkpoint_prefixes: tuple[tuple[str, str], ...] = (),
     experts: Literal["none", "transposed"] = "none",
+    linear_attention: str = "",
+    unused_weights: str = "",
 ) -> ModelFamily:
+    """Return a family whose vision tower takes patches, and whose positions are those of m-RoPE."""
     return ModelFamily(
         model_type=model_type,
-        has_vision=True,
+        tiny=tiny,
         rope="mrope",
         deepstack=deepstack,
         language_path="model.language_model",
@@ -223,17 +224,27 @@ def _qwen_vision_family(
         checkpoint_prefixes=checkpoint_prefixes,
         video=video,
         experts=experts,
+        linear_attention=linear_attention,
+        unused_weights=unused_weights,
     )
 
 
-def _tile_family(
-    model_type: str, *, tile_tower: str, tower_name: str, vision_layers: str, image_wrap: tuple[str, str] | None = None
+def tile_family(
+    model_type: str,
+    tiny: TinyModel,
+    *,
+    tile_tower: str,
+    tower_name: str,
+    vision_layers: str,
+    image_wrap: tuple[str, str] | None = None,
 ) -> ModelFamily:
+    """Return a family whose vision tower takes tiles, before any language model.
+
+    tower_name: prefix of the tower's weights in published checkpoints.
+    """
     return ModelFamily(
         model_type=model_type,
-        has_vision=True,
-        rope="1d",
-        deepstack=False,
+        tiny=tiny,
         language_path="model.language_model",
         vision_path="model.vision_tower",
         checkpoint_prefixes=(
@@ -242,67 +253,8 @@ def _tile_family(
             ("model.multi_modal_projector.", "multi_modal_projector."),
             ("lm_head.", "language_model.lm_head."),
         ),
-        tiles=True,
         tile_tower=tile_tower,
         projector_path="model.multi_modal_projector",
         vision_layers=vision_layers,
         image_wrap=image_wrap,
     )
-
-
-# Published checkpoints of Qwen2-VL and Qwen2.5-VL keep the parameter names of the first release.
-_QWEN2_VL_NAMES = (("model.language_model.", "model."), ("model.visual.", "visual."))
-
-
-_FAMILIES = {
-    family.model_type: family
-    for family in (
-        _qwen_vision_family("qwen2_vl", video="patches", checkpoint_prefixes=_QWEN2_VL_NAMES),
-        _qwen_vision_family("qwen2_5_vl", video="seconds", checkpoint_prefixes=_QWEN2_VL_NAMES),
-        _qwen_vision_family("qwen3_vl", video="timestamps", deepstack=True),
-        _qwen_vision_family("qwen3_vl_moe", video="timestamps", deepstack=True, experts="transposed"),
-        _tile_family(
-            "internvl",
-            tile_tower="internvl_vision",
-            tower_name="vision_tower.",
-            vision_layers="encoder.layer",
-            image_wrap=("start_image_token", "end_image_token"),
-        ),
-        _tile_family(
-            "llava",
-            tile_tower="clip_vision_model",
-            tower_name="vision_tower.vision_model.",
-            vision_layers="encoder.layers",
-        ),
-        _text_family("qwen2"),
-        _text_family("qwen2_moe", experts="separate"),
-        _text_family("qwen3"),
-        _text_family("qwen3_moe", experts="separate"),
-        _text_family("llama"),
-        _text_family("mistral", windows=True),
-        _text_family("gemma"),
-        _text_family("gemma3_text", windows=True),
-    )
-}
-
-
-def family_of(hf_config: Any) -> ModelFamily:
-    """Return the family of a Hugging Face config. Raises: ModelError if it is not supported."""
-    return family_named(str(getattr(hf_config, "model_type", "")))
-
-
-def family_named(model_type: str) -> ModelFamily:
-    """Return the family with this `model_type`. Raises: ModelError if it is not supported."""
-    if model_type not in _FAMILIES:
-        near = nearest(model_type, _FAMILIES, cutoff=0.7)
-        hint = f" The nearest supported type is {near!r}." if near else ""
-        raise ModelError(
-            f"Models of type {model_type!r} are not supported.{hint} Supported types: "
-            f"{', '.join(supported_model_types())}. How to add one: docs/model-families.md."
-        )
-    return _FAMILIES[model_type]
-
-
-def supported_model_types() -> tuple[str, ...]:
-    """Return every `model_type` in the table, sorted."""
-    return tuple(sorted(_FAMILIES))

@@ -1,4 +1,4 @@
-"""The patch projection by a matrix product equals the convolution."""
+"""The input of vision towers: patches projected by a matrix product, and tiles kept as patches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import nn
 
 from trigon.models.families import family_of
 from trigon.models.load import load_model
-from trigon.models.patches import PatchProjection, use_patch_projection
+from trigon.models.tiles import to_patches, to_tiles
+from trigon.models.vision_encoder import PatchProjection, use_patch_projection
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -46,3 +47,24 @@ def test_a_convolution_with_overlapping_inputs_is_not_replaced(tiny_model):
     tower.patch_embed.proj = nn.Conv3d(3, 64, (2, 14, 14), stride=1)
     use_patch_projection(model, family)
     assert type(tower.patch_embed.proj) is nn.Conv3d
+
+
+def test_the_tile_drawn_in_the_module_docstring() -> None:
+    tile = torch.tensor([[1, 2, 5, 6], [3, 4, 7, 8], [9, 10, 13, 14], [11, 12, 15, 16]]).view(1, 1, 4, 4)
+    patches = to_patches(tile, 2)
+    assert patches.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
+    assert torch.equal(to_tiles(patches, torch.tensor([[1, 2, 2]]), 2), tile)
+
+
+def test_the_values_of_a_patch_are_ordered_by_channel() -> None:
+    tile = torch.arange(12).view(1, 3, 2, 2)
+    assert to_patches(tile, 2).tolist() == [list(range(12))]
+    assert to_patches(tile, 1).tolist() == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+
+
+def test_tiles_of_several_images_are_restored_in_order() -> None:
+    tiles = torch.randn(5, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    patches = to_patches(tiles, 4)
+    assert patches.shape == (45, 48)
+    assert torch.equal(to_tiles(patches, torch.tensor([[2, 3, 3], [3, 3, 3]]), 4), tiles)
+    assert torch.equal(to_tiles(patches[18:], torch.tensor([[3, 3, 3]]), 4), tiles[2:])
