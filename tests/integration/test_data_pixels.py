@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from support.builders import make_builder
-from trigon.data.dataset import open_prompts
+from support.builders import make_builder, prompts_of
 from trigon.data.packing import pack_rollouts
 from trigon.data.stream import PromptStream
 from trigon.models.load import load_processors
@@ -57,13 +56,7 @@ def test_rollout_and_trainer_receive_identical_pixel_values(tiny_vlm, tmp_path):
     }
     datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
     builder = make_builder(processors)
-    prompt_set = open_prompts(
-        str(tmp_path / "train.parquet"),
-        builder,
-        filter_overlong_prompts=True,
-        max_bad_row_fraction=0.0,
-        num_workers=2,
-    )
+    prompt_set = prompts_of(str(tmp_path / "train.parquet"), builder)
     stream = PromptStream(prompt_set, batch_size=6, seed=1, shuffle=True, prefetch=False, num_workers=2)
     prompts = stream.take(6)
     stream.close()

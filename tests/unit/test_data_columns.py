@@ -6,8 +6,8 @@ import datasets
 import pytest
 
 from support.builders import make_builder
-from trigon.data.columns import column_names, column_value, has_column, without_column
 from trigon.data.dataset import open_prompts
+from trigon.data.rows import column_names, column_value, has_column, without_column
 from trigon.errors import DataError
 
 ROW = {

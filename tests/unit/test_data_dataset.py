@@ -13,8 +13,8 @@ from support.builders import make_builder
 from support.images import png
 from support.models import processors_of
 from support.videos import make_video
-from trigon.data.bad_rows import UnusableRow
 from trigon.data.dataset import open_prompts
+from trigon.data.rows import UnusableRow
 from trigon.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("own_datasets_cache")

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from trigon.data.bad_rows import UnusableRow
-from trigon.data.decoding import BUDGET_BYTES, BYTES_PER_PIXEL, ByteBudget, decoding_bytes
-from trigon.data.images import image_size, open_image
+from trigon.data.images import BUDGET_BYTES, BYTES_PER_PIXEL, ByteBudget, decoding_bytes, image_size, open_image
+from trigon.data.rows import UnusableRow
 
 SIDE = 2600  # 6.8 MP: far above what else a process allocates meanwhile
 PIXELS = SIDE * SIDE
@@ -227,7 +226,7 @@ def by_the_whole_image(image: Image.Image) -> Image.Image:
 
 @pytest.mark.parametrize("kind", ["RGBA", "LA", "P", "I;16", "RGB with a transparent colour", "L with one"])
 def test_strips_give_the_pixels_of_the_whole_image(kind, monkeypatch):
-    monkeypatch.setattr("trigon.images._STRIP_PIXELS", 100)
+    monkeypatch.setattr("trigon.system.images._STRIP_PIXELS", 100)
     noise = np.random.default_rng(0).integers(0, 256, (37, 41, 4), dtype=np.uint8)
     options = {}
     match kind:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from trigon.data.bad_rows import UnusableRow
 from trigon.data.images import encoded_image, file_for_display, image_size, open_image
 from trigon.data.media_files import file_name
+from trigon.data.rows import UnusableRow
 from trigon.errors import BadRow
 
 MAX_PIXELS = 1_000_000

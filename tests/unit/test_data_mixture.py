@@ -9,8 +9,7 @@ import pytest
 from support.builders import make_builder
 from support.models import processors_of
 from trigon.data.dataset import open_prompts
-from trigon.data.mixture import MixedPrompts, mix
-from trigon.data.stream import PromptStream
+from trigon.data.stream import MixedPrompts, PromptStream, mix
 from trigon.errors import CheckpointError, DataError
 
 

@@ -14,7 +14,7 @@ from support.images import png
 from support.models import processors_of
 from trigon.data.dataset import open_prompts
 from trigon.data.images import open_image
-from trigon.data.python_rows import open_python_rows
+from trigon.data.sources import open_python_rows
 from trigon.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("own_datasets_cache")

@@ -11,8 +11,7 @@ from PIL import Image
 
 from support.builders import make_builder
 from trigon.data.dataset import open_prompts
-from trigon.data.mixture import mix
-from trigon.data.stream import PromptStream
+from trigon.data.stream import PromptStream, mix
 from trigon.errors import CheckpointError, DataError
 from trigon.metrics import values
 

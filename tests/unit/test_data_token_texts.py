@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
-from trigon.data.token_texts import TokenTexts
+from trigon.data.tokens import TokenTexts
 
 TEXTS = ["How many?", " two  spaces\n", "<think>x</think> \\boxed{4}", "Grüße 北京 🙂!", "a\u0301 \u200b", ""]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from support.videos import frame, make_video
-from trigon.data.bad_rows import UnusableRow
+from trigon.data.rows import UnusableRow
 from trigon.data.videos import FrameSampling, encoded_video, open_video, video_layout
 
 SAMPLING = FrameSampling(fps=5.0, max_frames=768)

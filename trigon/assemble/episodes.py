@@ -17,8 +17,8 @@ from trigon.config.defaults import resolve_observation_role
 from trigon.config.episode_checks import has_episodes
 from trigon.config.names import ObservationRole, ToolFormat
 from trigon.config.schema import Config
-from trigon.data.dataset import Prompts
 from trigon.data.media_processing import MediaProcessor
+from trigon.data.stream import Prompts
 from trigon.data.turns import TurnTemplate, TurnTokens
 from trigon.environments.calls import format_of
 from trigon.environments.pool import EnvironmentPool

@@ -24,7 +24,7 @@ from trigon.config.paths import expand_path, is_python_object, local_path, read_
 from trigon.config.plan import Plan, has_critic, num_workers
 from trigon.config.rewards import RewardOption, describe_option
 from trigon.config.schema import Config
-from trigon.data.content import DatasetContent
+from trigon.data.dataset import DatasetContent
 from trigon.data.stream import PromptStream
 from trigon.errors import CheckpointError, ConfigError, ModelError, RewardError
 from trigon.models.load import model_folder

@@ -63,11 +63,10 @@ from trigon.config.plan import (
     num_devices,
 )
 from trigon.config.schema import Config
-from trigon.data.dataset import Prompts
 from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source
-from trigon.data.stream import PromptStream
-from trigon.data.token_texts import TokenTexts
+from trigon.data.stream import Prompts, PromptStream
+from trigon.data.tokens import TokenTexts
 from trigon.errors import CheckpointError
 from trigon.hooks import Hooks
 from trigon.loop import train

@@ -1,4 +1,4 @@
-"""Reads the encoded bytes of an image or a video, from memory or from a file.
+"""Finds and reads the encoded bytes of an image or a video, in a row or in a file.
 
 A dataset may only read files inside one folder; URLs and paths that lead outside it are rejected.
 Decoding is in images.py and videos.py.
@@ -6,14 +6,16 @@ Decoding is in images.py and videos.py.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-from trigon.data.bad_rows import Reason, UnusableRow
+from trigon.data.rows import Reason, UnusableRow
 from trigon.system.content import file_digest
 from trigon.types import EncodedMedia, MediaKind
 
@@ -42,6 +44,45 @@ _NO_IMAGES = {
     rb"<!doctype html|<html": "a web page: download the image itself",
 }
 """Pattern of the first bytes, in lower case -> what such a file is, and what to do."""
+
+
+_MAX_NESTED = 3
+_MAX_PATH = 4096  # characters, of Linux
+_MIN_BASE64 = 64
+_FILE_BEGINS = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF|BM|II\*\0|MM\0\*|\x1aE\xdf\xa3|....ftyp", re.DOTALL)
+"""The first bytes of images and videos, by which base64 is told from paths."""
+
+
+def plain_source(source: Any, kind: MediaKind, where: str) -> Any:
+    """Return an image or a video as a PIL image, bytes, {"bytes", "path"}, a path or a URL.
+
+    Datasets also write {"image": ...}, {"url": ...}, {"image_url": {"url": ...}}, data: and file:
+    URLs, and base64 without a URL. A source of no known shape is returned as it is.
+    where: the name of the source in errors. Raises: UnusableRow for damaged base64.
+    """
+    for _ in range(_MAX_NESTED):
+        if not isinstance(source, Mapping) or source.get("bytes") is not None or source.get("path") is not None:
+            break
+        keys = (kind, f"{kind}_url", "url", "base64")
+        source = next((source[key] for key in keys if source.get(key) is not None), source)
+    if isinstance(source, Mapping):
+        text = source.get("path") if source.get("bytes") is None else source["bytes"]
+        return plain_source(text, kind, where) if isinstance(text, str) else source
+    if not isinstance(source, str):
+        return source
+    if source[:5].lower() == "data:":
+        return _data_of_url(source, kind, where)
+    if source[:7].lower() == "file://":
+        return unquote(urlsplit(source).path)
+    if len(source) >= _MIN_BASE64 and _FILE_BEGINS.match(_decoded_base64(source[:32]) or b""):
+        return _decoded_base64(source) or _damaged(source, kind, where)
+    if len(source) > _MAX_PATH and not is_url(source):
+        raise UnusableRow(
+            REASONS[kind].missing,
+            f"{where}: a text of {len(source):,} characters ({source[:20]!r} ...), which is neither a path nor a file "
+            "in base64 that can be read",
+        )
+    return source
 
 
 def open_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | None) -> io.BytesIO | io.BufferedReader:
@@ -158,6 +199,30 @@ def in_one_line(error: BaseException) -> str:
     """Return the first line of an error, without the repr of a stream that libraries include."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return re.sub(r" ?<_io\.\w+ .*>", " its bytes", text)
+
+
+def _data_of_url(url: str, kind: MediaKind, where: str) -> bytes:
+    """Return the bytes in a data: URL (RFC 2397)."""
+    header, _, payload = url.partition(",")
+    if not header.lower().endswith(";base64"):
+        return unquote_to_bytes(payload)
+    return _decoded_base64(payload) or _damaged(url, kind, where)
+
+
+def _damaged(text: str, kind: MediaKind, where: str) -> NoReturn:
+    raise UnusableRow(
+        REASONS[kind].unreadable,
+        f"{where}: {text[:20]!r} ... has {len(text):,} characters of base64, which are damaged or cut; replace or drop "
+        "it",
+    )
+
+
+def _decoded_base64(text: str) -> bytes | None:
+    """Return the bytes of base64 text with or without line breaks; None if it is no such text."""
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError:
+        return None
 
 
 def _resolve(reference: str, kind: MediaKind, where: str, image_dir: Path | None) -> Path:

@@ -41,11 +41,9 @@ from trigon.config.paths import PYTHON_PREFIX
 from trigon.config.plan import has_workers, make_plan
 from trigon.config.rewards import describe_option, validation_option
 from trigon.config.schema import Config
-from trigon.data.dataset import Prompts, PromptSet
 from trigon.data.images import ignore_pillow_warnings
-from trigon.data.mixture import MixedPrompts, with_blank_media
-from trigon.data.python_rows import open_python_rows
-from trigon.data.sources import Source, open_source
+from trigon.data.sources import Source, open_python_rows, open_source
+from trigon.data.stream import Prompts
 from trigon.errors import ConfigError, raises_at_caller
 from trigon.metrics import values
 from trigon.models.dtypes import DTYPES
@@ -365,7 +363,7 @@ def sample(parts: _Parts, prompts: Prompts, report: Reporter) -> list[RolloutRow
 
 def evaluate_blind(
     parts: _Parts,
-    prompts: PromptSet | MixedPrompts,
+    prompts: Prompts,
     outcomes: Sequence[PromptOutcome],
     output: Path,
     accuracy: str,
@@ -383,7 +381,7 @@ def evaluate_blind(
     with RunFolder(output) as folder:
         folder.write_config(dump_config(config))
         with open_reporter(config, folder, request.console, parts.processors, (), None) as report:
-            rows = sample(parts, with_blank_media(prompts), report)
+            rows = sample(parts, prompts.with_blank_media(), report)
     blind = outcomes_of(rows, accuracy=accuracy, form=request.form, ks=request.ks)
     return Blind(
         summary=summarize(blind, accuracy=accuracy),

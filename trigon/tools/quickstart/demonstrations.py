@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from trigon.config.names import LearningRateSchedule, ObservationRole
+from trigon.config.schema import DataConfig
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.prompts import PromptBuilder
 from trigon.data.turns import TurnTemplate
 from trigon.data.vision import image_processor_of
 from trigon.environments.conversion import to_observation, to_png, to_step
 from trigon.environments.protocol import Environment
-from trigon.images import LazyImages
 from trigon.models.load import Processors, load_processors
+from trigon.system.images import LazyImages
 from trigon.tools.quickstart.warm_start import as_target, warm_start_folder
 from trigon.training.optim import Schedule
 from trigon.types import EncodedMedia, TrainGroup, TrainSequence
@@ -86,15 +87,7 @@ def learn_demonstrations(
     builders = {
         shows_tools: PromptBuilder(
             processors,
-            prompt_key="problem",
-            answer_key="answer",
-            image_key="images",
-            image_dir=None,
-            format_prompt=None,
-            system_prompt=None,
-            max_prompt_length=4096,
-            max_image_pixels=_MAX_IMAGE_PIXELS,
-            limit_images=0,
+            DataConfig(prompt_key="problem", max_prompt_length=4096, max_image_pixels=_MAX_IMAGE_PIXELS),
             process_images=False,
             tools=tools if shows_tools else (),
             generation_prompt=not opens,

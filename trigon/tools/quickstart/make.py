@@ -97,6 +97,7 @@ def warm_up(folder: Path, train: Path, chosen: Namespace, console: Console) -> N
     """
     from pyarrow.parquet import read_table
 
+    from trigon.config.schema import DataConfig
     from trigon.data.prompts import PromptBuilder
     from trigon.models.load import load_processors
     from trigon.tools.quickstart.warm_start import Example, warm_start_folder
@@ -104,16 +105,7 @@ def warm_up(folder: Path, train: Path, chosen: Namespace, console: Console) -> N
 
     processors = load_processors(str(folder))
     builder = PromptBuilder(
-        processors,
-        prompt_key="problem",
-        answer_key="answer",
-        image_key="images",
-        image_dir=None,
-        format_prompt=None,
-        system_prompt=None,
-        max_prompt_length=1024,
-        max_image_pixels=10**6,
-        limit_images=1,
+        processors, DataConfig(prompt_key="problem", max_prompt_length=1024, max_image_pixels=10**6)
     )
     rows = read_table(train).to_pylist()  # generated, so they need not be validated
 
