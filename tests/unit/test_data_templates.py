@@ -25,8 +25,6 @@ TIME, MEMORY, LENGTH = "more than 0.5 seconds", "more than 512 MiB", "more than 
 ENDLESS = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 NESTED = "{% set ns = namespace(l=[content]) %}{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}"
-# Jinja catches errors in its test of sequences, and continues.
-CAUGHT = "{% for a in ['x', 'a' * 1000]|map('replace', 'a', 'b' * 9999999) %}{% if loop is sequence %}{% endif %}"
 DOUBLING = "{% set ns = namespace(x=content) %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
 ANY = f"{TIME}|{MEMORY}|{LENGTH}"
 
@@ -34,7 +32,6 @@ ANY = f"{TIME}|{MEMORY}|{LENGTH}"
 REFUSED = [
     (ENDLESS, "without end"),
     (LOOPS, TIME),
-    (CAUGHT + "{{ a }}{% endfor %}", ANY),
     ("{{ 9999999 ** 9999999 ** 2 }}", ANY),
     (DOUBLING, ANY),
     (DOUBLING.replace("~", "+"), ANY),
