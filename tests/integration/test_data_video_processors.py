@@ -148,7 +148,7 @@ def test_prompts_sent_to_a_worker_get_the_same_pixel_values(tiny_model: Callable
         num_workers=2,
         max_bytes=10**8,
         video_processor=videos,
-        max_video_frames=6,
+        video_sampling=SAMPLING,
     )
     try:
         received = media.process(decode_prompts(encode_prompts(sent)))
@@ -177,8 +177,6 @@ def test_the_same_frames_with_other_times_have_another_hash(tiny_vlm: Path) -> N
     """Engines cache a video by its hash, and its keys and values depend on its times."""
     processor = video_processor_of(load_processors(str(tiny_vlm)))
     assert processor is not None
-    video = make_video()
-
     video = make_video()  # encoded once: equal frames are not always encoded to equal bytes
 
     def process_with(seconds: float) -> Vision:
