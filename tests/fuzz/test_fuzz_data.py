@@ -15,7 +15,6 @@ from PIL import Image
 
 from support.builders import make_builder
 from support.images import png
-from trigon.data.chat_template import read_messages
 from trigon.data.images import encoded_image, image_size, open_image
 from trigon.data.prompts import PromptBuilder, load_format_prompt
 from trigon.data.rows import UnusableRow
@@ -145,17 +144,6 @@ def test_any_image_file(content: bytes):
         assert image.size == image_size(content, **options)
         assert encoded_image(content, **options) == content
     assert time.process_time() - start < 5
-
-
-@given(messages | values)
-def test_any_messages(value: Any):
-    try:
-        read = read_messages(value, "train:0, problem")
-    except UnusableRow as error:
-        assert error.reason == "prompt"
-    else:
-        assert read[-1].role == "user"
-        assert read[-1].content.strip()
 
 
 PARTS = [

@@ -171,15 +171,6 @@ def test_what_a_step_uses_again_is_kept_for_it(small_cache):
     assert [calls(seed) for seed in (2, 3, 4)] == [0, 0, 1]
 
 
-def test_an_image_larger_than_the_cache_drops_no_other(make_prompt, open_processor):
-    media, images = open_processor(max_bytes=2 * PIXEL_BYTES)
-    media.process([make_prompt(png())])
-    [large] = media.process([make_prompt(png(112, 112))])
-    assert large.vision.pixel_values.nbytes == 4 * PIXEL_BYTES
-    media.process([make_prompt(png())])
-    assert images.calls == 2
-
-
 def test_an_undecodable_file_is_an_error_for_each_prompt_and_not_cached(make_prompt, open_processor):
     truncated = png()[:-2000]
     media, images = open_processor()

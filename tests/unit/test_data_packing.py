@@ -142,17 +142,6 @@ def test_a_group_that_is_too_large_is_split_and_its_prompt_repeated() -> None:
         assert row.packed.visions == (group.prompt.vision,)  # its pixels are not copied
 
 
-def test_positions_are_computed_once_per_prompt() -> None:
-    prompt_ids: list[str] = []
-
-    def counted(prompt: Prompt) -> Tensor:
-        prompt_ids.append(prompt.prompt_id)
-        return positions(prompt)
-
-    pack_rollouts([rollout_group(1, 4, [3] * 6), rollout_group(2, 4, [3])], max_tokens=8, positions=counted)
-    assert prompt_ids == ["1", "2"]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_every_completion_is_packed_once_within_the_budget(seed: int) -> None:
     draw = random.Random(seed)
@@ -196,15 +185,6 @@ def test_rows_are_as_few_as_by_best_fit_and_about_equally_full(seed: int) -> Non
         assert max(rows) - min(rows) <= max(costs)
     if max(costs) <= 60:
         assert min(rows) >= 0.5 * max(rows)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_splitting_evenly_takes_no_more_rows_than_best_fit(seed: int) -> None:
-    draw = random.Random(seed)
-    shapes = [(draw.randint(1, 12), [draw.randint(1, 12) for _ in range(draw.randint(1, 9))]) for _ in range(9)]
-    parts = [prompt + cost for prompt, completions in shapes for cost in (best_fit(completions, 24 - prompt))]
-    groups = [rollout_group(name, *shape) for name, shape in enumerate(shapes)]
-    assert len(costs_of(groups, 24)) <= len(best_fit(parts, 24))
 
 
 def test_results_are_returned_by_group() -> None:

@@ -117,24 +117,6 @@ def test_the_counted_length_equals_the_built_length(processors, problem, sizes):
     )
 
 
-def test_an_image_is_processed_once_and_only_by_build(processors):
-    builder = make_builder(processors)
-    one = row("<image><image>?", [png(), png(seed=1)])
-    builder.measure(one, "train:7")
-    builder.inspect(one, "train:7")
-    assert builder.image_processor.calls == 0
-    first = builder.with_default_image_dir(None).build(one, "train:0")
-    assert builder.image_processor.calls == 1
-    second = builder.build(one, "train:0")
-    assert (first.token_ids, first.vision.hashes) == (second.token_ids, second.vision.hashes)
-
-
-@pytest.mark.parametrize("others", [{}, {"images": None}, {"images": []}])
-def test_a_row_without_images_is_text(processors, others):
-    prompt = make_builder(processors).build({"problem": "What is 1 + 1?", "answer": 2, **others}, "train:0")
-    assert (prompt.vision, prompt.image_refs, prompt.ground_truth) == (None, (), 2)
-
-
 def test_relative_paths_start_from_image_dir_or_the_default(processors, tmp_path):
     for name, seed in (("here", 1), ("there", 2)):
         (tmp_path / name).mkdir()
@@ -251,14 +233,6 @@ def test_chat_messages_keep_their_roles_and_contents(processors):
     prompt = builder.build(row(messages[1:], files), "train:0")
     assert decoded(processors, prompt) == f"<|im_start|>system\nBe brief.<|im_end|>\n{expected}"
     assert prompt.text.startswith("system: Be brief.\n\nuser: <image>One?\n\nassistant: A circle.")
-
-
-def test_content_parts_are_equivalent_to_markers(processors):
-    # As Arrow returns them: every part has every key.
-    parts = [{"type": "image", "text": None}, {"type": "text", "text": "What is it?"}]
-    builder = make_builder(processors)
-    by_parts = builder.build(row([{"role": "user", "content": parts}]), "train:0")
-    assert by_parts.token_ids == builder.build(row("<image>What is it?"), "train:0").token_ids
 
 
 @pytest.mark.parametrize(

@@ -149,3 +149,20 @@ def test_threads_share_a_process_that_is_started_again_after_it_was_ended():
         thread.join(timeout=60)
     assert answers == {number: str(number) for number in range(200)}
     assert re.fullmatch(r"\d+", render("{{ 17 }}", "plain", {}))
+
+
+@pytest.mark.faults
+def test_an_interrupted_rendering_leaves_no_answer_for_the_next_one():
+    assert render("{{ 1 }}", "plain", {}) == "1"
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            render(LOOPS, "plain", {})
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert render("{{ 2 }}", "plain", {}) == "2"

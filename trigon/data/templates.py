@@ -159,6 +159,10 @@ class _Child:
                 return answer
         except BrokenPipeError:
             pass
+        except BaseException:  # such as Ctrl-C: the answer would be taken for that to the next line
+            self._process.kill()
+            self.close()
+            raise
         return self.close()
 
     def close(self) -> int:
@@ -174,6 +178,7 @@ class _Child:
 
 
 _child = _Child()
+_of_parent: _Child | None = None  # in a forked process, which must neither use nor close its pipes
 
 
 def _close() -> None:
@@ -181,8 +186,8 @@ def _close() -> None:
 
 
 def _forget() -> None:
-    global _child
-    _child = _Child()
+    global _child, _of_parent
+    _child, _of_parent = _Child(), _child
 
 
 atexit.register(_close)
@@ -199,8 +204,11 @@ def serve() -> None:
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         answer = _answer(request)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(answer + b"\n")
-        sys.stdout.buffer.flush()
+        try:
+            sys.stdout.buffer.write(answer + b"\n")
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:  # the parent process has ended meanwhile
+            os._exit(0)
 
 
 def _answer(request: Mapping[str, Any]) -> bytes:

@@ -73,7 +73,7 @@ def learn_demonstrations(
     Args:
         demonstrate: returns the episode of a number from 0; each is played once, in a thread.
         num_updates: at most; fewer if target_accuracy is reached. target_accuracy, batch_size,
-            learning_rate: see warm_start. The accuracy is that of turns.
+            learning_rate: see warm_start_folder. The accuracy is that of turns.
         scheduler: of the learning rate, after ten updates in which it rises.
         seed: of the order of the episodes.
         max_turns: turns after which an episode ends if its environment does not end it.
@@ -97,7 +97,7 @@ def learn_demonstrations(
     template = TurnTemplate(processors, tools=tools, max_image_pixels=_MAX_IMAGE_PIXELS)
     image_processor = image_processor_of(processors)
     assert image_processor is not None, "a tiny model that takes images"
-    # The maker of examples uses it in a thread, which has ended when warm_start returns or raises.
+    # The maker of examples uses it in a thread, which ends before warm_start_folder does.
     with closing(
         MediaProcessor(image_processor, max_image_pixels=_MAX_IMAGE_PIXELS, num_workers=1, max_bytes=1 << 28)
     ) as media:
