@@ -85,9 +85,10 @@ def test_templates_are_bounded(processors, half_a_second):
     with pytest.raises(ConfigError, match=r"data\.format_prompt.* without end"):
         load_format_prompt(ENDLESS + "{{ content }}")
     own = replace(processors, tokenizer=copy.deepcopy(processors.tokenizer))
-    own.tokenizer.chat_template = LOOPS
-    with pytest.raises(ConfigError, match=r"data\.override_chat_template.*0\.5 seconds"):
-        make_builder(own)
+    for template, problem in ((LOOPS, r"0\.5 seconds"), ("\n{{ messages", "line 2"), ("{{ 1|nothing }}", "line 1")):
+        own.tokenizer.chat_template = template
+        with pytest.raises(ConfigError, match=rf"data\.override_chat_template.*{problem}"):
+            make_builder(own)
 
 
 def test_large_ranges_are_refused_by_the_sandbox():

@@ -101,18 +101,19 @@ def render_chat(
 
 
 def check_chat_template(tokenizer: Any) -> None:
-    """Raise ConfigError if a Hugging Face tokenizer's chat template exceeds the limits.
+    """Raise ConfigError if a Hugging Face tokenizer's chat template is none, or exceeds the limits.
 
     Other errors of the template depend on the messages, and are those of rows.
     """
     try:
         render_chat(tokenizer, [{"role": "user", "content": "question"}])
-    except TemplateLimitError as error:
+    except TemplateFailure as error:
+        if error.line is None and not isinstance(error, TemplateLimitError):
+            return
+        line = "" if error.line is None else f" in line {error.line}"
         raise ConfigError(
-            f"the chat template (data.override_chat_template replaces it) cannot be used: {error}"
+            f"the chat template (data.override_chat_template replaces it) cannot be used: {error}{line}"
         ) from error
-    except TemplateFailure:
-        return
 
 
 class _Child:
