@@ -43,15 +43,15 @@ class DatasetContent:
     """What a checkpoint keeps of a dataset, so that a resumed run can name what has changed.
 
     spec: as in data.train_files. num_prompts: usable ones. fingerprint: equal for the same usable
-    rows with the same content, wherever their files are. files: a digest of the files that rows
-    name; "" if they name none. weight: as in data.train_weights.
+    rows with the same content, wherever their files are. weight: as in data.train_weights. files: a
+    digest of the files that rows name; "" if they name none.
     """
 
     spec: str
     num_prompts: int
     fingerprint: str
-    files: str
     weight: float = 1.0
+    files: str = ""
 
     def has_rows_of(self, other: DatasetContent) -> bool:
         """Return whether the rows of both are the same, with the files that they name."""
@@ -242,7 +242,9 @@ def select_prompts(scanned: Scan, *, on_skipped: Callable[[Sequence[SkippedRow]]
         row_indices=tuple(index for index, _ in usable),
         num_skipped={reason: len(each) for reason, each in messages.items()},
         examples={reason: tuple(each[:_NUM_EXAMPLES]) for reason, each in messages.items()},
-        content=DatasetContent(scanned.spec, len(usable), digest.hexdigest()[:32], text_digest(files) if files else ""),
+        content=DatasetContent(
+            scanned.spec, len(usable), digest.hexdigest()[:32], files=text_digest(files) if files else ""
+        ),
         builder=scanned.builder,
         _source=source,
     )
