@@ -192,7 +192,7 @@ class ChatTemplate:
         """
         try:
             text = render_chat(self._tokenizer, [{"role": "user", "content": content_of(_PROBE)}])
-        except TemplateFailure:  # which is that of every row
+        except TemplateFailure:  # every row has the same error
             return False
         return _PROBE in text
 

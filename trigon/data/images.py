@@ -41,7 +41,7 @@ BUDGET_BYTES = 2**30
 
 # Bytes per pixel while an image of each format is decoded and made RGB, its 4 bytes per pixel as
 # RGB included: the maxima over modes as tests/unit/test_data_decoding.py measures them.
-# JPEG: all coefficients of a progressive file, likewise of a camera's file of several pictures
+# JPEG: all coefficients of a progressive file, also in a camera's file of several pictures
 # (MPO); WebP, AVIF and JPEG 2000: the decoders' own copies.
 _FORMAT_BYTES = {"JPEG": 12, "MPO": 12, "WEBP": 20, "AVIF": 16, "JPEG2000": 26}
 _OTHER_BYTES = 10
@@ -148,7 +148,7 @@ def undecoded_file(image: Image.Image) -> bytes | None:
 class OpenedFile(dict[str, Any]):
     """The file of an image that a program has opened, as rows have them: {"bytes", "path"}.
 
-    Its content is that of the decoded image, so that rows are equal before and after something,
+    Its content is the decoded image's content, so that rows are equal before and after something,
     such as a notebook that shows the image, has decoded it.
     """
 

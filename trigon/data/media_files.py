@@ -50,7 +50,7 @@ _MAX_NESTED = 3
 _MAX_PATH = 4096  # characters, of Linux
 _MIN_BASE64 = 64
 _FILE_BEGINS = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF|BM|II\*\0|MM\0\*|\x1aE\xdf\xa3|....ftyp", re.DOTALL)
-"""The first bytes of images and videos, by which base64 is told from paths."""
+"""The first bytes of images and videos, by which base64 differs from paths."""
 
 
 def plain_source(source: Any, kind: MediaKind, where: str) -> Any:

@@ -51,13 +51,13 @@ CHARACTERS_PER_TOKEN = 64
 """Times max_prompt_length, the characters that a prompt may have, besides FURTHER_CHARACTERS.
 
 Tokenizing takes about 230 bytes of memory for each character, so characters are counted first. No
-text of a language has so many characters per token.
+text of a language has this many characters per token.
 """
 
 FURTHER_CHARACTERS = 65_536
 
 GREY = 235
-"""The colour of blank images and frames, that of the blank images that `trigon tiny` makes."""
+"""The colour of blank images and frames, as in the blank images that `trigon tiny` makes."""
 
 _MAX_LIMITS_REACHED = 8
 """Rows for which a template may reach a limit (templates.py)."""
@@ -403,7 +403,7 @@ class PromptBuilder:
     def _check_text(self, texts: Sequence[str], name: str) -> None:
         """Raise UnusableRow if texts are far too long for a prompt's tokens, or are not UTF-8.
 
-        The error's num_tokens is the number of bytes, which is no less than that of tokens.
+        The error's num_tokens is the number of bytes; no text has more tokens than bytes.
         """
         num_characters = sum(map(len, texts))
         if num_characters > self._max_characters:

@@ -39,13 +39,13 @@ _MAX_ARRAY_DIMENSIONS = 2
 """Arrays with more dimensions are pixels."""
 
 MAX_EXPANSION = 100
-"""Times the size of a file, the bytes that its values may take."""
+"""Times the size of a Parquet file, the bytes that its values may take."""
 
 MIN_ALLOWED_BYTES = 2**29
-"""What the values of any file may take."""
+"""The bytes that the values of any Parquet file may take."""
 
 MIN_ALLOWED_ROWS = 1_000_000
-"""The rows that any file may have; one with more has at least a byte for each."""
+"""The rows that any Parquet file may have; one with more has at least a byte for each."""
 
 _BYTES_PER_VALUE = 8  # at least, of a value in a Python list
 _BATCH_BYTES = 2**26
@@ -102,7 +102,7 @@ class Source:
         return ""
 
     def first(self, max_rows: int) -> Source:
-        """Return the source of the first rows only, at most so many."""
+        """Return the source with the first max_rows rows only."""
         if isinstance(self.rows, list):
             return replace(self, rows=self.rows[:max_rows])
         return replace(self, rows=self.rows.select(range(min(max_rows, len(self.rows)))))

@@ -328,8 +328,8 @@ class PromptStream:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position, with the prompts that followed it in the saved stream.
 
-        With other data, where that is accepted, begin with it; with another seed or shuffle, go on
-        at the same place of the new order. Raises: as check_state.
+        With other data, where that is accepted, start at their beginning; with another seed or
+        shuffle, continue at the same place of the new order. Raises: as check_state.
         """
         self.check_state(state)
         self._cancel_futures()
@@ -339,7 +339,7 @@ class PromptStream:
             self._skipped = dict(state["skipped"])
 
     def continues(self, state: Mapping[str, Any]) -> bool:
-        """Return whether the prompts are those of a saved stream, perhaps in another order."""
+        """Return whether a saved stream drew from the same prompts, perhaps in another order."""
         return _DATA.isdisjoint(self.changes(state))
 
     def check_state(self, state: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ to the template's own special tokens, is tokenized as text:
                 special        text                              special
 
 Added tokens of the form `<|...|>` count as special, whatever their flag says: in DeepSeek-R1's
-distilled models, those of roles are not flagged. `<think>` and the like are not special.
+distilled models, the tokens of roles are not flagged. `<think>` and the like are not special.
 
 Rows without special tokens are tokenized as a whole, by the tokenizer itself.
 """

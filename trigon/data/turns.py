@@ -303,7 +303,7 @@ def _unshowable(error: TemplateFailure) -> ObservationError:
 
 
 def _join_user_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with those of the user that follow each other joined by line breaks.
+    """Return messages, of which the user's that follow each other are joined by line breaks.
 
     Many templates refuse two messages of the user in a row.
     """

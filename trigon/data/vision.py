@@ -401,10 +401,10 @@ def media_grids(
 
 
 def _nearest_grid(tokens: int, width: int, height: int, patches_per_token: int) -> tuple[int, int]:
-    """Return (rows, columns) in patches: of those with so many tokens the nearest in shape.
+    """Return (rows, columns) in patches: of the grids with this number of tokens, the nearest.
 
-    Processors keep the shape of an image as far as whole tokens allow, but tell the number of
-    patches only.
+    Processors keep the shape of an image as far as whole tokens allow, and return the number
+    of patches only.
     """
     side = isqrt(patches_per_token)
     rows = [number for number in range(1, tokens + 1) if tokens % number == 0]
