@@ -307,7 +307,7 @@ def test_a_prompt_whose_image_was_deleted_is_replaced_by_the_next_one(with_image
     stream = open_stream(prompts, shuffle=False)
     (tmp_path / "1.png").unlink()
     assert ground_truths(stream.take(4)) == [0, 2, 3, 4]
-    assert stream.num_skipped == {"image_missing": 1}
+    assert stream.state()["skipped"] == [[1, "image_missing"]]
     assert values(stream.metrics())["data/num_skipped"] == 1
     assert ground_truths(stream.take(4)) == [5, 6, 7, 8]
     (tmp_path / "1.png").write_bytes(png(seed=1))
@@ -316,7 +316,7 @@ def test_a_prompt_whose_image_was_deleted_is_replaced_by_the_next_one(with_image
     resumed = open_stream(prompts, shuffle=False)
     resumed.load_state(saved(stream))
     assert ground_truths(resumed.take(4)) == ground_truths(stream.take(4)) == [5, 6, 7, 8]
-    assert resumed.num_skipped == {"image_missing": 1}
+    assert resumed.state()["skipped"] == [[1, "image_missing"]]
 
 
 def test_an_epoch_without_spare_prompts_ends_early(with_images, tmp_path, open_stream):

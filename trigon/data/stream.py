@@ -253,11 +253,6 @@ class PromptStream:
         """The epoch of the last prompt taken, from 0."""
         return self._position.epoch
 
-    @property
-    def num_skipped(self) -> Mapping[Reason, int]:
-        """How many prompts have become unusable since the dataset was opened, by reason."""
-        return Counter(self._skipped.values())
-
     def take(self, num_prompts: int) -> list[Prompt]:
         """Return the next prompts, without waiting if they were built in advance.
 
