@@ -192,8 +192,6 @@ def measure_work(work: Work, folder: Path, shape: Shape, *, repeats: int) -> Sid
         prompts = open_prompts(
             str(folder / "data.parquet"),
             open_builder(config, processors),
-            filter_overlong_prompts=True,
-            max_bad_row_fraction=0.0,
             num_workers=1,
         )
         place = DevicePlacement(choose_device(config), SingleProcess())

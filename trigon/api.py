@@ -313,6 +313,6 @@ def _check_keywords(keywords: Mapping[str, Any], function: Callable[..., object]
 
 
 def open_rows(data: Any, spec: str) -> Source:
-    from trigon.data.python_rows import open_python_rows
+    from trigon.data.sources import open_python_rows
 
     return open_python_rows(data, spec=spec, name=spec.removeprefix(PYTHON_PREFIX))

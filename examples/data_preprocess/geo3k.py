@@ -20,8 +20,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trigon.data.bad_rows import UnusableRow
 from trigon.data.images import encoded_image, open_image
+from trigon.data.rows import UnusableRow
 from trigon.data.sources import Source, open_source
 from trigon.errors import DataError, TrigonError
 

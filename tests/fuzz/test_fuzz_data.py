@@ -15,12 +15,10 @@ from PIL import Image
 
 from support.builders import make_builder
 from support.images import png
-from trigon.data.bad_rows import UnusableRow
-from trigon.data.format_prompt import load_format_prompt
 from trigon.data.images import encoded_image, image_size, open_image
-from trigon.data.messages import read_messages
-from trigon.data.prompts import PromptBuilder
-from trigon.data.templates import TemplateFailure, bounded_rendering
+from trigon.data.prompts import PromptBuilder, load_format_prompt
+from trigon.data.rows import UnusableRow
+from trigon.data.templates import TemplateFailure
 from trigon.errors import ConfigError, DataError
 from trigon.models.load import load_processors
 
@@ -124,8 +122,8 @@ def test_any_row(builders: list[PromptBuilder], row: dict[str, Any], number: int
         # The columns of a dataset are checked once for all rows (check_columns).
         assert not {"problem", "answer"} <= set(row)
         return
-    assert 0 < len(prompt.token_ids) <= builder.max_prompt_length
-    assert builder.count(row) == len(prompt.token_ids)
+    assert 0 < len(prompt.token_ids) <= builder.data.max_prompt_length
+    assert builder.measure(row, "train:0")[0] == len(prompt.token_ids)
     if prompt.vision is None:
         assert not any(builder._placeholders.count(prompt.token_ids, kind) for kind in ("image", "video"))
 
@@ -148,17 +146,6 @@ def test_any_image_file(content: bytes):
     assert time.process_time() - start < 5
 
 
-@given(messages | values)
-def test_any_messages(value: Any):
-    try:
-        read = read_messages(value, "train:0, problem")
-    except UnusableRow as error:
-        assert error.reason == "prompt"
-    else:
-        assert read[-1].role == "user"
-        assert read[-1].content.strip()
-
-
 PARTS = [
     "{{ content }}", "{% for i in range(1000000) %}", "{% for x in content %}", "{% endfor %}", "{{ x * 99999 }}",
     "{% set x = content * 1000 %}", "{% macro m() %}", "{{ m() }}", "{% endmacro %}", "{{ content.__class__.__mro__ }}",
@@ -179,8 +166,7 @@ def test_any_format_prompt(source: str):
         assert 0 < len(str(error)) < 5000
     else:
         try:
-            with bounded_rendering():
-                assert isinstance(template.render(content="What? " * 20), str)
+            assert isinstance(template.render("What? " * 20), str)
         except TemplateFailure as error:
             assert str(error)
     assert time.process_time() - start < 30

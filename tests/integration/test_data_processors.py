@@ -60,7 +60,7 @@ def test_prompts_equal_those_of_the_hugging_face_processor(tiny_model, model_typ
     builder = make_builder(processors, system_prompt=SYSTEM, max_prompt_length=4096)
     row = {"problem": problem, "answer": "1", "images": [png(image) for image in images]}
     prompt = builder.build(row, "train:0")
-    assert builder.count(row) == len(prompt.token_ids)
+    assert builder.measure(row, "train:0")[0] == len(prompt.token_ids)
 
     messages = [{"role": "system", "content": [part(SYSTEM)]}, {"role": "user", "content": content}]
     text = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -80,10 +80,11 @@ def test_prompts_equal_those_of_transformers(
     folder = tiny_model(model_type)
     processors = load_processors(str(folder), max_pixels=280 * 280)
     videos = [make_video(**clip) for clip in clips]
-    builder = make_builder(processors, max_prompt_length=2000, video_sampling=SAMPLING)
+    builder = make_builder(processors, max_prompt_length=2000, max_video_frames=6)
     one_row = row("See " + "<video>" * len(videos) + " and say.", *videos)
     prompt = builder.build(one_row, "train:0")
-    assert builder.count(one_row) == builder.check(one_row, "train:0") == len(prompt.token_ids)
+    assert builder.measure(one_row, "train:0")[0] == len(prompt.token_ids)
+    assert builder.inspect(one_row, "train:0").token_ids == prompt.token_ids
 
     problem = [
         {"type": "text", "text": "See "},
@@ -114,7 +115,7 @@ def test_prompts_equal_those_of_transformers(
 def test_text_positions_continue_after_the_last_second_of_a_long_video(tiny_vlm: Path) -> None:
     """A video lasts longer than its sides are long: as in vLLM, see models/positions.py."""
     processors = load_processors(str(tiny_vlm))
-    builder = make_builder(processors, video_sampling=FrameSampling(fps=2.0, max_frames=768))
+    builder = make_builder(processors)
     prompt = builder.build(row("<video>", make_video(frames=40, fps=2, width=56, height=56)), "train:0")
     positions = positions_of(processors.family, processors.hf_config)(prompt)
     video = torch.tensor(prompt.token_ids) == processors.hf_config.video_token_id
@@ -128,8 +129,8 @@ def test_text_positions_continue_after_the_last_second_of_a_long_video(tiny_vlm:
 @pytest.mark.parametrize("model_type", MODELS)
 def test_prompts_sent_to_a_worker_get_the_same_pixel_values(tiny_model: Callable[..., Path], model_type: str) -> None:
     processors = load_processors(str(tiny_model(model_type)))
-    with_pixels = make_builder(processors, video_sampling=SAMPLING)
-    with_files = make_builder(processors, video_sampling=SAMPLING, process_images=False)
+    with_pixels = make_builder(processors, max_video_frames=6)
+    with_files = make_builder(processors, max_video_frames=6, process_images=False)
     rows = [row("<video><video>?", make_video(), make_video(frames=5, first=2)), row("<video>?", make_video(fps=3))]
     built = [with_pixels.build(each, f"train:{number}") for number, each in enumerate(rows)]
     sent = [with_files.build(each, f"train:{number}") for number, each in enumerate(rows)]
@@ -176,8 +177,6 @@ def test_the_same_frames_with_other_times_have_another_hash(tiny_vlm: Path) -> N
     """Engines cache a video by its hash, and its keys and values depend on its times."""
     processor = video_processor_of(load_processors(str(tiny_vlm)))
     assert processor is not None
-    video = make_video()
-
     video = make_video()  # encoded once: equal frames are not always encoded to equal bytes
 
     def process_with(seconds: float) -> Vision:

@@ -220,8 +220,6 @@ def warm_up(config: Config, source: Path, folder: Path) -> Path:
     prompts = open_prompts(
         config.data.train_files[0],
         open_builder(config, processors, process_images=True, schemas=schemas),
-        filter_overlong_prompts=False,
-        max_bad_row_fraction=0.0,
         num_workers=1,
     )
     examples = [

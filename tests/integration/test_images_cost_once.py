@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from support.builders import make_builder
+from support.builders import make_builder, prompts_of
 from support.engines import CONFIG, plan_for
 from support.rollout import make_transformers_engine, make_vllm_engine
-from trigon.data.dataset import open_prompts
 from trigon.data.stream import PromptStream
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
@@ -47,9 +46,7 @@ def test_one_image_processor_call_for_each_prompt_of_a_step(engine_name, n, tiny
     processors = dataclasses.replace(loaded, image_processor=counting)
     builder = make_builder(processors, max_prompt_length=128, limit_images=1)
     train_file, _ = make_dataset(tmp_path, num_train=6, num_validation=1, seed=0)
-    prompts = open_prompts(
-        str(train_file), builder, filter_overlong_prompts=True, max_bad_row_fraction=0.0, num_workers=1
-    )
+    prompts = prompts_of(str(train_file), builder)
     stream = PromptStream(prompts, batch_size=3, seed=0, shuffle=True, prefetch=False, num_workers=1)
     trainer = LocalTrainEngine(
         Policy(

@@ -13,7 +13,6 @@ from support.builders import make_builder
 from support.oracle import packed_logprobs
 from support.rollout import make_transformers_engine, make_vllm_engine
 from support.videos import make_video
-from trigon.data.videos import FrameSampling
 from trigon.errors import EngineError
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.policy import Policy
@@ -74,7 +73,7 @@ def scene(request: pytest.FixtureRequest, tiny_model: Any) -> Iterator[Scene]:
         temperature=SAMPLING.temperature,
         banned_token_ids=processors.banned_token_ids,
     )
-    builder = make_builder(processors, video_sampling=FrameSampling(fps=2.0, max_frames=20))
+    builder = make_builder(processors, max_video_frames=20)
     rows = [
         ("<video>How many?", [make_video()]),
         ("Which of <video> and <video>?", [make_video(frames=30, fps=7), make_video(frames=5, fps=3, first=4)]),

@@ -25,9 +25,9 @@ from support.options import with_short
 from trigon.checkpoint.store import Checkpoint, CheckpointStore
 from trigon.config.plan import Plan, make_plan
 from trigon.config.schema import AlgorithmConfig, Config
-from trigon.data.dataset import PromptSet, open_prompts
-from trigon.data.stream import PromptStream
-from trigon.data.token_texts import TokenTexts
+from trigon.data.dataset import open_prompts
+from trigon.data.stream import Prompts, PromptStream, mix
+from trigon.data.tokens import TokenTexts
 from trigon.loop import Checkpoints, Run, Stop, Validation
 from trigon.models.load import Processors
 from trigon.report.console import Console
@@ -138,8 +138,8 @@ class SharedParts:
     """What all runs of a test module share; immutable."""
 
     processors: Processors
-    prompts: PromptSet
-    validation: PromptSet
+    prompts: Prompts
+    validation: Prompts
     rewards: RewardPool
 
 
@@ -148,16 +148,10 @@ def open_shared_parts(model: Path, folder: Path) -> Iterator[SharedParts]:
     processors = processors_of(model)
     builder = make_builder(processors, max_prompt_length=256)
 
-    def prompts_of(name: str, numbers: range) -> PromptSet:
+    def prompts_of(name: str, numbers: range) -> Prompts:
         rows = [{"problem": f"What is {n} + 0?", "answer": str(n)} for n in numbers]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return open_prompts(
-            str(folder / f"{name}.jsonl"),
-            builder,
-            filter_overlong_prompts=False,
-            max_bad_row_fraction=0.0,
-            num_workers=1,
-        )
+        return mix([open_prompts(str(folder / f"{name}.jsonl"), builder, num_workers=1)])
 
     (folder / "reward.py").write_text(REWARD)
     rewards = RewardPool(

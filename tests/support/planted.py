@@ -322,7 +322,7 @@ FAULTS: dict[str, tuple[str, Callable[[PlantedRun], None]]] = {
     ),
     "a template without the assistant": ("template.generation_prompt", _template(_NO_GENERATION_PROMPT)),
     "no chat template": ("template.chat", _no_chat_template),
-    "a template that is no template": ("template.chat", _template("{{ messages ** 3 }}")),
+    "a template that is no template": ("template.chat", _template("{{ messages | nothing }}")),
     "a format prompt of other columns": (
         "template.format_prompt",
         _option(data__format_prompt="{{ content }} {{ hint }}"),

@@ -27,9 +27,8 @@ from support.fake_runs import (
 )
 from trigon.checkpoint.store import Checkpoint
 from trigon.config.schema import AlgorithmConfig
-from trigon.data.mixture import mix
-from trigon.data.stream import PromptStream
-from trigon.data.token_texts import TokenTexts
+from trigon.data.stream import PromptStream, mix
+from trigon.data.tokens import TokenTexts
 from trigon.errors import DataError, RewardError
 from trigon.loop import train
 from trigon.report.console import Console
@@ -196,7 +195,7 @@ def test_a_saved_surplus_is_dropped_if_the_resumed_run_cannot_use_it(parts, tmp_
 
     checkpoint = saved(tmp_path / "other data")
     other = PromptStream(
-        mix([parts.prompts], [2]),
+        mix(parts.prompts.parts, [2]),
         batch_size=4,
         seed=3,
         shuffle=True,

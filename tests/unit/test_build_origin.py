@@ -10,7 +10,7 @@ from trigon.assemble.origin import KEY, Origin
 from trigon.checkpoint.store import Checkpoint
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
-from trigon.data.content import DatasetContent
+from trigon.data.dataset import DatasetContent
 from trigon.errors import CheckpointError
 
 VALIDATION = [DatasetContent("val.jsonl", 3, "f" * 32, 1.0)]

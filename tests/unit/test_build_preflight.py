@@ -12,7 +12,7 @@ from pyarrow import parquet
 from trigon.api import read_arguments
 from trigon.assemble.objects import RunObjects
 from trigon.assemble.preflight import open_early
-from trigon.data.python_rows import open_python_rows
+from trigon.data.sources import open_python_rows
 from trigon.errors import DataError, ModelError, RewardError
 
 ROWS = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(5)]

@@ -158,10 +158,8 @@ PROMPTS = {
     "epoch": 0,
     "offset": 2,
     "taken": 2,
-    "set_aside": [],
+    "skipped": [],
     "datasets": [{"spec": "old.jsonl", "num_prompts": 3, "fingerprint": "f", "weight": 1.0}],
-    "num_prompts": 3,
-    "fingerprint": "f",
     "shuffle": True,
     "seed": 1,
 }

@@ -21,7 +21,7 @@ from support.images import png
 from support.planted import FAULTS, GIB, MACHINE, MAZE, TOGETHER, TOOL, good_run, plant_environment
 from support.recipes import EXAMPLES, ROOT, arguments_of
 from trigon.config.load import inspect_config, load_config, split_arguments
-from trigon.data.bad_rows import Reason
+from trigon.data.rows import Reason
 from trigon.models.load import copy_side_files
 from trigon.system.json_files import read_json_object
 from trigon.tools.check.catalogue import CHECKS, check_run

@@ -1,6 +1,5 @@
 """Opening a dataset scans every row: usable rows are numbered, bad ones named and counted."""
 
-import json
 import re
 from pathlib import Path
 
@@ -9,12 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from support.builders import make_builder
+from support.builders import make_builder, write_jsonl
 from support.images import png
 from support.models import processors_of
 from support.videos import make_video
-from trigon.data.bad_rows import UnusableRow
 from trigon.data.dataset import open_prompts
+from trigon.data.rows import UnusableRow, column_names, column_value, has_column, without_column
 from trigon.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("own_datasets_cache")
@@ -44,21 +43,10 @@ def good(number):
     return [png(56 + number, 56, seed=number)], f"<image>What is {number}?", str(number)
 
 
-def scan(
-    spec,
-    processors,
-    *,
-    filter_overlong_prompts=True,
-    max_bad_row_fraction=0.0,
-    on_progress=None,
-    on_skipped=None,
-    **changes,
-):
+def scan(spec, processors, *, on_progress=None, on_skipped=None, **changes):
     return open_prompts(
         str(spec),
         make_builder(processors, **changes),
-        filter_overlong_prompts=filter_overlong_prompts,
-        max_bad_row_fraction=max_bad_row_fraction,
         num_workers=2,
         on_progress=on_progress,
         on_skipped=on_skipped,
@@ -66,60 +54,58 @@ def scan(
 
 
 def test_rows_become_prompts(processors, tmp_path):
-    path = write_parquet(tmp_path / "geometry.parquet", [good(i) for i in range(5)])
-    prompts = scan(path, processors)
-    assert len(prompts) == prompts.num_rows == 5
-    assert [prompt.prompt_id for prompt in prompts] == [f"geometry:{i}" for i in range(5)]
-    assert [prompt.ground_truth for prompt in prompts] == ["0", "1", "2", "3", "4"]
-    assert tuple(len(prompt.token_ids) for prompt in prompts) == prompts.prompt_lengths
-    assert prompts[3].image_refs == ("geometry:3/images/0",)
-    assert prompts.num_skipped == {}
-
-
-def test_scanning_decodes_but_does_not_process(processors, tmp_path):
-    prompts = scan(write_parquet(tmp_path / "x.parquet", [good(0), good(1)]), processors)
-    assert prompts.builder.image_processor.calls == 0
-    prompts[0]
-    assert prompts.builder.image_processor.calls == 1
-
-
-def test_progress_is_reported_to_the_end(processors, tmp_path):
     reported = []
-    path = write_parquet(tmp_path / "x.parquet", [([], f"{i}?", "1") for i in range(100)])
-    scan(path, processors, on_progress=lambda done, total: reported.append((done, total)))
-    assert reported[-1] == (100, 100)
+    path = write_parquet(tmp_path / "geometry.parquet", [good(i) for i in range(40)])
+    prompts = scan(path, processors, on_progress=lambda done, total: reported.append((done, total)))
+    assert len(prompts) == prompts.num_rows == 40
+    assert prompts.num_skipped == {}
+    assert prompts.builder.image_processor.calls == 0  # images are decoded, not processed
+    first = [prompts[index] for index in range(5)]
+    assert prompts.builder.image_processor.calls == 5
+    assert [prompt.prompt_id for prompt in first] == [f"geometry:{i}" for i in range(5)]
+    assert [prompt.ground_truth for prompt in first] == ["0", "1", "2", "3", "4"]
+    assert first[3].image_refs == ("geometry:3/images/0",)
+    assert reported[-1] == (40, 40)
     assert reported == sorted(reported)
 
 
+BAD = [
+    good(0),
+    ([png()[:-2000]], "<image>?", "1"),
+    good(2),
+    ([png()], "no marker", "1"),
+    ([b""], "<image>?", "1"),
+    ([png(1001, 1000)], "<image>?", "1"),
+    ([png(300, 1)], "<image>?", "1"),
+    ([], "", "1"),
+    ([], "text", None),
+    ([], "x" * 2000, "1"),
+    good(10),
+]
+
+
 def test_bad_rows_are_skipped_counted_and_named(processors, tmp_path):
-    rows = [
-        good(0),
-        ([png()[:-2000]], "<image>?", "1"),
-        good(2),
-        ([png()], "no marker", "1"),
-        ([b""], "<image>?", "1"),
-        ([png(1001, 1000)], "<image>?", "1"),
-        ([png(300, 1)], "<image>?", "1"),
-        ([], "", "1"),
-        ([], "text", None),
-        ([], "x" * 2000, "1"),
-        good(10),
-    ]
-    prompts = scan(write_parquet(tmp_path / "x.parquet", rows), processors, max_bad_row_fraction=0.7)
+    skipped = []
+    path = write_parquet(tmp_path / "x.parquet", BAD)
+    prompts = scan(path, processors, max_bad_row_fraction=0.7, on_skipped=skipped.extend)
     assert prompts.row_indices == (0, 2, 10)
-    assert prompts.num_skipped == {
-        "image_unreadable": 2,
-        "markers": 1,
-        "image_pixels": 1,
-        "image_shape": 1,
-        "prompt": 1,
-        "answer": 1,
-        "overlong": 1,
-    }
+    assert [prompt.prompt_id for prompt in prompts] == ["x:0", "x:2", "x:10"]
+    reasons = ["image_unreadable", "markers", "image_unreadable", "image_pixels", "image_shape", "prompt", "answer"]
+    assert [(row.row, row.reason) for row in skipped] == [
+        *zip((1, 3, 4, 5, 6, 7, 8), reasons, strict=True),
+        (9, "overlong"),
+    ]
+    assert prompts.num_skipped == {reason: reasons.count(reason) for reason in reasons} | {"overlong": 1}
     first, second = prompts.examples["image_unreadable"]
     assert first.startswith("x:1/images/0: ")
     assert second.startswith("x:4/images/0: ")
-    assert [prompt.prompt_id for prompt in prompts] == ["x:0", "x:2", "x:10"]
+    again = []
+    with pytest.raises(DataError) as caught:
+        scan(path, processors, max_bad_row_fraction=0.63, on_skipped=again.extend)
+    assert again == skipped  # also if there are too many
+    assert "7 of 11 rows" in str(caught.value)
+    assert "data.max_bad_row_fraction=0.63" in str(caught.value)
+    assert "1 x markers: x:3: " in str(caught.value)
 
 
 def test_rows_whose_text_is_not_utf8_are_skipped_and_named(processors, tmp_path):
@@ -130,55 +116,23 @@ def test_rows_whose_text_is_not_utf8_are_skipped_and_named(processors, tmp_path)
     assert [prompt.ground_truth for prompt in prompts] == ["1", "3"]
     (message,) = prompts.examples["encoding"]
     assert all(fact in message for fact in ("x:1", "'answer'", "not UTF-8", "0xe9"))
-
     halves = [{"problem": "a \ud83d", "answer": "1"}, {"problem": "b", "answer": "2"}]
-    (tmp_path / "y.jsonl").write_text("".join(json.dumps(row) + "\n" for row in halves))
-    prompts = scan(tmp_path / "y.jsonl", processors, max_bad_row_fraction=0.5)
+    prompts = scan(write_jsonl(tmp_path / "y.jsonl", halves), processors, max_bad_row_fraction=0.5)
     assert prompts.row_indices == (1,)
     assert "y:0" in prompts.examples["encoding"][0]
 
 
-def test_too_many_bad_rows_are_an_error(processors, tmp_path):
-    path = write_parquet(tmp_path / "x.parquet", [good(0), ([png()], "no marker", "1"), good(2), good(3)])
-    assert len(scan(path, processors, max_bad_row_fraction=0.25)) == 3
-    with pytest.raises(DataError) as caught:
-        scan(path, processors, max_bad_row_fraction=0.24)
-    assert "1 of 4 rows cannot be used, more than data.max_bad_row_fraction=0.24 allows" in str(caught.value)
-    assert "1 x markers: x:1: <image> markers in the text: 0, images: 1" in str(caught.value)
-
-
-def test_overlong_rows_are_skipped_or_an_error(processors, tmp_path):
-    path = write_parquet(tmp_path / "x.parquet", [good(0), ([], "x" * 2000, "1")])
-    prompts = scan(path, processors)
-    assert prompts.num_skipped == {"overlong": 1}
-    with pytest.raises(
-        DataError, match=r"1 of 2 prompts are too long \(x:1: .* more than max_prompt_length=512\); raise"
-    ):
-        scan(path, processors, filter_overlong_prompts=False)
-
-
-def test_a_dataset_without_usable_rows_is_an_error(processors, tmp_path):
-    path = write_parquet(tmp_path / "x.parquet", [([], "x" * 2000, "1")])
-    with pytest.raises(DataError, match="none of its 1 rows can be used"):
-        scan(path, processors)
-
-
-def test_rows_with_and_without_images_and_additional_columns(processors, tmp_path):
+def test_rows_of_other_shapes_and_chat_messages_are_read(processors, tmp_path):
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "a.png").write_bytes(png())
     rows = [
         {"images": ["figures/a.png"], "problem": "<image>?", "answer": 1, "level": {"hard": True}},
         {"images": [], "problem": "1 + 1?", "answer": 2, "level": {"hard": False}},
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = scan(tmp_path / "rows.jsonl", processors)
-    assert prompts[0].vision is not None
+    prompts = scan(write_jsonl(tmp_path / "rows.jsonl", rows), processors)
     assert prompts[0].image_refs == ("rows:0/images/0 (a.png)",)
     assert prompts[1].vision is None
     assert prompts[1].row == {"problem": "1 + 1?", "answer": 2, "level": {"hard": False}}
-
-
-def test_chat_messages_are_read_from_parquet(processors, tmp_path):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>?"}]
     datasets.Dataset.from_list([{"images": [{"bytes": png()}], "problem": messages, "answer": "1"}]).to_parquet(
         tmp_path / "x.parquet"
@@ -186,31 +140,28 @@ def test_chat_messages_are_read_from_parquet(processors, tmp_path):
     assert scan(tmp_path / "x.parquet", processors)[0].text == "system: Be brief.\n\nuser: <image>?"
 
 
-def test_a_missing_column_is_an_error(processors, tmp_path):
-    path = write_parquet(tmp_path / "x.parquet", [good(0)])
-    with pytest.raises(DataError, match=r"x\.parquet has no column 'prompt', only answer, images, problem; did you"):
-        scan(path, processors, prompt_key="prompt")
-
-
-def test_images_in_another_column_are_an_error(processors, tmp_path):
-    path = write_parquet(tmp_path / "x.parquet", [([png()], "What is it?", "1")])
-    with pytest.raises(
-        DataError, match=r"x\.parquet has no column 'image', but images in 'images'; set data\.image_key=images"
+def test_what_no_row_of_a_dataset_can_have_is_an_error(processors, tiny_model, tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", [([png()], "What is it?", "1"), good(1)])
+    text_processors = processors_of(tiny_model("llama"))
+    for own, options, facts in (
+        (
+            processors,
+            {"prompt_key": "prompt"},
+            ["x.parquet", "'prompt'", "answer, images, problem", "data.prompt_key="],
+        ),
+        (processors, {"image_key": "image"}, ["x.parquet", "'image'", "'images'", "data.image_key=images"]),
+        (text_processors, {"max_bad_row_fraction": 1.0}, ["x:0", "'images'", "llama"]),
     ):
-        scan(path, processors, image_key="image")
-
-
-def test_images_for_a_text_model_are_an_error(tiny_model, tmp_path):
-    path = write_parquet(tmp_path / "x.parquet", [([], "1 + 1?", "2"), good(1)])
-    with pytest.raises(DataError, match="x:1 has images in column 'images', but a llama model takes none"):
-        scan(path, processors_of(tiny_model("llama")), max_bad_row_fraction=1.0)
+        with pytest.raises(DataError) as caught:
+            scan(path, own, **options)
+        assert all(fact in str(caught.value) for fact in facts), caught.value
 
 
 def test_the_fingerprint_depends_on_the_content_and_not_on_the_path(processors, tmp_path):
     rows = [good(0), good(1)]
     (tmp_path / "moved").mkdir()
-    fingerprint = scan(write_parquet(tmp_path / "x.parquet", rows), processors).fingerprint
-    assert scan(write_parquet(tmp_path / "moved" / "y.parquet", rows), processors).fingerprint == fingerprint
+    content = scan(write_parquet(tmp_path / "x.parquet", rows), processors).content
+    assert scan(write_parquet(tmp_path / "moved" / "y.parquet", rows), processors).content.has_rows_of(content)
     others = [
         [good(1), good(0)],
         [good(0), good(2)],
@@ -219,48 +170,44 @@ def test_the_fingerprint_depends_on_the_content_and_not_on_the_path(processors, 
     ]
     for number, other in enumerate(others):
         path = write_parquet(tmp_path / f"other{number}.parquet", other)
-        assert scan(path, processors).fingerprint != fingerprint
+        assert not scan(path, processors).content.has_rows_of(content)
 
 
 def test_a_row_that_becomes_unusable_later_is_named(processors, tmp_path):
     (tmp_path / "a.png").write_bytes(png())
-    row = {"images": ["a.png"], "problem": "<image>?", "answer": "1"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    prompts = scan(tmp_path / "rows.jsonl", processors)
+    prompts = scan(
+        write_jsonl(tmp_path / "rows.jsonl", [{"images": ["a.png"], "problem": "<image>?", "answer": "1"}]), processors
+    )
     (tmp_path / "a.png").unlink()
-    with pytest.raises(UnusableRow) as caught:
+    with pytest.raises(UnusableRow, match=r"^rows:0/images/0 \(a\.png\): no such file") as caught:
         prompts[0]
     assert caught.value.reason == "image_missing"
-    assert str(caught.value).startswith("rows:0/images/0 (a.png): no such file")
 
 
-def test_videos_in_another_column_are_an_error(processors, tmp_path):
+def test_videos_of_rows(processors, tmp_path):
     features = datasets.Features(
         {"problem": datasets.Value("string"), "answer": datasets.Value("string"), "clips": [datasets.Video()]}
     )
     rows = [{"problem": "<video>?", "answer": "1", "clips": [{"bytes": make_video(), "path": None}]}]
     path = tmp_path / "train.parquet"
     datasets.Dataset.from_list(rows, features=features).to_parquet(path)
-    with pytest.raises(DataError, match=r"no column 'videos', but videos in 'clips'; set data\.video_key=clips"):
+    with pytest.raises(DataError, match=r"'videos'.*'clips'; set data\.video_key=clips"):
         scan(path, processors)
-    prompts = scan(path, processors, video_key="clips")
-    assert prompts[0].vision.kind == "video"
-    assert prompts[0].image_refs == ("train:0/clips/0",)
-
-
-def test_bad_videos_are_skipped_and_counted(processors, tmp_path):
+    prompt = scan(path, processors, video_key="clips")[0]
+    assert (prompt.vision.kind, prompt.image_refs) == ("video", ("train:0/clips/0",))
     (tmp_path / "good.mp4").write_bytes(make_video())
     (tmp_path / "bad.mp4").write_bytes(make_video()[:700])
-    rows = [
-        {"problem": "<video>?", "answer": "1", "videos": name}
-        for name in ("good.mp4", "bad.mp4", "none.mp4", "../good.mp4", "good.mp4")
-    ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = ("good.mp4", "bad.mp4", "none.mp4", "../good.mp4", "good.mp4")
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", ({"problem": "<video>?", "answer": "1", "videos": name} for name in names)
+    )
     prompts = scan(path, processors, max_bad_row_fraction=0.6)
     assert prompts.row_indices == (0, 4)
     assert prompts.num_skipped == {"video_unreadable": 1, "video_missing": 1, "video_outside": 1}
     assert prompts.builder.video_processor.calls == 0
+
+
+# Values that messages propose
 
 
 def write_paths(folder, paths):
@@ -270,12 +217,11 @@ def write_paths(folder, paths):
         if path.is_absolute():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(png())
-    rows = [{"problem": "<image>?", "answer": "1", "images": [str(path)]} for path in paths]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder / "train.jsonl"
+    rows = ({"problem": "<image>?", "answer": "1", "images": [str(path)]} for path in paths)
+    return write_jsonl(folder / "train.jsonl", rows)
 
 
-def test_absolute_image_paths_propose_a_value_that_works(processors, tmp_path):
+def test_image_paths_propose_a_value_that_works(processors, tmp_path):
     images = tmp_path / "images"
     for name, paths, proposed in (
         ("one", [images / "a" / "1.png"], images / "a"),
@@ -285,37 +231,103 @@ def test_absolute_image_paths_propose_a_value_that_works(processors, tmp_path):
         with pytest.raises(DataError) as caught:
             scan(path, processors)
         assert re.findall(r"data\.image_dir=(\S+)", str(caught.value))[-1] == str(proposed)
-        assert len(scan(path, processors, image_dir=proposed)) == len(paths)
-
-
-def test_relative_paths_out_of_the_folder_propose_no_value(processors, tmp_path):
-    with pytest.raises(DataError, match=r"write their paths relative to it, and set data\.image_dir to it") as caught:
+        assert len(scan(path, processors, image_dir=str(proposed))) == len(paths)
+    with pytest.raises(DataError, match=r"set data\.image_dir to it") as caught:
         scan(write_paths(tmp_path / "data", [Path("../../1.png")]), processors)
     assert "data.image_dir=" not in str(caught.value)
 
 
-def test_skipped_rows_are_passed_on_even_if_there_are_too_many(processors, tmp_path):
-    path = write_parquet(tmp_path / "x.parquet", [good(0), ([png()], "no marker", "1"), ([], "x" * 2000, "1")])
-    for allowed in (0.5, 0.0):
-        skipped = []
-        try:
-            scan(path, processors, max_bad_row_fraction=allowed, on_skipped=skipped.extend)
-        except DataError:
-            assert allowed == 0.0
-        assert [(row.row, row.reason) for row in skipped] == [(1, "markers"), (2, "overlong")]
-        assert (
-            skipped[0].message
-            == "x:1: <image> markers in the text: 0, images: 1; put <image> into the text where each belongs"
-        )
-
-
 def test_overlong_prompts_propose_a_length_that_works(processors, tmp_path):
     path = write_parquet(tmp_path / "x.parquet", [([], "x " * (20 + number), "1") for number in range(20)])
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match="none of its 20 rows") as caught:
         scan(path, processors, max_prompt_length=10)
     every, most = map(int, re.findall(r"data\.max_prompt_length=(\d+)", str(caught.value)))
     assert scan(path, processors, max_prompt_length=every).num_skipped == {}
     assert scan(path, processors, max_prompt_length=every - 1).num_skipped == {"overlong": 1}
     assert len(scan(path, processors, max_prompt_length=most)) == 18
-    with pytest.raises(DataError, match=rf"data\.max_prompt_length={every} is enough for all"):
+    with pytest.raises(DataError, match=rf"2 of 20 .*data\.max_prompt_length={every} is enough for all"):
         scan(path, processors, max_prompt_length=most, filter_overlong_prompts=False)
+
+
+# Columns
+
+ROW = {
+    "prompt": [{"role": "user", "content": "2 + 2?"}],
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra": {"index": 3, "media": {"images": []}},
+    "reward_model.style": "column",
+    "empty": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reward_model", ROW["reward_model"]),
+        ("reward_model.ground_truth", "4"),
+        ("extra.index", 3),
+        ("extra.media.images", []),
+        ("reward_model.style", "column"),  # the exact name wins
+        ("empty", None),
+        ("empty.field", None),
+        ("reward_model.missing", None),
+        ("nothing", None),
+        ("nothing.at.all", None),
+    ],
+)
+def test_a_dotted_name_reaches_into_structs(name, value):
+    assert column_value(ROW, name) == value
+    assert has_column(ROW, name) == (not name.startswith("nothing"))
+
+
+def test_fields_with_dots_names_and_rows_without_a_column():
+    assert column_value({"a": {"b.c": 1, "b": {"c": 2}}}, "a.b.c") == 1
+    assert column_value({"a.b": {"c": 1}, "a": {"b": {"c": 2}}}, "a.b.c") == 1
+    assert column_names({"a": {"b": {"c": 1}}, "d": [{"e": 1}]}) == ("a", "a.b", "a.b.c", "d")
+    row = {"a": {"b": 1, "c": 2}, "d": 3}
+    assert without_column(row, "a.b") == {"a": {"c": 2}, "d": 3}
+    assert without_column(row, "d") == {"a": {"b": 1, "c": 2}}
+    assert without_column(row, "x.y") == row
+    assert row == {"a": {"b": 1, "c": 2}, "d": 3}
+
+
+VERL = {"prompt_key": "prompt", "answer_key": "reward_model.ground_truth", "max_bad_row_fraction": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("answers", "found"),
+    [
+        ([{"style": "rule", "ground_truth": "1"}, {"style": "rule", "ground_truth": None}], ["1"]),
+        ([{"ground_truth": "1"}, None], ["1"]),
+        ([{"ground_truth": truth} for truth in ("a", [1, 2], 3)], ["a", [1, 2], 3]),
+    ],
+)
+def test_a_dataset_of_verl_is_read(processors, tmp_path, answers, found):
+    question = [{"role": "user", "content": "1 + 1?"}]
+    rows = [{"prompt": question, "reward_model": answer, "extra_info": {"index": 0}} for answer in answers]
+    prompts = scan(write_jsonl(tmp_path / "train.jsonl", rows), processors, **VERL)
+    assert [prompt.ground_truth for prompt in prompts] == found
+    assert sum(prompts.num_skipped.values()) == prompts.num_skipped.get("answer", 0) == len(answers) - len(found)
+    assert prompts[0].row["extra_info"] == {"index": 0}
+    exact = [row | {"reward_model.ground_truth": "exact"} for row in rows]
+    assert scan(write_jsonl(tmp_path / "exact.jsonl", exact), processors, **VERL)[0].ground_truth == "exact"
+
+
+def test_nested_images_are_used_and_proposed(processors, tmp_path):
+    answer = {"ground_truth": "1", "style": "rule"}
+    rows = [{"prompt": "<image>?", "reward_model": answer, "media": {"images": ["a.png"], "size": 2}}]
+    (tmp_path / "a.png").write_bytes(png())
+    path = write_jsonl(tmp_path / "train.jsonl", rows)
+    prompt = scan(path, processors, **VERL, image_key="media.images")[0]
+    assert prompt.row["media"] == {"size": 2}
+    assert prompt.image_refs == ("train:0/media.images/0 (a.png)",)
+    for wrong in ("ground_truth", "reward_model.groundtruth"):
+        with pytest.raises(DataError, match=r"data\.answer_key=reward_model\.ground_truth") as caught:
+            scan(path, processors, **(VERL | {"answer_key": wrong}))
+        assert "reward_model.ground_truth, reward_model.style" in str(caught.value)
+    media = {"prompt": datasets.Value("string"), "reward_model": {"ground_truth": datasets.Value("string")}}
+    features = datasets.Features(media | {"media": {"images": datasets.List(datasets.Image())}})
+    row = {"prompt": "1?", "reward_model": {"ground_truth": "1"}, "media": {"images": []}}
+    datasets.Dataset.from_list([row], features=features).to_parquet(tmp_path / "train.parquet")
+    with pytest.raises(DataError, match=r"data\.image_key=media\.images"):
+        scan(tmp_path / "train.parquet", processors, **VERL)

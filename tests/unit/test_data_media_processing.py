@@ -10,11 +10,13 @@ from PIL import Image
 
 from support.builders import make_builder
 from support.images import png
+from support.models import processors_of
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.packing import pack_rollouts
-from trigon.data.vision import ImageProcessor
-from trigon.errors import DataError
+from trigon.data.vision import ImageProcessor, image_processor_of
+from trigon.errors import DataError, ModelError
 from trigon.metrics import Sum
+from trigon.models.load import load_processors
 from trigon.types import RolloutGroup
 
 PIXEL_BYTES = 16 * 1176 * 4
@@ -51,12 +53,6 @@ def open_processor(processors):
         media.close()
 
 
-def same_vision(one, other):
-    assert torch.equal(one.pixel_values, other.pixel_values)
-    assert torch.equal(one.grid_thw, other.grid_thw)
-    assert one.hashes == other.hashes
-
-
 def test_pixel_values_equal_those_of_the_builder(processors, open_processor):
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -74,34 +70,23 @@ def test_pixel_values_equal_those_of_the_builder(processors, open_processor):
     media, images = open_processor()
     [prompt] = media.process([files])
     assert prompt.token_ids == expected.token_ids
-    same_vision(prompt.vision, expected.vision)
+    assert torch.equal(prompt.vision.pixel_values, expected.vision.pixel_values)
+    assert torch.equal(prompt.vision.grid_thw, expected.vision.grid_thw)
+    assert prompt.vision.hashes == expected.vision.hashes
     assert images.calls == 1
 
 
-def test_other_fields_of_a_prompt_are_unchanged(make_prompt, open_processor):
-    files = make_prompt(png(), name="train:17")
-    media, _ = open_processor()
-    [prompt] = media.process([files])
-    for field in ("prompt_id", "token_ids", "text", "ground_truth", "row", "image_refs"):
-        assert getattr(prompt, field) == getattr(files, field)
-
-
-def test_prompts_without_files_are_returned_unchanged(make_prompt, open_processor):
-    media, images = open_processor()
+def test_prompts_are_returned_in_their_order_and_without_files_unchanged(make_prompt, open_processor):
+    media, images = open_processor(num_workers=3)
     [processed] = media.process([make_prompt(png())])
-    mixed = [make_prompt(), processed, make_prompt(png(seed=1)), make_prompt()]
+    mixed = [make_prompt(), processed, *(make_prompt(png(seed=seed), name=f"train:{seed}") for seed in range(1, 12))]
     result = media.process(mixed)
-    assert [after is before for after, before in zip(result, mixed, strict=True)] == [True, True, False, True]
-    assert images.calls == 2
+    assert [after is before for after, before in zip(result, mixed, strict=True)] == [True, True, *[False] * 11]
+    for after, before in zip(result, mixed, strict=True):
+        for field in ("prompt_id", "token_ids", "text", "ground_truth", "row", "image_refs"):
+            assert getattr(after, field) == getattr(before, field)
+    assert len({prompt.vision.hashes for prompt in result[1:]}) == images.calls == 12
     assert media.process([]) == []
-
-
-def test_prompts_are_returned_in_their_order(make_prompt, open_processor):
-    prompts = [make_prompt(png(seed=seed), name=f"train:{seed}") for seed in range(12)]
-    media, _ = open_processor(num_workers=3)
-    result = media.process(prompts)
-    assert [prompt.prompt_id for prompt in result] == [prompt.prompt_id for prompt in prompts]
-    assert len({prompt.vision.hashes for prompt in result}) == 12
 
 
 def test_an_image_is_processed_once_for_all_passes_of_a_step(make_prompt, open_processor):
@@ -110,27 +95,16 @@ def test_an_image_is_processed_once_for_all_passes_of_a_step(make_prompt, open_p
     passes = [
         media.process([make_prompt(png(), name="train:0"), make_prompt(png(seed=1), name="train:1")]) for _ in range(3)
     ]
-    assert images.calls == 2
     assert all(prompt.vision is passes[0][0].vision for prompt in (each[0] for each in passes))
-
-
-def test_processed_images_are_counted_where_they_are_not_cached(make_prompt, open_processor):
-    media, _ = open_processor()
-    media.process([make_prompt(png(), png(seed=1)), make_prompt(png(seed=2)), make_prompt()])
-    assert media.pop_metrics() == {"perf/images_processed": Sum(3.0)}
-    media.process([make_prompt(png(seed=2)), make_prompt(png(seed=3))])
-    assert media.pop_metrics() == {"perf/images_processed": Sum(1.0)}
+    assert media.pop_metrics() == {"perf/images_processed": Sum(2.0)}
+    media.process([make_prompt(png(), png(seed=1)), make_prompt(png(seed=1)), make_prompt()])
+    assert media.pop_metrics() == {"perf/images_processed": Sum(2.0)}
     assert media.pop_metrics() == {"perf/images_processed": Sum(0.0)}
-
-
-def test_a_repeated_image_in_one_call_is_processed_once_even_without_a_cache(make_prompt, open_processor):
-    media, images = open_processor(max_bytes=0)
-    same = [make_prompt(png(), name=f"train:{number}") for number in range(5)]
-    first, *others = media.process(same)
-    assert images.calls == 1
-    assert all(prompt.vision is first.vision for prompt in others)
-    media.process(same)
-    assert images.calls == 2
+    uncached, images = open_processor(max_bytes=0)
+    for calls in (1, 2):
+        first, *others = uncached.process([make_prompt(png(), name=f"train:{number}") for number in range(5)])
+        assert all(prompt.vision is first.vision for prompt in others)
+        assert images.calls == calls
 
 
 def test_concurrent_calls_share_results(make_prompt, open_processor):
@@ -197,15 +171,6 @@ def test_what_a_step_uses_again_is_kept_for_it(small_cache):
     assert [calls(seed) for seed in (2, 3, 4)] == [0, 0, 1]
 
 
-def test_an_image_larger_than_the_cache_drops_no_other(make_prompt, open_processor):
-    media, images = open_processor(max_bytes=2 * PIXEL_BYTES)
-    media.process([make_prompt(png())])
-    [large] = media.process([make_prompt(png(112, 112))])
-    assert large.vision.pixel_values.nbytes == 4 * PIXEL_BYTES
-    media.process([make_prompt(png())])
-    assert images.calls == 2
-
-
 def test_an_undecodable_file_is_an_error_for_each_prompt_and_not_cached(make_prompt, open_processor):
     truncated = png()[:-2000]
     media, images = open_processor()
@@ -215,12 +180,9 @@ def test_an_undecodable_file_is_an_error_for_each_prompt_and_not_cached(make_pro
         assert type(caught.value) is DataError  # not UnusableRow, since the step cannot skip it any more
     assert len(media.process([make_prompt(png())])) == 1
     assert images.calls == 1
-
-
-def test_an_image_above_the_limit_is_an_error(make_prompt, open_processor):
-    media, _ = open_processor(max_image_pixels=56 * 56 - 1)
-    with pytest.raises(DataError, match=r"^train:0: image 0: .*more than max_image_pixels"):
-        media.process([make_prompt(png())])
+    strict, _ = open_processor(max_image_pixels=56 * 56 - 1)
+    with pytest.raises(DataError, match=r"^train:0: image 0: .*max_image_pixels"):
+        strict.process([make_prompt(png())])
 
 
 def test_packing_raises_an_error_for_prompts_with_files(make_prompt, open_processor):
@@ -231,3 +193,82 @@ def test_packing_raises_an_error_for_prompts_with_files(make_prompt, open_proces
     [prompt] = media.process([files])
     assert prompt.pixels() is prompt.vision
     assert make_prompt().pixels() is None
+
+
+# The image processor: token counts from sizes, hashes of the content
+
+
+def noise(width, height, seed=0):
+    return Image.fromarray(np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl"])
+def processor(tiny_model, request):
+    return ImageProcessor(processors_of(tiny_model(request.param)).image_processor, spatial_merge=2)
+
+
+def test_two_images_become_one_vision(tiny_vlm):
+    processor = ImageProcessor(processors_of(tiny_vlm).image_processor, spatial_merge=2)
+    vision = processor.process([noise(56, 56), noise(84, 56)])
+    assert vision.grid_thw.tolist() == [[1, 4, 4], [1, 4, 6]]
+    assert vision.pixel_values.shape == (40, 1176)
+    assert vision.pixel_values.dtype == torch.float32
+    assert vision.grid_thw.dtype == torch.int64
+    assert processor.tokens_of(vision) == (4, 6)
+    processor.image_tokens(100, 100)
+    assert processor.calls == 1
+
+
+SIZES = [(1, 1), (3, 3), (1, 3), (3, 100), (13, 14), (28, 28), (42, 42), (70, 71), (199, 1), (640, 480), (2000, 2000)]
+
+
+LARGE = [(16, 3200), (690, 15420), (15420, 690), (4000, 3000)]
+
+
+SMALL = 16 * 32 * 32
+RESIZED = [("qwen2_5_vl", None), ("qwen2_5_vl", SMALL), ("qwen3_vl", None), ("qwen3_vl", SMALL)]
+
+
+@pytest.mark.parametrize(("model_type", "max_pixels"), [*RESIZED, ("internvl", None), ("llava", None)])
+def test_the_processed_size_and_the_grid_follow_from_the_size(tiny_model, model_type, max_pixels):
+    """As rewards get it, and as prompts are planned by."""
+    processors = load_processors(str(tiny_model(model_type)), max_pixels=max_pixels)
+    processor = image_processor_of(processors)
+    patch = processors.family.patch_size(processors.hf_config)
+    for width, height in SIZES + LARGE:
+        vision = processor.process([noise(width, height)])
+        [grid] = vision.grid_thw.tolist()
+        assert (processor.grid(width, height), processor.image_tokens(width, height)) == (
+            tuple(grid),
+            *processor.tokens_of(vision),
+        ), (width, height)
+        columns, rows = processor.processed_size(width, height)
+        if model_type in ("internvl", "llava"):
+            side = grid[1] * patch
+            num_tiles = (columns // side) * (rows // side)
+            assert (columns % side, rows % side, num_tiles + (num_tiles > 1)) == (0, 0, grid[0])  # with a small one
+        else:
+            assert (columns, rows) == (grid[2] * patch, grid[1] * patch)
+
+
+def test_hashes_depend_on_the_content(processor):
+    first, second, again = processor.process([noise(60, 60), noise(60, 60, seed=1), noise(60, 60)]).hashes
+    assert first == again
+    assert first != second
+    assert len(first) == 64
+    grey = [Image.new("RGB", size, (9, 9, 9)) for size in ((64, 128), (128, 64))]
+    wide, tall = processor.process(grey).hashes
+    assert wide != tall  # equal pixels in another shape
+
+
+def test_other_images_of_a_call_do_not_change_an_image(processor):
+    alone = processor.process([noise(90, 60)])
+    together = processor.process([noise(56, 56), noise(90, 60), noise(90, 60, seed=2)])
+    _, second, _ = together.pixel_values.split(together.grid_thw.prod(dim=1).tolist())
+    assert torch.equal(second, alone.pixel_values)
+    assert together.hashes[1] == alone.hashes[0]
+
+
+def test_a_processor_of_another_model_is_an_error(tiny_vlm):
+    with pytest.raises(ModelError, match="merges 2 x 2 patches, the model 3 x 3"):
+        ImageProcessor(processors_of(tiny_vlm).image_processor, spatial_merge=3)

@@ -96,37 +96,41 @@ def costs_of(groups: Sequence[RolloutGroup], max_tokens: int) -> list[int]:
     return [len(row.packed.token_ids) for row in rows]
 
 
-def test_each_group_goes_into_the_emptiest_row() -> None:
-    # costs 6, 5, 4, 2 take two rows of 10 by best fit, 6+4 | 5+2; evenly 6+2 | 5+4
-    assert owners(groups_that_cost(2, 4, 5, 6), 10) == [[(0, 0), (3, 0)], [(1, 0), (2, 0)]]
+@pytest.mark.parametrize(
+    ("costs", "max_tokens", "rows"),
+    [
+        # Two rows of 10 by best fit, 6+4 | 5+2; evenly:
+        ((2, 4, 5, 6), 10, [[2, 6], [4, 5]]),
+        # Evenly 6+3 | 5+4, and the last 2 fits nowhere; by best fit:
+        ((2, 3, 4, 5, 6), 10, [[2, 3, 5], [4, 6]]),
+        # Best fit in rows of 20: 11+8 | 13+5 | 5, which leaves a row nearly empty.
+        ((13, 11, 8, 5, 5), 20, [[13], [11, 5], [8, 5]]),
+        # Best fit in rows of 20: 11+9 | 10+8 | 8+7+5 | 6+5; rows of 18 suffice.
+        ((11, 10, 9, 8, 8, 7, 6, 5, 5), 20, [[6, 5, 5], [9, 8], [10, 8], [11, 7]]),
+    ],
+)
+def test_groups_are_spread_evenly_over_few_rows(costs: Sequence[int], max_tokens: int, rows: list[list[int]]) -> None:
+    packed = owners(groups_that_cost(*costs), max_tokens)
+    assert sorted([costs[group] for group, _ in row] for row in packed) == sorted(rows)
 
 
-def test_otherwise_each_group_goes_into_the_fullest_row_with_room() -> None:
-    # evenly 6+3 | 5+4, and the last 2 fits nowhere;
-    # by best fit 6 | 6 5 | 6+4 5 | 6+4 5+3 | 6+4 5+3+2
-    assert owners(groups_that_cost(2, 3, 4, 5, 6), 10) == [[(0, 0), (1, 0), (3, 0)], [(2, 0), (4, 0)]]
-
-
-def test_no_row_is_nearly_empty() -> None:
-    # best fit in rows of 20: 11+8 | 13+5 | 5
-    assert sorted(costs_of(groups_that_cost(13, 11, 8, 5, 5), 20)) == [13, 13, 16]
-
-
-def test_no_row_is_nearly_empty_if_the_emptiest_has_no_room_for_the_last_group() -> None:
-    # best fit in rows of 20: 11+9 | 10+8 | 8+7+5 | 6+5;
-    # in rows of 18, which suffice, four full rows
-    assert sorted(costs_of(groups_that_cost(11, 10, 9, 8, 8, 7, 6, 5, 5), 20)) == [16, 17, 18, 18]
-
-
-def test_parts_of_a_split_group_are_about_equally_large() -> None:
-    # five completions of 3 after a prompt of 4, in rows of 16: not 16 and 7, but 13 and 10
-    assert costs_of([rollout_group(1, 4, [3] * 5)], 16) == [13, 10]
-
-
-def test_parts_are_unequal_if_that_takes_fewer_rows() -> None:
-    # halves of 13 and 10 for two groups take four rows, since no two of them fit; 16 and 7, 16 and
-    # 7 take three
-    assert costs_of([rollout_group(1, 4, [3] * 5), rollout_group(2, 4, [3] * 5)], 16) == [16, 14, 16]
+@pytest.mark.parametrize(
+    ("groups", "max_tokens", "rows"),
+    [
+        # Five completions of 3 after a prompt of 4: not 16 and 7.
+        ([(4, [3] * 5)], 16, [13, 10]),
+        # Halves of 13 and 10 for two groups take four rows, since no two of them fit.
+        ([(4, [3] * 5)] * 2, 16, [16, 14, 16]),
+        # A completion longer than the budget has a row of its own, and no prompt is truncated.
+        ([(3, [2, 50, 2])], 10, [7, 53]),
+        ([(30, [2, 3])], 10, [32, 33]),
+    ],
+)
+def test_parts_of_a_group_are_even_unless_that_takes_more_rows(
+    groups: list[tuple[int, list[int]]], max_tokens: int, rows: list[int]
+) -> None:
+    made = [rollout_group(name, *shape) for name, shape in enumerate(groups, 1)]
+    assert costs_of(made, max_tokens) == rows
 
 
 def test_a_group_that_is_too_large_is_split_and_its_prompt_repeated() -> None:
@@ -136,28 +140,6 @@ def test_a_group_that_is_too_large_is_split_and_its_prompt_repeated() -> None:
     for row in rows:
         assert row.packed.token_ids[:4].tolist() == [7000, 7001, 7002, 7003]
         assert row.packed.visions == (group.prompt.vision,)  # its pixels are not copied
-
-
-def test_a_completion_longer_than_the_budget_has_a_row_of_its_own() -> None:
-    rows = pack_rollouts([rollout_group(1, 3, [2, 50, 2])], max_tokens=10, positions=positions)
-    assert [row.owners for row in rows] == [((0, 0), (0, 2)), ((0, 1),)]
-    assert len(rows[1].packed.token_ids) == 53
-
-
-def test_a_prompt_longer_than_the_budget_is_not_truncated() -> None:
-    rows = pack_rollouts([rollout_group(1, 30, [2, 3])], max_tokens=10, positions=positions)
-    assert [len(row.packed.token_ids) for row in rows] == [32, 33]
-
-
-def test_positions_are_computed_once_per_prompt() -> None:
-    prompt_ids: list[str] = []
-
-    def counted(prompt: Prompt) -> Tensor:
-        prompt_ids.append(prompt.prompt_id)
-        return positions(prompt)
-
-    pack_rollouts([rollout_group(1, 4, [3] * 6), rollout_group(2, 4, [3])], max_tokens=8, positions=counted)
-    assert prompt_ids == ["1", "2"]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -203,15 +185,6 @@ def test_rows_are_as_few_as_by_best_fit_and_about_equally_full(seed: int) -> Non
         assert max(rows) - min(rows) <= max(costs)
     if max(costs) <= 60:
         assert min(rows) >= 0.5 * max(rows)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_splitting_evenly_takes_no_more_rows_than_best_fit(seed: int) -> None:
-    draw = random.Random(seed)
-    shapes = [(draw.randint(1, 12), [draw.randint(1, 12) for _ in range(draw.randint(1, 9))]) for _ in range(9)]
-    parts = [prompt + cost for prompt, completions in shapes for cost in (best_fit(completions, 24 - prompt))]
-    groups = [rollout_group(name, *shape) for name, shape in enumerate(shapes)]
-    assert len(costs_of(groups, 24)) <= len(best_fit(parts, 24))
 
 
 def test_results_are_returned_by_group() -> None:

@@ -1,8 +1,10 @@
 """Datasets are opened, or an error lists what exists instead."""
 
 import csv
+import datetime
 import io
 import json
+from decimal import Decimal
 
 import datasets
 import numpy as np
@@ -11,17 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from trigon.data.sources import open_source
+from support.builders import make_builder
+from support.images import png
+from trigon.data.dataset import open_prompts
+from trigon.data.images import open_image
+from trigon.data.sources import open_python_rows, open_source
 from trigon.data.text_rows import MAX_ROW_CHARACTERS
 from trigon.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("own_datasets_cache")
-
-
-def png():
-    stream = io.BytesIO()
-    Image.new("RGB", (8, 8), "red").save(stream, "PNG")
-    return stream.getvalue()
 
 
 def write(path, problems, **others):
@@ -57,78 +57,6 @@ def test_every_format_is_read(tmp_path, suffix):
     assert source.rows[1] == {"problem": "second", "answer": "one", "level": "hard"}
 
 
-def test_names_with_glob_characters_are_taken_literally(tmp_path):
-    write(tmp_path / "a[b]" / "c*" / "x[1].jsonl", ["expected"])
-    write(tmp_path / "ab" / "cc" / "x1.jsonl", ["other"])
-    assert problems(open_source(str(tmp_path / "a[b]" / "c*" / "x[1].jsonl"))) == ["expected"]
-    assert problems(open_source(str(tmp_path / "a[b]"))) == ["expected"]
-
-
-def test_a_path_may_contain_an_at_sign(tmp_path):
-    path = write(tmp_path / "me@home" / "x.jsonl", ["expected"])
-    assert problems(open_source(str(path))) == ["expected"]
-    assert problems(open_source(f"{path}@train")) == ["expected"]
-
-
-def test_a_split_may_be_sliced(tmp_path):
-    path = write(tmp_path / "x.jsonl", ["a", "b", "c"])
-    assert problems(open_source(f"{path}@train[:2]")) == ["a", "b"]
-
-
-def test_a_file_has_one_split(tmp_path):
-    path = write(tmp_path / "test.jsonl", ["a"])
-    for spec in (f"{path}", f"{path}@train", f"{path}@test"):
-        assert problems(open_source(spec)) == ["a"]
-    with pytest.raises(DataError, match="one file with one split"):
-        open_source(f"{path}@validation")
-
-
-def test_a_folder_is_searched_and_sorted(tmp_path):
-    write(tmp_path / "b.jsonl", ["3"])
-    write(tmp_path / "a" / "2.jsonl", ["2"])
-    write(tmp_path / "a" / "1.json", ["1"])
-    for other in ("README.md", ".git/config.json", ".cache/x.jsonl", "_old.jsonl", "figure.png"):
-        (tmp_path / other).parent.mkdir(exist_ok=True)
-        (tmp_path / other).write_text("not a table")
-    source = open_source(str(tmp_path))
-    assert problems(source) == ["1", "2", "3"]
-    assert source.name == "train"
-    assert source.folder == tmp_path
-
-
-def test_splits_of_a_folder_are_separate(tmp_path):
-    write(tmp_path / "data" / "train-00000-of-00002.parquet", ["train 0"])
-    write(tmp_path / "data" / "train-00001-of-00002.parquet", ["train 1"])
-    write(tmp_path / "data" / "test-00000-of-00001.parquet", ["test"])
-    (tmp_path / "dataset_infos.json").write_text("{}")  # a metadata file of hub datasets
-    assert problems(open_source(str(tmp_path))) == ["train 0", "train 1"]
-    assert problems(open_source(f"{tmp_path}@test")) == ["test"]
-    assert open_source(f"{tmp_path}@test").name == "test"
-    with pytest.raises(DataError, match="no split 'validation', only test, train"):
-        open_source(f"{tmp_path}@validation")
-
-
-def test_splits_may_be_folders(tmp_path):
-    write(tmp_path / "train" / "x.jsonl", ["train"])
-    write(tmp_path / "val" / "x.jsonl", ["val"])
-    assert problems(open_source(f"{tmp_path}@val")) == ["val"]
-    assert problems(open_source(f"{tmp_path}@validation")) == ["val"]
-
-
-def test_a_folder_without_splits_is_train(tmp_path):
-    write(tmp_path / "x.jsonl", ["a"])
-    assert problems(open_source(f"{tmp_path}@train")) == ["a"]
-    with pytest.raises(DataError, match="no split 'test', only train"):
-        open_source(f"{tmp_path}@test")
-
-
-def test_mixed_formats_are_an_error(tmp_path):
-    write(tmp_path / "x.jsonl", ["a"])
-    write(tmp_path / "y.csv", ["a"])
-    with pytest.raises(DataError, match=r"mixes \.csv, \.jsonl"):
-        open_source(str(tmp_path))
-
-
 def test_images_stay_encoded(tmp_path):
     data = png()
     features = datasets.Features(
@@ -146,22 +74,69 @@ def test_images_stay_encoded(tmp_path):
     assert source.rows[1] == {"images": [], "cover": None, "problem": "b"}
 
 
-def test_a_missing_dataset_is_an_error_with_the_nearest_name(tmp_path):
-    write(tmp_path / "geometry.parquet", ["a"])
-    with pytest.raises(DataError, match=r"no file or folder .*geometri\.parquet'; did you mean .*geometry\.parquet\?"):
-        open_source(str(tmp_path / "geometri.parquet"))
-    with pytest.raises(DataError, match="no file or folder"):
-        open_source(str(tmp_path / "nowhere" / "at" / "all"))
-    with pytest.raises(DataError, match=r"set data\.train_files"):
+# Files, the split that is asked for, and the problems of its rows.
+FOLDERS = {
+    "globs": (["a[b]/c*/x[1].jsonl", "ab/cc/x1.jsonl"], {"a[b]": "0", "a[b]/c*/x[1].jsonl": "0"}),
+    "at sign": (["me@home/x.jsonl"], {"me@home/x.jsonl": "0", "me@home/x.jsonl@train": "0", "me@home@train": "0"}),
+    "one split": (["test.jsonl"], {"test.jsonl": "0", "test.jsonl@train": "0", "test.jsonl@test": "0"}),
+    "sorted": (["b.jsonl", "a/2.jsonl", "a/1.json"], {".": "210"}),
+    "splits": (
+        ["data/train-0-of-2.parquet", "data/train-1-of-2.parquet", "data/test-0-of-1.parquet"],
+        {".": "01", ".@test": "2"},
+    ),
+    "folders": (["train/x.jsonl", "val/x.jsonl"], {".@val": "1", ".@validation": "1", ".": "0"}),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_files_of_a_split_are_found(tmp_path, name):
+    files, specs = FOLDERS[name]
+    for number, file in enumerate(files):
+        write(tmp_path / file, [str(number)])
+    for other in ("README.md", ".git/config.json", ".cache/x.jsonl", "_old.jsonl", "a.png"):
+        (tmp_path / other).parent.mkdir(exist_ok=True)
+        (tmp_path / other).write_text("{}")
+    if name == "splits":
+        (tmp_path / "dataset_infos.json").write_text("{}")  # a metadata file of hub datasets
+    for spec, expected in specs.items():
+        source = open_source(f"{tmp_path}/{spec}")
+        assert "".join(problems(source)) == expected, spec
+        if spec.startswith("."):
+            assert source.name == (spec.partition("@")[2] or "train")
+            assert source.folder == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("spec", "facts"),
+    [
+        ("geometri.parquet", ["no file or folder", "geometri.parquet", "geometry.parquet?"]),
+        ("nowhere/at/all", ["no file or folder"]),
+        ("geometry.parquet@validation", ["one file with one split"]),
+        ("data@validation", ["no split 'validation'", "train"]),
+        ("mixed", ["mixes .csv, .jsonl"]),
+        ("x.txt", ["suffix '.txt'", ".parquet, .json, .jsonl, .csv"]),
+        ("texts", ["no file that ends in"]),
+        ("empty.parquet", ["has no rows"]),
+    ],
+)
+def test_what_cannot_be_opened_is_named_with_what_there_is(tmp_path, spec, facts):
+    for name in ("geometry.parquet", "data/train.jsonl", "mixed/x.jsonl", "mixed/y.csv"):
+        write(tmp_path / name, ["a"])
+    (tmp_path / "texts").mkdir()
+    for name in ("x.txt", "texts/x.txt"):
+        (tmp_path / name).write_text("a")
+    datasets.Dataset.from_dict({"problem": [], "answer": []}).to_parquet(tmp_path / "empty.parquet")
+    with pytest.raises(DataError) as caught:
+        open_source(str(tmp_path / spec))
+    assert all(fact in str(caught.value) for fact in facts), caught.value
+
+
+def test_no_dataset_and_an_unreachable_one_are_errors(monkeypatch):
+    with pytest.raises(DataError, match=r"data\.train_files"):
         open_source("")
-
-
-def test_files_of_another_format_are_an_error(tmp_path):
-    (tmp_path / "x.txt").write_text("a")
-    with pytest.raises(DataError, match=r"suffix '\.txt'; readable are \.parquet, \.json, \.jsonl, \.csv"):
-        open_source(str(tmp_path / "x.txt"))
-    with pytest.raises(DataError, match="holds no file that ends in"):
-        open_source(str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="nobody/nothing@train"):
+        open_source("nobody/nothing@train")
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json", ".csv"])
@@ -173,21 +148,23 @@ def test_damaged_and_empty_files_are_an_error(tmp_path, suffix):
             open_source(str(path))
 
 
-def test_a_table_without_rows_is_an_error(tmp_path):
-    datasets.Dataset.from_dict({"problem": [], "answer": []}).to_parquet(tmp_path / "x.parquet")
-    with pytest.raises(DataError, match="has no rows"):
-        open_source(str(tmp_path / "x.parquet"))
-
-
-def test_an_unreachable_hub_dataset_is_a_data_error(monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match="nobody/nothing@train cannot be read"):
-        open_source("nobody/nothing@train")
-
-
 # What a file says and what a reward function receives: values that a type inference would change.
 VALUES = [
-    *("007", "1.50", "[1, 2]", "true", "null", "None", "NA", "nan", "", " 12 ", "2024-01-01", "½ é 数 \U0001f600"),
+    *(
+        "007",
+        "1.50",
+        "[1, 2]",
+        "true",
+        "null",
+        "None",
+        "NA",
+        "nan",
+        "",
+        " 12 ",
+        "2024-01-01",
+        "2024-01-02",
+        "½ é 数 \U0001f600",
+    ),
     *(7, 0.1234567890123456789, 2**70, True, False, None, [1, 0.5, "a"], {"x": [], "y": {"z": 1}}, []),
 ]
 
@@ -205,13 +182,6 @@ def test_json_values_are_those_of_the_file(tmp_path, suffix, indent):
     found = [source.rows[index] for index in range(len(source.rows))]
     assert [repr(row["answer"]) for row in found] == [repr(value) for value in VALUES]
     assert found == rows
-
-
-def test_all_dates_stay_text(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_text("".join(json.dumps({"problem": "When?", "answer": f"2024-01-0{day}"}) + "\n" for day in (1, 2)))
-    rows = open_source(str(path)).rows
-    assert [rows[index]["answer"] for index in (0, 1)] == ["2024-01-01", "2024-01-02"]
 
 
 def test_csv_values_are_texts_and_empty_fields_are_none(tmp_path):
@@ -361,3 +331,193 @@ def test_text_files_of_a_hub_dataset_that_was_downloaded_are_read_offline(tmp_pa
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert problems(open_source("owner/data")) == ["007"]
+
+
+# Rows in Python: the same prompts, checks and counts as of files
+
+
+def source_of(data):
+    return open_python_rows(data, spec="python:train", name="train")
+
+
+def scan(processors, data, **changes):
+    spec = "python:train"
+    if isinstance(data, str):
+        spec, source = data, None
+    else:
+        source = source_of(data)
+    builder = make_builder(processors, max_bad_row_fraction=1.0, **changes)
+    return open_prompts(spec, builder, num_workers=2, source=source)
+
+
+def pictures():
+    """Return images as programs have them: decoded, of several modes, and opened files."""
+    rgb = Image.open(io.BytesIO(png(56, 84, seed=1)))
+    rgb.load()
+    transparent = Image.new("RGBA", (56, 56), (10, 200, 30, 100))
+    palette = Image.fromarray(np.arange(56 * 56, dtype=np.uint8).reshape(56, 56) % 200).convert("P")
+    return [rgb, transparent, palette, Image.open(io.BytesIO(png(60, 56, seed=2)))]
+
+
+def rows():
+    return [
+        {"problem": f"<image>What is {number}?", "answer": str(number), "images": [image]}
+        for number, image in enumerate(pictures())
+    ]
+
+
+def in_file(folder, given):
+    """Write rows as a Parquet file, in which images are encoded as the library does it."""
+    features = datasets.Features(
+        {
+            "problem": datasets.Value("string"),
+            "answer": datasets.Value("string"),
+            "images": datasets.List(datasets.Image()),
+        }
+    )
+    path = folder / "train.parquet"
+    datasets.Dataset.from_list(given, features=features).to_parquet(path)
+    return str(path)
+
+
+def test_a_list_a_dataset_and_a_file_have_the_same_prompts(processors, tmp_path):
+    path = in_file(tmp_path, rows())
+    from_file = scan(processors, path)
+    for data in (rows(), datasets.load_dataset("parquet", data_files=path, split="train")):
+        prompts = scan(processors, data)
+        sent = scan(processors, data, process_images=False)
+        for index in range(4):
+            a, b = prompts[index], from_file[index]
+            for field in ("prompt_id", "token_ids", "ground_truth", "row"):
+                assert getattr(a, field) == getattr(b, field)
+            assert a.vision.hashes == b.vision.hashes
+            decoded, expected = (
+                open_image({"bytes": file}, where="", image_dir=None, max_pixels=10_000)
+                for file in (*sent[index].vision.encoded, *from_file.image_files(index))
+            )
+            assert np.array_equal(np.asarray(decoded), np.asarray(expected))
+
+
+def test_a_file_that_was_opened_is_kept_encoded_and_a_decoded_image_is_kept(tmp_path):
+    encoded = png(60, 56, seed=2)
+    (tmp_path / "figure.png").write_bytes(encoded)
+    decoded = Image.new("RGB", (56, 56))
+    opened = Image.open(tmp_path / "figure.png")
+    [row] = source_of([{"images": [opened, decoded]}]).rows
+    assert row["images"] == [{"bytes": encoded, "path": str(tmp_path / "figure.png")}, decoded]
+    opened.load()
+    opened.putpixel((0, 0), (1, 2, 3))
+    [row] = source_of([{"images": opened}]).rows
+    assert row["images"] is opened
+
+
+def test_bad_rows_are_skipped_by_reason_as_those_of_files(processors):
+    given = [
+        *rows(),
+        {"problem": "no marker", "answer": "1", "images": [Image.new("RGB", (56, 56))]},
+        {"problem": "<image>?", "answer": "1", "images": [Image.new("RGB", (5000, 10))]},
+        {"problem": "<image>?", "answer": "1", "images": ["missing.png"]},
+        {"problem": "<image>?", "answer": "1", "images": ["/etc/passwd"]},
+        {"problem": "<image>?", "images": [Image.new("F", (56, 56))], "answer": "1"},
+        {"problem": "no answer"},
+    ]
+    prompts = scan(processors, given)
+    assert len(prompts) == 4
+    assert prompts.num_skipped == {
+        "markers": 1,
+        "image_shape": 1,
+        "image_missing": 1,
+        "image_outside": 1,
+        "image_unreadable": 1,
+        "answer": 1,
+    }
+    assert prompts.examples["markers"][0].startswith("train:4: <image> markers in the text: 0, images: 1")
+
+
+def test_the_fingerprint_is_that_of_the_content(processors):
+    fingerprint = scan(processors, rows()).content.fingerprint
+    assert scan(processors, rows()).content.fingerprint == fingerprint
+    for change in (
+        lambda given: given[0].update(answer="other"),
+        lambda given: given[0]["images"][0].putpixel((0, 0), (1, 2, 3)),
+        lambda given: given[3]["images"].__setitem__(0, Image.open(io.BytesIO(png(60, 56, seed=3)))),
+        lambda given: given.reverse(),
+        lambda given: given[1].update(source="x"),
+    ):
+        given = rows()
+        change(given)
+        assert scan(processors, given).content.fingerprint != fingerprint
+
+
+def test_an_image_that_is_decoded_between_two_starts_is_the_same_data(processors, tmp_path):
+    (tmp_path / "figure.png").write_bytes(png(60, 56, seed=2))
+    image = Image.open(tmp_path / "figure.png")
+    data = [{"problem": "<image>What?", "answer": "1", "images": [image]}]
+    first = scan(processors, data).content.fingerprint
+    image.load()  # as a notebook does that shows it
+    assert scan(processors, data).content.fingerprint == first
+    image.putpixel((0, 0), (1, 2, 3))
+    assert scan(processors, data).content.fingerprint != first
+
+
+def test_an_image_whose_file_was_closed_is_an_error_with_its_row(tmp_path):
+    (tmp_path / "figure.png").write_bytes(png(60, 56, seed=2))
+    with Image.open(tmp_path / "figure.png") as image:
+        pass
+    with pytest.raises(DataError, match=r"row 1, 'images'\[0\]: the image cannot be read .* open it again"):
+        source_of([{"images": []}, {"images": [image]}])
+
+
+def test_a_change_of_the_list_after_the_start_changes_nothing(processors):
+    given = rows()
+    prompts = scan(processors, given)
+    given[0]["problem"] = "changed"
+    given[0]["images"].clear()
+    given.clear()
+    assert "What is 0?" in prompts[0].text
+    assert len(prompts[0].image_refs) == 1
+
+
+def test_a_dataset_is_not_changed_by_its_use(processors, tmp_path):
+    dataset = datasets.load_dataset("parquet", data_files=in_file(tmp_path, rows()), split="train")
+    dataset = dataset.with_transform(lambda batch: {"problem": ["transformed"] * len(batch["problem"])})
+    assert "What is 0?" in scan(processors, dataset)[0].text
+    assert dataset[0] == {"problem": "transformed"}
+    assert isinstance(dataset.with_format(None)[0]["images"][0], Image.Image)
+
+
+def test_values_become_plain_and_columns_are_those_of_all_rows():
+    day = datetime.date(2024, 2, 29)
+    [row] = source_of([{"a": (1, np.int64(2)), "b": {"c": np.zeros((2, 2))}, "d": day, "e": [], "f": None}]).rows
+    assert row == {"a": [1, 2], "b": {"c": [[0.0, 0.0], [0.0, 0.0]]}, "d": day, "e": [], "f": None}
+    source = source_of([{"a": {"b": 1}}, {"c": 2, "pictures": [None, Image.new("L", (1, 1))]}])
+    assert source.columns == ("a", "a.b", "c", "pictures")
+    assert source.rows[0] == {"a": {"b": 1}, "c": None, "pictures": None}
+    assert source.image_columns == ("pictures",)
+
+
+DATASET = datasets.Dataset.from_list([{"a": 1}])
+
+
+@pytest.mark.parametrize(
+    ("data", "facts"),
+    [
+        ([], ["no rows"]),
+        ({"problem": "?"}, ["builtins.dict", "list of dicts"]),
+        ("text", ["builtins.str"]),
+        ([3], ["row 0", "int", "dict"]),
+        ([{"a": 1}, {"a": object()}], ["row 1, 'a'", "builtins.object"]),
+        ([{"a": {"b": [{1, 2}]}}], ["row 0, 'a'['b'][0]", "builtins.set"]),
+        ([{"a": {1: 2}}], ["row 0, 'a'", "key 1", "int"]),
+        ([{0: "x", "problem": "a"}], ["row 0", "key 0", "int"]),
+        ([{"a": np.array([Decimal(1)], dtype=object)}], ["'a'[0]", "decimal.Decimal"]),
+        ([{"image": np.zeros((4, 4, 3))}], ["row 0, 'image'", "(4, 4, 3)", "PIL.Image.fromarray"]),
+        (datasets.DatasetDict(train=DATASET, test=DATASET), ["train, test", "data['train'] or data['test']"]),
+        (DATASET.to_iterable_dataset(), ["streamed"]),
+        (DATASET.to_pandas(), ["DataFrame", "datasets.Dataset.from_pandas(table)"]),
+    ],
+)
+def test_what_is_no_dataset_is_an_error_that_says_where(data, facts):
+    with pytest.raises(DataError) as caught:
+        source_of(data)
+    assert all(fact in str(caught.value) for fact in ("python:train", *facts)), caught.value

@@ -109,19 +109,7 @@ LAYOUTS = [
     ("internvl", "INTERNVL", "<|im_end|>", ("user", "tool")),
     ("gemma", "GEMMA", "<end_of_turn>", ("user",)),
 ]
-CASES = [
-    pytest.param(model, template, end, role, id=f"{model}-{template or 'tiny'}-{role}")
-    for model, template, end, roles in LAYOUTS
-    for role in roles
-]
-
-
-@pytest.mark.parametrize(("model_type", "template", "end", "role"), CASES)
-def test_appended_ids_are_those_of_the_rendered_conversation(family, model_type, template, end, role):
-    processors = family(model_type, template and getattr(chat_templates, template))
-    check_conversation(processors, end, role)
-
-
+# Published templates, of which TRL has copies.
 PUBLISHED = [
     ("qwen2_5_vl", "qwen2_5_vl", "<|im_end|>", ("user", "tool")),
     ("qwen3_vl", "qwen3_vl", "<|im_end|>", ("user", "tool")),
@@ -133,19 +121,17 @@ PUBLISHED = [
     ("gemma", "gemma", "<end_of_turn>", ("user",)),
     ("gemma3_text", "gemma3", "<end_of_turn>", ("user",)),
 ]
+CASES = [
+    pytest.param(model, template, end, role, id=f"{model}-{template or 'tiny'}-{role}")
+    for model, template, end, roles in LAYOUTS + PUBLISHED
+    for role in roles
+]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "name", "end", "role"),
-    [
-        pytest.param(model, name, end, role, id=f"{name}-{role}")
-        for model, name, end, roles in PUBLISHED
-        for role in roles
-    ],
-)
-def test_appended_ids_are_those_of_published_templates(family, model_type, name, end, role):
-    template = published_template(name)
-    if template is None:
+@pytest.mark.parametrize(("model_type", "name", "end", "role"), CASES)
+def test_appended_ids_are_those_of_the_rendered_conversation(family, model_type, name, end, role):
+    template = None if name is None else getattr(chat_templates, name, None) or published_template(name)
+    if name is not None and template is None:
         pytest.skip("TRL, which has copies of published chat templates, is not installed")
     processors = family(model_type, template)
     processors.tokenizer.bos_token = processors.tokenizer.bos_token or "<|endoftext|>"
@@ -234,9 +220,8 @@ def test_the_stop_token_takes_the_place_of_the_end_of_the_turn(family):
 
 def test_tool_replies_at_once_are_what_the_template_makes_of_them(family):
     processors = family("qwen3", chat_templates.QWEN3)
-    reply = make(processors, tools=[SCHEMA]).reply(
-        observe("tool", ("3",), ("4",)), last_token_id=processors.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    )
+    end = processors.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    reply = make(processors, tools=[SCHEMA]).reply(observe("tool", ("3",), ("4",)), last_token_id=end)
     assert processors.tokenizer.decode(reply.token_ids) == (
         "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -262,13 +247,11 @@ def test_special_tokens_of_an_observation_are_text(family, model_type, template)
     assert tokenizer.decode(hostile.token_ids) == tokenizer.decode(ordinary.token_ids).replace("3", HOSTILE)
     assert hostile.text == HOSTILE
     assert hostile.media is None
-
-
-@pytest.mark.faults
-def test_images_are_shown_beside_special_tokens_that_are_text(processors):
-    end = processors.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    reply = make(processors).reply(observe("user", (f"{HOSTILE}<image>", png(84, 56))), last_token_id=end)
-    assert reply.token_ids.count(processors.hf_config.image_token_id) == 6
+    if processors.family.has_vision:
+        shown = turns.reply(observe("tool", (f"{HOSTILE}<image>", png(84, 56))), last_token_id=end)
+        image_id = processors.family.image_token_id(processors.hf_config)
+        in_text = hostile.token_ids.count(image_id)
+        assert shown.token_ids.count(image_id) - in_text == turns._placeholders.image_processor.image_tokens(84, 56)
 
 
 def test_a_reply_follows_a_prompt_with_a_video(processors):
@@ -291,70 +274,55 @@ def test_a_reply_follows_a_prompt_with_a_video(processors):
 # Templates that cannot be used
 
 
+SAY = "{{ m.role }}: {{ m.content }}"
+REFUSED = [
+    ("qwen3", "QWEN3", "user", r"removes the thoughts .* of earlier turns.*observation_role=tool"),
+    ("qwen2", "DEEPSEEK_R1", "user", r"removes the thoughts .*data\.override_chat_template"),
+    ("qwen2", "DEEPSEEK_R1", "tool", r"removes the thoughts .*data\.override_chat_template"),
+    ("gemma", "GEMMA", "tool", r"roles must alternate .*observation_role=user"),
+    ("mistral", "MISTRAL", "user", "rewrites earlier messages: .*AVAILABLE_TOOLS"),
+    ("qwen2", f"{{% for m in messages[-2:] %}}<|im_start|>{SAY}{{% endfor %}}", "tool", "rewrites earlier"),
+    (
+        "qwen2",
+        "{% for m in messages %}<|im_start|>{{ m.role }} of {{ messages | length }}: {{ m.content }}{% endfor %}",
+        "tool",
+        "rewrites earlier messages: .* of 1: .* became .* of 3: ",
+    ),
+    (
+        "qwen2",
+        f"{{% for m in messages %}}{{% if m.role != 'tool' %}}{SAY}\n{{% endif %}}{{% endfor %}}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+        "tool",
+        "does not write their text.*observation_role=user",
+    ),
+    (
+        "qwen2",
+        f"{{% for m in messages %}}{SAY}{{% if m.role == 'tool' %}} ({{{{ loop.index }}}})"
+        "{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
+        "tool",
+        r"differently later in a conversation: .*\(3\).* became .*\(5\)",
+    ),
+    ("qwen2", "{% for m in messages %}{{ m.role }}\n{% endfor %}", "tool", "does not write the text of a turn"),
+]
+
+
 @pytest.mark.faults
-@pytest.mark.parametrize(
-    ("model_type", "template", "role", "expected"),
-    [
-        (
-            "qwen3",
-            "QWEN3",
-            "user",
-            r"removes the thoughts .* of earlier turns: '.*<think>.*' became .*; set worker.rollout.observation_role=",
-        ),
-        ("qwen2", "DEEPSEEK_R1", "user", "removes the thoughts .*; set data.override_chat_template"),
-        ("qwen2", "DEEPSEEK_R1", "tool", "removes the thoughts .*; set data.override_chat_template"),
-        ("gemma", "GEMMA", "tool", r"raises an error: Conversation roles must alternate .*observation_role=user"),
-        ("mistral", "MISTRAL", "user", "it rewrites earlier messages: .*AVAILABLE_TOOLS"),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "template", "role", "expected"), REFUSED)
 def test_a_template_that_changes_earlier_turns_is_refused(family, model_type, template, role, expected):
-    processors = family(model_type, getattr(chat_templates, template))
+    processors = family(model_type, getattr(chat_templates, template, template))
     tools = [SCHEMA] if template == "MISTRAL" else []
     with pytest.raises(ConfigError, match=expected) as caught:
         make(processors, tools=tools).check([role])
     assert "docs/agents.md" in str(caught.value)
 
 
-def test_a_template_that_begins_the_thought_and_keeps_it_can_be_used(family):
-    for role in ("user", "tool"):
+def test_templates_that_keep_earlier_turns_can_be_used(family):
+    for role in ("user", "tool"):  # it begins the thought, and keeps it
         make(family("qwen2", chat_templates.THINKING)).check([role], opens=True)
-
-
-def test_space_before_a_turn_is_no_change_of_earlier_turns(family):
-    make(family("mistral", chat_templates.MISTRAL)).check(["user"])
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("{% for m in messages[-2:] %}<|im_start|>{{ m.role }}: {{ m.content }}{% endfor %}", "it rewrites earlier"),
-        (
-            "{% for m in messages %}<|im_start|>{{ m.role }} of {{ messages | length }}: {{ m.content }}{% endfor %}",
-            "it rewrites earlier messages: .* of 1: .* became .* of 3: ",
-        ),
-        (
-            "{% for m in messages %}{% if m.role != 'tool' %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
-            "{% if add_generation_prompt %}assistant: {% endif %}",
-            "it does not write their text; set worker.rollout.observation_role=user",
-        ),
-        (
-            "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'tool' %} ({{ loop.index }})"
-            "{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
-            r"it writes an observation differently later in a conversation: .*\(3\).* became .*\(5\)",
-        ),
-        ("{% for m in messages %}{{ m.role }}\n{% endfor %}", "it does not write the text of a turn"),
-    ],
-)
-def test_other_changes_of_earlier_messages_are_refused(family, text, expected):
-    with pytest.raises(ConfigError, match=expected):
-        make(family("qwen2", text)).check(["tool"])
-
-
-def test_a_first_observation_needs_a_template_that_allows_it(family):
+    make(family("mistral", chat_templates.MISTRAL)).check(["user"])  # space before a turn is no change
     turns = make(family("gemma", chat_templates.GEMMA))
     turns.check(["user"])
-    with pytest.raises(ConfigError, match=r"cannot write a first observation, of role 'user', .*roles must alternate"):
+    with pytest.raises(ConfigError, match=r"first observation, of role 'user', .*roles must alternate"):
         turns.check(["user"], opens=True)
 
 
@@ -381,13 +349,10 @@ def test_observations_that_cannot_be_shown_are_errors(family, processors):
                 call(observation)
 
 
-def test_a_text_model_takes_markers_as_text(family):
-    processors = family("llama")
-    reply = make(processors).reply(observe("user", ("<image> <video>",)), last_token_id=processors.stop_token_ids[0])
-    assert "<image> <video>" in processors.tokenizer.decode(reply.token_ids)
-
-
 def test_roles_with_images_are_known(family):
+    llama = family("llama")  # for which markers are text
+    reply = make(llama).reply(observe("user", ("<image> <video>",)), last_token_id=llama.stop_token_ids[0])
+    assert "<image> <video>" in llama.tokenizer.decode(reply.token_ids)
     assert make(family("qwen3_vl", chat_templates.QWEN3_VL)).takes_images("tool")
     assert not make(family("llama")).takes_images("user")
     only_user = chat_templates.QWEN2_5_VL.replace(

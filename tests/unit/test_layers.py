@@ -29,7 +29,7 @@ LAYER = {
     "data": 4,
     "models": 3, "environments": 3,
     "algorithms": 2, "rewards": 2,
-    "config": 1, "images": 1,
+    "config": 1,
     "system": 0,
     "types": -1, "errors": -1, "metrics": -1,
     # Names of all layers, imported when they are first used, and the ways to start the command.

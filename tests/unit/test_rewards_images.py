@@ -9,15 +9,12 @@ import datasets
 import pytest
 from PIL import Image
 
-from support.builders import make_builder
+from support.builders import make_builder, prompts_of
 from support.episodes import Answer, LocalEnvironments, Observed, make_settings
 from support.images import odd_files, png
 from support.rollout import NO_WEIGHTS, Phases
-from trigon.data.dataset import open_prompts
 from trigon.data.images import open_image
-from trigon.data.mixture import with_blank_media
 from trigon.errors import RewardError
-from trigon.images import LazyImages
 from trigon.report.image_store import ImageStore
 from trigon.report.rollouts import rollout_rows, row_to_line
 from trigon.rewards.callables import reward_source
@@ -26,6 +23,7 @@ from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect, dummy_requests
 from trigon.rollout.fake import FakeEngine
+from trigon.system.images import LazyImages
 from trigon.tools.eval.score import score
 from trigon.types import Completion, EncodedMedia, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
@@ -235,13 +233,7 @@ def prompts(processors, tmp_path, monkeypatch):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def make(**changes):
-        return open_prompts(
-            str(tmp_path / "train.jsonl"),
-            make_builder(processors, **changes),
-            filter_overlong_prompts=False,
-            max_bad_row_fraction=0.0,
-            num_workers=1,
-        )
+        return prompts_of(str(tmp_path / "train.jsonl"), make_builder(processors, **changes))
 
     return make
 
@@ -259,7 +251,7 @@ def test_sampled_completions_are_scored_with_the_images_of_the_dataset(prompts, 
             groups = collect([opened[n] for n in range(3)], engine, pool, SAMPLING, phase=Phases())
             blank = []
             if process_images:
-                shown = with_blank_media(prompts())[2]
+                shown = prompts().with_blank_media()[2]
                 blank = collect([shown], engine, pool, SAMPLING, phase=Phases())
     assert [[each.score.overall for each in group.rollouts] for group in groups] == [[0] * 3, [10] * 3, [20] * 3]
     # Enlarged from 50 x 60 pixels.

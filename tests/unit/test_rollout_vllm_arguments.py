@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -220,12 +221,12 @@ def test_importing_the_package_does_not_import_vllm():
 def test_linear_attention_that_vllm_cannot_compute_on_a_cpu_is_refused_with_the_options_that_help(tiny_model):
     folder = tiny_model("qwen3_5")
     processors = processors_of(folder)  # heads of 16 and 24
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in ("fp32", "bf16"):
         with pytest.raises(EngineError, match=r"worker\.rollout\.dtype=bf16.*worker\.rollout\.name=transformers"):
             engine_arguments(make_vllm_settings(folder, dtype=dtype), processors)
     text = processors.hf_config.text_config
     text.linear_key_head_dim = text.linear_value_head_dim = 128
-    settings = make_vllm_settings(folder, dtype=torch.bfloat16, enable_chunked_prefill=True)
+    settings = make_vllm_settings(folder, dtype="bf16", enable_chunked_prefill=True)
     assert not engine_arguments(settings, processors)["enable_prefix_caching"]  # prompts are never split there
     assert engine_arguments(replace(settings, device="cuda"), processors)["enable_prefix_caching"]
 

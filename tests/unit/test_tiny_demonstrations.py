@@ -4,7 +4,6 @@ import shutil
 from contextlib import nullcontext
 
 import pytest
-import torch
 from PIL import Image
 
 from support.builders import make_builder
@@ -51,10 +50,6 @@ def test_the_tokens_are_those_of_the_conversation(processors):
     ids = [*prompt.token_ids, *target.token_ids]
     assert processors.tokenizer.decode(ids).replace("<|image_pad|>", "<pads>") == rendered
     assert len(target.vision.encoded) == len(target.vision.hashes) == 3
-
-
-def test_what_the_script_wrote_is_sampled_and_some_of_it_learned(processors):
-    _, target = play_counter(processors)
     texts = [processors.tokenizer.decode(target.token_ids[start:end]) for start, end in target.sampled]
     assert texts == [f"I see {number}.<|im_end|>" for number in range(3)]
     lengths = [end - start for start, end in target.sampled]
@@ -67,11 +62,10 @@ def test_an_episode_ends_after_the_last_turn_without_another_observation(process
     assert len(target.sampled) == 2
     assert target.sampled[-1][1] == len(target.token_ids)
     assert len(target.vision.encoded) == 2
-
-
-def test_without_a_first_observation_the_turn_follows_the_prompt(processors):
-    _, target = play_counter(processors, opens=False)
-    assert target.sampled[0][0] == 0
+    _, unopened = play_counter(processors, opens=False)
+    assert unopened.sampled[0][0] == 0
+    whole = as_target((5, 6, 7))  # without turns
+    assert (whole.sampled, whole.vision, whole.loss_mask.tolist()) == (((0, 3),), None, [1.0] * 3)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -111,9 +105,3 @@ def test_a_batch_without_a_learned_turn_is_refused_and_the_processor_of_media_cl
             seed=0,
         )
     assert len(closed) == 1
-
-
-def test_a_target_without_turns_is_learned_from_its_first_token():
-    target = as_target((5, 6, 7))
-    assert (target.sampled, target.vision) == (((0, 3),), None)
-    assert torch.equal(target.loss_mask, torch.ones(3))

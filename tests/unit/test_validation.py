@@ -6,10 +6,9 @@ import datasets
 import pytest
 from PIL import Image
 
-from support.builders import make_builder
+from support.builders import make_builder, prompts_of
 from support.rollout import NO_WEIGHTS, Phases
-from trigon.data.dataset import open_prompts
-from trigon.data.mixture import mix
+from trigon.data.stream import mix
 from trigon.errors import BadRow
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.fake import FakeEngine
@@ -53,13 +52,7 @@ def prompts(processors, tmp_path, monkeypatch):
         rows.append({"images": [f"{number}.png"], "problem": "<image>How many?", "answer": str(number)})
     (tmp_path / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     builder = make_builder(processors)
-    return open_prompts(
-        str(tmp_path / "validation.jsonl"),
-        builder,
-        filter_overlong_prompts=False,
-        max_bad_row_fraction=0.0,
-        num_workers=1,
-    )
+    return prompts_of(str(tmp_path / "validation.jsonl"), builder)
 
 
 @pytest.fixture
@@ -113,7 +106,7 @@ def test_the_images_of_prompts_are_the_files_of_the_dataset(prompts, tmp_path):
 
 
 def test_several_datasets_have_their_own_images(prompts, tmp_path):
-    mixed = mix([prompts, prompts], ())
+    mixed = mix([*prompts.parts, *prompts.parts])
     evaluator = Evaluator(mixed, SAMPLING, 2, 2, fail)
     for index in (2, 7):
         assert evaluator.image_files(mixed[index].prompt_id) == [(tmp_path / "2.png").read_bytes()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,12 +15,11 @@ from trigon.assemble.options import (
 )
 from trigon.config.paths import read_template
 from trigon.config.schema import Config
-from trigon.data.dataset import Prompts, PromptSet, SkippedRow, open_prompts
+from trigon.data.dataset import PromptSet, SkippedRow, open_prompts
 from trigon.data.media_processing import MediaProcessor
-from trigon.data.mixture import MixedPrompts, mix
 from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source
-from trigon.data.stream import PromptStream
+from trigon.data.stream import Prompts, PromptStream, mix
 from trigon.data.videos import FrameSampling
 from trigon.data.vision import image_processor_of, video_processor_of
 from trigon.errors import DataError
@@ -65,24 +63,13 @@ def open_builder(
     the process of each engine does (see open_images).
     process_images: True or False decides it. schemas: of worker.rollout.tools.
     """
-    data = config.data
     if process_images is None:
         process_images = not (config.has_workers or config.worker.rollout.has_episodes)
     return PromptBuilder(
         processors,
-        prompt_key=data.prompt_key,
-        answer_key=data.answer_key,
-        image_key=data.image_key,
-        image_dir=None if data.image_dir is None else Path(data.image_dir),
-        format_prompt=data.format_prompt,
-        system_prompt=data.system_prompt,
-        max_prompt_length=data.max_prompt_length,
-        max_image_pixels=data.max_image_pixels,
+        config.data,
         limit_images=config.worker.rollout.limit_images,
         process_images=process_images,
-        video_key=data.video_key,
-        video_sampling=FrameSampling(fps=config.data.video_fps, max_frames=config.data.max_video_frames),
-        allow_special_tokens=data.allow_special_tokens,
         tools=schemas,
         generation_prompt=config.worker.rollout.environment is None,
     )
@@ -97,7 +84,7 @@ def scan_datasets(
     *,
     max_rows: int | None = None,
     opened: Mapping[str, Source] = NO_SOURCES,
-) -> PromptSet | MixedPrompts:
+) -> Prompts:
     """Open several datasets as one. See scan_dataset.
 
     weights: how often an epoch goes through each dataset; empty: once.
@@ -123,7 +110,6 @@ def scan_dataset(
     max_rows: of the dataset, from its beginning; None: all.
     Raises: DataError.
     """
-    data = config.data
     listing = ""
     with report.phase(f"scan {spec}") as advance:
         done = 0
@@ -143,8 +129,6 @@ def scan_dataset(
             prompts = open_prompts(
                 spec,
                 builder,
-                filter_overlong_prompts=data.filter_overlong_prompts,
-                max_bad_row_fraction=data.max_bad_row_fraction,
                 num_workers=count_data_threads(config),
                 on_progress=on_progress,
                 on_skipped=on_skipped,

@@ -15,8 +15,8 @@ from trigon.assemble.objects import NO_CODE, EpisodeCode
 from trigon.assemble.rewards import make_confinement
 from trigon.config.names import ToolFormat
 from trigon.config.schema import Config, RolloutConfig
-from trigon.data.dataset import Prompts
 from trigon.data.media_processing import MediaProcessor
+from trigon.data.stream import Prompts
 from trigon.data.turns import TurnTemplate, TurnTokens
 from trigon.environments.calls import format_of
 from trigon.environments.pool import EnvironmentPool

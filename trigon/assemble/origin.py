@@ -23,7 +23,7 @@ from trigon.config.options import format_value
 from trigon.config.paths import expand_path, is_python_object, local_path, read_template
 from trigon.config.plan import Plan
 from trigon.config.schema import Config, RewardOption, describe_rewards
-from trigon.data.content import DatasetContent
+from trigon.data.dataset import DatasetContent
 from trigon.data.stream import PromptStream
 from trigon.errors import CheckpointError, ConfigError, ModelError, RewardError
 from trigon.models.load import model_folder

@@ -18,8 +18,7 @@ from trigon.assemble.objects import RunObjects
 from trigon.assemble.rewards import open_rewards, open_validation_rewards
 from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, split_dataset
 from trigon.config.schema import Config, DataConfig
-from trigon.data.bad_rows import UnusableRow
-from trigon.data.columns import column_value, require_columns, without_column
+from trigon.data.rows import UnusableRow, column_value, require_columns, without_column
 from trigon.data.sources import Source, open_source, preview_parquet
 from trigon.errors import RewardError
 from trigon.models.folders import require_config_file, require_weight_files
@@ -74,7 +73,7 @@ def open_early(config: Config, objects: RunObjects, stack: ExitStack) -> Opened:
                 previews[spec] = preview
     shown = sources | previews
     for spec in filter(shown.__contains__, specs):
-        require_columns(shown[spec].columns, spec, prompt_key=data.prompt_key, answer_key=data.answer_key)
+        require_columns(shown[spec].columns, spec, data)
     _call(rewards, data, stack, [shown[spec] for spec in train_files or data.val_files if spec in shown])
     if val_rewards is not None:
         _call(val_rewards, data, stack, [shown[spec] for spec in data.val_files if spec in shown])

@@ -14,7 +14,7 @@ from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
 
 if TYPE_CHECKING:
-    from trigon.data.dataset import Prompts
+    from trigon.data.stream import Prompts
 
 
 def open_rewards(config: Config, objects: RunObjects = NO_OBJECTS) -> RewardPool:

@@ -42,10 +42,10 @@ from trigon.config.files import local_sources
 from trigon.config.load import dump_config
 from trigon.config.plan import Plan, describe_chosen, fill_batch_sizes, find_long_warmups, make_plan
 from trigon.config.schema import Config
-from trigon.data.dataset import Prompts
 from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source
-from trigon.data.token_texts import TokenTexts
+from trigon.data.stream import Prompts
+from trigon.data.tokens import TokenTexts
 from trigon.errors import CheckpointError
 from trigon.loop import Checkpoints, Run, Stop, Validation, train
 from trigon.models.load import Processors

@@ -1,26 +1,29 @@
-"""Opens the images of a dataset, with its checks; images.py turns and converts them.
+"""Opens the images of a dataset, with its checks, and bounds the memory of decoding them.
 
 The size of an image is read from its header, so that a too large or malformed one is rejected
 before a pixel is decoded. `image_size`, `open_image` and `encoded_image` all use `_opened`, so they
-accept the same images. Resizing for a model is in vision.py.
+accept the same images. A file of some KB may decode to GBs: what decoding takes is known from the
+header too, and is shared out to the threads that decode images and video frames. Pixels are turned
+and converted in system/images.py, and resized for a model in vision.py.
 """
 
 from __future__ import annotations
 
 import io
 import sys
+import threading
 import warnings
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from trigon.data.bad_rows import UnusableRow
-from trigon.data.decoding import BYTES_PER_PIXEL, DECODING, decoding_bytes
 from trigon.data.media_files import in_one_line, open_bytes, read_bytes, what_bytes_are
-from trigon.images import DECODING_ERRORS, FORMATS, orientation_of, upright_rgb
+from trigon.data.rows import UnusableRow
+from trigon.system.images import DECODING_ERRORS, FORMATS, orientation_of, upright_rgb
 
 MAX_ASPECT_RATIO = 200
 """Image processors of the Qwen families raise an error for this aspect ratio or above."""
@@ -29,6 +32,22 @@ _DISPLAYED = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp", "GIF": ".gif"}
 """The formats that browsers and loggers show, with their suffixes."""
 
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # tags of TIFF
+
+BYTES_PER_PIXEL = 12
+"""Times data.max_image_pixels, the bytes that decoding one image may take."""
+
+BUDGET_BYTES = 2**30
+"""What all threads of a process may take together. An image that takes more is decoded alone."""
+
+# Bytes per pixel while an image of each format is decoded and made RGB, its 4 bytes per pixel as
+# RGB included: the maxima over modes as tests/unit/test_data_decoding.py measures them.
+# JPEG: all coefficients of a progressive file, also in a camera's file of several pictures
+# (MPO); WebP, AVIF and JPEG 2000: the decoders' own copies.
+_FORMAT_BYTES = {"JPEG": 12, "MPO": 12, "WEBP": 20, "AVIF": 16, "JPEG2000": 26}
+_OTHER_BYTES = 10
+
+VIDEO_BYTES_PER_PIXEL = 56
+"""Of a frame, while a video is decoded: the frames that its codec refers to, and a pair as RGB."""
 
 
 def image_size(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> tuple[int, int]:
@@ -71,6 +90,26 @@ def decoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels
         yield _decoded(image, orientation, where, owned=image is not source)
 
 
+def decoded_images(
+    sources: Sequence[Any],
+    names: Sequence[str],
+    sizes: list[Any],
+    *,
+    image_dir: Path | None,
+    max_pixels: int,
+) -> Generator[Image.Image]:
+    """Yield each of several images, to be dropped before the next one is taken; see decoded_image.
+
+    The generator holds memory in the meantime, and should be closed.
+    sizes: gets the (width, height) of each image.
+    """
+    for source, name in zip(sources, names, strict=True):
+        with decoded_image(source, where=name, image_dir=image_dir, max_pixels=max_pixels) as image:
+            sizes.append(image.size)
+            yield image
+            del image
+
+
 def encoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> bytes:
     """Return the encoded file of an image, byte for byte, after checking its header.
 
@@ -109,7 +148,7 @@ def undecoded_file(image: Image.Image) -> bytes | None:
 class OpenedFile(dict[str, Any]):
     """The file of an image that a program has opened, as rows have them: {"bytes", "path"}.
 
-    Its content is that of the decoded image, so that rows are equal before and after something,
+    Its content is the decoded image's content, so that rows are equal before and after something,
     such as a notebook that shows the image, has decoded it.
     """
 
@@ -230,3 +269,59 @@ def _tile_side(image: Image.Image, tag: int) -> int:
     """
     side = getattr(image, "tag_v2", {}).get(tag, 0)
     return side if isinstance(side, int) else 0
+
+
+def decoding_bytes(width: int, height: int, image_format: str | None) -> int:
+    """Return the bytes that decoding an image takes.
+
+    image_format: Pillow's name of it; None: the image is decoded already.
+    """
+    return width * height * _FORMAT_BYTES.get(image_format or "", _OTHER_BYTES)
+
+
+class ByteBudget:
+    """Bytes that threads share; a thread waits until enough of them are free, in order of arrival.
+
+    A thread that has some gets more at once, so that no two wait for each other.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._free = num_bytes
+        self._waiting: deque[object] = deque()
+        self._changed = threading.Condition()
+        self._holders = threading.local()
+
+    @contextmanager
+    def reserve(self, num_bytes: int) -> Iterator[None]:
+        """Hold bytes of the budget in the context; all of it for more than it has."""
+        if getattr(self._holders, "holds", False):
+            yield
+            return
+        taken = min(num_bytes, self._num_bytes)
+        with self._changed:
+            ticket = object()
+            self._waiting.append(ticket)
+            try:
+                self._changed.wait_for(lambda: self._waiting[0] is ticket and self._free >= taken)
+                self._free -= taken
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+        self._holders.holds = True
+        try:
+            yield
+        finally:
+            self._holders.holds = False
+            with self._changed:
+                self._free += taken
+                self._changed.notify_all()
+
+
+DECODING = ByteBudget(BUDGET_BYTES)
+"""The budget of this process."""
+
+
+def reserve_frames(width: int, height: int) -> AbstractContextManager[None]:
+    """Return a context in which the frames of a video may be decoded, one after the other."""
+    return DECODING.reserve(VIDEO_BYTES_PER_PIXEL * width * height)

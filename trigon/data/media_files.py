@@ -1,4 +1,4 @@
-"""Reads the encoded bytes of an image or a video, from memory or from a file.
+"""Finds and reads the encoded bytes of an image or a video, in a row or in a file.
 
 A dataset may only read files inside one folder; URLs and paths that lead outside it are rejected.
 Decoding is in images.py and videos.py.
@@ -6,28 +6,18 @@ Decoding is in images.py and videos.py.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NoReturn, cast
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-from trigon.data.bad_rows import Reason, UnusableRow
+from trigon.data.rows import Reason, UnusableRow
 from trigon.system.content import file_digest
 from trigon.types import EncodedMedia, MediaKind
-
-
-class _Reasons(NamedTuple):
-    missing: Reason
-    outside: Reason
-    unreadable: Reason
-
-
-REASONS: dict[MediaKind, _Reasons] = {
-    "image": _Reasons("image_missing", "image_outside", "image_unreadable"),
-    "video": _Reasons("video_missing", "video_outside", "video_unreadable"),
-}
 
 _MAX_NAME = 100
 """Characters of a file's name in the name of an image."""
@@ -44,6 +34,46 @@ _NO_IMAGES = {
 """Pattern of the first bytes, in lower case -> what such a file is, and what to do."""
 
 
+_MAX_NESTED = 3
+_MAX_PATH = 4096  # characters, of Linux
+_MIN_BASE64 = 64
+_FILE_BEGINS = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF|BM|II\*\0|MM\0\*|\x1aE\xdf\xa3|....ftyp", re.DOTALL)
+"""The first bytes of images and videos, by which base64 differs from paths."""
+
+
+def plain_source(source: Any, kind: MediaKind, where: str) -> Any:
+    """Return an image or a video as a PIL image, bytes, {"bytes", "path"}, a path or a URL.
+
+    Datasets also write {"image": ...}, {"url": ...}, {"image_url": {"url": ...}}, data: and file:
+    URLs, and base64 without a URL. A source of no known shape is returned as it is.
+    where: the name of the source in errors. Raises: UnusableRow for damaged base64.
+    """
+    for _ in range(_MAX_NESTED):
+        if not isinstance(source, Mapping) or source.get("bytes") is not None or source.get("path") is not None:
+            break
+        keys = (kind, f"{kind}_url", "url", "base64")
+        source = next((source[key] for key in keys if source.get(key) is not None), source)
+    if isinstance(source, Mapping):
+        text = source.get("path") if source.get("bytes") is None else source["bytes"]
+        return plain_source(text, kind, where) if isinstance(text, str) else source
+    if not isinstance(source, str):
+        return source
+    if source[:5].lower() == "data:":
+        return _data_of_url(source, kind, where)
+    if source[:7].lower() == "file://":
+        return unquote(urlsplit(source).path)
+    if len(source) >= _MIN_BASE64 and _FILE_BEGINS.match(_decoded_base64(source[:32]) or b""):
+        return _decoded_base64(source) or _damaged(source, kind, where)
+    if len(source) > _MAX_PATH and not is_url(source):
+        raise _unusable(
+            kind,
+            "missing",
+            f"{where}: a text of {len(source):,} characters ({source[:20]!r} ...), which is neither a path nor a file "
+            "in base64 that can be read",
+        )
+    return source
+
+
 def open_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | None) -> io.BytesIO | io.BufferedReader:
     """Return the encoded bytes of a source, at least one, as a stream that the caller must close.
 
@@ -54,29 +84,29 @@ def open_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | No
             path is allowed.
     Raises: UnusableRow.
     """
-    reasons, given = REASONS[kind], source
+    given = source
     if isinstance(source, Mapping):
         source = source["bytes"] if source.get("bytes") is not None else source.get("path")
     if isinstance(source, bytes | bytearray):
         if not source:
-            raise UnusableRow(reasons.unreadable, f"{where}: it has zero bytes; replace or drop it")
+            raise _unusable(kind, "unreadable", f"{where}: it has zero bytes; replace or drop it")
         return io.BytesIO(source)
     if not isinstance(source, str | Path) or not str(source):
         found = "nothing" if source is None or source == "" else type(source).__name__
         if isinstance(given, Mapping) and (keys := sorted(set(given) - {"bytes", "path"})):
             found = f"a mapping of {', '.join(map(repr, keys[:5]))}"
         expected = "an image, bytes" if kind == "image" else "bytes"
-        raise UnusableRow(reasons.missing, f"{where}: expected {expected}, a path or {{bytes, path}}, got {found}")
+        raise _unusable(kind, "missing", f"{where}: expected {expected}, a path or {{bytes, path}}, got {found}")
     path = _resolve(str(source), kind, where, image_dir)
     try:
         if not path.is_file():
-            raise UnusableRow(reasons.missing, f"{where}: no such file: {path}")
+            raise _unusable(kind, "missing", f"{where}: no such file: {path}")
         stream = path.open("rb")
     except (OSError, ValueError) as error:
-        raise UnusableRow(reasons.missing, f"{where}: {path} cannot be opened: {in_one_line(error)}") from error
+        raise _unusable(kind, "missing", f"{where}: {path} cannot be opened: {in_one_line(error)}") from error
     if not stream.peek(1):
         stream.close()
-        raise UnusableRow(reasons.unreadable, f"{where}: {path} has zero bytes; replace or drop it")
+        raise _unusable(kind, "unreadable", f"{where}: {path} has zero bytes; replace or drop it")
     return stream
 
 
@@ -89,8 +119,7 @@ def read_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | No
         try:
             return stream.read()
         except OSError as error:
-            reason = REASONS[kind].unreadable
-            raise UnusableRow(reason, f"{where}: {in_one_line(error)}; replace or drop it") from error
+            raise _unusable(kind, "unreadable", f"{where}: {in_one_line(error)}; replace or drop it") from error
 
 
 def encoded_files(each: Iterable[bytes], kind: MediaKind) -> EncodedMedia | None:
@@ -113,9 +142,7 @@ def linked_digests(sources: Sequence[Any], kind: MediaKind, names: Sequence[str]
         try:
             digests.append(file_digest(resolved))
         except OSError as error:
-            raise UnusableRow(
-                REASONS[kind].unreadable, f"{where}: {resolved} cannot be read: {in_one_line(error)}"
-            ) from error
+            raise _unusable(kind, "unreadable", f"{where}: {resolved} cannot be read: {in_one_line(error)}") from error
     return " ".join(digests)
 
 
@@ -160,32 +187,60 @@ def in_one_line(error: BaseException) -> str:
     return re.sub(r" ?<_io\.\w+ .*>", " its bytes", text)
 
 
+def _data_of_url(url: str, kind: MediaKind, where: str) -> bytes:
+    """Return the bytes in a data: URL (RFC 2397)."""
+    header, _, payload = url.partition(",")
+    if not header.lower().endswith(";base64"):
+        return unquote_to_bytes(payload)
+    return _decoded_base64(payload) or _damaged(url, kind, where)
+
+
+def _damaged(text: str, kind: MediaKind, where: str) -> NoReturn:
+    raise _unusable(
+        kind,
+        "unreadable",
+        f"{where}: {text[:20]!r} ... has {len(text):,} characters of base64, which are damaged or cut; replace or drop "
+        "it",
+    )
+
+
+def _decoded_base64(text: str) -> bytes | None:
+    """Return the bytes of base64 text with or without line breaks; None if it is no such text."""
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError:
+        return None
+
+
+def _unusable(
+    kind: MediaKind, fault: Literal["missing", "outside", "unreadable"], message: str, *, folder: Path | None = None
+) -> UnusableRow:
+    return UnusableRow(cast(Reason, f"{kind}_{fault}"), message, folder=folder)
+
+
 def _resolve(reference: str, kind: MediaKind, where: str, image_dir: Path | None) -> Path:
     """Return the real path of a reference.
 
     Raises: UnusableRow if it is a URL, or outside image_dir.
     """
-    reasons = REASONS[kind]
     if is_url(reference):
-        raise UnusableRow(
-            reasons.outside, f"{where}: {reference[:80]!r} is a URL; download the {kind}s and set data.image_dir"
+        raise _unusable(
+            kind, "outside", f"{where}: {reference[:80]!r} is a URL; download the {kind}s and set data.image_dir"
         )
     if image_dir is None:
         folder = Path(reference).parent if Path(reference).is_absolute() else None
         hint = "to be set" if folder is None else f"to be set: data.image_dir={folder}"
-        raise UnusableRow(
-            reasons.outside, f"{where}: the path {reference!r} needs data.image_dir {hint}", folder=folder
-        )
+        raise _unusable(kind, "outside", f"{where}: the path {reference!r} needs data.image_dir {hint}", folder=folder)
     try:
         folder = image_dir.resolve()
         path = (folder / reference).resolve()
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
         message = f"{where}: {reference[:80]!r} is not a path: {in_one_line(error)}"
-        raise UnusableRow(reasons.missing, message) from error
+        raise _unusable(kind, "missing", message) from error
     if not path.is_relative_to(folder):
         message = f"{where}: {reference!r} leads to {path}, outside {folder}"
         if not Path(reference).is_absolute():
             hint = f"move the {kind}s into one folder, write their paths relative to it, and set data.image_dir to it"
-            raise UnusableRow(reasons.outside, f"{message}; {hint}")
-        raise UnusableRow(reasons.outside, f"{message}; set data.image_dir={path.parent}", folder=path.parent)
+            raise _unusable(kind, "outside", f"{message}; {hint}")
+        raise _unusable(kind, "outside", f"{message}; set data.image_dir={path.parent}", folder=path.parent)
     return path

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
-from PIL import Image
 
-from trigon.data.bad_rows import UnusableRow
-from trigon.data.images import decoded_image
+from trigon.data.images import decoded_images
+from trigon.data.rows import UnusableRow
 from trigon.data.videos import DEFAULT_SAMPLING, FrameSampling, open_video
 from trigon.data.vision import ImageProcessor, VideoProcessor
 from trigon.errors import DataError
@@ -169,16 +168,11 @@ class MediaProcessor:
                 del self._running[media.hashes]
 
     def _process_images(self, media: EncodedMedia) -> Vision:
-        with closing(self._decoded(media)) as images:
+        names = [f"image {index}" for index in range(len(media.encoded))]
+        with closing(
+            decoded_images(media.encoded, names, [], image_dir=None, max_pixels=self._max_image_pixels)
+        ) as images:
             return self._image_processor.process(images)
-
-    def _decoded(self, media: EncodedMedia) -> Generator[Image.Image]:
-        """Yield each image, which is to be dropped before the next one is taken."""
-        for index, file in enumerate(media.encoded):
-            where = f"image {index}"
-            with decoded_image(file, where=where, image_dir=None, max_pixels=self._max_image_pixels) as image:
-                yield image
-                del image
 
     def _process_videos(self, media: EncodedMedia) -> Vision:
         assert self._video_processor is not None

@@ -13,47 +13,56 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 from PIL import Image
 
-from trigon.data.bad_rows import UnusableRow
-from trigon.data.chat_template import ChatTemplate
-from trigon.data.columns import column_names, column_value, has_column, require_columns, without_column
-from trigon.data.decoding import reserve_frames
-from trigon.data.format_prompt import load_format_prompt
-from trigon.data.images import encoded_image, image_size, open_image
-from trigon.data.media_files import encoded_files, linked_digests, media_name
-from trigon.data.messages import MARKERS, Message, messages_as_text, read_messages
-from trigon.data.placeholders import MediaSize, Placeholders
-from trigon.data.row_media import (
-    BLANK_READERS,
-    RowMedia,
-    check_count,
-    check_markers,
-    decoded_images,
-    media_of,
-    plain_source,
+from trigon.config.paths import is_inline_template
+from trigon.config.schema import DataConfig
+from trigon.data.chat_template import MARKERS, ChatTemplate, Message, media_in_messages, messages_as_text, read_messages
+from trigon.data.images import decoded_images, encoded_image, image_size, reserve_frames
+from trigon.data.media_files import encoded_files, linked_digests, media_name, plain_source
+from trigon.data.rows import (
+    UnusableRow,
+    check_row_size,
+    column_names,
+    column_value,
+    has_column,
+    require_columns,
+    without_column,
 )
-from trigon.data.special_tokens import MaskedTokens, SpecialTokens
-from trigon.data.templates import TemplateFailure, TemplateLimitError, bounded_rendering
-from trigon.data.text_limits import check_option_text, check_prompt_text, check_prompt_tokens, check_row_size
-from trigon.data.videos import DEFAULT_SAMPLING, FrameSampling, encoded_video, open_video, video_layout
-from trigon.data.vision import media_grids
-from trigon.errors import DataError
+from trigon.data.templates import TemplateFailure, TemplateLimitError, render, variables_of
+from trigon.data.tokens import MaskedTokens, SpecialTokens
+from trigon.data.videos import FrameSampling, Pixels, VideoLayout, encoded_video, open_video, video_layout
+from trigon.data.vision import MediaSize, Placeholders, media_grids
+from trigon.errors import ConfigError, DataError
+from trigon.system.suggestions import nearest
 from trigon.types import EncodedMedia, ImageSizes, MediaKind, Prompt, Vision
 
 if TYPE_CHECKING:
     from trigon.models.load import Processors
 
+CHARACTERS_PER_TOKEN = 64
+"""Times max_prompt_length, the characters that a prompt may have, besides FURTHER_CHARACTERS.
+
+Tokenizing takes about 230 bytes of memory for each character, so characters are counted first. No
+text of a language has this many characters per token.
+"""
+
+FURTHER_CHARACTERS = 65_536
+
+GREY = 235
+"""The colour of blank images and frames, as in the blank images that `trigon tiny` makes."""
 
 _MAX_LIMITS_REACHED = 8
 """Rows for which a template may reach a limit (templates.py)."""
+
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,56 +78,39 @@ class PromptTokens:
     image_sizes: ImageSizes
 
 
+@dataclass(frozen=True, slots=True)
+class _RowMedia:
+    """The images or the videos of a row. names: of each, for errors and reports."""
+
+    kind: MediaKind
+    sources: tuple[Any, ...]
+    names: tuple[str, ...]
+
+
 class PromptBuilder:
     """Builds the prompts of rows for one model. Thread-safe.
 
-    image_processor, video_processor: count their calls; None for a model without images, or videos.
+    data: its options. image_dir: the folder that relative paths start from, and out of which no
+    path may lead; None: no path is allowed. image_processor, video_processor: count their calls;
+    None for a model without images, or videos.
     """
 
     def __init__(
         self,
         processors: Processors,
+        data: DataConfig,
         *,
-        prompt_key: str,
-        answer_key: str,
-        image_key: str,
-        image_dir: Path | None,
-        format_prompt: str | None,
-        system_prompt: str | None,
-        max_prompt_length: int,
-        max_image_pixels: int,
-        limit_images: int,
+        limit_images: int = 0,
         process_images: bool = True,
-        video_key: str = "videos",
-        video_sampling: FrameSampling = DEFAULT_SAMPLING,
-        allow_special_tokens: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
         generation_prompt: bool = True,
     ) -> None:
         """Load the template and the processors.
 
         Args:
-            prompt_key: the column of the question, a text or a list of chat messages
-                ({"role", "content"}). A dotted name reaches into structs, as for the other columns
-                (columns.py).
-            answer_key: the column of the ground truth.
-            image_key: the column of the images, a list or a single one; it may be missing, empty or
-                None.
-            image_dir: the folder that relative image and video paths start from; None: the folder
-                of the dataset (see `with_default_image_dir`).
-            format_prompt: a Jinja template, see format_prompt.py; None: the question is unchanged.
-            system_prompt: precedes every row that has no system message.
-            max_prompt_length: in tokens, including image tokens.
-            max_image_pixels: images, and videos with frames, above it are rejected before they are
-                decoded.
             limit_images: images allowed in one row; 0: any number.
             process_images: compute the pixel values of prompts; False: prompts have their images
                 and videos as encoded files (see media_processing.py). Token ids are the same.
-            video_key: the column of the videos, like image_key. A row has images or videos, not
-                both.
-            video_sampling: which frames of a video are sampled.
-            allow_special_tokens: special tokens in a row's text are special; False: they are
-                tokenized as text (special_tokens.py).
             tools: JSON schemas of the functions that the model may call, which the chat template
                 describes to it.
             generation_prompt: prompts end with the beginning of the assistant's message; False:
@@ -126,31 +118,29 @@ class PromptBuilder:
                 (turns.py).
         Raises: ConfigError if format_prompt or the chat template cannot be used.
         """
-        family, hf_config = processors.family, processors.hf_config
-        self.prompt_key = prompt_key
-        self.answer_key = answer_key
-        self.image_key = image_key
-        self.image_dir = image_dir
-        self.max_prompt_length = max_prompt_length
-        self.video_key = video_key
+        family = processors.family
+        self.data = data
+        self.image_dir = None if data.image_dir is None else Path(data.image_dir)
         self._chat = ChatTemplate(processors, tools=tools)
         self._placeholders = Placeholders(processors, tokenize=self._chat.tokenize)
         self.image_processor = self._placeholders.image_processor
         self.video_processor = self._placeholders.video_processor
         self._generation_prompt = generation_prompt
         self._model_type = family.model_type
-        self._format = None if format_prompt is None else load_format_prompt(format_prompt)
-        check_option_text(system_prompt or "", "data.system_prompt", max_prompt_length=max_prompt_length)
-        self._system_prompt = system_prompt
-        self._max_image_pixels = max_image_pixels
+        self._format = None if data.format_prompt is None else load_format_prompt(data.format_prompt)
+        self._max_characters = CHARACTERS_PER_TOKEN * data.max_prompt_length + FURTHER_CHARACTERS
+        if len(data.system_prompt or "") > self._max_characters:
+            raise ConfigError(
+                f"data.system_prompt has {len(data.system_prompt or ''):,} characters, and every prompt has it; more "
+                f"than {self._max_characters:,} do not fit into data.max_prompt_length={data.max_prompt_length}"
+            )
         self._limit_images = limit_images
         self._process_images = process_images
-        self._video_sampling = video_sampling
+        self._sampling = FrameSampling(data.video_fps, data.max_video_frames)
         tokenizer = processors.tokenizer
-        self._media_tokens = tuple(tokenizer.convert_ids_to_tokens(family.media_token_ids(hf_config)))
+        self._media_tokens = tuple(tokenizer.convert_ids_to_tokens(family.media_token_ids(processors.hf_config)))
         ignore = (*self._media_tokens, *(MARKERS.values() if family.has_vision else ()))
         self._special_tokens = SpecialTokens(tokenizer, tokenize=self._chat.tokenize, ignore=ignore)
-        self._allow_special_tokens = allow_special_tokens
         self._shows_blank = False
         self._limits_reached: set[str] = set()  # names of rows; shared by copies
 
@@ -166,46 +156,24 @@ class PromptBuilder:
         return builder
 
     def with_blank_media(self) -> PromptBuilder:
-        """Return this builder with images and videos of one colour and the same size (blank.py).
+        """Return this builder with images and videos of one colour and the same size.
 
-        Token ids are the same.
+        A model that does as well with them does not need the images. Token ids are the same, as
+        they would not be without images.
         """
         builder = copy.copy(self)
         builder._shows_blank = True
         return builder
 
-    def check_columns(self, columns: Collection[str], where: str) -> None:
-        """Raise DataError, with the existing columns, if prompt_key or answer_key is missing.
-
-        columns: the names of all columns and structs' fields (columns.column_names).
-        where: the name of the dataset, for the error.
-        """
-        require_columns(columns, where, prompt_key=self.prompt_key, answer_key=self.answer_key)
-
-    def count(self, row: Mapping[str, Any]) -> int:
-        """Return the number of prompt tokens of a row, image and video tokens included.
-
-        No image is decoded.
-        Raises: as build, except for errors that only decoding reveals.
-        """
-        return len(self._tokens_from_headers(row, self._media(row, "row"), "row").token_ids)
-
     def measure(self, row: Mapping[str, Any], prompt_id: str) -> tuple[int, tuple[tuple[int, int, int], ...]]:
         """Return the prompt tokens of a row, and the grid of each image or video in patches.
 
-        As count, from headers alone.
+        No image is decoded. Raises: as build, except for errors that only decoding reveals.
         """
         media = self._media(row, prompt_id)
-        sizes = list(self._read_media(media, image_size, video_layout))
+        sizes = self._sizes(media)
         grids = media_grids(sizes, self.image_processor, self.video_processor)
         return len(self._tokens(row, media, sizes, prompt_id).token_ids), grids
-
-    def check(self, row: Mapping[str, Any], prompt_id: str) -> int:
-        """Return the number of prompt tokens, as count, after decoding every image and video.
-
-        Raises: exactly as build with process_images.
-        """
-        return len(self.inspect(row, prompt_id).token_ids)
 
     def inspect(
         self, row: Mapping[str, Any], prompt_id: str, on_image: Callable[[Image.Image], None] | None = None
@@ -216,24 +184,20 @@ class PromptBuilder:
         Raises: exactly as build with process_images.
         """
         media = self._media(row, prompt_id)
-        match media.kind:
-            case "image":
-                sizes: list[MediaSize] = []
-                with closing(self._decoded_images(media, sizes)) as images:
-                    for image in images:
-                        if on_image is not None:
-                            on_image(image)
-                        del image  # before the next one is decoded
-                tokens = self._tokens(row, media, sizes, prompt_id)
-            case "video":
-                # Before frames are decoded, since max_prompt_length limits their number.
-                tokens = self._tokens_from_headers(row, media, prompt_id)
-                for layout, frames in self._read_media(media, open_image, open_video):
-                    with reserve_frames(layout.width, layout.height):
-                        deque(frames, maxlen=0)  # decodes all frames
-            case _:
-                assert_never(media.kind)
-        return tokens
+        if media.kind == "video":
+            # Before frames are decoded, since max_prompt_length limits their number.
+            tokens = self._tokens(row, media, self._sizes(media), prompt_id)
+            for layout, frames in self._videos(media):
+                with reserve_frames(layout.width, layout.height):
+                    deque(frames, maxlen=0)  # decodes all frames
+            return tokens
+        sizes: list[MediaSize] = []
+        with closing(self._images(media, sizes)) as images:
+            for image in images:
+                if on_image is not None:
+                    on_image(image)
+                del image  # before the next one is decoded
+        return self._tokens(row, media, sizes, prompt_id)
 
     def build(self, row: Mapping[str, Any], prompt_id: str) -> Prompt:
         """Return the prompt of a row.
@@ -245,15 +209,23 @@ class PromptBuilder:
         row can be used: a missing column, or images or videos for a model without them.
         """
         media = self._media(row, prompt_id)
-        make = self._with_pixels if self._process_images else self._with_files
-        tokens, vision = make(row, media, prompt_id)
+        vision: Vision | EncodedMedia | None
+        if not self._process_images:
+            files = self._files(media)
+            # Sizes are read from the bytes that will be decoded, not from the sources again.
+            tokens = self._tokens(row, media, self._sizes(replace(media, sources=files)), prompt_id)
+            vision = encoded_files(files, media.kind)
+        elif not media.sources:
+            tokens, vision = self._tokens(row, media, [], prompt_id), None
+        else:
+            tokens, vision = self._process(row, media, prompt_id)
         return Prompt(
             prompt_id=prompt_id,
             token_ids=tokens.token_ids,
             vision=vision,
             text=tokens.text,
-            ground_truth=column_value(row, self.answer_key),
-            row=without_column(without_column(row, self.image_key), self.video_key),
+            ground_truth=column_value(row, self.data.answer_key),
+            row=self._without_media(row),
             image_refs=media.names,
             image_sizes=tokens.image_sizes,
         )
@@ -266,7 +238,7 @@ class PromptBuilder:
         media = self._media(row, prompt_id)
         if media.kind == "video" and not with_videos:
             return None
-        return encoded_files(self._read_media(media, encoded_image, encoded_video), media.kind)
+        return encoded_files(self._files(media), media.kind)
 
     def file_digests(self, row: Mapping[str, Any], prompt_id: str) -> str:
         """Return a digest of each image or video that a row names by path; "" if it names none.
@@ -276,45 +248,32 @@ class PromptBuilder:
         media = self._media(row, prompt_id)
         return linked_digests(media.sources, media.kind, media.names, self.image_dir)
 
-    def _with_pixels(
-        self, row: Mapping[str, Any], media: RowMedia, name: str
-    ) -> tuple[PromptTokens, Vision | EncodedMedia | None]:
-        if not media.sources:
-            return self._tokens(row, media, [], name), None
-        match media.kind:
-            case "image":
-                assert self.image_processor is not None
-                sizes: list[MediaSize] = []
-                with closing(self._decoded_images(media, sizes)) as images:
-                    vision = self.image_processor.process(images)
-                tokens = self._tokens(row, media, sizes, name)
-                processed = self.image_processor.tokens_of(vision)
-            case "video":
-                videos = list(self._read_media(media, open_image, open_video))
-                # Before frames are decoded, since max_prompt_length limits their number.
-                tokens = self._tokens(row, media, [layout for layout, _ in videos], name)
-                assert self.video_processor is not None
-                vision = self.video_processor.process(videos)
-                processed = self.video_processor.tokens_of(vision)
-            case _:
-                assert_never(media.kind)
+    def _process(self, row: Mapping[str, Any], media: _RowMedia, name: str) -> tuple[PromptTokens, Vision]:
+        """Return the tokens and the pixel values of a row with images or videos."""
+        if media.kind == "image":
+            assert self.image_processor is not None
+            sizes: list[MediaSize] = []
+            with closing(self._images(media, sizes)) as images:
+                vision = self.image_processor.process(images)
+            tokens = self._tokens(row, media, sizes, name)
+            processed = self.image_processor.tokens_of(vision)
+        else:
+            assert self.video_processor is not None
+            videos = self._videos(media)
+            # Before frames are decoded, since max_prompt_length limits their number.
+            tokens = self._tokens(row, media, [layout for layout, _ in videos], name)
+            vision = self.video_processor.process(videos)
+            processed = self.video_processor.tokens_of(vision)
         assert processed == tokens.media_tokens, (
             f"{name}: {tokens.media_tokens} {media.kind} placeholders, but the processor made {processed}"
         )
         return tokens, vision
 
-    def _with_files(
-        self, row: Mapping[str, Any], media: RowMedia, name: str
-    ) -> tuple[PromptTokens, Vision | EncodedMedia | None]:
-        files = tuple(self._read_media(media, encoded_image, encoded_video))
-        # Sizes are read from the encoded bytes that will be decoded, not from the sources again.
-        tokens = self._tokens_from_headers(row, replace(media, sources=files), name)
-        return tokens, encoded_files(files, media.kind)
-
-    def _media(self, row: Mapping[str, Any], name: str) -> RowMedia:
+    def _media(self, row: Mapping[str, Any], name: str) -> _RowMedia:
         """Return the images or videos of a row. Raises: as build."""
-        images, image_key = media_of(row, "image", key=self.image_key, prompt_key=self.prompt_key)
-        videos, video_key = media_of(row, "video", key=self.video_key, prompt_key=self.prompt_key)
+        data = self.data
+        images, image_key = _media_of(row, "image", key=data.image_key, prompt_key=data.prompt_key)
+        videos, video_key = _media_of(row, "video", key=data.video_key, prompt_key=data.prompt_key)
         if images and videos:
             raise UnusableRow(
                 "mixed_media",
@@ -331,51 +290,62 @@ class PromptBuilder:
                 f"{name} has videos in column {video_key!r}, but a {self._model_type} model takes none; train one "
                 "that does, such as Qwen2.5-VL or Qwen3-VL, or a dataset without videos"
             )
-        check_count(images, name, limit_images=self._limit_images)
+        if 0 < self._limit_images < len(images):
+            raise UnusableRow(
+                "image_count", f"{name}: {len(images)} images, more than limit_images={self._limit_images}"
+            )
         key, found = (video_key, videos) if videos else (image_key, images)
         kind: MediaKind = "video" if videos else "image"
         sources = tuple(plain_source(each, kind, f"{name}/{key}/{index}") for index, each in enumerate(found))
         names = tuple(media_name(source, f"{name}/{key}/{index}") for index, source in enumerate(sources))
-        return RowMedia(kind, sources, names)
+        media = _RowMedia(kind, sources, names)
+        if self._shows_blank and kind == "image":
+            return replace(media, sources=tuple(map(_blank_image, self._read(media, image_size))))
+        return media
 
-    def _read_media(
-        self, media: RowMedia, read_image: Callable[..., Any], read_video: Callable[..., Any]
-    ) -> Iterator[Any]:
-        """Yield the result of one of the functions for each image, or for each video."""
-        read = read_image if media.kind == "image" else read_video
-        read = BLANK_READERS.get(read, read) if self._shows_blank else read
-        read = read if media.kind == "image" else partial(read, sampling=self._video_sampling)
+    def _read(self, media: _RowMedia, read: Callable[..., _Read], **options: Any) -> Iterator[_Read]:
+        """Yield what a function of images.py or videos.py returns for each image or video."""
         for source, name in zip(media.sources, media.names, strict=True):
-            yield read(source, where=name, image_dir=self.image_dir, max_pixels=self._max_image_pixels)
+            yield read(source, where=name, image_dir=self.image_dir, max_pixels=self.data.max_image_pixels, **options)
 
-    def _decoded_images(self, media: RowMedia, sizes: list[MediaSize]) -> Generator[Image.Image]:
-        """Return the images of a row, each to be dropped before the next; sizes gets all sizes."""
+    def _sizes(self, media: _RowMedia) -> list[MediaSize]:
+        """Return the sizes in the headers of images, or the layouts of videos."""
+        if media.kind == "image":
+            return list(self._read(media, image_size))
+        return list(self._read(media, video_layout, sampling=self._sampling))
+
+    def _files(self, media: _RowMedia) -> tuple[bytes, ...]:
+        if media.kind == "image":
+            return tuple(self._read(media, encoded_image))
+        if self._shows_blank:  # videos are sent to workers as files, and none is encoded here
+            raise DataError(
+                f"{media.names[0]}: blank videos are made by a single worker only; set trainer.nnodes=1 "
+                "trainer.n_gpus_per_node=1, or evaluate without --blind"
+            )
+        return tuple(self._read(media, encoded_video, sampling=self._sampling))
+
+    def _images(self, media: _RowMedia, sizes: list[MediaSize]) -> Generator[Image.Image]:
+        """Return images.decoded_images of a row."""
         return decoded_images(
-            media, sizes, image_dir=self.image_dir, max_pixels=self._max_image_pixels, blank=self._shows_blank
+            media.sources, media.names, sizes, image_dir=self.image_dir, max_pixels=self.data.max_image_pixels
         )
 
-    def _tokens_from_headers(self, row: Mapping[str, Any], media: RowMedia, name: str) -> PromptTokens:
-        """Tokenize a row with the sizes in the headers of its images or videos."""
-        return self._tokens(row, media, list(self._read_media(media, image_size, video_layout)), name)
+    def _videos(self, media: _RowMedia) -> list[tuple[VideoLayout, Iterator[Pixels]]]:
+        videos = list(self._read(media, open_video, sampling=self._sampling))
+        return [(layout, _blank_frames(frames)) for layout, frames in videos] if self._shows_blank else videos
 
-    def _tokens(self, row: Mapping[str, Any], media: RowMedia, sizes: Sequence[MediaSize], name: str) -> PromptTokens:
+    def _without_media(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return without_column(without_column(row, self.data.image_key), self.data.video_key)
+
+    def _tokens(self, row: Mapping[str, Any], media: _RowMedia, sizes: Sequence[MediaSize], name: str) -> PromptTokens:
         """Tokenize a row with images or videos of these sizes; all token ids are made here."""
         messages, masked = self._messages(row, name)
-        check_markers(
-            row,
-            messages,
-            media,
-            name,
-            keys={"image": self.image_key, "video": self.video_key},
-            takes_media=self.image_processor is not None,
-            media_tokens=self._media_tokens,
-        )
+        self._check_markers(row, messages, media, name)
         try:
             text = self._chat.render(messages, generation_prompt=self._generation_prompt)
         except TemplateFailure as error:
             raise self._template_error(name, "the chat template raises an error", error) from error
-
-        check_prompt_text([text], name, max_prompt_length=self.max_prompt_length)
+        self._check_text([text], name)
         template_ids = self._chat.tokenize(text) if masked is None else masked.tokenize(text)
         num_placeholders = self._placeholders.count(template_ids, media.kind)
         if num_placeholders != len(sizes):
@@ -386,15 +356,99 @@ class PromptBuilder:
         unknown = self._chat.find_unknown(token_ids)
         if unknown is not None:
             raise UnusableRow("vocabulary", f"{name}: {unknown}")
-        check_prompt_tokens(len(token_ids), expanded, media.kind, name, max_prompt_length=self.max_prompt_length)
-        media_tokens = tuple(self._placeholders.count(ids, media.kind) for ids in expanded)
+        if len(token_ids) > self.data.max_prompt_length:
+            num_expanded = sum(map(len, expanded))
+            share = f" ({num_expanded} of them for {media.kind}s)" if expanded else ""
+            message = f"{name}: {len(token_ids)} tokens{share}, more than max_prompt_length="
+            raise UnusableRow(
+                "overlong",
+                f"{message}{self.data.max_prompt_length}",
+                num_tokens=len(token_ids),
+                media_tokens=num_expanded,
+            )
         prompt_text = messages_as_text(messages)
         return PromptTokens(
             tuple(token_ids),
-            media_tokens,
+            tuple(self._placeholders.count(ids, media.kind) for ids in expanded),
             prompt_text if masked is None else masked.unmask(prompt_text),
             self._placeholders.processed_sizes(sizes),
         )
+
+    def _messages(self, row: Mapping[str, Any], name: str) -> tuple[list[Message], MaskedTokens | None]:
+        """Return the row's chat messages, with format_prompt applied to the last one.
+
+        Special tokens in the row's own text are masked; the second value is None if there are none.
+        """
+        data = self.data
+        if not has_column(row, data.prompt_key) or not has_column(row, data.answer_key):
+            require_columns(column_names(row), name, data)
+        if column_value(row, data.answer_key) is None:
+            raise UnusableRow("answer", f"{name}: column {data.answer_key!r} is empty")
+        messages = read_messages(column_value(row, data.prompt_key), f"{name}: column {data.prompt_key!r}")
+        texts = [message.content for message in messages]
+        self._check_text(texts, name)
+        check_row_size(self._without_media(row), name)
+        masked = None if data.allow_special_tokens else self._special_tokens.find(texts)
+        if masked is not None:
+            messages = [Message(message.role, masked.mask(message.content)) for message in messages]
+        if self._format is not None:
+            try:
+                messages[-1] = Message("user", self._format.render(messages[-1].content))
+            except TemplateFailure as error:
+                raise self._template_error(name, "format_prompt fails", error) from error
+        if data.system_prompt is not None and messages[0].role != "system":
+            messages.insert(0, Message("system", data.system_prompt))
+        return messages, masked
+
+    def _check_text(self, texts: Sequence[str], name: str) -> None:
+        """Raise UnusableRow if texts are far too long for a prompt's tokens, or are not UTF-8.
+
+        The error's num_tokens is the number of bytes; no text has more tokens than bytes.
+        """
+        num_characters = sum(map(len, texts))
+        if num_characters > self._max_characters:
+            raise UnusableRow(
+                "overlong",
+                f"{name}: {num_characters:,} characters of text, which are not counted in tokens: more than "
+                f"{self._max_characters:,}, for max_prompt_length={self.data.max_prompt_length}",
+                num_tokens=sum(len(text.encode("utf-8", "surrogatepass")) for text in texts),
+            )
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                half = rf"\u{ord(text[error.start]):04x}"
+                raise UnusableRow(
+                    "encoding",
+                    f"{name}: the text has {half}, half of a surrogate pair, which no model can read; remove it",
+                ) from error
+
+    def _check_markers(self, row: Mapping[str, Any], messages: Sequence[Message], media: _RowMedia, name: str) -> None:
+        """Raise UnusableRow unless each image or video has a marker, and none a special token.
+
+        For a text model, `<video>` is ordinary text.
+        """
+        keys: dict[MediaKind, str] = {"image": self.data.image_key, "video": self.data.video_key}
+        for kind, key in keys.items():
+            marker = MARKERS[kind]
+            num_media = len(media.sources) if media.kind == kind else 0
+            num_markers = sum(message.content.count(marker) for message in messages)
+            if num_markers == num_media or (kind == "video" and self.image_processor is None):
+                continue
+            counts = f"{marker} markers in the text: {num_markers}, {kind}s: {num_media}"
+            if num_markers == 0:
+                hint = f"; put {marker} into the text where each belongs"
+            elif not has_column(row, key):
+                hint = f"; there is no column {key!r}, only {', '.join(sorted(column_names(row)))}: set data.{kind}_key"
+            elif num_markers == 2 * num_media:
+                hint = f"; a content part of type {kind!r} is a marker too: mark it once, as a part or in the text"
+            else:
+                hint = ""
+            raise UnusableRow("markers", f"{name}: {counts}{hint}")
+        for token in self._media_tokens:
+            if any(token in message.content for message in messages):
+                hint = f"mark images with {MARKERS['image']} and videos with {MARKERS['video']}"
+                raise UnusableRow("media_tokens", f"{name}: the text contains the special token {token}; {hint}")
 
     def _template_error(self, name: str, what: str, error: TemplateFailure) -> DataError:
         """Return the error of a row whose template fails; DataError once too many reach a limit.
@@ -410,29 +464,70 @@ class PromptBuilder:
                 )
         return UnusableRow("prompt", f"{name}: {what}: {error}")
 
-    def _messages(self, row: Mapping[str, Any], name: str) -> tuple[list[Message], MaskedTokens | None]:
-        """Return the row's chat messages, with format_prompt applied to the last one.
 
-        Special tokens in the row's own text are masked; the second value is None if there are none.
-        """
-        if not has_column(row, self.prompt_key) or not has_column(row, self.answer_key):
-            self.check_columns(column_names(row), name)
-        if column_value(row, self.answer_key) is None:
-            raise UnusableRow("answer", f"{name}: column {self.answer_key!r} is empty")
-        messages = read_messages(column_value(row, self.prompt_key), f"{name}: column {self.prompt_key!r}")
-        texts = [message.content for message in messages]
-        check_prompt_text(texts, name, max_prompt_length=self.max_prompt_length)
-        check_row_size(without_column(without_column(row, self.image_key), self.video_key), name)
-        masked = None if self._allow_special_tokens else self._special_tokens.find(texts)
-        if masked is not None:
-            messages = [Message(message.role, masked.mask(message.content)) for message in messages]
-        if self._format is not None:
-            try:
-                with bounded_rendering():
-                    content = self._format.render(content=messages[-1].content)
-            except TemplateFailure as error:
-                raise self._template_error(name, "format_prompt fails", error) from error
-            messages[-1] = Message("user", content)
-        if self._system_prompt is not None and messages[0].role != "system":
-            messages.insert(0, Message("system", self._system_prompt))
-        return messages, masked
+@dataclass(frozen=True, slots=True)
+class FormatPrompt:
+    """The template of data.format_prompt, whose one variable is the question of a row."""
+
+    source: str
+
+    def render(self, content: str) -> str:
+        """Return what the template writes for a question. Raises: TemplateFailure."""
+        return render(self.source, "plain", {"content": content})
+
+
+def load_format_prompt(format_prompt: str) -> FormatPrompt:
+    """Return a template after rendering it once.
+
+    format_prompt: a file name, or, if it contains {{ or {%, the template itself.
+    Raises: ConfigError naming the file, line or unknown variable.
+    """
+    source, where = format_prompt, "data.format_prompt"
+    if not is_inline_template(format_prompt):
+        source, where = _read_template(format_prompt), f"data.format_prompt={format_prompt}"
+    template = FormatPrompt(source.strip())
+    try:
+        variables = variables_of(source)
+        if variables != {"content"}:
+            found = ", ".join(sorted(variables)) or "no variable"
+            raise ConfigError(
+                f"{where} uses {found}; it must use the one variable {{{{ content }}}}, the row's question"
+            )
+        template.render("question")
+    except TemplateFailure as error:
+        line = "" if error.line is None else f" in line {error.line}"
+        raise ConfigError(f"{where} is not a usable Jinja template: {error}{line}") from error
+    return template
+
+
+def _read_template(name: str) -> str:
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    folder = path.parent if path.parent.is_dir() else Path()
+    near = nearest(path.name, sorted(entry.name for entry in folder.iterdir()))
+    hint = f"did you mean {folder / near}?" if near else "give a file, or a template with {{ content }}"
+    raise ConfigError(f"data.format_prompt: there is no file {name!r}; {hint}")
+
+
+def _media_of(row: Mapping[str, Any], kind: MediaKind, *, key: str, prompt_key: str) -> tuple[list[Any], str]:
+    """Return the images, or the videos, of a row, and the column that they are from.
+
+    key: a column that holds a list or a single one. If it is empty, those in the content parts of
+    the chat messages in prompt_key count.
+    """
+    media = column_value(row, key)
+    found = [] if media is None else list(media) if isinstance(media, list | tuple) else [media]
+    if not found and (held := media_in_messages(column_value(row, prompt_key), kind)):
+        return held, prompt_key
+    return found, key
+
+
+def _blank_image(size: tuple[int, int]) -> bytes:
+    """Return a PNG file of one colour."""
+    blank = Image.new("RGB", size, (GREY, GREY, GREY))
+    return encoded_image(blank, where="blank image", image_dir=None, max_pixels=size[0] * size[1])
+
+
+def _blank_frames(frames: Iterator[Pixels]) -> Iterator[Pixels]:
+    return (np.full_like(frame, GREY) for frame in frames)

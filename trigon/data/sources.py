@@ -1,24 +1,27 @@
-"""Opens a hub dataset, a file, or a folder of files as one table.
+"""Opens a hub dataset, a file, a folder of files, or rows in Python, as one table.
 
-The only module that imports `datasets`. Rows stay on disk, and images stay encoded. JSON and CSV
-files are read by text_rows.py, since `datasets` would infer a type for each column.
+The only module that imports `datasets`. Rows of files stay on disk, and images stay encoded. JSON
+and CSV files are read by text_rows.py, since `datasets` would infer a type for each column.
 """
 
 from __future__ import annotations
 
 import glob
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from datetime import date
+from pathlib import Path, PurePath
 from typing import Any
 
+from PIL import Image
+
 from trigon.config.paths import local_path, split_dataset
-from trigon.data.bad_rows import UnusableRow
-from trigon.data.columns import column_names, column_value
-from trigon.data.parquet_sizes import check_parquet_size
-from trigon.data.text_rows import read_text_rows
+from trigon.data.images import OpenedFile, undecoded_file
+from trigon.data.rows import UnusableRow, column_names, column_value
+from trigon.data.text_rows import MAX_DEPTH, read_text_rows
 from trigon.errors import DataError
 from trigon.models.hub import datasets_cache, modelscope_folder, uses_modelscope
 from trigon.system.suggestions import nearest
@@ -31,6 +34,23 @@ _SAVED = ("state.json", "dataset_dict.json")
 """Files in the folder of a dataset that `save_to_disk` of `datasets` has written."""
 
 _NUM_JSON_ROWS = 100
+
+_MAX_ARRAY_DIMENSIONS = 2
+"""Arrays with more dimensions are pixels."""
+
+MAX_EXPANSION = 100
+"""Times the size of a Parquet file, the bytes that its values may take."""
+
+MIN_ALLOWED_BYTES = 2**29
+"""The bytes that the values of any Parquet file may take."""
+
+MIN_ALLOWED_ROWS = 1_000_000
+"""The rows that any Parquet file may have; one with more has at least a byte for each."""
+
+_BYTES_PER_VALUE = 8  # at least, of a value in a Python list
+_BATCH_BYTES = 2**26
+_MAX_COUNTED_BYTES = 2**26
+"""Larger files are not decoded to count what their values take."""
 
 _SPLIT_WORDS = {
     "train": "train",
@@ -51,7 +71,7 @@ class Source:
     name: prefix of the prompt ids of its rows: "train".
     rows: a datasets.Dataset with undecoded media, TextRows, or a list of dicts; at least one row.
     folder: relative image paths start here, and no path may lead outside it.
-    columns: the names of all columns and structs' fields; fields with dots (columns.py).
+    columns: the names of all columns and structs' fields; fields with dots (rows.py).
     image_columns, video_columns: the columns or fields whose feature type is an image, or a video.
     """
 
@@ -61,10 +81,6 @@ class Source:
     columns: tuple[str, ...]
     image_columns: tuple[str, ...]
     video_columns: tuple[str, ...]
-
-    def has_column(self, name: str) -> bool:
-        """Return whether the table has a column or a field of this name."""
-        return name in self.columns
 
     def row(self, index: int) -> Mapping[str, Any]:
         """Return a row. Raises: UnusableRow if one of its texts is not UTF-8."""
@@ -86,7 +102,7 @@ class Source:
         return ""
 
     def first(self, max_rows: int) -> Source:
-        """Return the source of the first rows only, at most so many."""
+        """Return the source with the first max_rows rows only."""
         if isinstance(self.rows, list):
             return replace(self, rows=self.rows[:max_rows])
         return replace(self, rows=self.rows.select(range(min(max_rows, len(self.rows)))))
@@ -112,6 +128,44 @@ def open_source(spec: str) -> Source:
     return _open_files(files, folder, name, split or "train")
 
 
+def open_python_rows(data: Any, *, spec: str, name: str) -> Source:
+    """Return a list of dicts, or a datasets.Dataset, as a source.
+
+    Values of a list's rows are text, numbers, True, False, None, dates, bytes, paths, PIL images,
+    and lists and dicts of these; arrays become lists. A column that a row lacks is None there.
+    Relative paths of images start from the working folder, out of which no path may lead.
+    spec: names the data in errors. name: prefix of the prompt ids.
+    Raises: DataError if it is neither, has no rows, or has a value of another type.
+    """
+    if type(data).__module__.partition(".")[0] == "datasets":
+        return dataset_source(data, spec=spec, name=name, folder=Path.cwd())
+    if isinstance(data, str | bytes | Mapping) or not isinstance(data, Sequence):
+        kind = f"{type(data).__module__}.{type(data).__name__}"
+        hint = "; of a table, give datasets.Dataset.from_pandas(table)" if kind.startswith("pandas.") else ""
+        raise DataError(f"{spec} is a {kind}; give a list of dicts, a datasets.Dataset or a path{hint}")
+    if not data:
+        raise DataError(f"{spec} has no rows; it is an empty list")
+    columns: dict[str, None] = {}
+    for index, row in enumerate(data):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{spec}: row {index} is a {type(row).__name__}; each row is a dict of its columns")
+        _check_keys(row, f"{spec}: row {index}")
+        columns |= dict.fromkeys(row)
+    rows = [
+        {key: _plain(row.get(key), f"{spec}: row {index}, {key!r}", 0) for key in columns}
+        for index, row in enumerate(data)
+    ]
+    names = dict.fromkeys(name for row in rows for name in column_names(row))
+    return Source(
+        name=name,
+        rows=rows,
+        folder=Path.cwd(),
+        columns=tuple(names),
+        image_columns=tuple(key for key in columns if any(_has_image(row[key]) for row in rows)),
+        video_columns=(),
+    )
+
+
 def preview_parquet(spec: str, *, max_rows: int) -> Source | None:
     """Return all columns and the first rows of a local dataset of Parquet files, but no media.
 
@@ -129,7 +183,7 @@ def preview_parquet(spec: str, *, max_rows: int) -> Source | None:
     files, folder, name = _local_files(path, split)
     if files[0].suffix != ".parquet":
         return None
-    check_parquet_size(files[0])
+    _check_parquet_size(files[0])
     try:
         with parquet.ParquetFile(files[0]) as file:
             schema = file.schema_arrow
@@ -258,7 +312,7 @@ def _open_files(files: Sequence[Path], folder: Path, name: str, split: str) -> S
     if files[0].suffix in _TEXT_SUFFIXES:
         return _open_text_files(files, folder, name, where, slice_)
     for path in files:
-        check_parquet_size(path)
+        _check_parquet_size(path)
     patterns = [glob.escape(str(path.resolve())) for path in files]
     rows = _load(where, _LOADERS[files[0].suffix], split=f"train{slice_}", data_files=patterns)
     return _source(where, rows, name, folder)
@@ -446,3 +500,121 @@ def _nearest(path: Path) -> str:
         return f"; {path.parent} does not exist either"
     name = nearest(path.name, sorted(entry.name for entry in path.parent.iterdir()))
     return f"; did you mean {path.parent / name}?" if name else ""
+
+
+def _check_parquet_size(path: Path) -> None:
+    """Raise DataError if the values of a Parquet file take far more memory than the file.
+
+    A damaged file is left to its reader. Decodes columns whose values are repeated, in small
+    batches.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    num_bytes = path.stat().st_size
+    allowed = max(MIN_ALLOWED_BYTES, MAX_EXPANSION * num_bytes)
+    least = 0
+    most: dict[str, int] = defaultdict(int)
+    largest = 1
+    try:
+        file = parquet.ParquetFile(path)
+        metadata = file.metadata
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            for chunk in (group.column(column) for column in range(group.num_columns)):
+                least += max(chunk.num_values * _BYTES_PER_VALUE, chunk.total_uncompressed_size)
+                most[chunk.path_in_schema] += chunk.num_values * chunk.total_uncompressed_size
+                largest = max(largest, chunk.total_uncompressed_size)
+    except (OSError, pyarrow.ArrowException):
+        return
+    with file:
+        if metadata.num_rows > max(MIN_ALLOWED_ROWS, num_bytes):
+            raise DataError(
+                f"{path} has {metadata.num_rows:,} rows in {num_bytes:,} bytes, so that most of them are the same; "
+                "keep one of each"
+            )
+        if least > allowed:
+            raise _too_large(path, num_bytes, allowed)
+        repeated = [column for column, size in most.items() if size > allowed]
+        if not repeated or num_bytes > _MAX_COUNTED_BYTES:
+            return
+        counted = 0
+        try:
+            for batch in file.iter_batches(max(1, min(10_000, _BATCH_BYTES // largest)), columns=repeated):
+                counted += batch.nbytes
+                if counted > allowed:
+                    raise _too_large(path, num_bytes, allowed)
+        except (OSError, pyarrow.ArrowException):
+            return
+
+
+def _too_large(path: Path, num_bytes: int, allowed: int) -> DataError:
+    return DataError(
+        f"{path} has {num_bytes:,} bytes, and its values take more than {allowed:,} once they are read; they are the "
+        "same many times: keep one of each, or use another file"
+    )
+
+
+def _plain(value: Any, where: str, depth: int) -> Any:
+    """Return a copy of a value. Raises: DataError if it is of none of the types of a row.
+
+    The content of every type can be compared with that of another run, so that a resumed run
+    notices other data.
+    """
+    match value:
+        case None | bool() | int() | float() | str() | bytes() | date():
+            return value
+        case Image.Image():
+            return _image(value, where)
+        case PurePath():
+            return str(value)
+        case list() | tuple() if depth < MAX_DEPTH:
+            return [_plain(item, f"{where}[{number}]", depth + 1) for number, item in enumerate(value)]
+        case Mapping() if depth < MAX_DEPTH:
+            _check_keys(value, where)
+            return {key: _plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
+        case list() | tuple() | Mapping():
+            raise DataError(f"{where[:200]} has more than {MAX_DEPTH} levels")
+        case _ if hasattr(value, "tolist"):  # arrays and scalars of numpy and torch
+            if getattr(value, "ndim", 0) > _MAX_ARRAY_DIMENSIONS:
+                raise DataError(
+                    f"{where} is an array of shape {tuple(value.shape)}; give an image as PIL.Image.fromarray(array)"
+                )
+            return _plain(value.tolist(), where, depth + 1)
+        case _:
+            raise DataError(
+                f"{where} is a {type(value).__module__}.{type(value).__name__}; values are text, numbers, True, "
+                "False, None, dates, bytes, PIL images, and lists and dicts of these"
+            )
+
+
+def _check_keys(row: Mapping[Any, Any], where: str) -> None:
+    """Raise DataError unless all keys are text."""
+    for key in row:
+        if not isinstance(key, str):
+            raise DataError(f"{where} has the key {key!r}, a {type(key).__name__}; keys are text")
+
+
+def _image(image: Image.Image, where: str) -> Any:
+    """Return an image as its file if it was opened and not yet decoded, otherwise unchanged.
+
+    A dataset of opened files would be decoded in its first scan, and stay in memory.
+    Raises: DataError if it cannot be read, as after its file was closed.
+    """
+    try:
+        encoded = undecoded_file(image)
+        if encoded is None:
+            image.load()  # not thread-safe; prompts are built by several threads
+            return image
+    except (OSError, ValueError, AssertionError, AttributeError, SyntaxError) as error:  # by Pillow
+        raise DataError(
+            f"{where}: the image cannot be read ({type(error).__name__}: {error}); open it again, or call "
+            "image.load() before its file is closed"
+        ) from error
+    return OpenedFile(bytes=encoded, path=getattr(image, "filename", None) or None)
+
+
+def _has_image(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(_has_image(item) for item in value)
+    return isinstance(value, Image.Image) or (isinstance(value, dict) and isinstance(value.get("bytes"), bytes))

@@ -1,30 +1,174 @@
-"""Draws training prompts in an endless, seeded, resumable order, and builds them in advance.
+"""Draws training prompts from one or several datasets in an endless, seeded, resumable order.
 
-The order is a function of (seed, epoch) alone: the first `n // batch_size * batch_size` of the n
-prompts that an epoch draws, permuted (orders.py). The remaining ones replace prompts that turn out
-unusable. This module depends on neither rows nor images nor tokens.
+An epoch draws round(w * n) prompts of a dataset with n prompts and weight w. They are taken from an
+endless sequence of passes through the dataset, each in an order of its own, so that weight 2 gives
+two full passes, and weight 0.5 one half and then the other:
+
+    n = 6, w = 0.5    | 4 0 3   5 1 2 | 1 5 0   3 4 2 | ...
+                        epoch 0 epoch 1 epoch 2 epoch 3
+
+The order of an epoch is a function of (seed, epoch) alone: the first `n // batch_size * batch_size`
+of the n prompts that it draws, permuted. The remaining ones replace prompts that turn out unusable.
+Prompts are built in advance, in threads. Rows, images and tokens are in other modules.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from trigon.config.compared import is_accepted
-from trigon.data.bad_rows import Reason, UnusableRow
-from trigon.data.content import DatasetContent
-from trigon.data.dataset import DrawnPrompt, Prompts, check_bad_fraction
-from trigon.data.orders import permutation
+from trigon.data.dataset import DatasetContent, PromptSet, check_bad_fraction
+from trigon.data.rows import Reason, UnusableRow
 from trigon.errors import CheckpointError, DataError
 from trigon.metrics import Max, Metric
 from trigon.types import Prompt
 
 _DATA = frozenset({"data.train_files", "data.train_weights"})
 """Options whose change makes positions in the data meaningless."""
+
+
+class DrawnPrompt(NamedTuple):
+    """One entry of an epoch's order.
+
+    prompt_index: of the prompt. occurrence: how often the epoch has drawn it so far, from 1.
+    """
+
+    prompt_index: int
+    occurrence: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompts:
+    """The usable prompts of one or several datasets, numbered from 0. See mix."""
+
+    parts: tuple[PromptSet, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __getitem__(self, index: int) -> Prompt:
+        """Build a prompt. Raises: as PromptSet's."""
+        part, index = self._find(index)
+        return part[index]
+
+    def image_files(self, index: int) -> list[bytes]:
+        """Return the images of a prompt as encoded files, see PromptSet.image_files."""
+        part, index = self._find(index)
+        return part.image_files(index)
+
+    def index_of(self, prompt_id: str) -> int | None:
+        """Return the index of the prompt with this id, or None if no usable prompt has it."""
+        found = ((start, part.index_of(prompt_id)) for start, part in zip(self._starts(), self.parts, strict=True))
+        return next((start + index for start, index in found if index is not None), None)
+
+    @property
+    def shows_videos(self) -> bool:
+        """Whether any prompt may have videos."""
+        return any(part.shows_videos for part in self.parts)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all datasets, usable or not."""
+        return sum(part.num_rows for part in self.parts)
+
+    @property
+    def num_skipped(self) -> Counter[Reason]:
+        """How many rows were skipped when the datasets were opened, by reason."""
+        return sum((Counter(part.num_skipped) for part in self.parts), Counter())
+
+    @property
+    def contents(self) -> tuple[DatasetContent, ...]:
+        """The content and the weight of each dataset."""
+        return tuple(part.content for part in self.parts)
+
+    @property
+    def prompts_per_epoch(self) -> int:
+        """How many prompts an epoch draws, counting repeated ones each time."""
+        return sum(map(_draws_per_epoch, self.parts))
+
+    def draw_epoch(self, epoch: int, *, seed: int, shuffle: bool) -> list[DrawnPrompt]:
+        """Return the prompts of an epoch, by dataset and pass, in the order of each dataset.
+
+        shuffle: where an epoch draws only some of the prompts, whether they are chosen at random.
+        """
+        drawn = []
+        for number, (part, start) in enumerate(zip(self.parts, self._starts(), strict=True)):
+            count = _draws_per_epoch(part)
+            first, last = epoch * count, (epoch + 1) * count
+            occurrences: Counter[int] = Counter()
+            for pass_number in range(first // len(part), -(-last // len(part))):
+                offset = pass_number * len(part)
+                begin, end = max(first - offset, 0), min(last - offset, len(part))
+                order: Sequence[int] = range(len(part))
+                if shuffle and end - begin < len(part):
+                    order = _permutation(len(part), f"{seed}:dataset {number}:pass {pass_number}")
+                for index in sorted(order[begin:end]):
+                    occurrences[index] += 1
+                    drawn.append(DrawnPrompt(start + index, occurrences[index]))
+        return drawn
+
+    def with_blank_media(self) -> Prompts:
+        """Return the same prompts with images and videos of one colour and the same size."""
+        return Prompts(tuple(replace(part, builder=part.builder.with_blank_media()) for part in self.parts))
+
+    def _starts(self) -> list[int]:
+        """Return the index of each dataset's first prompt."""
+        return list(accumulate((len(part) for part in self.parts[:-1]), initial=0))
+
+    def _find(self, index: int) -> tuple[PromptSet, int]:
+        """Return the dataset of a prompt, and the prompt's index in it."""
+        starts = self._starts()
+        number = bisect_right(starts, index) - 1
+        return self.parts[number], index - starts[number]
+
+
+def mix(parts: Sequence[PromptSet], weights: Sequence[float] = ()) -> Prompts:
+    """Return several datasets as one.
+
+    weights: of each dataset, how many passes through it make an epoch; none for one each. Datasets
+    of the same name get numbers in prompt ids: "train:17", "train~2:17".
+    Raises: DataError if a dataset is so small that its weight gives no prompt of it.
+    """
+    mixed: list[PromptSet] = []
+    original_names = {part.name for part in parts}
+    for part, weight in zip(parts, weights or [1.0] * len(parts), strict=True):
+        name, number, used_names = part.name, 1, {other.name for other in mixed}
+        while name in used_names or (number > 1 and name in original_names):
+            number += 1
+            name = f"{part.name}~{number}"
+        mixed.append(replace(part, name=name, content=replace(part.content, weight=float(weight))))
+        if _draws_per_epoch(mixed[-1]) == 0:
+            raise DataError(
+                f"data.train_weights: {weight:g} of the {len(part)} prompts of {name!r} is not even one an epoch; "
+                "raise the weight, or leave the dataset out"
+            )
+    return Prompts(tuple(mixed))
+
+
+def _draws_per_epoch(part: PromptSet) -> int:
+    return int(len(part) * part.content.weight + 0.5)
+
+
+def _permutation(length: int, name: str) -> list[int]:
+    """Return the numbers from 0 to length - 1 in a random order that name determines.
+
+    It is the same on every machine and in every version: NumPy guarantees that the streams of
+    RandomState never change (NEP 19).
+    """
+    # Hashed, so that the orders of consecutive seeds and epochs are independent.
+    words = np.frombuffer(hashlib.sha256(name.encode()).digest(), dtype="<u4")
+    order: list[int] = np.random.RandomState(words).permutation(length).tolist()
+    return order
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +253,6 @@ class PromptStream:
         """The epoch of the last prompt taken, from 0."""
         return self._position.epoch
 
-    @property
-    def num_skipped(self) -> Mapping[Reason, int]:
-        """How many prompts have become unusable since the dataset was opened, by reason."""
-        return Counter(self._skipped.values())
-
     def take(self, num_prompts: int) -> list[Prompt]:
         """Return the next prompts, without waiting if they were built in advance.
 
@@ -166,7 +305,7 @@ class PromptStream:
         """Return the position in epochs, and how many prompts were skipped since the run began."""
         return {
             "data/epoch": Max(self._position.epoch + self._position.taken / self.prompts_per_epoch),
-            "data/num_set_aside": Max(float(len(self._skipped))),
+            "data/num_skipped": Max(float(len(self._skipped))),
         }
 
     def state(self) -> dict[str, Any]:
@@ -175,26 +314,27 @@ class PromptStream:
             "epoch": self._position.epoch,
             "offset": self._position.offset,
             "taken": self._position.taken,
-            "set_aside": [[index, reason] for index, reason in self._skipped.items()],
+            "skipped": [[index, reason] for index, reason in self._skipped.items()],
             "datasets": [asdict(content) for content in self._prompts.contents],
-            **self._identity(),
+            "shuffle": self._shuffle,
+            "seed": self._seed,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position, with the prompts that followed it in the saved stream.
 
-        With other data, where that is accepted, begin with it; with another seed or shuffle, go on
-        at the same place of the new order. Raises: as check_state.
+        With other data, where that is accepted, start at their beginning; with another seed or
+        shuffle, continue at the same place of the new order. Raises: as check_state.
         """
         self.check_state(state)
         self._cancel_futures()
         self._position, self._skipped = _Position(0, 0, 0), {}
         if self.continues(state):
             self._position = _Position(state["epoch"], state["offset"], state["taken"])
-            self._skipped = dict(state["set_aside"])
+            self._skipped = dict(state["skipped"])
 
     def continues(self, state: Mapping[str, Any]) -> bool:
-        """Return whether the prompts are those of a saved stream, perhaps in another order."""
+        """Return whether a saved stream drew from the same prompts, perhaps in another order."""
         return _DATA.isdisjoint(self.changes(state))
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -211,17 +351,12 @@ class PromptStream:
 
     def changes(self, state: Mapping[str, Any]) -> dict[str, str]:
         """Return what differs from a saved stream in prompts and order, by option."""
-        identity, found = self._identity(), {}
-        saved = [DatasetContent(**content) for content in state.get("datasets", ())]
-        same_rows = len(saved) != len(self._prompts.contents) or all(
-            now.has_rows_of(then) for now, then in zip(self._prompts.contents, saved, strict=True)
-        )
-        if any(state[key] != identity[key] for key in ("fingerprint", "num_prompts")) or not same_rows:
-            name, change = _changed_content(saved, self._prompts.contents, state["num_prompts"], len(self._prompts))
-            found[name] = change
-        for key in ("shuffle", "seed"):
-            if state[key] != identity[key]:
-                found[f"data.{key}"] = f"was {_yaml(state[key])}, and is now {_yaml(identity[key])}"
+        saved = [DatasetContent(**content) for content in state["datasets"]]
+        changed = _changed_content(saved, self._prompts.contents)
+        found = dict([changed] if changed else [])
+        for key, value in (("shuffle", self._shuffle), ("seed", self._seed)):
+            if state[key] != value:
+                found[f"data.{key}"] = f"was {_yaml(state[key])}, and is now {_yaml(value)}"
         return found
 
     def close(self) -> None:
@@ -256,51 +391,32 @@ class PromptStream:
 
     def _check_skipped(self, skipped: Mapping[int, Reason], latest: str) -> None:
         """Raise DataError if too many prompts are unusable. latest: the message of the last one."""
-        num_bad = len(skipped) + sum(
-            count for reason, count in self._prompts.num_skipped.items() if reason != "overlong"
-        )
-        check_bad_fraction(num_bad, self._prompts.num_rows, self._prompts.max_bad_row_fraction, [latest])
+        before = self._prompts.num_skipped
+        num_bad = len(skipped) + before.total() - before["overlong"]
+        allowed = self._prompts.parts[0].builder.data.max_bad_row_fraction
+        check_bad_fraction(num_bad, self._prompts.num_rows, allowed, [latest])
         if len(skipped) == len(self._prompts):
             raise DataError(f"no row of the dataset can be used any more; the last one: {latest}")
-
-    def _identity(self) -> dict[str, Any]:
-        """Return what the order depends on.
-
-        Not the batch size: a run may be resumed with another one.
-        """
-        return {
-            "num_prompts": len(self._prompts),
-            "fingerprint": self._prompts.fingerprint,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
-        }
 
     def _order_of_epoch(self, epoch: int) -> list[DrawnPrompt]:
         drawn = self._prompts.draw_epoch(epoch, seed=self._seed, shuffle=self._shuffle)
         if not self._shuffle:
             return drawn
-        return [drawn[number] for number in permutation(len(drawn), f"{self._seed}:{epoch}")]
+        return [drawn[number] for number in _permutation(len(drawn), f"{self._seed}:{epoch}")]
 
 
-def _changed_content(
-    saved: Sequence[DatasetContent], present: Sequence[DatasetContent], num_saved: int, num_present: int
-) -> tuple[str, str]:
-    """Return in which files, rows or weights a saved run and this one differ: an option, and how.
-
-    saved: empty in checkpoints of earlier versions. num_saved, num_present: usable rows in all.
-    """
-    files, weights = "data.train_files", "data.train_weights"
-    present_specs = ", ".join(content.spec for content in present)
-    if not saved:
-        return files, f"had {num_saved} usable rows then, and has {num_present} now in {present_specs}"
+def _changed_content(saved: Sequence[DatasetContent], present: Sequence[DatasetContent]) -> tuple[str, str] | None:
+    """Return an option in whose datasets a saved run and this one differ, and how they do."""
     if len(saved) == len(present):
         pairs = list(zip(saved, present, strict=True))
-        if all(new.has_rows_of(old) for old, new in pairs):
+        changed = [(old, new) for old, new in pairs if not new.has_rows_of(old)]
+        if not changed:
             then, now = ([content.weight for content in contents] for contents in (saved, present))
-            return weights, f"was {then}, and is now {now}"
-        if all(old.spec == new.spec for old, new in pairs if not new.has_rows_of(old)):
-            return files, "; ".join(new.change_since(old) for old, new in pairs if not new.has_rows_of(old))
-    return files, f"was {', '.join(content.spec for content in saved)}, and is now {present_specs}"
+            return ("data.train_weights", f"was {then}, and is now {now}") if then != now else None
+        if all(old.spec == new.spec for old, new in changed):
+            return "data.train_files", "; ".join(new.change_since(old) for old, new in changed)
+    then_specs, now_specs = (", ".join(content.spec for content in contents) for contents in (saved, present))
+    return "data.train_files", f"was {then_specs}, and is now {now_specs}"
 
 
 def _yaml(value: bool | int) -> str:

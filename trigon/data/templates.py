@@ -1,50 +1,51 @@
-"""Bounds the time and the output of Jinja templates, whose loops and products may be endless.
+"""Renders Jinja templates in a child process that has limits on time and memory.
 
-Templates come from configurations and model repositories, and are rendered once for every row.
-Jinja's sandbox limits what a template can reach, not how long it takes.
+Templates come from configurations and model repositories, and are rendered once for each row.
+Jinja's sandbox limits what a template can reach, but not how long it runs or how much it makes: a
+single product can fill the memory. The limits of the operating system bound every operation.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
+import resource
+import signal
+import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from inspect import CO_GENERATOR
-from pathlib import Path
-from types import FrameType
-from typing import Any
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, Literal
 
-import jinja2
-from jinja2 import Environment, TemplateSyntaxError
+from jinja2 import StrictUndefined, Template, TemplateError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from trigon.data.template_sizes import MEASURED_CALLS, announce_operations, expected_size, text_size
 from trigon.errors import ConfigError
+from trigon.system.child_python import python_command
 
 MAX_SECONDS = 5.0
-"""The longest that one rendering may take, in seconds of its thread; waiting is not counted."""
+"""The longest that one rendering may take, in seconds of CPU time."""
+
+MAX_BYTES = 2**29
+"""The memory of the child process, with everything that a rendering makes."""
 
 MAX_CHARACTERS = 10_000_000
-"""The longest text that a rendering may write, and the longest template."""
+"""The longest text that a rendering may write."""
 
-MAX_MADE = 200_000_000
-"""The characters that all operations of a rendering may make."""
+Dialect = Literal["plain", "chat"]
+"""What a template may use.
 
-MAX_NUMBER = 10_000_000
-"""The largest number that may be written in a template."""
+plain: Jinja itself; an unknown variable is an error. chat: what transformers gives to chat
+templates.
+"""
 
-_TEMPLATE = "<template>"
-"""The name of the file that Jinja compiles a text as."""
-
-_JINJA = str(Path(jinja2.__file__).parent)
-
-_GROWING = (str, list, tuple, dict)
-
-# CPython 3.11 raises RuntimeError in one of two threads that set their trace functions at once.
-_SETS_TRACE = threading.Lock()
-
-announce_operations()
+_SERVE = "from trigon.data.templates import serve; serve()"
 
 
 class TemplateFailure(Exception):
@@ -56,123 +57,225 @@ class TemplateFailure(Exception):
 
 
 class TemplateLimitError(TemplateFailure):
-    """A rendering took too long, wrote too much, or called itself without end."""
+    """A rendering took too long or too much memory, wrote too much, or called itself endlessly."""
 
 
-class _LimitReached(BaseException):
-    """Raised while a template is rendered: Jinja catches Exception in some places."""
+def render(source: str, dialect: Dialect, values: Mapping[str, Any]) -> str:
+    """Return what a template writes. values: of its variables, of types that JSON has.
 
-
-def check_template(source: str, where: str) -> None:
-    """Raise ConfigError for a template that is too long or could fill the memory.
-
-    Powers and large numbers are refused, since a single operation with them could. A syntax error
-    is left to the compiler. where: the option or file, for errors.
+    Raises: TemplateFailure.
     """
-    if len(source) > MAX_CHARACTERS:
-        raise ConfigError(f"{where} has {len(source):,} characters, more than the {MAX_CHARACTERS:,} of any template")
+    text: str = _child.ask({"source": source, "dialect": dialect, "values": values})
+    return text
+
+
+def variables_of(source: str) -> set[str]:
+    """Return the variables that a template uses and does not set. Raises: TemplateFailure."""
+    return set(_child.ask({"source": source}))
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    generation_prompt: bool = False,
+) -> str:
+    """Return messages as the chat template of a Hugging Face tokenizer writes them.
+
+    The text is the same as that of `tokenizer.apply_chat_template`.
+    Raises: TemplateFailure.
+    """
     try:
-        tokens = list(Environment(autoescape=False).lex(source))
-    except TemplateSyntaxError:
-        return
-    for line, kind, text in tokens:
-        if kind == "operator" and text == "**":
-            raise ConfigError(f"{where}: line {line} uses the operator **, which can take forever; write the result")
-        if kind == "integer" and (len(text) > 30 or int(text.replace("_", ""), 0) > MAX_NUMBER):
-            raise ConfigError(f"{where}: line {line} has the number {text[:30]}; {MAX_NUMBER:,} is the largest allowed")
+        source = tokenizer.get_chat_template(tools=tools)
+    except ValueError as error:
+        raise TemplateFailure(str(error).splitlines()[0]) from error
+    values = {
+        "messages": messages,
+        "tools": tools,
+        "documents": None,
+        "add_generation_prompt": generation_prompt,
+        **tokenizer.special_tokens_map,
+    }
+    return render(source, "chat", values)
 
 
 def check_chat_template(tokenizer: Any) -> None:
-    """Raise ConfigError if a Hugging Face tokenizer's chat template exceeds the limits.
+    """Raise ConfigError if a Hugging Face tokenizer's chat template is none, or exceeds the limits.
 
     Other errors of the template depend on the messages, and are those of rows.
     """
-    where = "the chat template (data.override_chat_template replaces it)"
-    if isinstance(tokenizer.chat_template, str):
-        check_template(tokenizer.chat_template, where)
     try:
-        with bounded_rendering():
-            tokenizer.apply_chat_template([{"role": "user", "content": "question"}], tokenize=False)
-    except TemplateLimitError as error:
-        raise ConfigError(f"{where} cannot be used: {error}") from error
-    except TemplateFailure:
-        return
+        render_chat(tokenizer, [{"role": "user", "content": "question"}])
+    except TemplateFailure as error:
+        if error.line is None and not isinstance(error, TemplateLimitError):
+            return
+        line = "" if error.line is None else f" in line {error.line}"
+        raise ConfigError(
+            f"the chat template (data.override_chat_template replaces it) cannot be used: {error}{line}"
+        ) from error
 
 
-@contextmanager
-def bounded_rendering() -> Iterator[None]:
-    """Raise TemplateLimitError in the context when a template takes too long or writes too much.
+class _Child:
+    """The child process, which is started when it is needed. Thread-safe."""
 
-    Any other error is raised as TemplateFailure. For templates compiled from text, in this thread.
-    A trace function sees each line of their code, the pieces of text that they yield, their
-    variables, and what Jinja's functions get and return: the sizes of results before they are
-    computed (see `template_sizes`).
-    """
-    deadline = time.thread_time() + MAX_SECONDS
-    num_written = num_made = 0
-    # Variables that were measured, with the entries that were: buffers of Jinja's own grow, all
-    # else cannot change. They are kept, so that no other value gets their identity.
-    measured: dict[int, tuple[Any, int]] = {}
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
 
-    def make(size: int) -> None:
-        nonlocal num_made
-        num_made += size
-        if size > MAX_CHARACTERS:
-            raise _LimitReached(f"it makes a text or a list of more than {MAX_CHARACTERS:,} entries")
-        if num_made > MAX_MADE:
-            raise _LimitReached(f"its operations make more than {MAX_MADE:,} characters together")
+    def ask(self, request: Mapping[str, Any]) -> Any:
+        """Return the child's answer. Raises: TemplateFailure."""
+        request = {"seconds": MAX_SECONDS, **request}
+        line = json.dumps(request, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass") + b"\n"
+        with self._lock:
+            answered = self._exchange(line)
+            if isinstance(answered, int) and answered != -signal.SIGPROF:
+                answered = self._exchange(line)  # somebody else may have ended the process
+        if isinstance(answered, int):
+            if answered == -signal.SIGPROF:
+                raise TemplateLimitError(f"it takes more than {MAX_SECONDS:g} seconds; does it loop without end?")
+            raise TemplateLimitError(f"its process has ended with status {answered}")
+        answer = json.loads(answered.decode("utf-8", "surrogatepass"))
+        if "limit" in answer:
+            raise TemplateLimitError(answer["limit"])
+        if "error" in answer:
+            raise TemplateFailure(answer["error"], line=answer["line"])
+        return answer["result"]
 
-    def measure(value: Any) -> None:
-        known, num_entries = measured.get(id(value), (None, 0))
-        if known is not value:
-            measured[id(value)] = (value, len(value))
-            make(text_size(value))
-        elif type(value) is list and len(value) > num_entries:
-            measured[id(value)] = (value, len(value))
-            make(text_size(value[num_entries:]))
+    def _exchange(self, line: bytes) -> bytes | int:
+        """Return the child's line in reply to one, or its exit status if it has ended."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                python_command(_SERVE),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # so that Ctrl-C does not end it while a run is stopped
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+            if (answer := self._process.stdout.readline()).endswith(b"\n"):
+                return answer
+        except BrokenPipeError:
+            pass
+        except BaseException:  # such as Ctrl-C: the answer would be taken for that to the next line
+            self._process.kill()
+            self.close()
+            raise
+        return self.close()
 
-    def trace(frame: FrameType, event: str, value: Any) -> Any:
-        nonlocal num_written
-        if time.thread_time() > deadline:
-            raise _LimitReached(f"it takes more than {MAX_SECONDS:g} seconds; does it loop without end?")
-        code = frame.f_code
-        is_own = code.co_filename == _TEMPLATE
-        if event == "call":
-            if not is_own and not code.co_filename.startswith(_JINJA) and code.co_name != "tojson":
-                return None
-            if not is_own:
-                frame.f_trace_lines = False
-                if code.co_name in MEASURED_CALLS:
-                    make(expected_size(code.co_name, frame.f_locals))
-        elif event == "return":
-            if is_own:
-                num_written += len(value) if isinstance(value, str) else 0
-            elif code.co_flags & CO_GENERATOR and isinstance(value, _GROWING):
-                make(text_size(value))  # an entry of an iterator
-            if num_written > MAX_CHARACTERS:
-                raise _LimitReached(f"it writes more than {MAX_CHARACTERS:,} characters")
-            if isinstance(value, (str, list, tuple)) and len(value) > MAX_CHARACTERS:
-                make(len(value))
-        if is_own:
-            for variable in frame.f_locals.values():
-                if type(variable) in _GROWING:
-                    measure(variable)
-        return trace
+    def close(self) -> int:
+        """End the child process, and return its exit status."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        try:
+            process.communicate()
+        except OSError:  # what was not written to a process that has ended
+            process.wait()
+        return process.returncode
 
-    previous = sys.gettrace()
-    with _SETS_TRACE:
-        sys.settrace(trace)
+
+_child = _Child()
+_of_parent: _Child | None = None  # in a forked process, which must neither use nor close its pipes
+
+
+def _close() -> None:
+    _child.close()
+
+
+def _forget() -> None:
+    global _child, _of_parent
+    _child, _of_parent = _Child(), _child
+
+
+atexit.register(_close)
+os.register_at_fork(after_in_child=_forget)  # the child belongs to the process that started it
+
+
+def serve() -> None:
+    """Render templates for the parent process until it closes standard input."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin.buffer:
+        request = json.loads(line.decode("utf-8", "surrogatepass"))
+        # The kernel ends the process at this time, within an operation too.
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+        answer = _answer(request)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        try:
+            sys.stdout.buffer.write(answer + b"\n")
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:  # the parent process has ended meanwhile
+            os._exit(0)
+
+
+def _answer(request: Mapping[str, Any]) -> bytes:
+    answer: dict[str, Any]
     try:
-        yield
-    except _LimitReached as error:
-        raise TemplateLimitError(str(error)) from None
-    except TemplateFailure:
-        raise
-    except RecursionError as error:
-        raise TemplateLimitError("its macros call each other without end") from error
-    except Exception as error:  # whatever a template computes
+        result: Any
+        if "values" in request:
+            result = _compile(request["source"], request["dialect"]).render(request["values"])
+            if len(result) > MAX_CHARACTERS:
+                return json.dumps({"limit": f"it writes more than {MAX_CHARACTERS:,} characters"}).encode()
+        else:
+            result = sorted(meta.find_undeclared_variables(_plain().parse(request["source"])))
+        return json.dumps({"result": result}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    except MemoryError:
+        answer = {"limit": f"it takes more than {MAX_BYTES // 2**20} MiB of memory"}
+    except RecursionError:
+        answer = {"limit": "its macros call each other without end"}
+    except Exception as error:  # noqa: BLE001 - whatever a template computes
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TemplateFailure(message, line=getattr(error, "lineno", None)) from error
-    finally:
-        with _SETS_TRACE:
-            sys.settrace(previous)
+        answer = {"error": message, "line": getattr(error, "lineno", None)}
+    return json.dumps(answer).encode()
+
+
+@lru_cache(maxsize=16)
+def _compile(source: str, dialect: Dialect) -> Template:
+    return (_plain() if dialect == "plain" else _chat()).from_string(source)
+
+
+def _plain() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+
+
+def _chat() -> ImmutableSandboxedEnvironment:
+    """Return the environment that transformers has for chat templates (chat_template_utils.py)."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _now
+    return environment
+
+
+class _Generation(Extension):
+    """The block `{% generation %}`, which marks what the assistant wrote; it is text here."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_call"), [], [], body).set_lineno(line)
+
+    def _call(self, caller: Macro) -> str:
+        return str(caller())
+
+
+def _to_json(
+    x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _now(format: str) -> str:
+    return datetime.now().strftime(format)

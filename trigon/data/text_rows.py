@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from trigon.data.columns import column_names
+from trigon.data.rows import column_names
 from trigon.errors import DataError
 
 MAX_ROW_CHARACTERS = 2**26
@@ -38,7 +38,7 @@ class TextRows:
     """The rows of text files: a sequence of dicts, all with the same columns. Thread-safe.
 
     A column that a row lacks is None there. names: of all columns and of the fields of objects in
-    any row, fields with dots (columns.py).
+    any row, fields with dots (rows.py).
     """
 
     def __init__(self, text: _RowTexts, columns: Sequence[str], names: Sequence[str], indices: Sequence[int]) -> None:

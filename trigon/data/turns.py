@@ -17,21 +17,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trigon.data.bad_rows import UnusableRow
-from trigon.data.chat_template import ChatTemplate
+from trigon.data.chat_template import IMAGE_MARKER, VIDEO_MARKER, ChatTemplate, Message, messages_as_text
 from trigon.data.images import image_size
 from trigon.data.media_files import encoded_files
-from trigon.data.messages import IMAGE_MARKER, VIDEO_MARKER, Message, messages_as_text
-from trigon.data.placeholders import Placeholders
-from trigon.data.special_tokens import MaskedTokens, SpecialTokens
+from trigon.data.rows import UnusableRow
 from trigon.data.templates import TemplateFailure
-from trigon.data.text_limits import MAX_OBSERVATION_CHARACTERS
+from trigon.data.tokens import MaskedTokens, SpecialTokens
+from trigon.data.vision import Placeholders
 from trigon.environments.protocol import Observation
 from trigon.errors import ConfigError, ObservationError
 from trigon.types import EncodedMedia, ImageSizes
 
 if TYPE_CHECKING:
     from trigon.models.load import Processors
+
+MAX_OBSERVATION_CHARACTERS = 2**20
+"""The characters of an observation, which is tokenized before its tokens can be counted."""
 
 _ROLE = "worker.rollout.observation_role"
 _OVERRIDE = "data.override_chat_template"
@@ -302,7 +303,7 @@ def _unshowable(error: TemplateFailure) -> ObservationError:
 
 
 def _join_user_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with those of the user that follow each other joined by line breaks.
+    """Return messages, of which the user's that follow each other are joined by line breaks.
 
     Many templates refuse two messages of the user in a row.
     """

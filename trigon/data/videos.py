@@ -26,10 +26,9 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
-from trigon.data.bad_rows import UnusableRow
-from trigon.data.decoding import reserve_frames
-from trigon.data.images import MAX_ASPECT_RATIO
+from trigon.data.images import MAX_ASPECT_RATIO, reserve_frames
 from trigon.data.media_files import in_one_line, open_bytes, read_bytes
+from trigon.data.rows import UnusableRow
 
 Pixels = NDArray[np.uint8]
 """A frame: [height, width, 3], RGB."""

@@ -29,7 +29,7 @@ from trigon.environments.conversion import to_observation, to_step
 from trigon.environments.frames import MAX_FRAME_BYTES, Frame, FrameReader, encode_frame
 from trigon.environments.protocol import Observation
 from trigon.environments.tools import IMAGES
-from trigon.images import LazyImages
+from trigon.system.images import LazyImages
 
 _MAX_ERROR_CHARACTERS = 300
 _MAX_TRACEBACK_CHARACTERS = 4000

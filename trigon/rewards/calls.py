@@ -119,7 +119,7 @@ def with_images(reward_input: RewardInput) -> RewardInput:
     """
     if IMAGES not in reward_input:
         return reward_input
-    from trigon.images import LazyImages  # here: functions that look at no images need no Pillow
+    from trigon.system.images import LazyImages  # here: functions that look at no images need no Pillow
 
     turns = [{**turn, IMAGES: LazyImages(turn[IMAGES])} for turn in reward_input["turns"]]
     return {**reward_input, IMAGES: LazyImages(reward_input[IMAGES]), "turns": turns}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from trigon.data.dataset import Prompts
+from trigon.data.stream import Prompts
 from trigon.errors import BadRow
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect

@@ -90,17 +90,14 @@ def find_missing_header(tokenizer: Any) -> str | None:
 
     Templates without a header of the assistant need no generation prompt: None.
     """
-    from trigon.data.templates import TemplateFailure, bounded_rendering
+    from trigon.data.templates import TemplateFailure, render_chat
 
     question = [{"role": "user", "content": "A question."}]
     answered = [*question, {"role": "assistant", "content": _ANSWER}]
     try:
-        with bounded_rendering():
-            plain = tokenizer.apply_chat_template(question, tokenize=False)
-        with bounded_rendering():
-            prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-        with bounded_rendering():
-            conversation = tokenizer.apply_chat_template(answered, tokenize=False)
+        plain = render_chat(tokenizer, question)
+        prompt = render_chat(tokenizer, question, generation_prompt=True)
+        conversation = render_chat(tokenizer, answered)
     except TemplateFailure:  # it needs other messages; errors with those of a row are that row's
         return None
     if prompt != plain or _ANSWER not in conversation or not conversation.startswith(prompt.rstrip()):

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from trigon.config.schema import Config
-from trigon.data.bad_rows import Reason
-from trigon.data.columns import column_value
 from trigon.data.prompts import PromptBuilder
+from trigon.data.rows import Reason, column_value
 from trigon.system.terminal import sanitize
 from trigon.tools.check.result import Findings, Problem
 from trigon.tools.check.scanning import RowFacts, ScannedDataset
@@ -91,11 +90,11 @@ def find_unnamed_images(dataset: ScannedDataset) -> Iterator[Problem]:
         return
     first = [source.rows[row.index] for row in dataset.usable[:_ROWS_LOOKED_AT]]
     for column in source.columns:
-        if column == builder.image_key or not all(_names_image(column_value(row, column)) for row in first):
+        if column == builder.data.image_key or not all(_names_image(column_value(row, column)) for row in first):
             continue
         message = (
-            f"{dataset.spec}: column {column!r} has images, and data.image_key is {builder.image_key!r}: the model "
-            "would see none of them"
+            f"{dataset.spec}: column {column!r} has images, and data.image_key is {builder.data.image_key!r}: the "
+            "model would see none of them"
         )
         advice = f"set data.image_key={column}, and write <image> into the texts; or remove the column"
         yield Problem("dataset.unused_images", False, message, advice)

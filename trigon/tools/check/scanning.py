@@ -15,11 +15,10 @@ from PIL import Image
 from trigon.assemble.options import count_data_threads
 from trigon.config.plan import Plan, make_plan
 from trigon.config.schema import Config
-from trigon.data.bad_rows import UnusableRow
-from trigon.data.columns import column_value
 from trigon.data.dataset import PromptSet, Scan, scan, select_prompts
-from trigon.data.mixture import mix
 from trigon.data.prompts import PromptBuilder
+from trigon.data.rows import UnusableRow, column_value
+from trigon.data.stream import mix
 from trigon.errors import DataError
 from trigon.tools.check.result import CheckSkipped
 from trigon.tools.check.subject import Progress
@@ -77,7 +76,7 @@ def _scan(config: Config, builder: PromptBuilder, split: Split, spec: str, progr
     found: dict[str, RowFacts] = {}
 
     def check_row(builder: PromptBuilder, row: Mapping[str, Any], name: str) -> int:
-        found[name] = facts = RowFacts(name, int(name.rpartition(":")[2]), column_value(row, builder.answer_key))
+        found[name] = facts = RowFacts(name, int(name.rpartition(":")[2]), column_value(row, builder.data.answer_key))
         return inspect_row(builder, row, facts)
 
     with progress(f"scan {spec}", None) as advance:
@@ -128,7 +127,7 @@ def inspect_row(builder: PromptBuilder, row: Mapping[str, Any], facts: RowFacts)
 
 def _videos(row: Mapping[str, Any], builder: PromptBuilder) -> Any:
     """Return the videos of a row as it has them: files are compared by name, not by pixels."""
-    return column_value(row, builder.video_key)
+    return column_value(row, builder.data.video_key)
 
 
 def make_plan_of(config: Config, datasets: Sequence[ScannedDataset]) -> Plan:
@@ -139,21 +138,17 @@ def make_plan_of(config: Config, datasets: Sequence[ScannedDataset]) -> Plan:
     training = [each for each in datasets if each.split == "training"]
     if config.trainer.val_only:
         return make_plan(config, num_train_prompts=0)
-    prompts = [select(config, each) for each in training]
+    prompts = [select(each) for each in training]
     if not prompts:
         raise CheckSkipped("there is no training dataset")
     return make_plan(config, num_train_prompts=mix(prompts, config.data.train_weights).prompts_per_epoch)
 
 
-def select(config: Config, dataset: ScannedDataset) -> PromptSet:
+def select(dataset: ScannedDataset) -> PromptSet:
     """Return the usable prompts of a dataset. Raises: CheckSkipped if the run would not use it."""
     if dataset.scanned is None:
         raise CheckSkipped("see the check 'rows'")
     try:
-        return select_prompts(
-            dataset.scanned,
-            filter_overlong_prompts=config.data.filter_overlong_prompts,
-            max_bad_row_fraction=config.data.max_bad_row_fraction,
-        )
+        return select_prompts(dataset.scanned)
     except DataError as error:
         raise CheckSkipped("see the checks 'rows' and 'lengths'") from error

@@ -38,11 +38,10 @@ from trigon.config.options import options as config_options
 from trigon.config.paths import PYTHON_PREFIX, dataset_names
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config, describe_rewards
-from trigon.data.dataset import Prompts, PromptSet
+from trigon.data.dataset import Prompts
 from trigon.data.images import ignore_pillow_warnings
-from trigon.data.mixture import MixedPrompts, with_blank_media
-from trigon.data.python_rows import open_python_rows
-from trigon.data.sources import Source, open_source
+from trigon.data.sources import Source, open_python_rows, open_source
+from trigon.data.stream import Prompts
 from trigon.errors import ConfigError, raises_at_caller
 from trigon.metrics import values
 from trigon.models.dtypes import DTYPES
@@ -362,7 +361,7 @@ def sample(parts: _Parts, prompts: Prompts, report: Reporter) -> list[RolloutRow
 
 def evaluate_blind(
     parts: _Parts,
-    prompts: PromptSet | MixedPrompts,
+    prompts: Prompts,
     outcomes: Sequence[PromptOutcome],
     output: Path,
     accuracy: str,
@@ -380,7 +379,7 @@ def evaluate_blind(
     with RunFolder(output) as folder:
         folder.write_config(dump_config(config))
         with open_reporter(config, folder, request.console, parts.processors, (), None) as report:
-            rows = sample(parts, with_blank_media(prompts), report)
+            rows = sample(parts, prompts.with_blank_media(), report)
     blind = outcomes_of(rows, accuracy=accuracy, form=request.form, ks=request.ks)
     return Blind(
         summary=summarize(blind, accuracy=accuracy),

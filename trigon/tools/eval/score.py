@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from trigon.config.paths import nearest_path
+from trigon.data.chat_template import IMAGE_MARKER
 from trigon.data.media_files import encoded_files
-from trigon.data.messages import IMAGE_MARKER
 from trigon.errors import ConfigError, DataError, raises_at_caller
 from trigon.report.console import Console
 from trigon.report.rollouts import RolloutRow, Split, TurnRecord, find_rollouts, read_rollouts

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trigon.data.columns import column_names, column_value, has_column
+from trigon.data.rows import column_names, column_value, has_column
 from trigon.errors import DataError
 from trigon.report.rollouts import RolloutRow
 from trigon.system.suggestions import did_you_mean

@@ -67,9 +67,9 @@ def make_model(folder: Path) -> None:
     Raises: ConfigError if it could not be made.
     """
     from trigon.report.console import Console
-    from trigon.tools.quickstart.make import default_arguments, make
+    from trigon.tools.quickstart.make import make
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".tiny") as temporary:
-        if not make(Path(temporary), default_arguments(), Console()):
+        if not make(Path(temporary), Console()):
             raise ConfigError("the tiny model could not be made, see above")
         (Path(temporary) / "model").rename(folder / "model")

@@ -24,7 +24,7 @@ from trigon.config.paths import (
     split_dataset,
 )
 from trigon.config.schema import Config
-from trigon.data.bad_rows import UnusableRow
+from trigon.data.rows import UnusableRow, require_columns
 from trigon.data.sources import Source, open_source
 from trigon.errors import ConfigError, TrigonError
 from trigon.models.dimensions import Dimensions, dimensions_of
@@ -333,7 +333,7 @@ def _measure(
     for spec, weight in zip(data.train_files, _weights(config), strict=True):
         source = opened.get(spec) or open_source(spec)
         here = builder.with_default_image_dir(source.folder)
-        here.check_columns(source.columns, spec)
+        require_columns(source.columns, spec, data)
         rows = len(source.rows)
         chosen = range(rows) if rows <= MAX_MEASURED_ROWS else _evenly_spaced(rows, MAX_MEASURED_ROWS)
         usable = []

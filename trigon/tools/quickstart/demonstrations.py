@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from trigon.config.names import LearningRateSchedule, ObservationRole
-from trigon.config.schema import OptimConfig
+from trigon.config.schema import DataConfig, OptimConfig
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.prompts import PromptBuilder
 from trigon.data.turns import TurnTemplate
 from trigon.data.vision import image_processor_of
 from trigon.environments.conversion import to_observation, to_png, to_step
 from trigon.environments.protocol import Environment
-from trigon.images import LazyImages
 from trigon.models.load import Processors, load_processors
+from trigon.system.images import LazyImages
 from trigon.tools.quickstart.warm_start import as_target, warm_start_folder
 from trigon.training.optim import Schedule
 from trigon.types import EncodedMedia, TrainGroup, TrainSequence
@@ -73,7 +73,7 @@ def learn_demonstrations(
     Args:
         demonstrate: returns the episode of a number from 0; each is played once, in a thread.
         num_updates: at most; fewer if target_accuracy is reached. target_accuracy, batch_size,
-            learning_rate: see warm_start. The accuracy is that of turns.
+            learning_rate: see warm_start_folder. The accuracy is that of turns.
         scheduler: of the learning rate, after ten updates in which it rises.
         seed: of the order of the episodes.
         max_turns: turns after which an episode ends if its environment does not end it.
@@ -87,15 +87,7 @@ def learn_demonstrations(
     builders = {
         shows_tools: PromptBuilder(
             processors,
-            prompt_key="problem",
-            answer_key="answer",
-            image_key="images",
-            image_dir=None,
-            format_prompt=None,
-            system_prompt=None,
-            max_prompt_length=4096,
-            max_image_pixels=_MAX_IMAGE_PIXELS,
-            limit_images=0,
+            DataConfig(prompt_key="problem", max_prompt_length=4096, max_image_pixels=_MAX_IMAGE_PIXELS),
             process_images=False,
             tools=tools if shows_tools else (),
             generation_prompt=not opens,
@@ -105,7 +97,7 @@ def learn_demonstrations(
     template = TurnTemplate(processors, tools=tools, max_image_pixels=_MAX_IMAGE_PIXELS)
     image_processor = image_processor_of(processors)
     assert image_processor is not None, "a tiny model that takes images"
-    # The maker of examples uses it in a thread, which has ended when warm_start returns or raises.
+    # The maker of examples uses it in a thread, which ends before warm_start_folder does.
     with closing(
         MediaProcessor(image_processor, max_image_pixels=_MAX_IMAGE_PIXELS, num_workers=1, max_bytes=1 << 28)
     ) as media:

@@ -2,7 +2,7 @@
 
 A drawing is a square of unit cells, some of them shaded; the problem is to find the shaded area.
 The text is the same for every row, the areas are equally frequent, and positions and colours are
-random, so that without the image the accuracy is that of chance, 1 / NUM_ANSWERS.
+random, so that without the image the accuracy is 1 / NUM_ANSWERS.
 """
 
 from __future__ import annotations

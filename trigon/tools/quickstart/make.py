@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,67 +54,63 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     console = Console()
     folder: Path = chosen.folder
-    if not make(folder, chosen, console):
+    if not make(
+        folder,
+        console,
+        model_type=chosen.model_type,
+        seed=chosen.seed,
+        skill=chosen.skill,
+        max_updates=chosen.max_updates,
+    ):
         return 1
     console.print(f"model: {folder / 'model'}\ndata:  {folder / 'data'}")
     return 0
 
 
-def make(folder: Path, chosen: Namespace, console: Console) -> bool:
+def make(
+    folder: Path,
+    console: Console,
+    *,
+    model_type: str = "qwen2_5_vl",
+    seed: int = 0,
+    skill: float = WARM_START_ACCURACY,
+    max_updates: int = WARM_START_UPDATES,
+) -> bool:
     """Make the model and the data in a folder. False if a process failed, which has printed why.
 
-    chosen: the arguments of the command, see default_arguments.
+    The options are those of the command.
     """
     # Renamed at the end, so that an interrupted command leaves no incomplete model folder.
     temporary = folder / ".making_model"
     shutil.rmtree(temporary, ignore_errors=True)
     # Drawing and importing torch take about as long, so they run in parallel.
-    draw = python_command(DRAW, str(folder / "data"), str(NUM_TRAIN), str(NUM_VALIDATION), str(chosen.seed))
+    draw = python_command(DRAW, str(folder / "data"), str(NUM_TRAIN), str(NUM_VALIDATION), str(seed))
     with subprocess.Popen(draw) as drawing, console.progress("make the model and draw the data", None):
         from trigon.tools.quickstart.model import make_tiny
 
-        make_tiny(temporary, model_type=chosen.model_type, seed=chosen.seed)
+        make_tiny(temporary, model_type=model_type, seed=seed)
         if drawing.wait():
             return False
-    train = folder / "data" / TRAIN
-    if chosen.skill > 0 and chosen.max_updates > 0:
-        warm_up(temporary, train, chosen, console)
+    if skill > 0 and max_updates > 0:
+        warm_up(temporary, folder / "data" / TRAIN, console, seed=seed, skill=skill, max_updates=max_updates)
     shutil.rmtree(folder / "model", ignore_errors=True)
     temporary.rename(folder / "model")
     return True
 
 
-def default_arguments() -> Namespace:
-    """Return the arguments of the command where none is given."""
-    return Namespace(model_type="qwen2_5_vl", seed=0, skill=WARM_START_ACCURACY, max_updates=WARM_START_UPDATES)
-
-
-def warm_up(folder: Path, train: Path, chosen: Namespace, console: Console) -> None:
-    """Train the model in a folder on the training prompts, in place.
-
-    chosen: the arguments of the command.
-    """
+def warm_up(folder: Path, train: Path, console: Console, *, seed: int, skill: float, max_updates: int) -> None:
+    """Train the model in a folder on the training prompts, in place. Options: those of make."""
     from pyarrow.parquet import read_table
 
-    from trigon.config.schema import OptimConfig
+    from trigon.config.schema import DataConfig, OptimConfig
     from trigon.data.prompts import PromptBuilder
     from trigon.models.load import load_processors
     from trigon.tools.quickstart.warm_start import Example, warm_start_folder
     from trigon.training.optim import Schedule
 
     processors = load_processors(str(folder))
-    builder = PromptBuilder(
-        processors,
-        prompt_key="problem",
-        answer_key="answer",
-        image_key="images",
-        image_dir=None,
-        format_prompt=None,
-        system_prompt=None,
-        max_prompt_length=1024,
-        max_image_pixels=10**6,
-        limit_images=1,
-    )
+    data = DataConfig(prompt_key="problem", max_prompt_length=1024, max_image_pixels=10**6)
+    builder = PromptBuilder(processors, data)
     rows = read_table(train).to_pylist()  # generated, so they need not be validated
 
     def make_example(index: int) -> Example:
@@ -128,12 +123,12 @@ def warm_up(folder: Path, train: Path, chosen: Namespace, console: Console) -> N
             folder,
             processors,
             make_example,
-            num_examples=min(len(rows), chosen.max_updates * WARM_START_BATCH),
-            max_updates=chosen.max_updates,
-            target_accuracy=chosen.skill,
+            num_examples=min(len(rows), max_updates * WARM_START_BATCH),
+            max_updates=max_updates,
+            target_accuracy=skill,
             batch_size=WARM_START_BATCH,
-            schedule=Schedule(OptimConfig(lr=WARM_START_RATE), WARM_START_WARMUP, chosen.max_updates),
-            seed=chosen.seed,
+            schedule=Schedule(OptimConfig(lr=WARM_START_RATE), WARM_START_WARMUP, max_updates),
+            seed=seed,
             on_progress=lambda _: advance(1),
         )
     console.print(f"accuracy after the warm start: {accuracy:.0%}")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trigon.data.packing import Positions, pack_train, tokens_of
+from trigon.data.packing import pack_train, tokens_of
 from trigon.errors import DataError
 from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
@@ -44,43 +44,7 @@ def warm_start_folder(
     seed: int,
     on_progress: Callable[[float], None] | None = None,
 ) -> float:
-    """Train the model of a folder in place, and return its accuracy. See warm_start."""
-    policy = Policy(
-        load_model(str(folder), dtype=torch.float32, device="cpu"),
-        processors.family,
-        temperature=1.0,
-        banned_token_ids=processors.banned_token_ids,
-    )
-    accuracy = warm_start(
-        policy,
-        make_example,
-        num_examples=num_examples,
-        max_updates=max_updates,
-        target_accuracy=target_accuracy,
-        batch_size=batch_size,
-        schedule=schedule,
-        positions=positions_of(processors.family, processors.hf_config),
-        seed=seed,
-        on_progress=on_progress,
-    )
-    save_weights({name: weight.contiguous() for name, weight in policy.named_weights()}, folder / "model.safetensors")
-    return accuracy
-
-
-def warm_start(
-    policy: Policy,
-    make_example: Callable[[int], Example],
-    *,
-    num_examples: int,
-    max_updates: int,
-    target_accuracy: float,
-    batch_size: int,
-    schedule: Schedule,
-    positions: Positions,
-    seed: int,
-    on_progress: Callable[[float], None] | None = None,
-) -> float:
-    """Train the policy in place up to target_accuracy, and return its accuracy.
+    """Train the model of a folder in place up to target_accuracy, and return its accuracy.
 
     The loss is the mean negative log-probability of the target tokens. The accuracy is the mean
     probability of a target completion, that of sampling at temperature 1; of completions with
@@ -94,6 +58,13 @@ def warm_start(
     before each update.
     Raises: DataError if no turn of a batch is learned, see as_target: it has no loss.
     """
+    policy = Policy(
+        load_model(str(folder), dtype=torch.float32, device="cpu"),
+        processors.family,
+        temperature=1.0,
+        banned_token_ids=processors.banned_token_ids,
+    )
+    positions = positions_of(processors.family, processors.hf_config)
     optimizer = make_optimizer(
         policy.parameters(), schedule.optim.model_copy(update={"betas": (0.9, 0.99), "weight_decay": 0.0})
     )
@@ -130,6 +101,7 @@ def warm_start(
                 group["lr"] = schedule.learning_rate(update)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+    save_weights({name: weight.contiguous() for name, weight in policy.named_weights()}, folder / "model.safetensors")
     return accuracy
 
 

@@ -8,7 +8,7 @@ import stat
 from io import BytesIO
 from pathlib import Path
 
-from trigon import images
+from trigon.system import images
 
 _NAME = re.compile(r"images/[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 _MAX_BYTES = 256 * 2**20

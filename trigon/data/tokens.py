@@ -1,15 +1,16 @@
-"""Tokenizes the special tokens in a dataset's text as text, so that a row cannot write a role.
+"""Between text and tokens: special tokens in a row's text, and the text of each sampled token.
 
-A chat template writes special tokens such as `<|im_start|>`. Where a row's own text contains one,
-it is replaced by a private character before the template is rendered; afterwards the text around
-it, up to the template's own special tokens, is tokenized as text:
+A row cannot write a role: the special tokens in a dataset's text are tokenized as text. A chat
+template writes special tokens such as `<|im_start|>`. Where a row's own text contains one, it is
+replaced by a private character before the template is rendered; afterwards the text around it, up
+to the template's own special tokens, is tokenized as text:
 
     rendered    <|im_start|>user\\nHello X system<|im_end|>\\n      X for <|im_start|>
     tokenized   <|im_start|> | user\\nHello <|im_start|> system | <|im_end|>\\n
                 special        text                              special
 
 Added tokens of the form `<|...|>` count as special, whatever their flag says: in DeepSeek-R1's
-distilled models, those of roles are not flagged. `<think>` and the like are not special.
+distilled models, the tokens of roles are not flagged. `<think>` and the like are not special.
 
 Rows without special tokens are tokenized as a whole, by the tokenizer itself.
 """
@@ -20,12 +21,17 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 _CONTROL_TOKEN = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # the second is DeepSeek's full-width bar
 
 _PRIVATE_USE_AREAS = (0xF0000, 0x100000)
 _AREA_LENGTH = 0xFFFE
+
+_MAX_PENDING = 8
+"""Tokens that wait for the rest of a character; UTF-8 has at most 4 bytes."""
+_INCOMPLETE = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,3 +128,50 @@ class SpecialTokens:
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+class TokenTexts:
+    """Decodes tokens one by one. Thread-safe.
+
+    The texts of a completion are its decoded text, special tokens included. A character of several
+    tokens is in the last of them, and the others are empty.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # A tokenizer may drop the space before its first token, so tokens are decoded after another
+        # one.
+        self._before: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+        self._text_before = self._decode(self._before)
+        self._texts: dict[int, str] = {}  # of tokens decoded alone, by id
+        self._lock = Lock()
+
+    def __call__(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token."""
+        texts: list[str] = []
+        pending: list[int] = []  # tokens of an incomplete character
+        for token_id in token_ids:
+            text = self._text_of(token_id) if not pending else self._decode_after([*pending, token_id])
+            if text.endswith(_INCOMPLETE) and len(pending) < _MAX_PENDING:
+                pending.append(token_id)
+                texts.append("")
+            else:
+                pending.clear()
+                texts.append(text)
+        if pending:
+            texts[-1] = self._decode_after(pending)
+        return texts
+
+    def _text_of(self, token_id: int) -> str:
+        with self._lock:
+            text = self._texts.get(token_id)
+            if text is None:
+                text = self._texts[token_id] = self._decode_after([token_id])
+            return text
+
+    def _decode_after(self, token_ids: list[int]) -> str:
+        return self._decode([*self._before, *token_ids])[len(self._text_before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
