@@ -38,7 +38,6 @@ from trigon.config.options import options as config_options
 from trigon.config.paths import PYTHON_PREFIX, dataset_names
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config, describe_rewards
-from trigon.data.dataset import Prompts
 from trigon.data.images import ignore_pillow_warnings
 from trigon.data.sources import Source, open_python_rows, open_source
 from trigon.data.stream import Prompts
