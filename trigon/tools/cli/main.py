@@ -65,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments, or the configuration (ConfigError); arguments that a parser rejects end the process.
     `trigon train` adds those of other signals (cli/train.py, EXIT_SIGNAL).
     """
+    if "_ARGCOMPLETE" in os.environ:  # set by the scripts of `trigon completion`
+        importlib.import_module(COMMANDS["completion"][0]).complete(COMMANDS)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for locales that are not UTF-8
     try:
