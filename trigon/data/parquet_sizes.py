@@ -7,6 +7,7 @@ megabyte ten thousand times, or a list of a billion nulls.
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import lru_cache
 from pathlib import Path
 
 from trigon.errors import DataError
@@ -30,12 +31,17 @@ def check_parquet_size(path: Path) -> None:
     """Raise DataError if the values of a Parquet file take far more memory than the file.
 
     A damaged file is left to its reader. Decodes columns whose values are repeated, in small
-    batches.
+    batches. A file is read once, until it changes.
     """
+    status = path.stat()
+    _check(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=1000)
+def _check(path: Path, num_bytes: int, changed: int) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    num_bytes = path.stat().st_size
     allowed = max(MIN_ALLOWED_BYTES, MAX_EXPANSION * num_bytes)
     least = 0
     most: dict[str, int] = defaultdict(int)

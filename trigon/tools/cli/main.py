@@ -39,10 +39,7 @@ COMMANDS = {
     "quickstart": ("trigon.tools.quickstart.quickstart", "make a tiny model and its data, train it and export it"),
     "tiny": ("trigon.tools.quickstart.make", "make a tiny model and its data"),
     "options": ("trigon.tools.cli.options", "explain options of the configuration: trigon options lr"),
-    "doctor": (
-        "trigon.tools.cli.doctor",
-        "check this machine; --gpu: kernels, training, vLLM, memory and speed too",
-    ),
+    "doctor": ("trigon.tools.cli.doctor", "show versions and devices of this machine, and train two tiny steps on it"),
     "completion": ("trigon.tools.cli.completion", "print a script that completes commands and options in a shell"),
 }
 
