@@ -255,6 +255,21 @@ def test_workers_that_cannot_connect(run, monkeypatch):
     assert kinds_of(found_by(check_network, run)) == ["network.loopback"]
 
 
+def test_a_model_that_the_workers_cannot_divide(run):
+    run.options |= {"worker.rollout.name": "vllm", "trainer.n_gpus_per_node": 8}
+    for option in ("worker.rollout.tensor_parallel_size", "worker.actor.ulysses_sequence_parallel_size"):
+        run.options[option] = 8
+        [problem] = found_by(check_model, run).problems
+        del run.options[option]
+        assert (problem.kind, option in problem.message) == ("model.unusable", True)
+
+
+def test_an_option_for_another_device(run):
+    run.options |= {"worker.rollout.name": "vllm", "worker.rollout.async_scheduling": "true"}
+    [problem] = found_by(check_devices, run, MACHINE).problems
+    assert (problem.kind, "worker.rollout.async_scheduling" in problem.message) == ("configuration.warning", True)
+
+
 def test_tight_memory(run):
     model = check_model(Result("model"), inspect_config(None, run.write()).loaded.config)
     roomy, tight = Result("memory"), Result("memory")

@@ -13,6 +13,7 @@ from trigon.assemble import memory_check
 from trigon.assemble.memory import count_checkpoint_bytes
 from trigon.assemble.memory_table import Hardware, format_gib
 from trigon.assemble.models import choose_device_type, choose_kernel
+from trigon.config.checks import find_device_warnings
 from trigon.config.defaults import resolve_run_folder
 from trigon.config.plan import num_devices, workers_per_machine
 from trigon.config.schema import Config
@@ -75,6 +76,8 @@ def check_devices(result: Result, config: Config, machine: Machine) -> None:
             choose_kernel(config, torch.device(device))
         except (ConfigError, ModelError) as error:
             result.fail("devices.kernel", str(error))
+    for text in find_device_warnings(config, device):
+        result.warn("configuration.warning", text)
     there = f"{len(machine.gpus)} GPUs and {machine.num_cpus} usable CPUs here"
     result.summary = f"{wanted} worker{'s' * (wanted > 1)} on {device}; {there}"
 
