@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +36,13 @@ def test_the_versions_of_this_environment_fit_and_are_printed(tmp_path, capsys):
     out = capsys.readouterr().out
     assert all(line in out for line in result.text.splitlines() if not line.startswith(("memory", "disk")))
     assert "1 passed" in out
+
+
+def test_without_torch_the_command_that_installs_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = Result("machine")
+    check_machine(result, tmp_path)
+    assert "[gpu]" in result.problems[0].advice
 
 
 @pytest.mark.extended

