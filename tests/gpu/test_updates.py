@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from support.engines import to_train
 from support.gpu import Figures, Machine, bytes_text
 from trigon.assemble.data import open_processors
 from trigon.assemble.models import DevicePlacement, choose_device, open_models
@@ -26,7 +26,6 @@ from trigon.training.host_waits import host_waits
 from trigon.training.local import LocalTrainEngine
 from trigon.training.memory import memory_of
 from trigon.training.parallel import SingleProcess
-from trigon.types import RolloutGroup, TrainGroup, TrainSequence
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 
@@ -88,7 +87,7 @@ def update(machine: Machine) -> Figures:
     figures = Figures()
     trainer = open_trainer(machine)
     groups = make_groups(trainer.policy.model.config, MANY, 1.0 if machine.on_gpu else 0.1, seed=0)
-    train_groups = to_train(groups)
+    train_groups = to_train(groups, advantages=(1.0, -1.0, 1.0, -1.0, 1.0))
     longest = max(len(g.prompt.token_ids) + sum(len(r.completion.token_ids) for r in g.rollouts) for g in groups)
     trainer.use_budgets(update_max_tokens=longest, score_max_tokens=longest)
     compare_pass(figures, trainer, torch.device(machine.device))
@@ -181,25 +180,3 @@ def open_trainer(machine: Machine) -> LocalTrainEngine:
     place = DevicePlacement(choose_device(config), SingleProcess())
     trainer, _ = open_models(config, open_processors(config), make_plan(config, num_train_prompts=MANY), place)
     return trainer
-
-
-def to_train(groups: Sequence[RolloutGroup]) -> list[TrainGroup]:
-    """Return the groups with an advantage for each completion."""
-    return [
-        TrainGroup(
-            group.prompt,
-            tuple(
-                TrainSequence(
-                    token_ids=rollout.completion.token_ids,
-                    loss_mask=torch.ones(length),
-                    advantages=torch.full((length,), 1.0 if index % 2 else -1.0),
-                    sampling_logprobs=torch.full((length,), -1.0),
-                    old_logprobs=None,
-                    ref_logprobs=None,
-                )
-                for index, rollout in enumerate(group.rollouts)
-                for length in [len(rollout.completion.token_ids)]
-            ),
-        )
-        for group in groups
-    ]

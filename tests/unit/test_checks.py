@@ -82,6 +82,7 @@ def test_without_the_model_rows_and_rewards_are_checked(run):
     status = {result.name: result.status for result in report.results}
     needs_model = {name for name, each in status.items() if each == "skipped"} - {"network"}
     assert needs_model == {"memory", "environment", "template", "lengths", "prompt", "episode", "disk"}
+    assert report.result("memory").skipped == "see the check 'model'"
     run.train[3]["images"] = ["absent.png"]
     assert found(check(run)) == {"model.unusable", "rows.image_missing"}
 
@@ -166,14 +167,6 @@ def test_an_invalid_option_skips_only_the_checks_that_read_it(run):
     for name in ("model", "devices", "loggers"):
         assert report.result(name).status == "pass"
     assert "trainer.save_freq" in report.result("disk").skipped
-
-
-def test_a_model_that_cannot_be_had_skips_what_needs_it(run):
-    run.options["worker.actor.model.model_path"] = "nobody/nothing"
-    report = check(run)
-    assert found(report) == {"model.unusable"}, shown(report)
-    assert report.result("memory").skipped == "see the check 'model'"
-    assert report.result("rows").status == "pass"
 
 
 def test_no_weights_are_read(run, tiny_vlm, tmp_path):
