@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trigon.config.load import InspectedConfig, inspect_config
-from trigon.errors import ConfigError, TrigonError
+from trigon.config.schema import Config
+from trigon.errors import TrigonError
 from trigon.tools.check.result import Missing, Progress, Report, Result, Skipped, no_progress
 
 if TYPE_CHECKING:
@@ -26,10 +27,11 @@ _DATA = ("worker.actor.model.", "data.", "worker.rollout.limit_images")
 class Checks:
     """Runs checks one after the other, and collects their results."""
 
-    def __init__(self, uncertain: Sequence[str], on_result: Callable[[Result], None] | None) -> None:
-        """uncertain: options whose value is invalid. on_result: called with each result."""
+    def __init__(self, on_result: Callable[[Result], None] | None) -> None:
+        """on_result: called with each result as soon as it is there."""
         self.results: list[Result] = []
-        self._uncertain = uncertain
+        self.uncertain: Sequence[str] = ()
+        """Options whose value is invalid, by name."""
         self._on_result = on_result
 
     def run(
@@ -46,7 +48,7 @@ class Checks:
         start = time.monotonic()
         result = Result(name)
         made: Any = None
-        invalid = [option for option in self._uncertain if option.startswith(tuple(reads))]
+        invalid = [option for option in self.uncertain if option.startswith(tuple(reads))]
         missing = [part.reason for part in parts if isinstance(part, Missing)]
         if invalid:
             result.skipped = f"{invalid[0]} is invalid or misspelt, see the check 'configuration'"
@@ -86,35 +88,29 @@ def check_run(
     Raises: nothing that the run would raise: each error is a problem of the report.
     """
     start = time.monotonic()
-    try:
-        inspected = inspect_config(path, overrides)
-    except ConfigError as error:
-        checks = Checks((), on_result)
-        checks.run("configuration", "configuration.invalid", _fail, error)
-    else:
-        checks = Checks(sorted(inspected.uncertain), on_result)
-        checks.run("configuration", "configuration.invalid", check_configuration, inspected)
+    checks = Checks(on_result)
+    inspected = checks.run("configuration", "configuration.invalid", read_configuration, path, overrides)
+    if not isinstance(inspected, Missing):
+        checks.uncertain = sorted(inspected.uncertain)
         with ExitStack() as stack:
-            _check_parts(checks, inspected, stack, machine, has_cluster, progress)
+            _check_parts(checks, inspected.loaded.config, stack, machine, has_cluster, progress)
     return Report(checks.results, time.monotonic() - start)
 
 
-def _fail(result: Result, error: ConfigError) -> None:
-    raise error
-
-
-def check_configuration(result: Result, inspected: InspectedConfig) -> None:
-    """Report the problems and warnings of a configuration, all at once."""
+def read_configuration(result: Result, path: Path | None, overrides: Sequence[str]) -> InspectedConfig:
+    """Read the configuration, and report its problems and warnings, all at once."""
+    inspected = inspect_config(path, overrides)
     for text in inspected.problems:
         result.fail("configuration.invalid", text)
     for text in inspected.loaded.warnings:
         result.warn("configuration.warning", text)
     result.summary = f"{len(inspected.loaded.sources)} options are set, all others have their defaults"
+    return inspected
 
 
 def _check_parts(
     checks: Checks,
-    inspected: InspectedConfig,
+    config: Config,
     stack: ExitStack,
     given_machine: Machine | None,
     has_cluster: bool,
@@ -126,7 +122,7 @@ def _check_parts(
     """
     from trigon.tools.check.environment import check_versions
 
-    config, run = inspected.loaded.config, checks.run
+    run = checks.run
     run("versions", "versions.package", check_versions, config)
     # After the versions, since a package may be missing.
     from trigon.tools.check import dataset, lengths, machine, model, rewards

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
     print(f"trigon {__version__}", flush=True)
     start = time.monotonic()
-    checks = Checks((), lambda result: print(console_lines(result), flush=True))
+    checks = Checks(lambda result: print(console_lines(result), flush=True))
     checks.run("machine", "machine", check_machine, Path.cwd())
     if not chosen.versions:
         with StopSignals().handled():  # so that the processes of the training end with this one
