@@ -1,8 +1,7 @@
 """Opens what needs no heavy library, so that errors of data, model folder and reward come at once.
 
-torch, transformers and vLLM take ten seconds and more to import. What is opened here is not opened
-again; what cannot be known yet (datasets and models of a hub, rewards that look at images) is
-checked later, like everything else.
+torch, transformers and vLLM take ten seconds or more to import. What is opened here is not opened
+again. Datasets and models of a hub, and reward functions that take images, are checked later.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class FirstCall:
     """The first call of a reward function, on dummy completions of the first rows, in a thread."""
 
     def __init__(self, rewards: RewardPool, prompts: Iterator[Prompt]) -> None:
-        """Start the call. prompts: of which the first few are tried."""
+        """Start the call. prompts: the first few are tried."""
         self._rewards = rewards
         self._prompts = prompts
         self._error: RewardError | None = None
@@ -59,7 +58,7 @@ class FirstCall:
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for the end of the call, and return whether the function has scored a row.
 
-        False after so many seconds too, and for a function that looks at images, which is not
+        False also if the call takes longer, and for a function that takes images, which is not
         called here.
         Raises: RewardError if the function cannot be loaded, or fails on each of the rows.
         """
@@ -95,7 +94,8 @@ class FirstCall:
 class Opened:
     """The datasets that are open, by their texts in the options, and the reward workers.
 
-    first_call, val_first_call: of the reward functions.
+    first_call: the first call of the training reward function. val_first_call: that of the reward
+    function of validation, if it has its own.
     """
 
     sources: Mapping[str, Source]

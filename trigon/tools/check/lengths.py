@@ -14,10 +14,10 @@ from trigon.tools.check.model import Model
 from trigon.tools.check.result import Result
 
 WARN_FRACTION = 0.05
-"""A warning from this fraction of rows on that are lost to their length."""
+"""The least fraction of rows lost to their length that is a warning."""
 
 FAIL_FRACTION = 0.20
-"""A failure from this fraction of rows on that are lost to their length."""
+"""The least fraction of rows lost to their length that is a failure."""
 
 _NUM_BARS = 8
 _BAR_CHARACTERS = 40
@@ -59,9 +59,9 @@ def check_lengths(result: Result, model: Model, datasets: Sequence[ScannedDatase
 
 
 def advise(config: Config, processors: Processors, rows: Sequence[RowFacts]) -> str:
-    """Return which option to change, and to what, for all prompts to fit. rows: all of them.
+    """Return which option to change, and to what, so that the prompts of all rows fit.
 
-    max_pixels is named first if images have most of the tokens that are too many.
+    max_pixels is named first if images have most of the tokens of the prompts that are too long.
     """
     longest = max(row.num_tokens for row in rows)
     by_length = f"raise data.max_prompt_length to {longest}, which needs more memory"
@@ -82,7 +82,7 @@ def advise(config: Config, processors: Processors, rows: Sequence[RowFacts]) -> 
 def find_max_pixels(config: Config, processors: Processors, lost: Sequence[RowFacts]) -> int | None:
     """Return the largest data.max_pixels with which the rows that are too long fit.
 
-    None if there is none, as where the text alone is too long, or the model takes tiles.
+    None if no value helps: the text alone is too long, or the model takes tiles.
     """
     if not processors.family.has_vision or processors.family.tiles:
         return None

@@ -27,7 +27,7 @@ from trigon.tools.check.result import Result, Skipped
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU of this machine. total_bytes, free_bytes: of its memory."""
+    """A GPU of this machine, with its memory."""
 
     name: str
     total_bytes: int
@@ -38,9 +38,9 @@ class Gpu:
 class Machine:
     """The machine on which a run is to start.
 
-    gpus: that torch finds. host_bytes: memory; None if it cannot be read. free_disk_bytes: of the
-    disk of the run folder. has_cluster: workers may start on other machines, those of a Ray cluster
-    that is running, so that the GPUs of this machine say nothing about them.
+    gpus: the GPUs that torch finds. host_bytes: its memory; None if it cannot be read.
+    free_disk_bytes: free space on the disk of the run folder. has_cluster: workers may start on
+    other machines of a running Ray cluster, whose GPUs are not known here.
     """
 
     gpus: tuple[Gpu, ...]

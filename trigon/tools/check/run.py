@@ -40,10 +40,11 @@ class Checks:
         """Run one check, and return the part of the run that it makes, or Missing.
 
         Args:
-            kind: of the problem if the check raises a TrigonError.
+            kind: the kind of problem that a TrigonError of the check is.
             check: called with its Result, the parts and the options.
-            parts: of the run. With a missing one the check is skipped.
-            reads: options without which the check says nothing, and beginnings of their names.
+            parts: parts of the run; if one is Missing, the check is skipped.
+            reads: names of options, or their beginnings; if the value of one is invalid, the check
+                is skipped.
         """
         start = time.monotonic()
         result = Result(name)
