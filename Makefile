@@ -31,11 +31,14 @@ setup: $(VENV)/.ready ## create .venv with the tested versions (CPU)
 quickstart: $(VENV)/.ready ## set up, then train a tiny vision-language model and export it
 	$(VENV)/bin/trigon quickstart
 
-# The GPU environment is the user's: `trigon` on PATH, else .venv, else python3 with what it has.
-gpu-check: ## check GPUs, versions, kernels, training, vLLM, memory and speed (ten minutes on a GPU), and write a report
-	@if command -v trigon >/dev/null; then trigon doctor --gpu; \
-	elif [ -x $(VENV)/bin/trigon ]; then $(VENV)/bin/trigon doctor --gpu; \
-	else python3 -m trigon doctor --gpu; fi
+# The GPU environment is the user's: that of `trigon` on PATH, else .venv, else python3 with what it has.
+gpu-check: SHELL := bash
+gpu-check: .SHELLFLAGS := -o pipefail -c
+gpu-check: ## versions and devices, then the tests for a GPU: kernels, updates, vLLM, runs, speed (ten minutes on a GPU)
+	@if command -v trigon >/dev/null; then python=$$(dirname $$(command -v trigon))/python; \
+	elif [ -x $(VENV)/bin/python ]; then python=$(VENV)/bin/python; else python=python3; fi; \
+	mkdir -p runs; \
+	{ $$python -m trigon doctor --versions; $$python -m pytest -W default $(DURATIONS) tests/gpu; } 2>&1 | tee runs/gpu-check.txt
 
 test: lint ## lint, types, unit tests, invariants, and one run of each kind (about 8 minutes on 2 cores)
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "not alone and not extended and not long"
@@ -46,7 +49,7 @@ test-all: test ## the same, then every algorithm and model family, recipes and c
 	$(VENV)/$(PYTEST) $(DURATIONS) -m "extended and not long and alone"
 
 test-long: $(VENV)/.ready laptop-model ## what test-all leaves out: the other recipes, layouts and episodes, and faults that take minutes
-	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "long and not alone"
+	TRIGON_GPU_TESTS=cpu $(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "long and not alone"
 	$(VENV)/$(PYTEST) $(DURATIONS) -m "long and alone"
 
 test-unit: $(VENV)/.ready ## unit tests only

@@ -35,7 +35,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import kernel_errors
 import torch
+from random_models import COMPLETIONS, MODELS, lengths_of, make_groups, make_model
 from torch import Tensor
 
 from trigon.data.packing import by_group, pack_rollouts
@@ -46,8 +48,6 @@ from trigon.models.kernels import Kernel
 from trigon.models.policy import Policy
 from trigon.models.positions import prompt_positions
 from trigon.models.vision_encoder import use_patch_projection
-from trigon.tools.doctor import kernel_errors
-from trigon.tools.doctor.random_models import COMPLETIONS, MODELS, lengths_of, make_groups, make_model
 from trigon.types import Prompt, RolloutGroup
 
 _COUNTINGS: tuple[Counting, ...] = ("shared", "repeated")

@@ -1,6 +1,6 @@
-"""Writes the example and the tables of docs/check.md: `python scripts/check_page.py`.
+"""Writes the example of docs/check.md: `python scripts/check_page.py`.
 
-With --check they are only compared.
+With --check it is only compared.
 
 The example is a small run with three planted faults, on a machine with fixed sizes. What depends on
 this machine is replaced: versions, folders, seconds.
@@ -17,10 +17,9 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from trigon.tools.check.catalogue import CHECKS, CONFIGURATION, check_run
 from trigon.tools.check.machine import Machine
-from trigon.tools.check.report import console_lines, summary
-from trigon.tools.check.result import KINDS, Findings, Result
+from trigon.tools.check.result import Result, console_lines, count_statuses
+from trigon.tools.check.run import check_run
 from trigon.tools.quickstart.drawings import PROBLEM, draw
 
 PAGE = Path(__file__).parents[1] / "docs" / "check.md"
@@ -71,7 +70,7 @@ def example() -> str:
             os.chdir(before)
     # Before the text is broken into lines, since temporary folders have names of different lengths.
     results = [in_folder(result, folder, "/runs/first") for result in report.results]
-    text = "\n".join([*map(console_lines, results), "", summary(report)])
+    text = "\n".join([*map(console_lines, results), "", f"{count_statuses(report)}: the run would fail"])
     text = re.sub(r"(?m)^(pass      versions      ).*(?:\n {24}.*)*", r"\1...", text)
     return re.sub(r"in [\d.]+ s:", "in ... s:", text)
 
@@ -82,34 +81,19 @@ def in_folder(result: Result, folder: Path, shown: str) -> Result:
     def renamed(text: str) -> str:
         return text.replace(str(folder), shown)
 
-    problems = tuple(
+    problems = [
         replace(p, message=renamed(p.message), advice=renamed(p.advice), examples=tuple(map(renamed, p.examples)))
-        for p in result.findings.problems
-    )
-    text, brief = renamed(result.findings.text), renamed(result.findings.summary)
-    return replace(
-        result, reason=renamed(result.reason), findings=Findings(summary=brief, problems=problems, text=text)
-    )
-
-
-def table() -> str:
-    """Return the table of the checks, with the kinds of problems of each."""
-    groups: dict[str, list[str]] = {}
-    for kind, meaning in KINDS.items():
-        groups.setdefault(kind.partition(".")[0], []).append(f"| `{kind}` | {meaning} |")
-    lines = ["| kind of problem | meaning |", "|---|---|", *(line for group in groups.values() for line in group)]
-    titles = [f"| `{CONFIGURATION}` | all options, at once |", *(f"| `{c.name}` | {c.title} |" for c in CHECKS)]
-    return "\n".join(["| check | what it is about |", "|---|---|", *titles, "", *lines])
+        for p in result.problems
+    ]
+    texts = {name: renamed(getattr(result, name)) for name in ("summary", "text", "skipped")}
+    return replace(result, problems=problems, **texts)
 
 
 def page(text: str) -> str:
     """Return the page with its generated parts written again."""
-    parts = {"example": f"```text\n{example()}\n```", "kinds": table()}
-    for name, part in parts.items():
-        begin, end = f"<!-- {name}: written by scripts/check_page.py -->", "<!-- end -->"
-        head, _, rest = text.partition(begin)
-        text = f"{head}{begin}\n{part}\n{end}{rest.partition(end)[2]}"
-    return text
+    begin, end = "<!-- example: written by scripts/check_page.py -->", "<!-- end -->"
+    head, _, rest = text.partition(begin)
+    return f"{head}{begin}\n```text\n{example()}\n```\n{end}{rest.partition(end)[2]}"
 
 
 def main() -> int:

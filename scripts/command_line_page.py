@@ -38,8 +38,8 @@ INTRODUCTION = """\
 ## Completion in the shell
 
 Commands, flags, files, options part by part (`data.`, then `data.max_pixels=`) and their values are
-completed with the tab key. The script has all names in it and starts no Python; write it again
-after an update.
+completed with the tab key. The script asks `trigon` at each press of the key, which takes a quarter
+of a second, so it need not be written again after an update.
 
 ```bash
 mkdir -p ~/.local/share/bash-completion/completions

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from trigon.config.schema import Config
+from trigon.tools.check.dataset import CONSTANT_FRACTION
 from trigon.tools.check.lengths import FAIL_FRACTION, WARN_FRACTION
 from trigon.tools.check.rewards import MAX_SECONDS, NUM_TRIED
-from trigon.tools.check.rows import CONSTANT_FRACTION
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "check.md").read_text(encoding="utf-8")

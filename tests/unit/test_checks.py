@@ -22,10 +22,10 @@ from support.planted import FAULTS, GIB, MACHINE, MAZE, TOGETHER, TOOL, good_run
 from support.recipes import EXAMPLES, ROOT, arguments_of
 from trigon.config.load import inspect_config, load_config, split_arguments
 from trigon.data.rows import Reason
+from trigon.errors import ConfigError
 from trigon.models.load import copy_side_files
 from trigon.system.json_files import read_json_object
-from trigon.tools.check.catalogue import CHECKS, check_run
-from trigon.tools.check.completions import asked_formats, final_answer
+from trigon.tools.check.dataset import ADVICE, share
 from trigon.tools.check.machine import (
     Gpu,
     check_devices,
@@ -35,11 +35,12 @@ from trigon.tools.check.machine import (
     count_checkpoints,
 )
 from trigon.tools.check.model import check_model, find_missing_header
-from trigon.tools.check.result import KINDS
-from trigon.tools.check.rows import _ADVICE, share
-from trigon.tools.check.subject import Subject, no_progress
+from trigon.tools.check.result import Result
+from trigon.tools.check.rewards import asked_formats, final_answer
+from trigon.tools.check.run import check_run
 from trigon.tools.quickstart.drawings import make_dataset
 
+PAGE = ROOT / "docs" / "check.md"
 QUICKSTART = Path(trigon.tools.quickstart.__file__).with_name("quickstart.yaml")
 
 
@@ -71,7 +72,8 @@ def test_a_good_run_has_no_problem(run):
     assert not report.would_fail
     skipped = {result.name for result in report.results if result.status == "skipped"}
     assert skipped == {"network"}  # one worker opens no port
-    assert [result.name for result in report.results[1:]] == [each.name for each in CHECKS]
+    checks = re.findall(r"^\| `([\w ]+)` \|", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert [result.name for result in report.results] == checks
 
 
 def test_without_the_model_rows_and_rewards_are_checked(run):
@@ -82,6 +84,7 @@ def test_without_the_model_rows_and_rewards_are_checked(run):
     status = {result.name: result.status for result in report.results}
     needs_model = {name for name, each in status.items() if each == "skipped"} - {"network"}
     assert needs_model == {"memory", "environment", "template", "lengths", "prompt", "episode", "disk"}
+    assert report.result("memory").skipped == "see the check 'model'"
     run.train[3]["images"] = ["absent.png"]
     assert found(check(run)) == {"model.unusable", "rows.image_missing"}
 
@@ -116,17 +119,13 @@ def test_all_faults_of_a_dataset_are_named_at_once(run):
 def test_every_kind_of_problem_is_planted_or_has_a_test():
     planted = {kind for kind, _ in FAULTS.values()}
     with_tests = {"devices.used", "network.loopback", "loggers.package", "memory.tight", "model.kernels"}
-    videos = {kind for kind in KINDS if kind.startswith("rows.video_")}  # as images, by the code of a run
-    assert planted | with_tests | videos == set(KINDS)
-    assert len(planted) >= 40
+    videos = {f"rows.{reason}" for reason in ADVICE if reason.startswith("video_")}  # as images, by the code of a run
+    named = re.findall(r"^\| `(\w+\.\w+)` \|", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert planted | with_tests | videos == set(named)
 
 
-def test_each_reason_to_skip_a_row_has_a_kind_and_an_advice():
-    reasons = set(get_args(Reason)) - {"overlong"}
-    assert set(_ADVICE) == reasons
-    assert {f"rows.{reason}" for reason in reasons} == {k for k in KINDS if k.startswith("rows.")} - {
-        "rows.blank_image"
-    }
+def test_each_reason_to_skip_a_row_has_an_advice():
+    assert set(ADVICE) == set(get_args(Reason)) - {"overlong"}
 
 
 def test_severity_depends_on_how_many_rows_are_lost(run):
@@ -143,7 +142,7 @@ def test_severity_depends_on_how_many_rows_are_lost(run):
 @pytest.mark.parametrize("name", ["some long prompts", "large images"])
 def test_the_advice_on_lengths_makes_all_rows_fit(run, name):
     FAULTS[name][1](run)
-    (problem,) = check(run).result("lengths").findings.problems
+    (problem,) = check(run).result("lengths").problems
     values = dict(re.findall(r"(data\.max_\w+) to (\d+)", problem.advice))
     if name == "large images":
         assert problem.advice.startswith("lower data.max_pixels")
@@ -166,19 +165,10 @@ def test_an_invalid_option_skips_only_the_checks_that_read_it(run):
     invalid = [problem.message for problem in report.problems]
     assert len(invalid) == 3
     assert found(report) == {"configuration.invalid"}
-    reason = "data.max_prompt_length is invalid or misspelt, see the check 'configuration'"
-    assert report.result("rows").reason == reason
+    assert "data.max_prompt_length" in report.result("rows").skipped
     for name in ("model", "devices", "loggers"):
         assert report.result(name).status == "pass"
-    assert report.result("disk").reason.startswith("trainer.save_freq is invalid")
-
-
-def test_a_model_that_cannot_be_had_skips_what_needs_it(run):
-    run.options["worker.actor.model.model_path"] = "nobody/nothing"
-    report = check(run)
-    assert found(report) == {"model.unusable"}, shown(report)
-    assert report.result("memory").reason == "see the check 'model'"
-    assert report.result("rows").status == "pass"
+    assert "trainer.save_freq" in report.result("disk").skipped
 
 
 def test_no_weights_are_read(run, tiny_vlm, tmp_path):
@@ -216,28 +206,30 @@ def opened(path):
         os.close(descriptor)
 
 
-def subject_of(run, **machine):
-    inspected = inspect_config(None, run.write())
-    return Subject(inspected, replace(MACHINE, **machine), no_progress)
+def found_by(check, run, *parts, **options):
+    """Return what one check finds. The configuration is that of the run."""
+    result = Result("one")
+    check(result, inspect_config(None, run.write()).loaded.config, *parts, **options)
+    return result
 
 
-def kinds_of(findings):
-    return [problem.kind for problem in findings.problems]
+def kinds_of(result):
+    return [problem.kind for problem in result.problems]
 
 
 def test_a_gpu_that_another_process_uses(run):
     run.options |= {"worker.rollout.name": "vllm", "trainer.device": "auto"}
     gpus = (Gpu("a GPU", 80 * GIB, 79 * GIB), Gpu("a GPU", 80 * GIB, 20 * GIB))
     run.options["trainer.n_gpus_per_node"] = 2
-    findings = check_devices(subject_of(run, gpus=gpus))
-    assert kinds_of(findings) == ["devices.used"]
-    assert findings.problems[0].message.startswith("GPU 1 (a GPU) has 20.0 of 80.0 GiB free")
-    assert kinds_of(check_devices(subject_of(run, gpus=(gpus[0],) * 2))) == []
+    result = found_by(check_devices, run, replace(MACHINE, gpus=gpus))
+    assert kinds_of(result) == ["devices.used"]
+    assert result.problems[0].message.startswith("GPU 1 (a GPU) has 20.0 of 80.0 GiB free")
+    assert kinds_of(found_by(check_devices, run, replace(MACHINE, gpus=(gpus[0],) * 2))) == []
 
 
 def test_gpus_of_a_cluster_are_not_compared_with_those_of_this_machine(run):
     run.options |= {"trainer.device": "auto", "trainer.n_gpus_per_node": 8}
-    assert kinds_of(check_devices(subject_of(run, has_cluster=True))) == []
+    assert kinds_of(found_by(check_devices, run, replace(MACHINE, has_cluster=True))) == []
 
 
 def test_the_published_shape_of_qwen3_5_9b_is_accepted_without_its_weights(run, tiny_model, tmp_path):
@@ -250,14 +242,14 @@ def test_the_published_shape_of_qwen3_5_9b_is_accepted_without_its_weights(run, 
     config.text_config.rope_parameters |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
     config.save_pretrained(folder)
     run.options |= {"worker.actor.model.model_path": str(folder), "trainer.device": "auto"}
-    on_gpus = subject_of(run, gpus=(Gpu("a GPU", 80 * GIB, 79 * GIB),))
-    findings = check_model(on_gpus)
-    assert kinds_of(findings) == ["model.unusable", "model.kernels"]  # the first: there are no weights
-    assert "no weights" in findings.problems[0].message
-    assert "flash-linear-attention" in findings.problems[1].advice
-    assert findings.summary.startswith("qwen3_5, 9.41 billion weights")
-    assert kinds_of(check_model(subject_of(run))) == ["model.unusable"]
-    size = on_gpus.size.get()
+    result = Result("model")
+    model = check_model(result, inspect_config(None, run.write()).loaded.config, on_gpus=True)
+    assert kinds_of(result) == ["model.unusable", "model.kernels"]  # the first: there are no weights
+    assert "no weights" in result.problems[0].message
+    assert "flash-linear-attention" in result.problems[1].advice
+    assert result.summary.startswith("qwen3_5, 9.41 billion weights")
+    assert kinds_of(found_by(check_model, run)) == ["model.unusable"]
+    size = model.require_size()
     assert size.key_values == 2 * 8 * 4 * 256  # one layer of four has keys and values
     assert size.tensor_parallel_sizes == (1, 2, 4, 8, 16)
 
@@ -265,24 +257,43 @@ def test_the_published_shape_of_qwen3_5_9b_is_accepted_without_its_weights(run, 
 def test_a_tracker_that_is_not_installed(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     run.options["trainer.logger"] = "[console, wandb]"
-    assert kinds_of(check_loggers(subject_of(run))) == ["loggers.package"]
+    with pytest.raises(ConfigError, match="wandb"):
+        found_by(check_loggers, run)
 
 
 def test_workers_that_cannot_connect(run, monkeypatch):
     run.options["trainer.n_gpus_per_node"] = 2
-    assert kinds_of(check_network(subject_of(run))) == []
+    assert kinds_of(found_by(check_network, run)) == []
 
     def refuse(*arguments, **options):
         raise PermissionError("not permitted")
 
     monkeypatch.setattr(socket, "create_server", refuse)
-    assert kinds_of(check_network(subject_of(run))) == ["network.loopback"]
+    assert kinds_of(found_by(check_network, run)) == ["network.loopback"]
+
+
+def test_a_model_that_the_workers_cannot_divide(run):
+    run.options |= {"worker.rollout.name": "vllm", "trainer.n_gpus_per_node": 8}
+    for option in ("worker.rollout.tensor_parallel_size", "worker.actor.ulysses_sequence_parallel_size"):
+        run.options[option] = 8
+        [problem] = found_by(check_model, run).problems
+        del run.options[option]
+        assert (problem.kind, option in problem.message) == ("model.unusable", True)
+
+
+def test_an_option_for_another_device(run):
+    run.options |= {"worker.rollout.name": "vllm", "worker.rollout.async_scheduling": "true"}
+    [problem] = found_by(check_devices, run, MACHINE).problems
+    assert (problem.kind, "worker.rollout.async_scheduling" in problem.message) == ("configuration.warning", True)
 
 
 def test_tight_memory(run):
-    summary = check_memory(subject_of(run)).summary
-    gib = float(re.search(r"at most ([\d.]+) GiB", summary)[1])
-    assert kinds_of(check_memory(subject_of(run, host_bytes=int(gib * GIB)))) == ["memory.tight"]
+    model = check_model(Result("model"), inspect_config(None, run.write()).loaded.config)
+    roomy, tight = Result("memory"), Result("memory")
+    check_memory(roomy, model, MACHINE)
+    gib = float(re.search(r"at most ([\d.]+) GiB", roomy.summary)[1])
+    check_memory(tight, model, replace(MACHINE, host_bytes=int(gib * GIB)))
+    assert kinds_of(tight) == ["memory.tight"]
 
 
 def test_the_checkpoints_that_are_kept(run):
@@ -356,7 +367,7 @@ def test_a_reward_function_of_groups_is_called_and_not_judged(run):
     )
     report = check(run)
     assert found(report) == set()
-    assert "depend on the other completions of a prompt are not judged" in report.result("reward").findings.summary
+    assert "depend on the other completions of a prompt are not judged" in report.result("reward").summary
     run.reward = 'REWARD_TYPE = "group"\ndef score(reward_inputs):\n    return [1]\n'
     assert found(check(run)) == {"reward.fails"}
 
@@ -394,13 +405,11 @@ def test_an_environment_is_begun_and_its_reward_is_no_problem_without_turns(run)
         row["answer"] = "0"  # which the environment knows
     report = check(run)
     assert found(report) == set(), shown(report)
-    assert report.result("environment").findings.summary.endswith(
-        "maze.py:Maze; at most 8 turns, in messages of the role user"
-    )
-    episode = report.result("episode").findings
+    assert report.result("environment").summary.endswith("maze.py:Maze; at most 8 turns, in messages of the role user")
+    episode = report.result("episode")
     assert episode.text == "<|im_start|>user\nYou are at 0.<|im_end|>\n<|im_start|>assistant\n"
-    assert report.result("prompt").findings.text.endswith("<|im_end|>\n")  # the first observation follows
-    assert "not judged" in report.result("reward").findings.summary
+    assert report.result("prompt").text.endswith("<|im_end|>\n")  # the first observation follows
+    assert "not judged" in report.result("reward").summary
 
 
 def test_the_room_for_a_first_observation_is_that_of_the_runs_completions(run):
@@ -417,24 +426,24 @@ def test_the_room_for_a_first_observation_is_that_of_the_runs_completions(run):
 def test_a_function_that_reads_the_texts_of_episodes_is_judged(run):
     plant_environment(run, MAZE)
     run.options["worker.reward.reward_function"] = f"{run.folder / 'reward.py'}:score"
-    assert check(run).result("reward").findings.summary.startswith("right 1, wrong 0;")
+    assert check(run).result("reward").summary.startswith("right 1, wrong 0;")
 
 
 @pytest.mark.extended
 def test_prompts_are_counted_with_the_descriptions_of_tools(run):
     (run.folder / "tools.py").write_text(TOOL)
-    plain = check(run).result("prompt").findings
+    plain = check(run).result("prompt")
     run.options |= {"worker.rollout.tools": f"[crop, {run.folder / 'tools.py'}:look]", "data.max_prompt_length": 2048}
     run.options["data.max_response_length"] = 512
     report = check(run)
     assert found(report) == set(), shown(report)
-    shown_prompt = report.result("prompt").findings
+    shown_prompt = report.result("prompt")
     assert "Look at a part of the drawing." in shown_prompt.text
     assert '"name": "crop"' in shown_prompt.text
-    assert report.result("environment").findings.summary.startswith("crop, ")
+    assert report.result("environment").summary.startswith("crop, ")
     given, tools = (int(re.search(r"has (\d+) tokens", each.summary)[1]) for each in (plain, shown_prompt))
     assert tools > given + 100
-    assert re.match(f"median ({tools}|{tools + 1}), ", report.result("lengths").findings.summary)  # "drawing 10"
+    assert re.match(f"median ({tools}|{tools + 1}), ", report.result("lengths").summary)  # "drawing 10"
 
 
 def test_equal_scores_of_right_and_wrong_say_that_nothing_can_be_judged(run):
@@ -443,7 +452,7 @@ def test_equal_scores_of_right_and_wrong_say_that_nothing_can_be_judged(run):
     report = check(run)
     assert found(report) == {"reward.constant"}
     assert not report.would_fail
-    assert report.result("ground truths").reason.startswith("cannot be judged")
+    assert report.result("ground truths").skipped.startswith("cannot be judged")
 
 
 def test_the_data_of_the_quickstart_has_no_problem(tmp_path, tiny_vlm):

@@ -10,8 +10,7 @@ from PIL import Image
 
 from support.planted import FAULTS, good_run
 from trigon.config.load import load_config
-from trigon.tools.check.report import console_lines
-from trigon.tools.check.result import Findings, Problem, Result
+from trigon.tools.check.result import Problem, Result, console_lines
 from trigon.tools.cli.main import main
 
 
@@ -85,8 +84,8 @@ def test_a_file_that_is_no_yaml_is_a_failed_check(tmp_path, capsys):
 
 
 def test_control_characters_are_shown_as_text():
-    problem = Problem("rows.prompt", True, "a\x1b[2J row", examples=("b\u202e",))
-    text = console_lines(Result("rows", "", "fail", 0.0, Findings("", (problem,), text="c\x9b31m")))
+    problem = Problem("rows.prompt", "a\x1b[2J row", examples=("b\u202e",))
+    text = console_lines(Result("rows", problems=[problem], text="c\x9b31m"))
     assert not set("\x1b\x9b\u202e") & set(text)
     assert r"a\x1b[2J row" in text
 

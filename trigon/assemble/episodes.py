@@ -122,22 +122,24 @@ def check_episodes(
     processors: Processors,
     parts: EpisodeParts,
     pool: EnvironmentPool,
-    prompts: Prompts | None,
+    prompts: Prompts | Sequence[Prompt] | None,
     *,
     max_tokens: int,
-) -> None:
+) -> TurnTokens | None:
     """Begin an episode of the first prompt and end it, before the models are loaded.
 
     max_tokens: most tokens of a completion.
+    Returns: the first observation, which follows the prompt; None with tools alone.
     Raises: EpisodeError as first_observation, or if the observation leaves no room for a turn.
     """
     if parts.code.environment is None:
-        return
+        return None
     assert prompts is not None, "val_only needs val_files"
     prompt = prompts[0]
     tokens = first_observation(config, processors, parts, pool, prompt)
     if (problem := find_long_opening(len(tokens.token_ids), max_tokens)) is not None:
         raise EpisodeError(f"{parts.code.where} cannot begin {prompt.prompt_id}: {problem}")
+    return tokens
 
 
 def first_observation(

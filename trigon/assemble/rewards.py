@@ -12,6 +12,7 @@ from trigon.rewards.confinement.options import Confinement
 from trigon.rewards.load import RewardSource, RewardTerm, find_reward
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
+from trigon.types import Prompt
 
 if TYPE_CHECKING:
     from trigon.data.stream import Prompts
@@ -60,7 +61,7 @@ def make_confinement(reward: RewardConfig) -> Confinement:
     )
 
 
-def check_rewards(rewards: RewardPool, prompts: Prompts | None) -> None:
+def check_rewards(rewards: RewardPool, prompts: Prompts | Sequence[Prompt] | None) -> None:
     """Call the reward function on dummy completions of the first prompt, before the models load.
 
     Raises: RewardError if it does not score them.

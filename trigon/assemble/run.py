@@ -31,7 +31,6 @@ from trigon.assemble.options import (
 from trigon.assemble.origin import KEY, Origin
 from trigon.assemble.pools import open_worker_pools
 from trigon.assemble.preflight import Opened, open_early
-from trigon.assemble.rewards import check_rewards
 from trigon.assemble.watchers import open_watchers
 from trigon.assemble.workers import open_workers
 from trigon.checkpoint.export import export_checkpoint
@@ -141,10 +140,7 @@ def run_training(
         builder = open_builder(config, processors, schemas=() if episodes is None else episodes[0].schemas)
         val_prompts, train_prompts = open_datasets(config, builder, report, opened.sources)
         shows_videos = any(each is not None and each.shows_videos for each in (train_prompts, val_prompts))
-        if val_rewards is None or train_prompts is not None:
-            check_rewards(rewards, val_prompts if train_prompts is None else train_prompts)
-        if val_rewards is not None and val_prompts is not None:
-            check_rewards(val_rewards, val_prompts)
+        opened.call_rewards(train_prompts, val_prompts)
         if episodes is not None:
             first = val_prompts if train_prompts is None else train_prompts
             check_episodes(config, processors, *episodes, first, max_tokens=max_completion_tokens(config))

@@ -35,8 +35,7 @@ by the kernel and by the shell.
 """
 
 AT_ONCE_SECONDS = 30.0
-"""How long a run that ends at once may take for it: it ends its processes, and a save that is being
-written."""
+"""How long a run that ends at once may take for its processes, and a save that is being written."""
 
 _STDOUT, _STDERR = 1, 2  # file descriptors
 
@@ -46,9 +45,9 @@ class StopSignals:
 
     Within deferred(), the steps of a run, the first signal is a request; otherwise, and at a second
     signal, SIGTERM and SIGHUP raise Terminated, and SIGINT (Ctrl-C) KeyboardInterrupt.
-    owns_process: this process exists for the run, and may be killed after a second Ctrl-C if it
-    does not end; not the kernel of a notebook, where Ctrl-C interrupts a cell.
-    received: the first signal; None: there was none. grace: is told of a request.
+    owns_process: whether this process exists for the run, so that it may be killed after a second
+    Ctrl-C if it does not end; False in the kernel of a notebook, where Ctrl-C interrupts a cell.
+    received: the first signal, or None before it. grace: decides what is finished after a request.
     """
 
     def __init__(self, grace: Grace | None = None, *, owns_process: bool = True) -> None:
@@ -172,7 +171,7 @@ def start_run(
     from trigon.report.loggers.registry import check_logger_objects
 
     check_logger_objects(loggers)
-    others = running_below()  # what this process has started before, such as the cells of a notebook
+    others = running_below()  # processes that were started before, such as by the cells of a notebook
     share_heaps()
     keep_compiled_code()
     let_segments_grow()

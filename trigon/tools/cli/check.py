@@ -42,8 +42,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"there is no file {path}")
     from trigon.data.images import ignore_pillow_warnings
     from trigon.report.console import Console
-    from trigon.tools.check.catalogue import check_run
-    from trigon.tools.check.report import as_json, console_lines, summary
+    from trigon.tools.check.result import as_json, console_lines, count_statuses
+    from trigon.tools.check.run import check_run
 
     ignore_pillow_warnings()
     console = Console(stream=sys.stderr)
@@ -54,5 +54,6 @@ def main(arguments: Sequence[str]) -> int:
         progress=console.progress,
         on_result=None if chosen.json else lambda result: print(console_lines(result), flush=True),
     )
-    print(as_json(report) if chosen.json else f"\n{summary(report)}", end="" if chosen.json else "\n")
+    verdict = "the run would fail" if report.would_fail else "the run can start"
+    print(as_json(report) if chosen.json else f"\n{count_statuses(report)}: {verdict}\n", end="")
     return EXIT_WOULD_FAIL if report.would_fail else 0

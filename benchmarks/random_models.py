@@ -1,7 +1,6 @@
 """Random models with the shapes of published ones, and random groups, without a download.
 
-Qwen2.5-VL in the sizes of 3B and 7B, and a tiny one; Qwen3-VL is that of the quickstart. Shared by
-the checks and benchmarks/gpu.py.
+Qwen2.5-VL in the sizes of 3B and 7B, and a tiny one. Shared by tests/gpu and gpu.py.
 """
 
 from __future__ import annotations

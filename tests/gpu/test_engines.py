@@ -1,35 +1,41 @@
-"""A trainer and vLLM in one process on a random model: both compute the same, also after a sleep.
+"""vLLM and the trainer compute the same, with each of vLLM's runners, and after each sleep.
 
-The engines are those that a run builds from its configuration.
+The engines are those that a run builds from its configuration, on a random model.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pytest
 import torch
 from torch import Tensor
 
+from support.gpu import Figures, Machine, bytes_text
 from trigon.assemble.data import open_processors
 from trigon.assemble.engines import open_rollout
 from trigon.assemble.models import DevicePlacement, choose_device, open_models
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.rollout.protocol import RolloutEngine
-from trigon.rollout.vllm import RunsWith, VllmEngine
-from trigon.tools.doctor.engines import EngineVariant
-from trigon.tools.doctor.random_models import COMPLETIONS, MODELS, make_groups, write_model
-from trigon.tools.doctor.result import Findings, Setting, Tolerances, bytes_text
 from trigon.tools.quickstart.model import make_tiny
 from trigon.training.local import LocalTrainEngine
 from trigon.training.parallel import SingleProcess
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
+pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(1500)]
+
+Variant = tuple[Literal["v1", "v2"], bool, bool]
+"""How vLLM is started: its model runner, whether it schedules the next forward pass during the last
+one, and whether it compiles the model and records CUDA graphs."""
+
+COMPLETIONS = 5
 MEAN_TOLERANCE = 0.05
 """Mean |log-probability difference| in nats of vLLM and the trainer, both in bfloat16."""
 STALE_MINIMUM = 0.1
@@ -87,27 +93,35 @@ class Session:
             weight.add_(noise.mul_(0.5 * weight.float().std(correction=0).to(weight.dtype)))
 
 
-def compare_engines(setting: Setting, variant: EngineVariant) -> Findings:
-    """See engines.check_variant."""
-    on_gpu = setting.device == "cuda"
-    device = torch.device(setting.device)
+def compare_engines(machine: Machine, variant: Variant) -> Figures:
+    """Compare log-probabilities before and after a change of weights, and of texts after a sleep.
+
+    A bfloat16 model with the shapes of Qwen2.5-VL-3B; vLLM sleeps and wakes up in between.
+    """
+    from random_models import MODELS, make_groups, write_model
+
+    from trigon.rollout.vllm import RunsWith, VllmEngine
+
+    on_gpu = machine.on_gpu
+    device = torch.device(machine.device)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     max_layers = None
     if on_gpu and torch.cuda.mem_get_info()[1] < SMALL_MEMORY:
         max_layers = FEW_LAYERS
     folder = write_model(
-        setting.folder / "models" / "qwen2_5_vl",
+        machine.folder / "qwen2_5_vl",
         MODELS["3b" if on_gpu else "tiny"],
         device,
         dtype,
         max_layers=max_layers,
     )
-    compared = Tolerances(setting)
+    figures = Figures()
     with ExitStack() as stack:
         start = time.monotonic()
-        session = open_session(setting, folder, stack, variant)
-        compared.figures["seconds of the start"] = f"{time.monotonic() - start:.1f}"
-        _check_variant(compared, session, variant)
+        session = open_session(machine, folder, stack, variant)
+        figures["seconds of the start"] = f"{time.monotonic() - start:.1f}"
+        assert isinstance(session.rollout, VllmEngine)
+        assert session.rollout.runs_with == RunsWith(*variant)
         asleep = used_bytes() if on_gpu else 0
         scale, count, tokens = (1.0, 16, 128) if on_gpu else (0.1, 2, 8)
         config = session.trainer.policy.model.config
@@ -116,65 +130,68 @@ def compare_engines(setting: Setting, variant: EngineVariant) -> Findings:
         sampling = SamplingParams(COMPLETIONS, 1.0, 1.0, -1, tokens, ignore_eos=True, seed=0)
 
         first, second = session.sample([*images, *texts], sampling, calls=2)
-        _compare(compared, "start", session.differences(first))
-        compared.figures["equal tokens of a repeated call"] = f"{100 * equal_fraction(first, second):.1f} %"
+        compare(figures, "start", session.differences(first))
+        figures["equal tokens of a repeated call"] = f"{100 * equal_fraction(first, second):.1f} %"
         session.change_weights()
         stale = session.differences(first)
-        compared.at_least("mean difference of stale weights", float(stale.mean()), STALE_MINIMUM)
+        figures.at_least("mean difference of stale weights", float(stale.mean()), STALE_MINIMUM)
         allocated = start_counting() if on_gpu else 0
         start = time.monotonic()
         with session.rollout.awake(session.trainer.weights(), version=session.version):
-            compared.figures["seconds of wake-up and weight sync"] = f"{time.monotonic() - start:.2f}"
+            figures["seconds of wake-up and weight sync"] = f"{time.monotonic() - start:.2f}"
             if on_gpu:
                 temporaries = torch.cuda.max_memory_allocated() - allocated
-                compared.figures["temporaries of the weight sync"] = bytes_text(temporaries)
+                figures["temporaries of the weight sync"] = bytes_text(temporaries)
                 largest = max(weight.nbytes for weight in session.trainer.policy.parameters())
                 excess = (temporaries - CHECKSUM_BYTES) / largest
-                compared.at_most("as a multiple of the largest weight", excess, SYNC_WEIGHTS)
+                figures.at_most("as a multiple of the largest weight", excess, SYNC_WEIGHTS)
             start = time.monotonic()
             # Nested with the same version: does nothing but generate.
             [changed] = session.sample(images, sampling)
             seconds = time.monotonic() - start
-        compared.figures["sampling"] = f"{count * COMPLETIONS * tokens / seconds:.0f} tokens/s"
-        _compare(compared, "new weights", session.differences(changed))
+        figures["sampling"] = f"{count * COMPLETIONS * tokens / seconds:.0f} tokens/s"
+        compare(figures, "new weights", session.differences(changed))
         [text] = session.sample(texts, sampling)
-        _compare(compared, "text only, after another sleep", session.differences(text))
+        compare(figures, "text only, after another sleep", session.differences(text))
         if on_gpu:
-            compared.figures["GPU memory in use asleep"] = (
+            figures["GPU memory in use asleep"] = (
                 f"{bytes_text(asleep)} at the start, {bytes_text(used_bytes())} at the end"
             )
     layers = config.get_text_config().num_hidden_layers
-    compared.figures["layers"] = f"{layers}, {str(dtype).removeprefix('torch.')}"
-    return compared.findings()
+    figures["layers"] = f"{layers}, {dtype}"
+    return figures
 
 
-def compare_text_after_sleep(setting: Setting) -> Findings:
-    """See engines.check_text_after_sleep."""
-    folder = setting.folder / "models" / "qwen3_vl"
+def compare_text_after_sleep(machine: Machine) -> Figures:
+    """Compare the log-probabilities of texts before and after vLLM sleeps.
+
+    With a Qwen3-VL, whose vision features of several layers vLLM keeps in buffers of the model.
+    """
+    folder = machine.folder / "qwen3_vl"
     if not (folder / "config.json").is_file():
         make_tiny(folder, model_type="qwen3_vl")
-    compared = Tolerances(setting)
+    figures = Figures()
     with ExitStack() as stack:
-        session = open_session(setting, folder, stack, None, vllm_bytes=TINY_MODEL_BYTES)
+        session = open_session(machine, folder, stack, None, vllm_bytes=TINY_MODEL_BYTES)
         texts = [text_prompt(number) for number in range(4)]
         sampling = SamplingParams(COMPLETIONS, 1.0, 1.0, -1, 24, ignore_eos=True, seed=0)
         [before] = session.sample(texts, sampling)
-        _compare(compared, "before", session.differences(before))
-        if setting.device == "cuda":
+        compare(figures, "before", session.differences(before))
+        if machine.on_gpu:
             fill_free_memory()
         [after] = session.sample(texts, sampling)
-        _compare(compared, "after", session.differences(after))
-        compared.figures["equal tokens after the sleep"] = f"{100 * equal_fraction(before, after):.1f} %"
-        tolerance = CHANGE_TOLERANCE if setting.device == "cuda" else 0.0
-        compared.at_most("largest change of a log-probability", largest_change(before, after), tolerance)
-    return compared.findings()
+        compare(figures, "after", session.differences(after))
+        figures["equal tokens after the sleep"] = f"{100 * equal_fraction(before, after):.1f} %"
+        tolerance = CHANGE_TOLERANCE if machine.on_gpu else 0.0
+        figures.at_most("largest change of a log-probability", largest_change(before, after), tolerance)
+    return figures
 
 
 def open_session(
-    setting: Setting,
+    machine: Machine,
     folder: Path,
     stack: ExitStack,
-    variant: EngineVariant | None,
+    variant: Variant | None,
     *,
     vllm_bytes: int | None = None,
 ) -> Session:
@@ -184,17 +201,14 @@ def open_session(
         stack: closes them.
         vllm_bytes: GPU memory of vLLM; None: the default fraction of all.
     """
-    dtype = "bf16" if setting.device == "cuda" else "fp32"
+    dtype = "bf16" if machine.on_gpu else "fp32"
     # Fewer sequences at a time than by default, for fewer CUDA graphs, which take time to record.
     rollout: dict[str, Any] = {"name": "vllm", "dtype": dtype, "limit_images": 1, "max_num_seqs": 128}
-    if vllm_bytes is not None and setting.device == "cuda":
+    if vllm_bytes is not None and machine.on_gpu:
         rollout |= {"gpu_memory_utilization": vllm_bytes / torch.cuda.mem_get_info()[1]}
     if variant is not None:
-        rollout |= {
-            "model_runner": variant.runner,
-            "async_scheduling": variant.async_scheduling,
-            "enforce_eager": not variant.graphs,
-        }
+        runner, is_async, graphs = variant
+        rollout |= {"model_runner": runner, "async_scheduling": is_async, "enforce_eager": not graphs}
     config = Config.model_validate(
         {
             "data": {"max_prompt_length": 1024, "max_response_length": 256},
@@ -205,7 +219,7 @@ def open_session(
                 },
                 "rollout": rollout,
             },
-            "trainer": {"device": setting.device, "val_only": True},  # without an optimizer
+            "trainer": {"device": machine.device, "val_only": True},  # without an optimizer
         }
     )
     place = DevicePlacement(choose_device(config), SingleProcess())
@@ -293,17 +307,29 @@ def fill_free_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def _check_variant(compared: Tolerances, session: Session, variant: EngineVariant) -> None:
-    """Record how vLLM runs; it is a problem if that is not what was asked for."""
-    assert isinstance(session.rollout, VllmEngine)
-    runs_with = session.rollout.runs_with
-    scheduling = "asynchronous" if runs_with.async_scheduling else "synchronous"
-    graphs = "CUDA graphs" if runs_with.graphs else "eager"
-    compared.figures["vLLM runs with"] = f"{runs_with.model_runner.upper()} runner, {scheduling} scheduling, {graphs}"
-    if runs_with != RunsWith(variant.runner, variant.async_scheduling, variant.graphs):
-        compared.problems.append(f"vLLM runs with {compared.figures['vLLM runs with']}, which is not {variant.name}")
+def compare(figures: Figures, when: str, differences: Tensor) -> None:
+    figures.at_most(f"{when}: mean log-prob difference", float(differences.mean()), MEAN_TOLERANCE)
+    figures[f"{when}: largest"] = f"{float(differences.max()):.2g}"
 
 
-def _compare(compared: Tolerances, when: str, differences: Tensor) -> None:
-    compared.at_most(f"{when}: mean log-prob difference", float(differences.mean()), MEAN_TOLERANCE)
-    compared.figures[f"{when}: largest"] = f"{float(differences.max()):.2g}"
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_vllm_computes_the_log_probabilities_of_the_trainer(machine, measure, runner, is_async, graphs):
+    if not machine.on_gpu and (runner, is_async, graphs) != ("v1", False, False):
+        pytest.skip("vLLM on the CPU has the V1 runner only, without asynchronous scheduling and graphs")
+    measure(compare_engines, (runner, is_async, graphs))
+
+
+def test_log_probabilities_of_texts_are_the_same_after_a_sleep(measure):
+    measure(compare_text_after_sleep)
+
+
+def test_changes_are_compared_up_to_the_first_token_that_differs():
+    def sampled(*pairs):
+        completion = Completion(tuple(t for t, _ in pairs), tuple(p for _, p in pairs), "length", "", 0)
+        return [RolloutGroup(text_prompt(0), (Rollout(completion, Score(0.0, {}, "ok", "")),))]
+
+    before = sampled((1, -1.0), (2, -2.0), (3, -3.0))
+    assert largest_change(before, sampled((1, -1.25), (9, -8.0), (3, -9.0))) == 0.25
+    assert math.isnan(largest_change(before, sampled((1, -1.0), (2, math.nan), (3, -3.0))))

@@ -1,0 +1,162 @@
+"""Checks a run: makes its parts by the functions that start a run, and reads all of its data.
+
+A run stops at its first problem. Here each check reports what it finds, and the following ones run
+with the parts that could be made. Heavy libraries are imported when the configuration was read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trigon.config.load import InspectedConfig, inspect_config
+from trigon.config.schema import Config
+from trigon.errors import TrigonError
+from trigon.tools.check.result import Missing, Progress, Report, Result, Skipped, no_progress
+
+if TYPE_CHECKING:
+    from trigon.tools.check.machine import Machine
+
+_WORKERS = ("trainer.n_gpus_per_node", "trainer.nnodes", "worker.hybrid_engine")
+_DATA = ("worker.actor.model.", "data.", "worker.rollout.limit_images")
+
+
+class Checks:
+    """Runs checks one after the other, and collects their results."""
+
+    def __init__(self, on_result: Callable[[Result], None] | None) -> None:
+        """on_result: called with each result as soon as it is there."""
+        self.results: list[Result] = []
+        self.uncertain: Sequence[str] = ()
+        """Options whose value is invalid, by name."""
+        self._on_result = on_result
+
+    def run(
+        self, name: str, kind: str, check: Callable[..., Any], *parts: Any, reads: Sequence[str] = (), **options: Any
+    ) -> Any:
+        """Run one check, and return the part of the run that it makes, or Missing.
+
+        Args:
+            kind: the kind of problem that a TrigonError of the check is.
+            check: called with its Result, the parts and the options.
+            parts: parts of the run; if one is Missing, the check is skipped.
+            reads: names of options, or their beginnings; if the value of one is invalid, the check
+                is skipped.
+        """
+        start = time.monotonic()
+        result = Result(name)
+        made: Any = None
+        invalid = [option for option in self.uncertain if option.startswith(tuple(reads))]
+        missing = [part.reason for part in parts if isinstance(part, Missing)]
+        if invalid:
+            result.skipped = f"{invalid[0]} is invalid or misspelt, see the check 'configuration'"
+        elif missing:
+            result.skipped = missing[0]
+        else:
+            try:
+                made = check(result, *parts, **options)
+            except Skipped as reason:
+                result.skipped = str(reason)
+            except TrigonError as error:
+                made = Missing(f"see the check {name!r}")
+                result.fail(kind, str(error))
+        result.seconds = time.monotonic() - start
+        self.results.append(result)
+        if self._on_result is not None:
+            self._on_result(result)
+        return Missing(result.skipped) if result.skipped else made
+
+
+def check_run(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    machine: Machine | None = None,
+    has_cluster: bool = False,
+    progress: Progress = no_progress,
+    on_result: Callable[[Result], None] | None = None,
+) -> Report:
+    """Check the run of a YAML file and of `key=value` overrides, without loading weights.
+
+    Args:
+        machine: on which the run is to start; None: this one.
+        has_cluster: see Machine; unused if there is one.
+        progress: shows the progress of long checks.
+        on_result: called with each result as soon as it is there.
+    Raises: nothing that the run would raise: each error is a problem of the report.
+    """
+    start = time.monotonic()
+    checks = Checks(on_result)
+    inspected = checks.run("configuration", "configuration.invalid", read_configuration, path, overrides)
+    if not isinstance(inspected, Missing):
+        checks.uncertain = sorted(inspected.uncertain)
+        with ExitStack() as stack:
+            _check_parts(checks, inspected.loaded.config, stack, machine, has_cluster, progress)
+    return Report(checks.results, time.monotonic() - start)
+
+
+def read_configuration(result: Result, path: Path | None, overrides: Sequence[str]) -> InspectedConfig:
+    """Read the configuration, and report its problems and warnings, all at once."""
+    inspected = inspect_config(path, overrides)
+    for text in inspected.problems:
+        result.fail("configuration.invalid", text)
+    for text in inspected.loaded.warnings:
+        result.warn("configuration.warning", text)
+    result.summary = f"{len(inspected.loaded.sources)} options are set, all others have their defaults"
+    return inspected
+
+
+def _check_parts(
+    checks: Checks,
+    config: Config,
+    stack: ExitStack,
+    given_machine: Machine | None,
+    has_cluster: bool,
+    progress: Progress,
+) -> None:
+    """Make the parts of a run in the order of its start, and read its data.
+
+    stack: ends the reward workers, and the processes of the environment or the tools.
+    """
+    from trigon.tools.check.environment import check_versions
+
+    run = checks.run
+    run("versions", "versions.package", check_versions, config)
+    # After the versions, since a package may be missing.
+    from trigon.tools.check import dataset, lengths, machine, model, rewards
+
+    here = machine.inspect_machine(config, has_cluster=has_cluster) if given_machine is None else given_machine
+    devices = (*_WORKERS, "trainer.device", "worker.rollout.")
+    run("devices", "devices.missing", machine.check_devices, config, here, reads=devices)
+    run("network", "network.loopback", machine.check_network, config, reads=_WORKERS)
+    run("loggers", "loggers.package", machine.check_loggers, config, reads=("trainer.logger",))
+    given = run(
+        "model", "model.unusable", model.check_model, config, on_gpus=bool(here.gpus), reads=("worker.actor.model.",)
+    )
+    run("memory", "memory.too_little", machine.check_memory, given, here, reads=("data.", "worker."))
+    code = (*_DATA, "worker.rollout.", "worker.reward.")
+    episodes = run("environment", "environment.unusable", model.check_code, given, stack, reads=code)
+    # The descriptions of the tools are a part of the prompts.
+    tools = episodes if config.worker.rollout.tools else None
+    reader = run("template", "template.chat", model.check_templates, given, tools, reads=_DATA)
+    if isinstance(given, Missing):
+        reader = model.open_stand_in(config)
+    datasets = run("rows", "dataset.unreadable", dataset.check_rows, config, reader, progress, reads=_DATA)
+    run("lengths", "dataset.unreadable", lengths.check_lengths, given, datasets)
+    run("prompt", "dataset.unreadable", model.check_prompt, given, datasets)
+    run("episode", "environment.fails", model.check_episode, given, episodes, datasets)
+    run("duplicates", "dataset.unreadable", dataset.check_duplicates, datasets)
+    run("overlap", "dataset.unreadable", dataset.check_overlap, datasets)
+    run("answers", "dataset.unreadable", dataset.check_answers, config, datasets)
+    scored = (*_DATA, "worker.reward.")
+    judged = run("reward", "reward.unusable", rewards.check_reward, config, reader, datasets, stack, reads=scored)
+    run("ground truths", "reward.fails", rewards.check_ground_truths, config, judged, datasets, progress)
+    steps = (*_DATA, "worker.actor.", "trainer.max_steps", "trainer.total_epochs", "trainer.val_only")
+    knows_lengths = not isinstance(given, Missing)
+    plan = run("steps", "steps.plan", dataset.check_steps, config, datasets, knows_lengths=knows_lengths, reads=steps)
+    total_steps = None if isinstance(plan, Missing) else plan.total_steps
+    saved = ("worker.actor.", *_WORKERS, "trainer.save")
+    run("disk", "disk.full", machine.check_disk, given, here, total_steps=total_steps, reads=saved)
