@@ -14,7 +14,7 @@ from typing import Any
 from trigon.checkpoint.store import Checkpoint
 from trigon.errors import NotFiniteError, WatchError
 from trigon.metrics import Metrics, merge, values
-from trigon.report.watch.watch import describe_stop
+from trigon.report.watch import describe_stop
 from trigon.rollout.buffer import Batch, RolloutBuffer, awake
 from trigon.rollout.statistics import count_sampled, describe_validation
 from trigon.run import Progress, Run
@@ -179,7 +179,7 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics, bu
     for seen in watched.new:
         # An alarm with a save is said before, since the save may fail or be killed.
         if seen is not alarm or seen.saves:
-            run.report.warn(f"trainer.watch.{seen.watcher}: since step {seen.first_step}: {seen.text}")
+            run.report.warn(f"trainer.watch: {seen.rule}: since step {seen.first_step}: {seen.text}")
     saves = stopping or (alarm is None and is_due(step, run.intervals.save_every))
     if saves:
         wait_to_save(run, buffer)

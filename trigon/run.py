@@ -16,7 +16,7 @@ from trigon.checkpoint.store import CheckpointStore, Finish
 from trigon.config.plan import Plan
 from trigon.hooks import Hooks
 from trigon.report.reporter import Reporter
-from trigon.report.watch.watch import Watch
+from trigon.report.watch import Watch
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import RolloutBuffer
 from trigon.rollout.parity import ParityCheck

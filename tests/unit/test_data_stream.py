@@ -122,11 +122,11 @@ def test_take_sizes_and_prefetching_do_not_change_the_order(ten, open_stream):
 
 def test_metrics_have_the_position_in_epochs(ten, open_stream):
     stream = open_stream(ten)
-    assert values(stream.metrics()) == {"data/epoch": 0.0, "data/num_set_aside": 0.0}
+    assert values(stream.metrics()) == {"data/epoch": 0.0, "data/num_skipped": 0.0}
     stream.take(4)
-    assert values(stream.metrics()) == {"data/epoch": 0.5, "data/num_set_aside": 0.0}
+    assert values(stream.metrics()) == {"data/epoch": 0.5, "data/num_skipped": 0.0}
     stream.take(8)
-    assert values(stream.metrics()) == {"data/epoch": 1.5, "data/num_set_aside": 0.0}
+    assert values(stream.metrics()) == {"data/epoch": 1.5, "data/num_skipped": 0.0}
     assert stream.epoch == 1
 
 
@@ -239,7 +239,7 @@ def test_a_prompt_whose_image_was_deleted_is_replaced_by_the_next_one(processors
     (tmp_path / "1.png").unlink()
     assert ground_truths(stream.take(4)) == [0, 2, 3, 4]
     assert stream.num_skipped == {"image_missing": 1}
-    assert values(stream.metrics())["data/num_set_aside"] == 1
+    assert values(stream.metrics())["data/num_skipped"] == 1
     assert ground_truths(stream.take(4)) == [5, 6, 7, 8]
     (tmp_path / "1.png").write_bytes(png(1))
     assert ground_truths(stream.take(4)) == [

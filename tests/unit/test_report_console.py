@@ -128,7 +128,12 @@ def test_the_names_come_again_where_the_columns_change_and_every_twenty_steps(st
 
 def test_what_fails_in_a_step_has_a_line_below_it(stream):
     console = Console(stream=stream)
-    console.step(1, 1, {"reward/overall": 1.0, "grader/failed": 0.0, "grader/timeout": 2.0}, seconds_left=None)
+    console.step(
+        1,
+        1,
+        {"reward/overall": 1.0, "reward_function/num_failed": 0.0, "reward_function/num_timed_out": 2.0},
+        seconds_left=None,
+    )
     assert stream.getvalue().splitlines()[2:] == ["      rewards timed out: 2"]
 
 
@@ -286,7 +291,8 @@ LONG_LINES = """
     console = Console()
     metrics = {
         "reward/overall": 0.8125, "reward/accuracy": 0.75, "response_length/mean": 63.2, "actor/kl_loss": 0.0021,
-        "actor/entropy": 1.234, "actor/grad_norm": 0.567, "actor/lr": 1e-6, "filter/rounds": 2.0, "grader/timeout": 3.0,
+        "actor/entropy": 1.234, "actor/grad_norm": 0.567, "actor/lr": 1e-6, "filter/rounds": 2.0,
+        "reward_function/num_timed_out": 3.0,
         "perf/throughput": 5123.4, "timing_s/step": 2.31, "response_length/clip_ratio": 0.25,
     }
     console.step(12, 400, metrics, seconds_left=3540.0)

@@ -66,7 +66,12 @@ LearningRateSchedule = Literal["constant", "cosine"]
 """The learning rate after warm-up (training/optim.py)."""
 
 WatchLevel = Literal["off", "warn", "stop"]
-"""What a watcher does when it sees something (report/watch/watch.py)."""
+"""What is done when a rule of the watchers finds something (report/watch.py)."""
+
+WatchRule = Literal[
+    "loss", "kl", "entropy", "length", "equal_rewards", "reward_failures", "mismatch", "validation", "critic", "memory"
+]
+"""A rule of the watchers."""
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 """A floating-point format; models/dtypes.py has the torch dtypes."""

@@ -166,7 +166,7 @@ class PromptStream:
         """Return the position in epochs, and how many prompts were skipped since the run began."""
         return {
             "data/epoch": Max(self._position.epoch + self._position.taken / self.prompts_per_epoch),
-            "data/num_set_aside": Max(float(len(self._skipped))),
+            "data/num_skipped": Max(float(len(self._skipped))),
         }
 
     def state(self) -> dict[str, Any]:

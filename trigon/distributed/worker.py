@@ -43,7 +43,7 @@ from trigon.distributed.serialization import (
 from trigon.distributed.weight_transfer import TransferAddress, TransferMember
 from trigon.distributed.worker_engines import Opened, OpenWorkerEngines, WorkerEngines
 from trigon.metrics import Metrics
-from trigon.report.watch.meter import measure_worker
+from trigon.report.memory import measure_worker
 from trigon.rollout.protocol import Interruption, InterruptKind, RolloutEngine, require_local_weights
 from trigon.rollout.restart import RestartableEngine
 from trigon.system.garbage import return_freed_memory, set_gc_threshold

@@ -89,8 +89,8 @@ _LEFT_WIDTH = 11  # 59 min 59 s
 
 _TROUBLES = (
     ("updates skipped, not finite", "actor/nonfinite_updates"),
-    ("rewards failed", "grader/failed"),
-    ("rewards timed out", "grader/timeout"),
+    ("rewards failed", "reward_function/num_failed"),
+    ("rewards timed out", "reward_function/num_timed_out"),
 )
 """Counts that have a line of their own below a step in which they are not 0."""
 

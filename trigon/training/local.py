@@ -37,7 +37,7 @@ from trigon.training.step import LossTerms, Reference, idle_backward, micro_batc
 from trigon.training.update_plan import AppliedUpdate, UpdatePlan, has_gradient, plan_update
 from trigon.types import LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup
 
-_OF_EACH_RANK = ("actor/vision_remembered", "critic/vision_remembered")
+_OF_EACH_RANK = ("actor/vision_cached_fraction", "critic/vision_cached_fraction")
 """The metrics that differ between the ranks that compute rows together."""
 
 
@@ -286,7 +286,7 @@ class LocalTrainEngine:
             metrics[SKIPPED_GRAD_NORM] = Max(applied.grad_norm)
         cached, total = (0, 0) if self.features is None else self.features.pop_metrics()
         if total:
-            metrics[f"{self.name}/vision_remembered"] = Mean(float(cached), float(total))
+            metrics[f"{self.name}/vision_cached_fraction"] = Mean(float(cached), float(total))
         return metrics
 
     def _loss_metrics(self, applied: AppliedUpdate, batch_metrics: Metrics) -> dict[str, Metric]:
