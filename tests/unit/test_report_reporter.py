@@ -11,7 +11,7 @@ from trigon.metrics import Max, Mean, Sum, values
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
-from trigon.system.watchdog import HangWatch
+from trigon.system.hangs import HangWatch
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 
 

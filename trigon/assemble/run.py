@@ -19,7 +19,6 @@ from trigon.assemble.critic import check_trained_critic
 from trigon.assemble.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
 from trigon.assemble.engines import Engines, open_engines, save_state, staged_bytes
 from trigon.assemble.episodes import check_episodes, find_episodes
-from trigon.assemble.hangs import EXPORT, open_hang_watch
 from trigon.assemble.hub import announce_downloads
 from trigon.assemble.memory_check import check_memory, find_hardware
 from trigon.assemble.memory_table import Hardware
@@ -38,7 +37,7 @@ from trigon.assemble.origin import KEY, Origin
 from trigon.assemble.pools import open_worker_pools
 from trigon.assemble.preflight import Opened, open_early
 from trigon.assemble.rewards import check_rewards
-from trigon.assemble.watchers import open_watchers
+from trigon.assemble.watchers import EXPORT, open_hang_watch, open_watchers
 from trigon.assemble.workers import open_workers
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.manifest import OnProgress, no_progress
@@ -85,10 +84,10 @@ from trigon.rollout.parity import ParityCheck
 from trigon.run import Run
 from trigon.system.gpu_memory import require_free_memory
 from trigon.system.grace import Grace
+from trigon.system.hangs import HangWatch
 from trigon.system.processes import Started
 from trigon.system.secrets import mask
 from trigon.system.temporary import remove_dead_folders
-from trigon.system.watchdog import HangWatch
 from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
 from trigon.training.updates import Updater
 

@@ -19,10 +19,10 @@ from trigon.config.load import LoadedConfig
 from trigon.config.schema import Config
 from trigon.system.garbage import ARENAS_VARIABLE, limit_arenas
 from trigon.system.grace import Grace
+from trigon.system.hangs import HangWatch
 from trigon.system.processes import running_below
 from trigon.system.signals import TERMINATION, Terminated
 from trigon.system.variables import keep_compiled_code, let_segments_grow
-from trigon.system.watchdog import HangWatch
 
 if TYPE_CHECKING:
     from trigon.assemble.objects import RunObjects, RunOutcome

@@ -30,7 +30,7 @@ from trigon.report.recorder import ReadImages, RolloutRecorder
 from trigon.report.rollouts import Filtered, RolloutRow, rollout_rows, with_tokens
 from trigon.report.run_folder import RunFolder
 from trigon.system.gpu_memory import gpu_memory_metrics
-from trigon.system.watchdog import HangWatch
+from trigon.system.hangs import HangWatch
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
 
 NOT_TRAINING = ("validation", "save_checkpoint")
