@@ -121,7 +121,7 @@ rows = st.builds(
 def test_any_rollouts(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]):
     folder = tmp_path_factory.mktemp("rollouts")
     run = write_run(folder / "run", num_steps=1)
-    (run / "rollouts" / "train_2.jsonl").write_bytes(b"".join(line.rstrip(b"\n") + b"\n" for line in lines))
+    (run / "rollouts" / "step_000002.jsonl").write_bytes(b"".join(line.rstrip(b"\n") + b"\n" for line in lines))
     with served([run], folder / "cache") as (url, runs):
         status, content = answer(url, "/api/groups?max_step=1")
         assert status == 200

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.runs import CONFIG, lines, log_of, overrides_of, start
-from trigon.report.metrics import read_metrics
+from trigon.report.run import read_metrics
 
 pytestmark = pytest.mark.faults
 

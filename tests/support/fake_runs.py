@@ -30,9 +30,9 @@ from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
 from trigon.models.load import Processors
 from trigon.report.console import Console
-from trigon.report.image_store import ImageStore
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
+from trigon.report.writer import ImageStore
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import BufferSettings, RolloutBuffer
 from trigon.rollout.fake import FakeEngine

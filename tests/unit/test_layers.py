@@ -65,7 +65,7 @@ ONLY_IN = {
     "rich": ("report/console.py",),
     "starlette": ("tools/view/server.py",),
     "uvicorn": ("tools/view/server.py",),
-    "sqlite3": ("tools/view/index.py", "tools/view/index_rows.py"),
+    "sqlite3": ("tools/view/index.py",),
     "wandb": ("report/loggers/wandb.py",),
     "swanlab": ("report/loggers/swanlab.py",),
     "mlflow": ("report/loggers/mlflow.py",),

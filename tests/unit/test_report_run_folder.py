@@ -14,10 +14,10 @@ from dataclasses import replace
 import pytest
 
 from trigon.errors import CheckpointError, ConfigError
-from trigon.report.log_faults import LogFaults, MetricsLog
-from trigon.report.metrics import StepMetrics, read_metrics
 from trigon.report.rollouts import rollout_rows
+from trigon.report.run import StepMetrics, read_metrics
 from trigon.report.run_folder import RunFolder
+from trigon.report.writer import RunWriter
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 
 
@@ -260,7 +260,7 @@ def test_a_run_does_not_depend_on_the_text_of_its_lock(tmp_path, monkeypatch, ch
     messages = []
     lock = tmp_path / "run" / "run.lock"
     with RunFolder(tmp_path / "run") as folder:
-        log = MetricsLog(folder, LogFaults(folder.path, warn=messages.append), warn=messages.append)
+        log = RunWriter(folder, warn=messages.append)
         match change:
             case "renamed_host":
                 monkeypatch.setattr("socket.gethostname", lambda: "another-name")
@@ -274,8 +274,8 @@ def test_a_run_does_not_depend_on_the_text_of_its_lock(tmp_path, monkeypatch, ch
             case "replaced":
                 (tmp_path / "copy").write_text("process 1 on another-name\n")
                 os.replace(tmp_path / "copy", lock)
-        log.append(1, {"a": 1.0})
-        log.append(2, {"a": 2.0})
+        log.metrics(1, {"a": 1.0})
+        log.metrics(2, {"a": 2.0})
         assert [line.step for line in folder.read_metrics()] == [1, 2]
         with pytest.raises(ConfigError, match="another run"):
             RunFolder(tmp_path / "run")

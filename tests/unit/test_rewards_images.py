@@ -18,8 +18,8 @@ from trigon.data.images import open_image
 from trigon.data.mixture import with_blank_media
 from trigon.errors import RewardError
 from trigon.images import LazyImages
-from trigon.report.image_store import ImageStore
 from trigon.report.rollouts import rollout_rows, row_to_line
+from trigon.report.writer import ImageStore
 from trigon.rewards.callables import reward_source
 from trigon.rewards.confinement.options import DEFAULT, Confinement
 from trigon.rewards.contract import RewardRequest

@@ -16,8 +16,8 @@ import pytest
 from support.view_runs import make_row, served, write_image, write_run, write_step
 from trigon.errors import ConfigError
 from trigon.report.run_folder import RunFolder
-from trigon.tools.view.images import read_image, shrink
-from trigon.tools.view.page import STATIC, as_one_script
+from trigon.tools.view.export import as_one_script
+from trigon.tools.view.files import STATIC, read_image, shrink
 from trigon.tools.view.server import address, default_cache, is_loopback, listen, make_app
 
 
@@ -178,7 +178,7 @@ def test_a_file_that_cannot_be_indexed_is_a_problem_and_new_metrics_are_read(tmp
 
         run.write_rollouts(2, "train", [make_row("a", 0, 0.0, num_tokens=2**70)])  # larger than SQLite's integers
         wait_until(lambda: state()["problems"])
-        assert "not up to date: OverflowError" in state()["problems"][0]
+        assert "step_000002.jsonl, line 1 is not a rollout (num_tokens" in state()["problems"][0]
         run.append_metrics(2, {"reward/overall": 1.0})
         wait_until(lambda: state()["last_step"] == 2)
         (folder / "rollouts" / "step_000002.jsonl").unlink()

@@ -72,12 +72,12 @@ from trigon.hooks import Hooks
 from trigon.loop import train
 from trigon.models.load import Processors
 from trigon.report.console import Console
-from trigon.report.image_store import ImageStore
 from trigon.report.loggers.protocol import LoggedRun, Logger, LoggerEnvironment
 from trigon.report.loggers.registry import check_loggers, make_loggers, open_loggers
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps
+from trigon.report.writer import ImageStore
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import RolloutBuffer
 from trigon.rollout.parity import ParityCheck

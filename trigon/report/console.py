@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
@@ -23,7 +23,6 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from trigon.report.lenient_stream import LenientStream
 from trigon.report.rollouts import RolloutRow
 from trigon.system.terminal import sanitize
 
@@ -278,6 +277,39 @@ class Console:
         if self._rich.is_terminal:
             text = _wrapped(text, self._rich.width)
         self._rich.print(text, soft_wrap=True)
+
+
+class LenientStream:
+    """Passes text to a stream. What cannot be written is dropped, and counted when that ends.
+
+    Output that is redirected to a file fails when the disk is full, a pipe when its reader has
+    ended, and a terminal when it is closed. None of them is to end a run.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._dropped = 0
+
+    def write(self, text: str) -> int:
+        """Write text, after a note of what was dropped before; return its number of characters."""
+        note = f"({self._dropped:,} writes to this output failed)\n" if self._dropped else ""
+        try:
+            self._stream.write(note + text)
+        except OSError:
+            self._dropped += 1
+        else:
+            self._dropped = 0
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._dropped += 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _Bars(Progress):

@@ -38,9 +38,8 @@ from types import TracebackType
 from typing import Any
 
 from trigon.errors import CheckpointError, ConfigError
-from trigon.report.metrics import METRICS, StepMetrics, parse_step, read_metrics
 from trigon.report.rollouts import IMAGES, RolloutRow, Split, file_name, find_rollouts, row_to_line, to_json_line
-from trigon.report.run import CONFIG, LOCK, SOURCES
+from trigon.report.run import CONFIG, LOCK, METRICS, SOURCES, StepMetrics, parse_step, read_metrics
 from trigon.system.disk import sync_to_disk
 from trigon.system.json_files import read_json_object, write_json
 from trigon.system.terminal import sanitize

@@ -15,8 +15,8 @@ from trigon.data.images import open_image
 from trigon.errors import BadRow
 from trigon.report.console import format_number
 from trigon.report.loggers.protocol import MAX_IMAGE_SIDE, Sample
-from trigon.report.recorder import ReadImages
 from trigon.report.rollouts import RolloutRow
+from trigon.report.writer import ReadImages
 from trigon.system.terminal import sanitize
 
 COLUMNS = (

@@ -18,8 +18,7 @@ from statistics import fmean, stdev
 from typing import Any, Literal, assert_never, get_args
 
 from trigon.errors import ConfigError, DataError
-from trigon.report.metrics import StepMetrics
-from trigon.report.run import RunRecord
+from trigon.report.run import RunRecord, StepMetrics
 from trigon.system.suggestions import did_you_mean
 from trigon.tools.plot.groups import RunGroup, group_runs
 

@@ -9,8 +9,7 @@ from threading import Event, Lock, Thread
 from typing import Any
 
 from trigon.errors import CheckpointError, DataError
-from trigon.report.metrics import METRICS, StepMetrics, parse_step
-from trigon.report.run import RunRecord, find_runs, flatten
+from trigon.report.run import METRICS, RunRecord, StepMetrics, find_runs, flatten, parse_step
 from trigon.system.secrets import mask
 from trigon.tools.view.index import IndexedRun, index_path
 
