@@ -72,8 +72,7 @@ from trigon.hooks import Hooks
 from trigon.loop import train
 from trigon.models.load import Processors
 from trigon.report.console import Console
-from trigon.report.loggers.protocol import LoggedRun, Logger, LoggerEnvironment
-from trigon.report.loggers.registry import check_loggers, make_loggers, open_loggers
+from trigon.report.delivery import LoggedRun, Logger, LoggerEnvironment, check_loggers, make_loggers, open_loggers
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps

@@ -26,7 +26,7 @@ from trigon.system.variables import keep_compiled_code, let_segments_grow
 
 if TYPE_CHECKING:
     from trigon.assemble.objects import RunObjects, RunOutcome
-    from trigon.report.loggers.protocol import Logger
+    from trigon.report.delivery import Logger
 
 REPEAT_SECONDS = 1.0
 """A second SIGTERM or SIGHUP that comes sooner belongs to the first one.
@@ -170,7 +170,7 @@ def start_run(
     Args: export_to, loggers, objects: as for run_training. Raises: as run_training, and
     KeyboardInterrupt.
     """
-    from trigon.report.loggers.registry import check_logger_objects
+    from trigon.report.delivery import check_logger_objects
 
     check_logger_objects(loggers)
     others = running_below()  # what this process has started before, such as the cells of a notebook
@@ -179,7 +179,7 @@ def start_run(
     let_segments_grow()
     from trigon.assemble.objects import NO_OBJECTS
     from trigon.assemble.preflight import open_early
-    from trigon.report.loggers.protocol import LoggerEnvironment
+    from trigon.report.delivery import LoggerEnvironment
 
     objects = NO_OBJECTS if objects is None else objects
     logger_environment = LoggerEnvironment(

@@ -23,6 +23,7 @@ from trigon.config.names import (
     ObservationRole,
     OptimizerStrategy,
     PolicyLossType,
+    Sink,
     ToolFormat,
     WatchLevel,
     WatchRule,
@@ -77,8 +78,6 @@ Tools = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
 """Names of options. A single one may be written without the brackets of a list."""
-
-Sink = Literal["console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 
 
 class DataConfig(Section):

@@ -20,12 +20,11 @@ from types import TracebackType
 
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
 from trigon.report.console import SAMPLE_CHARACTERS, Advance, Console, format_duration, format_number
-from trigon.report.loggers.delivery import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Deliveries
-from trigon.report.loggers.protocol import Logger
-from trigon.report.loggers.samples import make_samples
+from trigon.report.delivery import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Deliveries, Logger
 from trigon.report.rollouts import Filtered, RolloutRow, rollout_rows
 from trigon.report.run import StepMetrics, read_metrics
 from trigon.report.run_folder import RunFolder
+from trigon.report.samples import make_samples
 from trigon.report.writer import ImageStore, ReadImages, RunWriter
 from trigon.system.gpu_memory import gpu_memory_metrics
 from trigon.system.hangs import HangWatch

@@ -268,7 +268,7 @@ def parse_row(line: bytes, place: str) -> RolloutRow:
     """Return the rollout in a line. place: of the line, for errors. Raises: DataError."""
     try:
         content = parse_json(line)
-        version = content.get("version", 1)
+        version = content.get("version", SCHEMA_VERSION)
         if version != SCHEMA_VERSION:
             raise DataError(
                 f"{place} has schema version {version}, and this version of trigon reads version {SCHEMA_VERSION}: "

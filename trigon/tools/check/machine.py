@@ -180,11 +180,11 @@ def connect_to_self(num_ports: int) -> int:
 
 def check_loggers(subject: Subject) -> Findings:
     """Return whether the loggers are installed."""
-    from trigon.report.loggers import registry
+    from trigon.report import delivery
 
     names = subject.given.trainer.logger
     try:
-        registry.check_loggers(names)
+        delivery.check_loggers(names)
     except ConfigError as error:
         return Findings("", (Problem("loggers.package", True, str(error)),))
     return Findings(", ".join(names))

@@ -14,7 +14,7 @@ from PIL import Image
 from trigon.data.images import open_image
 from trigon.errors import BadRow
 from trigon.report.console import format_number
-from trigon.report.loggers.protocol import MAX_IMAGE_SIDE, Sample
+from trigon.report.delivery import MAX_IMAGE_SIDE, Sample
 from trigon.report.rollouts import RolloutRow
 from trigon.report.writer import ReadImages
 from trigon.system.terminal import sanitize
