@@ -221,7 +221,7 @@ def test_runs_have_names_that_differ(tmp_path):
     assert [run.name for run in runs] == ["a", "b"]
     folders = [write_run(tmp_path / "c" / name, num_steps=1) for name in ("a", "b")]
     runs = open_runs([tmp_path / "a" / "run", *folders], cache=tmp_path / "cache")
-    assert [run.name for run in runs] == ["run", "a", "b"]
+    assert [run.name for run in runs] == ["a/run", "c/a", "c/b"]
     assert [run.name for run in open_runs(folders[:1], cache=tmp_path / "cache")] == ["c/a"]
 
 

@@ -84,8 +84,8 @@ def open_hang_watch(config: Config, folder: Path, console: Console, others: Sequ
 def limit_of(config: Config, reads_hub: bool, name: str) -> float | None:
     """Return the seconds without progress after which a phase hangs; None: no limit.
 
-    What follows a phase has the limit of the phase; of an export, that of a step. reads_hub: a
-    download has no limit.
+    What follows a phase has the limit of the phase; after an export, the limit of a step.
+    reads_hub: a download has no limit.
     """
     if name == EXPORT:
         return None

@@ -43,9 +43,10 @@ SAMPLE_CHARACTERS = 240
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A column of the steps. keys: of metrics; the value is that of the first one that a step has.
+    """A column of the rows of steps.
 
-    decimals: None: as format_number. width: of its cells; larger numbers move the rest of a row.
+    keys: metrics, of which the first one that a step has is shown. decimals: None: formatted by
+    format_number. width: width of a cell in characters; a longer number moves the rest of a row.
     """
 
     label: str
@@ -325,7 +326,7 @@ class _Bars(Progress):
 
 
 def _shortened(name: str) -> str:
-    """Return the name of a phase with its start and its end, such as those of a long path."""
+    """Return the name of a phase, such as a long path, without its middle."""
     if len(name) <= MAX_NAME_CHARACTERS:
         return name
     start = name.find(" ") + 1

@@ -41,7 +41,7 @@ LEAST_STEPS = 8
 """Latest steps whose slope can stop the run: the fewest with which a slope is certain."""
 
 LEAST_SHARE = 0.25
-"""Slope of each part of the window as a share of that of the whole window."""
+"""Slope of each part of the window as a share of the slope of the whole window."""
 
 LEAST_GROWTH_GB = 0.0625
 """Growth over the steps that are compared below which nothing is reported."""
@@ -53,8 +53,8 @@ CONFIDENCE = 0.99
 class MemoryMeter:
     """Measures until it is closed.
 
-    reward_workers: returns their process ids. workers: returns those of the worker group on this
-    machine, which measure themselves. object_store: returns metrics of Ray's object store.
+    reward_workers: returns their process ids. workers: returns the ids of the workers on
+    this machine, which measure themselves. object_store: returns metrics of Ray's object store.
     left_gb: what was left at the last measure(), in GiB; None if that is unknown.
     """
 
@@ -239,7 +239,7 @@ class MemoryGrowth:
     """The memory of the latest steps, of each kind.
 
     total_steps: number of the run's last step; growth that reaches no limit before it is none.
-    num_workers: workers on one machine: they grow alike, and their metric is that of the largest.
+    num_workers: workers on one machine, which grow alike; their metric is of the largest one.
     save_gb: host memory into which a save copies weights and optimizer states, on one machine. A
     run that is stopped saves, so that much has to be left. steps_to_stop: None: STEPS_TO_STOP.
     """

@@ -243,7 +243,7 @@ class Reporter:
             self._loggers.samples(step, "validation", make)
 
     def _with_steps(self, rows: Sequence[RolloutRow]) -> list[RolloutRow]:
-        """Return rows with steps instead of versions, which do not count those of a warm-up."""
+        """Return rows with steps instead of versions, which do not count the steps of a warm-up."""
         if not self._critic_warmup:
             return list(rows)
 

@@ -98,7 +98,8 @@ class RolloutRow:
     low, high and unscored by online filtering, surplus if there were more groups than needed.
     image_files: each image as a file below the run folder; empty where images are not stored.
     advantage: mean over the completion's tokens; None where no step learns from it.
-    tokens: None where per-token values are not stored. num_prompt_tokens: with those of the images.
+    tokens: None where per-token values are not stored. num_prompt_tokens: includes the tokens
+    of the images.
     turns: of an episode; empty for a completion of one turn without observation and reward.
     policy_versions: as in Completion. image_sizes: as in Prompt.
     """

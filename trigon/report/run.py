@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -69,7 +69,7 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """Return a short name: those of the folder and of its parent."""
+        """Return a short name: the names of the parent folder and of the folder."""
         return "/".join(self.path.resolve().parts[-2:])
 
     def config(self) -> dict[str, Any]:
@@ -176,8 +176,24 @@ def find_runs(path: Path) -> list[RunRecord]:
     return runs or [open_run(path)]
 
 
+def distinct_names(runs: Sequence[RunRecord]) -> list[str]:
+    """Return a name for each run: the parts of its path in which the runs differ.
+
+    Two quickstarts, a/run and b/run, are a and b.
+    """
+    paths = [run.path.resolve().parts for run in runs]
+    if len(paths) == 1:
+        return [runs[0].name]
+    start = end = 0
+    while all(len(path) > start + 1 and path[start] == paths[0][start] for path in paths):
+        start += 1
+    while all(len(path) - end > start + 1 and path[-1 - end] == paths[0][-1 - end] for path in paths):
+        end += 1
+    return ["/".join(path[start : len(path) - end]) for path in paths]
+
+
 def is_run(path: Path) -> bool:
-    """Return whether a folder is that of a run."""
+    """Return whether a folder is a run folder."""
     return path.is_dir() and ((path / METRICS).is_file() or (path / CONFIG).is_file() or (path / "rollouts").is_dir())
 
 

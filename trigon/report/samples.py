@@ -31,7 +31,7 @@ COLUMNS = (
     "finish_reason",
     "num_tokens",
 )
-"""The columns of a table of samples, besides that of the images."""
+"""The columns of a table of samples, besides the column of the images."""
 
 MAX_CHARACTERS = 20_000
 

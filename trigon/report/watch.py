@@ -22,7 +22,7 @@ from trigon.report.memory import HOST, MemoryGrowth, MemoryMeter
 from trigon.system.resuming import WEIGHTS_ONLY, SameCommand
 
 MEMORY = "perf/watch_memory"
-"""The metric of a memory alarm, which is a measurement; those of other rules are watch/<name>."""
+"""The metric of a memory alarm, which is a measurement; other rules have watch/<name>."""
 
 FIRST_STEPS = 3
 """Values whose median is the level at the start: so few that a fast collapse is not among them."""
@@ -215,7 +215,7 @@ class _Series:
         return median(map(abs, self.recent)) if len(self.recent) >= LEAST_RECENT_STEPS else None
 
     def remember(self, value: float) -> None:
-        """Add a value to those of the levels."""
+        """Add a value to the levels."""
         self.first = [*self.first, value][:FIRST_STEPS]
         self.recent = [*self.recent, value][-RECENT_STEPS:]
 

@@ -28,8 +28,8 @@ class WandbLogger:
 
         self._wandb = wandb
         # The id in the run folder lets a resumed run continue its curves. Steps that it repeats
-        # have the same values, and wandb keeps the first; a run that begins anew has another id,
-        # since wandb would drop its steps up to the last one of the earlier run.
+        # have the same values, and wandb keeps the first; a run that starts again from step 0 has
+        # another id, since wandb would drop its steps up to the last one of the earlier run.
         record = run.folder / "wandb.json"
         if run.first_step == 0:
             run_id = uuid.uuid4().hex[:16]

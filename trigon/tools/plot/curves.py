@@ -67,7 +67,7 @@ class LearningCurves:
     """The curves of a figure, by metric and then by group.
 
     metrics: one panel for each. runs: the name of each run, by the label of its group. smooth: see
-    learning_curves. notes: what a reader of the figure has to be told.
+    learning_curves. notes: what a reader of the figure has to know.
     """
 
     metrics: tuple[str, ...]
