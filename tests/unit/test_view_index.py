@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from support.view_runs import make_row, write_image, write_run, write_step
 from trigon.errors import DataError
 from trigon.report.run import open_run
 from trigon.report.run_folder import RunFolder
-from trigon.tools.view.filters import CHOICES, RolloutFilter, parse_filter
+from trigon.tools.view.filters import RolloutFilter, parse_filter
 from trigon.tools.view.index import IndexedRun, index_path
 from trigon.tools.view.runs import MetricsFile, open_runs
 
@@ -180,20 +180,16 @@ def test_a_diverged_run_is_indexed_and_its_mismatch_is_that_of_the_finite_tokens
     ("values", "message"),
     [
         ({"stepp": "1"}, r"there is no filter 'stepp'; did you mean (min_)?s\w+\?"),
-        ({"solved": "most"}, r"cannot be 'most'; it is one of none, some, all"),
-        ({"min_step": "1.5"}, r"min_step must be a whole number, not '1.5'"),
-        ({"max_reward": "nan"}, r"max_reward must be a finite number"),
-        ({"min_step": "9" * 30}, r"min_step must be a finite number"),
-        ({"text": "a" * 1001}, r"has 1,001 characters"),
+        ({"solved": "most"}, r"solved cannot be 'most': .*'none', 'some' or 'all'"),
+        ({"min_step": "1.5"}, r"min_step cannot be '1.5': .* integer"),
+        ({"max_reward": "nan"}, r"max_reward cannot be 'nan': .* number"),
+        ({"min_step": "9" * 30}, r"min_step cannot be"),
+        ({"text": "a" * 1001}, r"at most 1000 characters"),
     ],
 )
 def test_a_wrong_filter_is_an_error(values, message):
     with pytest.raises(DataError, match=message):
         parse_filter(values)
-
-
-def test_every_choice_is_of_a_field():
-    assert CHOICES.keys() <= {field.name for field in fields(RolloutFilter)}
 
 
 def test_new_lines_of_metrics_are_read_and_all_of_a_file_that_replaced_it(folder):

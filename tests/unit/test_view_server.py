@@ -99,7 +99,7 @@ def test_everything_about_the_runs_is_served(page):
 @pytest.mark.parametrize(
     ("path", "status", "text"),
     [
-        ("/api/groups?run=0&min_step=a", 400, "must be a whole number"),
+        ("/api/groups?run=0&min_step=a", 400, "min_step cannot be"),
         ("/api/groups?run=7", 404, ""),
         ("/api/groups?run=-1", 404, ""),
         ("/api/groups?run=x", 400, "run must be a whole number"),

@@ -175,7 +175,7 @@ class Watchdog(HangWatch):
     def _send(self, line: bytes) -> None:
         """Write a line, which a pipe takes at once. May run in a handler of signals."""
         # A full pipe: the process was stopped. A broken one, or none: it has ended (see _listen).
-        with suppress(BlockingIOError, BrokenPipeError, ValueError):
+        with suppress(OSError):
             if not self._is_closed:
                 os.write(self._pipe, line)
 
