@@ -41,7 +41,7 @@ from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.data.prompts import PromptBuilder
 from trigon.report.console import Console
-from trigon.report.loggers.protocol import LoggerEnvironment
+from trigon.report.delivery import LoggerEnvironment
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rollout.fake import FakeEngine

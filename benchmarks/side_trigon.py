@@ -17,7 +17,7 @@ from shared import GEOMETRY, LONG, SHORT, Shape
 
 from trigon.assemble.run import run_training
 from trigon.config.load import load_config
-from trigon.report.loggers.protocol import LoggerEnvironment
+from trigon.report.delivery import LoggerEnvironment
 from trigon.system.garbage import set_gc_threshold
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from shared import machine, table
 
-from trigon.report.watch.slope import fit_slope
+from trigon.report.memory import fit_slope
 from trigon.system.processes import ProcessTree, measure_process, read_command
 
 CONFIG = Path(__file__).parents[1] / "trigon" / "tools" / "quickstart" / "quickstart.yaml"

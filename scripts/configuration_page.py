@@ -79,6 +79,8 @@ def document() -> str:
     parts += [RENAMED_KEYS, *(_row(f"`{old}`", f"`{new}`") for old, new in RENAMED.items()), ""]
     parts += [IGNORED_KEYS]
     for key, entry in IGNORED.items():
+        if entry.allowed == ():  # a removed option, whose error names what to use
+            continue
         allowed = ", ".join(f"`{format_value(value)}`" for value in entry.allowed or ())
         parts.append(_row(f"`{key}`", entry.reason, f"only {allowed}: {entry.advice}" if allowed else "any"))
     parts += ["", UNSUPPORTED, *(_row(f"`{key}={value}`", why) for (key, value), why in UNSUPPORTED_VALUES.items()), ""]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pandas
 
     from trigon.data.sources import Source
-    from trigon.report.loggers.protocol import Logger
+    from trigon.report.delivery import Logger
     from trigon.rewards.load import RewardSource, RewardTerm
     from trigon.types import RolloutGroup
 

@@ -19,7 +19,7 @@ from trigon.errors import NotFiniteError, WatchError
 from trigon.metrics import Metrics, merge, values
 from trigon.report.hooks import Hooks
 from trigon.report.reporter import Reporter
-from trigon.report.watch.watch import Alarm, Watch, describe_stop
+from trigon.report.watch import Alarm, Watch, describe_stop
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import Batch, RolloutBuffer, awake
 from trigon.rollout.parity import ParityCheck
@@ -202,7 +202,7 @@ def finish_step(run: Run, step: int, batch: Batch, metrics: Metrics) -> bool:
     for seen in watched.new:
         # An alarm with a save is reported before it, since the save may fail or be killed.
         if seen is not alarm or seen.saves:
-            run.report.warn(f"trainer.watch.{seen.watcher}: since step {seen.first_step}: {seen.text}")
+            run.report.warn(f"trainer.watch: {seen.rule}: since step {seen.first_step}: {seen.text}")
     saves = stopping or (alarm is None and is_due(step, run.config.trainer.save_freq))
     if saves:
         save(run, step, stopping=stopping)

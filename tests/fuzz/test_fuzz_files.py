@@ -18,9 +18,8 @@ from support.view_runs import make_row, write_run
 from trigon.checkpoint.manifest import MANIFEST
 from trigon.checkpoint.store import CheckpointStore
 from trigon.errors import CheckpointError, DataError, TrigonError
-from trigon.report.metrics import parse_step
 from trigon.report.rollouts import parse_row, row_to_line
-from trigon.report.run import open_run
+from trigon.report.run import open_run, parse_step
 
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8)),

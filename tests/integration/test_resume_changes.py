@@ -23,7 +23,7 @@ from trigon.assemble.run import run_training
 from trigon.checkpoint.manifest import PROGRESS, replacing_files
 from trigon.config.load import load_config
 from trigon.errors import CheckpointError
-from trigon.report.loggers.protocol import LoggerEnvironment
+from trigon.report.delivery import LoggerEnvironment
 from trigon.rewards.callables import reward_source
 
 REWARD_OPTION = "worker.reward.reward_function"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.runs import lines, log_of, start
-from trigon.report.metrics import read_metrics
+from support.runs import CONFIG, lines, log_of, overrides_of, start
+from trigon.report.run import read_metrics
 
 pytestmark = pytest.mark.faults
 
@@ -58,6 +59,16 @@ def compute_score(reward_input):
 """
 
 
+NO_MEMORY_LASTS = """
+import sys
+from trigon.report import memory
+
+memory.STEPS_TO_STOP = 1_000_000
+from trigon.tools.cli.main import main
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
 LEARNS_FAST = (
     "data.rollout_batch_size=8",
     "worker.actor.global_batch_size=8",
@@ -80,7 +91,7 @@ def stopped(process: subprocess.Popen[str], folder: Path, watcher: str) -> tuple
     assert process.wait(timeout=580) == 1, log_of(folder).read_text()[-3000:]
     log = log_of(folder).read_text()
     assert "Traceback" not in log
-    [message] = [line for line in log.splitlines() if f"trainer.watch.{watcher} stopped the run" in line]
+    [message] = [line for line in log.splitlines() if f"{watcher} stopped the run" in line]
     return message, lines(folder)[-1]["step"]
 
 
@@ -91,29 +102,30 @@ def saved_steps(folder: Path) -> list[int]:
 @pytest.mark.long
 def test_a_constant_reward_stops_a_run_and_the_same_command_with_another_reward_goes_on(made, tmp_path):
     folder = tmp_path / "run"
-    options = ("trainer.watch.equal_rewards=stop", "trainer.watch.equal_reward_steps=3", "trainer.val_freq=-1")
-    options += ("trainer.save_limit=-1",)
-    message, last = stopped(launch(made, folder, CONSTANT, *options, steps=9), folder, "equal_rewards")
-    assert last == 3
-    assert "since step 1: all completions have the reward 0.5" in message
+    options = ("trainer.watch.level=stop", "trainer.val_freq=-1", "trainer.save_limit=-1")
+    message, last = stopped(launch(made, folder, CONSTANT, *options, steps=14), folder, "equal_rewards")
+    assert last == 10
+    assert "since step 1: group/equal_rewards_fraction is 1" in message
     assert "There is no checkpoint from before step 1" in message
-    assert saved_steps(folder) == [2]
-    assert [line["metrics"].get("watch/equal_rewards") for line in lines(folder)] == [None, None, None, 1.0]
+    assert saved_steps(folder) == [2, 4, 6, 8]
+    assert [line["metrics"].get("watch/equal_rewards") for line in lines(folder)] == [None] * 10 + [1.0]
 
     # With the usual reward.
-    process = start(made, folder, *options, "trainer.accept_changes=worker.reward.reward_function", steps=4)
+    process = start(made, folder, *options, "trainer.accept_changes=worker.reward.reward_function", steps=10)
     assert process.wait(timeout=580) == 0, log_of(folder).read_text()[-3000:]
-    assert saved_steps(folder) == [2, 4]
+    assert saved_steps(folder) == [2, 4, 6, 8, 10]
     assert "watch/equal_rewards" not in lines(folder)[-1]["metrics"]
 
 
 @pytest.mark.extended
 def test_a_reward_for_short_completions_stops_at_a_collapse_of_their_length(made, tmp_path):
     folder = tmp_path / "run"
-    options = (*LEARNS_FAST, "worker.actor.optim.lr=3e-3", "trainer.watch.length=stop", "trainer.save_freq=1")
-    options += ("trainer.watch.max_cut_fraction=1", "trainer.save_limit=-1")
+    options = (*LEARNS_FAST, "worker.actor.optim.lr=3e-3", "trainer.watch.level=stop", "trainer.save_freq=1")
+    options += ("trainer.watch.ignore=[entropy,equal_rewards,kl,loss]", "trainer.save_limit=-1")
+    # Completions of the untrained model are not all cut at this length.
+    options += ("data.max_response_length=64",)
     message, last = stopped(launch(made, folder, SHORT, *options, steps=60), folder, "length")
-    assert "on average (response_length/mean), and had" in message
+    assert "response_length/mean is" in message
     lengths = [line.metrics["response_length/mean"] for line in read_metrics(folder)]  # none of step 0
     first_short = next(step for step, length in enumerate(lengths, 1) if length < 0.1 * sorted(lengths[:3])[1])
     assert f"the last checkpoint from before step {last - 4} is {folder / f'global_step_{last - 5}'}" in message
@@ -123,7 +135,8 @@ def test_a_reward_for_short_completions_stops_at_a_collapse_of_their_length(made
 @pytest.mark.long
 def test_a_learning_rate_that_is_too_large_stops_when_the_entropy_is_gone(made, tmp_path):
     folder = tmp_path / "run"
-    options = (*LEARNS_FAST, "worker.actor.optim.lr=5e-3", "trainer.watch.entropy=stop", "trainer.save_freq=-1")
+    options = (*LEARNS_FAST, "worker.actor.optim.lr=5e-3", "trainer.watch.level=stop", "trainer.save_freq=-1")
+    options += ("trainer.watch.ignore=[loss,kl,length,equal_rewards]",)
     message, _last = stopped(launch(made, folder, ONES, *options, steps=80), folder, "entropy")
     assert "actor/entropy is" in message
     assert saved_steps(folder) == []
@@ -132,12 +145,12 @@ def test_a_learning_rate_that_is_too_large_stops_when_the_entropy_is_gone(made, 
 @pytest.mark.long
 def test_failing_rewards_warn_once_and_the_run_goes_on(made, tmp_path):
     folder = tmp_path / "run"
-    options = ("worker.reward.max_failed_fraction=1", "trainer.watch.steps=3", "trainer.val_freq=-1")
-    process = launch(made, folder, FAILS, *options, "data.rollout_batch_size=8", "worker.rollout.n=8", steps=6)
+    options = ("worker.reward.max_failed_fraction=1", "trainer.val_freq=-1")
+    process = launch(made, folder, FAILS, *options, "data.rollout_batch_size=8", "worker.rollout.n=8", steps=8)
     assert process.wait(timeout=580) == 0, log_of(folder).read_text()[-3000:]
     log = log_of(folder).read_text()
-    assert log.count("warning: trainer.watch.reward_failures: since step") == 1
-    failed = [line["metrics"]["grader/failed_fraction"] for line in lines(folder)[1:]]
+    assert log.count("reward_failures: since step") == 1
+    failed = [line["metrics"]["reward_function/failed_fraction"] for line in lines(folder)[1:]]
     assert min(failed) > 0.05
     assert lines(folder)[-1]["metrics"]["watch/reward_failures"] == 1.0
 
@@ -146,12 +159,16 @@ def test_failing_rewards_warn_once_and_the_run_goes_on(made, tmp_path):
 def test_a_reward_function_that_leaks_saves_and_stops_the_run(made, tmp_path):
     folder = tmp_path / "run"
     # 24 MiB a step, in two workers; however much this machine has left, it is too little.
-    options = ("trainer.watch.memory_steps=1000000", "worker.reward.num_cpus=2", "trainer.val_freq=-1")
-    options += ("trainer.save_freq=-1", "trainer.watch.equal_rewards=off")
-    leak = LEAK.replace("(MEBIBYTES << 20)", "(3 << 19)")
-    message, last = stopped(launch(made, folder, leak, *options, steps=60), folder, "memory")
+    script, reward = tmp_path / "run.py", tmp_path / "reward.py"
+    script.write_text(NO_MEMORY_LASTS)
+    reward.write_text(LEAK.replace("(MEBIBYTES << 20)", "(3 << 19)"))
+    options = (f"worker.reward.reward_function={reward}:compute_score", "worker.reward.num_cpus=2")
+    options += ("trainer.val_freq=-1", "trainer.save_freq=-1", "trainer.watch.ignore=equal_rewards")
+    command = [sys.executable, str(script), str(CONFIG), *overrides_of(made, folder, steps=60), *options]
+    with log_of(folder).open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True)
+    message, last = stopped(process, folder, "memory")
     assert "perf/memory_reward_workers_gb by" in message
-    assert "The reward function keeps what it should free" in message
     assert saved_steps(folder) == [last]
     grown = [line.metrics["perf/memory_reward_workers_gb"] for line in read_metrics(folder) if line.step > 0]
     assert grown[-1] - grown[-9] > 0.1

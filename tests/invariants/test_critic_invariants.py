@@ -175,8 +175,8 @@ def test_images_that_are_shared_with_the_policy_are_counted_apart(tiny_vlm):
     critic = make_critic(tiny_vlm, freeze=True, features=policy.features)
     policy.logprobs(rollouts)  # remembers no image
     critic.values(rollouts)
-    assert critic.step(to_learn(rollouts))["critic/vision_remembered"].value == 1
-    updated = policy.step(to_train(rollouts))["actor/vision_remembered"]
+    assert critic.step(to_learn(rollouts))["critic/vision_cached_fraction"].value == 1
+    updated = policy.step(to_train(rollouts))["actor/vision_cached_fraction"]
     assert 0 < updated.value < 1
 
 

@@ -237,7 +237,7 @@ def assert_metrics_close(many: Sequence[Metrics], one: Sequence[Metrics], tolera
 
 
 # How groups are packed, and which features are cached, differs between ranks.
-ROW_METRICS = ("actor/micro_batches", "actor/packed_tokens", "actor/packing_fill", "actor/vision_remembered")
+ROW_METRICS = ("actor/micro_batches", "actor/packed_tokens", "actor/packing_fill", "actor/vision_cached_fraction")
 
 
 def relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

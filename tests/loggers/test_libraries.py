@@ -23,9 +23,7 @@ import pytest
 from PIL import Image
 
 from support.samples import SAMPLES, logged_run
-from trigon.report.loggers.delivery import Deliveries
-from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment
-from trigon.report.loggers.registry import make_loggers, open_loggers
+from trigon.report.delivery import Deliveries, LoggedRun, LoggerEnvironment, make_loggers, open_loggers
 
 # The libraries warn of what they will change.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -210,7 +208,7 @@ def test_trackio_prints_nothing_at_the_end_of_the_process(tmp_path):
 import sys
 from pathlib import Path
 from support.samples import logged_run
-from trigon.report.loggers.protocol import LoggerEnvironment
+from trigon.report.delivery import LoggerEnvironment
 from trigon.report.loggers.trackio import TrackioLogger
 
 logger = TrackioLogger(LoggerEnvironment())

@@ -31,9 +31,9 @@ from trigon.data.tokens import TokenTexts
 from trigon.loop import Checkpoints, Run, Stop, Validation
 from trigon.models.load import Processors
 from trigon.report.console import Console
-from trigon.report.image_store import ImageStore
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
+from trigon.report.writer import ImageStore
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import RolloutBuffer
 from trigon.rollout.episodes import newest_draw

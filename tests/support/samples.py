@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from trigon.report.loggers.protocol import LoggedRun, Sample
+from trigon.report.delivery import LoggedRun, Sample
 from trigon.report.rollouts import RolloutRow
 
 HOSTILE = "![pixel](http://evil/x.png)\x1b[2J\n<script>alert(1)</script> 4"

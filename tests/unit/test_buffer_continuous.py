@@ -326,7 +326,7 @@ def test_a_prompt_that_fails_is_counted_and_another_one_takes_its_place(parts, t
 
     with open_run(parts, tmp_path, **stream(parts, 2, "finish", steps=4, complete=complete)) as run:
         assert train(run, None) == 4
-    failed = sum(line["rollout/num_set_aside"] for line in lines_of(tmp_path).values())
+    failed = sum(line["rollout/num_skipped"] for line in lines_of(tmp_path).values())
     assert failed >= 1
     assert learned_prompts(tmp_path).total() == 16
     assert "train:2" not in learned_prompts(tmp_path)
@@ -358,7 +358,7 @@ def test_a_flight_of_few_prompts_may_fail_once(parts, tmp_path, failing):
         assert [event for event in run.validation.rollout.record.events if "until" in event][1:] == [
             "sample 1 for 3 until 1",
         ]
-    assert sum(line["rollout/num_set_aside"] for line in lines_of(tmp_path).values()) == 2
+    assert sum(line["rollout/num_skipped"] for line in lines_of(tmp_path).values()) == 2
     assert learned_prompts(tmp_path).total() == 12
 
 

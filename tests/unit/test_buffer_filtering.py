@@ -262,7 +262,7 @@ def test_a_completion_without_a_baseline_does_not_train(parts, tmp_path):
         [groups] = record_of(run).learned
     trains = [{float(sequence.loss_mask[0]) for sequence in group.sequences} for group in groups]
     assert trains == [{1.0}, {0.0}, {1.0}, {1.0}]
-    assert lines_of(tmp_path)[1]["grader/baselines_missing"] == 1.0
+    assert lines_of(tmp_path)[1]["reward_function/num_missing_baselines"] == 1.0
 
 
 def test_episodes_kept_for_the_next_step_keep_their_turns_and_images():

@@ -19,7 +19,7 @@ from trigon.config.load import load_config
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ConfigError, DataError, RewardError
 from trigon.report.console import Console
-from trigon.report.loggers.protocol import LoggerEnvironment
+from trigon.report.delivery import LoggerEnvironment
 
 
 def test_loggers_get_the_resolved_configuration():

@@ -10,9 +10,8 @@ from safetensors.torch import save_file
 from trigon.checkpoint.manifest import replacing_files
 from trigon.checkpoint.store import CheckpointStore, find_checkpoints, open_checkpoint
 from trigon.errors import CheckpointError, DataError
-from trigon.report.metrics import read_metrics
 from trigon.report.rollouts import parse_row
-from trigon.report.run import RunRecord
+from trigon.report.run import RunRecord, read_metrics
 from trigon.report.run_folder import BUDGETS, RunFolder
 from trigon.system.json_files import parse_json, read_json_object
 from trigon.training.checkpointing import read_adapter_rank, read_updates

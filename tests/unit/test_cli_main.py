@@ -14,8 +14,8 @@ from trigon import __version__, api
 from trigon.assemble import start
 from trigon.assemble.start import StopSignals, read_path
 from trigon.config.schema import Config
+from trigon.system.hangs import HangWatch
 from trigon.system.signals import Terminated
-from trigon.system.watchdog import HangWatch
 from trigon.tools.cli.main import COMMANDS, main
 
 COMPLETE = [

@@ -102,7 +102,7 @@ def written(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@pytest.mark.parametrize("key", IGNORED)
+@pytest.mark.parametrize("key", [key for key, entry in IGNORED.items() if entry.allowed != ()])
 def test_every_ignored_key_is_accepted_with_one_warning(key):
     entry = IGNORED[key]
     for value in entry.allowed or (3, "text", None):

@@ -17,9 +17,9 @@ import pytest
 
 from trigon.checkpoint.store import CheckpointStore
 from trigon.errors import CheckpointError, ConfigError, DataError, DiskError
-from trigon.report.lenient_stream import LenientStream
-from trigon.report.log_faults import LogFaults, MetricsLog
+from trigon.report.console import LenientStream
 from trigon.report.run_folder import RunFolder
+from trigon.report.writer import RunWriter
 from trigon.system.disk import describe_fault, fault_number
 from trigon.tools.cli import main as command
 
@@ -116,14 +116,14 @@ def test_a_file_system_that_becomes_read_only_is_a_warning(tmp_path, messages):
         store = CheckpointStore(disk / "run", keep=1, warn=messages.append)
         save(store, 1)
         with RunFolder(disk / "run") as folder:
-            log = MetricsLog(folder, LogFaults(folder.path, warn=messages.append), warn=messages.append)
-            log.append(1, {"a": 1.0})
+            log = RunWriter(folder, warn=messages.append)
+            log.metrics(1, {"a": 1.0})
             with read_only(disk):
-                log.append(2, {"a": 2.0})
-                log.append(3, {"a": 3.0})
+                log.metrics(2, {"a": 2.0})
+                log.metrics(3, {"a": 3.0})
                 assert "lines of metrics.jsonl cannot be written: the file system is read-only" in messages.pop()
                 check_that_saving_goes_on(store, messages, "the file system is read-only")
-            log.append(4, {"a": 4.0})
+            log.metrics(4, {"a": 4.0})
             assert messages.pop() == "lines of metrics.jsonl are written again"
             assert [line.step for line in folder.read_metrics()] == [1, 2, 3, 4]
         save(store, 4)
@@ -177,43 +177,40 @@ def test_other_errors_of_a_save_that_is_not_required_are_raised(tmp_path, messag
 
 def test_half_a_line_is_removed_when_the_disk_becomes_full_in_it(tmp_path, messages):
     with mounted(tmp_path / "disk", "size=64k") as disk, RunFolder(disk / "run") as folder:
-        faults = LogFaults(folder.path, warn=messages.append)
-        log = MetricsLog(folder, faults, warn=messages.append)
-        log.append(1, {"a": 1.0})
+        log = RunWriter(folder, warn=messages.append)
+        log.metrics(1, {"a": 1.0})
         free = os.statvfs(disk).f_bfree * os.statvfs(disk).f_frsize
         (disk / "filler").write_bytes(bytes(free))
         many = {f"metric {number}": 0.5 for number in range(1000)}
-        log.append(2, many)
+        log.metrics(2, many)
         assert (folder.path / "metrics.jsonl").read_bytes().count(b"\n") == 1
         assert (folder.path / "metrics.jsonl").read_bytes().endswith(b"\n")
         [message] = messages
         assert "the disk is full" in message
         assert message.endswith("They wait in memory; the run goes on, and each step tries again")
         (disk / "filler").unlink()
-        log.append(3, {"a": 3.0})
+        log.metrics(3, {"a": 3.0})
         assert [line.step for line in folder.read_metrics()] == [1, 2, 3]
 
 
 def test_lines_that_could_never_be_written_are_counted_at_the_end(tmp_path, messages):
     with mounted(tmp_path / "disk", "size=64k") as disk, RunFolder(disk / "run") as folder:
-        faults = LogFaults(folder.path, warn=messages.append)
-        log = MetricsLog(folder, faults, warn=messages.append)
+        log = RunWriter(folder, warn=messages.append)
         with read_only(disk):
-            log.append(1, {"a": 1.0})
-            log.append(2, {"a": 1.0})
+            log.metrics(1, {"a": 1.0})
+            log.metrics(2, {"a": 1.0})
             log.close()
-            faults.summarize()
     assert len(messages) == 2
     assert messages[1] == f"could not be written and are not in {folder.path}: 2 lines of metrics.jsonl"
 
 
 def test_a_folder_that_is_deleted_is_made_again(tmp_path, messages):
     with RunFolder(tmp_path / "run") as folder:
-        log = MetricsLog(folder, LogFaults(folder.path, warn=messages.append), warn=messages.append)
+        log = RunWriter(folder, warn=messages.append)
         folder.write_config("trainer: {}\n")
-        log.append(1, {"a": 1.0})
+        log.metrics(1, {"a": 1.0})
         os.rename(tmp_path / "run", tmp_path / "moved")
-        log.append(2, {"a": 2.0})
+        log.metrics(2, {"a": 2.0})
         [message] = messages
         assert message.startswith(f"THE RUN FOLDER {folder.path} WAS MOVED OR DELETED. It was made again")
         assert (folder.path / "config.yaml").read_text() == "trainer: {}\n"
@@ -221,13 +218,13 @@ def test_a_folder_that_is_deleted_is_made_again(tmp_path, messages):
         with pytest.raises(ConfigError, match="is being written by another run"):
             RunFolder(tmp_path / "run")
         (tmp_path / "run" / "run.lock").unlink()
-        log.append(3, {"a": 3.0})
+        log.metrics(3, {"a": 3.0})
         assert "is locked again" in messages[1]
 
 
 def test_a_run_ends_if_another_one_has_taken_the_place_of_its_moved_folder(tmp_path):
     with RunFolder(tmp_path / "run") as folder:
-        log = MetricsLog(folder, LogFaults(folder.path, warn=print), warn=print)
+        log = RunWriter(folder, warn=print)
         os.rename(tmp_path / "run", tmp_path / "moved")
         script = (
             "import sys, time; from pathlib import Path; from trigon.report.run_folder import RunFolder;"
@@ -238,7 +235,7 @@ def test_a_run_ends_if_another_one_has_taken_the_place_of_its_moved_folder(tmp_p
         )
         assert other.stdout.readline() == "locked\n"
         with pytest.raises(ConfigError, match="is being written by another run"):
-            log.append(1, {"a": 1.0})
+            log.metrics(1, {"a": 1.0})
         other.communicate()
 
 

@@ -23,6 +23,7 @@ from support.fake_runs import (
     sometimes_crashing,
 )
 from support.models import processors_of
+from trigon.config.names import WatchRule
 from trigon.config.plan import ModelPlan
 from trigon.config.schema import AlgorithmConfig
 from trigon.data.media_processing import MediaProcessor
@@ -30,9 +31,8 @@ from trigon.data.vision import image_processor_of
 from trigon.distributed.worker_group import Traffic
 from trigon.loop import train
 from trigon.metrics import Metrics, values
-from trigon.report.watch.meter import MemoryMeter, measure_worker
-from trigon.report.watch.rules import WatcherName
-from trigon.report.watch.watch import MEMORY
+from trigon.report.memory import MemoryMeter, measure_worker
+from trigon.report.watch import MEMORY
 from trigon.rollout.parity import ParityCheck, Probe
 from trigon.rollout.statistics import describe_carried, describe_staleness, describe_validation
 from trigon.training.fake import FAKE_LOGPROB, FakeCriticEngine, FakeTrainEngine
@@ -161,7 +161,7 @@ def reported_keys(tiny_model, tmp_path_factory) -> set[str]:
     media = MediaProcessor(image_processor, max_image_pixels=1, num_workers=1, max_bytes=0)
     with MemoryMeter() as meter:
         keys |= meter.measure().keys() | measure_worker().keys()
-    keys |= {MEMORY if name == "memory" else f"watch/{name}" for name in get_args(WatcherName)}
+    keys |= {MEMORY if name == "memory" else f"watch/{name}" for name in get_args(WatchRule)}
     return keys | traffic.pop_metrics().keys() | media.pop_metrics().keys()
 
 

@@ -9,10 +9,8 @@ from dataclasses import replace
 import pytest
 
 from support.fake_runs import (
-    SAMPLING,
     changed,
     full_settings,
-    latest_checkpoint,
     lines_of,
     open_run,
     plan_of,
@@ -20,24 +18,24 @@ from support.fake_runs import (
     saved_steps,
     sometimes_right,
 )
-from trigon.assemble.watchers import make_watch_settings
-from trigon.config.plan import make_plan
-from trigon.config.schema import Config
+from trigon.config.schema import WatchConfig
 from trigon.errors import DiskError, WatchError
 from trigon.loop import train
 from trigon.report.console import Console
 from trigon.report.hooks import Hooks
-from trigon.report.watch.meter import MemoryMeter
-from trigon.report.watch.watch import Watch
+from trigon.report.memory import MemoryGrowth, MemoryMeter
+from trigon.report.watch import RULES, Watch
 from trigon.system.resuming import SameCommand
 from trigon.types import Prompt
 
 pytestmark = pytest.mark.faults
 
 
-def watch_of(total_steps: int = 100, meter: MemoryMeter | None = None, **watch) -> Watch:
-    config = Config(trainer={"watch": watch, "max_steps": total_steps}, worker={"rollout": {"n": SAMPLING.n}})
-    return Watch(make_watch_settings(config, make_plan(config, num_train_prompts=1000)), meter)
+def watch_of(level="warn", *, steps: int = 3, meter: MemoryMeter | None = None, ignore=()) -> Watch:
+    """Return rules of this many steps, and a watch of memory that any certain growth stops."""
+    memory = None if meter is None else MemoryGrowth(100, steps_to_stop=1_000_000)
+    rules = [replace(rule, steps=steps) for rule in RULES if rule.name == "equal_rewards"]
+    return Watch(WatchConfig(level=level, ignore=ignore), memory=memory, meter=meter, rules=rules)
 
 
 def always_wrong_from(step: int):
@@ -62,12 +60,12 @@ def warnings_of(run) -> list[str]:
 
 
 def test_a_warning_is_printed_once_and_its_steps_are_in_metrics_jsonl(parts, tmp_path):
-    watch = watch_of(equal_reward_steps=3)
+    watch = watch_of()
     with open_run(parts, tmp_path, complete=always_wrong_from(3), plan=plan_of(steps=8), watch=watch) as run:
         printed = warnings_of(run)
         assert train(run, None) == 8
     [warning] = printed
-    assert warning.startswith("trainer.watch.equal_rewards: since step 3: all completions have the reward 0.5")
+    assert "equal_rewards: since step 3: group/equal_rewards_fraction is 1" in warning
     assert [step for step, line in lines_of(tmp_path).items() if "watch/equal_rewards" in line] == [5, 6, 7, 8]
     assert saved_steps(tmp_path) == [8]
 
@@ -75,15 +73,15 @@ def test_a_warning_is_printed_once_and_its_steps_are_in_metrics_jsonl(parts, tmp
 def test_a_stop_keeps_the_last_good_checkpoint_and_says_how_to_go_on(parts, tmp_path):
     intervals = {"save_freq": 2}
     settings = {"complete": always_wrong_from(4), "plan": plan_of(steps=20), **intervals}
-    watch = watch_of(equal_rewards="stop", equal_reward_steps=3)
+    watch = watch_of("stop")
     with open_run(parts, tmp_path, **settings, watch=watch) as run:
         printed = warnings_of(run)
         with pytest.raises(WatchError) as caught:
             train(run, None)
     text = str(caught.value)
-    assert text.startswith("trainer.watch.equal_rewards stopped the run after step 6: since step 4: all completions")
-    assert f"resume from it with trainer.load_checkpoint_path={tmp_path / 'global_step_2'}" in text
-    assert "set trainer.watch.equal_rewards=warn" in text
+    assert "equal_rewards stopped the run after step 6: since step 4: group/equal_rewards_fraction is 1" in text
+    assert f"trainer.load_checkpoint_path={tmp_path / 'global_step_2'}" in text
+    assert "trainer.watch.ignore=equal_rewards" in text
     # A checkpoint was due after step 6, and one of step 4 was saved before anything was known.
     assert saved_steps(tmp_path) == [2, 4]
     assert sorted(lines_of(tmp_path)) == [1, 2, 3, 4, 5, 6]
@@ -97,7 +95,7 @@ def test_a_stop_keeps_the_last_good_checkpoint_and_says_how_to_go_on(parts, tmp_
 
 
 def test_a_stop_without_an_earlier_checkpoint_says_so(parts, tmp_path):
-    watch = watch_of(equal_rewards="stop", equal_reward_steps=2)
+    watch = watch_of("stop", steps=2)
     with (
         open_run(parts, tmp_path, complete=always_wrong_from(1), plan=plan_of(steps=20), watch=watch) as run,
         pytest.raises(WatchError, match="There is no checkpoint from before step 1"),
@@ -110,7 +108,7 @@ def test_a_stop_without_an_earlier_checkpoint_says_so(parts, tmp_path):
 
 @pytest.mark.parametrize("ends", ["last step", "stop request"])
 def test_a_run_that_ends_anyway_is_warned_and_saved(parts, tmp_path, ends):
-    watch = watch_of(equal_rewards="stop", equal_reward_steps=2)
+    watch = watch_of("stop", steps=2)
     settings = {"complete": always_wrong_from(2), "plan": plan_of(steps=3 if ends == "last step" else 9)}
     asked = iter([False, False, ends == "stop request"])
     with open_run(parts, tmp_path, **settings, watch=watch, should_stop=lambda: next(asked, False)) as run:
@@ -126,7 +124,7 @@ def test_a_resumed_run_warns_at_the_step_of_the_uninterrupted_one(parts, tmp_pat
     def run_to(folder, steps: int) -> list[str]:
         settings = {**full_settings(steps), "complete": always_wrong_from(3)}
         # The plan's length is not that of the interrupted run, whose last step is validated.
-        with open_run(parts, folder, **settings, watch=watch_of(equal_reward_steps=3)) as run:
+        with open_run(parts, folder, **settings, watch=watch_of()) as run:
             printed = warnings_of(run)
             checkpoint = run.checkpoints.store.latest() if saved_steps(folder) else None
             train(run, checkpoint)
@@ -140,20 +138,7 @@ def test_a_resumed_run_warns_at_the_step_of_the_uninterrupted_one(parts, tmp_pat
     assert rollouts_of(parts_folder)["step_000008.jsonl"] == rollouts_of(whole)["step_000008.jsonl"]
 
 
-def test_a_checkpoint_of_before_there_were_watchers_is_resumed(parts, tmp_path):
-    with open_run(parts, tmp_path, **full_settings(2)) as run:
-        train(run, None)
-    checkpoint = latest_checkpoint(tmp_path)
-    old = {key: value for key, value in checkpoint.progress.items() if key != "watch"}
-    assert len(old) == len(checkpoint.progress) - 1
-    with open_run(parts, tmp_path, **full_settings(4), watch=watch_of()) as run:
-        assert train(run, replace(checkpoint, progress=old)) == 4
-
-
 # -- memory --
-
-MORE_STEPS_THAN_LEFT = 1_000_000
-"""Of memory_steps: any certain growth stops the run, however much memory this machine has left."""
 
 
 @pytest.mark.faults
@@ -164,7 +149,7 @@ def test_a_leak_in_the_driver_saves_and_stops(parts, tmp_path):
         kept.append(random.Random(step).randbytes(16 << 20))
 
     with MemoryMeter() as meter:
-        watch = watch_of(meter=meter, memory_steps=MORE_STEPS_THAN_LEFT)
+        watch = watch_of(meter=meter)
         settings = {"plan": plan_of(steps=60), "watch": watch, "hooks": Hooks(on_step=leak)}
         settings["same_command"] = SameCommand(tmp_path, finds_last=False)
         with open_run(parts, tmp_path, **settings) as run, pytest.raises(WatchError) as caught:
@@ -187,13 +172,13 @@ def test_an_alarm_is_printed_before_a_save_that_fails(parts, tmp_path):
         raise DiskError("the disk is full")
 
     with MemoryMeter() as meter:
-        watch = watch_of(meter=meter, memory_steps=MORE_STEPS_THAN_LEFT)
+        watch = watch_of(meter=meter)
         hooks = Hooks(on_step=lambda step, metrics: kept.append(random.Random(step).randbytes(16 << 20)))
         with open_run(parts, tmp_path, plan=plan_of(steps=60), watch=watch, hooks=hooks) as run:
             printed = warnings_of(run)
             with pytest.raises(DiskError, match="the disk is full"):
                 train(changed(run, save_state=fail), None)
-    assert any(text.startswith("trainer.watch.memory: since step") and "host memory grows" in text for text in printed)
+    assert any("memory: since step" in text and "host memory grows" in text for text in printed)
 
 
 def test_a_step_that_begins_beside_a_save_in_progress_is_told(parts, tmp_path):
@@ -225,7 +210,7 @@ def test_a_step_that_begins_beside_a_save_in_progress_is_told(parts, tmp_path):
 @pytest.mark.faults
 def test_the_memory_of_a_flat_run_gives_no_alarm(parts, tmp_path):
     with MemoryMeter() as meter:
-        watch = watch_of(meter=meter, memory_steps=MORE_STEPS_THAN_LEFT, equal_rewards="off")
+        watch = watch_of(meter=meter, ignore=("equal_rewards",))
         with open_run(parts, tmp_path, plan=plan_of(steps=80), watch=watch) as run:
             printed = warnings_of(run)
             assert train(run, None) == 80

@@ -218,12 +218,12 @@ def test_runs_with_a_cache_without_one_and_resumed_learn_bit_for_bit_the_same(
         cached, uncached = (concatenated(engine.logprobs(rollouts)) for engine in (caching, uncached_engine))
         assert torch.equal(cached, uncached)
         metrics, uncached_metrics = (values(engine.step(to_train(rollouts))) for engine in (caching, uncached_engine))
-        fractions.append(metrics.pop("actor/vision_remembered"))
-        assert uncached_metrics.pop("actor/vision_remembered") == 0.0
+        fractions.append(metrics.pop("actor/vision_cached_fraction"))
+        assert uncached_metrics.pop("actor/vision_cached_fraction") == 0.0
         assert metrics == uncached_metrics
     assert fractions == [0.5, 0.5, 1.0]
     again = values(resumed.step(to_train(epochs[2])))
-    assert again.pop("actor/vision_remembered") == 0.0
+    assert again.pop("actor/vision_cached_fraction") == 0.0
     assert again == metrics
     weights = [weights_of(engine) for engine in (caching, uncached_engine, resumed)]
     assert all(torch.equal(weights[0][name], other[name]) for other in weights[1:] for name in weights[0])
@@ -259,13 +259,13 @@ def test_with_lora_on_the_language_model_policy_and_reference_share_cached_featu
     engine.logprobs(rollouts)
     engine.reference_without_adapters().logprobs(rollouts)
     metrics = values(engine.step(to_train(rollouts)))
-    assert metrics["actor/vision_remembered"] == pytest.approx(2 / 3)
+    assert metrics["actor/vision_cached_fraction"] == pytest.approx(2 / 3)
 
 
 def test_a_trained_vision_tower_has_no_cache(tiny_vlm) -> None:
     for options in ({}, {"lora_rank": 2}):
         metrics = values(make_engine(tiny_vlm, **options).step(to_train(make_rollouts(tiny_vlm))))
-        assert "actor/vision_remembered" not in metrics
+        assert "actor/vision_cached_fraction" not in metrics
 
 
 def test_loading_other_weights_clears_the_cache(tiny_model, tmp_path) -> None:

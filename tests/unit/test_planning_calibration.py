@@ -15,7 +15,7 @@ import pytest
 from trigon.assemble.memory_check import with_options
 from trigon.config.schema import Config
 from trigon.errors import ConfigError, DataError
-from trigon.report.metrics import StepMetrics
+from trigon.report.run import StepMetrics
 from trigon.tools.plan.calibration import calibrate, observe
 from trigon.tools.plan.lengths import LengthOptions
 from trigon.tools.plan.plan import plan

@@ -52,9 +52,6 @@ def test_control_characters_are_shown_as_text(text, shown):
 def test_long_text_is_cut_and_the_cut_is_shown():
     assert sanitize("x" * 1_000_000, max_characters=5) == "xxxxx ... (999,995 more characters)"
     assert sanitize("xxxxx", max_characters=5) == "xxxxx"
-
-
-def test_a_megabyte_of_escape_sequences_is_shown_as_text_and_cut():
     shown = sanitize("\x1b]" * 500_000, max_characters=20_000)
     assert "\x1b" not in shown
     assert len(shown) < 60_000
@@ -63,28 +60,17 @@ def test_a_megabyte_of_escape_sequences_is_shown_as_text_and_cut():
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        (0.8125, "0.8125"),
-        (0.33333333, "0.3333"),
-        (63.24, "63.2"),
-        (12345.678, "12,346"),
-        (12345.0, "12,345"),
-        (0.0004, "4.0e-04"),
-        (4e-05, "4.0e-05"),
-        (1e-6, "1.0e-06"),
-        (-0.5, "-0.5"),
-        (0.0, "0"),
-        (float("nan"), "nan"),
+        *[(0.8125, "0.8125"), (0.33333333, "0.3333"), (63.24, "63.2"), (12345.678, "12,346"), (12345.0, "12,345")],
+        *[(0.0004, "4.0e-04"), (1e-6, "1.0e-06"), (-0.5, "-0.5"), (0.0, "0"), (float("nan"), "nan")],
     ],
 )
 def test_small_numbers_are_not_rounded_to_zero(value, shown):
     assert format_number(value) == shown
 
 
-@pytest.mark.parametrize(
-    ("seconds", "shown"), [(0.04, "0.0 s"), (3.21, "3.2 s"), (59.9, "59.9 s"), (250, "4 min 10 s"), (7500, "2 h 5 min")]
-)
-def test_durations_have_the_largest_units_that_fit(seconds, shown):
-    assert format_duration(seconds) == shown
+def test_durations_have_the_largest_units_that_fit():
+    shown = {0.04: "0.0 s", 3.21: "3.2 s", 59.9: "59.9 s", 250: "4 min 10 s", 7500: "2 h 5 min"}
+    assert {seconds: format_duration(seconds) for seconds in shown} == shown
 
 
 def cells(line):
@@ -126,20 +112,15 @@ def test_the_names_come_again_where_the_columns_change_and_every_twenty_steps(st
     assert headers == [0, 2, 23]
 
 
-def test_what_fails_in_a_step_has_a_line_below_it(stream):
+def test_the_rows_of_special_steps(stream):
     console = Console(stream=stream)
-    console.step(1, 1, {"reward/overall": 1.0, "grader/failed": 0.0, "grader/timeout": 2.0}, seconds_left=None)
-    assert stream.getvalue().splitlines()[2:] == ["      rewards timed out: 2"]
-
-
-def test_the_last_step_shows_no_time_left(stream):
-    Console(stream=stream).step(60, 60, {"reward/overall": 1.0}, seconds_left=0.0)
-    assert cells(stream.getvalue().splitlines()[-1]) == ["60/60", "1.0000"]
-
-
-def test_a_validation_before_the_first_step_is_no_row(stream):
-    Console(stream=stream).step(0, 60, {"val/reward_score": 1.0, "timing_s/step": 2.0}, seconds_left=None)
-    assert stream.getvalue() == ""
+    console.step(0, 60, {"val/reward_score": 1.0, "timing_s/step": 2.0}, seconds_left=None)
+    assert stream.getvalue() == ""  # a validation before the first step is no row
+    counts = {"reward_function/num_failed": 0.0, "reward_function/num_timed_out": 2.0}
+    console.step(60, 60, {"reward/overall": 1.0, **counts}, seconds_left=0.0)
+    _header, row, trouble = stream.getvalue().splitlines()
+    assert cells(row) == ["60/60", "1.0000"]  # no time left
+    assert trouble.strip() == "rewards timed out: 2"
 
 
 def test_step_lines_can_be_disabled_but_warnings_cannot(stream):
@@ -149,40 +130,32 @@ def test_step_lines_can_be_disabled_but_warnings_cannot(stream):
     assert stream.getvalue() == "warning: [disk] is nearly full\\x1b[2J\n"
 
 
-def test_without_a_terminal_progress_is_a_plain_line_every_ten_seconds(stream):
+def progress(stream, *, total, waits, enabled=True, becomes=None):
+    """Return what is printed of a phase that advances by one after each wait."""
     clock = Clock()
-    console = Console(stream=stream, clock=clock)
-    with console.progress("gen", 100) as advance:
-        for _ in range(50):
-            clock.now += 0.5
+    with Console(stream=stream, clock=clock, progress=enabled).progress("gen", total) as advance:
+        for seconds in waits:
+            clock.now += seconds
+            if becomes is not None:
+                advance.set_total(becomes)
             advance(1)
-    assert stream.getvalue() == ("gen  20/100  2/s, 40.0 s left\ngen  40/100  2/s, 30.0 s left\ngen  done in 25.0 s\n")
+    return stream.getvalue()
 
 
-def test_the_total_of_a_phase_may_become_known_later(stream):
-    clock = Clock()
-    console = Console(stream=stream, clock=clock)
-    with console.progress("scan rows", None) as advance:
-        clock.now += 10
-        advance.set_total(40)
-        advance(10)
-    assert stream.getvalue().startswith("scan rows  10/40  1/s, 30.0 s left\n")
-
-
-def test_without_a_terminal_a_short_phase_prints_nothing(stream):
-    console = Console(stream=stream)
-    with console.progress("gen", 2) as advance:
-        advance(2)
-    assert stream.getvalue() == ""
-
-
-def test_progress_can_be_disabled(stream):
-    clock = Clock()
-    console = Console(stream=stream, progress=False, clock=clock)
-    with console.progress("gen", 2) as advance:
-        clock.now += 100
-        advance(2)
-    assert stream.getvalue() == ""
+@pytest.mark.parametrize(
+    ("phase", "printed"),
+    [
+        (
+            {"total": 100, "waits": [0.5] * 50},
+            "gen  20/100  2/s, 40.0 s left\ngen  40/100  2/s, 30.0 s left\ngen  done in 25.0 s\n",
+        ),
+        ({"total": None, "waits": [10], "becomes": 4}, "gen  1/4  0.1/s, 30.0 s left\ngen  done in 10.0 s\n"),
+        ({"total": 2, "waits": [1, 1]}, ""),
+        ({"total": 2, "waits": [100], "enabled": False}, ""),
+    ],
+)
+def test_without_a_terminal_progress_is_a_plain_line_every_ten_seconds(stream, phase, printed):
+    assert progress(stream, **phase) == printed
 
 
 def test_tables_do_not_parse_markup_or_escapes_in_cells(stream):
@@ -226,12 +199,15 @@ def test_completions_are_shown_with_prompt_ground_truth_and_reward(stream):
 ON_A_TERMINAL = """
     import time
     from trigon.report.console import Console
-    console = Console(bars_after_seconds=0.1)
+    console = Console(bars_after_seconds=0.3)
+    with console.progress("short", 4) as advance:
+        advance(2)
+        time.sleep(0.1)
     for _ in range(2):
-        with console.progress("outer [red]", 4) as outer:
+        with console.progress("outer [red] /a/long/path/to/a/dataset/of/drawings/train.jsonl", 4) as outer:
             with console.progress("inner", None) as inner:
                 inner(3)
-                time.sleep(0.3)
+                time.sleep(0.5)
             outer(2)
             console.print("between")
             time.sleep(0.3)
@@ -259,34 +235,13 @@ def run_on_a_terminal(script: str, *, columns: int) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.decode())
 
 
-SHORT_PHASE = """
-    import time
-    from trigon.report.console import Console
-    console = Console()
-    with console.progress("short", 4) as advance:
-        advance(2)
-        time.sleep(0.5)
-    with console.progress("scan /a/long/path/to/a/dataset/of/drawings/train.jsonl", 4) as advance:
-        advance(2)
-        time.sleep(2.5)
-    console.print("the end")
-"""
-
-
-def test_on_a_terminal_a_phase_has_a_bar_after_two_seconds():
-    plain = run_on_a_terminal(SHORT_PHASE, columns=100)
-    assert "short" not in plain
-    assert "scan .../dataset/of/drawings/train.jsonl" in plain
-    assert "2/4" in plain
-    assert plain.split()[-2:] == ["the", "end"]
-
-
 LONG_LINES = """
     from trigon.report.console import Console
     console = Console()
     metrics = {
         "reward/overall": 0.8125, "reward/accuracy": 0.75, "response_length/mean": 63.2, "actor/kl_loss": 0.0021,
-        "actor/entropy": 1.234, "actor/grad_norm": 0.567, "actor/lr": 1e-6, "filter/rounds": 2.0, "grader/timeout": 3.0,
+        "actor/entropy": 1.234, "actor/grad_norm": 0.567, "actor/lr": 1e-6, "filter/rounds": 2.0,
+        "reward_function/num_timed_out": 3.0,
         "perf/throughput": 5123.4, "timing_s/step": 2.31, "response_length/clip_ratio": 0.25,
     }
     console.step(12, 400, metrics, seconds_left=3540.0)
@@ -315,9 +270,10 @@ def test_on_a_terminal_a_step_is_one_line_and_others_wrap_between_words(columns,
     assert words.count("attention") == 30
 
 
-def test_on_a_terminal_progress_bars_are_nested_and_removed_at_the_end():
+def test_on_a_terminal_bars_are_shown_after_a_while_nested_and_removed_at_the_end():
     plain = run_on_a_terminal(ON_A_TERMINAL, columns=100)
-    assert "outer [red]" in plain
+    assert "short" not in plain
+    assert "outer ...dataset/of/drawings/train.jsonl" in plain  # the start and the end of a long name
     assert "2/4" in plain
     assert plain.count("between") == 2
     assert plain.rstrip().endswith("the end")

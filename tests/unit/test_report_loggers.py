@@ -24,12 +24,17 @@ from trigon.assemble.start import StopSignals, start_run
 from trigon.config.load import LoadedConfig
 from trigon.config.schema import Config
 from trigon.errors import BadRow, ConfigError
-from trigon.report.loggers.delivery import Deliveries
-from trigon.report.loggers.protocol import LoggerEnvironment
-from trigon.report.loggers.registry import check_logger_objects, check_loggers, make_loggers, open_loggers
-from trigon.report.loggers.samples import as_html, image_strip, make_samples
+from trigon.report.delivery import (
+    Deliveries,
+    LoggerEnvironment,
+    check_logger_objects,
+    check_loggers,
+    make_loggers,
+    open_loggers,
+)
 from trigon.report.loggers.trackio import TrackioLogger
 from trigon.report.loggers.wandb import WandbLogger
+from trigon.report.samples import as_html, image_strip, make_samples
 from trigon.system.installation import install_command
 
 
@@ -81,24 +86,14 @@ def opened(names, run, environment=LoggerEnvironment()):  # noqa: B008
 # Which are known
 
 
-def test_console_and_file_need_no_logger():
+def test_loggers_are_checked_by_name():
     assert make_loggers(["console", "file"], LoggerEnvironment()) == []
-
-
-def test_the_error_of_an_unknown_logger_lists_the_known_ones():
-    with pytest.raises(
-        ConfigError, match=r"names 'wandbb'; it takes console, file, mlflow, swanlab, tensorboard, trackio, wandb"
-    ):
+    with pytest.raises(ConfigError, match=r"'wandbb'; it takes console, file, mlflow, swanlab, tensorboard, trackio"):
         check_loggers(["console", "wandbb"])
-
-
-NOT_INSTALLED = [name for name in ("mlflow", "swanlab", "trackio", "wandb") if find_spec(name) is None]
-
-
-@pytest.mark.parametrize("name", NOT_INSTALLED)
-def test_the_error_of_a_logger_that_is_not_installed_names_the_extra(name):
-    with pytest.raises(ConfigError, match=re.escape(install_command(name))):
-        check_loggers(["console", name])
+    for name in ("mlflow", "swanlab", "trackio", "wandb"):
+        if find_spec(name) is None:
+            with pytest.raises(ConfigError, match=re.escape(install_command(name))):
+                check_loggers(["console", name])
 
 
 def test_a_logger_that_fails_to_open_is_a_config_error_and_the_others_are_closed(tmp_path):
@@ -114,7 +109,7 @@ def test_libraries_are_not_imported_unless_chosen():
     script = """
 import sys
 import trigon.report.reporter
-from trigon.report.loggers.registry import check_loggers
+from trigon.report.delivery import check_loggers
 check_loggers(["console", "file", "tensorboard"])
 assert not {"wandb", "swanlab", "mlflow", "trackio", "tensorboard", "torch"} & sys.modules.keys()
 """
@@ -127,20 +122,18 @@ class MetricsOnly:
     log_metrics = "metrics.txt"
 
 
-def test_a_class_instead_of_an_object_is_a_config_error():
-    with pytest.raises(ConfigError, match=r"the class TwoMethods instead of an object: pass TwoMethods\(\.\.\.\)"):
-        check_logger_objects([Recorder(), TwoMethods])
-
-
-def test_an_object_that_lacks_methods_of_a_logger_is_a_config_error_with_their_names():
+@pytest.mark.parametrize(
+    ("methods", "missing"),
+    [((), "without log_metrics and log_samples"), (("log_metrics",), "without log_samples")],
+)
+def test_an_object_that_cannot_be_a_logger_is_a_config_error(methods, missing):
     logger = MetricsOnly()
-    with pytest.raises(ConfigError, match=r"an object of type MetricsOnly without log_metrics and log_samples: "):
-        check_logger_objects([logger])
-    logger.log_metrics = print
-    with pytest.raises(ConfigError, match=r"an object of type MetricsOnly without log_samples: "):
-        check_logger_objects([logger])
-    logger.log_samples = print
-    check_logger_objects([logger])
+    for name in methods:
+        setattr(logger, name, print)
+    with pytest.raises(ConfigError, match=f"MetricsOnly {missing}"):
+        check_logger_objects([Recorder(), logger])
+    with pytest.raises(ConfigError, match="the class TwoMethods instead of an object"):
+        check_logger_objects([TwoMethods])
 
 
 def test_objects_that_are_no_loggers_are_refused_before_a_run_starts(tmp_path):
@@ -180,48 +173,26 @@ def test_calls_arrive_in_order_and_samples_are_made_once_in_another_thread():
     assert made[0] is not threading.current_thread()
 
 
-def test_a_logger_needs_two_methods_only():
-    logger, warned = TwoMethods(), []
-    deliveries = Deliveries([logger], warn=warned.append)
-    deliveries.metrics(1, {})
-    deliveries.close()
-    assert (logger.steps, warned) == ([1], [])
-
-
 @pytest.mark.faults
-def test_a_logger_that_fails_is_reported_once_and_the_others_go_on():
-    warned = []
-    bad, good = Recorder(error=ConnectionError("no network")), Recorder()
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (Recorder(error=ConnectionError("no network")), "recorder failed: ConnectionError: no network"),
+        (Recorder(error=SystemExit(3)), "recorder failed: SystemExit: 3"),  # ends the thread of the logger
+        (MetricsOnly(), "MetricsOnly failed: TypeError"),
+        (object(), "object failed: AttributeError"),
+    ],
+)
+def test_a_logger_that_fails_is_reported_once_and_the_others_go_on(bad, reason):
+    warned, good = [], TwoMethods()
     deliveries = Deliveries([bad, good], warn=warned.append)
     for step in (1, 2, 3):
         deliveries.metrics(step, {})
-    deliveries.close()
-    assert [call[0] for call in good.calls] == ["metrics", "metrics", "metrics", "close"]
-    assert len(warned) == 1
-    assert warned[0].startswith("the logger recorder failed: ConnectionError: no network. It is no longer used")
-
-
-def test_a_logger_that_lacks_a_method_is_one_warning():
-    warned = []
-    deliveries = Deliveries([MetricsOnly(), object()], warn=warned.append)
-    for step in (1, 2):
-        deliveries.metrics(step, {})
         deliveries.samples(step, "train", lambda: SAMPLES)
-    deliveries.close()
-    assert sorted(re.match("the logger (.*?) failed: (.*?):", message).groups() for message in warned) == [
-        ("MetricsOnly", "TypeError"),
-        ("object", "AttributeError"),
-    ]
-
-
-def test_a_logger_that_ends_its_thread_is_reported():
-    warned = []
-    deliveries = Deliveries([Recorder(error=SystemExit(3))], warn=warned.append)
-    for step in (1, 2):
-        deliveries.metrics(step, {})
-    deliveries.close(seconds=5)
-    assert len(warned) == 1
-    assert warned[0].startswith("the logger recorder failed: SystemExit: 3. ")
+    deliveries.close(seconds=10)
+    assert good.steps == [1, 2, 3]
+    [warning] = warned
+    assert warning.startswith(f"the logger {reason}")
 
 
 @pytest.mark.faults
@@ -239,25 +210,18 @@ def test_a_logger_that_blocks_stops_neither_a_step_nor_the_end_of_the_run():
     release.set()
 
 
-def test_a_logger_is_given_up_when_too_many_reports_wait_for_it():
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [({"max_pending": 3}, "is 3 reports behind"), ({"call_seconds": 0.05}, "has not returned from a call for 0.05 s")],
+)
+def test_a_logger_that_is_too_slow_is_given_up(limits, reason):
     warned, release = [], threading.Event()
-    deliveries = Deliveries([Recorder(wait=release)], warn=warned.append, max_pending=3)
+    deliveries = Deliveries([Recorder(wait=release)], warn=warned.append, **limits)
     for step in range(10):
         deliveries.metrics(step, {})
-    assert len(warned) == 1
-    assert "is 3 reports behind" in warned[0]
-    release.set()
-    deliveries.close()
-
-
-def test_a_logger_is_given_up_when_a_call_takes_too_long():
-    warned, release = [], threading.Event()
-    deliveries = Deliveries([Recorder(wait=release)], warn=warned.append, call_seconds=0.05)
-    deliveries.metrics(1, {})
-    time.sleep(0.3)
-    deliveries.metrics(2, {})
-    assert len(warned) == 1
-    assert "has not returned from a call for 0.05 s" in warned[0]
+        time.sleep(0.03)
+    [warning] = warned
+    assert reason in warning
     release.set()
     deliveries.close()
 
@@ -271,26 +235,20 @@ def png(size):
     return stream.getvalue()
 
 
-def test_samples_have_the_images_of_their_prompts_reduced():
-    rows = [ROW, replace(ROW, sample=1), replace(ROW, prompt_id="val:4", images=())]
-    read = []
+def test_samples_have_the_images_of_their_prompts_reduced_or_none():
+    rows = [ROW, replace(ROW, sample=1), replace(ROW, prompt_id="val:4", images=()), replace(ROW, prompt_id="val:5")]
+    read, warned = [], []
 
     def read_images(prompt_id):
         read.append(prompt_id)
+        if prompt_id == "val:5":
+            raise BadRow("the file is gone")
         return [png((2048, 1024)), png((10, 10))]
 
-    samples = make_samples(rows, read_images, warn=pytest.fail)
-    assert [[image.size for image in sample.images] for sample in samples] == [[(512, 256), (10, 10)]] * 2 + [[]]
-    assert read == ["val:3"]
-
-
-def test_a_sample_whose_images_are_gone_has_none():
-    def read_images(prompt_id):
-        raise BadRow("the file is gone")
-
-    warned = []
-    assert [sample.images for sample in make_samples([ROW], read_images, warn=warned.append)] == [()]
-    assert warned == ["the loggers do not get the images of val:3: the file is gone"]
+    samples = make_samples(rows, read_images, warn=warned.append)
+    assert [[image.size for image in sample.images] for sample in samples] == [[(512, 256), (10, 10)]] * 2 + [[], []]
+    assert read == ["val:3", "val:5"]
+    assert warned == ["the loggers do not get the images of val:5: the file is gone"]
 
 
 def test_several_images_become_one_side_by_side():

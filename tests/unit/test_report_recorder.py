@@ -12,11 +12,9 @@ import torch
 from PIL import Image
 
 from trigon.errors import BadRow
-from trigon.report.image_store import MAX_BYTES, ImageStore
-from trigon.report.log_faults import LogFaults
-from trigon.report.recorder import MAX_PENDING, RolloutRecorder
-from trigon.report.rollouts import read_rollouts, rollout_rows, with_tokens
+from trigon.report.rollouts import read_rollouts, rollout_rows
 from trigon.report.run_folder import RunFolder
+from trigon.report.writer import MAX_BYTES, MAX_PENDING, ImageStore, RunWriter
 from trigon.types import (
     Completion,
     EncodedMedia,
@@ -79,11 +77,10 @@ def warned():
 
 @pytest.fixture
 def recorder(folder, warned):
-    recorder = RolloutRecorder(
+    recorder = RunWriter(
         folder,
         images=ImageStore(folder.path, max_side=64),
         token_texts=lambda ids: [f"<{token}>" for token in ids],
-        faults=LogFaults(folder.path, warn=warned.append),
         warn=warned.append,
     )
     yield recorder
@@ -108,7 +105,7 @@ def test_each_distinct_image_is_stored_once_as_its_file(folder, recorder):
 
     rows = rollout_rows([group("train:1", images=2), group("train:2"), group("train:3", images=0)])
     for step in (1, 2):
-        recorder.write(step, "train", rows, read_images)
+        recorder.rollouts(step, "train", rows, read_images)
     recorder.flush()
     names = [f"images/{hashlib.sha256(each).hexdigest()}.png" for each in (RED, BLUE)]
     for name in ("step_000001.jsonl", "step_000002.jsonl"):
@@ -120,8 +117,8 @@ def test_each_distinct_image_is_stored_once_as_its_file(folder, recorder):
 
 
 def test_prompts_of_training_and_validation_may_have_the_same_id(folder, recorder):
-    recorder.write(1, "train", rollout_rows([group("data:1")]), lambda _: [RED])
-    recorder.write(1, "validation", rollout_rows([group("data:1")]), lambda _: [BLUE])
+    recorder.rollouts(1, "train", rollout_rows([group("data:1")]), lambda _: [RED])
+    recorder.rollouts(1, "validation", rollout_rows([group("data:1")]), lambda _: [BLUE])
     recorder.flush()
     [train] = {row.image_files for row in written(folder, "step_000001.jsonl")}
     [validation] = {row.image_files for row in written(folder, "validation_000001.jsonl")}
@@ -149,7 +146,7 @@ def test_images_that_cannot_be_read_are_a_warning(folder, recorder, warned):
     def read_images(prompt_id):
         raise BadRow("the file is gone")
 
-    recorder.write(1, "train", rollout_rows([group("train:1")]), read_images)
+    recorder.rollouts(1, "train", rollout_rows([group("train:1")]), read_images)
     recorder.flush()
     assert [row.image_files for row in written(folder, "step_000001.jsonl")] == [(), ()]
     assert warned == ["the images of train:1 are not recorded: the file is gone"]
@@ -164,10 +161,10 @@ def test_the_run_goes_on_while_files_are_written_but_not_further_than_some_files
 
     rows = rollout_rows([group("train:1")])
     for step in range(1, MAX_PENDING + 1):
-        recorder.write(step, "train", rows, read_images)  # returns at once
+        recorder.rollouts(step, "train", rows, read_images)  # returns at once
 
     def one_more():
-        recorder.write(MAX_PENDING + 1, "train", rows, read_images)
+        recorder.rollouts(MAX_PENDING + 1, "train", rows, read_images)
         wrote.set()
 
     thread = threading.Thread(target=one_more)
@@ -183,46 +180,40 @@ def test_the_run_goes_on_while_files_are_written_but_not_further_than_some_files
 def test_what_cannot_be_written_is_lost_with_one_warning_and_later_files_are_written(folder, recorder, warned):
     (folder.path / "rollouts").write_text("not a folder")
     for step in (1, 2):
-        recorder.write(step, "train", rollout_rows([group("train:1")]), no_images)
+        recorder.rollouts(step, "train", rollout_rows([group("train:1")]), no_images)
     recorder.flush()
     [warning] = warned
     assert warning.startswith("rollouts cannot be written: ")
     assert warning.endswith("They are lost; the run goes on, and each step tries again")
     (folder.path / "rollouts").unlink()
-    recorder.write(3, "train", rollout_rows([group("train:1")]), no_images)
+    recorder.rollouts(3, "train", rollout_rows([group("train:1")]), no_images)
     recorder.flush()
     assert warned[1:] == ["rollouts are written again"]
     assert [path.name for path in (folder.path / "rollouts").iterdir()] == ["step_000003.jsonl"]
 
 
-@pytest.mark.parametrize("call", ["write", "flush", "close"])
+@pytest.mark.parametrize("call", ["rollouts", "flush", "close"])
 def test_any_other_error_is_raised_by_a_later_call(folder, recorder, call):
     def read_images(prompt_id):
         raise ZeroDivisionError
 
-    recorder.write(1, "train", rollout_rows([group("train:1")]), read_images)
+    recorder.rollouts(1, "train", rollout_rows([group("train:1")]), read_images)
     while not recorder._pending[0].done():
         pass
-    arguments = (2, "train", [], no_images) if call == "write" else ()
+    arguments = (2, "train", [], no_images) if call == "rollouts" else ()
     with pytest.raises(ZeroDivisionError):
         getattr(recorder, call)(*arguments)
 
 
-def test_a_restarted_run_sets_the_images_aside_with_the_rollouts(folder, recorder):
-    recorder.write(1, "train", rollout_rows([group("train:1")]), lambda _: [RED])
+def test_a_restarted_run_moves_the_images_with_the_rollouts_and_stores_them_again(folder, recorder):
+    recorder.rollouts(1, "train", rollout_rows([group("train:1")]), lambda _: [RED])
     recorder.flush()
+    store = ImageStore(folder.path, max_side=64)  # as a run opens it, before it resumes
     moved = folder.rewind(0)
     assert moved is not None
     [row, _] = read_rollouts(moved / "rollouts" / "step_000001.jsonl")
     assert (moved / row.image_files[0]).read_bytes() == RED
     assert not (folder.path / "images").exists()
-
-
-def test_images_that_a_restarted_run_set_aside_are_stored_again(folder, recorder):
-    recorder.write(1, "train", rollout_rows([group("train:1")]), lambda _: [RED])
-    recorder.flush()
-    store = ImageStore(folder.path, max_side=64)  # as a run opens it, before it resumes
-    folder.rewind(0)
     assert (folder.path / store.add(RED, where="x")).read_bytes() == RED
 
 
@@ -238,8 +229,8 @@ def test_tokens_have_the_values_of_the_update(folder, recorder):
     third = torch.tensor([1 / 3, 2 / 3])
     scored = [TokenLogprobs(-third, third, None), TokenLogprobs(-third[:1], third[:1], None)]
     trained = [learned(groups[0], mask=(1.0, 0.0))]
-    rows = with_tokens(rollout_rows(groups, learned=trained), groups, learned=trained, recorded={0: scored})
-    recorder.write(1, "train", rows, no_images)
+    rows = rollout_rows(groups, learned=trained, recorded={0: scored})
+    recorder.rollouts(1, "train", rows, no_images)
     recorder.flush()
     first, second = [row.tokens for row in written(folder, "step_000001.jsonl")]
     assert (first.ids, first.texts, first.sampling_logprobs) == ([5, 6], ["<5>", "<6>"], [-0.5, -0.5])
@@ -255,9 +246,9 @@ def test_old_logprobs_are_those_of_the_loss_where_it_has_them():
     groups = [group("train:1", lengths=(1, 1))]
     scored = [TokenLogprobs(torch.tensor([-0.25]), torch.tensor([0.5]), None)] * 2
     trained = [learned(groups[0], old=-0.125)]
-    rows = with_tokens(rollout_rows(groups), groups, learned=trained, recorded={0: scored})
+    rows = rollout_rows(groups, learned=trained, recorded={0: scored})
     assert [row.tokens.old_logprobs for row in rows] == [[-0.125], [-0.125]]
-    without = with_tokens(rollout_rows(groups), groups, learned=None, recorded={0: None})
+    without = rollout_rows(groups, recorded={0: None})
     assert [(row.tokens.old_logprobs, row.tokens.entropy) for row in without] == [(None, None)] * 2
     assert replace(without[0], tokens=None) == rollout_rows(groups)[0]
 
@@ -280,7 +271,7 @@ def test_turns_are_written_with_the_images_of_their_observations(folder, recorde
     )
     prompt = group("train:0", images=0).prompt
     one = RolloutGroup(prompt, (Rollout(episode, SCORE), *group("train:0", images=0).rollouts[:1]))
-    recorder.write(1, "train", rollout_rows([one]), no_images)
+    recorder.rollouts(1, "train", rollout_rows([one]), no_images)
     recorder.flush()
     first, second = written(folder, "step_000001.jsonl")
     assert [(turn.text, turn.observation, turn.num_tokens, turn.reward) for turn in first.turns] == [
@@ -288,7 +279,7 @@ def test_turns_are_written_with_the_images_of_their_observations(folder, recorde
         ("right", "<image><image> You moved.", 1, 1.0),
     ]
     assert first.num_tokens == 3
-    assert [len(turn.image_files) for turn in first.turns] == [0, 2]
     assert [turn.image_sizes for turn in first.turns] == [(), ((28, 56), (84, 28))]
+    assert first.turns[0].image_files == ()
     assert [(folder.path / name).read_bytes() for name in first.turns[1].image_files] == [RED, BLUE]
     assert second.turns == ()

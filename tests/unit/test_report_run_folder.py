@@ -14,10 +14,10 @@ from dataclasses import replace
 import pytest
 
 from trigon.errors import CheckpointError, ConfigError
-from trigon.report.log_faults import LogFaults, MetricsLog
-from trigon.report.metrics import StepMetrics, read_metrics
 from trigon.report.rollouts import rollout_rows
+from trigon.report.run import StepMetrics, read_metrics
 from trigon.report.run_folder import RunFolder
+from trigon.report.writer import RunWriter
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 
 
@@ -95,10 +95,6 @@ def test_another_line_that_cannot_be_parsed_is_an_error_that_shows_it(folder):
         folder.read_metrics()
 
 
-def test_without_a_metrics_file_there_are_no_steps(tmp_path):
-    assert read_metrics(tmp_path) == []
-
-
 def write(folder, steps):
     for step in steps:
         folder.write_rollouts(step, "train", rollout_rows([group(f"completion {step}")]))
@@ -143,17 +139,12 @@ def test_a_run_that_starts_from_the_beginning_moves_earlier_reports(folder):
     assert folder.rewind(0) == folder.path / "set_aside" / "report.2"
 
 
-def test_resuming_keeps_the_validation_before_the_first_step(folder):
+def test_resuming_keeps_the_validation_before_the_first_step_and_files_of_the_user(folder):
     folder.append_metrics(0, {"val/reward_score": 0.5})
-    write(folder, [1, 2])
-    folder.rewind(1)
-    assert [line.step for line in folder.read_metrics()] == [0, 1]
-
-
-def test_rewind_does_not_remove_files_of_the_user(folder):
     write(folder, [1, 2])
     (folder.path / "rollouts" / "notes.jsonl").write_text("notes")
     folder.rewind(1)
+    assert [line.step for line in folder.read_metrics()] == [0, 1]
     assert sorted(file.name for file in (folder.path / "rollouts").iterdir()) == ["notes.jsonl", "step_000001.jsonl"]
 
 
@@ -190,11 +181,6 @@ def test_a_rollout_is_written_with_prompt_score_and_ground_truth(folder):
     assert second["sample"] == 1
 
 
-def test_validation_rollouts_have_a_file_of_their_own(folder):
-    path = folder.write_rollouts(0, "validation", rollout_rows([group()]))
-    assert path.name == "validation_000000.jsonl"
-
-
 @pytest.mark.parametrize(
     "text", ["two\nlines\r\n", "\u2028 \x85 \x1b[31m", "答案 🙂", "half a pair \ud83d", "\x00", "x" * 1_000_000]
 )
@@ -205,28 +191,18 @@ def test_any_text_stays_on_one_line_and_is_read_back_unchanged(folder, text):
     assert json.loads(lines[0])["response"] == text
 
 
-def test_a_record_has_the_columns_of_the_row_and_the_type_of_the_ground_truth(folder):
-    made = group(ground_truth=datetime.date(2026, 1, 2))
+def test_rows_and_ground_truths_of_any_type_are_valid_json(folder):
+    made = group(
+        ground_truth={"choices": (1, float("nan")), "set": {1}, "day": datetime.date(2026, 1, 2)},
+        parts={"accuracy": float("inf")},
+        overall=math.nan,
+    )
     row = {"level": 3, "extra": {"source": "book"}, "sound": {"bytes": b"x" * 1000}}
     made = replace(made, prompt=replace(made.prompt, row=row))
     record = json.loads(folder.write_rollouts(1, "train", rollout_rows([made])).read_text().splitlines()[0])
     assert record["row"] == {"level": 3, "extra": {"source": "book"}, "sound": {"bytes": "1000 bytes"}}
-    assert (record["ground_truth"], record["ground_truth_type"]) == ("2026-01-02", "date")
-
-
-def test_numbers_that_are_not_finite_and_ground_truths_of_any_type_are_valid_json(folder):
-    unusual = group(
-        ground_truth={"choices": (1, float("nan")), "set": {1}}, parts={"accuracy": float("inf")}, overall=math.nan
-    )
-    row = json.loads(folder.write_rollouts(1, "train", rollout_rows([unusual])).read_text().splitlines()[0])
-    assert row["reward"] is None
-    assert row["parts"] == {"accuracy": None}
-    assert row["ground_truth"] == {"choices": [1, None], "set": "{1}"}
-
-
-def test_the_configuration_is_written(folder):
-    folder.write_config("trainer:\n  max_steps: 3\n")
-    assert (folder.path / "config.yaml").read_text() == "trainer:\n  max_steps: 3\n"
+    assert record["ground_truth"] == {"choices": [1, None], "set": "{1}", "day": "2026-01-02"}
+    assert (record["ground_truth_type"], record["reward"], record["parts"]) == ("dict", None, {"accuracy": None})
 
 
 def test_two_runs_cannot_use_the_same_folder(tmp_path):
@@ -260,7 +236,7 @@ def test_a_run_does_not_depend_on_the_text_of_its_lock(tmp_path, monkeypatch, ch
     messages = []
     lock = tmp_path / "run" / "run.lock"
     with RunFolder(tmp_path / "run") as folder:
-        log = MetricsLog(folder, LogFaults(folder.path, warn=messages.append), warn=messages.append)
+        log = RunWriter(folder, warn=messages.append)
         match change:
             case "renamed_host":
                 monkeypatch.setattr("socket.gethostname", lambda: "another-name")
@@ -274,8 +250,8 @@ def test_a_run_does_not_depend_on_the_text_of_its_lock(tmp_path, monkeypatch, ch
             case "replaced":
                 (tmp_path / "copy").write_text("process 1 on another-name\n")
                 os.replace(tmp_path / "copy", lock)
-        log.append(1, {"a": 1.0})
-        log.append(2, {"a": 2.0})
+        log.metrics(1, {"a": 1.0})
+        log.metrics(2, {"a": 2.0})
         assert [line.step for line in folder.read_metrics()] == [1, 2]
         with pytest.raises(ConfigError, match="another run"):
             RunFolder(tmp_path / "run")
@@ -283,21 +259,17 @@ def test_a_run_does_not_depend_on_the_text_of_its_lock(tmp_path, monkeypatch, ch
     assert ["is locked again" in message for message in messages] == [True] * is_new_file
 
 
-def test_the_configurations_of_earlier_starts_are_kept(folder):
+@pytest.mark.faults
+def test_the_configurations_of_earlier_starts_are_kept_once(folder):
     for text in ("a: 1\n", "a: 1\n", "a: 2\n", "a: 1\n"):
         folder.record_start(text, {})
+    earlier = folder.path / "earlier_configs"
     assert (folder.path / "config.yaml").read_text() == "a: 1\n"
-    earlier = sorted((folder.path / "earlier_configs").iterdir())
-    assert [(path.name, path.read_text()) for path in earlier] == [("001.yaml", "a: 1\n"), ("002.yaml", "a: 2\n")]
-
-
-@pytest.mark.faults
-def test_a_start_that_died_between_copy_and_replacement_leaves_one_copy(folder):
-    folder.write_config("a: 1\n")
-    (folder.path / "earlier_configs").mkdir()
-    (folder.path / "earlier_configs" / "001.yaml").write_text("a: 1\n")
-    folder.record_start("a: 2\n", {})
-    assert [path.name for path in (folder.path / "earlier_configs").iterdir()] == ["001.yaml"]
+    assert {path.name: path.read_text() for path in earlier.iterdir()} == {"001.yaml": "a: 1\n", "002.yaml": "a: 2\n"}
+    # As if a start died between the copy and the replacement.
+    (earlier / "003.yaml").write_text("a: 1\n")
+    folder.record_start("a: 3\n", {})
+    assert len(list(earlier.iterdir())) == 3
 
 
 @pytest.mark.faults

@@ -8,7 +8,7 @@ import pytest
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.report.summary import describe_plan, format_bytes, suggest_next_steps
-from trigon.report.watch.watch import Alarm, describe_stop
+from trigon.report.watch import Alarm, describe_stop
 from trigon.system.grace import Grace
 from trigon.system.resuming import WEIGHTS_ONLY
 from trigon.training.local import Sizes
@@ -72,7 +72,7 @@ def test_no_message_says_that_a_run_resumes_from_weights_alone():
     grace.begin_step(6)
     with grace.update():
         while_updating = grace.request(limited=True)
-    alarm = Alarm("grad_norm", 6, "it explodes", stops=True, saves=False)
+    alarm = Alarm("loss", 6, "it explodes", is_new=True, stops=True)
     texts = [
         command.from_last("goes on from the last checkpoint"),  # of workers that die, hangs and engines that fail
         while_updating,

@@ -15,8 +15,8 @@ from support.images import odd_files, png
 from support.rollout import NO_WEIGHTS, Phases
 from trigon.data.images import open_image
 from trigon.errors import RewardError
-from trigon.report.image_store import ImageStore
 from trigon.report.rollouts import rollout_rows, row_to_line
+from trigon.report.writer import ImageStore
 from trigon.rewards.callables import reward_source
 from trigon.rewards.confinement.options import DEFAULT, Confinement
 from trigon.rewards.contract import RewardRequest

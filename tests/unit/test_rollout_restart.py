@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from support.rollout import NO_WEIGHTS
-from trigon.assemble.hangs import EXPORT, SLOW_SECONDS, limit_of
+from trigon.assemble.watchers import EXPORT, SLOW_SECONDS, limit_of
 from trigon.config.schema import Config
 from trigon.errors import EngineError, RolloutError
 from trigon.metrics import Sum, values
 from trigon.rollout.restart import RESTART, RestartingEngine
+from trigon.system.hangs import FOLLOWS
 from trigon.system.resuming import SAME_COMMAND, SameCommand
-from trigon.system.watchdog import FOLLOWS
 from trigon.types import Completion, Prompt, SamplingParams
 
 pytestmark = pytest.mark.faults

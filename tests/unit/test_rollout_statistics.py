@@ -73,7 +73,7 @@ def test_group_metrics_compare_the_rewards_within_a_group():
 
 def test_failures_of_the_reward_function_are_counted():
     numbers = metrics()
-    assert (numbers["grader/failed"], numbers["grader/timeout"]) == (2.0, 1.0)
+    assert (numbers["reward_function/num_failed"], numbers["reward_function/num_timed_out"]) == (2.0, 1.0)
 
 
 def test_lengths_count_all_completions_and_each_prompt_once():
@@ -96,7 +96,7 @@ def test_a_batch_without_scores_has_no_reward_metrics():
     assert not any(key.startswith(("reward/", "critic/score/")) for key in numbers)
     assert math.isnan(numbers["group/equal_rewards_fraction"])
     assert math.isnan(numbers["group/reward_std"])
-    assert numbers["grader/failed"] == 2.0
+    assert numbers["reward_function/num_failed"] == 2.0
 
 
 def test_without_an_accuracy_there_are_no_all_right_and_all_wrong_fractions():
@@ -128,9 +128,9 @@ def test_validation_metrics_have_their_own_keys():
         "val_prompt_length/mean": 20.0,
         "val_prompt_length/max": 30.0,
         "val_prompt_length/min": 10.0,
-        "val_grader/failed": 2.0,
-        "val_grader/failed_fraction": 0.5,
-        "val_grader/timeout": 1.0,
+        "val_reward_function/num_failed": 2.0,
+        "val_reward_function/failed_fraction": 0.5,
+        "val_reward_function/num_timed_out": 1.0,
     }
 
 

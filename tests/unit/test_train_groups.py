@@ -91,7 +91,7 @@ def test_a_completion_that_was_not_scored_neither_trains_nor_counts(parts, tmp_p
 
     rewards = [row["reward"] for row in rows if row["outcome"] == "ok"]
     [line] = lines_of(tmp_path).values()
-    assert line["grader/failed"] == sum(failed)
+    assert line["reward_function/num_failed"] == sum(failed)
     assert line["critic/score/mean"] == line["reward/overall"] == pytest.approx(sum(rewards) / len(rewards))
     assert line["critic/score/min"] == min(rewards) == 0.5
     assert line["reward/accuracy"] == pytest.approx(sum(r == 1.5 for r in rewards) / len(rewards))

@@ -145,7 +145,7 @@ import os, sys
 from pathlib import Path
 os.umask(int(sys.argv[2], 8))
 from trigon.report.rollouts import RolloutRow
-from trigon.report.image_store import ImageStore
+from trigon.report.writer import ImageStore
 from trigon.report.run_folder import RunFolder
 from trigon.training.state import save_tensors
 import torch

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import sqlite3
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
 
@@ -12,10 +11,9 @@ import pytest
 
 from support.view_runs import make_row, write_image, write_run, write_step
 from trigon.errors import DataError
-from trigon.report.rollouts import row_to_line
 from trigon.report.run import open_run
 from trigon.report.run_folder import RunFolder
-from trigon.tools.view.filters import CHOICES, RolloutFilter, parse_filter
+from trigon.tools.view.filters import RolloutFilter, parse_filter
 from trigon.tools.view.index import IndexedRun, index_path
 from trigon.tools.view.runs import MetricsFile, open_runs
 
@@ -140,10 +138,6 @@ def test_an_index_is_kept_between_starts_and_made_again_if_it_is_damaged(folder,
     [path] = (tmp_path / "cache").iterdir()
     path.write_bytes(b"not a database" * 1000)
     assert len(found(open_index(folder, tmp_path / "cache"))) == 9
-    with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version = 999")
-    connection.close()
-    assert len(found(open_index(folder, tmp_path / "cache"))) == 9
 
 
 def test_nothing_is_written_to_the_run_folder(folder, tmp_path):
@@ -161,7 +155,7 @@ def test_lines_that_are_no_rollouts_are_skipped_and_reported(folder, tmp_path):
     path = folder / "rollouts" / "step_000001.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     wrong = json.loads(lines[3])
-    for changes in ({"response": 5}, {"reward": "high"}, {"image_files": [7]}, {"parts": []}):
+    for changes in ({"response": 5}, {"reward": "high"}, {"image_files": [7]}, {"version": 4}):
         lines.append(json.dumps(wrong | changes).encode() + b"\n")
     path.write_bytes(b"".join(lines) + b'{"half a line')
     index = open_index(folder, tmp_path / "cache")
@@ -182,35 +176,20 @@ def test_a_diverged_run_is_indexed_and_its_mismatch_is_that_of_the_finite_tokens
     assert {group["step"]: group["mismatch"] for group in groups} == {2: 0.25, 3: None}
 
 
-def test_lines_of_the_first_version_are_shown(folder, tmp_path):
-    path = folder / "rollouts" / "step_000001.jsonl"
-    row = json.loads(row_to_line(make_row("train:0", 0, 1.0)))
-    for name in ("version", "image_files", "advantage", "tokens", "num_prompt_tokens", "turns"):
-        del row[name]
-    path.write_text(json.dumps(row) + "\n")
-    index = open_index(folder, tmp_path / "cache")
-    assert found(index, max_step="1") == [("train", 1, "train:0")]
-    assert index.read_group("train", 1, 0)[0].tokens is None
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"stepp": "1"}, r"there is no filter 'stepp'; did you mean (min_)?s\w+\?"),
-        ({"solved": "most"}, r"cannot be 'most'; it is one of none, some, all"),
-        ({"min_step": "1.5"}, r"min_step must be a whole number, not '1.5'"),
-        ({"max_reward": "nan"}, r"max_reward must be a finite number"),
-        ({"min_step": "9" * 30}, r"min_step must be a finite number"),
-        ({"text": "a" * 1001}, r"has 1,001 characters"),
+        ({"solved": "most"}, r"solved cannot be 'most': .*'none', 'some' or 'all'"),
+        ({"min_step": "1.5"}, r"min_step cannot be '1.5': .* integer"),
+        ({"max_reward": "nan"}, r"max_reward cannot be 'nan': .* number"),
+        ({"min_step": "9" * 30}, r"min_step cannot be"),
+        ({"text": "a" * 1001}, r"at most 1000 characters"),
     ],
 )
 def test_a_wrong_filter_is_an_error(values, message):
     with pytest.raises(DataError, match=message):
         parse_filter(values)
-
-
-def test_every_choice_is_of_a_field():
-    assert CHOICES.keys() <= {field.name for field in fields(RolloutFilter)}
 
 
 def test_new_lines_of_metrics_are_read_and_all_of_a_file_that_replaced_it(folder):
@@ -238,7 +217,7 @@ def test_runs_have_names_that_differ(tmp_path):
     assert [run.name for run in runs] == ["a", "b"]
     folders = [write_run(tmp_path / "c" / name, num_steps=1) for name in ("a", "b")]
     runs = open_runs([tmp_path / "a" / "run", *folders], cache=tmp_path / "cache")
-    assert [run.name for run in runs] == ["run", "a", "b"]
+    assert [run.name for run in runs] == ["a/run", "c/a", "c/b"]
     assert [run.name for run in open_runs(folders[:1], cache=tmp_path / "cache")] == ["c/a"]
 
 

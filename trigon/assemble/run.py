@@ -17,7 +17,6 @@ from trigon.assemble.critic import check_trained_critic
 from trigon.assemble.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
 from trigon.assemble.engines import Engines, open_engines, save_state, staged_bytes
 from trigon.assemble.episodes import check_episodes, find_episodes
-from trigon.assemble.hangs import EXPORT, open_hang_watch
 from trigon.assemble.hub import announce_downloads
 from trigon.assemble.memory_check import check_memory, find_hardware
 from trigon.assemble.memory_table import Hardware
@@ -31,7 +30,7 @@ from trigon.assemble.options import (
 from trigon.assemble.origin import KEY, Origin
 from trigon.assemble.pools import open_worker_pools
 from trigon.assemble.preflight import Opened, open_early
-from trigon.assemble.watchers import open_watchers
+from trigon.assemble.watchers import EXPORT, open_hang_watch, open_watchers
 from trigon.assemble.workers import open_workers
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.manifest import OnProgress, no_progress
@@ -49,20 +48,19 @@ from trigon.errors import CheckpointError
 from trigon.loop import Checkpoints, Run, Stop, Validation, train
 from trigon.models.load import Processors
 from trigon.report.console import Console
-from trigon.report.image_store import ImageStore
-from trigon.report.loggers.protocol import LoggedRun, Logger, LoggerEnvironment
-from trigon.report.loggers.registry import check_loggers, make_loggers, open_loggers
+from trigon.report.delivery import LoggedRun, Logger, LoggerEnvironment, check_loggers, make_loggers, open_loggers
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps
+from trigon.report.writer import ImageStore
 from trigon.rollout.buffer import RolloutBuffer
 from trigon.rollout.parity import ParityCheck
 from trigon.system.gpu_memory import require_free_memory
 from trigon.system.grace import Grace
+from trigon.system.hangs import HangWatch
 from trigon.system.processes import Started
 from trigon.system.secrets import mask
 from trigon.system.temporary import remove_dead_folders
-from trigon.system.watchdog import HangWatch
 from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
 from trigon.training.train_groups import GroupPreparation
 from trigon.training.updates import Updater

@@ -18,14 +18,14 @@ from trigon.config.load import LoadedConfig
 from trigon.config.schema import Config
 from trigon.system.garbage import ARENAS_VARIABLE, limit_arenas
 from trigon.system.grace import Grace
+from trigon.system.hangs import HangWatch
 from trigon.system.processes import running_below
 from trigon.system.signals import TERMINATION, Terminated
 from trigon.system.variables import keep_compiled_code, let_segments_grow
-from trigon.system.watchdog import HangWatch
 
 if TYPE_CHECKING:
     from trigon.assemble.objects import RunObjects, RunOutcome
-    from trigon.report.loggers.protocol import Logger
+    from trigon.report.delivery import Logger
 
 REPEAT_SECONDS = 1.0
 """A second SIGTERM or SIGHUP that comes sooner belongs to the first one.
@@ -168,7 +168,7 @@ def start_run(
     Args: export_to, loggers, objects: as for run_training. Raises: as run_training, and
     KeyboardInterrupt.
     """
-    from trigon.report.loggers.registry import check_logger_objects
+    from trigon.report.delivery import check_logger_objects
 
     check_logger_objects(loggers)
     others = running_below()  # processes that were started before, such as by the cells of a notebook
@@ -177,7 +177,7 @@ def start_run(
     let_segments_grow()
     from trigon.assemble.objects import NO_OBJECTS
     from trigon.assemble.preflight import open_early
-    from trigon.report.loggers.protocol import LoggerEnvironment
+    from trigon.report.delivery import LoggerEnvironment
 
     objects = NO_OBJECTS if objects is None else objects
     logger_environment = LoggerEnvironment(

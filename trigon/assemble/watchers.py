@@ -1,92 +1,95 @@
-"""Makes the watchers of a run from its configuration."""
+"""Makes what watches a run: the rules and the memory meter, and the watchdog of hangs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trigon.assemble.hub import hub_names
 from trigon.config.names import GROUP_ESTIMATORS
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
-from trigon.report.watch.meter import MemoryMeter
-from trigon.report.watch.rules import Thresholds
-from trigon.report.watch.watch import Watch, WatchSettings
+from trigon.metrics import Metrics
+from trigon.report.console import Console
+from trigon.report.memory import MemoryGrowth, MemoryMeter
+from trigon.report.watch import Watch
 from trigon.rewards.pool import RewardPool
+from trigon.rollout.restart import RESTART
+from trigon.system.hangs import FOLLOWS, START, HangWatch, Watchdog
+from trigon.system.processes import Started
 
 if TYPE_CHECKING:
     from trigon.assemble.pools import Workers
+
+SLOW_SECONDS = 3600.0
+"""The least limit of the start, of loading and of saving, as of the calls of workers."""
+
+EXPORT = "export"
+"""The phase of the export after the last step. It has no limit, since it reports no progress."""
+
+_STARTING = (START, "scan ", "load model", "start rollout engine", "measure memory")
+_SLOW = (*_STARTING, RESTART, "save_checkpoint")
+_WORKERS_SECONDS = 60.0  # longer than the deadlines of calls, whose errors name the rank
+_MIN_UNWIND_SECONDS, _MAX_UNWIND_SECONDS = 10.0, 120.0
 
 
 @contextmanager
 def open_watchers(
     config: Config, plan: Plan, rewards: Sequence[RewardPool], workers: Workers | None, *, save_bytes: int
 ) -> Iterator[Watch]:
-    """Yield the watchers, which measure the memory of all processes of the run in the context.
+    """Yield the rules of a run, which measure the memory of all of its processes in the context.
 
     save_bytes: host memory into which a save copies the state, on one machine.
     """
-    asks_ray = config.trainer.watch.memory != "off"
-    with open_meter(rewards, workers, asks_ray=asks_ray) as meter:
-        yield Watch(make_watch_settings(config, plan, save_bytes=save_bytes), meter)
-
-
-def open_meter(rewards: Sequence[RewardPool], workers: Workers | None, *, asks_ray: bool) -> MemoryMeter:
-    """Return what measures the memory of all processes of the run, until it is closed.
-
-    asks_ray: Ray's object store is measured too, by a request to Ray in each step.
-    """
-
-    def reward_workers() -> Sequence[int]:
-        return [process_id for pool in rewards for process_id in pool.process_ids]
-
-    if workers is None:
-        return MemoryMeter(reward_workers=reward_workers)
-    if not asks_ray:
-        return MemoryMeter(reward_workers=reward_workers, workers=workers.local_process_ids)
-    from trigon.distributed.cluster import object_store_metrics
-
-    return MemoryMeter(
-        reward_workers=reward_workers, workers=workers.local_process_ids, object_store=object_store_metrics
-    )
-
-
-def make_watch_settings(config: Config, plan: Plan, *, save_bytes: int = 0) -> WatchSettings:
-    """Return what the run's watchers are told. save_bytes: as for open_watchers."""
-    watch, rollout = config.trainer.watch, config.worker.rollout
-    return WatchSettings(
-        levels={
-            "loss": watch.loss,
-            "kl": watch.kl,
-            "entropy": watch.entropy,
-            "length": watch.length,
-            "equal_rewards": watch.equal_rewards,
-            "reward_failures": watch.reward_failures,
-            "mismatch": watch.mismatch,
-            "validation": watch.validation,
-            "critic": watch.critic,
-            "memory": watch.memory,
-        },
-        thresholds=Thresholds(
-            steps=watch.steps,
-            equal_reward_steps=watch.equal_reward_steps,
-            max_loss_growth=watch.max_loss_growth,
-            max_kl=watch.max_kl,
-            max_update_kl=watch.max_update_kl,
-            min_entropy=watch.min_entropy,
-            max_cut_fraction=watch.max_cut_fraction,
-            min_length_fraction=watch.min_length_fraction,
-            max_failed_fraction=watch.max_failed_fraction,
-            max_mismatch_growth=watch.max_mismatch_growth,
-            max_mismatch_kl=watch.max_mismatch_kl,
-            max_validation_drop=watch.max_validation_drop,
-            min_explained_variance=watch.min_explained_variance,
-            critic_steps=watch.critic_steps,
+    watch = config.trainer.watch
+    object_store: Callable[[], Metrics] = dict
+    if workers is not None and watch.level != "off" and "memory" not in watch.ignore:
+        from trigon.distributed.cluster import object_store_metrics as object_store  # asks Ray in each step
+    with MemoryMeter(
+        reward_workers=lambda: [pid for pool in rewards for pid in pool.process_ids],
+        workers=tuple if workers is None else workers.local_process_ids,
+        object_store=object_store,
+    ) as meter:
+        yield Watch(
+            watch,
             groups_compared=config.group_size > 1 and config.algorithm.adv_estimator in GROUP_ESTIMATORS,
-            completions_end=not rollout.ignore_eos,
-        ),
-        memory_steps=watch.memory_steps,
-        total_steps=plan.total_steps,
-        num_workers=config.workers_per_machine,
-        save_gb=save_bytes / 2**30,
+            completions_end=not config.worker.rollout.ignore_eos,
+            memory=MemoryGrowth(plan.total_steps, num_workers=config.workers_per_machine, save_gb=save_bytes / 2**30),
+            meter=meter,
+        )
+
+
+def open_hang_watch(config: Config, folder: Path, console: Console, others: Sequence[Started] = ()) -> HangWatch:
+    """Start the watchdog of a run. folder: of the run. others: as for Watchdog."""
+    if not hasattr(os, "memfd_create"):  # not Linux
+        console.warn("this system has no memory files: trainer.worker_timeout_seconds is for calls of workers only")
+        return HangWatch()
+    limit = config.trainer.worker_timeout_seconds
+    return Watchdog(
+        folder,
+        partial(limit_of, config, bool(hub_names(config))),
+        option="trainer.worker_timeout_seconds",
+        unwind_seconds=min(max(limit, _MIN_UNWIND_SECONDS), _MAX_UNWIND_SECONDS),
+        same_command=config.trainer.same_command,
+        others=others,
     )
+
+
+def limit_of(config: Config, reads_hub: bool, name: str) -> float | None:
+    """Return the seconds without progress after which a phase hangs; None: no limit.
+
+    What follows a phase has the limit of the phase; after an export, the limit of a step.
+    reads_hub: a download has no limit.
+    """
+    if name == EXPORT:
+        return None
+    name = name.removeprefix(FOLLOWS)
+    if reads_hub and name.startswith(_STARTING):
+        return None
+    limit = config.trainer.worker_timeout_seconds
+    limit = max(limit, SLOW_SECONDS) if name.startswith(_SLOW) else limit
+    return limit + (_WORKERS_SECONDS if config.has_workers else 0.0)

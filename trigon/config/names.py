@@ -1,12 +1,13 @@
 """The names that a configuration chooses between, one type alias per set.
 
 Every layer imports them from here. Code that iterates over a set uses `typing.get_args`. This
-module imports only typing.
+module imports only the standard library.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
 
 DeviceType = Literal["cpu", "cuda"]
 """The kind of a device: torch.device.type. Some defaults depend on it (config/schema.py)."""
@@ -65,8 +66,21 @@ OptimizerStrategy = Literal["adamw", "adamw_bf16"]
 LearningRateSchedule = Literal["constant", "cosine"]
 """The learning rate after warm-up (training/optim.py)."""
 
+LOGGERS = tuple(sorted(file.stem for file in (Path(__file__).parents[1] / "report" / "loggers").glob("[a-z]*.py")))
+"""The loggers that need a library; each is a file."""
+
+if TYPE_CHECKING:
+    Sink = str
+else:
+    Sink = Literal["console", "file", *LOGGERS]
+
 WatchLevel = Literal["off", "warn", "stop"]
-"""What a watcher does when it sees something (report/watch/watch.py)."""
+"""What is done when a rule of the watchers finds something (report/watch.py)."""
+
+WatchRule = Literal[
+    "loss", "kl", "entropy", "length", "equal_rewards", "reward_failures", "mismatch", "validation", "critic", "memory"
+]
+"""A rule of the watchers."""
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 """A floating-point format; models/dtypes.py has the torch dtypes."""

@@ -28,8 +28,10 @@ from trigon.config.names import (
     ObservationRole,
     OptimizerStrategy,
     PolicyLossType,
+    Sink,
     ToolFormat,
     WatchLevel,
+    WatchRule,
 )
 from trigon.system.resuming import SameCommand
 
@@ -105,8 +107,6 @@ DtypeOption = Annotated[Dtype, BeforeValidator(_short_dtype)]
 
 Texts = Annotated[tuple[str, ...], BeforeValidator(_as_texts)]
 """Datasets, files, tools or names. A single one may be written without the brackets of a list."""
-
-Sink = Literal["console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 
 
 class DataConfig(Section):
@@ -966,91 +966,14 @@ class WorkerConfig(Section):
 
 
 class WatchConfig(Section):
-    """Watchers: what in a run's numbers means that it fails.
+    """Rules that find out from a run's metrics that it fails; see docs/watchers.md. Trigon only."""
 
-    Each is off, warn (once per episode) or stop; docs/watchers.md says what each checks, and why
-    its threshold is what it is. Trigon only.
-    """
+    level: WatchLevel = "warn"
+    """What is done when a rule finds something: nothing (off), a warning, or the end of the run.
+    Memory that is about to run out ends the run, after a save, also with warn."""
 
-    loss: WatchLevel = "warn"
-    """The policy loss or the gradient explodes."""
-
-    kl: WatchLevel = "warn"
-    """The KL from the reference, or from the policy before the update, explodes."""
-
-    entropy: WatchLevel = "warn"
-    """The policy has no entropy left."""
-
-    length: WatchLevel = "warn"
-    """Completions are nearly all cut at their limit, or have become very short."""
-
-    equal_rewards: WatchLevel = "warn"
-    """All rewards are equal, so that nothing is learned."""
-
-    reward_failures: WatchLevel = "warn"
-    """Completions could not be scored."""
-
-    mismatch: WatchLevel = "warn"
-    """The difference between rollout engine and trainer grows."""
-
-    validation: WatchLevel = "warn"
-    """The validation reward is far below its best."""
-
-    critic: WatchLevel = "warn"
-    """The values of gae's critic are much worse than a constant, or its loss explodes."""
-
-    memory: WatchLevel = "stop"
-    """Memory grows and reaches its limit before the last step; stop: saves and ends the run when
-    few steps are left, and warns before."""
-
-    steps: int = Field(default=5, ge=1, le=MAX_COUNT)
-    """Steps in a row in which the numbers must be so; for validation 2 validations."""
-
-    equal_reward_steps: int = Field(default=10, ge=1, le=MAX_COUNT)
-    """Steps in a row for equal_rewards: on a solved task a few steps without a gradient are
-    common."""
-
-    max_loss_growth: float = Field(default=100.0, gt=1, le=1e12)
-    """loss: times the median of the last 20 steps."""
-
-    max_kl: float = Field(default=5.0, gt=0, le=1e6)
-    """kl: nats per token from the reference."""
-
-    max_update_kl: float = Field(default=1.0, gt=0, le=1e6)
-    """kl: nats per token from the policy that sampled (actor/ppo_kl)."""
-
-    min_entropy: float = Field(default=0.005, ge=0, le=100)
-    """entropy: nats per token."""
-
-    max_cut_fraction: float = Field(default=0.95, gt=0, le=1)
-    """length: share of completions cut at data.max_response_length."""
-
-    min_length_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """length: mean length as a share of the mean length of the first 3 steps."""
-
-    max_failed_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """reward_failures: share of a step's completions.
-    More than worker.reward.max_failed_fraction of them end the run in any case."""
-
-    max_mismatch_growth: float = Field(default=5.0, gt=1, le=1e12)
-    """mismatch: times the mean difference of log-probabilities of the first 3 steps."""
-
-    max_mismatch_kl: float = Field(default=0.1, gt=0, le=1e6)
-    """mismatch: nats per token between engine and trainer (mismatch/k3)."""
-
-    max_validation_drop: float = Field(default=0.5, gt=0, le=1e6)
-    """validation: distance from the best, as a share of it, or of the range so far if that is more.
-    """
-
-    min_explained_variance: float = Field(default=-1.0, ge=-1e6, le=1)
-    """critic: critic/vf_explained_var, in steps in which the policy learns; -1: the errors of the
-    values vary twice as much as the returns."""
-
-    critic_steps: int = Field(default=20, ge=1, le=MAX_COUNT)
-    """Steps in a row for min_explained_variance: of a small batch it is noisy."""
-
-    memory_steps: int = Field(default=5, ge=1, le=MAX_COUNT)
-    """memory: stop when it lasts for fewer steps than these."""
+    ignore: Annotated[tuple[WatchRule, ...], BeforeValidator(_as_tuple)] = ()
+    """Rules that are not applied."""
 
 
 class TrainerConfig(Section):

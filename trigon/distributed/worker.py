@@ -31,7 +31,7 @@ from trigon.distributed.preflight import NodeReport
 from trigon.distributed.rendezvous import listen_at, open_store
 from trigon.distributed.weight_transfer import TransferAddress, TransferMember
 from trigon.metrics import Metrics
-from trigon.report.watch.meter import measure_worker
+from trigon.report.memory import measure_worker
 from trigon.rollout.protocol import Interruption, InterruptKind, RolloutEngine, require_local_weights
 from trigon.rollout.restart import RestartableEngine
 from trigon.system.garbage import return_freed_memory, set_gc_threshold

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
@@ -23,7 +23,6 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from trigon.report.lenient_stream import LenientStream
 from trigon.report.rollouts import RolloutRow
 from trigon.system.terminal import sanitize
 
@@ -44,9 +43,10 @@ SAMPLE_CHARACTERS = 240
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A column of the steps. keys: of metrics; the value is that of the first one that a step has.
+    """A column of the rows of steps.
 
-    decimals: None: as format_number. width: of its cells; larger numbers move the rest of a row.
+    keys: metrics, of which the first one that a step has is shown. decimals: None: formatted by
+    format_number. width: width of a cell in characters; a longer number moves the rest of a row.
     """
 
     label: str
@@ -89,8 +89,8 @@ _LEFT_WIDTH = 11  # 59 min 59 s
 
 _TROUBLES = (
     ("updates skipped, not finite", "actor/nonfinite_updates"),
-    ("rewards failed", "grader/failed"),
-    ("rewards timed out", "grader/timeout"),
+    ("rewards failed", "reward_function/num_failed"),
+    ("rewards timed out", "reward_function/num_timed_out"),
 )
 """Counts that have a line of their own below a step in which they are not 0."""
 
@@ -280,6 +280,39 @@ class Console:
         self._rich.print(text, soft_wrap=True)
 
 
+class LenientStream:
+    """Passes text to a stream. What cannot be written is dropped, and counted when that ends.
+
+    Output that is redirected to a file fails when the disk is full, a pipe when its reader has
+    ended, and a terminal when it is closed. None of them is to end a run.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._dropped = 0
+
+    def write(self, text: str) -> int:
+        """Write text, after a note of what was dropped before; return its number of characters."""
+        note = f"({self._dropped:,} writes to this output failed)\n" if self._dropped else ""
+        try:
+            self._stream.write(note + text)
+        except OSError:
+            self._dropped += 1
+        else:
+            self._dropped = 0
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._dropped += 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class _Bars(Progress):
     """Bars of the phases that have taken longer than hidden_seconds."""
 
@@ -293,7 +326,7 @@ class _Bars(Progress):
 
 
 def _shortened(name: str) -> str:
-    """Return the name of a phase with its start and its end, such as those of a long path."""
+    """Return the name of a phase, such as a long path, without its middle."""
     if len(name) <= MAX_NAME_CHARACTERS:
         return name
     start = name.find(" ") + 1

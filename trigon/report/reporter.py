@@ -20,17 +20,14 @@ from types import TracebackType
 
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
 from trigon.report.console import SAMPLE_CHARACTERS, Advance, Console, format_duration, format_number
-from trigon.report.image_store import ImageStore
-from trigon.report.log_faults import LogFaults, MetricsLog
-from trigon.report.loggers.delivery import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Deliveries
-from trigon.report.loggers.protocol import Logger
-from trigon.report.loggers.samples import make_samples
-from trigon.report.metrics import StepMetrics
-from trigon.report.recorder import ReadImages, RolloutRecorder
-from trigon.report.rollouts import Filtered, RolloutRow, rollout_rows, with_tokens
+from trigon.report.delivery import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Deliveries, Logger
+from trigon.report.rollouts import Filtered, RolloutRow, rollout_rows
+from trigon.report.run import StepMetrics, read_metrics
 from trigon.report.run_folder import RunFolder
+from trigon.report.samples import make_samples
+from trigon.report.writer import ImageStore, ReadImages, RunWriter
 from trigon.system.gpu_memory import gpu_memory_metrics
-from trigon.system.watchdog import HangWatch
+from trigon.system.hangs import HangWatch
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
 
 NOT_TRAINING = ("validation", "save_checkpoint")
@@ -46,7 +43,7 @@ class Reporter:
     loggers: opened; the reporter closes them. One that fails is reported once and not used again.
     num_devices: divisor of perf/throughput. images: where the prompts' images are stored; None:
     they are not. token_texts: decodes token by token; needed to write tokens.
-    watch: is told of phases and their progress. clock: seconds, for tests.
+    watch: receives phases and their progress. clock: seconds, for tests.
     """
 
     def __init__(
@@ -65,11 +62,7 @@ class Reporter:
         self._folder = run_folder
         self._console = console
         self._loggers = Deliveries(loggers, warn=self.warn)
-        self._faults = LogFaults(run_folder.path, warn=self.warn)
-        self._metrics = MetricsLog(run_folder, self._faults, warn=self.warn)
-        self._recorder = RolloutRecorder(
-            run_folder, images=images, token_texts=token_texts, faults=self._faults, warn=self.warn
-        )
+        self._writer = RunWriter(run_folder, images=images, token_texts=token_texts, warn=self.warn)
         self._num_devices = num_devices
         self._critic_warmup = critic_warmup
         self._watch = HangWatch() if watch is None else watch
@@ -151,7 +144,7 @@ class Reporter:
         """
         merged = merge(metrics, self._measured(num_tokens, num_response_tokens), self._utilization(metrics))
         plain = values(merged)
-        self._metrics.append(step, plain)
+        self._writer.metrics(step, plain)
         self._loggers.metrics(step, plain)
         self.begin()
         return plain
@@ -210,9 +203,8 @@ class Reporter:
         if it computed any.
         read_images: of the prompts. shown: number of first rollouts that the loggers get.
         """
-        rows = self._with_steps(rollout_rows(groups, learned=learned))
-        with_values = with_tokens(rows, groups, learned=learned, recorded=recorded)
-        self._recorder.write(step, "train", with_values, read_images)
+        rows = self._with_steps(rollout_rows(groups, learned=learned, recorded=recorded))
+        self._writer.rollouts(step, "train", rows, read_images)
         if shown:
             self._loggers.samples(step, "train", partial(make_samples, rows[:shown], read_images, warn=self.warn))
 
@@ -220,7 +212,7 @@ class Reporter:
         """Write what was sampled for a step, and no step learns from, into the run folder."""
         rows = [row for group, why in groups for row in rollout_rows([group], filtered=why)]
         if rows:
-            self._recorder.write(step, "filtered", self._with_steps(rows), read_images)
+            self._writer.rollouts(step, "filtered", self._with_steps(rows), read_images)
 
     def validation(
         self,
@@ -238,10 +230,8 @@ class Reporter:
         metrics: of the validation, for the console only; pass them to step() to record them.
         token_groups: number of groups whose tokens are written too. read_images: of the prompts.
         """
-        rows = self._with_steps(rollout_rows(groups))
-        recorded = dict.fromkeys(range(min(token_groups, len(groups))))
-        with_ids = with_tokens(rows, groups, learned=None, recorded=recorded)
-        self._recorder.write(step, "validation", with_ids, read_images)
+        rows = self._with_steps(rollout_rows(groups, recorded=dict.fromkeys(range(token_groups))))
+        self._writer.rollouts(step, "validation", rows, read_images)
         figures = "  ".join(f"{_short_name(key)} {format_number(value)}" for key, value in _validation_metrics(metrics))
         self._console.print(f"validation after step {step}: {len(rows)} completions  {figures}")
         shown_rows = rows[:shown]
@@ -253,7 +243,7 @@ class Reporter:
             self._loggers.samples(step, "validation", make)
 
     def _with_steps(self, rows: Sequence[RolloutRow]) -> list[RolloutRow]:
-        """Return rows with steps instead of versions, which do not count those of a warm-up."""
+        """Return rows with steps instead of versions, which do not count the steps of a warm-up."""
         if not self._critic_warmup:
             return list(rows)
 
@@ -271,7 +261,7 @@ class Reporter:
 
     def flush(self) -> None:
         """Wait until all rollouts are on disk, but for those that could not be written."""
-        self._recorder.flush()
+        self._writer.flush()
 
     def rewind(self, step: int) -> None:
         """Remove what was reported after this step, from which a run resumes.
@@ -299,7 +289,7 @@ class Reporter:
         All of it is read from the run folder, so steps before a resume are included.
         exported: folder of the exported model, if any. next_steps: hints, one line each.
         """
-        lines = self._folder.read_metrics()
+        lines = read_metrics(self._folder.path)
         validated = [line for line in lines if "val/reward_score" in line.metrics]
         if validated:
             first, last = validated[0], validated[-1]
@@ -344,9 +334,7 @@ class Reporter:
         Warns of what could not be written. after_error: give the loggers less time.
         """
         try:
-            self._recorder.close()
-            self._metrics.close()
-            self._faults.summarize()
+            self._writer.close()
         finally:
             self._loggers.close(seconds=CLOSE_SECONDS_AFTER_ERROR if after_error else CLOSE_SECONDS)
 

@@ -1,7 +1,6 @@
 """The lines of the rollouts files of a run: one completion each, with its prompt and its score.
 
-docs/rollouts.md documents the schema. Lines of earlier versions are read as well: fields that they
-lack have their defaults.
+docs/rollouts.md documents the schema. Lines of other versions are refused.
 """
 
 from __future__ import annotations
@@ -10,17 +9,19 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from trigon.errors import DataError
 from trigon.system.json_files import parse_json
 from trigon.types import Completion, EncodedMedia, ImageSizes, RolloutGroup, TokenLogprobs, TrainGroup, TrainSequence
 
 SCHEMA_VERSION = 5
-"""Version of the lines that are written; 1 has no field `version`."""
+"""Version of the lines."""
 
 IMAGES = "images"
 """The folder of the stored images, below the run folder."""
@@ -33,27 +34,35 @@ _SPLIT: dict[str, Split] = {prefix: split for split, prefix in _FILE_PREFIX.item
 _NAME = re.compile(r"(step|filtered|validation)_(\d+)\.jsonl")
 
 
+Number = Annotated[float, BeforeValidator(lambda value: nan if value is None else value)]
+"""A number that was not finite is null in a line, and nan here."""
+
+
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""An integer that SQLite and Arrow can hold."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
     """The sampled tokens of a completion. All lists have one entry per token.
 
     ids: token ids. texts: each token decoded; their concatenation is the completion with its
     special tokens, except that a character of several tokens is in the last of them.
-    sampling_logprobs: by the rollout engine. advantages: as used by the update.
-    old_logprobs: by the trainer, before the update. entropy: of the trainer's next-token
-    distribution, in nats. None: not computed.
-    values, returns: of a critic before the update, and what it learns them to be. None, and not
-    written, without a critic.
+    sampling_logprobs: log-probabilities by the rollout engine. advantages: as used by the update.
+    old_logprobs: log-probabilities by the trainer, before the update. entropy: entropy of the
+    trainer's next-token distribution, in nats. values, returns: the critic's values before the
+    update, and what it learns them to be; not written without a critic.
+    A list is None where nothing computed it; a number is None where it was not finite.
     """
 
-    ids: Sequence[int]
-    texts: Sequence[str]
-    sampling_logprobs: Sequence[float]
-    advantages: Sequence[float] | None = None
-    old_logprobs: Sequence[float] | None = None
-    entropy: Sequence[float] | None = None
-    values: Sequence[float] | None = None
-    returns: Sequence[float] | None = None
+    ids: list[int]
+    texts: list[str]
+    sampling_logprobs: list[float | None]
+    advantages: list[float | None] | None = None
+    old_logprobs: list[float | None] | None = None
+    entropy: list[float | None] | None = None
+    values: list[float | None] | None = None
+    returns: list[float | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +70,16 @@ class TurnRecord:
     """A turn of a completion that has several, or that observed something.
 
     observation: what the model observed before it, with one marker for each image; "" for nothing.
-    text: what it sampled, in num_tokens tokens. reward: of the environment; None without one.
-    image_files: the images of the observation, as files below the run folder; empty where images
-    are not stored. images: the same as encoded files, until they are stored; not written.
-    image_sizes: (width, height) of these as the model sees them; empty in lines before version 5.
+    text: what the model sampled, in num_tokens tokens. reward: what the environment gave; None
+    without one. image_files: the images of the observation, as files below the run folder; empty
+    where images are not stored. images: the same as encoded files, until they are stored; not
+    written. image_sizes: (width, height) of each as the model sees it.
     """
 
     observation: str
     text: str
     num_tokens: int
-    reward: float | None = None
+    reward: Number | None = None
     image_files: tuple[str, ...] = ()
     images: tuple[bytes, ...] = ()
     image_sizes: ImageSizes = ()
@@ -82,46 +91,46 @@ class RolloutRow:
 
     Texts are raw: pass them through terminal.sanitize before printing them.
     sample: index within the group. reward: Score.overall; parts, outcome and error are those of
-    Score. num_tokens: sampled ones. images: the source of each image. ground_truth: as in the
-    dataset; ground_truth_type: its Python type, which JSON may not keep.
+    Score. num_tokens: number of sampled tokens. images: the source of each image. ground_truth: as
+    in the dataset; ground_truth_type: its Python type, which JSON may not keep.
     row: the columns of the dataset's row without images and videos, as passed to the reward
-    function.
-    filtered: why no step learns from its group; empty if one does, and for validations. low, high,
-    unscored: by online filtering. surplus: it passed, but there were more groups than needed.
+    function. filtered: why no step learns from its group; empty if one does, and for validations:
+    low, high and unscored by online filtering, surplus if there were more groups than needed.
     image_files: each image as a file below the run folder; empty where images are not stored.
     advantage: mean over the completion's tokens; None where no step learns from it.
-    tokens: None where per-token values are not stored.
-    num_prompt_tokens: with the tokens of the images. 0 in lines of version 1.
-    turns: of an episode; empty for a completion of one turn without observation and reward, and in
-    lines before version 3.
-    policy_versions: as in Completion; empty in lines before version 4.
-    image_sizes: as Prompt.image_sizes; empty in lines before version 5.
+    tokens: None where per-token values are not stored. num_prompt_tokens: includes the tokens
+    of the images.
+    turns: of an episode; empty for a completion of one turn without observation and reward.
+    policy_versions: as in Completion. image_sizes: as in Prompt.
     """
 
     prompt_id: str
-    sample: int
+    sample: Integer
     prompt: str
     response: str
-    reward: float
-    parts: Mapping[str, float]
+    reward: Number
+    parts: dict[str, Number]
     outcome: str
     error: str
     finish_reason: str
-    num_tokens: int
-    policy_version: int
+    num_tokens: Integer
+    policy_version: Integer
     images: tuple[str, ...]
     ground_truth: Any
     ground_truth_type: str
-    row: Mapping[str, Any]
+    row: dict[str, Any]
     filtered: Filtered
     image_files: tuple[str, ...] = ()
-    advantage: float | None = None
+    advantage: Number | None = None
     tokens: TokenRecord | None = None
-    num_prompt_tokens: int = 0
+    num_prompt_tokens: Integer = 0
     turns: tuple[TurnRecord, ...] = ()
     policy_versions: tuple[tuple[int, int], ...] = ()
     image_sizes: ImageSizes = ()
-    version: int = field(default=SCHEMA_VERSION)
+    version: int = SCHEMA_VERSION
+
+
+_ROW = TypeAdapter(RolloutRow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,66 +143,53 @@ class RolloutFile:
 
 
 def rollout_rows(
-    groups: Sequence[RolloutGroup], *, filtered: Filtered = "", learned: Sequence[TrainGroup] | None = None
-) -> list[RolloutRow]:
-    """Return one row per rollout, in order, without images and tokens.
-
-    filtered: of all groups. learned: what the update learns from, for each group; None: nothing is
-    learned from them.
-    """
-    return [
-        RolloutRow(
-            prompt_id=group.prompt.prompt_id,
-            sample=sample,
-            prompt=group.prompt.text,
-            response=rollout.completion.text,
-            reward=rollout.score.overall,
-            parts=dict(rollout.score.parts),
-            outcome=rollout.score.outcome,
-            error=rollout.score.error,
-            finish_reason=rollout.completion.finish_reason,
-            num_tokens=rollout.completion.num_sampled,
-            policy_version=rollout.completion.policy_version,
-            images=group.prompt.image_refs,
-            ground_truth=group.prompt.ground_truth,
-            ground_truth_type=type(group.prompt.ground_truth).__name__,
-            row=group.prompt.row,
-            filtered=filtered,
-            advantage=None if learned is None else _mean_advantage(learned[number].sequences[sample]),
-            num_prompt_tokens=len(group.prompt.token_ids),
-            turns=_turns(rollout.completion),
-            policy_versions=rollout.completion.policy_versions,
-            image_sizes=group.prompt.image_sizes,
-        )
-        for number, group in enumerate(groups)
-        for sample, rollout in enumerate(group.rollouts)
-    ]
-
-
-def with_tokens(
-    rows: Sequence[RolloutRow],
     groups: Sequence[RolloutGroup],
     *,
-    learned: Sequence[TrainGroup] | None,
-    recorded: Mapping[int, Sequence[TokenLogprobs] | None],
+    filtered: Filtered = "",
+    learned: Sequence[TrainGroup] | None = None,
+    recorded: Mapping[int, Sequence[TokenLogprobs] | None] | None = None,
 ) -> list[RolloutRow]:
-    """Return rows, some of them with their tokens, whose texts are still empty.
+    """Return one row per rollout, in order, without image files and with empty texts of tokens.
 
-    rows: of these groups. learned: as in rollout_rows. recorded: by the index of a group whose
-    tokens are added, the outputs of the update for each rollout; None: not computed.
+    learned: what the update learns from, for each group; None if nothing is learned from them.
+    recorded: by the index of a group whose tokens are added, the outputs of the update for each
+    rollout; None: not computed.
     """
-    result = list(rows)
-    places = iter(range(len(rows)))
+    recorded = {} if recorded is None else recorded
+    rows = []
     for number, group in enumerate(groups):
-        own = list(itertools.islice(places, len(group.rollouts)))
-        if number not in recorded:
-            continue
-        scored = recorded[number]
-        outputs: Sequence[TokenLogprobs | None] = [None] * len(own) if scored is None else scored
-        sequences: Sequence[TrainSequence | None] = [None] * len(own) if learned is None else learned[number].sequences
-        for place, rollout, sequence, output in zip(own, group.rollouts, sequences, outputs, strict=True):
-            result[place] = replace(rows[place], tokens=_token_record(rollout.completion, sequence, output))
-    return result
+        outputs = recorded.get(number)
+        for sample, rollout in enumerate(group.rollouts):
+            completion, prompt, score = rollout.completion, group.prompt, rollout.score
+            sequence = None if learned is None else learned[number].sequences[sample]
+            output = None if outputs is None else outputs[sample]
+            rows.append(
+                RolloutRow(
+                    prompt_id=prompt.prompt_id,
+                    sample=sample,
+                    prompt=prompt.text,
+                    response=completion.text,
+                    reward=score.overall,
+                    parts=dict(score.parts),
+                    outcome=score.outcome,
+                    error=score.error,
+                    finish_reason=completion.finish_reason,
+                    num_tokens=completion.num_sampled,
+                    policy_version=completion.policy_version,
+                    images=prompt.image_refs,
+                    ground_truth=prompt.ground_truth,
+                    ground_truth_type=type(prompt.ground_truth).__name__,
+                    row=dict(prompt.row),
+                    filtered=filtered,
+                    advantage=_mean_advantage(sequence),
+                    tokens=_token_record(completion, sequence, output) if number in recorded else None,
+                    num_prompt_tokens=len(prompt.token_ids),
+                    turns=_turns(completion),
+                    policy_versions=completion.policy_versions,
+                    image_sizes=prompt.image_sizes,
+                )
+            )
+    return rows
 
 
 def _token_record(completion: Completion, sequence: TrainSequence | None, output: TokenLogprobs | None) -> TokenRecord:
@@ -202,10 +198,10 @@ def _token_record(completion: Completion, sequence: TrainSequence | None, output
     if sequence is not None and sequence.old_logprobs is not None:
         old = sequence.old_logprobs
     return TokenRecord(
-        ids=completion.sampled_ids,
-        texts=(),
+        ids=list(completion.sampled_ids),
+        texts=[],
         sampling_logprobs=_rounded(completion.sampling_logprobs),
-        advantages=_rounded(sequence.advantages.tolist()) if sequence is not None and _trains(sequence) else None,
+        advantages=_rounded(sequence.advantages.tolist()) if _trains(sequence) else None,
         old_logprobs=None if old is None else _rounded(old.tolist()),
         entropy=None if output is None else _rounded(output.entropy.tolist()),
         values=None if sequence is None or sequence.values is None else _rounded(sequence.values.tolist()),
@@ -231,16 +227,16 @@ def _turns(completion: Completion) -> tuple[TurnRecord, ...]:
     )
 
 
-def _trains(sequence: TrainSequence) -> bool:
+def _trains(sequence: TrainSequence | None) -> TypeGuard[TrainSequence]:
     """Return whether the loss uses any token of the sequence."""
-    return bool(sequence.loss_mask.any())
+    return sequence is not None and bool(sequence.loss_mask.any())
 
 
-def _mean_advantage(sequence: TrainSequence) -> float | None:
+def _mean_advantage(sequence: TrainSequence | None) -> float | None:
     return float(sequence.advantages.mean()) if _trains(sequence) else None
 
 
-def _rounded(values: Iterable[float]) -> list[float]:
+def _rounded(values: Iterable[float]) -> list[float | None]:
     """Return values with 6 significant digits: float32 has 7, and JSON would take 17."""
     return [float(f"{value:.6g}") for value in values]
 
@@ -261,7 +257,7 @@ def find_rollouts(folder: Path) -> list[RolloutFile]:
 def read_rollouts(path: Path) -> Iterator[RolloutRow]:
     """Yield the rows of a rollouts file.
 
-    Raises: DataError if a line is no rollout, or was written by a later version.
+    Raises: DataError if a line is no rollout of this version.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -273,37 +269,19 @@ def parse_row(line: bytes, place: str) -> RolloutRow:
     """Return the rollout in a line. place: of the line, for errors. Raises: DataError."""
     try:
         content = parse_json(line)
-        version = content.get("version", 1)
-        if version > SCHEMA_VERSION:
+        version = content.get("version", SCHEMA_VERSION)
+        if version != SCHEMA_VERSION:
             raise DataError(
-                f"{place} has schema version {version}, and this version of trigon reads up to {SCHEMA_VERSION}: "
-                "update trigon"
+                f"{place} has schema version {version}, and this version of trigon reads version {SCHEMA_VERSION}: "
+                "use the version of trigon that wrote it"
             )
-        known = {each.name: content[each.name] for each in fields(RolloutRow) if each.name in content}
-        known["version"] = version
-        known["reward"] = nan if content["reward"] is None else content["reward"]
-        for name in ("images", "image_files"):
-            known[name] = tuple(known.get(name, ()))
-        for name in ("policy_versions", "image_sizes"):
-            known[name] = _pairs(known.get(name, ()))
-        if known.get("tokens") is not None:
-            known["tokens"] = TokenRecord(**known["tokens"])
-        known["turns"] = tuple(map(_turn, known.get("turns", ())))
-        return RolloutRow(**known)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return _ROW.validate_python(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise DataError(f"{place} is not a rollout ({field}: {first['msg']}): {line[:80]!r}") from error
+    except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{place} is not a rollout ({type(error).__name__}: {error}): {line[:80]!r}") from error
-
-
-def _turn(fields: Mapping[str, Any]) -> TurnRecord:
-    lists = {
-        "image_files": tuple(fields["image_files"]),
-        "image_sizes": _pairs(fields.get("image_sizes", ())),
-    }
-    return TurnRecord(**{**fields, **lists})
-
-
-def _pairs(values: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    return tuple((first, second) for first, second in values)
 
 
 def to_json_line(content: Mapping[str, Any]) -> bytes:

@@ -1,24 +1,61 @@
-"""Reads the folder of a run, which may still be written to."""
+"""Reads the folder of a run, which may still be written to: metrics, rollouts, configuration."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from trigon.errors import DataError
-from trigon.report.metrics import METRICS, StepMetrics, read_metrics
+from trigon.errors import CheckpointError, DataError
 from trigon.report.rollouts import RolloutFile, RolloutRow, Split, find_rollouts, read_rollouts
-from trigon.system.json_files import read_json_object
+from trigon.system.json_files import parse_json, read_json_object
 
+METRICS = "metrics.jsonl"
 CONFIG = "config.yaml"
 SOURCES = "local_sources.json"
 LOCK = "run.lock"
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """The metrics of a step. nan: a number that was not finite."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+def read_metrics(folder: Path) -> list[StepMetrics]:
+    """Return the steps in metrics.jsonl of a run folder, without an incomplete last line.
+
+    The file may be in use by a run. Raises: CheckpointError if another line cannot be parsed.
+    """
+    file = folder / METRICS
+    if not file.exists():
+        return []
+    complete, _, _incomplete = file.read_bytes().rpartition(b"\n")
+    return [parse_step(line, file) for line in complete.split(b"\n") if line]
+
+
+def parse_step(line: bytes, path: Path) -> StepMetrics:
+    """Return the metrics in a line of the file at path. Raises: CheckpointError."""
+    try:
+        content = parse_json(line)
+        numbers = {key: nan if value is None else value for key, value in content["metrics"].items()}
+        for key, value in numbers.items():
+            if not isinstance(value, int | float):
+                raise ValueError(f"{key!r} is no number")
+        return StepMetrics(int(content["step"]), numbers)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise CheckpointError(
+            f"{path} has a line without the metrics of a step ({error}): {line[:80]!r}. Remove the line, or move the "
+            "file away"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +69,7 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """Return a short name: those of the folder and of its parent."""
+        """Return a short name: the names of the parent folder and of the folder."""
         return "/".join(self.path.resolve().parts[-2:])
 
     def config(self) -> dict[str, Any]:
@@ -139,8 +176,24 @@ def find_runs(path: Path) -> list[RunRecord]:
     return runs or [open_run(path)]
 
 
+def distinct_names(runs: Sequence[RunRecord]) -> list[str]:
+    """Return a name for each run: the parts of its path in which the runs differ.
+
+    Two quickstarts, a/run and b/run, are a and b.
+    """
+    paths = [run.path.resolve().parts for run in runs]
+    if len(paths) == 1:
+        return [runs[0].name]
+    start = end = 0
+    while all(len(path) > start + 1 and path[start] == paths[0][start] for path in paths):
+        start += 1
+    while all(len(path) - end > start + 1 and path[-1 - end] == paths[0][-1 - end] for path in paths):
+        end += 1
+    return ["/".join(path[start : len(path) - end]) for path in paths]
+
+
 def is_run(path: Path) -> bool:
-    """Return whether a folder is that of a run."""
+    """Return whether a folder is a run folder."""
     return path.is_dir() and ((path / METRICS).is_file() or (path / CONFIG).is_file() or (path / "rollouts").is_dir())
 
 

@@ -2,7 +2,7 @@
 
     root/
       config.yaml                       the resolved configuration of the last start
-      earlier_configs/001.yaml ...      those of earlier starts, if they were other ones
+      earlier_configs/001.yaml ...      configurations of earlier starts, where they differ
       starts.jsonl                      one line per start: where it resumed, and what had changed
       local_sources.json                paths of the model, data, code and templates on the machine
       auto_micro_batch.json             measured token budgets, with trainer.auto_micro_batch
@@ -16,7 +16,7 @@
       mlflow.json, wandb.json           the id of the run in MLflow and W&B, with these loggers
       mlflow/                           MLflow's files, with this logger and no tracking server
       run.lock                          locked while a run writes to the folder
-      set_aside/report/ ...             reports of an earlier run, moved by one that starts anew
+      set_aside/report/ ...             reports of an earlier run that began at step 0 too
       global_step_12/ ...               checkpoints; see trigon/checkpoint/store.py
 
 A number that is not finite is written as null, since JSON has no nan.
@@ -38,9 +38,8 @@ from types import TracebackType
 from typing import Any
 
 from trigon.errors import CheckpointError, ConfigError
-from trigon.report.metrics import METRICS, StepMetrics, parse_step, read_metrics
 from trigon.report.rollouts import IMAGES, RolloutRow, Split, file_name, find_rollouts, row_to_line, to_json_line
-from trigon.report.run import CONFIG, LOCK, SOURCES
+from trigon.report.run import CONFIG, LOCK, METRICS, SOURCES, StepMetrics, parse_step, read_metrics
 from trigon.system.disk import sync_to_disk
 from trigon.system.json_files import read_json_object, write_json
 from trigon.system.terminal import sanitize

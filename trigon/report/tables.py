@@ -9,23 +9,20 @@ import json
 from collections.abc import Collection, Container
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from trigon.report.metrics import StepMetrics
-from trigon.report.rollouts import RolloutRow, Split, TokenRecord, TurnRecord, read_rollouts
-from trigon.report.run import RunRecord, open_run
+from trigon.report.rollouts import RolloutRow, Split, TokenRecord, read_rollouts, row_to_line
+from trigon.report.run import RunRecord, StepMetrics, open_run
 from trigon.system.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     import pandas
     import pyarrow
 
-SPLITS: tuple[Split, ...] = ("train", "filtered", "validation")
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 PARTS = "parts."
 """Begins the names of the columns of the parts of the reward: `parts.accuracy`."""
-
-_TOKEN_NUMBERS = ("sampling_logprobs", "advantages", "old_logprobs", "entropy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,7 @@ class RunTables:
 
         chosen = _checked_splits(splits)
         rows = [
-            _flat(row, step=file.step, split=file.split)
+            {"step": file.step, "split": file.split, **_flat(row)}
             for file in self.record.rollout_files()
             if file.split in chosen and (steps is None or file.step in steps)
             for row in read_rollouts(file.path)
@@ -91,9 +88,8 @@ class RunTables:
         types = _column_types()
         if not tokens:
             del types["tokens"]
-        types |= dict.fromkeys(
-            sorted({name for row in rows for name in row if name.startswith(PARTS)}), types["reward"]
-        )
+        parts = sorted({name for row in rows for name in row if name.startswith(PARTS)})
+        types |= dict.fromkeys(parts, pyarrow.float64())
         return pyarrow.table(
             {name: pyarrow.array([row.get(name) for row in rows], kind) for name, kind in types.items()}
         )
@@ -139,85 +135,40 @@ def _column_types() -> dict[str, Any]:
     import pyarrow
 
     text, integer, number = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
+    texts, pairs = pyarrow.list_(text), pyarrow.list_(pyarrow.list_(integer))
+    per_token = {each.name: pyarrow.list_(number) for each in fields(TokenRecord)}
+    turn = {"observation": text, "text": text, "num_tokens": integer, "reward": number}
     kinds = {
-        "step": integer,
-        "split": text,
-        "sample": integer,
-        "reward": number,
-        "num_tokens": integer,
-        "policy_version": integer,
-        "images": pyarrow.list_(text),
-        "image_files": pyarrow.list_(text),
-        "advantage": number,
-        "tokens": pyarrow.struct(
-            [
-                ("ids", pyarrow.list_(integer)),
-                ("texts", pyarrow.list_(text)),
-                *((name, pyarrow.list_(number)) for name in _TOKEN_NUMBERS),
-            ]
-        ),
-        "num_prompt_tokens": integer,
-        "turns": pyarrow.list_(
-            pyarrow.struct(
-                [
-                    ("observation", text),
-                    ("text", text),
-                    ("num_tokens", integer),
-                    ("reward", number),
-                    ("image_files", pyarrow.list_(text)),
-                    ("image_sizes", pyarrow.list_(pyarrow.list_(integer))),
-                ]
-            )
-        ),
-        "policy_versions": pyarrow.list_(pyarrow.list_(integer)),
-        "image_sizes": pyarrow.list_(pyarrow.list_(integer)),
-        "version": integer,
+        **dict.fromkeys(("step", "sample", "num_tokens", "policy_version", "num_prompt_tokens", "version"), integer),
+        **dict.fromkeys(("reward", "advantage"), number),
+        **dict.fromkeys(("images", "image_files"), texts),
+        **dict.fromkeys(("policy_versions", "image_sizes"), pairs),
+        "tokens": pyarrow.struct({**per_token, "ids": pyarrow.list_(integer), "texts": texts}),
+        "turns": pyarrow.list_(pyarrow.struct({**turn, "image_files": texts, "image_sizes": pairs})),
     }
     names = ["step", "split", *(each.name for each in fields(RolloutRow) if each.name != "parts")]
     return {name: kinds.get(name, text) for name in names}
 
 
-def _flat(row: RolloutRow, *, step: int, split: Split) -> dict[str, Any]:
+def _flat(row: RolloutRow) -> dict[str, Any]:
     """Return the columns of a rollout; those of _column_types, and its parts."""
-    flat: dict[str, Any] = {"step": step, "split": split}
-    for each in fields(row):
-        value = getattr(row, each.name)
-        match each.name:
-            case "parts":
-                flat |= {f"{PARTS}{name}": number for name, number in value.items()}
-            case "ground_truth" | "row":
-                flat[each.name] = (
-                    _text(value) if isinstance(value, str) else _text(json.dumps(value, ensure_ascii=False))
-                )
-            case "images" | "image_files":
-                flat[each.name] = list(map(_text, value))
-            case "policy_versions" | "image_sizes":
-                flat[each.name] = list(map(list, value))
-            case "turns":
-                flat[each.name] = list(map(_flat_turn, value))
-            case "tokens":
-                flat[each.name] = None if value is None else _flat_tokens(value)
-            case _:
-                flat[each.name] = _text(value) if isinstance(value, str) else value
+    content = json.loads(row_to_line(row))
+    parts = {f"{PARTS}{name}": number for name, number in content.pop("parts").items()}
+    for name in ("ground_truth", "row"):
+        if not isinstance(content[name], str):
+            content[name] = json.dumps(content[name], ensure_ascii=False)
+    flat: dict[str, Any] = _with_utf8(content | parts)
     return flat
 
 
-def _flat_turn(turn: TurnRecord) -> dict[str, Any]:
-    return {
-        "observation": _text(turn.observation),
-        "text": _text(turn.text),
-        "num_tokens": turn.num_tokens,
-        "reward": turn.reward,
-        "image_files": list(map(_text, turn.image_files)),
-        "image_sizes": list(map(list, turn.image_sizes)),
-    }
-
-
-def _flat_tokens(tokens: TokenRecord) -> dict[str, Any]:
-    numbers = {name: getattr(tokens, name) for name in _TOKEN_NUMBERS}
-    return {"ids": tokens.ids, "texts": list(map(_text, tokens.texts)), **numbers}
-
-
-def _text(text: str) -> str:
-    """Return text that has a UTF-8: models can write half of a surrogate pair."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+def _with_utf8(value: Any) -> Any:
+    """Return a value whose texts have a UTF-8: models can write half of a surrogate pair."""
+    match value:
+        case str():
+            return value.encode("utf-8", "backslashreplace").decode("utf-8")
+        case dict():
+            return {key: _with_utf8(item) for key, item in value.items()}
+        case list():
+            return [_with_utf8(item) for item in value]
+        case _:
+            return value

@@ -64,7 +64,7 @@ Reason = Literal["low", "high", "unscored", "surplus"]
 
 FilteredGroup = tuple[RolloutGroup, Reason]
 
-_FAILED = "rollout/num_set_aside"
+_FAILED = "rollout/num_skipped"
 _DROPPED_GROUPS, _DROPPED_TOKENS = "staleness/dropped_groups", "staleness/dropped_tokens"
 
 
@@ -324,7 +324,7 @@ class RolloutBuffer:
                 warn_if_rewards_are_equal(described, self._report.warn)
         if self._sampling.with_baseline:
             missing = sum(group.baseline is None or group.baseline.score.outcome != "ok" for group in groups)
-            found.count("grader/baselines_missing", missing)
+            found.count("reward_function/num_missing_baselines", missing)
         if config.algorithm.online_filtering:
             self._report.filtered(step, found.filtered, read_images=self.image_files)
         if found.shortage:

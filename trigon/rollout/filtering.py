@@ -35,7 +35,7 @@ def label_groups(groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig) -> 
         "filter/kept_fraction": mean_of(float(label == "kept") for label in labels),
         "filter/low_fraction": mean_of(float(label == "low") for label in labels),
         "filter/high_fraction": mean_of(float(label == "high") for label in labels),
-        "filter/ungraded_fraction": mean_of(float(label == "unscored") for label in labels),
+        "filter/unscored_fraction": mean_of(float(label == "unscored") for label in labels),
     }
 
 

@@ -82,9 +82,9 @@ def _scores(group: RolloutGroup) -> list[float]:
 def _failure_counts(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
     outcomes = [rollout.score.outcome for group in groups for rollout in group.rollouts]
     return {
-        "grader/failed": Sum(float(outcomes.count("failed"))),
-        "grader/timeout": Sum(float(outcomes.count("timeout"))),
-        "grader/failed_fraction": mean_of(float(outcome != "ok") for outcome in outcomes),
+        "reward_function/num_failed": Sum(float(outcomes.count("failed"))),
+        "reward_function/num_timed_out": Sum(float(outcomes.count("timeout"))),
+        "reward_function/failed_fraction": mean_of(float(outcome != "ok") for outcome in outcomes),
     }
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 from trigon.system.resuming import SAME_COMMAND, SameCommand
 
 MEASURED = 5
-"""The longest of so many last steps, updates or validations is what the next one takes."""
+"""Latest steps, updates or validations whose longest is taken for the duration of the next."""
 
 
 class StepLeft(Exception):
@@ -27,12 +27,11 @@ class StepLeft(Exception):
 class Grace:
     """The time that a run has from a request to stop until it has saved.
 
-    seconds: that time; None: as long as the step needs. same_command: goes on with the run.
+    seconds: that time; None: as long as the step needs. same_command: resumes the run.
     clock: seconds, for tests.
-    started_step: after which the run started. saved_step: the last step with a checkpoint, or that
-    one.
-    save_seconds: that a complete save took; None: not known yet.
-    score: the validation reward of the last step made; None if it was not validated.
+    started_step: the step after which the run started. saved_step: the last step with a
+    checkpoint; at first started_step. save_seconds: how long a complete save took; None: not known
+    yet. score: the validation reward of the last complete step; None if it was not validated.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""Says which command goes on with a run, for messages of its end.
-
-Every message that tells how to go on takes its words from here.
-"""
+"""Says which command resumes a run. Every message that tells how to continue uses these words."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class SameCommand:
-    """The command of a run, with the option that it needs to go on from a checkpoint.
+    """The command of a run, with the option that it needs to continue from a checkpoint.
 
-    folder: of the run. finds_last: without an option the command goes on from the last checkpoint
+    folder: run folder. finds_last: without an option the command resumes from the last checkpoint
     there. saves_weights_only: no checkpoint of the run can be resumed.
     Each method returns a clause of "the same command", or that "with
     trainer.load_checkpoint_path=...", and what it does ("resumes after step 5"). With

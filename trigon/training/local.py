@@ -40,7 +40,7 @@ from trigon.types import LocalWeights, MicroBatch, NamedTensors, RolloutGroup, T
 ModelName = Literal["actor", "critic"]
 """What a run has a trained model for: the prefix of its metrics, and its section in worker."""
 
-_OF_EACH_RANK = ("actor/vision_remembered", "critic/vision_remembered")
+_OF_EACH_RANK = ("actor/vision_cached_fraction", "critic/vision_cached_fraction")
 """The metrics that differ between the ranks that compute rows together."""
 
 
@@ -303,7 +303,7 @@ class LocalTrainEngine:
             metrics[SKIPPED_GRAD_NORM] = Max(applied.grad_norm)
         cached, total = (0, 0) if self.features is None else self.features.pop_metrics()
         if total:
-            metrics[f"{self.name}/vision_remembered"] = Mean(float(cached), float(total))
+            metrics[f"{self.name}/vision_cached_fraction"] = Mean(float(cached), float(total))
         return metrics
 
     def _count_work(self, groups: Sequence[TrainGroup]) -> dict[str, Metric]:

@@ -1,5 +1,6 @@
-"""The loggers to which a run can report, besides its folder and the console.
+"""The loggers that trainer.logger can name, besides the console and the run folder.
 
-protocol.py is the interface of a logger; each library has a module, which is imported only if it is
-configured. Does not read environment variables: trigon/tools/cli/train.py does.
+A file is a logger. Its name is that of the library's package, which only open() may import. LOGGER
+makes it from a LoggerEnvironment; `remedy` says what to do if it does not open. Reads no
+environment variables: trigon/tools/cli/train.py does.
 """

@@ -8,9 +8,9 @@ from typing import Any
 
 from PIL import Image
 
-from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
-from trigon.report.loggers.samples import COLUMNS, cells, image_strip
+from trigon.report.delivery import LoggedRun, LoggerEnvironment, Sample, SampleSplit
 from trigon.report.run import flatten
+from trigon.report.samples import COLUMNS, cells, image_strip
 from trigon.system.json_files import read_json_object, write_json
 
 STORE = "mlflow"
@@ -21,6 +21,7 @@ class MLflowLogger:
     """Samples are a table with the images in it, an artifact for each step."""
 
     name = "mlflow"
+    remedy = "Set MLFLOW_TRACKING_URI to a tracking server, or leave it out for a store in the run folder"
 
     def __init__(self, environment: LoggerEnvironment) -> None:
         self._mlflow: Any = None
@@ -29,7 +30,7 @@ class MLflowLogger:
         self._suffix = ""  # of the names of tables
 
     def open(self, run: LoggedRun) -> str:
-        """See protocol.py."""
+        """See delivery.py."""
         import mlflow
 
         self._mlflow = mlflow
@@ -84,3 +85,6 @@ class MLflowLogger:
     def close(self) -> None:
         """End the run."""
         self._client.set_terminated(self._run_id)
+
+
+LOGGER = MLflowLogger

@@ -6,14 +6,15 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
-from trigon.report.loggers.samples import as_html
+from trigon.report.delivery import LoggedRun, LoggerEnvironment, Sample, SampleSplit
+from trigon.report.samples import as_html
 
 
 class SwanLabLogger:
     """Samples are an HTML table with the images in it, since SwanLab's own tables take none."""
 
     name = "swanlab"
+    remedy = "Run `swanlab login`, or set SWANLAB_API_KEY, or SWANLAB_MODE=offline"
 
     def __init__(self, environment: LoggerEnvironment) -> None:
         self._environment = environment
@@ -21,7 +22,7 @@ class SwanLabLogger:
         self._run: Any = None
 
     def open(self, run: LoggedRun) -> None:
-        """See protocol.py. SwanLab itself prints where the results can be seen."""
+        """See delivery.py. SwanLab itself prints where the results can be seen."""
         import swanlab
 
         environment = self._environment
@@ -56,3 +57,6 @@ class SwanLabLogger:
             # At its end finish (0.8) restores SIGINT's handler, which only the main thread can.
             if "main thread" not in str(error):
                 raise
+
+
+LOGGER = SwanLabLogger

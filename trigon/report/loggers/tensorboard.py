@@ -7,22 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
-from trigon.report.loggers.samples import as_text, one_per_prompt
+from trigon.report.delivery import LoggedRun, LoggerEnvironment, Sample, SampleSplit
 from trigon.report.run import flatten
+from trigon.report.samples import as_text, one_per_prompt
 
 
 class TensorBoardLogger:
     """Samples are text, which TensorBoard shows without images, and images beside it by prompt."""
 
     name = "tensorboard"
+    remedy = "Set TENSORBOARD_DIR to a writable folder"
 
     def __init__(self, environment: LoggerEnvironment) -> None:
         self._all_experiments = environment.tensorboard_dir
         self._writer: Any = None
 
     def open(self, run: LoggedRun) -> str:
-        """See protocol.py."""
+        """See delivery.py."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.folder / "tensorboard"
@@ -49,6 +50,9 @@ class TensorBoardLogger:
     def close(self) -> None:
         """Write what is pending."""
         self._writer.close()
+
+
+LOGGER = TensorBoardLogger
 
 
 def _as_code(text: str) -> str:

@@ -10,14 +10,15 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO, cast
 
-from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
-from trigon.report.loggers.samples import COLUMNS, cells
+from trigon.report.delivery import LoggedRun, LoggerEnvironment, Sample, SampleSplit
+from trigon.report.samples import COLUMNS, cells
 
 
 class TrackioLogger:
     """Samples are a table with the images in it."""
 
     name = "trackio"
+    remedy = "Set TRACKIO_DIR to a writable folder"
 
     def __init__(self, environment: LoggerEnvironment) -> None:
         self._trackio: Any = None
@@ -25,7 +26,7 @@ class TrackioLogger:
         self._project = ""
 
     def open(self, run: LoggedRun) -> str:
-        """See protocol.py."""
+        """See delivery.py."""
         import trackio
 
         self._trackio = trackio
@@ -61,6 +62,9 @@ class TrackioLogger:
         """Write what is pending."""
         with _quiet():
             self._run.finish()
+
+
+LOGGER = TrackioLogger
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
-from trigon.report.loggers.samples import COLUMNS, cells, image_strip
+from trigon.report.delivery import LoggedRun, LoggerEnvironment, Sample, SampleSplit
+from trigon.report.samples import COLUMNS, cells, image_strip
 from trigon.system.json_files import read_json_object, write_json
 
 
@@ -16,19 +16,20 @@ class WandbLogger:
     """Samples are a table with the images in it."""
 
     name = "wandb"
+    remedy = "Run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
 
     def __init__(self, environment: LoggerEnvironment) -> None:
         self._wandb: Any = None
         self._run: Any = None
 
     def open(self, run: LoggedRun) -> str | None:
-        """See protocol.py."""
+        """See delivery.py."""
         import wandb
 
         self._wandb = wandb
         # The id in the run folder lets a resumed run continue its curves. Steps that it repeats
-        # have the same values, and wandb keeps the first; a run that begins anew has another id,
-        # since wandb would drop its steps up to the last one of the earlier run.
+        # have the same values, and wandb keeps the first; a run that starts again from step 0 has
+        # another id, since wandb would drop its steps up to the last one of the earlier run.
         record = run.folder / "wandb.json"
         if run.first_step == 0:
             run_id = uuid.uuid4().hex[:16]
@@ -67,3 +68,6 @@ class WandbLogger:
     def close(self) -> None:
         """Send what is pending."""
         self._run.finish()
+
+
+LOGGER = WandbLogger

@@ -16,7 +16,7 @@ from trigon.assemble.models import choose_device_type, choose_kernel
 from trigon.config.checks import find_device_warnings
 from trigon.config.schema import Config
 from trigon.errors import ConfigError, ModelError
-from trigon.report.loggers import registry
+from trigon.report import delivery
 from trigon.system.cpus import count_usable_cpus
 from trigon.system.host_memory import count_total_bytes
 from trigon.tools.check.model import Model
@@ -145,7 +145,7 @@ def connect_to_self(num_ports: int) -> int:
 
 def check_loggers(result: Result, config: Config) -> None:
     """Report loggers that are not installed."""
-    registry.check_loggers(config.trainer.logger)
+    delivery.check_loggers(config.trainer.logger)
     result.summary = ", ".join(config.trainer.logger)
 
 

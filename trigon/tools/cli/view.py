@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _serve(runs: Sequence[ViewedRun], options: Namespace) -> int:
-    from trigon.tools.view.page import plotly_script
+    from trigon.tools.view.files import plotly_script
     from trigon.tools.view.server import address, listen, serve
 
     plotly_script()  # its absence is an error now, not in the browser

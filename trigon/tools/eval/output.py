@@ -17,9 +17,8 @@ from pathlib import Path
 
 from trigon.checkpoint.manifest import exported_step
 from trigon.errors import ConfigError
-from trigon.report.metrics import METRICS
 from trigon.report.rollouts import IMAGES
-from trigon.report.run import CONFIG, LOCK
+from trigon.report.run import CONFIG, LOCK, METRICS
 from trigon.report.run_folder import SKIPPED_ROWS
 from trigon.tools.eval.models import ModelSource
 

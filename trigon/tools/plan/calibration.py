@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from trigon.errors import DataError
-from trigon.report.metrics import StepMetrics
+from trigon.report.run import StepMetrics
 from trigon.tools.plan.lengths import LengthOptions
 from trigon.tools.plan.timing import NOT_COUNTED, PHASES
 

@@ -18,8 +18,7 @@ from statistics import fmean, stdev
 from typing import Any, Literal, assert_never, get_args
 
 from trigon.errors import ConfigError, DataError
-from trigon.report.metrics import StepMetrics
-from trigon.report.run import RunRecord
+from trigon.report.run import RunRecord, StepMetrics
 from trigon.system.suggestions import did_you_mean
 from trigon.tools.plot.groups import RunGroup, group_runs
 
@@ -68,7 +67,7 @@ class LearningCurves:
     """The curves of a figure, by metric and then by group.
 
     metrics: one panel for each. runs: the name of each run, by the label of its group. smooth: see
-    learning_curves. notes: what a reader of the figure has to be told.
+    learning_curves. notes: what a reader of the figure has to know.
     """
 
     metrics: tuple[str, ...]

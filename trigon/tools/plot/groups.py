@@ -11,7 +11,7 @@ from typing import Any
 
 from trigon.config.options import format_value, options
 from trigon.errors import ConfigError
-from trigon.report.run import RunRecord, flatten
+from trigon.report.run import RunRecord, distinct_names, flatten
 from trigon.system.suggestions import nearest_key
 
 SEED = "seed"
@@ -139,7 +139,7 @@ def _named(groups: Sequence[list[RunRecord]], configs: Sequence[Mapping[str, Any
 
     configs: of each group, without seeds if its runs have several.
     """
-    names = _distinct_names([runs[0] for runs in groups])
+    names = distinct_names([runs[0] for runs in groups])
     if len(groups) == 1:
         runs = groups[0]
         label = names[0] if len(runs) == 1 else f"{len(runs)} seeds"
@@ -160,20 +160,6 @@ def _common(configs: Sequence[Mapping[str, Any]]) -> set[str]:
     """Return the names of options with the same value in all configurations."""
     first = configs[0]
     return {name for name in first if all(_text(config.get(name)) == _text(first[name]) for config in configs[1:])}
-
-
-def _distinct_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Return a name for each run: the parts of its path in which the runs differ."""
-    paths = [run.path.resolve().parts for run in runs]
-    if len(paths) == 1:
-        return [runs[0].name]
-    start = 0
-    while all(len(path) > start + 1 and path[start] == paths[0][start] for path in paths):
-        start += 1
-    end = 0
-    while all(len(path) - end > start + 1 and path[-1 - end] == paths[0][-1 - end] for path in paths):
-        end += 1
-    return ["/".join(path[start : len(path) - end]) for path in paths]
 
 
 def _text(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,15 @@ from typing import Any
 
 from trigon.errors import DataError
 from trigon.report.rollouts import RolloutRow, row_to_line, to_json_line
+from trigon.tools.view.files import EMPTY_STYLE_HASH, STATIC, plotly_script, read_image, shrink, source_hash
 from trigon.tools.view.filters import RolloutFilter
-from trigon.tools.view.images import read_image, shrink
-from trigon.tools.view.page import EMPTY_STYLE_HASH, STATIC, as_one_script, plotly_script, source_hash
 from trigon.tools.view.runs import ViewedRun, configurations
 
 MAX_IMAGE_BYTES = 300_000
 MAX_IMAGE_SIDE = 1024
+
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w]+\.js)";\n', flags=re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=function|async function|const|class)", flags=re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +149,21 @@ def _html(names: str, content: Mapping[str, Any]) -> str:
             "",
         ]
     )
+
+
+def as_one_script() -> str:
+    """Return the modules of the page as one, in an order in which each follows what it imports.
+
+    The modules use one form of import and export, and no two have the same names at top level.
+    """
+    done: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        text = (STATIC / name).read_text(encoding="utf-8")
+        for other in _IMPORT.findall(text):
+            if other not in done:
+                add(other)
+        done[name] = _EXPORT.sub("", _IMPORT.sub("", text))
+
+    add("main.js")
+    return "\n".join(done.values())

@@ -3,58 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from math import isfinite
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trigon.errors import DataError
 from trigon.system.suggestions import did_you_mean
 
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "split": ("", "train", "filtered", "validation"),
-    "solved": ("", "none", "some", "all"),
-    "filtered": ("", "no", "low", "high", "unscored", "surplus"),
-    "outcome": ("", "ok", "not_ok", "failed", "timeout"),
-    "finish_reason": ("", "stop", "length"),
-    "tokens": ("", "recorded"),
-    "sort": ("newest", "oldest", "worst", "best", "spread", "longest", "mismatch"),
-}
-"""The values of each field of RolloutFilter that has a fixed set. Empty: all."""
-
-_MAX_CHARACTERS = 1000
+_Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]
+_Number = Annotated[float, Field(ge=-(2**53), le=2**53, allow_inf_nan=False)]
+_Text = Annotated[str, Field(max_length=1000)]
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutFilter:
+class RolloutFilter(BaseModel):
     """Conditions on rollouts, all of which must hold, and the order of the groups found.
 
-    A group is found if one of its completions is. solved is of the whole group: how many of its
-    completions are solved. Bounds are inclusive; None is no bound. min_tokens, max_tokens: of the
-    completion. filtered: why no step learns from the group; no: one does, or it is a validation.
-    outcome: of the reward function; not_ok: failed or timeout.
-    tokens: recorded, groups with per-token values.
-    prompt_id: without the number of an occurrence, train:17 for train:17#2 too.
+    A group is found if one of its completions matches. None is no condition; bounds are inclusive.
+    min_tokens, max_tokens: tokens of the completion. solved: how many completions of the group are
+    solved. filtered: why no step learns from the group; no: one does, or it is a validation.
+    outcome: result of the reward function; not_ok: failed or timeout. tokens: groups with per-token
+    values. prompt_id: without the number of an occurrence, train:17 for train:17#2 too.
     text: part of the prompt, its id, the ground truth or the completion, in any case.
     sort: by step (newest, oldest), by mean reward of the group (worst, best), by the difference
     between its rewards (spread), by its longest completion, or by its largest train-inference
     mismatch.
     """
 
-    split: str = ""
-    min_step: int | None = None
-    max_step: int | None = None
-    min_reward: float | None = None
-    max_reward: float | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
-    solved: str = ""
-    filtered: str = ""
-    outcome: str = ""
-    finish_reason: str = ""
-    tokens: str = ""
-    prompt_id: str = ""
-    text: str = ""
-    sort: str = "newest"
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    split: Literal["train", "filtered", "validation"] | None = None
+    min_step: _Integer | None = None
+    max_step: _Integer | None = None
+    min_reward: _Number | None = None
+    max_reward: _Number | None = None
+    min_tokens: _Integer | None = None
+    max_tokens: _Integer | None = None
+    solved: Literal["none", "some", "all"] | None = None
+    filtered: Literal["no", "low", "high", "unscored", "surplus"] | None = None
+    outcome: Literal["ok", "not_ok", "failed", "timeout"] | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    tokens: Literal["recorded"] | None = None
+    prompt_id: _Text | None = None
+    text: _Text | None = None
+    sort: Literal["newest", "oldest", "worst", "best", "spread", "longest", "mismatch"] = "newest"
 
 
 def parse_filter(values: Mapping[str, str]) -> RolloutFilter:
@@ -62,28 +53,12 @@ def parse_filter(values: Mapping[str, str]) -> RolloutFilter:
 
     Raises: DataError for an unknown name or a value that the name cannot have.
     """
-    known = {field.name: field for field in fields(RolloutFilter)}
-    parsed: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in known:
-            raise DataError(f"there is no filter {name!r}{did_you_mean(name, known)}")
-        if value == "":
-            continue
-        if name in CHOICES and value not in CHOICES[name]:
-            choices = ", ".join(filter(None, CHOICES[name]))
-            raise DataError(f"the filter {name} cannot be {value!r}; it is one of {choices}")
-        if len(value) > _MAX_CHARACTERS:
-            raise DataError(f"the filter {name} has {len(value):,} characters; it can have {_MAX_CHARACTERS:,}")
-        parsed[name] = _number(name, value) if name.startswith(("min_", "max_")) else value
-    return RolloutFilter(**parsed)
-
-
-def _number(name: str, value: str) -> int | float:
-    is_float = name.endswith("reward")
+    for name in values:
+        if name not in RolloutFilter.model_fields:
+            raise DataError(f"there is no filter {name!r}{did_you_mean(name, RolloutFilter.model_fields)}")
     try:
-        number = float(value) if is_float else int(value)
-    except ValueError as error:
-        raise DataError(f"the filter {name} must be a {'' if is_float else 'whole '}number, not {value!r}") from error
-    if not isfinite(number) or abs(number) > 2**53:
-        raise DataError(f"the filter {name} must be a finite number, not {value!r}")
-    return number
+        return RolloutFilter.model_validate({name: value for name, value in values.items() if value != ""})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0])
+        raise DataError(f"the filter {name} cannot be {values[name][:100]!r}: {first['msg']}") from error

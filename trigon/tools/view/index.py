@@ -8,20 +8,47 @@ indexed again or forgotten. The index file can be removed at any time. Several p
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
+from math import isfinite
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from trigon.errors import DataError
 from trigon.report.rollouts import RolloutFile, RolloutRow, parse_row
 from trigon.report.run import RunRecord
 from trigon.tools.view.filters import RolloutFilter
-from trigon.tools.view.index_rows import TABLES, VERSION, file_stamp, insert, original_id, read_file
+
+VERSION = 3
+"""Version of the tables, part of the name of the index file."""
+
+# Texts have tables of their own, so that other queries do not read them. The database's
+# user_version counts its changes.
+_TABLES = """
+CREATE TABLE IF NOT EXISTS files (id INTEGER PRIMARY KEY, name TEXT UNIQUE, stamp TEXT, problem TEXT);
+CREATE TABLE IF NOT EXISTS groups (
+    id INTEGER PRIMARY KEY, file INTEGER REFERENCES files ON DELETE CASCADE,
+    step INTEGER, split TEXT, number INTEGER, prompt_id TEXT, original_id TEXT, filtered TEXT, num_with_tokens INTEGER,
+    num INTEGER, num_solved INTEGER, reward_mean REAL, reward_spread REAL, max_tokens INTEGER, mismatch REAL,
+    rewards TEXT, image TEXT, excerpt TEXT
+);
+CREATE TABLE IF NOT EXISTS prompt_texts (id INTEGER PRIMARY KEY REFERENCES groups ON DELETE CASCADE, text TEXT);
+CREATE TABLE IF NOT EXISTS rollouts (
+    id INTEGER PRIMARY KEY, group_id INTEGER REFERENCES groups ON DELETE CASCADE,
+    first_byte INTEGER, num_bytes INTEGER, reward REAL, num_tokens INTEGER, outcome TEXT, finish_reason TEXT
+);
+CREATE TABLE IF NOT EXISTS completion_texts (id INTEGER PRIMARY KEY REFERENCES rollouts ON DELETE CASCADE, text TEXT);
+CREATE INDEX IF NOT EXISTS groups_by_place ON groups (split, step, number);
+CREATE INDEX IF NOT EXISTS groups_by_prompt ON groups (original_id);
+CREATE INDEX IF NOT EXISTS groups_by_file ON groups (file);
+CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id);
+"""
 
 _ORDER = {
     "newest": "g.step DESC",
@@ -38,6 +65,11 @@ _SUMMARY = (
     "rewards, image, excerpt"
 )
 
+_OCCURRENCE = re.compile(r"#\d+$")
+
+_EXCERPT = 160
+"""Characters of the end of a prompt that a list shows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -49,7 +81,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far an index is. version: changes with its content."""
+    """How many of the rollouts files are indexed. version: changes with the index's content."""
 
     num_files: int
     num_indexed: int
@@ -58,7 +90,8 @@ class Progress:
 
 def index_path(cache: Path, run: Path) -> Path:
     """Return the index file of a run folder within a cache folder."""
-    return cache / f"{run.resolve().name[:40]}-{sha256(bytes(run.resolve())).hexdigest()[:16]}.sqlite3"
+    digest = sha256(bytes(run.resolve())).hexdigest()[:16]
+    return cache / f"{run.resolve().name[:40]}-{digest}.v{VERSION}.sqlite3"
 
 
 class IndexedRun:
@@ -74,9 +107,9 @@ class IndexedRun:
         self._num_files = 0
         try:
             self._make_tables()
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):
-                raise DataError(f"the index {path} cannot be written ({error}): choose another --cache") from error
+        except sqlite3.OperationalError as error:
+            raise DataError(f"the index {path} cannot be written ({error}): choose another --cache") from error
+        except sqlite3.DatabaseError:
             path.unlink()  # it is damaged, and can be made again
             self._make_tables()
 
@@ -88,7 +121,7 @@ class IndexedRun:
         self._num_files = len(files)
         for name in known.keys() - files.keys():
             self._replace(name, None)
-        stamps = {name: stamp for name, file in files.items() if (stamp := file_stamp(file.path)) is not None}
+        stamps = {name: stamp for name, file in files.items() if (stamp := _file_stamp(file.path)) is not None}
         new = [files[name] for name, stamp in stamps.items() if known.get(name) != stamp]
         for file in sorted(new, key=lambda file: -file.step):
             if should_stop():
@@ -99,7 +132,7 @@ class IndexedRun:
         """Return how many of the rollouts files are indexed."""
         with self._connection() as connection:
             [[num]] = connection.execute("SELECT count(*) FROM files")
-            [[version]] = connection.execute("SELECT num FROM changes")
+            [[version]] = connection.execute("PRAGMA user_version")
         return Progress(max(self._num_files, num), num, version)
 
     def overview(self) -> dict[str, Any]:
@@ -161,46 +194,36 @@ class IndexedRun:
                     rows.append(parse_row(file.read(num), str(path)))
         except FileNotFoundError:
             return None
-        if file_stamp(path) != places[0][1]:  # replaced while it was read; the next update indexes it
+        if _file_stamp(path) != places[0][1]:  # replaced while it was read; the next update indexes it
             return None
         return rows
 
     def _make_tables(self) -> None:
         with self._connection() as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            [[version]] = connection.execute("PRAGMA user_version")
-            if version != VERSION:
-                names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-                for (name,) in names:
-                    connection.execute(f'DROP TABLE "{name}"')
-                for statement in TABLES.split(";"):
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA user_version = {VERSION}")
-            connection.execute("COMMIT")
+            connection.executescript(_TABLES)
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(self._path, timeout=30, isolation_level=None)) as connection:
             connection.execute("PRAGMA synchronous = OFF")  # after a crash of the machine it is made again
             connection.execute("PRAGMA mmap_size = 4000000000")
+            connection.execute("PRAGMA foreign_keys = ON")
             yield connection
 
     def _replace(self, name: str, file: RolloutFile | None) -> None:
         """Index a file in place of what the index has of its name. None: only forget it."""
-        content = None if file is None else read_file(file)
+        stamp = None if file is None else _file_stamp(file.path)
+        groups, problem = ([], "") if file is None or stamp is None else _read_groups(file)
         with self._connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
-            for (old,) in connection.execute("SELECT id FROM files WHERE name = ?", (name,)).fetchall():
-                groups = "(SELECT id FROM groups WHERE file = ?)"
-                rollouts = f"(SELECT id FROM rollouts WHERE group_id IN {groups})"
-                connection.execute(f"DELETE FROM completion_texts WHERE id IN {rollouts}", (old,))
-                connection.execute(f"DELETE FROM rollouts WHERE group_id IN {groups}", (old,))
-                connection.execute(f"DELETE FROM prompt_texts WHERE id IN {groups}", (old,))
-                connection.execute("DELETE FROM groups WHERE file = ?", (old,))
-                connection.execute("DELETE FROM files WHERE id = ?", (old,))
-            if file is not None and content is not None:
-                insert(connection, file, content)
-            connection.execute("UPDATE changes SET num = num + 1")
+            connection.execute("DELETE FROM files WHERE name = ?", (_utf8(name),))
+            if file is not None and stamp is not None:
+                row = (_utf8(name), stamp, _utf8(problem))
+                number = connection.execute("INSERT INTO files (name, stamp, problem) VALUES (?, ?, ?)", row).lastrowid
+                assert number is not None
+                _insert(connection, file, number, groups)
+            [[version]] = connection.execute("PRAGMA user_version")
+            connection.execute(f"PRAGMA user_version = {(version + 1) % 2**31}")
             connection.execute("COMMIT")
 
     def _find(self, filters: RolloutFilter, version: int) -> Found:
@@ -213,6 +236,109 @@ class IndexedRun:
                 values,
             ).fetchall()
         return Found(tuple(id for id, _ in rows), sum(num for _, num in rows))
+
+
+def _file_stamp(path: Path) -> str | None:
+    """Return what tells a file from one that replaced it; None if there is no file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
+
+
+_Line = tuple[RolloutRow, int, int]
+"""A completion, the first byte of its line, and the number of bytes."""
+
+
+def _read_groups(file: RolloutFile) -> tuple[list[list[_Line]], str]:
+    """Return the groups of a file, and what could not be read of it."""
+    groups: list[list[_Line]] = []
+    problems: list[str] = []
+    place = 0
+    try:
+        with file.path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                first, place = place, place + len(line)
+                if not line.strip() or not line.endswith(b"\n"):
+                    continue
+                try:
+                    row = parse_row(line, f"rollouts/{file.path.name}, line {number}")
+                except DataError as error:
+                    problems.append(str(error))
+                    continue
+                last = groups[-1][-1][0] if groups else None
+                if last is None or last.prompt_id != row.prompt_id or last.sample >= row.sample:
+                    groups.append([])
+                groups[-1].append((row, first, len(line)))
+    except OSError as error:
+        problems.append(f"rollouts/{file.path.name} cannot be read: {error.strerror}")
+    more = f" ({len(problems) - 1} more lines of the file)" if len(problems) > 1 else ""
+    return groups, f"{problems[0]}{more}" if problems else ""
+
+
+def _insert(connection: sqlite3.Connection, file: RolloutFile, file_id: int, groups: Sequence[Sequence[_Line]]) -> None:
+    """Add the groups of a file to the tables."""
+    tables: dict[str, list[tuple[Any, ...]]] = {
+        name: [] for name in ("groups", "prompt_texts", "rollouts", "completion_texts")
+    }
+    [[group_id]] = connection.execute("SELECT coalesce(max(id), 0) FROM groups")
+    [[rollout_id]] = connection.execute("SELECT coalesce(max(id), 0) FROM rollouts")
+    for number, group in enumerate(groups):
+        group_id += 1
+        rows = [row for row, _, _ in group]
+        first, prompt_id = rows[0], _utf8(rows[0].prompt_id)
+        rewards = [row.reward if isfinite(row.reward) else None for row in rows]
+        scored = [reward for reward in rewards if reward is not None]
+        text = "\n".join([first.prompt_id, first.prompt, str(first.ground_truth)])
+        tables["prompt_texts"].append((group_id, _utf8(text.casefold())))
+        tables["groups"].append(
+            (
+                *(group_id, file_id, file.step, file.split, number, prompt_id, original_id(prompt_id), first.filtered),
+                *(sum(row.tokens is not None for row in rows), len(rows), sum(map(is_solved, rows))),
+                fmean(scored) if scored else None,
+                max(scored) - min(scored) if scored else 0.0,
+                max(row.num_tokens for row in rows),
+                max((value for row in rows if (value := max_mismatch(row)) is not None), default=None),
+                json.dumps(rewards),
+                _utf8(first.image_files[0]) if first.image_files else None,
+                _utf8(" ".join(first.prompt.split())[-_EXCERPT:]),
+            )
+        )
+        for (row, place, num_bytes), reward in zip(group, rewards, strict=True):
+            rollout_id += 1
+            values = (reward, row.num_tokens, _utf8(row.outcome), _utf8(row.finish_reason))
+            tables["rollouts"].append((rollout_id, group_id, place, num_bytes, *values))
+            tables["completion_texts"].append((rollout_id, _utf8(row.response.casefold())))
+    for table, content in tables.items():
+        if content:
+            connection.executemany(f"INSERT INTO {table} VALUES ({','.join('?' * len(content[0]))})", content)
+
+
+def original_id(prompt_id: str) -> str:
+    """Return the id of a prompt without the number of an occurrence, "train:17" of "train:17#2"."""
+    return _OCCURRENCE.sub("", prompt_id)
+
+
+def is_solved(row: RolloutRow) -> bool:
+    """Return whether the part `accuracy` is 1, or without that part the reward at least 1."""
+    return row.parts.get("accuracy", row.reward) >= 1
+
+
+def max_mismatch(row: RolloutRow) -> float | None:
+    """Return the largest train-inference mismatch of a token, in nats; None if not stored.
+
+    It is |old_logprobs - sampling_logprobs|. A value that is not finite, null in the file, is
+    skipped.
+    """
+    tokens = row.tokens
+    if tokens is None or tokens.old_logprobs is None:
+        return None
+    pairs = zip(tokens.old_logprobs, tokens.sampling_logprobs, strict=False)
+    return max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=None)
+
+
+_SOLVED = {"none": "g.num_solved = 0", "some": "g.num_solved BETWEEN 1 AND g.num - 1", "all": "g.num_solved = g.num"}
 
 
 def _conditions(filters: RolloutFilter) -> tuple[list[str], list[Any]]:
@@ -236,29 +362,27 @@ def _conditions(filters: RolloutFilter) -> tuple[list[str], list[Any]]:
         add("g.num_with_tokens > 0")
     if filters.filtered:
         add("g.filtered = ?", "" if filters.filtered == "no" else filters.filtered)
-    if filters.outcome:
-        add(*(("r.outcome != 'ok'",) if filters.outcome == "not_ok" else ("r.outcome = ?", filters.outcome)))
+    if filters.outcome == "not_ok":
+        add("r.outcome != 'ok'")
+    elif filters.outcome:
+        add("r.outcome = ?", filters.outcome)
     if filters.solved:
-        add(
-            {
-                "none": "g.num_solved = 0",
-                "some": "g.num_solved > 0 AND g.num_solved < g.num",
-                "all": "g.num_solved = g.num",
-            }[filters.solved]
-        )
+        add(_SOLVED[filters.solved])
     if filters.text:
-        folded = filters.text.casefold().encode("utf-8", "replace").decode().replace("\\", "\\\\")
-        pattern = f"%{folded.replace('%', chr(92) + '%').replace('_', chr(92) + '_')}%"
+        folded = _utf8(filters.text.casefold())
+        for character in "\\%_":
+            folded = folded.replace(character, f"\\{character}")
         like = r"SELECT id FROM {} WHERE text LIKE ? ESCAPE '\'"
-        add(
-            f"(r.id IN ({like.format('completion_texts')}) OR g.id IN ({like.format('prompt_texts')}))",
-            pattern,
-            pattern,
-        )
+        texts = f"r.id IN ({like.format('completion_texts')}) OR g.id IN ({like.format('prompt_texts')})"
+        add(f"({texts})", f"%{folded}%", f"%{folded}%")
     return conditions, values
 
 
 def _summary(row: Sequence[Any]) -> dict[str, Any]:
     content = dict(zip(_SUMMARY.split(", "), row, strict=True))
-    content["rewards"] = json.loads(content["rewards"])
-    return content
+    return {**content, "rewards": json.loads(content["rewards"])}
+
+
+def _utf8(text: str) -> str:
+    """Return text without unpaired surrogates and zeros, which SQLite cannot store or search."""
+    return text.encode("utf-8", "replace").decode().replace("\0", " ")

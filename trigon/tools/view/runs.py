@@ -9,8 +9,7 @@ from threading import Event, Lock, Thread
 from typing import Any
 
 from trigon.errors import CheckpointError, DataError
-from trigon.report.metrics import METRICS, StepMetrics, parse_step
-from trigon.report.run import RunRecord, find_runs, flatten
+from trigon.report.run import METRICS, RunRecord, StepMetrics, distinct_names, find_runs, flatten, parse_step
 from trigon.system.secrets import mask
 from trigon.tools.view.index import IndexedRun, index_path
 
@@ -145,21 +144,8 @@ def open_runs(paths: Sequence[Path], *, cache: Path) -> list[ViewedRun]:
     records: dict[Path, RunRecord] = {}
     for record in (record for path in paths for record in find_runs(path)):
         records.setdefault(record.path.resolve(), record)
-    names = _short_names(list(records))
-    return [ViewedRun(record, names[path], cache) for path, record in records.items()]
-
-
-def _short_names(paths: Sequence[Path]) -> Mapping[Path, str]:
-    """Return a short name for each path: the last folder whose names differ, or the last folders.
-
-    Two quickstarts, a/run and b/run, are a and b.
-    """
-    for num_parts in range(1, max(len(path.parts) for path in paths) + 1):
-        names = {path: "/".join(path.parts[-num_parts:]) for path in paths}
-        if len(set(names.values())) == len(paths) and (num_parts > 1 or len(paths) > 1):
-            heads = {path: path.parts[-num_parts] for path in paths if num_parts <= len(path.parts)}
-            return heads if len(set(heads.values())) == len(paths) > 1 else names
-    return {path: str(path) for path in paths}
+    distinct = list(records.values())
+    return [ViewedRun(run, name, cache) for run, name in zip(distinct, distinct_names(distinct), strict=True)]
 
 
 def configurations(runs: Sequence[ViewedRun]) -> dict[str, Any]:

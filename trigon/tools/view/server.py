@@ -30,9 +30,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trigon.errors import ConfigError, DataError
 from trigon.report.rollouts import row_to_line, to_json_line
+from trigon.tools.view.files import EMPTY_STYLE_HASH, STATIC, plotly_script, read_image
 from trigon.tools.view.filters import parse_filter
-from trigon.tools.view.images import read_image
-from trigon.tools.view.page import EMPTY_STYLE_HASH, STATIC, plotly_script
 from trigon.tools.view.runs import ViewedRun, configurations
 
 PAGE_POLICY = "; ".join(

@@ -9,7 +9,7 @@ const MAIN_METRICS = [
   "reward/overall", "reward/accuracy", "val/reward_score", "val/accuracy_reward", "response_length/mean",
   "response_length/clip_ratio", "actor/entropy", "actor/kl_loss", "actor/kl_penalty", "actor/grad_norm",
   "actor/ppo_kl", "actor/pg_clipfrac_higher", "mismatch/logprobs_diff_mean", "group/equal_rewards_fraction",
-  "grader/failed", "timing_s/step", "perf/throughput",
+  "reward_function/num_failed", "timing_s/step", "perf/throughput",
 ];
 
 export function curvesView() {

@@ -14,9 +14,9 @@ from PIL import Image
 from trigon.data.images import open_image
 from trigon.errors import BadRow
 from trigon.report.console import format_number
-from trigon.report.loggers.protocol import MAX_IMAGE_SIDE, Sample
-from trigon.report.recorder import ReadImages
+from trigon.report.delivery import MAX_IMAGE_SIDE, Sample
 from trigon.report.rollouts import RolloutRow
+from trigon.report.writer import ReadImages
 from trigon.system.terminal import sanitize
 
 COLUMNS = (
@@ -31,7 +31,7 @@ COLUMNS = (
     "finish_reason",
     "num_tokens",
 )
-"""The columns of a table of samples, besides that of the images."""
+"""The columns of a table of samples, besides the column of the images."""
 
 MAX_CHARACTERS = 20_000
 

@@ -1,14 +1,28 @@
-"""Reads images of a run folder. Their names come from rollouts, and their content is untrusted."""
+"""The files that the page shows: its own, the script of the charts, and images of a run.
+
+The names of images come from rollouts, and their content is untrusted.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
+from base64 import b64encode
+from hashlib import sha256
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 
+from trigon.errors import ConfigError
 from trigon.system import images
+from trigon.system.installation import install_command
+
+STATIC = Path(__file__).parent / "static"
+
+# Plotly adds rules to style elements that have no text, which a strict policy has to admit. Rules
+# are added by script; a style element with any text is still refused.
+EMPTY_STYLE_HASH = f"'sha256-{b64encode(sha256(b'').digest()).decode()}'"
 
 _NAME = re.compile(r"images/[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 _MAX_BYTES = 256 * 2**20
@@ -21,6 +35,20 @@ _TYPES = (
     ("image/webp", re.compile(rb"RIFF....WEBP", flags=re.DOTALL)),
     ("image/bmp", re.compile(rb"BM")),
 )
+
+
+def plotly_script() -> Path:
+    """Return the script of the charts, which the package plotly ships. Raises: ConfigError."""
+    spec = find_spec("plotly")  # not imported: only its file is needed
+    places = spec.submodule_search_locations if spec is not None else None
+    if not places:
+        raise ConfigError(f"trigon view needs the package plotly: {install_command('view')}")
+    return Path(places[0]) / "package_data" / "plotly.min.js"
+
+
+def source_hash(text: str) -> str:
+    """Return the hash of an inline script or style, as a policy names it."""
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
 def read_image(run: Path, name: str) -> tuple[bytes, str] | None:

@@ -15,9 +15,6 @@ import pytest
 
 from support.hangs import HANGS
 from support.processes import descendants, is_running, wait_until
-from trigon.system.resuming import SAME_COMMAND
-from trigon.system.watchdog import FOLLOWS, START, Watchdog
-from trigon.system.watchdog_process import read_record
 
 pytestmark = [
     pytest.mark.faults,
@@ -31,8 +28,8 @@ import subprocess, sys, threading
 from pathlib import Path
 from trigon.system.resuming import SameCommand
 from trigon.system.processes import running_below
+from trigon.system.hangs import Watchdog
 from trigon.system.stacks import register_stacks
-from trigon.system.watchdog import Watchdog
 
 def hang_in_a_lock():
     lock = threading.Lock()
@@ -148,25 +145,6 @@ def test_progress_keeps_a_run_alive(tmp_path):
     assert not (tmp_path / "hang_stacks.txt").exists()
 
 
-def test_progress_from_another_thread_brings_back_no_phase_that_has_ended(tmp_path):
-    limits = {START: 60.0, "gen": 5.0, f"{FOLLOWS}gen": 7.0}
-    options = {"option": "the_option=2", "unwind_seconds": 3.0, "same_command": SAME_COMMAND}
-    with Watchdog(tmp_path, limits.get, **options) as watchdog:
-        write = watchdog._write
-
-        def late_write(name):  # as if the phase ended between reading its name and writing it
-            with watchdog._lock:
-                watchdog._name, watchdog._limit = f"{FOLLOWS}gen", 7.0
-            write(name)
-
-        with watchdog.phase("gen"):
-            watchdog._write = late_write
-            watchdog.beat()
-            watchdog._write = write
-            record = read_record(watchdog._memory)
-    assert (record.name, record.limit) == (f"{FOLLOWS}gen", 7.0)
-
-
 @pytest.mark.extended
 def test_a_driver_that_is_stopped_for_a_while_does_not_hang(tmp_path):
     with started(tmp_path, "make_progress") as (process, _):
@@ -179,7 +157,7 @@ def test_a_driver_that_is_stopped_for_a_while_does_not_hang(tmp_path):
 @pytest.mark.extended
 def test_the_watching_process_outlives_signals_and_ends_with_the_driver(tmp_path):
     with started(tmp_path, "make_progress") as (process, _):
-        [watching] = [pid for pid, command in descendants(process.pid).items() if "watchdog_process" in command]
+        [watching] = [pid for pid, command in descendants(process.pid).items() if "trigon.system.hangs" in command]
         time.sleep(1.0)  # it has its handlers
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             os.kill(watching, number)

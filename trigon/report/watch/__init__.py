@@ -1,1 +1,0 @@
-"""Watchers: what in a run's numbers and memory means that it fails, said early."""
