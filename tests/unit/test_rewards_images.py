@@ -21,11 +21,11 @@ from trigon.images import LazyImages
 from trigon.report.image_store import ImageStore
 from trigon.report.rollouts import rollout_rows, row_to_line
 from trigon.rewards.callables import reward_source
-from trigon.rewards.confinement.options import DEFAULT, Confinement
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect, dummy_requests
 from trigon.rollout.fake import FakeEngine
+from trigon.system.confinement.options import DEFAULT, Confinement
 from trigon.tools.eval.score import score
 from trigon.types import Completion, EncodedMedia, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 

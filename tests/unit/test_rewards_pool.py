@@ -10,12 +10,12 @@ import pytest
 
 from support.processes import is_running
 from trigon.errors import RewardError
-from trigon.rewards.confinement.tree import descendants
 from trigon.rewards.contract import RewardRequest
-from trigon.rewards.environment import child_environment
 from trigon.rewards.pool import RewardPool
-from trigon.rewards.process import MAX_OUTPUT_BYTES, sanitize_line
 from trigon.rewards.verifiers import math as math_verifier
+from trigon.system.child import MAX_OUTPUT_BYTES, sanitize_line
+from trigon.system.child_variables import child_environment
+from trigon.system.processes import descendants
 
 # Scores completions by their length, and fails in the way that a completion names.
 MISBEHAVE = """
@@ -453,8 +453,8 @@ def main(reward_input):
 """
     pool = pool_of(text)
     assert pool.score(requests("a"))[0].overall == 1.0
-    [worker] = pool._workers
-    pids = [worker.process.pid, *descendants(worker.process.pid)]
+    [worker] = pool._children
+    pids = [worker.pid, *descendants(worker.pid)]
     assert all(is_running(pid) for pid in pids)
     assert len(pids) >= 3  # the supervisor, the worker and what it started
     pool.close()

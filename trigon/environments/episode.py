@@ -1,6 +1,7 @@
-"""The process of one episode: a fork of the fork server, which makes an environment and steps it.
+"""The child in which episodes run: a fork server that loads the user's code, and a fork for each.
 
-Frames on its connection, each answered by one, unless it says "quiet":
+A fork makes an environment, and steps it. Frames on its connection, each answered by one, unless it
+says "quiet":
 
     -> {"do": "reset", "row": {...}, "quiet": false}, with the prompt's images as files
     -> {"do": "step", "action": "..."}
@@ -15,43 +16,92 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import os
 import random
 import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from trigon.config.names import ObservationRole
-from trigon.environments.conversion import to_observation, to_step
-from trigon.environments.frames import MAX_FRAME_BYTES, Frame, FrameReader, encode_frame
+from PIL import Image
+
+from trigon.environments import python_tool
+from trigon.environments.conversion import to_observation, to_png, to_step
 from trigon.environments.protocol import Observation
-from trigon.environments.tools import IMAGES
+from trigon.environments.source import CodeSource, check_environment, load_code
+from trigon.environments.tools import IMAGES, ToolEnvironment, describe_tools, load_tools
+from trigon.errors import EpisodeError
 from trigon.images import LazyImages
+from trigon.system.child_main import start
+from trigon.system.confinement.supervisor import Confined
+from trigon.system.fork_server import ForkServer, Work, call_in_a_fork
+from trigon.system.frames import encode_frame, read_frames
+
+MAX_OPEN_FILES = 4096
+"""Maximum number of files and sockets that an episode may have open."""
 
 _MAX_ERROR_CHARACTERS = 300
 _MAX_TRACEBACK_CHARACTERS = 4000
 _STDERR = 2
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """What an episode is held to. Fields as in EnvironmentSettings."""
+def main(channel_fd: int, confined: Confined) -> None:
+    """Serve until the channel closes."""
+    python_tool.connect(confined.code_server)
+    with start(channel_fd, confined, max_open_files=MAX_OPEN_FILES) as channel:
+        ForkServer(channel).serve(_load)
+    os._exit(0)  # not sys.exit, which would wait for threads that the user's code has started
 
-    timeout_seconds: float
-    observation_role: ObservationRole
-    max_image_pixels: int
+
+def _load(setup: dict[str, Any]) -> tuple[dict[str, Any], Work]:
+    """Load the user's code. Returns: the schemas of its tools, and what runs an episode.
+
+    Raises: EpisodeError if it cannot be loaded.
+    """
+    make_environment: Callable[[], Any] | None = None
+    if setup["environment"] is not None:
+        source = CodeSource(**setup["environment"])
+        made, kwargs = load_code(source), setup["kwargs"]
+        check_environment(made, kwargs, where=source.where)
+        make_environment = partial(made, **kwargs)
+    tools = load_tools([CodeSource(**each) for each in setup["tools"]])
+    if tools.get("python") is python_tool.python and (obstacle := python_tool.find_obstacle()):
+        raise EpisodeError(
+            f"the tool python cannot be confined on this system: {obstacle}; see docs/agents.md, or leave it "
+            "out of worker.rollout.tools"
+        )
+    schemas: list[dict[str, Any]] = []
+    if setup["describe"]:
+        describe = partial(describe_tools, tools)
+        schemas = call_in_a_fork(describe, wanted="the tools cannot be described to the model", error=EpisodeError)
+
+    def make() -> Any:
+        environment = None if make_environment is None else make_environment()
+        if not tools:
+            return environment
+        return ToolEnvironment(
+            tools,
+            environment,
+            tool_format=setup["tool_format"],
+            role=setup["tool_role"],
+            timeout_seconds=setup["timeout_seconds"],
+            max_image_pixels=setup["max_image_pixels"],
+        )
+
+    Image.open(io.BytesIO(to_png(Image.new("RGB", (1, 1))))).load()  # or each fork imports Pillow's plugins
+    return {"tools": schemas}, partial(_run, make, setup)
 
 
-def run_episode(connection: socket.socket, make: Callable[[], Any], limits: EpisodeLimits) -> None:
+def _run(make: Callable[[], Any], setup: dict[str, Any], connection: socket.socket) -> None:
     """Run one episode, until the connection closes. make: returns the user's environment."""
     _seed()
     environment: Any = None
-    for frame in _frames(connection):
+    for frame in read_frames(connection):
         try:
-            with _stack_at(limits.timeout_seconds):
+            with _stack_at(setup["timeout_seconds"]):
                 if frame.content["do"] == "reset":
                     environment = make()
                     value = environment.reset(frame.content["row"] | {IMAGES: LazyImages(frame.files)})
@@ -63,8 +113,8 @@ def run_episode(connection: socket.socket, make: Callable[[], Any], limits: Epis
                     name,
                     to_observation,
                     value,
-                    role=limits.observation_role,
-                    max_image_pixels=limits.max_image_pixels,
+                    role=setup["observation_role"],
+                    max_image_pixels=setup["max_image_pixels"],
                 )
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             _send(connection, encode_frame(_failure(error)))
@@ -95,14 +145,6 @@ def _seed() -> None:
     random.seed(0)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(0)
-
-
-def _frames(connection: socket.socket) -> Iterator[Frame]:
-    reader = FrameReader(max_bytes=MAX_FRAME_BYTES)
-    # It ends with ConnectionResetError if the other side had not read all when it closed.
-    with contextlib.suppress(ConnectionResetError):
-        while data := connection.recv(1 << 18):
-            yield from reader.feed(data)
 
 
 def _send(connection: socket.socket, data: bytes) -> None:

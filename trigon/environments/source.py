@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from trigon.environments.protocol import Environment
 from trigon.errors import EpisodeError
-from trigon.rewards.user_code import load_module, take, unpickle
 from trigon.system.suggestions import did_you_mean
+from trigon.system.user_code import load_module, take, unpickle
 
 CodeKind = Literal["environment", "tool"]
 

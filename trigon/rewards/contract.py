@@ -39,6 +39,12 @@ IMAGES = "images"
 IMAGE_SIZES = "image_sizes"
 """The entry, or the argument, with [width, height] of each image as the model sees it."""
 
+BLOCKED_SECONDS = 1.0
+"""How long the driver waits for an async function after its time limit, before it kills the worker.
+
+The call is cancelled at the limit, but others may keep the event loop busy.
+"""
+
 APPLIES = "/applies"
 """After the name of a function of several: the score 1, or 0 where it returned None.
 
@@ -107,21 +113,6 @@ class RequestFiles:
     images: Sequence[str] = ()
     videos: Sequence[str] = ()
     turns: Sequence[Sequence[str]] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedFunction:
-    """A reward function with its arguments bound, as reward workers call it.
-
-    is_async: whether a call returns a coroutine. takes_images: whether reward inputs have images.
-    media_arguments: IMAGES and IMAGE_SIZES, as far as they are arguments, of the legacy contract.
-    """
-
-    call: Callable[..., Any]
-    contract: RewardContract
-    is_async: bool
-    takes_images: bool = False
-    media_arguments: tuple[str, ...] = ()
 
 
 def turn_input(observation: str, text: str, reward: float | None, image_sizes: ImageSizes = ()) -> dict[str, Any]:
@@ -294,15 +285,9 @@ class WrongLength(RewardError):
     """A batch function returned no list, or one of another length than its argument."""
 
 
-def call_legacy(function: LoadedFunction, reward_input: Mapping[str, Any]) -> Any:
-    """Return what a function of the legacy contract returns for a completion."""
-    images = {name: reward_input[name] for name in function.media_arguments}
-    return function.call(reward_input["response"], reward_input["ground_truth"], **images)
-
-
-def limit_of_call(contract: RewardContract, num_completions: int, timeout_seconds: float) -> float:
+def limit_of_call(num_completions: int, *, is_group: bool, timeout_seconds: float) -> float:
     """Return the time limit of a call, in seconds: of a group, which cannot be split, their sum."""
-    return timeout_seconds * num_completions if contract == "group" else timeout_seconds
+    return timeout_seconds * num_completions if is_group else timeout_seconds
 
 
 def check_length(returned: object, length: int) -> list[object] | tuple[object, ...]:

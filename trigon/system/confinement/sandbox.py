@@ -22,7 +22,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from trigon.rewards.confinement import capabilities, kernel, seccomp
+from trigon.system.confinement import kernel, mechanisms, seccomp
+from trigon.system.confinement.mechanisms import (
+    CLONE_NEWCGROUP,
+    CLONE_NEWIPC,
+    CLONE_NEWNET,
+    CLONE_NEWPID,
+    CLONE_NEWUTS,
+    MS_BIND,
+    MS_REC,
+)
 
 FOLDER = "/tmp/code"
 """The working folder of the program."""
@@ -30,11 +39,8 @@ FOLDER = "/tmp/code"
 MIN_RELEASE = (5, 14)
 """Version of Linux since which a limit of processes counts those of a namespace only."""
 
-_CLONE_NEWNS, _CLONE_NEWCGROUP, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
-_CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-_NAMESPACES = _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWIPC | _CLONE_NEWNET | _CLONE_NEWUTS | _CLONE_NEWCGROUP
+_NAMESPACES = CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWNET | CLONE_NEWUTS | CLONE_NEWCGROUP
 
-_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_SLAVE = 2, 4, 0x1000, 0x4000, 0x80000
 _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_PROGRAMS = 1, 2, 4, 8  # MOUNT_ATTR_*
@@ -99,40 +105,12 @@ def enter_namespaces() -> None:
     """
     is_root = os.geteuid() == 0
     user, group = (_WITHOUT_RIGHTS, _WITHOUT_RIGHTS) if is_root else (os.geteuid(), os.getegid())
-    maps = {
-        "setgroups": "deny",
-        "uid_map": f"{_USER_WITHIN} {user} 1",
-        "gid_map": f"{_USER_WITHIN} {group} 1",
-    }
-    # Only a process outside of the namespace may map another user than its own.
-    reader, writer = os.pipe()
-    keeper, helper = os.getpid(), os.fork()
-    if helper == 0:
-        number = 1
-        try:
-            os.close(writer)
-            if os.read(reader, 1):
-                for name, text in maps.items():
-                    with open(f"/proc/{keeper}/{name}", "w") as file:
-                        file.write(text)
-            number = 0
-        except OSError as error:
-            number = error.errno or 1
-        finally:
-            os._exit(number)
-    os.close(reader)
     try:
         if is_root:
             os.setgroups([])
-        kernel.call("unshare", _NAMESPACES)
-        os.write(writer, b"x")
+        mechanisms.enter_user_namespace(_NAMESPACES, users=(_USER_WITHIN, user), groups=(_USER_WITHIN, group))
     except OSError as error:
         raise CannotConfineError(f"namespaces cannot be made ({error}); {_remedy()}") from error
-    finally:
-        os.close(writer)
-        _, status = os.waitpid(helper, 0)
-    if number := os.waitstatus_to_exitcode(status):
-        raise CannotConfineError(f"users cannot be mapped to a namespace ({os.strerror(number)}); {_remedy()}")
 
 
 def prepare(program: Program) -> None:
@@ -149,7 +127,7 @@ def prepare(program: Program) -> None:
     for name, content in program.files.items():
         with open(name, "xb") as file:
             file.write(content)
-    capabilities.reduce_capabilities(to_none=True)
+    mechanisms.reduce_capabilities(to_none=True)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)  # other sandboxes and the run itself come first
 
@@ -168,20 +146,18 @@ def execute(program: Program, output: int) -> NoReturn:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    limits = {
-        resource.RLIMIT_AS: program.max_memory_bytes,
-        resource.RLIMIT_FSIZE: program.max_file_bytes,
-        resource.RLIMIT_CPU: program.max_cpu_seconds,
-        resource.RLIMIT_NOFILE: program.max_open_files,
-        resource.RLIMIT_NPROC: program.max_tasks,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_MSGQUEUE: 0,
-    }
-    for kind, limit in limits.items():
-        _, hard = resource.getrlimit(kind)
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (limit, limit))
+    kernel.set_limits(
+        {
+            resource.RLIMIT_AS: program.max_memory_bytes,
+            resource.RLIMIT_FSIZE: program.max_file_bytes,
+            resource.RLIMIT_CPU: program.max_cpu_seconds,
+            resource.RLIMIT_NOFILE: program.max_open_files,
+            resource.RLIMIT_NPROC: program.max_tasks,
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_MSGQUEUE: 0,
+        }
+    )
     seccomp.keep_only(seccomp.of_python_code())
     try:
         os.execve(program.command[0], list(program.command), dict(program.variables))
@@ -192,23 +168,21 @@ def execute(program: Program, output: int) -> NoReturn:
 
 def _make_files(program: Program) -> None:
     """Make a mount namespace with the files of the program, and no others. Raises: OSError."""
-    with open("/proc/self/oom_score_adj", "w") as file:  # when memory runs out, these processes end first
-        file.write("1000")
+    kernel.end_first_without_memory()
     base = os.path.realpath(tempfile.gettempdir())
-    kernel.call("unshare", _CLONE_NEWNS)
-    kernel.call("mount", None, b"/", None, _MS_REC | _MS_SLAVE, None)  # what is mounted here stays here
+    mechanisms.enter_mount_namespace()
     # Opened before the user changes, who may not enter root's folders to find them.
     opened = {path: os.open(path, os.O_PATH) for path in _visible(program.readable) if os.path.exists(path)}
     os.setresgid(_USER_WITHIN, _USER_WITHIN, _USER_WITHIN)
     os.setresuid(_USER_WITHIN, _USER_WITHIN, _USER_WITHIN)
-    _mount_memory(base, "size=1m,mode=755")
+    mechanisms.mount_memory(base, "size=1m,mode=755")
     os.mkdir(f"{base}{_OLD_ROOT}")
     kernel.syscall(_PIVOT_ROOT[kernel.machine()], base.encode() + b"\0", f"{base}{_OLD_ROOT}".encode() + b"\0")
     os.chdir("/")
     os.umask(0o022)
     for folder in ("/tmp", "/etc", "/dev"):
         os.mkdir(folder)
-    _mount_memory("/tmp", f"size={program.max_folder_bytes},nr_inodes={_MAX_FILES},mode=1777")
+    mechanisms.mount_memory("/tmp", f"size={program.max_folder_bytes},nr_inodes={_MAX_FILES},mode=1777")
     os.mkdir(FOLDER)
     os.mkdir("/tmp/.shm")
     os.symlink("/tmp/.shm", "/dev/shm")
@@ -239,13 +213,9 @@ def _show(path: str, descriptor: int) -> None:
     else:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         open(path, "x").close()
-    kernel.call("mount", source.encode(), path.encode(), None, _MS_BIND | _MS_REC, None)
+    kernel.call("mount", source.encode(), path.encode(), None, MS_BIND | MS_REC, None)
     is_device = path.startswith("/dev/")
     _set_attributes(path, _READ_ONLY | _NO_SETUID | (_NO_PROGRAMS if is_device else _NO_DEVICES), recursive=True)
-
-
-def _mount_memory(path: str, options: str) -> None:
-    kernel.call("mount", b"tmpfs", path.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options.encode())
 
 
 def _set_attributes(path: str, attributes: int, *, recursive: bool) -> None:

@@ -32,8 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from trigon.rewards.confinement import kernel, sandbox, tree
-from trigon.rewards.confinement.sandbox import CannotConfineError, Program
+from trigon.system import processes
+from trigon.system.confinement import kernel, sandbox
+from trigon.system.confinement.sandbox import CannotConfineError, Program
 
 MAX_MEMORY_BYTES = 4 << 30
 """Memory of all processes of a call together, and address space of each."""
@@ -102,8 +103,7 @@ def serve(server: socket.socket, *, max_memory_bytes: int, obstacle: str) -> NoR
     max_memory_bytes: of all calls together. obstacle: why no code can be run; "": it is tried.
     """
     keepers: set[int] = set()  # their process ids
-    if kernel.IS_LINUX:
-        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    kernel.adopt_orphans()
     obstacle = obstacle or sandbox.find_obstacle()
     while True:
         readable, _, _ = select.select([server], [], [], WATCH_SECONDS if keepers else None)
@@ -114,7 +114,7 @@ def serve(server: socket.socket, *, max_memory_bytes: int, obstacle: str) -> NoR
             for descriptor in descriptors:
                 with socket.socket(fileno=descriptor) as connection:
                     _start_keeper(connection, server, keepers, obstacle)
-        keepers -= tree.reap().keys()
+        keepers -= processes.reap().keys()
         _check_memory(keepers, max_memory_bytes)
 
 
@@ -122,46 +122,41 @@ def _start_keeper(connection: socket.socket, server: socket.socket, keepers: set
     if obstacle:
         _reply(connection, CodeResult("impossible", reason=obstacle))
         return
+
+    def keep() -> None:
+        server.close()
+        _keep(connection)
+
     try:
-        pid = os.fork()
+        keepers.add(kernel.fork(keep))
     except OSError as error:  # too many processes, or too little memory, which may pass
         _reply(connection, CodeResult("impossible", reason=f"a process cannot be started ({error.strerror})"))
-        return
-    if pid == 0:
-        try:
-            server.close()
-            _keep(connection)
-        except BaseException:  # noqa: BLE001 - a keeper never goes on as a second server
-            sys.excepthook(*sys.exc_info())
-        finally:
-            os._exit(1)
-    keepers.add(pid)
 
 
 def _check_memory(keepers: Collection[int], max_memory_bytes: int) -> None:
     """Kill calls with more memory than one may have, and the largest while all have too much."""
-    processes = {keeper: tree.descendants(keeper) for keeper in keepers}
-    used = {keeper: tree.resident_bytes(pids, limit=sys.maxsize) for keeper, pids in processes.items()}
+    below = {keeper: processes.descendants(keeper) for keeper in keepers}
+    used = {keeper: processes.count_resident_bytes(pids) for keeper, pids in below.items()}
     if max(used.values(), default=0) <= MAX_MEMORY_BYTES and sum(used.values()) <= max_memory_bytes:
         return
     # Pages that several processes share, such as those of libraries, now count once.
-    used = {keeper: tree.resident_bytes(pids, limit=0) for keeper, pids in processes.items()}
+    used = {keeper: processes.count_proportional_bytes(pids) for keeper, pids in below.items()}
     total = sum(used.values())
     for keeper in sorted(used, key=used.__getitem__, reverse=True):
         if used[keeper] > MAX_MEMORY_BYTES or total > max_memory_bytes:
             total -= used[keeper]
-            for init in tree.children(keeper):
+            for init in processes.children(keeper):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(init, signal.SIGKILL)
 
 
-def _keep(connection: socket.socket) -> NoReturn:
-    """Carry out a call in this process, and end it."""
+def _keep(connection: socket.socket) -> None:
+    """Carry out a call in this process."""
     server = os.getppid()
     with connection.makefile("rb") as stream:
         line = stream.readline()
         if not line:
-            os._exit(0)  # the caller has ended
+            return  # the caller has ended
         request = json.loads(line)
         files = {name: stream.read(size) for name, size in request["files"].items()}
     try:
@@ -170,7 +165,6 @@ def _keep(connection: socket.socket) -> NoReturn:
         result = CodeResult("impossible", reason=str(error))
     with contextlib.suppress(OSError):  # the caller has ended
         _reply(connection, result)
-    os._exit(0)
 
 
 def _reply(connection: socket.socket, result: CodeResult) -> None:
@@ -227,10 +221,12 @@ def _run(connection: socket.socket, program: Program, *, seconds: float, server:
     status, status_writer = os.pipe()
     sandbox.enter_namespaces()
     kernel.end_with(server)
-    init = os.fork()
-    if init == 0:
+
+    def become_init() -> None:
         connection.close()
         _be_init(program, output_writer, status_writer)
+
+    init = kernel.fork(become_init)
     os.close(output_writer)
     os.close(status_writer)
     written = bytearray()
@@ -238,9 +234,9 @@ def _run(connection: socket.socket, program: Program, *, seconds: float, server:
     with contextlib.suppress(ProcessLookupError):
         os.kill(init, signal.SIGKILL)  # with it, the kernel kills all processes of its namespace
     os.waitpid(init, 0)
-    for data in _read(output):  # what was written before the end
+    for data in _read_rest(output):  # what was written before the end
         written += data
-    told = b"".join(_read(status))
+    told = b"".join(_read_rest(status))
     if told[:1] == b"!":
         raise CannotConfineError(told[1:].decode(errors="replace"))
     code = struct.unpack("=i", told[:4])[0] if len(told) == 4 else signal.SIGKILL.value
@@ -264,8 +260,8 @@ def _watch(connection: socket.socket, output: int, status: int, written: bytearr
     return "late"
 
 
-def _read(descriptor: int) -> Iterator[bytes]:
-    """Return what is left in a pipe whose writers have all ended."""
+def _read_rest(descriptor: int) -> Iterator[bytes]:
+    """Yield what is left in a pipe whose writers have all ended."""
     while data := os.read(descriptor, 1 << 16):
         yield data
 
@@ -278,9 +274,7 @@ def _be_init(program: Program, output: int, status: int) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         sandbox.prepare(program)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of the user has reset it
-        main = os.fork()
-        if main == 0:
-            sandbox.execute(program, output)
+        main = kernel.fork(lambda: sandbox.execute(program, output))
         os.close(output)
         while True:
             pid, code = os.wait()
@@ -289,7 +283,6 @@ def _be_init(program: Program, output: int, status: int) -> NoReturn:
                 os._exit(0)
     except CannotConfineError as error:
         os.write(status, f"!{error}".encode())
-    except BaseException as error:  # noqa: BLE001 - it never goes on as a second keeper
+    except Exception as error:  # noqa: BLE001 - the keeper reports it
         os.write(status, f"!{type(error).__name__}: {error}".encode())
-    finally:
-        os._exit(1)
+    os._exit(1)
