@@ -12,7 +12,8 @@ import signal
 from typing import Any
 
 from trigon.environments.protocol import escape_markers
-from trigon.system.confinement.code_server import MAX_FILE_BYTES, MAX_MEMORY_BYTES, CodeResult, run_code
+from trigon.system.confinement.code_server import CodeResult, run_code
+from trigon.system.confinement.sandbox import MAX_FILE_BYTES, MAX_MEMORY_BYTES
 
 MAX_SECONDS = 10.0
 """Time limit of a call; less if the step may take less."""

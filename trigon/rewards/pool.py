@@ -17,6 +17,7 @@ time limits hold, while the caller is busy.
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import sys
 import threading
@@ -52,15 +53,6 @@ calls at a time it is twice their number, because a short outage can make all of
 """
 
 _MAX_REPLY_BYTES = 32 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """What the workers have said of the function. Fields as of functions.LoadedFunction."""
-
-    unit: Unit
-    is_async: bool
-    takes_images: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +129,10 @@ class RewardPool:
         )
         self._children = Children(spec)
         self._calls: dict[Child, dict[str, Call]] = {}  # what each worker was sent, by random ids
-        self._loaded: _Loaded | None = None
+        self._unit: Unit | None = None  # until a worker has loaded the function, as the next two
+        self._is_async = False
+        self._takes_images = False
+        self._scoring: Scoring | None = None  # the current one
         self._env = tuple(passed_variables)
         self._timeout_seconds = timeout_seconds
         self._max_failed_fraction = max_failed_fraction
@@ -163,12 +158,13 @@ class RewardPool:
     def takes_images(self) -> bool:
         """Wait as ready, and return whether the function looks at the images of prompts."""
         with self._lock:
-            return self._wait_until_loaded().takes_images
+            self._wait_until_loaded()
+            return self._takes_images
 
     def scores_groups(self) -> bool:
         """Wait as ready, and return whether all completions of a prompt are scored together."""
         with self._lock:
-            return self._wait_until_loaded().unit == "group"
+            return self._wait_until_loaded() == "group"
 
     def check(self, requests: Sequence[RewardRequest], *, described: str) -> None:
         """Call the function on dummy completions, so that an error is found before training.
@@ -234,11 +230,11 @@ class RewardPool:
     ) -> Iterator[Scoring]:
         """See scoring."""
         with self._lock:
-            loaded = self._wait_until_loaded()
-            media = MediaWriter(self._media) if loaded.takes_images else None
-            scoring = Scoring(
+            unit = self._wait_until_loaded()
+            media = MediaWriter(self._media) if self._takes_images else None
+            scoring = self._scoring = Scoring(
                 num_completions=num_completions,
-                call_size={"completion": 1, "batch": batch_size, "group": None}[loaded.unit],
+                call_size={"completion": 1, "batch": batch_size, "group": None}[unit],
                 max_failed_fraction=max_failed_fraction,
                 name=self._name,
                 wake_pool=self._children.wake,
@@ -247,7 +243,7 @@ class RewardPool:
                 num_separate=num_separate,
                 min_counted=min_counted,
             )
-            thread = threading.Thread(target=self._run, args=(scoring, loaded), name="rewards", daemon=True)
+            thread = threading.Thread(target=self._run, args=(scoring,), name="rewards", daemon=True)
             thread.start()
             try:
                 yield scoring
@@ -256,6 +252,7 @@ class RewardPool:
                 thread.join()
                 if media is not None:
                     media.close()
+                self._scoring = None
                 for child in [child for child, calls in self._calls.items() if calls]:  # only after an error
                     self._replace(child)
 
@@ -273,17 +270,18 @@ class RewardPool:
     def _start(self, name: str) -> None:
         self._calls[self._children.start(name)] = {}
 
-    def _wait_until_loaded(self) -> _Loaded:
-        while self._loaded is None:
-            self._wait(None)
-        return self._loaded
+    def _wait_until_loaded(self) -> Unit:
+        while self._unit is None:
+            self._wait()
+        return self._unit
 
-    def _run(self, scoring: Scoring, loaded: _Loaded) -> None:
+    def _run(self, scoring: Scoring) -> None:
         """Score until the scoring is complete or cancelled. Runs in the thread of the pool."""
         try:
             while not (scoring.is_complete or scoring.is_cancelled):
-                self._send_calls(scoring, loaded)
-                self._wait((scoring, loaded))
+                self._send_calls(scoring)
+                self._wait()
+                scoring.process_added()
         except BaseException as error:  # noqa: BLE001 - the caller waits for this future, so it must get every error
             scoring.outcome.set_exception(error)
         else:
@@ -294,16 +292,15 @@ class RewardPool:
         """Return a quarter of a worker's share, so that no worker is idle for long at the end."""
         return max(1, min(self._max_batch, -(-num_items // (4 * self._num_workers))))
 
-    def _send_calls(self, scoring: Scoring, loaded: _Loaded) -> None:
+    def _send_calls(self, scoring: Scoring) -> None:
         """Send calls to the workers that can take one, first to those with the fewest."""
         while scoring.num_queued:
-            able = [child for child in self._children if self._can_take_call(child, scoring, loaded)]
+            able = [child for child in self._children if self._can_take_call(child, scoring.num_queued)]
             if not able:
                 return
             child = min(able, key=lambda child: len(self._calls[child]))
             calls = self._calls[child]
-            call = scoring.next_call(max_size=self._max_batch if loaded.unit == "batch" else sys.maxsize)
-            assert call is not None
+            call = scoring.next_call(max_size=self._max_batch if self._unit == "batch" else sys.maxsize)
             if call.is_alone and calls:  # when the worker with the fewest has some
                 scoring.requeue([call])
                 return
@@ -316,25 +313,26 @@ class RewardPool:
                 scoring.requeue([call])
                 continue
             calls[call_id] = call
-            if loaded.is_async or len(calls) == 1:
-                call.deadline = self._deadline_of(call, loaded)
+            if self._is_async or len(calls) == 1:
+                self._begin(call)
 
-    def _can_take_call(self, child: Child, scoring: Scoring, loaded: _Loaded) -> bool:
+    def _can_take_call(self, child: Child, num_queued: int) -> bool:
         calls = self._calls[child]
         if child.loaded is None or child.has_ended or any(call.is_alone for call in calls.values()):
             return False
-        if loaded.is_async:
+        if self._is_async:
             return len(calls) < self._concurrency
         # Calls of single completions may be short: the next ones wait in the worker.
-        return len(calls) < (self._share(scoring.num_queued) if loaded.unit == "completion" else 1)
+        return len(calls) < (self._share(num_queued) if self._unit == "completion" else 1)
 
-    def _limit_of(self, call: Call, loaded: _Loaded) -> float:
-        is_group = loaded.unit == "group"
+    def _limit_of(self, call: Call) -> float:
+        is_group = self._unit == "group"
         return limit_of_call(len(call.indices), is_group=is_group, timeout_seconds=self._timeout_seconds)
 
-    def _deadline_of(self, call: Call, loaded: _Loaded) -> float:
-        """Return when a worker that begins a call now must have replied, or be killed."""
-        return time.monotonic() + self._limit_of(call, loaded) + (BLOCKED_SECONDS if loaded.is_async else GRACE_SECONDS)
+    def _begin(self, call: Call) -> None:
+        """Set the deadline of a call that its worker begins now."""
+        grace = BLOCKED_SECONDS if self._is_async else GRACE_SECONDS
+        call.deadline = time.monotonic() + self._limit_of(call) + grace
 
     def _warn_omitted(self, columns: Sequence[str]) -> None:
         for column in set(columns) - self._warned_columns:
@@ -345,28 +343,26 @@ class RewardPool:
                 stacklevel=4,
             )
 
-    def _wait(self, work: tuple[Scoring, _Loaded] | None) -> None:
-        """Wait for the next event and handle it. work: None while the function is loaded."""
+    def _wait(self) -> None:
+        """Wait for the next event and handle it."""
         if self._fatal_error:
             raise RewardError(self._fatal_error)
         now = time.monotonic()
-        deadline = min(map(self._deadline, self._children))
-        for child in self._children.wait(None if deadline == float("inf") else max(0.0, deadline - now)):
+        deadline = min(map(self._deadline_of, self._children))
+        for child in self._children.wait(None if deadline == math.inf else max(0.0, deadline - now)):
             assert isinstance(child, Child)
-            self._receive(child, work)
-        if work is not None:
-            work[0].process_added()
+            self._receive(child)
         # `now` was read before select(): a result that arrived in time counts if read late.
-        for child in [child for child in self._children if self._deadline(child) <= now]:
-            self._handle_end(child, work)
+        for child in [child for child in self._children if self._deadline_of(child) <= now]:
+            self._handle_end(child)
 
-    def _deadline(self, child: Child) -> float:
+    def _deadline_of(self, child: Child) -> float:
         """Return when a worker must be replaced, unless it sends something before."""
         if child.has_ended:
             return 0.0
         if child.loaded is None:
             return child.load_deadline
-        return min((call.deadline for call in self._calls[child].values()), default=float("inf"))
+        return min((call.deadline for call in self._calls[child].values()), default=math.inf)
 
     @contextlib.contextmanager
     def _fatal(self) -> Iterator[None]:
@@ -377,76 +373,69 @@ class RewardPool:
             self._fatal_error = str(error)
             raise
 
-    def _receive(self, child: Child, work: tuple[Scoring, _Loaded] | None) -> None:
+    def _receive(self, child: Child) -> None:
         with self._fatal():  # the function cannot be loaded, or confined as it must be
             frames = self._children.receive(child)
         try:
-            if child.loaded is not None and self._loaded is None:
-                loaded = child.loaded
-                self._loaded = _Loaded(loaded["unit"], bool(loaded["is_async"]), bool(loaded["takes_images"]))
+            if child.loaded is not None and self._unit is None:
+                self._is_async, self._takes_images = child.loaded["is_async"], child.loaded["takes_images"]
+                self._unit = child.loaded["unit"]
             for frame in frames:
-                if work is None:
-                    raise ValueError("a message that was not asked for")
-                self._handle_reply(child, frame.content, *work)
+                self._handle_reply(child, frame.content)
         except FORGED:  # the user's code has written to the channel
             child.has_ended = True
 
-    def _handle_reply(self, child: Child, message: Mapping[str, Any], scoring: Scoring, loaded: _Loaded) -> None:
+    def _handle_reply(self, child: Child, message: Mapping[str, Any]) -> None:
         """Handle the reply to a call. Raises: one of FORGED if it is none."""
         # The user's code runs in the process that sends results, so it could send forged ones. It
         # does not know the random id of a call.
         calls = self._calls[child]
         call = calls[message["call"]]
-        scoring.set_seconds(call.indices, float(message["seconds"]) / len(call.indices))
+        assert self._scoring is not None
+        self._scoring.set_seconds(call.indices, float(message["seconds"]) / len(call.indices))
         failed = "error" in message
         results = [_Result.read(each) for each in ([message] if failed else message["results"])]
         if not failed and len(results) != len(call.indices):
             raise ValueError("a reply with another number of results")
         del calls[message["call"]]
-        if calls and not loaded.is_async:
-            following = next(iter(calls.values()))
-            following.deadline = self._deadline_of(following, loaded)
+        if calls and not self._is_async:
+            self._begin(next(iter(calls.values())))
         if failed:
-            [result] = results
-            said = result.error if message.get("wrong_length") is True else ""
-            timed_out = message.get("timed_out") is True
-            self._handle_failure(call, scoring, loaded, result, said=said, timed_out=timed_out)
+            self._handle_failure(
+                call,
+                results[0],
+                of_batch=message.get("wrong_length") is True,
+                timed_out=message.get("timed_out") is True,
+            )
             return
         self._timed_out_groups.clear()
         for index, result in zip(call.indices, results, strict=True):
             if result.scores is None:
-                self._fail([index], call, scoring, result)
+                self._fail([index], call, result)
             else:
-                scoring.succeed(index, result.scores)
+                self._scoring.succeed(index, result.scores)
 
-    def _handle_failure(
-        self,
-        call: Call,
-        scoring: Scoring,
-        loaded: _Loaded,
-        result: _Result,
-        *,
-        said: str = "",
-        timed_out: bool = False,
-    ) -> None:
+    def _handle_failure(self, call: Call, result: _Result, *, of_batch: bool = False, timed_out: bool = False) -> None:
         """Fail the completions of a call, or send those of a batch again one by one.
 
-        said: the part of the error that is that of the batch, not of one of its completions.
+        of_batch: whether the error is that of the batch, rather than of one of its completions.
         """
-        if loaded.unit == "batch" and len(call.indices) > 1:
-            scoring.requeue(call.singly(said))
+        assert self._scoring is not None
+        if self._unit == "batch" and len(call.indices) > 1:
+            self._scoring.requeue([Call([index], result.error if of_batch else "") for index in call.indices])
             if timed_out:  # nothing may hang: a batch of this size may just take too long
                 self._max_batch = max(1, self._max_batch // 2)
         elif timed_out:
-            scoring.fail(call.indices, "timeout", _with_reason(call, result.error), result.traceback)
-            self._count_timeout(scoring.group_of(call.indices[0]), loaded, result.traceback)
+            self._scoring.fail(call.indices, "timeout", call.explain(result.error), result.traceback)
+            self._count_timeout(self._scoring.group_of(call.indices[0]), result.traceback)
         else:
             self._timed_out_groups.clear()
-            self._fail(call.indices, call, scoring, result)
+            self._fail(call.indices, call, result)
 
-    def _fail(self, indices: Sequence[int], call: Call, scoring: Scoring, result: _Result) -> None:
-        error = explain_withheld(_with_reason(call, result.error), self._env)
-        scoring.fail(indices, "failed", error, result.traceback)
+    def _fail(self, indices: Sequence[int], call: Call, result: _Result) -> None:
+        assert self._scoring is not None
+        error = explain_withheld(call.explain(result.error), self._env)
+        self._scoring.fail(indices, "failed", error, result.traceback)
 
     def _replace(self, child: Child) -> tuple[Ending, list[Call]]:
         """Start another worker for one that is ended. Returns: how it ended, and its calls."""
@@ -455,30 +444,28 @@ class RewardPool:
         self._start(child.name)
         return ending, list(self._calls.pop(child).values())
 
-    def _handle_end(self, child: Child, work: tuple[Scoring, _Loaded] | None) -> None:
+    def _handle_end(self, child: Child) -> None:
         """Replace a worker that hangs or has exited, and fail its calls or send them again."""
         ending, calls = self._replace(child)
-        if work is None or not calls:
+        if self._scoring is None or not calls:
             return
-        scoring, loaded = work
-        if loaded.is_async and len(calls) > 1:
-            scoring.requeue([Call(call.indices, call.error, is_alone=True) for call in calls])
+        if self._is_async and len(calls) > 1:
+            self._scoring.requeue([Call(call.indices, call.error, is_alone=True) for call in calls])
             return
         call, *waiting = calls
-        scoring.requeue(waiting)
+        self._scoring.requeue(waiting)
         if ending.timed_out:
-            limit = self._limit_of(call, loaded)
-            scoring.set_seconds(call.indices, limit / len(call.indices))
+            limit = self._limit_of(call)
+            self._scoring.set_seconds(call.indices, limit / len(call.indices))
             result = _Result(None, f"no score within {limit:g} s; its worker was killed", ending.output)
-            self._handle_failure(call, scoring, loaded, result, timed_out=True)
+            self._handle_failure(call, result, timed_out=True)
         elif ending.was_killed and not call.is_second:  # it may not be the cause
             self._timed_out_groups.clear()
-            scoring.requeue([Call(call.indices, call.error, call.is_alone, is_second=True)])
+            self._scoring.requeue([Call(call.indices, call.error, call.is_alone, is_second=True)])
         else:
-            result = _Result(None, f"its worker {ending.text}", ending.output)
-            self._handle_failure(call, scoring, loaded, result)
+            self._handle_failure(call, _Result(None, f"its worker {ending.text}", ending.output))
 
-    def _count_timeout(self, group: object, loaded: _Loaded, output: str) -> None:
+    def _count_timeout(self, group: object, output: str) -> None:
         """Count a timeout. Raises: RewardError after too many in a row.
 
         The completions of a group are alike: a function may hang for all of them and for no others.
@@ -486,17 +473,13 @@ class RewardPool:
         """
         self._timed_out_groups.append(group)
         number = len(self._timed_out_groups)
-        num_calls = self._num_workers * (self._concurrency if loaded.is_async else 1)
+        num_calls = self._num_workers * (self._concurrency if self._is_async else 1)
         if number < max(MIN_TIMEOUTS, 2 * num_calls) or len(set(self._timed_out_groups)) == 1:
             return
         self._timed_out_groups.clear()
-        counted = "groups" if loaded.unit == "group" else "completions"
+        counted = "groups" if self._unit == "group" else "completions"
         raise RewardError(
             f"{self._name} timed out for {number} {counted} in a row (no score within "
             f"worker.reward.timeout_seconds={self._timeout_seconds:g} s), so it seems to hang for all of them. "
             f"Correct it, or raise the limit if it is only slow. Where the last call was:\n{output}".rstrip()
         )
-
-
-def _with_reason(call: Call, error: str) -> str:
-    return f"{call.error}; scored again alone: {error}" if call.error else error

@@ -44,9 +44,9 @@ class Call:
     is_second: bool = False
     deadline: float = math.inf
 
-    def singly(self, error: str = "") -> list[Call]:
-        """Return a call for each completion. error: of this one."""
-        return [Call([index], error) for index in self.indices]
+    def explain(self, error: str) -> str:
+        """Return an error of the call, with why its completions were scored again."""
+        return f"{self.error}; scored again alone: {error}" if self.error else error
 
 
 class Scoring:
@@ -259,10 +259,8 @@ class Scoring:
         """The number of queued calls."""
         return len(self._queue)
 
-    def next_call(self, *, max_size: int) -> Call | None:
-        """Remove the next call from the queue; a longer one than max_size is split before."""
-        if not self._queue:
-            return None
+    def next_call(self, *, max_size: int) -> Call:
+        """Remove the next of the queued calls; a longer one than max_size is split before."""
         call = self._queue.popleft()
         if len(call.indices) > max_size:
             self._queue.appendleft(replace(call, indices=call.indices[max_size:]))
