@@ -82,7 +82,7 @@ def test_the_contract_is_that_of_its_method(tmp_path, method, expected):
     ("kwargs", "message"),
     [
         ({}, "missing a required argument: 'scale'; set its keyword arguments in worker.reward.reward_function_kwargs"),
-        ({"scale": 1, "foldre": "a"}, "does not accept 'foldre' .*did you mean 'folder'.*accepts scale, folder"),
+        ({"scale": 1, "foldre": "a"}, "does not accept 'foldre' .*did you mean folder.*accepts scale, folder"),
     ],
 )
 def test_its_arguments_are_checked_before_it_is_made(tmp_path, kwargs, message):

@@ -137,7 +137,7 @@ def test_keyword_arguments_are_bound():
 
 
 def test_unknown_keyword_arguments_are_an_error_with_the_nearest_name():
-    with pytest.raises(RewardError, match=r"does not accept 'format_wieght' .* \(did you mean 'format_weight'\?\)"):
+    with pytest.raises(RewardError, match=r"does not accept 'format_wieght' .* did you mean format_weight"):
         bind_kwargs(legacy_names, "legacy", {"format_wieght": 0.3}, where="f")
     with pytest.raises(RewardError, match="does not accept 'predict_str'"):  # it is the completion
         bind_kwargs(legacy_names, "legacy", {"predict_str": "x"}, where="f")

@@ -135,7 +135,7 @@ def make_command() -> list[str]:
 
 
 def prepare(files: Mapping[str, bytes]) -> None:
-    """Make the files that the code sees, and give up all rights but those of the code, in process 1.
+    """Make the files that the code sees, and give up rights that it does not have, in process 1.
 
     files: of its folder, by name. Raises: CannotConfineError.
     """
