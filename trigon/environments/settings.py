@@ -82,20 +82,10 @@ def encode_setup(settings: EnvironmentSettings, *, describe: bool) -> bytes:
 
     Raises: EpisodeError if JSON cannot represent the keyword arguments.
     """
-    setup = {
-        "environment": None if settings.environment is None else asdict(settings.environment),
-        "kwargs": dict(settings.kwargs),
-        "tools": [asdict(source) for source in settings.tools],
-        "tool_format": settings.tool_format,
-        "timeout_seconds": settings.timeout_seconds,
-        "observation_role": settings.observation_role,
-        "tool_role": settings.tool_role,
-        "max_image_pixels": settings.max_image_pixels,
-        "max_memory_bytes": replace(settings.confinement, runs_code=settings.runs_code).worker_memory_bytes,
-        "describe": describe,
-    }
+    memory = replace(settings.confinement, runs_code=settings.runs_code).worker_memory_bytes
     try:
-        return encode_frame(setup)
+        fields = {**asdict(settings), "confinement": None}  # the supervisor's
+        return encode_frame({**fields, "max_memory_bytes": memory, "describe": describe})
     except (TypeError, ValueError) as error:
         raise EpisodeError(
             f"worker.rollout.environment_kwargs cannot be sent to another process: {error}; use only text, numbers, "

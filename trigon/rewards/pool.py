@@ -271,6 +271,8 @@ class RewardPool:
         self._calls[self._children.start(name)] = {}
 
     def _wait_until_loaded(self) -> Unit:
+        if self._fatal_error:
+            raise RewardError(self._fatal_error)
         while self._unit is None:
             self._wait()
         return self._unit
@@ -345,8 +347,6 @@ class RewardPool:
 
     def _wait(self) -> None:
         """Wait for the next event and handle it."""
-        if self._fatal_error:
-            raise RewardError(self._fatal_error)
         now = time.monotonic()
         deadline = min(map(self._deadline_of, self._children))
         for child in self._children.wait(None if deadline == math.inf else max(0.0, deadline - now)):
