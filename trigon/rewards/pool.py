@@ -17,12 +17,12 @@ time limits hold, while the caller is busy.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import secrets
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from trigon.errors import RewardError
 from trigon.rewards.contract import BLOCKED_SECONDS, RewardRequest, limit_of_call, read_scores
 from trigon.rewards.functions import Unit
 from trigon.rewards.load import RewardSource, RewardTerm, make_setup
-from trigon.rewards.media import MediaFolder, MediaWriter
+from trigon.rewards.media import MediaFolder
 from trigon.rewards.scoring import Call, Scoring
 from trigon.system.child import FORGED, GRACE_SECONDS, Child, Children, ChildSpec, Ending
 from trigon.system.child_variables import check_passed_variables, explain_withheld, warn_of_withheld_variables
@@ -53,6 +53,8 @@ calls at a time it is twice their number, because a short outage can make all of
 """
 
 _MAX_REPLY_BYTES = 32 << 20
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +233,6 @@ class RewardPool:
         """See scoring."""
         with self._lock:
             unit = self._wait_until_loaded()
-            media = MediaWriter(self._media) if self._takes_images else None
             scoring = self._scoring = Scoring(
                 num_completions=num_completions,
                 call_size={"completion": 1, "batch": batch_size, "group": None}[unit],
@@ -239,7 +240,7 @@ class RewardPool:
                 name=self._name,
                 wake_pool=self._children.wake,
                 warn_omitted=self._warn_omitted,
-                media=media,
+                media=self._media if self._takes_images else None,
                 num_separate=num_separate,
                 min_counted=min_counted,
             )
@@ -250,8 +251,7 @@ class RewardPool:
             finally:
                 scoring.cancel()
                 thread.join()
-                if media is not None:
-                    media.close()
+                self._media.clear()
                 self._scoring = None
                 for child in [child for child, calls in self._calls.items() if calls]:  # only after an error
                     self._replace(child)
@@ -339,10 +339,10 @@ class RewardPool:
     def _warn_omitted(self, columns: Sequence[str]) -> None:
         for column in set(columns) - self._warned_columns:
             self._warned_columns.add(column)
-            warnings.warn(
-                f"column {column!r} of the dataset has values that JSON cannot represent; the reward function gets its "
-                "rows without this column",
-                stacklevel=4,
+            _log.warning(
+                "column %r of the dataset has values that JSON cannot represent; the reward function gets its rows "
+                "without this column",
+                column,
             )
 
     def _wait(self) -> None:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from trigon.errors import RewardError
-from trigon.rewards.contract import RequestFiles, RewardRequest, encode_request
-from trigon.rewards.media import MediaWriter
+from trigon.rewards.contract import RewardRequest, encode_request
+from trigon.rewards.media import MediaFolder
 from trigon.types import Score, ScoreOutcome
 
 MAX_REQUEST_BYTES = 16 << 20
@@ -64,7 +64,7 @@ class Scoring:
         name: str,
         wake_pool: Callable[[], None],
         warn_omitted: Callable[[Sequence[str]], None],
-        media: MediaWriter | None = None,
+        media: MediaFolder | None = None,
         num_separate: int = 0,
         min_counted: int = 0,
     ) -> None:
@@ -73,10 +73,10 @@ class Scoring:
         Args: num_completions: the maximum that will be added. call_size: how many consecutive
         indices are scored in one call; None: those that are added together, for the group contract.
         name: of the reward function, for errors. wake_pool: wakes the pool's thread. warn_omitted:
-        called with the columns that JSON cannot represent. media: writes images and videos; None if
-        the function does not look at them. num_separate: the maximum number of further completions,
-        whose indices follow; each of them is a call by itself. min_counted: the number to which
-        max_failed_fraction is relative, if fewer are added.
+        called with the columns that JSON cannot represent. media: where images and videos are
+        written; None if the function does not look at them. num_separate: the maximum number of
+        further completions, whose indices follow; each of them is a call by itself. min_counted:
+        the number to which max_failed_fraction is relative, if fewer are added.
         """
         self.outcome: Future[list[Score]] = Future()
         self.is_cancelled = False
@@ -85,8 +85,8 @@ class Scoring:
         self._media = media
         self._max_failed_fraction = max_failed_fraction
         self._name = name
-        # None: nothing more will be added.
-        self._added: SimpleQueue[list[_EncodedRequest] | Exception | None] = SimpleQueue()
+        # A request with its index, for each of a group; None: nothing more will be added.
+        self._added: SimpleQueue[list[tuple[int, RewardRequest]] | None] = SimpleQueue()
         # The fields below are only used by the pool's thread.
         self._first_separate = num_completions
         self._num_completions = num_completions + num_separate
@@ -112,10 +112,8 @@ class Scoring:
         if self.outcome.done():
             self.outcome.result()
         indexed = [(first_index + offset, each) for offset, each in enumerate(requests) if each is not None]
-        if self._media is None:
-            self._put(indexed, None)
-        else:
-            self._media.thread.submit(self._put_with_media, self._media, indexed)
+        self._added.put(indexed)
+        self._wake_pool()
 
     def result(self, *, on_progress: Callable[[int | None], object] | None = None) -> list[Score]:
         """Wait, and return the score of each request that was added, in the order of their indices.
@@ -126,10 +124,8 @@ class Scoring:
         requests scored since the last call, None for none; it may raise.
         Raises: as RewardPool.score.
         """
-        if self._media is None:
-            self._put_end()
-        else:  # after the requests that were added
-            self._media.thread.submit(self._put_end)
+        self._added.put(None)
+        self._wake_pool()
         num_scored = 0
         while on_progress is not None and not wait([self.outcome], timeout=_PROGRESS_SECONDS).done:
             before, num_scored = num_scored, len(self._scores)
@@ -155,46 +151,6 @@ class Scoring:
         """
         return [self._seconds.get(index, 0.0) for index in sorted(self._scores)]
 
-    def _put(self, indexed: Sequence[tuple[int, RewardRequest]], files: Sequence[RequestFiles] | None) -> None:
-        group = object()
-        each_files = [None] * len(indexed) if files is None else files
-        self._added.put(
-            [
-                self._encode(index, request, its_files, group)
-                for (index, request), its_files in zip(indexed, each_files, strict=True)
-            ]
-        )
-        self._wake_pool()
-
-    def _put_with_media(self, media: MediaWriter, indexed: Sequence[tuple[int, RewardRequest]]) -> None:
-        if self.is_cancelled:
-            return
-        try:
-            files = media.folder.write([request for _, request in indexed])
-        except RewardError as error:
-            group = object()
-            self._added.put([_EncodedRequest(index, "", group, str(error)) for index, _ in indexed])
-            self._wake_pool()
-        except Exception as error:  # noqa: BLE001 - the pool's thread raises it, since nothing waits for this one
-            self._added.put(error)
-            self._wake_pool()
-        else:
-            self._put(indexed, files)
-
-    def _put_end(self) -> None:
-        self._added.put(None)
-        self._wake_pool()
-
-    def _encode(self, index: int, request: RewardRequest, files: RequestFiles | None, group: object) -> _EncodedRequest:
-        try:
-            text, omitted = encode_request(request, files)
-        except RewardError as error:
-            return _EncodedRequest(index, "", group, str(error))
-        self._warn_omitted(omitted)
-        if len(text) > MAX_REQUEST_BYTES:
-            return _EncodedRequest(index, "", group, f"the completion and its row have {len(text)} bytes")
-        return _EncodedRequest(index, text, group, "")
-
     # -- for the pool --
 
     def cancel(self) -> None:
@@ -209,16 +165,15 @@ class Scoring:
 
     def process_added(self) -> None:
         """Queue the requests that the caller has added since the last call. Raises: as fail."""
-        while True:
+        while not self.is_cancelled:
             try:
-                requests = self._added.get_nowait()
+                added = self._added.get_nowait()
             except Empty:
                 return
-            if requests is None:
+            if added is None:
                 self._close()
                 continue
-            if isinstance(requests, Exception):
-                raise requests
+            requests = self._encode(added)
             for request in requests:
                 index = request.index
                 assert 0 <= index < self._num_completions, f"index {index} of {self._num_completions}"
@@ -229,6 +184,28 @@ class Scoring:
             if self._call_size is None:  # all of a group fail if one of its requests cannot be sent
                 error = next((request.error for request in requests if request.error), "")
                 self._enqueue([replace(request, error=error) for request in requests])
+            if self._media is not None:  # files take time: the workers begin with these
+                self._wake_pool()
+                return
+
+    def _encode(self, added: Sequence[tuple[int, RewardRequest]]) -> list[_EncodedRequest]:
+        """Return the requests of a group as text, and write their media."""
+        group, encoded = object(), []
+        try:
+            files = None if self._media is None else self._media.write([request for _, request in added])
+        except RewardError as error:
+            return [_EncodedRequest(index, "", group, str(error)) for index, _ in added]
+        for number, (index, request) in enumerate(added):
+            text, problem = "", ""
+            try:
+                text, omitted = encode_request(request, None if files is None else files[number])
+                self._warn_omitted(omitted)
+                if len(text) > MAX_REQUEST_BYTES:
+                    problem = f"the completion and its row have {len(text)} bytes"
+            except RewardError as error:
+                problem = str(error)
+            encoded.append(_EncodedRequest(index, text, group, problem))
+        return encoded
 
     def _add_to_call(self, request: _EncodedRequest, call_size: int) -> None:
         if request.index >= self._first_separate:
