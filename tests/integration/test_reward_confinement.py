@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from support.processes import is_locked, is_running, wait_until
+from support.rewards import requests
 from trigon.assemble.rewards import open_rewards
 from trigon.config.schema import Config
 from trigon.errors import RewardError
-from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 from trigon.system import processes
 from trigon.system.confinement import kernel, mechanisms
@@ -158,10 +158,6 @@ SAID = {
     "see the command lines": "read_command_lines",
     "make system calls that they do not need": "make_a_key",
 }
-
-
-def requests(*responses):
-    return [RewardRequest(response, 1, "4", "?", "stop", {}) for response in responses]
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ import os
 import random
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -39,12 +38,11 @@ from trigon.system.child_main import start
 from trigon.system.confinement.supervisor import Confined
 from trigon.system.fork_server import ForkServer, Work, call_in_a_fork
 from trigon.system.frames import encode_frame, read_frames
+from trigon.system.user_code import describe_error
 
 MAX_OPEN_FILES = 4096
 """Maximum number of files and sockets that an episode may have open."""
 
-_MAX_ERROR_CHARACTERS = 300
-_MAX_TRACEBACK_CHARACTERS = 4000
 _STDERR = 2
 
 
@@ -117,7 +115,9 @@ def _run(make: Callable[[], Any], setup: dict[str, Any], connection: socket.sock
                     max_image_pixels=setup["max_image_pixels"],
                 )
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-            _send(connection, encode_frame(_failure(error)))
+            line, trace = describe_error(error, own_files=(__file__,), own_type=_WrongReturn)
+            trace = "" if isinstance(error, _WrongReturn) else trace  # it has no frames of the user's
+            _send(connection, encode_frame({"error": line, "traceback": trace}))
             return
         if not frame.content.get("quiet"):
             _send(connection, _encode(observation, reward, done))
@@ -162,21 +162,6 @@ def _encode(observation: Observation | None, reward: float | None, done: bool) -
         "done": done,
     }
     return encode_frame(content, [image for message in messages for image in message.images])
-
-
-def _failure(error: BaseException) -> dict[str, str]:
-    """Return an error of the user's code: a line with its location, and a traceback."""
-    line = " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
-    if isinstance(error, _WrongReturn):
-        return {"error": line, "traceback": ""}
-    frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
-        frame = frame.tb_next
-    line = f"{type(error).__name__}: {line}" if line else type(error).__name__
-    where = traceback.extract_tb(frame)
-    line += f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
-    trace = "".join(traceback.format_exception(type(error), error, frame))
-    return {"error": line, "traceback": trace[-_MAX_TRACEBACK_CHARACTERS:]}
 
 
 @contextlib.contextmanager

@@ -26,7 +26,6 @@ import resource
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -40,12 +39,11 @@ from trigon.system.confinement.supervisor import Confined
 from trigon.system.cpus import count_usable_cpus
 from trigon.system.frames import Frame, encode_frame, read_frames
 from trigon.system.stacks import register_stacks
+from trigon.system.user_code import describe_error
 
 MAX_OPEN_FILES = 1024
 """Maximum number of files and sockets that a reward function may have open."""
 
-_MAX_TRACEBACK_CHARACTERS = 4000
-_MAX_ERROR_CHARACTERS = 300
 _STDERR = 2
 _OWN_FILES = (__file__, functions.__file__, contract.__file__)
 
@@ -189,19 +187,8 @@ def _results(returned: Sequence[object]) -> Message:
 
 
 def _failure(error: BaseException) -> Message:
-    """Return the reply for an error: a line with its location, and a traceback.
-
-    The traceback omits the frames of this package's calls.
-    """
-    frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_filename in _OWN_FILES:
-        frame = frame.tb_next
-    line = " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
-    if not isinstance(error, RewardError):  # a RewardError of this package needs no type and no location
-        line = f"{type(error).__name__}: {line}" if line else type(error).__name__
-        where = traceback.extract_tb(frame)
-        line += f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
-    trace = "".join(traceback.format_exception(type(error), error, frame))[-_MAX_TRACEBACK_CHARACTERS:]
+    """Return the reply for an error."""
+    line, trace = describe_error(error, own_files=_OWN_FILES, own_type=RewardError)
     reply: Message = {"error": line, "traceback": trace}
     return reply | {"wrong_length": True} if isinstance(error, WrongLength) else reply
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import importlib
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,9 @@ from typing import Any
 
 from trigon.errors import TrigonError
 from trigon.system.suggestions import did_you_mean, missing_package
+
+_MAX_ERROR_CHARACTERS = 300
+_MAX_TRACEBACK_CHARACTERS = 4000
 
 
 def load_module(file: str, module: str, *, error: type[TrigonError]) -> ModuleType:
@@ -112,6 +116,24 @@ def check_arguments(
         signature.bind(*[None] * num_positional, **kwargs, **dict.fromkeys(others))
     except TypeError as failure:
         raise error(f"{where} cannot be {called}: {failure}; set its keyword arguments in {option}") from failure
+
+
+def describe_error(error: BaseException, *, own_files: Sequence[str], own_type: type[BaseException]) -> tuple[str, str]:
+    """Return an error of user code as a line with its location, and its traceback, both cut.
+
+    Args: own_files: files of this package, whose frames before the user's code are left out.
+    own_type: of errors that this package raises, whose line needs no type and no location.
+    """
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename in own_files:
+        frame = frame.tb_next
+    line = " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
+    if not isinstance(error, own_type):
+        line = f"{type(error).__name__}: {line}" if line else type(error).__name__
+        where = traceback.extract_tb(frame)
+        line += f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
+    trace = "".join(traceback.format_exception(type(error), error, frame))
+    return line, trace[-_MAX_TRACEBACK_CHARACTERS:]
 
 
 def _run_file(file: str, spec: ModuleSpec) -> ModuleType:
