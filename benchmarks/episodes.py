@@ -178,7 +178,7 @@ def measure_work(work: Work, folder: Path, shape: Shape, *, repeats: int) -> Sid
     from trigon.config.plan import make_plan
     from trigon.data.dataset import open_prompts
     from trigon.metrics import values
-    from trigon.rewards.confinement import tree
+    from trigon.system import processes
     from trigon.training.parallel import SingleProcess
 
     config = load_config(None, options(folder, work, shape)).config
@@ -206,7 +206,7 @@ def measure_work(work: Work, folder: Path, shape: Shape, *, repeats: int) -> Sid
         one_turn = replace(episodes, one_turn=True, max_tokens=sampled)
         rows = iter([prompts[index] for index in range(len(prompts))])
         [server] = found[1].process_ids
-        idle = tree.descendants(server)
+        idle = processes.descendants(server)
         num_observed = num_images = 0
         counts = Counts()
 
@@ -248,10 +248,10 @@ def cpu_seconds(server: int, idle: Collection[int]) -> float:
     server: the process below which they are. idle: those below it without an episode. Waits until
     the processes of episodes have ended, whose seconds are then those of their parent.
     """
-    from trigon.rewards.confinement import tree
+    from trigon.system import processes
 
     end = time.monotonic() + 10.0
-    while not set(tree.descendants(server)) <= set(idle):
+    while not set(processes.descendants(server)) <= set(idle):
         if time.monotonic() > end:
             raise RuntimeError("the processes of episodes have not ended")
         time.sleep(0.01)

@@ -71,36 +71,49 @@ def test_any_request(response: str, ground_truth: Any, row: dict[str, Any]):
 
 
 # The function writes the completion, a text of JSON values or of any characters, to its own channel
-# to the parent. Every completion must still get a score or an error.
+# to the parent, as it is or as a frame; CALL is the id of the call that the parent waits for. Every
+# completion must still get a score or an error.
 HOSTILE = """
-import os, stat
+import os, stat, struct, sys
 
 REWARD_TYPE = "sequential"
 
 def score(reward_input):
+    frame = sys._getframe()
+    while "message" not in frame.f_locals:
+        frame = frame.f_back
+    text = reward_input["response"].replace("DEEP", "[" * 100_000).replace("CALL", frame.f_locals["message"]["call"])
+    data = text.encode("utf-8", "replace")
+    if text.startswith("{"):
+        data = struct.pack("!II", len(data), 0) + data
     for number in range(3, 256):
         try:
             if stat.S_ISSOCK(os.fstat(number).st_mode):
-                text = reward_input["response"].replace("DEEP", "[" * 100_000)
-                os.write(number, text.encode("utf-8", "replace") + b"\\n")
+                os.write(number, data)
         except OSError:
             continue
     return 1.0
 """
 
-messages = st.fixed_dictionaries(
+numbers_of_json = numbers.filter(lambda n: isinstance(n, int | float))
+results = st.fixed_dictionaries(
     {},
     optional={
-        "chunk": st.text(max_size=4) | st.integers(),
-        "number": st.integers(-3, 3) | st.floats() | st.text(max_size=3),
-        "scores": st.dictionaries(
-            st.sampled_from(["overall", "x"]), numbers.filter(lambda n: isinstance(n, int | float)), max_size=2
-        ),
+        "scores": st.dictionaries(st.sampled_from(["overall", "x"]), numbers_of_json, max_size=2) | numbers_of_json,
         "error": st.text(max_size=5) | st.none(),
-        "retry_singly": st.booleans() | st.integers(),
-        "contract": st.sampled_from(["batch", "legacy", "?"]),
+        "traceback": st.text(max_size=5) | st.integers(),
+    },
+)
+messages = st.fixed_dictionaries(
+    {"call": st.just("CALL") | st.text(max_size=4) | st.integers()},
+    optional={
+        "results": st.lists(results | st.integers(), max_size=2) | st.integers() | st.none(),
+        "error": st.text(max_size=5) | st.none(),
+        "seconds": numbers_of_json | st.text(max_size=3),
+        "timed_out": st.booleans() | st.integers(),
+        "wrong_length": st.booleans() | st.none(),
+        "loaded": st.sampled_from([{}, {"unit": "?"}, 1]),
         "load_error": st.text(max_size=5),
-        "seconds": st.floats() | st.text(max_size=3),
     },
 )
 
@@ -115,7 +128,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
 
 
 @pytest.mark.faults
-@settings(max_examples=10)
+@settings(max_examples=25)
 @given(st.lists(messages.map(json.dumps) | st.text(max_size=50) | st.just("DEEP"), min_size=1, max_size=4))
 def test_any_message_on_the_channel(pool: RewardPool, texts: list[str]):
     scores = pool.score([RewardRequest(text, 1, "1", "Which?", "stop", {}) for text in texts])

@@ -23,8 +23,8 @@ from trigon.environments.pool import EnvironmentPool
 from trigon.environments.protocol import Message, Observation, Outcome
 from trigon.environments.settings import EnvironmentSettings, find_environment, find_tools
 from trigon.errors import EpisodeError
-from trigon.rewards.confinement import landlock, seccomp
-from trigon.rewards.confinement.options import Confinement
+from trigon.system.confinement import mechanisms, seccomp
+from trigon.system.confinement.options import Confinement
 
 ENVIRONMENT = """
 import ctypes, fcntl, os, random, signal, sys, threading, time
@@ -502,7 +502,7 @@ def needs_python():
 
 @pytest.fixture(scope="module", params=["default", "strict"])
 def tools(request):
-    obstacle = landlock.find_version() == 0 or not seccomp.is_available()
+    obstacle = mechanisms.find_landlock_version() == 0 or not seccomp.is_available()
     if request.param == "strict" and obstacle:
         pytest.skip("confinement=strict needs Landlock and seccomp")
     settings = EnvironmentSettings(
@@ -844,7 +844,7 @@ def test_python_says_what_to_allow_where_a_container_forbids_namespaces(needs_py
     script = f"""
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.settings import EnvironmentSettings, find_tools
-from trigon.rewards.confinement import seccomp
+from trigon.system.confinement import seccomp
 seccomp.keep_only(seccomp.all_but("clone3", {forbidden!r}))
 pool = EnvironmentPool(EnvironmentSettings(environment=None, tools=find_tools(["python"])))
 try:

@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 
 from support.processes import is_locked, is_running, wait_until
+from support.rewards import requests
 from trigon.assemble.rewards import open_rewards
 from trigon.config.schema import Config
 from trigon.errors import RewardError
-from trigon.rewards.confinement import kernel, landlock, namespaces, tree
-from trigon.rewards.confinement.options import DEFAULT, Confinement
-from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
+from trigon.system import processes
+from trigon.system.confinement import kernel, mechanisms
+from trigon.system.confinement.options import DEFAULT, Confinement
 
 pytestmark = [
     pytest.mark.faults,
@@ -29,8 +30,8 @@ pytestmark = [
 ]
 
 IS_ROOT = os.geteuid() == 0
-NO_NAMESPACES = namespaces.find_obstacle(private_shared_memory=True)
-LANDLOCK = landlock.find_version()
+NO_NAMESPACES = mechanisms.find_namespace_obstacle(private_shared_memory=True)
+LANDLOCK = mechanisms.find_landlock_version()
 
 needs_namespaces = pytest.mark.skipif(bool(NO_NAMESPACES), reason=f"namespaces are not allowed here: {NO_NAMESPACES}")
 needs_landlock = pytest.mark.skipif(not LANDLOCK, reason="this kernel has no Landlock")
@@ -159,10 +160,6 @@ SAID = {
 }
 
 
-def requests(*responses):
-    return [RewardRequest(response, 1, "4", "?", "stop", {}) for response in responses]
-
-
 @pytest.fixture
 def pool_of(tmp_path):
     """Return a function that makes a pool from a reward file's text, closed when the test ends."""
@@ -194,8 +191,8 @@ def pool_of(tmp_path):
 def test_attacks_on_other_processes_succeed_only_without_what_prevents_them(tmp_path, without):
     if "namespaces" not in without and NO_NAMESPACES:
         pytest.skip(f"namespaces are not allowed here: {NO_NAMESPACES}")
-    if not {"landlock", "signal scope"} & set(without) and LANDLOCK < landlock.SIGNAL_VERSION:
-        pytest.skip(f"this kernel has version {LANDLOCK} of Landlock, and {landlock.SIGNAL_VERSION} covers signals")
+    if not {"landlock", "signal scope"} & set(without) and LANDLOCK < mechanisms.SIGNAL_VERSION:
+        pytest.skip(f"this kernel has version {LANDLOCK} of Landlock, and {mechanisms.SIGNAL_VERSION} covers signals")
     (tmp_path / "reward.py").write_text(ATTACKS)
     succeeded, logged = attack(tmp_path, Confinement(without=without), sorted(ALL))
     assert succeeded == SUCCEEDS[without]
@@ -219,8 +216,8 @@ def attack(folder, confinement, responses, *, forbidden=()):
     """Return the attacks that succeed, and the warnings. The driver is a process of its own."""
     script = f"""
 import json, os, subprocess, sys, time
-from trigon.rewards.confinement import seccomp
-from trigon.rewards.confinement.options import Confinement
+from trigon.system.confinement import seccomp
+from trigon.system.confinement.options import Confinement
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 
@@ -304,7 +301,7 @@ def test_nothing_outlives_a_driver_that_is_killed(tmp_path, without):
     (tmp_path / "reward.py").write_text(LEAVE)
     script = f"""
 import time
-from trigon.rewards.confinement.options import Confinement
+from trigon.system.confinement.options import Confinement
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 
@@ -331,8 +328,8 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, pool_of):
     lock = tmp_path / "lock"
     pool = pool_of(LEAVE, lock=str(lock))
     assert pool.score(requests("return"))[0].overall == 1.0
-    [worker] = pool._workers
-    os.kill(worker.process.pid, signal.SIGKILL)
+    [worker] = pool._children
+    os.kill(worker.pid, signal.SIGKILL)
     wait_until(lambda: not is_locked(lock))
     assert pool.score(requests("return"))[0].overall == 1.0  # by another worker
 
@@ -500,8 +497,8 @@ def main(reward_input):
     pool = pool_of(text, confinement=Confinement(without=without))
     [score] = pool.score(requests("a"))
     assert (score.error, score.parts) == ("", {"overall": 1.0, "program": -signal.SIGTERM})
-    [worker] = pool._workers
-    for pid in (worker.process.pid, *tree.descendants(worker.process.pid)):
+    [worker] = pool._children
+    for pid in (worker.pid, *processes.descendants(worker.pid)):
         os.kill(pid, signal.SIGTERM)
     time.sleep(0.5)
     assert pool.score(requests("a"))[0].overall == 2.0  # by the same process
@@ -689,9 +686,9 @@ def test_the_temporary_folder_of_a_supervisor_that_is_killed_is_removed_by_the_n
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     pool = pool_of(KEEP_A_FILE, confinement=Confinement(level="strict"))
     before = temporary_folder(pool)
-    [worker] = pool._workers
-    started = [worker.process.pid, *tree.descendants(worker.process.pid)]
-    os.kill(worker.process.pid, signal.SIGKILL)
+    [worker] = pool._children
+    started = [worker.pid, *processes.descendants(worker.pid)]
+    os.kill(worker.pid, signal.SIGKILL)
     wait_until(lambda: not any(map(is_running, started)))
     assert before.exists()
     after = temporary_folder(pool)  # of another worker, which has removed the first one's

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from trigon.assemble.rewards import open_rewards
 from trigon.config.schema import Config
-from trigon.rewards.confinement import landlock
 from trigon.rewards.contract import RewardRequest
+from trigon.system.confinement import mechanisms
 
 FILE = Path(__file__).parents[2] / "examples" / "reward_function" / "reward_model.py"
 PROMPT = "What is 2 + 2?"
@@ -105,7 +105,7 @@ def test_a_reward_worker_loads_it_and_a_completion_that_is_too_long_fails_alone(
         "timeout_seconds": 60,
         "max_failed_fraction": 1,
     }
-    if sys.platform == "linux" and landlock.find_version():
+    if sys.platform == "linux" and mechanisms.find_landlock_version():
         reward |= {"confinement": "strict", "readable": [str(make_classifier())]}
     fields = {"response_length": 3, "ground_truth": "4", "finish_reason": "stop", "row": {}}
     requests = [RewardRequest(response=each, prompt=PROMPT, **fields) for each in ("four", "four " * 200, "4.")]

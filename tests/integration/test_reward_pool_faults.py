@@ -4,18 +4,17 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from support.processes import is_locked
+from support.rewards import requests, reward_pool
 from trigon.errors import RewardError
-from trigon.rewards.contract import RewardRequest
-from trigon.rewards.pool import RewardPool
 
 REWARD = """
-import ctypes, os, signal, sys, threading, time
+import ctypes, os, signal, struct, sys, threading, time
 
 REWARD_TYPE = {reward_type!r}
 
@@ -57,6 +56,13 @@ def score(reward_input):
                     os.write(fd, b'{{"scores": {{"overall": NaN}}}}\\n')
                 except OSError:
                     pass
+        case "reply with a time that no float can hold":
+            frame = sys._getframe()
+            while "message" not in frame.f_locals:
+                frame = frame.f_back
+            call, channel = frame.f_locals["message"]["call"], frame.f_locals["self"]._channel
+            text = f'{{{{"call": "{{call}}", "seconds": 1{{"0" * 400}}, "results": []}}}}'.encode()
+            channel.sendall(struct.pack("!II", len(text), 0) + text)
     return {{"overall": float(len(reward_input["response"]))}}
 
 def compute_score(reward_input):
@@ -76,16 +82,7 @@ BAD = {
 }
 
 
-def requests(*responses):
-    return [RewardRequest(response, 1, "4", "?", "stop", {}) for response in responses]
-
-
-def pool_of(folder, text, *, num_workers=2, timeout_seconds=1.0):
-    (folder / "reward.py").write_text(text)
-    spec = f"{folder}/reward.py:compute_score"
-    return closing(
-        RewardPool(spec, kwargs={}, num_workers=num_workers, timeout_seconds=timeout_seconds, max_failed_fraction=1.0)
-    )
+pool_of = partial(reward_pool, function="compute_score", num_workers=2, timeout_seconds=1.0)
 
 
 @pytest.mark.faults
@@ -103,7 +100,14 @@ def test_a_failure_affects_only_its_completion(tmp_path, reward_type):
             assert (score.outcome, score.overall) == ("ok", float(len(response))), (response, score)
 
 
-@pytest.mark.parametrize("response", ["write nonsense into the channel", "write forged scores into the channel"])
+@pytest.mark.parametrize(
+    "response",
+    [
+        "write nonsense into the channel",
+        "write forged scores into the channel",
+        "reply with a time that no float can hold",
+    ],
+)
 def test_a_forged_message_fails_its_completion_and_no_other(tmp_path, response):
     with pool_of(tmp_path, REWARD.format(reward_type="sequential"), num_workers=1) as pool:
         scores = pool.score(requests("a", response))
@@ -148,8 +152,7 @@ def compute_score(reward_inputs):
 
 
 def test_a_file_that_hangs_while_loading_is_an_error(tmp_path, monkeypatch):
-    for module in ("pool", "pooled_worker"):
-        monkeypatch.setattr(f"trigon.rewards.{module}.LOAD_SECONDS", 1.0)
+    monkeypatch.setattr("trigon.system.child.LOAD_SECONDS", 1.0)
     with (
         pool_of(tmp_path, "import time; time.sleep(1000)") as pool,
         pytest.raises(RewardError, match=r"took more than 1 s and was killed while loading"),

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from trigon.environments.conversion import to_observation, to_png, to_step
-from trigon.environments.frames import Frame, FrameReader, encode_frame
 from trigon.environments.protocol import MAX_IMAGES, Message, Observation, Outcome, png_size
 from trigon.environments.replies import read_reply
+from trigon.system.frames import Frame, FrameReader, encode_frame
 from trigon.system.json_files import dump_columns
 
 RED = Image.new("RGB", (3, 2), "red")

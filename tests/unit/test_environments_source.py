@@ -71,7 +71,12 @@ def test_a_name_that_leads_nowhere_says_so(tmp_path, name, error):
         ("step(self, action)", "step(self, action, more)", {"size": 3}, "missing a required argument: 'more'"),
         ("def step", "async def step", {"size": 3}, "step of .* is async"),
         ("", "", {"sise": 3}, r"does not accept 'sise' .*; did you mean size\?; it accepts size, seed"),
-        ("", "", {}, "missing a required argument: 'size'; set it in worker.rollout.environment_kwargs"),
+        (
+            "",
+            "",
+            {},
+            "missing a required argument: 'size'; set its keyword arguments in worker.rollout.environment_kwargs",
+        ),
         ("class Maze", "Maze = 3\nclass Other", {}, "'Maze' of .* is a int, not a class"),
         ("class Maze", "import minigrit\nclass Maze", {}, "it imports 'minigrit', which is not installed"),
         ("class Maze", "1 / 0\nclass Maze", {}, "failed to load:(.|\n)*ZeroDivisionError"),

@@ -53,7 +53,7 @@ ONLY_IN = {
         "training/fsdp.py",
         "training/state.py",
     ),
-    "cloudpickle": ("rewards/callables.py", "rewards/user_code.py", "environments/source.py"),
+    "cloudpickle": ("rewards/callables.py", "system/user_code.py", "environments/source.py"),
     "datasets": ("data/sources.py",),
     "av": ("data/videos.py",),
     "peft": ("models/lora.py",),
@@ -77,17 +77,17 @@ ONLY_IN = {
     "openenv": ("environments/openenv.py",),
 }
 
-# rewards/process.py and the supervisor choose the environment of the processes that run user code,
+# system/child.py and the supervisor choose the environment of the processes that run user code,
 # and rewards/arguments.py reads the variables that its arguments name; models/hub.py is told which
 # hub, of which every place that opens a model or a dataset would have to be told otherwise.
 ENVIRONMENT = (
     "system/variables.py",
+    "system/child.py",
+    "system/child_variables.py",
+    "system/confinement/supervisor.py",
     "distributed/cluster.py",
     "distributed/local_ray.py",
     "rollout/vllm/process.py",
-    "rollout/vllm/process.py",
-    "rewards/process.py",
-    "rewards/confinement/supervisor.py",
     "rewards/arguments.py",
     "models/hub.py",
     "assemble/start.py",
@@ -102,6 +102,8 @@ SWALLOW = (
     "report/delivery.py",
     "rollout/vllm/engine.py",
     "rollout/vllm/weights.py",
+    "system/confinement/",
+    "system/user_code.py",
     "tools/view/runs.py",
 )
 # scripts/configuration_page.py is a command of its own: it writes docs/configuration.md.

@@ -20,8 +20,8 @@ from PIL import Image
 
 from trigon.assemble.rewards import open_rewards
 from trigon.config.schema import Config
-from trigon.rewards.confinement import landlock
 from trigon.rewards.contract import RewardRequest
+from trigon.system.confinement import mechanisms
 from trigon.types import EncodedMedia
 
 pytest.importorskip("openai", reason="the judge needs the package openai (the extra judge)")
@@ -374,7 +374,8 @@ def test_the_key_is_in_no_error(tmp_path, monkeypatch):
 
 
 needs_landlock = pytest.mark.skipif(
-    sys.platform != "linux" or not landlock.find_version(), reason="this kernel has no Landlock, which strict needs"
+    sys.platform != "linux" or not mechanisms.find_landlock_version(),
+    reason="this kernel has no Landlock, which strict needs",
 )
 
 

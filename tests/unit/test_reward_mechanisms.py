@@ -8,17 +8,17 @@ import sys
 
 import pytest
 
-from trigon.rewards.confinement import capabilities, kernel, landlock, seccomp
-from trigon.rewards.confinement.options import Confinement
-from trigon.rewards.confinement.supervisor import choose_landlock_version
+from trigon.system.confinement import kernel, mechanisms, seccomp
+from trigon.system.confinement.options import Confinement
+from trigon.system.confinement.supervisor import choose_landlock_version
 
 pytestmark = pytest.mark.skipif(not kernel.IS_LINUX, reason="the mechanisms are those of Linux")
 
-LANDLOCK = landlock.find_version()
+LANDLOCK = mechanisms.find_landlock_version()
 
 ACROSS_FOLDERS = """
 import os, sys
-from trigon.rewards.confinement import kernel, landlock
+from trigon.system.confinement import kernel, mechanisms
 
 def attempt(function, *paths):
     try:
@@ -29,7 +29,7 @@ def attempt(function, *paths):
 
 version, folder = int(sys.argv[1]), sys.argv[2]
 kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-landlock.enter_domain(version)
+mechanisms.enter_domain(version)
 os.chdir(folder)
 print(attempt(os.link, "temporary/linked", "cache/linked"))
 print(attempt(os.rename, "temporary/renamed", "cache/renamed"))
@@ -49,7 +49,7 @@ def test_files_are_moved_and_linked_to_other_folders_where_landlock_can_allow_it
         (tmp_path / name).write_text(name)
     found = run(ACROSS_FOLDERS, str(version), str(tmp_path)).splitlines()
     # Version 1 cannot allow it, therefore test_version_1_is_used_only_where_nothing_else_protects.
-    across = "done" if version >= landlock.REFER_VERSION else os.strerror(18)  # EXDEV
+    across = "done" if version >= mechanisms.REFER_VERSION else os.strerror(18)  # EXDEV
     assert found == [across] * 4 + ["done"]
     if across == "done":
         assert (tmp_path / "cache/replaced").read_text() == "temporary/replaced"
@@ -72,13 +72,13 @@ def test_version_1_is_used_only_where_nothing_else_protects(level, used, found, 
 
 
 def test_an_older_version_can_be_asked_for():
-    assert choose_landlock_version(Confinement(without=("signal scope",)), (), found=7) == landlock.SIGNAL_VERSION - 1
+    assert choose_landlock_version(Confinement(without=("signal scope",)), (), found=7) == mechanisms.SIGNAL_VERSION - 1
 
 
 AS_ANOTHER_USER = """
 import os, subprocess
-from trigon.rewards.confinement import capabilities
-assert capabilities.reduce_capabilities(to_none=False)
+from trigon.system.confinement import mechanisms
+assert mechanisms.reduce_capabilities(to_none=False)
 try:
     subprocess.run(["sleep", "20"], user=65534, group=65534, extra_groups=[], timeout=0.3)
 except subprocess.TimeoutExpired:
@@ -89,14 +89,14 @@ except subprocess.TimeoutExpired:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may start processes as another user")
 def test_root_can_end_the_processes_that_it_has_started_as_another_user():
     needed = 1 << 5 | 1 << 6 | 1 << 7  # to kill, and to set the group and the user
-    if capabilities.permitted() & needed != needed:
+    if mechanisms.permitted_capabilities() & needed != needed:
         pytest.skip("this container does not have the capabilities")
     assert run(AS_ANOTHER_USER) == "ended\n"
 
 
 MAKE_NAMESPACES = """
 import ctypes, errno, multiprocessing, os, signal, struct, subprocess, sys, threading
-from trigon.rewards.confinement import seccomp
+from trigon.system.confinement import seccomp
 
 libc = ctypes.CDLL(None, use_errno=True)
 CLONE, CLONE3 = ((56, 435), (220, 435))[os.uname().machine == "aarch64"]

@@ -1,13 +1,14 @@
 """Async reward functions with real processes: concurrency, time limits, and single failures."""
 
 import time
-from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
+from support.rewards import requests, reward_pool
 from trigon.errors import RewardError
-from trigon.rewards.contract import RewardRequest
-from trigon.rewards.pool import RewardPool
+
+pool_of = partial(reward_pool, concurrency=16)
 
 # Behaves as a completion says. Returns how many calls ran at a time when it started.
 ASYNC = """
@@ -60,32 +61,10 @@ async def behave(response):
 """
 
 
-def requests(*responses):
-    fields = {"response_length": 3, "ground_truth": "4", "prompt": "?", "finish_reason": "stop", "row": {}}
-    return [RewardRequest(response=response, **fields) for response in responses]
-
-
-@contextmanager
-def pool_of(folder, text, *, num_workers=1, timeout_seconds=20.0, max_failed_fraction=1.0, concurrency=16, **kwargs):
-    (folder / "reward.py").write_text(text)
-    pool = RewardPool(
-        f"{folder}/reward.py:main",
-        kwargs=kwargs,
-        num_workers=num_workers,
-        timeout_seconds=timeout_seconds,
-        max_failed_fraction=max_failed_fraction,
-        concurrency=concurrency,
-    )
-    try:
-        pool.ready()
-        yield pool
-    finally:
-        pool.close()
-
-
 def test_calls_run_at_the_same_time_up_to_the_limit_and_scores_are_in_order(tmp_path):
     seconds = [0.4 - 0.02 * number for number in range(16)]  # the last ones end first
     with pool_of(tmp_path, ASYNC, concurrency=8) as pool:
+        pool.ready()
         start = time.monotonic()
         scores = pool.score(requests(*(f"sleep {each:.2f}" for each in seconds)))
         took = time.monotonic() - start
@@ -105,7 +84,7 @@ def test_a_limit_of_one_runs_calls_one_by_one_and_workers_share_them(tmp_path):
 def test_a_call_that_times_out_is_cancelled_and_costs_its_own_completion(tmp_path):
     with pool_of(tmp_path, ASYNC, timeout_seconds=0.5) as pool:
         scores = pool.score(requests("first", "sleep 1000", "sleep 0.2", "late", "last"))
-        again = pool.score(requests("again"))
+        again = pool.score(requests("again"))  # by the same event loop, in the same process
     assert [score.outcome for score in scores] == ["ok", "timeout", "ok", "timeout", "ok"]
     assert scores[1].error == "no score within 0.5 s; it was cancelled"
     assert {score.parts["pid"] for score in (*scores, *again) if score.outcome == "ok"} == {scores[0].parts["pid"]}
@@ -180,29 +159,9 @@ def test_lists_of_a_batch_function_run_at_the_same_time_and_fail_one_by_one(tmp_
     assert {score.overall for score in failing if score.outcome == "ok"} == {4.0}
 
 
-def test_one_event_loop_serves_all_steps(tmp_path):
-    text = """
-import asyncio
-REWARD_TYPE = "sequential"
-loops = set()
-async def main(reward_input):
-    loops.add(asyncio.get_running_loop())
-    return len(loops)
-"""
-    with pool_of(tmp_path, text) as pool:
-        scores = [*pool.score(requests("a", "b")), *pool.score(requests("c"))]
-    assert [score.overall for score in scores] == [1, 1, 1]
-
-
 def test_a_plain_function_that_returns_a_coroutine_is_an_error_that_says_what_to_do(tmp_path):
     text = (
         "REWARD_TYPE = 'sequential'\nasync def judge(a): return 1.0\ndef main(reward_input): return judge(reward_input)"
     )
     with pool_of(tmp_path, text) as pool:
         assert "declare the function itself with `async def`" in pool.score(requests("a"))[0].error
-
-
-def test_an_async_legacy_function_gets_its_arguments(tmp_path):
-    text = "async def main(response, ground_truth, bonus): return {'overall': (response == ground_truth) + bonus}"
-    with pool_of(tmp_path, text, bonus=2) as pool:
-        assert [score.overall for score in pool.score(requests("4", "5"))] == [3, 2]

@@ -3,15 +3,12 @@
 import asyncio
 import functools
 import os
-import re
-from contextlib import closing
 
 import pytest
 
+from support.rewards import requests, reward_pool
 from trigon.errors import RewardError
 from trigon.rewards.callables import reward_source
-from trigon.rewards.contract import RewardRequest
-from trigon.rewards.pool import RewardPool
 
 # Returns how often an object was made in its process. Making one takes longer than a score may.
 SLOW_START = """
@@ -20,7 +17,7 @@ import time
 REWARD_TYPE = "sequential"
 made = 0
 
-class Reward:
+class main:
     def __init__(self, scale, folder=None):
         global made
         made += 1
@@ -32,74 +29,30 @@ class Reward:
 """
 
 
-def requests(*responses):
-    fields = {"response_length": 3, "ground_truth": "4", "prompt": "?", "finish_reason": "stop", "row": {}}
-    return [RewardRequest(response=response, **fields) for response in responses]
-
-
-def scores_of(reward, *responses, kwargs=None, num_workers=1, timeout_seconds=20.0):
-    pool = RewardPool(
-        reward,
-        kwargs=kwargs or {},
-        num_workers=num_workers,
-        timeout_seconds=timeout_seconds,
-        max_failed_fraction=0.0,
-    )
-    with closing(pool):
-        return [(score.overall, dict(score.parts)) for score in pool.score(requests(*responses))]
-
-
-def error_of(folder, text, kwargs=None):
-    (folder / "reward.py").write_text(text)
-    with pytest.raises(RewardError) as caught:
-        scores_of(f"{folder}/reward.py:Reward", "a", kwargs=kwargs)
-    return str(caught.value)
-
-
 def test_an_object_is_made_once_per_worker_before_the_time_limit_of_a_score_counts(tmp_path):
-    (tmp_path / "reward.py").write_text(SLOW_START)
-    scores = scores_of(
-        f"{tmp_path}/reward.py:Reward", *["abc"] * 20, kwargs={"scale": 2}, num_workers=2, timeout_seconds=1.0
-    )
-    assert [overall for overall, _ in scores] == [6.0] * 20
-    assert {parts["made"] for _, parts in scores} == {1.0}
+    with reward_pool(tmp_path, SLOW_START, kwargs={"scale": 2}, num_workers=2, timeout_seconds=1.0) as pool:
+        scores = pool.score(requests(*["abc"] * 20))
+    assert [score.overall for score in scores] == [6.0] * 20
+    assert {score.parts["made"] for score in scores} == {1.0}
 
 
 @pytest.mark.parametrize(
-    ("method", "expected"),
+    ("text", "kwargs", "facts"),
     [
-        ("def __call__(self, reward_inputs): return [1.0 for _ in reward_inputs]", 1.0),
-        ("def __call__(self, response, ground_truth): return len(response + ground_truth)", 2.0),
-        ("async def __call__(self, reward_input): return 3.0", 3.0),
+        (SLOW_START, {}, ["'scale'", "worker.reward.reward_function_kwargs"]),
+        (SLOW_START, {"scale": 1, "foldre": "a"}, ["'foldre'", "did you mean folder", "accepts scale, folder"]),
+        ("class main:\n    pass\n", {}, ["give it a method __call__"]),
+        (
+            "class main:\n    def __init__(self): raise OSError('no judge')\n    def __call__(self, reward_input): ...",
+            {},
+            ["OSError: no judge", 'reward.py", line 2, in __init__'],
+        ),
     ],
 )
-def test_the_contract_is_that_of_its_method(tmp_path, method, expected):
-    (tmp_path / "reward.py").write_text(f"class Reward:\n    {method}\n")
-    assert scores_of(f"{tmp_path}/reward.py:Reward", "a")[0][0] == expected
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({}, "missing a required argument: 'scale'; set its keyword arguments in worker.reward.reward_function_kwargs"),
-        ({"scale": 1, "foldre": "a"}, "does not accept 'foldre' .*did you mean 'folder'.*accepts scale, folder"),
-    ],
-)
-def test_its_arguments_are_checked_before_it_is_made(tmp_path, kwargs, message):
-    assert re.search(message, error_of(tmp_path, SLOW_START, kwargs), re.DOTALL)
-
-
-def test_what_it_raises_ends_the_start_with_its_traceback(tmp_path):
-    text = (
-        "class Reward:\n    def __init__(self): raise OSError('no such judge')\n    def __call__(self, reward_input): "
-    )
-    error = error_of(tmp_path, f"{text}...")
-    assert "failed to start: OSError: no such judge" in error
-    assert 'reward.py", line 2, in __init__' in error
-
-
-def test_one_without_a_method_to_call_is_an_error(tmp_path):
-    assert "cannot be called; give it a method __call__" in error_of(tmp_path, "class Reward:\n    pass\n")
+def test_what_cannot_be_made_ends_the_start(tmp_path, text, kwargs, facts):
+    with reward_pool(tmp_path, text, kwargs=kwargs) as pool, pytest.raises(RewardError) as caught:
+        pool.ready()
+    assert all(fact in str(caught.value) for fact in facts), caught.value
 
 
 class Scaled:
@@ -112,12 +65,11 @@ class Scaled:
         return {"overall": self.scale * len(reward_input["response"]), "own": self.pid == os.getpid()}
 
 
-@pytest.mark.parametrize(("bound", "expected"), [({}, 3.0), ({"scale": 2.0}, 6.0)])
-def test_one_given_in_python_is_made_in_the_worker(bound, expected):
-    reward = functools.partial(Scaled, **bound) if bound else Scaled
-    [(overall, parts)] = scores_of(reward_source(reward, kwargs={}), "abc")
-    assert (overall, parts["own"]) == (expected, 1.0)
-
-
-def test_one_given_in_python_gets_the_arguments():
-    assert scores_of(reward_source(Scaled, kwargs={"scale": 4.0}), "abc", kwargs={"scale": 4.0})[0][0] == 12.0
+@pytest.mark.parametrize(
+    ("reward", "kwargs", "expected"),
+    [(Scaled, {}, 3.0), (functools.partial(Scaled, scale=2.0), {}, 6.0), (Scaled, {"scale": 4.0}, 12.0)],
+)
+def test_one_given_in_python_is_made_in_the_worker(tmp_path, reward, kwargs, expected):
+    with reward_pool(tmp_path, reward=reward_source(reward, kwargs=kwargs), kwargs=kwargs) as pool:
+        [score] = pool.score(requests("abc"))
+    assert score.parts == {"overall": expected, "own": 1.0}

@@ -1,16 +1,15 @@
 """Group reward functions with real processes: their arguments, and what a failure costs."""
 
 import random
-from contextlib import contextmanager
 
 import pytest
 
+from support.rewards import reward_pool as pool_of
 from trigon.errors import RewardError
 from trigon.report.rollouts import rollout_rows
 from trigon.rewards.callables import reward_source
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.load import RewardSource, RewardTerm
-from trigon.rewards.pool import RewardPool
 from trigon.tools.eval import score as score_module
 from trigon.tools.eval.score import score
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
@@ -44,23 +43,6 @@ ASYNC = (
 
 def group(prompt, *responses):
     return [RewardRequest(each, len(each), "4", prompt, "stop", {}) for each in responses]
-
-
-@contextmanager
-def pool_of(folder, text, *, timeout_seconds=20.0, num_workers=1, reward=None):
-    (folder / "reward.py").write_text(text)
-    pool = RewardPool(
-        reward or f"{folder}/reward.py:main",
-        kwargs={},
-        num_workers=num_workers,
-        timeout_seconds=timeout_seconds,
-        max_failed_fraction=1.0,
-    )
-    try:
-        pool.ready()
-        yield pool
-    finally:
-        pool.close()
 
 
 def score_groups(pool, *groups, order=None):

@@ -2,7 +2,6 @@
 
 import io
 import json
-from contextlib import contextmanager
 from dataclasses import replace
 
 import datasets
@@ -12,17 +11,17 @@ from PIL import Image
 from support.builders import make_builder, prompts_of
 from support.episodes import Answer, LocalEnvironments, Observed, make_settings
 from support.images import odd_files, png
+from support.rewards import reward_pool as pool_of
 from support.rollout import NO_WEIGHTS, Phases
 from trigon.data.images import open_image
 from trigon.errors import RewardError
 from trigon.report.rollouts import rollout_rows, row_to_line
 from trigon.report.writer import ImageStore
 from trigon.rewards.callables import reward_source
-from trigon.rewards.confinement.options import DEFAULT, Confinement
 from trigon.rewards.contract import RewardRequest
-from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect, dummy_requests
 from trigon.rollout.fake import FakeEngine
+from trigon.system.confinement.options import Confinement
 from trigon.system.images import LazyImages
 from trigon.tools.eval.score import score
 from trigon.types import Completion, EncodedMedia, Prompt, Rollout, RolloutGroup, SamplingParams, Score
@@ -53,24 +52,6 @@ def legacy(response, ground_truth, *, images, scale=1, image_sizes=None):
     return scale * images[-1].size[0] + len(image_sizes)
 def plain(response, ground_truth): return 1
 """
-
-
-@contextmanager
-def pool_of(folder, text, *, function="main", reward=None, confinement=DEFAULT, kwargs=None, max_failed_fraction=1.0):
-    (folder / "reward.py").write_text(text)
-    pool = RewardPool(
-        reward or f"{folder}/reward.py:{function}",
-        kwargs=kwargs or {},
-        num_workers=1,
-        timeout_seconds=20,
-        max_failed_fraction=max_failed_fraction,
-        confinement=confinement,
-    )
-    try:
-        pool.ready()
-        yield pool
-    finally:
-        pool.close()
 
 
 def red(value, size=8):

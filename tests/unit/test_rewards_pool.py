@@ -1,21 +1,19 @@
 """RewardPool with real processes: contracts, order, and failures of single completions."""
 
 import logging
+import os
 import re
 import threading
 import time
-from contextlib import closing
 
 import pytest
 
 from support.processes import is_running
+from support.rewards import requests, reward_pool
 from trigon.errors import RewardError
-from trigon.rewards.confinement.tree import descendants
 from trigon.rewards.contract import RewardRequest
-from trigon.rewards.environment import child_environment
-from trigon.rewards.pool import RewardPool
-from trigon.rewards.process import MAX_OUTPUT_BYTES, sanitize_line
-from trigon.rewards.verifiers import math as math_verifier
+from trigon.system.child import MAX_OUTPUT_BYTES, sanitize_line
+from trigon.system.processes import descendants
 
 # Scores completions by their length, and fails in the way that a completion names.
 MISBEHAVE = """
@@ -71,73 +69,67 @@ def main(reward_inputs):
     return [misbehave(response) for response in responses]
 """
 )
+BOTH = pytest.mark.parametrize("text", [SEQUENTIAL, BATCH], ids=["sequential", "batch"])
+
+SAME = "reward_input['response'] == reward_input['ground_truth']"
+# Each scores 5 for the ground truth and 0 for another response; the weight is an argument.
+CONTRACTS = {
+    "sequential": f"REWARD_TYPE = 'sequential'\ndef main(reward_input, w): return w * ({SAME})",
+    "batch": f"REWARD_TYPE = 'batch'\ndef main(several, w): return [w * ({SAME}) for reward_input in several]",
+    "batch by its name": f"def main(reward_inputs, w): return [w * ({SAME}) for reward_input in reward_inputs]",
+    "group": f"REWARD_TYPE = 'group'\ndef main(several, w): return [w * ({SAME}) for reward_input in several]",
+    "older names": "def main(predict_str, ground_truth, w): return {'overall': w * (predict_str == ground_truth)}",
+    "two arguments": "def main(response, ground_truth, w): return w * (response == ground_truth)",
+    "annotated": f"def main(reward_input: dict, w: float) -> float: return w * ({SAME})",
+    "its own event loop": f"""
+import asyncio
+async def judge(reward_input): return {SAME}
+def main(reward_input, w): return w * asyncio.run(judge(reward_input))
+""",
+    "class": f"""
+class main:
+    def __init__(self, w): self.w = w
+    def __call__(self, reward_input): return self.w * ({SAME})
+""",
+    "class of older names": """
+class main:
+    def __init__(self, w): self.w = w
+    def __call__(self, response, ground_truth): return self.w * (response == ground_truth)
+""",
+}
 
 
-def requests(*responses, **changes):
-    fields = {"response_length": 3, "ground_truth": "4", "prompt": "?", "finish_reason": "stop", "row": {}}
-    return [RewardRequest(response=response, **(fields | changes)) for response in responses]
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
+@pytest.mark.parametrize("text", CONTRACTS.values(), ids=CONTRACTS)
+def test_every_contract(tmp_path, text, is_async):
+    if is_async:
+        text = text.replace("def main", "async def main").replace("def __call__", "async def __call__")
+        text = text.replace("asyncio.run(judge(reward_input))", "await judge(reward_input)")
+    with reward_pool(tmp_path, text, kwargs={"w": 5}) as pool:
+        assert [score.overall for score in pool.score(requests("4", "5"))] == [5.0, 0.0]
 
 
-@pytest.fixture
-def pool_of(tmp_path):
-    """Return a function that makes a pool from a reward file's text, closed when the test ends."""
-    pools = []
-
-    def make(
-        text,
-        *,
-        function="main",
-        num_workers=1,
-        timeout_seconds=20.0,
-        max_failed_fraction=1.0,
-        passed_variables=(),
-        **kwargs,
-    ):
-        (tmp_path / "reward.py").write_text(text)
-        pools.append(
-            RewardPool(
-                f"{tmp_path}/reward.py:{function}",
-                kwargs=kwargs,
-                num_workers=num_workers,
-                timeout_seconds=timeout_seconds,
-                max_failed_fraction=max_failed_fraction,
-                passed_variables=passed_variables,
-            )
-        )
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
-
-
-def test_scores_of_several_workers_are_in_the_order_of_requests(pool_of):
+def test_scores_of_several_workers_are_in_the_order_of_requests(tmp_path):
     text = "import time\nREWARD_TYPE = 'sequential'\ndef main(a):\n  n = int(a['response']); time.sleep(n % 3 / 500); "
-    pool = pool_of(text + "return {'overall': n}", num_workers=2)
-    assert [score.overall for score in pool.score(requests(*map(str, range(100))))] == [*map(float, range(100))]
+    with reward_pool(tmp_path, f"{text}return {{'overall': n}}", num_workers=2) as pool:
+        assert [score.overall for score in pool.score(requests(*map(str, range(100))))] == [*map(float, range(100))]
+        assert pool.score([]) == []
 
 
-def test_no_requests_give_no_scores(pool_of):
-    assert pool_of(BATCH).score([]) == []
-
-
-def test_a_shipped_verifier_returns_what_a_direct_call_returns_from_any_thread():
+def test_a_shipped_reward_returns_the_same_from_any_thread(tmp_path):
     responses = [rf"<think>a</think>\boxed{{{n}}}" for n in range(40)] + ["", "é" * 10, "4", r"\boxed{4}"]
-    direct = [math_verifier.compute_score({"response": r, "ground_truth": "4"}, format_weight=0.3) for r in responses]
-    pool = RewardPool("math", kwargs={"format_weight": 0.3}, num_workers=1, timeout_seconds=20, max_failed_fraction=0)
-    with closing(pool):
+    with reward_pool(tmp_path, reward="math", kwargs={"format_weight": 0.3}) as pool:
         scores = pool.score(requests(*responses))
         from_thread = []
         thread = threading.Thread(target=lambda: from_thread.extend(pool.score(requests(*responses))))
         thread.start()
         thread.join()
-    assert [score.parts for score in scores] == direct
-    assert [score.overall for score in scores] == [parts["overall"] for parts in direct]
+    assert [score.overall for score in scores[3:6]] == [0.3, 1.0, 0.3]
     assert {(score.outcome, score.error) for score in scores} == {("ok", "")}
     assert from_thread == scores
 
 
-def test_a_function_receives_all_fields_of_the_request(pool_of):
+def test_a_function_receives_all_fields_of_the_request(tmp_path):
     text = """
 REWARD_TYPE = "sequential"
 def main(reward_input):
@@ -146,40 +138,12 @@ def main(reward_input):
     return {"overall": reward_input == expected}
 """
     request = RewardRequest("\U0001f600", 7, {"a": [1, None]}, "why?", "length", {"id": 12, "choices": ["x", "é"]})
-    assert pool_of(text).score([request])[0].overall == 1.0
+    with reward_pool(tmp_path, text) as pool:
+        assert pool.score([request])[0].overall == 1.0
 
 
-def test_a_completion_of_a_megabyte_is_scored(pool_of):
-    assert pool_of(BATCH).score(requests("é" * 1_000_000))[0].overall == 1_000_000.0
-
-
-@pytest.mark.parametrize(
-    ("returned", "parts"), [("1", {"overall": 1.0}), ("{'overall': 1, 'b': 2}", {"overall": 1.0, "b": 2.0})]
-)
-def test_the_legacy_contract_accepts_numbers_and_dicts(pool_of, returned, parts):
-    text = "def compute_score(predict_str, ground_truth, w=0):\n  if (predict_str, ground_truth, w) == ('a', '4', 5):"
-    pool = pool_of(f"{text}\n    return {returned}", function="compute_score", w=5)
-    assert pool.score(requests("a"))[0].parts == parts
-
-
-def test_a_function_may_use_signal_alarms(pool_of):
-    text = """
-import signal, time
-class Late(Exception): ...
-def on_alarm(*_): raise Late
-def main(reward_input):
-    signal.signal(signal.SIGALRM, on_alarm)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    try:
-        time.sleep(10)
-    except Late:
-        return {"overall": 1}
-"""
-    assert pool_of(text).score(requests("a"))[0].overall == 1.0
-
-
-@pytest.mark.parametrize("text", [SEQUENTIAL, BATCH], ids=["sequential", "batch"])
-def test_only_the_completion_that_fails_gets_no_score(pool_of, text):
+@BOTH
+def test_only_the_completion_that_fails_or_hangs_gets_no_score(tmp_path, text, caplog):
     bad = {
         "raise": r"KeyError: 'no such\nstep' (reward.py:10)",
         "exit": "its worker exited with code 3",
@@ -188,29 +152,24 @@ def test_only_the_completion_that_fails_gets_no_score(pool_of, text):
         "none": "returned None, expected a number, or a dict with 'overall'",
         "text": "returned '1.0', expected a number, or a dict with 'overall'",
         "bare": "returned a dict without 'overall': {'accuracy': 1.0}",
+        "loop": "no score within 0.5 s; its worker was killed",
     }
     responses = [response for name in bad for response in (name, "good", "better")]
-    scores = pool_of(text, num_workers=2).score(requests(*responses))
+    with reward_pool(tmp_path, text, num_workers=2, timeout_seconds=0.5) as pool:
+        scores = pool.score(requests(*responses))
     for response, score in zip(responses, scores, strict=True):
         if response in bad:
-            assert (score.outcome, score.overall, score.parts, score.error) == ("failed", 0.0, {}, bad[response])
+            outcome = "timeout" if response == "loop" else "failed"
+            assert (score.outcome, score.overall, score.parts, score.error) == (outcome, 0.0, {}, bad[response])
         else:
             assert (score.outcome, score.parts) == ("ok", {"overall": len(response), "half": len(response) / 2})
-
-
-@pytest.mark.parametrize("text", [SEQUENTIAL, BATCH], ids=["sequential", "batch"])
-def test_only_the_completion_that_hangs_times_out(pool_of, text, caplog):
-    scores = pool_of(text, timeout_seconds=0.5).score(requests("good", "loop", "better", "best"))
-    assert [score.outcome for score in scores] == ["ok", "timeout", "ok", "ok"]
-    assert [score.overall for score in scores] == [4.0, 0.0, 6.0, 4.0]
-    assert scores[1].error == "no score within 0.5 s; its worker was killed"
     assert re.search('reward.py", line [78] in misbehave', caplog.text)  # where it hung
 
 
-def test_the_time_limit_is_for_each_completion_rather_than_the_chunk(pool_of):
+def test_the_time_limit_is_for_each_completion(tmp_path):
     text = "import time\ndef main(reward_input):\n  time.sleep(0.15)\n  return {'overall': 1}"
-    scores = pool_of(text, timeout_seconds=0.3).score(requests(*"abcdefghijkl"))  # in chunks of three
-    assert {score.outcome for score in scores} == {"ok"}
+    with reward_pool(tmp_path, text, timeout_seconds=0.3) as pool:  # which has three at a time
+        assert {score.outcome for score in pool.score(requests(*"abcdefghijkl"))} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -220,138 +179,140 @@ def test_the_time_limit_is_for_each_completion_rather_than_the_chunk(pool_of):
         ("number", "returned 1.0, expected a list of 4 dicts; scored again alone: returned 1.0, expected a list of 1 "),
     ],
 )
-def test_a_chunk_with_a_list_of_the_wrong_length_is_retried_singly(pool_of, response, error):
-    scores = pool_of(BATCH).score(requests("good", response, *["better"] * 14))  # in chunks of four
+def test_a_batch_with_a_list_of_the_wrong_length_is_scored_again_one_by_one(tmp_path, response, error):
+    with reward_pool(tmp_path, BATCH) as pool:
+        scores = pool.score(requests("good", response, *["better"] * 14))  # in batches of four
     assert [score.overall for score in scores] == [4.0, 0.0, *[6.0] * 14]
     assert scores[1].error.startswith(error)
 
 
-def test_output_of_the_function_is_logged_safely_and_does_not_affect_scores(pool_of, caplog):
-    with caplog.at_level(logging.WARNING):
-        scores = pool_of(BATCH, timeout_seconds=1.0).score(requests("good", "noise", "better"))
-        pool_of(BATCH).score(requests("flood"))
+def test_output_of_the_function_is_logged_safely_and_does_not_affect_scores(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING), reward_pool(tmp_path, BATCH) as pool:
+        scores = pool.score(requests("good", "noise", "better"))
+        pool.score(requests("flood"))
     assert [score.overall for score in scores] == [4.0, 5.0, 6.0]
     assert r"[reward 0] \x1b[31mnoise " in caplog.messages
     for line in ("[[{}", "more noise", "and more", "x" * 99):
         assert f"[reward 0] {line}" in caplog.messages
     assert f"[reward 0] ... more than {MAX_OUTPUT_BYTES} bytes printed; the rest is not logged" in caplog.messages
+    assert sanitize_line("a\x1b[2J\u202eb\tc é\r".encode()) == "a\\x1b[2J\\u202eb\tc é"
+    assert sanitize_line(b"\xff") == "�"
+    assert sanitize_line(b"z" * 600) == "z" * 500 + " ... (100 more characters)"
 
 
-def test_too_many_failures_are_an_error_with_the_first_traceback(pool_of):
+def test_too_many_failures_are_an_error_with_the_first_traceback_and_the_pool_stays_usable(tmp_path):
     responses = ["good"] * 7 + ["raise"] * 3
-    assert len(pool_of(SEQUENTIAL, max_failed_fraction=0.3).score(requests(*responses))) == 10
-    with pytest.raises(RewardError) as caught:
-        pool_of(SEQUENTIAL, max_failed_fraction=0.29).score(requests(*responses))
+    with reward_pool(tmp_path, SEQUENTIAL, max_failed_fraction=0.3) as pool:
+        assert len(pool.score(requests(*responses))) == 10
+    with reward_pool(tmp_path, SEQUENTIAL, num_workers=2, timeout_seconds=0.5, max_failed_fraction=0.29) as pool:
+        with pytest.raises(RewardError) as caught:
+            pool.score(requests(*responses))
+        with pytest.raises(RewardError, match=r"\(0 failed, 1 timed out"):
+            pool.score(requests("loop", "loop", "good"))
+        assert [score.overall for score in pool.score(requests("good", "best"))] == [4.0, 4.0]
     error = str(caught.value)
     assert "reward.py could not score 3 of 10 completions, and worker.reward.max_failed_fraction allows 2" in error
     assert "(3 failed, 0 timed out" in error
     assert 'raise KeyError("no such\\nstep")' in error
 
 
-def test_a_pool_is_usable_after_too_many_failures(pool_of):
-    pool = pool_of(BATCH, num_workers=2, timeout_seconds=0.5, max_failed_fraction=0.1)
-    with pytest.raises(RewardError, match=r"\(0 failed, 1 timed out"):
-        pool.score(requests("loop", "loop", "good"))
-    assert [score.overall for score in pool.score(requests("good", "best"))] == [4.0, 4.0]
-
-
-def test_values_that_json_cannot_represent_are_reported(pool_of):
-    pool = pool_of(BATCH)
-    with pytest.warns(UserWarning, match="column 'sound' of the dataset"):
-        assert pool.score(requests("good", row={"sound": b"\x00"}))[0].overall == 4.0
-    assert pool.score(requests("good", row={"sound": b"\x00"}))[0].overall == 4.0  # warned once
-    assert "ground truth b'' (a bytes) cannot" in pool.score(requests("good", ground_truth=b""))[0].error
-    assert "bytes" in pool.score(requests("é" * 3_000_000))[0].error
+def test_values_that_json_cannot_represent_are_reported_and_long_ones_are_scored(tmp_path, caplog):
+    with reward_pool(tmp_path, BATCH) as pool:
+        for _ in range(2):
+            assert pool.score(requests("good", row={"sound": b"\x00"}))[0].overall == 4.0
+        assert caplog.text.count("column 'sound' of the dataset") == 1
+        assert "ground truth b'' (a bytes) cannot" in pool.score(requests("good", ground_truth=b""))[0].error
+        assert "bytes" in pool.score(requests("é" * 3_000_000))[0].error
+        assert pool.score(requests("é" * 1_000_000))[0].overall == 1_000_000.0
 
 
 @pytest.mark.parametrize(
     ("text", "kwargs", "message"),
     [
         ("def mian(reward_inputs): ...", {}, "did you mean mian?"),
-        ("def main(reward_inputs", {}, "SyntaxError"),
         ("REWARD_TYPE = 'function'\ndef main(reward_inputs): ...", {}, "REWARD_TYPE is 'function'"),
-        ("def main(reward_inputs, weight=1): ...", {"wieght": 2}, "did you mean 'weight'?"),
-        ("def main(reward_inputs, weight): ...", {}, "missing a required argument: 'weight'"),
+        ("def main(reward_inputs, weight=1): ...", {"wieght": 2}, "did you mean weight?"),
         ("print('about to end')\nimport os\nos._exit(5)", {}, "exited with code 5 while loading\nabout to end"),
     ],
 )
-def test_an_unusable_function_is_an_error_before_anything_is_scored(pool_of, text, kwargs, message):
-    pool = pool_of(text, **kwargs)
-    for use in (pool.ready, lambda: pool.score(requests("good"))):
-        with pytest.raises(RewardError) as caught:
-            use()
-        assert message in str(caught.value)
+def test_an_unusable_function_is_an_error_before_anything_is_scored(tmp_path, text, kwargs, message):
+    with reward_pool(tmp_path, text, kwargs=kwargs) as pool:
+        for use in (pool.ready, lambda: pool.score(requests("good"))):
+            with pytest.raises(RewardError) as caught:
+                use()
+            assert message in str(caught.value)
 
 
 CHECKED = {
-    "batch": "def compute_score(inputs: list):\n    return [misbehave(single['ground_truth']) for single in inputs]\n",
-    "sequential": "def compute_score(reward_input):\n    return misbehave(reward_input['ground_truth'])\n",
-    "legacy": "def compute_score(predict_str, ground_truth):\n    return misbehave(ground_truth)\n",
+    "batch": "def main(inputs: list):\n    return [misbehave(single['ground_truth']) for single in inputs]\n",
+    "sequential": "def main(reward_input):\n    return misbehave(reward_input['ground_truth'])\n",
+    "legacy": "def main(predict_str, ground_truth):\n    return misbehave(ground_truth)\n",
 }
 
 
 @pytest.mark.parametrize("contract", CHECKED)
-def test_a_check_on_dummy_completions_raises_what_is_wrong(pool_of, contract):
-    pool = pool_of(MISBEHAVE + CHECKED[contract], function="compute_score", timeout_seconds=0.5)
-    for ground_truth, message in {
-        "raise": r"KeyError: 'no such.*step' \(reward.py:10\).* raise KeyError",
-        "none": "returned None",
-        "nan": "returned nan for 'overall', expected a finite number",
-        "bare": "returned a dict without 'overall'",
-        "exit": "its worker exited with code 3",
-        "loop": "no score within 0.5 s",
-    }.items():
-        with pytest.raises(RewardError, match=rf"(?s)compute_score.* no score for the first row.*{message}"):
-            pool.check(requests("a", "bc", ground_truth=ground_truth), described="the first row")
-    pool.check(requests("a", "bc", ground_truth="good"), described="the first row")
+def test_a_check_on_dummy_completions_raises_what_is_wrong(tmp_path, contract):
+    with reward_pool(tmp_path, MISBEHAVE + CHECKED[contract], timeout_seconds=0.5) as pool:
+        for ground_truth, message in {
+            "raise": r"KeyError: 'no such.*step' \(reward.py:10\).* raise KeyError",
+            "bare": "returned a dict without 'overall'",
+            "exit": "its worker exited with code 3",
+            "loop": "no score within 0.5 s",
+        }.items():
+            with pytest.raises(RewardError, match=rf"(?s)main.* no score for the first row.*{message}"):
+                pool.check(requests("a", "bc", ground_truth=ground_truth), described="the first row")
+        pool.check(requests("a", "bc", ground_truth="good"), described="the first row")
 
 
-@pytest.mark.parametrize("returned", ["scores[1:]", "scores + scores", "scores[0]"])
-def test_a_check_raises_for_the_wrong_number_of_results(pool_of, returned):
-    text = f"def main(reward_inputs):\n  scores = [{{'overall': 1}} for _ in reward_inputs]\n  return {returned}"
-    with pytest.raises(RewardError, match=r"no score for the first row.*: returned .*; scored again alone: returned "):
-        pool_of(text).check(requests("a", "bc"), described="the first row")
-
-
-@pytest.mark.parametrize("text", [SEQUENTIAL, BATCH], ids=["sequential", "batch"])
-def test_timeouts_of_several_groups_in_a_row_stop_the_scoring(pool_of, text):
-    pool = pool_of(text, timeout_seconds=0.2)
-    started = time.monotonic()
-    with pytest.raises(RewardError, match=r"reward.py timed out for 5 completions in a row .*timeout_seconds=0\.2 s"):
-        pool.score(requests(*["loop"] * 200))  # all of them may fail, and would take 40 s
-    assert time.monotonic() - started < 20
+@BOTH
+def test_timeouts_of_several_groups_in_a_row_stop_the_scoring(tmp_path, text):
+    with reward_pool(tmp_path, text, timeout_seconds=0.2) as pool:
+        started = time.monotonic()
+        with pytest.raises(RewardError, match=r"reward.py timed out for 5 completions in a row .*timeout_seconds=0\.2"):
+            pool.score(requests(*["loop"] * 200))  # all of them may fail, and would take 40 s
+        assert time.monotonic() - started < 20
 
 
 @pytest.mark.extended
-def test_timeouts_with_a_score_in_between_do_not_stop_the_scoring(pool_of):
-    scores = pool_of(SEQUENTIAL, timeout_seconds=0.5).score(requests(*["loop"] * 4, "good", *["loop"] * 2))
-    assert [score.outcome for score in scores] == [*["timeout"] * 4, "ok", *["timeout"] * 2]
+def test_timeouts_with_a_score_in_between_or_of_one_group_do_not_stop_the_scoring(tmp_path):
+    with reward_pool(tmp_path, SEQUENTIAL, timeout_seconds=0.5) as pool:
+        with pool.scoring(num_completions=7) as scoring:
+            scoring.add(0, requests(*["loop"] * 6))
+            scoring.add(6, requests("good"))
+            assert [score.outcome for score in scoring.result()] == ["timeout"] * 6 + ["ok"]
+        scores = pool.score(requests(*["loop"] * 4, "good", *["loop"] * 2))
+        assert [score.outcome for score in scores] == [*["timeout"] * 4, "ok", *["timeout"] * 2]
 
 
-@pytest.mark.extended
-def test_timeouts_of_one_group_do_not_stop_the_scoring(pool_of):
-    pool = pool_of(SEQUENTIAL, timeout_seconds=0.5)
-    with pool.scoring(num_completions=7) as scoring:
-        scoring.add(0, requests(*["loop"] * 6))
-        scoring.add(6, requests("good"))
-        assert [score.outcome for score in scoring.result()] == ["timeout"] * 6 + ["ok"]
+def test_arguments_that_json_cannot_represent_are_an_error_at_once(tmp_path):
+    with (
+        pytest.raises(RewardError, match="cannot be sent to another process"),
+        reward_pool(tmp_path, BATCH, kwargs={"weight": {1, 2}}),
+    ):
+        pass
 
 
-def test_a_missing_file_and_arguments_that_json_cannot_represent_are_immediate_errors(pool_of):
-    with pytest.raises(RewardError, match="there is no file"):
-        RewardPool("nowhere.py:main", kwargs={}, num_workers=1, timeout_seconds=1, max_failed_fraction=0)
-    with pytest.raises(RewardError, match="cannot be sent to another process"):
-        pool_of(BATCH, weight={1, 2})
-
-
-def test_a_closed_pool_cannot_be_used(pool_of):
-    pool = pool_of(BATCH)
-    pool.close()
+def test_close_kills_all_processes_and_closes_all_files(tmp_path):
+    text = """
+import os, subprocess
+def main(reward_input):
+    subprocess.Popen(["sleep", "60"])
+    return 1.0
+"""
+    before = set(os.listdir("/proc/self/fd"))
+    with reward_pool(tmp_path, text) as pool:
+        assert pool.score(requests("a"))[0].overall == 1.0
+        [worker] = pool._children
+        pids = [worker.pid, *descendants(worker.pid)]
+        assert all(is_running(pid) for pid in pids)
+        assert len(pids) >= 3  # the supervisor, the worker and what it started
+    assert not any(is_running(pid) for pid in pids)
+    assert set(os.listdir("/proc/self/fd")) <= before
     with pytest.raises(RewardError, match="the reward pool is closed"):
         pool.score(requests("good"))
 
 
-def test_workers_get_the_variables_that_are_allowed_or_named(pool_of, monkeypatch):
+def test_workers_get_the_variables_that_are_allowed_or_named_and_an_error_names_the_option(tmp_path, monkeypatch):
     for name in ("HF_TOKEN", "SLACK_WEBHOOK_URL", "JUDGE_MODEL", "LC_TIME"):
         monkeypatch.setenv(name, "x")
     text = """
@@ -361,101 +322,14 @@ def main(reward_input):
                              ("HF_TOKEN", "SLACK_WEBHOOK_URL", "JUDGE_MODEL", "LC_TIME", "PATH")}
 """
     parts = {"overall": 0, "HF_TOKEN": 0, "SLACK_WEBHOOK_URL": 0, "JUDGE_MODEL": 1, "LC_TIME": 1, "PATH": 1}
-    assert pool_of(text, passed_variables=["JUDGE_MODEL"]).score(requests("a"))[0].parts == parts
-
-
-def test_variables_that_a_file_names_and_does_not_get_are_logged(pool_of, monkeypatch, caplog):
-    monkeypatch.setenv("JUDGE_URL", "http://judge")
-    monkeypatch.setenv("JUDGE_MODEL", "large")
-    text = """
-import os
-URL = os.getenv("JUDGE_URL", "http://localhost")
-MODEL, HOME, OTHER = os.environ["JUDGE_MODEL"], os.environ['HOME'], os.getenv("NOT_SET")
-def main(reward_input): return 1.0
-"""
-    pool_of(text, passed_variables=["JUDGE_MODEL"])
-    [message] = caplog.messages
-    assert message.endswith(
-        "reward.py names environment variables that reward workers do not get: JUDGE_URL; "
-        "worker.reward.env=[JUDGE_URL] passes them"
-    )
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import os\nKEY = os.environ['OPENAI_API_KEY']\ndef main(reward_input): return {'overall': len(KEY)}",
-        "import os\ndef main(reward_input): return {'overall': len(os.environ['OPENAI_API_KEY'])}",
-        "import os\ndef main(reward_input):\n  if key := os.getenv('OPENAI_API_KEY'): return {'overall': len(key)}\n"
-        "  raise ValueError('set the OPENAI_API_KEY variable')",
-    ],
-    ids=["loading", "calling", "other error"],
-)
-def test_an_error_about_a_withheld_variable_names_the_option_that_passes_it(pool_of, monkeypatch, text):
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-123")
-    with pytest.raises(RewardError, match=r"others are withheld; worker\.reward\.env=\[OPENAI_API_KEY\]"):
-        pool_of(text).check(requests("a"), described="a row")
-    assert pool_of(text, passed_variables=["OPENAI_API_KEY"]).score(requests("a"))[0].overall == 6.0
-
-
-def test_a_secret_that_is_not_set_is_named(pool_of, monkeypatch):
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    text = "import os\ndef main(reward_input): return {'overall': len(os.environ['OPENAI_API_KEY'])}"
-    with pytest.raises(RewardError, match=r"worker\.reward\.env=\[OPENAI_API_KEY\]"):
-        pool_of(text).check(requests("a"), described="a row")
-    with pytest.raises(RewardError, match=r"worker\.reward\.env names OPENAI_API_KEY, which is not set"):
-        pool_of(text, passed_variables=["OPENAI_API_KEY"])
-
-
-@pytest.mark.faults
-def test_the_environment_is_a_list_of_what_is_allowed():
-    kept = {
-        "PATH": "/bin",
-        "HF_HOME": "/cache",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HTTP_PROXY": "http://proxy:1",
-        "https_proxy": "proxy:1",
-        "LANG": "de_DE@euro",
-        "OPENAI_BASE_URL": "http://judge/v1",
-    }
-    withheld = {
-        "HF_TOKEN": "hf_x",
-        "OPENAI_API_KEY": "sk-x",
-        "AWS_PROFILE": "x",
-        "WANDB_BASE_URL": "http://wandb",
-        "PGPASSWORD": "x",
-        "SLACK_WEBHOOK_URL": "https://hooks.slack.com/services/x",
-        "DATABASE_URL": "postgres://db",
-        "SSH_AUTH_SOCK": "/tmp/agent",
-        "ANYTHING_ELSE": "x",
-        "http_proxy": "http://me:pw@proxy:1",
-        "ALL_PROXY": "me:pw@proxy:1",
-        "HF_ENDPOINT": "https://token@mirror",
-    }
-    added = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    assert child_environment(kept | withheld) == kept | added
-    passed = child_environment(kept | withheld, ["HF_TOKEN", "http_proxy"])
-    assert passed == kept | added | {"HF_TOKEN": "hf_x", "http_proxy": "http://me:pw@proxy:1"}
-
-
-def test_printed_lines_are_sanitized():
-    assert sanitize_line("a\x1b[2J\u202eb\tc é\r".encode()) == "a\\x1b[2J\\u202eb\tc é"
-    assert sanitize_line(b"\xff") == "�"
-    assert sanitize_line(b"z" * 600) == "z" * 500 + " ... (100 more characters)"
-
-
-def test_close_kills_all_processes(pool_of):
-    text = """
-import os, subprocess
-def main(reward_input):
-    subprocess.Popen(["sleep", "60"])
-    return 1.0
-"""
-    pool = pool_of(text)
-    assert pool.score(requests("a"))[0].overall == 1.0
-    [worker] = pool._workers
-    pids = [worker.process.pid, *descendants(worker.process.pid)]
-    assert all(is_running(pid) for pid in pids)
-    assert len(pids) >= 3  # the supervisor, the worker and what it started
-    pool.close()
-    assert not any(is_running(pid) for pid in pids)
+    with reward_pool(tmp_path, text, passed_variables=["JUDGE_MODEL"]) as pool:
+        assert pool.score(requests("a"))[0].parts == parts
+    for text in (
+        "import os\nKEY = os.environ['HF_TOKEN']\ndef main(reward_input): return 1.0",
+        "import os\ndef main(reward_input): return len(os.environ['HF_TOKEN'])",
+    ):
+        with (
+            reward_pool(tmp_path, text) as pool,
+            pytest.raises(RewardError, match=r"worker\.reward\.env=\[HF_TOKEN\]"),
+        ):
+            pool.check(requests("a"), described="a row")

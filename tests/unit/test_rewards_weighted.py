@@ -111,7 +111,7 @@ def test_arguments_besides_a_list_are_refused(load):
 def test_an_unknown_argument_of_one_function_names_it(load, tmp_path):
     value = entries(tmp_path)
     value[1]["kwargs"] = {"limt": 3}
-    with pytest.raises(RewardError, match=r"does not accept 'limt' of kwargs of 'brief' \(did you mean 'limit'"):
+    with pytest.raises(RewardError, match=r"does not accept 'limt' of kwargs of 'brief'; did you mean limit"):
         scores_of(load(override(value)), "4")
 
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.faults
 PACKAGE = Path(trigon.__file__).parent
 
 # Where Trigon unpickles what it has pickled itself a moment before, in another process.
-OWN_PICKLES = {"rewards/user_code.py"}
+OWN_PICKLES = {"system/user_code.py"}
 
 
 class Evil:
@@ -62,7 +62,7 @@ def test_nothing_is_unpickled_but_what_trigon_pickled_itself():
 def test_yaml_is_read_without_objects_and_no_text_is_evaluated(tmp_path):
     forbidden = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "sympy.sympify"}
     # Of the tool `python`, which runs what a model wrote in a process that can reach nothing.
-    sandboxed = [("rewards/confinement/code_main.py", "exec")] * 2
+    sandboxed = [("system/confinement/code_main.py", "exec")] * 2
     assert [(file, name) for file, name, _ in calls() if name in forbidden] == sandboxed
     path, mark = tmp_path / "run.yaml", tmp_path / "mark"
     path.write_text(f"trainer: !!python/object/apply:pathlib.Path.touch [{mark}]")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from trigon.assemble.objects import NO_OBJECTS, RunObjects
 from trigon.config.paths import expand_path
 from trigon.config.schema import Config, RewardConfig
-from trigon.rewards.confinement.options import Confinement
 from trigon.rewards.load import RewardSource, RewardTerm, find_reward
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
+from trigon.system.confinement.options import Confinement
 from trigon.types import Prompt
 
 if TYPE_CHECKING:

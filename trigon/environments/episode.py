@@ -1,6 +1,7 @@
-"""The process of one episode: a fork of the fork server, which makes an environment and steps it.
+"""The child in which episodes run: a fork server that loads the user's code, and a fork for each.
 
-Frames on its connection, each answered by one, unless it says "quiet":
+A fork makes an environment, and steps it. Frames on its connection, each answered by one, unless it
+says "quiet":
 
     -> {"do": "reset", "row": {...}, "quiet": false}, with the prompt's images as files
     -> {"do": "step", "action": "..."}
@@ -15,43 +16,90 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import os
 import random
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from trigon.config.names import ObservationRole
-from trigon.environments.conversion import to_observation, to_step
-from trigon.environments.frames import MAX_FRAME_BYTES, Frame, FrameReader, encode_frame
-from trigon.environments.protocol import Observation
-from trigon.environments.tools import IMAGES
-from trigon.system.images import LazyImages
+from PIL import Image
 
-_MAX_ERROR_CHARACTERS = 300
-_MAX_TRACEBACK_CHARACTERS = 4000
+from trigon.environments import python_tool
+from trigon.environments.conversion import to_observation, to_png, to_step
+from trigon.environments.protocol import Observation
+from trigon.environments.source import CodeSource, check_environment, load_code
+from trigon.environments.tools import IMAGES, ToolEnvironment, describe_tools, load_tools
+from trigon.errors import EpisodeError
+from trigon.system.child_main import start
+from trigon.system.confinement.supervisor import Confined
+from trigon.system.fork_server import ForkServer, Work, call_in_a_fork
+from trigon.system.frames import encode_frame, read_frames
+from trigon.system.images import LazyImages
+from trigon.system.user_code import describe_error
+
+MAX_OPEN_FILES = 4096
+"""Maximum number of files and sockets that an episode may have open."""
+
 _STDERR = 2
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """What an episode is held to. Fields as in EnvironmentSettings."""
+def main(channel_fd: int, confined: Confined) -> None:
+    """Serve until the channel closes."""
+    python_tool.connect(confined.code_server)
+    with start(channel_fd, confined, max_open_files=MAX_OPEN_FILES) as channel:
+        ForkServer(channel).serve(_load)
+    os._exit(0)  # not sys.exit, which would wait for threads that the user's code has started
 
-    timeout_seconds: float
-    observation_role: ObservationRole
-    max_image_pixels: int
+
+def _load(setup: dict[str, Any]) -> tuple[dict[str, Any], Work]:
+    """Load the user's code. Returns: the schemas of its tools, and what runs an episode.
+
+    Raises: EpisodeError if it cannot be loaded.
+    """
+    make_environment: Callable[[], Any] | None = None
+    if setup["environment"] is not None:
+        source = CodeSource(**setup["environment"])
+        made, kwargs = load_code(source), setup["kwargs"]
+        check_environment(made, kwargs, where=source.where)
+        make_environment = partial(made, **kwargs)
+    tools = load_tools([CodeSource(**each) for each in setup["tools"]])
+    if tools.get("python") is python_tool.python and (obstacle := python_tool.find_obstacle()):
+        raise EpisodeError(
+            f"the tool python cannot be confined on this system: {obstacle}; see docs/agents.md, or leave it "
+            "out of worker.rollout.tools"
+        )
+    schemas: list[dict[str, Any]] = []
+    if setup["describe"]:
+        describe = partial(describe_tools, tools)
+        schemas = call_in_a_fork(describe, wanted="the tools cannot be described to the model", error=EpisodeError)
+
+    def make() -> Any:
+        environment = None if make_environment is None else make_environment()
+        if not tools:
+            return environment
+        return ToolEnvironment(
+            tools,
+            environment,
+            tool_format=setup["tool_format"],
+            role=setup["tool_role"],
+            timeout_seconds=setup["timeout_seconds"],
+            max_image_pixels=setup["max_image_pixels"],
+        )
+
+    Image.open(io.BytesIO(to_png(Image.new("RGB", (1, 1))))).load()  # or each fork imports Pillow's plugins
+    return {"tools": schemas}, partial(_run, make, setup)
 
 
-def run_episode(connection: socket.socket, make: Callable[[], Any], limits: EpisodeLimits) -> None:
+def _run(make: Callable[[], Any], setup: dict[str, Any], connection: socket.socket) -> None:
     """Run one episode, until the connection closes. make: returns the user's environment."""
     _seed()
     environment: Any = None
-    for frame in _frames(connection):
+    for frame in read_frames(connection):
         try:
-            with _stack_at(limits.timeout_seconds):
+            with _stack_at(setup["timeout_seconds"]):
                 if frame.content["do"] == "reset":
                     environment = make()
                     value = environment.reset(frame.content["row"] | {IMAGES: LazyImages(frame.files)})
@@ -63,11 +111,13 @@ def run_episode(connection: socket.socket, make: Callable[[], Any], limits: Epis
                     name,
                     to_observation,
                     value,
-                    role=limits.observation_role,
-                    max_image_pixels=limits.max_image_pixels,
+                    role=setup["observation_role"],
+                    max_image_pixels=setup["max_image_pixels"],
                 )
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-            _send(connection, encode_frame(_failure(error)))
+            line, trace = describe_error(error, own_files=(__file__,), own_type=_WrongReturn)
+            trace = "" if isinstance(error, _WrongReturn) else trace  # it has no frames of the user's
+            _send(connection, encode_frame({"error": line, "traceback": trace}))
             return
         if not frame.content.get("quiet"):
             _send(connection, _encode(observation, reward, done))
@@ -97,14 +147,6 @@ def _seed() -> None:
         numpy.random.seed(0)
 
 
-def _frames(connection: socket.socket) -> Iterator[Frame]:
-    reader = FrameReader(max_bytes=MAX_FRAME_BYTES)
-    # It ends with ConnectionResetError if the other side had not read all when it closed.
-    with contextlib.suppress(ConnectionResetError):
-        while data := connection.recv(1 << 18):
-            yield from reader.feed(data)
-
-
 def _send(connection: socket.socket, data: bytes) -> None:
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was stopped meanwhile
         connection.sendall(data)
@@ -120,21 +162,6 @@ def _encode(observation: Observation | None, reward: float | None, done: bool) -
         "done": done,
     }
     return encode_frame(content, [image for message in messages for image in message.images])
-
-
-def _failure(error: BaseException) -> dict[str, str]:
-    """Return an error of the user's code: a line with its location, and a traceback."""
-    line = " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
-    if isinstance(error, _WrongReturn):
-        return {"error": line, "traceback": ""}
-    frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
-        frame = frame.tb_next
-    line = f"{type(error).__name__}: {line}" if line else type(error).__name__
-    where = traceback.extract_tb(frame)
-    line += f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
-    trace = "".join(traceback.format_exception(type(error), error, frame))
-    return {"error": line, "traceback": trace[-_MAX_TRACEBACK_CHARACTERS:]}
 
 
 @contextlib.contextmanager

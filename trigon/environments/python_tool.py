@@ -1,6 +1,6 @@
 """The built-in tool `python`: runs code that a model wrote, in a sandbox of its own for each call.
 
-The sandbox is made by the code server of this process's supervisor (rewards/confinement), which
+The sandbox is made by the code server of this process's supervisor (system/confinement), which
 does not know the row of the episode and its ground truth.
 """
 
@@ -12,7 +12,8 @@ import signal
 from typing import Any
 
 from trigon.environments.protocol import escape_markers
-from trigon.rewards.confinement.code_server import MAX_FILE_BYTES, MAX_MEMORY_BYTES, CodeResult, run_code
+from trigon.system.confinement.code_server import CodeResult, run_code
+from trigon.system.confinement.sandbox import MAX_FILE_BYTES, MAX_MEMORY_BYTES
 
 MAX_SECONDS = 10.0
 """Time limit of a call; less if the step may take less."""

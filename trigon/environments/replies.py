@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trigon.environments.frames import Frame
 from trigon.environments.protocol import (
     MAX_IMAGES,
     MAX_TEXT_CHARACTERS,
@@ -16,6 +15,7 @@ from trigon.environments.protocol import (
 )
 from trigon.errors import RewardError
 from trigon.rewards.contract import read_scores
+from trigon.system.frames import Frame
 from trigon.system.secrets import scrub
 
 _MAX_ERROR_CHARACTERS = 1000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 from trigon.config.names import BUILT_IN_TOOLS, ObservationRole, ToolFormat
 from trigon.environments.source import CodeSource, find_code, pickle_code
 from trigon.errors import EpisodeError
-from trigon.rewards.confinement.options import DEFAULT, Confinement
+from trigon.system.confinement.options import DEFAULT, Confinement
+from trigon.system.frames import encode_frame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class EnvironmentSettings:
     max_episodes: how many may exist at the same time, each of which is a process; later ones wait.
     max_image_pixels: maximum width * height of an image of an observation. observation_role: of the
     messages of the environment; tool_role: of those of tools. passed_variables: environment
-    variables that the code gets besides those of rewards.environment.ALLOWED. confinement: of all
+    variables that the code gets besides those of child_variables.ALLOWED. confinement: of all
     processes together, by the options of reward workers.
     """
 
@@ -77,25 +77,15 @@ def find_tools(tools: Sequence[str | Callable[..., Any]]) -> tuple[CodeSource, .
     )
 
 
-def encode_setup(settings: EnvironmentSettings, *, describe: bool) -> str:
-    """Return the first line for a fork server. describe: whether it returns the tools' schemas.
+def encode_setup(settings: EnvironmentSettings, *, describe: bool) -> bytes:
+    """Return the first frame for a fork server. describe: whether it returns the tools' schemas.
 
     Raises: EpisodeError if JSON cannot represent the keyword arguments.
     """
-    setup = {
-        "environment": None if settings.environment is None else asdict(settings.environment),
-        "kwargs": dict(settings.kwargs),
-        "tools": [asdict(source) for source in settings.tools],
-        "tool_format": settings.tool_format,
-        "timeout_seconds": settings.timeout_seconds,
-        "observation_role": settings.observation_role,
-        "tool_role": settings.tool_role,
-        "max_image_pixels": settings.max_image_pixels,
-        "max_memory_bytes": replace(settings.confinement, runs_code=settings.runs_code).worker_memory_bytes,
-        "describe": describe,
-    }
+    memory = replace(settings.confinement, runs_code=settings.runs_code).worker_memory_bytes
     try:
-        return json.dumps(setup)
+        fields = {**asdict(settings), "confinement": None}  # the supervisor's
+        return encode_frame({**fields, "max_memory_bytes": memory, "describe": describe})
     except (TypeError, ValueError) as error:
         raise EpisodeError(
             f"worker.rollout.environment_kwargs cannot be sent to another process: {error}; use only text, numbers, "

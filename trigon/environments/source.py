@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from trigon.environments.protocol import Environment
 from trigon.errors import EpisodeError
-from trigon.rewards.user_code import load_module, take, unpickle
 from trigon.system.suggestions import did_you_mean
+from trigon.system.user_code import check_arguments, load_module, read_signature, take, unpickle
 
 CodeKind = Literal["environment", "tool"]
 
@@ -119,35 +119,17 @@ def check_environment(made: Any, kwargs: Mapping[str, Any], *, where: str) -> No
                 hint = did_you_mean(name, methods)
                 raise EpisodeError(f"{where} has no method {name}(self, {argument}){hint}")
             _check_method(getattr(made, name), name, argument, where)
-    signature = _signature(made, where)
-    accepted = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    accepts_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    for key in kwargs:
-        if key not in accepted and not accepts_any:
-            raise EpisodeError(
-                f"{where} does not accept {key!r} of worker.rollout.environment_kwargs{did_you_mean(key, accepted)}; "
-                f"it accepts {', '.join(accepted) or 'none'}"
-            )
-    try:
-        signature.bind(**kwargs)
-    except TypeError as error:
-        raise EpisodeError(f"{where} cannot be made: {error}; set it in worker.rollout.environment_kwargs") from error
+    option = "worker.rollout.environment_kwargs"
+    check_arguments(made, kwargs, where=where, called="made", option=option, error=EpisodeError)
 
 
 def _check_method(method: Any, name: str, argument: str, where: str) -> None:
     if inspect.iscoroutinefunction(method):
         raise EpisodeError(f"{name} of {where} is async; make it a plain method, which may call asyncio.run")
-    signature = _signature(method, f"{name} of {where}")
+    signature = read_signature(method, where=f"{name} of {where}", error=EpisodeError)
     try:
         signature.bind(None, None)  # self, and its argument
     except TypeError as error:
         raise EpisodeError(
             f"{name} of {where} takes {signature}, and is called with one argument: {name}(self, {argument}) ({error})"
         ) from error
-
-
-def _signature(made: Any, where: str) -> inspect.Signature:
-    try:
-        return inspect.signature(made)
-    except (TypeError, ValueError) as error:
-        raise EpisodeError(f"{where} has no readable signature ({error}); wrap it in a plain function") from error

@@ -28,7 +28,7 @@ from typing import Any, Literal
 from trigon.errors import RewardError
 from trigon.system.json_files import dump_columns, to_plain
 from trigon.system.secrets import ARGUMENTS
-from trigon.system.suggestions import nearest
+from trigon.system.user_code import check_arguments, read_signature
 from trigon.types import EncodedMedia, FinishReason, ImageSizes, ReadMedia
 
 RewardContract = Literal["batch", "group", "sequential", "legacy"]
@@ -38,6 +38,12 @@ IMAGES = "images"
 
 IMAGE_SIZES = "image_sizes"
 """The entry, or the argument, with [width, height] of each image as the model sees it."""
+
+BLOCKED_SECONDS = 1.0
+"""How long the driver waits for an async function after its time limit, before it kills the worker.
+
+The call is cancelled at the limit, but others may keep the event loop busy.
+"""
 
 APPLIES = "/applies"
 """After the name of a function of several: the score 1, or 0 where it returned None.
@@ -109,21 +115,6 @@ class RequestFiles:
     turns: Sequence[Sequence[str]] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedFunction:
-    """A reward function with its arguments bound, as reward workers call it.
-
-    is_async: whether a call returns a coroutine. takes_images: whether reward inputs have images.
-    media_arguments: IMAGES and IMAGE_SIZES, as far as they are arguments, of the legacy contract.
-    """
-
-    call: Callable[..., Any]
-    contract: RewardContract
-    is_async: bool
-    takes_images: bool = False
-    media_arguments: tuple[str, ...] = ()
-
-
 def turn_input(observation: str, text: str, reward: float | None, image_sizes: ImageSizes = ()) -> dict[str, Any]:
     """Return a turn as a reward function gets it.
 
@@ -173,7 +164,10 @@ def detect_contract(
         return reward_type
     if reward_type is not None:
         raise RewardError(f'{where}: REWARD_TYPE is {reward_type!r}; it must be "batch", "group" or "sequential"')
-    signature = _signature(function, where=where, read=call_signature)
+    try:
+        signature = call_signature(function)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"{where} has no readable signature ({error}); wrap it in a plain function") from error
     parameters = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
     names = [parameter.name for parameter in parameters]
     if names[:2] in (["response", "ground_truth"], ["predict_str", "ground_truth"]):
@@ -207,7 +201,7 @@ def media_arguments(
         return ()
     return tuple(
         each.name
-        for each in list(_signature(function, where=where).parameters.values())[2:]
+        for each in list(read_signature(function, where=where, error=RewardError).parameters.values())[2:]
         if each.name in (IMAGES, IMAGE_SIZES)
         and each.name not in kwargs
         and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
@@ -227,20 +221,16 @@ def bind_kwargs(
     option: the name of kwargs in errors.
     Raises: RewardError if it does not accept one of kwargs, or requires one that is missing.
     """
-    signature = _signature(function, where=where)
-    parameters = signature.parameters
-    accepts_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    accepted = named[2 if contract == "legacy" else 1 :]
-    _require_accepted(kwargs, accepted, accepts_any=accepts_any, where=where, option=option)
-    positional = (None, None) if contract == "legacy" else (None,)
-    images = dict.fromkeys(media_arguments(function, contract, kwargs, where=where))
-    try:
-        signature.bind(*positional, **kwargs, **images)
-    except TypeError as error:
-        raise RewardError(
-            f"{where} cannot be called by the {contract} contract: {error}; set its keyword arguments in {option}"
-        ) from error
+    check_arguments(
+        function,
+        kwargs,
+        num_positional=2 if contract == "legacy" else 1,
+        others=media_arguments(function, contract, kwargs, where=where),
+        where=where,
+        called=f"called by the {contract} contract",
+        option=option,
+        error=RewardError,
+    )
     return functools.partial(function, **kwargs)
 
 
@@ -260,15 +250,7 @@ def construct(
     Raises: RewardError if the class does not accept one of kwargs, requires one that is missing,
     or raises; or if its objects cannot be called.
     """
-    signature = _signature(function, where=where)
-    parameters = signature.parameters.values()
-    accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    accepts_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    _require_accepted(kwargs, accepted, accepts_any=accepts_any, where=where, option=option)
-    try:
-        signature.bind(**kwargs)
-    except TypeError as error:
-        raise RewardError(f"{where} cannot be made: {error}; set its keyword arguments in {option}") from error
+    check_arguments(function, kwargs, where=where, called="made", option=option, error=RewardError)
     try:
         made = function(**kwargs)
     except (Exception, SystemExit) as error:
@@ -279,30 +261,13 @@ def construct(
     return made
 
 
-def _require_accepted(
-    kwargs: Mapping[str, Any], accepted: Sequence[str], *, accepts_any: bool, where: str, option: str
-) -> None:
-    for key in kwargs:
-        if key not in accepted and not accepts_any:
-            raise RewardError(
-                f"{where} does not accept {key!r} of {option}{_nearest(key, accepted)}; "
-                f"it accepts {', '.join(accepted) or 'none'}"
-            )
-
-
 class WrongLength(RewardError):
     """A batch function returned no list, or one of another length than its argument."""
 
 
-def call_legacy(function: LoadedFunction, reward_input: Mapping[str, Any]) -> Any:
-    """Return what a function of the legacy contract returns for a completion."""
-    images = {name: reward_input[name] for name in function.media_arguments}
-    return function.call(reward_input["response"], reward_input["ground_truth"], **images)
-
-
-def limit_of_call(contract: RewardContract, num_completions: int, timeout_seconds: float) -> float:
+def limit_of_call(num_completions: int, *, is_group: bool, timeout_seconds: float) -> float:
     """Return the time limit of a call, in seconds: of a group, which cannot be split, their sum."""
-    return timeout_seconds * num_completions if contract == "group" else timeout_seconds
+    return timeout_seconds * num_completions if is_group else timeout_seconds
 
 
 def check_length(returned: object, length: int) -> list[object] | tuple[object, ...]:
@@ -383,18 +348,6 @@ def call_signature(function: Callable[..., object]) -> inspect.Signature:
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-def _signature(
-    function: Callable[..., object],
-    *,
-    where: str,
-    read: Callable[[Callable[..., object]], inspect.Signature] = inspect.signature,
-) -> inspect.Signature:
-    try:
-        return read(function)
-    except (TypeError, ValueError) as error:
-        raise RewardError(f"{where} has no readable signature ({error}); wrap it in a plain function") from error
-
-
 def _is_annotated(parameters: list[inspect.Parameter], *type_names: str) -> bool:
     """Return whether the first parameter is annotated with one of these types or their names."""
     if not parameters:
@@ -403,11 +356,6 @@ def _is_annotated(parameters: list[inspect.Parameter], *type_names: str) -> bool
     origin = getattr(annotation, "__origin__", annotation)
     text = annotation if isinstance(annotation, str) else getattr(origin, "__name__", "")
     return text.rpartition("typing.")[2].lower().startswith(type_names)
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    match = nearest(name, known)
-    return f" (did you mean {match!r}?)" if match else ""
 
 
 def _short_repr(value: object) -> str:

@@ -1,22 +1,25 @@
 """Finds and loads a reward function: `file.py:function`, a shipped verifier, or a pickled function.
 
-find_source() only checks names and files, and may run anywhere. load_function() runs the user's
-file, or unpickles what callables.py pickled, and is only called in reward workers. Does not depend
-on the arguments of reward functions.
+find_source() only checks names and files, and may run anywhere. make_setup() is what the reward
+workers are told of the function and its arguments. load_function() runs the user's file, or
+unpickles what callables.py pickled, and is only called in reward workers.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trigon.config.names import SHIPPED_REWARDS
 from trigon.errors import RewardError
-from trigon.rewards.user_code import load_module, take, unpickle
+from trigon.rewards.arguments import resolve_arguments
+from trigon.system.frames import encode_frame
+from trigon.system.secrets import ARGUMENTS, mask
 from trigon.system.suggestions import nearest
+from trigon.system.user_code import load_module, take, unpickle
 
 if TYPE_CHECKING:  # reward workers need no options
     from trigon.config.schema import WeightedReward
@@ -119,6 +122,61 @@ def unique_name(name: str, others: Sequence[str]) -> str:
         number += 1
         unique = f"{name}_{number}"
     return unique
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSetup:
+    """What the reward workers are told, and what messages and the confinement need of it.
+
+    frame: for functions.load_setup. name, where: the reward in messages, short and in full. files:
+    of the functions that have one.
+    """
+
+    frame: bytes
+    name: str
+    where: str
+    files: tuple[str, ...]
+
+
+def make_setup(
+    reward: str | RewardSource | Sequence[RewardTerm],
+    kwargs: Mapping[str, Any],
+    *,
+    timeout_seconds: float,
+    concurrency: int,
+) -> RewardSetup:
+    """Return the setup of a reward. Args: as of RewardPool.
+
+    Raises: RewardError if there is no such file, if a variable of `env:NAME` in kwargs is not set,
+    or if JSON cannot represent kwargs.
+    """
+    source = find_source(reward) if isinstance(reward, str) else reward
+    setup: dict[str, Any] = {"timeout_seconds": timeout_seconds, "concurrency": concurrency}
+    given: Mapping[str, Any]
+    if isinstance(source, RewardSource):
+        sources, given, where = [source], dict(kwargs), source.where
+        name = Path(source.file).name if source.file else source.function if source.pickled else source.module
+        name = name.rpartition("trigon.rewards.verifiers.")[2]  # a shipped one
+        setup |= {"source": asdict(source), "kwargs": resolve_arguments(kwargs)}
+    else:
+        if kwargs:
+            raise RewardError(
+                "worker.reward.reward_function_kwargs are arguments of a single reward function, and there are "
+                f"{len(source)}; give each its own"
+            )
+        sources, given = [term.source for term in source], {term.name: dict(term.kwargs) for term in source}
+        name = " + ".join(term.name for term in source)
+        where = f"the sum of the reward functions {', '.join(repr(term.name) for term in source)}"
+        terms = [{**asdict(term), "kwargs": resolve_arguments(term.kwargs, term.name)} for term in source]
+        setup |= {"source": None, "terms": terms}
+    try:
+        frame = encode_frame(setup)
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"{ARGUMENTS}={mask(ARGUMENTS, given)!r} cannot be sent to another process: {error}; use only text, "
+            "numbers, lists and dicts"
+        ) from error
+    return RewardSetup(frame, name, where, tuple(each.file for each in sources if each.file))
 
 
 @dataclass(frozen=True, slots=True)

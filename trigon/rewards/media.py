@@ -2,15 +2,15 @@
 
 Those of prompts, and the images that the turns of an episode observed.
 
-Runs in the driver. A folder of the run holds the files of one scoring, by hash, so that one which
-several prompts share, or many completions, is there once. Does not depend on reward workers.
+Runs in the driver, in the thread of the reward pool, so that the caller, which samples, waits for
+no file. A folder of the run holds the files of one scoring, by hash, so that one which several
+prompts share, or many completions, is there once. Does not depend on reward workers.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -73,19 +73,3 @@ class MediaFolder:
                 path.write_bytes(file)
             paths.append(str(path))
         return RequestFiles(images=paths) if media.kind == "image" else RequestFiles(videos=paths)
-
-
-class MediaWriter:
-    """Writes the media of one scoring in a thread of its own, in the order of the calls.
-
-    The caller, which samples, waits for no file.
-    """
-
-    def __init__(self, folder: MediaFolder) -> None:
-        self.folder = folder
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="reward-media")
-
-    def close(self) -> None:
-        """Wait for the file that is being written, drop what remains, and remove the files."""
-        self.thread.shutdown(cancel_futures=True)
-        self.folder.clear()

@@ -3,12 +3,12 @@
 A failure costs the completion that caused it, never the run. Does not depend on the meaning of
 scores.
 
-Completions are sent in chunks. Functions of the sequential and legacy contracts return scores one
-by one, so when their worker hangs or exits, the completion that caused it is known, and the rest of
-the chunk goes to another worker. Batch functions return scores for a whole chunk; when that fails,
-its completions are sent again one by one. Group functions return scores for all completions of a
-prompt, which succeed or fail together. A worker with an async function has several chunks at a
-time; when it hangs or exits, each of them is sent again alone, to find the one that caused it.
+What the function scores in one call, a worker is sent as one message. When a call fails, hangs or
+ends its worker, and the call was for a batch, the completions of the batch are sent again one by
+one. All completions of a group succeed or fail together. A worker whose function is not async may
+be sent further calls, which it carries out one after the other, so that the first of them is the
+cause when the worker hangs or exits. A worker with an async function carries out several calls at a
+time; when it hangs or exits, each of them is sent again alone, to find the cause.
 
 During a scoring, a thread of the pool communicates with the workers. So scoring continues, and its
 time limits hold, while the caller is busy.
@@ -18,47 +18,66 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
-import signal
 import sys
 import threading
 import time
-import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from trigon.errors import RewardError
-from trigon.rewards.calls import BLOCKED_SECONDS
-from trigon.rewards.confinement.options import DEFAULT, Confinement, check_confinement
-from trigon.rewards.contract import RewardContract, RewardRequest, limit_of_call, read_scores
-from trigon.rewards.load import RewardSource, RewardTerm
-from trigon.rewards.media import MediaFolder, MediaWriter
-from trigon.rewards.pooled_worker import LOAD_SECONDS, PooledChunk, PooledWorker, PooledWorkers
-from trigon.rewards.process import (
-    check_passed_variables,
-    describe_exit,
-    explain_withheld,
-    warn_of_withheld_variables,
-)
-from trigon.rewards.scoring import Scoring
-from trigon.rewards.setup import make_setup
-from trigon.rewards.timeouts import Timeouts
-from trigon.system.json_files import parse_json
+from trigon.rewards.contract import BLOCKED_SECONDS, RewardRequest, limit_of_call, read_scores
+from trigon.rewards.functions import Unit
+from trigon.rewards.load import RewardSource, RewardTerm, make_setup
+from trigon.rewards.media import MediaFolder
+from trigon.rewards.scoring import Call, Scoring
+from trigon.system.child import FORGED, GRACE_SECONDS, Child, Children, ChildSpec, Ending
+from trigon.system.child_variables import check_passed_variables, explain_withheld, warn_of_withheld_variables
+from trigon.system.confinement.options import DEFAULT, Confinement
+from trigon.system.frames import encode_frame
 from trigon.system.secrets import scrub
 from trigon.types import Score
 
-MAX_CHUNK_SIZE = 32
-"""Maximum number of completions that are sent to a worker at a time."""
+MAX_BATCH = 32
+"""Maximum number of completions of a batch, and of calls that wait in a worker for others."""
 
 DEFAULT_CONCURRENCY = 16
-"""Chunks that a worker has at a time, if the function is async."""
+"""Calls that a worker carries out at a time, if the function is async."""
 
-_GRACE_SECONDS = 0.1
-"""How long a worker lives after its time limit, to print its stack."""
+MIN_TIMEOUTS = 5
+"""The run stops after this many timeouts in a row, unless all are of one group. With more than two
+calls at a time it is twice their number, because a short outage can make all of them time out.
+"""
+
+_MAX_REPLY_BYTES = 32 << 20
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What a worker says of one completion, or of a whole call that has failed.
+
+    scores: None with an error.
+    """
+
+    scores: dict[str, float] | None
+    error: str
+    traceback: str
+
+    @classmethod
+    def read(cls, message: Mapping[str, Any]) -> _Result:
+        """Read a part of a reply, which may be forged. Raises: one of FORGED."""
+        error, traceback = scrub(str(message.get("error", ""))), scrub(str(message.get("traceback", "")))
+        if "error" not in message:
+            try:  # validated again: the worker runs untrusted code
+                return cls(read_scores(message["scores"]), "", "")
+            except RewardError as invalid:
+                error = str(invalid)
+        return cls(None, error, traceback)
 
 
 class RewardPool:
@@ -88,34 +107,46 @@ class RewardPool:
         completions of one scoring that may fail. concurrency: completions, or lists of them for the
         batch contract, that a worker scores at a time if the function is async.
         passed_variables: environment variables that the workers get besides those of
-        environment.ALLOWED. confinement: of the workers; the folders of the functions are always
-        readable.
+        child_variables.ALLOWED. confinement: of the workers; the folders of the functions are
+        always readable.
         Raises: RewardError if there is no such file, if one of the variables is not set, also of
         `env:NAME` in kwargs, or if JSON cannot represent kwargs.
         """
         setup = make_setup(reward, kwargs, timeout_seconds=timeout_seconds, concurrency=concurrency)
-        self._setup, self._name, self._where = setup.message, setup.name, setup.where
+        self._name, self._where = setup.name, setup.where
         check_passed_variables(passed_variables)
         warn_of_withheld_variables(setup.files, passed_variables)
         self._media = MediaFolder()
-        folders = [str(self._media.path), *(str(Path(file).parent) for file in setup.files)]
-        self._confinement = confinement.with_readable(folders)
-        self._takes_images = False  # until the function is loaded
-        self._workers = PooledWorkers(setup.message, confinement=self._confinement, passed_variables=passed_variables)
-        self._has_warned = False
+        spec = ChildSpec(
+            program="trigon.rewards.worker",
+            setup=setup.frame,
+            where=setup.where,
+            confined="reward functions",
+            error=RewardError,
+            confinement=confinement.with_readable(
+                [str(self._media.path), *(str(Path(file).parent) for file in setup.files)]
+            ),
+            passed_variables=tuple(passed_variables),
+            max_frame_bytes=_MAX_REPLY_BYTES,
+        )
+        self._children = Children(spec)
+        self._calls: dict[Child, dict[str, Call]] = {}  # what each worker was sent, by random ids
+        self._unit: Unit | None = None  # until a worker has loaded the function, as the next two
+        self._is_async = False
+        self._takes_images = False
+        self._scoring: Scoring | None = None  # the current one
         self._env = tuple(passed_variables)
         self._timeout_seconds = timeout_seconds
         self._max_failed_fraction = max_failed_fraction
         self._num_workers = num_workers
         self._concurrency = concurrency
-        self._is_async = False  # until the function is loaded
-        self._max_chunk_size = MAX_CHUNK_SIZE
+        self._max_batch = MAX_BATCH
         self._lock = threading.Lock()
         self._warned_columns: set[str] = set()
-        self._timeouts = Timeouts()
+        self._timed_out_groups: list[object] = []  # since the last other result
         self._fatal_error = ""
         for number in range(num_workers):
-            self._workers.start(number)
+            self._start(f"reward {number}")
 
     def ready(self) -> None:
         """Wait until a worker has loaded the function.
@@ -124,18 +155,18 @@ class RewardPool:
         arguments.
         """
         with self._lock:
-            self._contract()
+            self._wait_until_loaded()
 
     def takes_images(self) -> bool:
         """Wait as ready, and return whether the function looks at the images of prompts."""
         with self._lock:
-            self._contract()
+            self._wait_until_loaded()
             return self._takes_images
 
     def scores_groups(self) -> bool:
         """Wait as ready, and return whether all completions of a prompt are scored together."""
         with self._lock:
-            return self._contract() == "group"
+            return self._wait_until_loaded() == "group"
 
     def check(self, requests: Sequence[RewardRequest], *, described: str) -> None:
         """Call the function on dummy completions, so that an error is found before training.
@@ -143,10 +174,10 @@ class RewardPool:
         described: the completions in the error message.
         Raises: RewardError if the function cannot be loaded, or does not return a score for each.
         """
-        with self._open_scoring(num_completions=len(requests), chunk_size=len(requests), max_failed_fraction=1.0) as s:
+        with self._open_scoring(num_completions=len(requests), batch_size=len(requests), max_failed_fraction=1.0) as s:
             s.add(0, requests)
             s.result()
-        self._timeouts.clear()
+        self._timed_out_groups.clear()
         if s.first_failure is None:
             return
         error, traceback = s.first_failure
@@ -182,7 +213,7 @@ class RewardPool:
         """
         with self._open_scoring(
             num_completions=num_completions,
-            chunk_size=self._chunk_size(num_completions),
+            batch_size=self._share(num_completions),
             max_failed_fraction=self._max_failed_fraction,
             num_separate=num_separate,
             min_counted=min_counted,
@@ -194,24 +225,22 @@ class RewardPool:
         self,
         *,
         num_completions: int,
-        chunk_size: int,
+        batch_size: int,
         max_failed_fraction: float,
         num_separate: int = 0,
         min_counted: int = 0,
     ) -> Iterator[Scoring]:
-        """See scoring. chunk_size: of a batch function."""
+        """See scoring."""
         with self._lock:
-            contract = self._contract()
-            media = MediaWriter(self._media) if self._takes_images else None
-            scoring = Scoring(
+            unit = self._wait_until_loaded()
+            scoring = self._scoring = Scoring(
                 num_completions=num_completions,
-                fixed_chunk_size=chunk_size if contract == "batch" else None,
-                by_group=contract == "group",
+                call_size={"completion": 1, "batch": batch_size, "group": None}[unit],
                 max_failed_fraction=max_failed_fraction,
                 name=self._name,
-                wake_pool=self._workers.wake,
+                wake_pool=self._children.wake,
                 warn_omitted=self._warn_omitted,
-                media=media,
+                media=self._media if self._takes_images else None,
                 num_separate=num_separate,
                 min_counted=min_counted,
             )
@@ -222,229 +251,235 @@ class RewardPool:
             finally:
                 scoring.cancel()
                 thread.join()
-                if media is not None:
-                    media.close()
-                for worker in [worker for worker in self._workers if worker.chunks]:  # only after an error
-                    self._workers.kill(worker)
-                    self._workers.start(worker.number)
+                self._media.clear()
+                self._scoring = None
+                for child in [child for child, calls in self._calls.items() if calls]:  # only after an error
+                    self._replace(child)
 
     @property
     def process_ids(self) -> tuple[int, ...]:
         """The process ids of the workers now. May be read in any thread."""
-        return self._workers.process_ids
+        return tuple(child.pid for child in self._children)
 
     def close(self) -> None:
         """Kill all workers and the processes that they started. The pool is then unusable."""
-        self._workers.close()
+        self._children.close()
         self._media.close()
         self._fatal_error = "the reward pool is closed"
 
-    def _contract(self) -> RewardContract:
-        """Wait until a worker has loaded the function, and return the function's contract."""
-        while True:
-            for worker in self._workers:
-                if worker.contract is not None:
-                    return worker.contract
-            self._wait(None)
+    def _start(self, name: str) -> None:
+        self._calls[self._children.start(name)] = {}
+
+    def _wait_until_loaded(self) -> Unit:
+        if self._fatal_error:
+            raise RewardError(self._fatal_error)
+        while self._unit is None:
+            self._wait()
+        return self._unit
 
     def _run(self, scoring: Scoring) -> None:
         """Score until the scoring is complete or cancelled. Runs in the thread of the pool."""
         try:
             while not (scoring.is_complete or scoring.is_cancelled):
-                self._send_chunks(scoring)
-                self._wait(scoring)
+                self._send_calls(scoring)
+                self._wait()
+                scoring.process_added()
         except BaseException as error:  # noqa: BLE001 - the caller waits for this future, so it must get every error
             scoring.outcome.set_exception(error)
         else:
             if scoring.is_complete:
                 scoring.outcome.set_result(scoring.ordered_scores())
 
-    def _chunk_size(self, num_items: int) -> int:
+    def _share(self, num_items: int) -> int:
         """Return a quarter of a worker's share, so that no worker is idle for long at the end."""
-        return max(1, min(self._max_chunk_size, -(-num_items // (4 * self._num_workers))))
+        return max(1, min(self._max_batch, -(-num_items // (4 * self._num_workers))))
 
-    def _send_chunks(self, scoring: Scoring) -> None:
-        """Send chunks to the workers that can take one, first to those with the fewest."""
-        while can_take := [w for w in self._workers if w.can_take_chunk(concurrency=self._concurrency)]:
-            worker = min(can_take, key=lambda each: len(each.chunks))
-            indices = scoring.next_chunk(max_size=self._max_size(worker, scoring))
-            if not indices:
+    def _send_calls(self, scoring: Scoring) -> None:
+        """Send calls to the workers that can take one, first to those with the fewest."""
+        while scoring.num_queued:
+            able = [child for child in self._children if self._can_take_call(child, scoring.num_queued)]
+            if not able:
                 return
-            is_alone = scoring.is_alone(indices)
-            if is_alone and worker.chunks:  # when the worker with the fewest has none
-                scoring.requeue(indices, singly=False)
+            child = min(able, key=lambda child: len(self._calls[child]))
+            calls = self._calls[child]
+            call = scoring.next_call(max_size=self._max_batch if self._unit == "batch" else sys.maxsize)
+            if call.is_alone and calls:  # when the worker with the fewest has some
+                scoring.requeue([call])
                 return
-            chunk = PooledChunk(deque(indices), 0.0, is_alone)
-            chunk.deadline = time.monotonic() + self._limit_of(worker, chunk)
-            chunk_id = secrets.token_hex(8)
-            worker.chunks[chunk_id] = chunk
-            line = f'{{"chunk": "{chunk_id}", "requests": {scoring.encode_chunk(indices)}}}'
-            if not self._workers.send(worker, line, timeout_seconds=self._timeout_seconds):
-                # The worker had exited before: these completions are not the cause.
-                scoring.requeue(worker.chunks.pop(chunk_id).pending, singly=False)
-                self._replace_worker(worker, scoring, timed_out=False)
+            call_id = secrets.token_hex(8)
+            child.forget_output()
+            frame = encode_frame({"call": call_id}, requests=scoring.encode_requests(call.indices))
+            self._children.send(child.channel, frame)
+            if not child.channel.can_send:  # the worker had exited before: this call is not the cause
+                child.has_ended = True
+                scoring.requeue([call])
+                continue
+            calls[call_id] = call
+            if self._is_async or len(calls) == 1:
+                self._begin(call)
 
-    def _max_size(self, worker: PooledWorker, scoring: Scoring) -> int:
-        """Return the maximum size of the next chunk of a worker."""
-        match worker.contract:
-            case "batch":  # fixed, unless chunks of that size have timed out
-                return self._max_chunk_size
-            case "group":
-                return sys.maxsize
-            case _:  # calls of async functions have time limits of their own, so none may wait for another
-                return 1 if worker.is_async else self._chunk_size(scoring.num_queued)
+    def _can_take_call(self, child: Child, num_queued: int) -> bool:
+        calls = self._calls[child]
+        if child.loaded is None or child.has_ended or any(call.is_alone for call in calls.values()):
+            return False
+        if self._is_async:
+            return len(calls) < self._concurrency
+        # Calls of single completions may be short: the next ones wait in the worker.
+        return len(calls) < (self._share(num_queued) if self._unit == "completion" else 1)
 
-    def _limit_of(self, worker: PooledWorker, chunk: PooledChunk) -> float:
-        """Return how many seconds a worker may take for a result before it is killed."""
-        assert worker.contract is not None
-        seconds = limit_of_call(worker.contract, len(chunk.pending), self._timeout_seconds)
-        return seconds + (BLOCKED_SECONDS if worker.is_async else _GRACE_SECONDS)
+    def _limit_of(self, call: Call) -> float:
+        is_group = self._unit == "group"
+        return limit_of_call(len(call.indices), is_group=is_group, timeout_seconds=self._timeout_seconds)
+
+    def _begin(self, call: Call) -> None:
+        """Set the deadline of a call that its worker begins now."""
+        grace = BLOCKED_SECONDS if self._is_async else GRACE_SECONDS
+        call.deadline = time.monotonic() + self._limit_of(call) + grace
 
     def _warn_omitted(self, columns: Sequence[str]) -> None:
         for column in set(columns) - self._warned_columns:
             self._warned_columns.add(column)
-            warnings.warn(
-                f"column {column!r} of the dataset has values that JSON cannot represent; the reward function gets its "
-                "rows without this column",
-                stacklevel=4,
+            _log.warning(
+                "column %r of the dataset has values that JSON cannot represent; the reward function gets its rows "
+                "without this column",
+                column,
             )
 
-    def _wait(self, scoring: Scoring | None) -> None:
-        """Wait for the next event and handle it. scoring: None while the function is loaded."""
-        if self._fatal_error:
-            raise RewardError(self._fatal_error)
+    def _wait(self) -> None:
+        """Wait for the next event and handle it."""
         now = time.monotonic()
-        deadlines = [worker.deadline for worker in self._workers if worker.deadline is not None]
-        for worker in self._workers.wait(max(0.0, min(deadlines) - now) if deadlines else None):
-            self._receive(worker, scoring)
-        if scoring is not None:
-            scoring.process_added()
+        deadline = min(map(self._deadline_of, self._children))
+        for child in self._children.wait(None if deadline == math.inf else max(0.0, deadline - now)):
+            assert isinstance(child, Child)
+            self._receive(child)
         # `now` was read before select(): a result that arrived in time counts if read late.
-        for worker in [w for w in self._workers if w.deadline is not None and w.deadline <= now]:
-            self._replace_worker(worker, scoring, timed_out=True)
+        for child in [child for child in self._children if self._deadline_of(child) <= now]:
+            self._handle_end(child)
 
-    def _receive(self, worker: PooledWorker, scoring: Scoring | None) -> None:
-        lines = worker.process.receive()
+    def _deadline_of(self, child: Child) -> float:
+        """Return when a worker must be replaced, unless it sends something before."""
+        if child.has_ended:
+            return 0.0
+        if child.loaded is None:
+            return child.load_deadline
+        return min((call.deadline for call in self._calls[child].values()), default=math.inf)
+
+    @contextlib.contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """Let an error be that of all later calls, too."""
         try:
-            for line in lines:
-                self._handle_message(worker, parse_json(line), scoring)
-        except (ValueError, KeyError, IndexError, TypeError):  # the user's code has written to the channel
-            worker.process.ended = True
-        if worker.process.ended:
-            self._replace_worker(worker, scoring, timed_out=False)
-
-    def _handle_message(self, worker: PooledWorker, message: dict[str, Any], scoring: Scoring | None) -> None:
-        """Handle a message. Raises: ValueError, KeyError or TypeError if it is invalid."""
-        if not worker.is_confined:
-            self._check_confinement(message)
-            worker.is_confined = True
-            return
-        if worker.contract is None:
-            if "load_error" in message:
-                self._fatal_error = explain_withheld(scrub(str(message["load_error"])), self._env)
-                raise RewardError(self._fatal_error)
-            worker.contract = cast(RewardContract, message["contract"])
-            worker.is_async = self._is_async = bool(message["is_async"])
-            self._takes_images = bool(message["takes_images"])
-            return
-        # The user's code runs in the process that sends results, so it could send forged ones. It
-        # does not know the random id of a chunk.
-        chunk_id = message["chunk"]
-        chunk = worker.chunks[chunk_id]
-        if scoring is None or message["number"] != chunk.num_results:
-            raise ValueError("unexpected message from a reward worker")
-        chunk.num_results += 1
-        timed_out = message.get("timed_out") is True
-        if "retry_singly" in message:
-            scoring.set_chunk_error(chunk.pending, scrub(str(message["error"])))
-            self._retry_singly(worker.chunks.pop(chunk_id), scoring, timed_out=timed_out)
-            return
-        if not timed_out:
-            self._timeouts.clear()
-        index = chunk.pending[0]
-        scoring.set_seconds(index, float(message["seconds"]))
-        error, traceback = scrub(str(message.get("error", ""))), scrub(str(message.get("traceback", "")))
-        if not error:
-            try:  # validated again: the worker runs untrusted code
-                scoring.succeed(index, read_scores(message["scores"]))
-            except RewardError as invalid:
-                error = str(invalid)
-        chunk.pending.popleft()
-        chunk.deadline = time.monotonic() + self._limit_of(worker, chunk)
-        if not chunk.pending:
-            del worker.chunks[chunk_id]
-        if timed_out:
-            scoring.fail(index, "timeout", error, traceback)
-            if worker.contract != "group" or chunk.num_results == 1:
-                self._count_timeout(worker, scoring.group_of(index), traceback)
-        elif error:
-            scoring.fail(index, "failed", explain_withheld(error, self._env), traceback)
-
-    def _retry_singly(self, chunk: PooledChunk, scoring: Scoring, *, timed_out: bool) -> None:
-        """Send the completions of a batch function's list again one by one."""
-        scoring.requeue(chunk.pending, singly=True)
-        if timed_out:  # nothing may hang: a chunk of this size may just take too long
-            self._max_chunk_size = max(1, self._max_chunk_size // 2)
-
-    def _check_confinement(self, message: dict[str, Any]) -> None:
-        """Warn once of what is not confined here. Raises: RewardError if that is not acceptable."""
-        try:
-            warning = check_confinement(self._confinement, message["used"], str(message["obstacle"]))
+            yield
         except RewardError as error:
             self._fatal_error = str(error)
             raise
-        if warning and not self._has_warned:
-            _log.warning("%s", warning)
-        self._has_warned = True
 
-    def _replace_worker(self, worker: PooledWorker, scoring: Scoring | None, *, timed_out: bool) -> None:
-        """Replace a worker that hangs or has exited, and fail or retry its completions."""
-        code = self._workers.kill(worker)
-        output = scrub(worker.process.tail)
-        exit_text = worker.process.exceeded or describe_exit(code)
-        # Any other code: it had exited just before.
-        timed_out = timed_out and code == -signal.SIGKILL and not worker.process.exceeded
-        if worker.contract is None:
-            ending = f"took more than {LOAD_SECONDS:g} s and was killed" if timed_out else exit_text
-            self._fatal_error = f"{self._where}: its worker {ending} while loading\n{output}"
-            raise RewardError(self._fatal_error)
-        self._workers.start(worker.number)
-        if scoring is None or not worker.chunks:
-            return
-        if len(worker.chunks) > 1:
-            for each in reversed(worker.chunks.values()):
-                scoring.requeue(each.pending, singly=False, alone=True)
-            return
-        [chunk] = worker.chunks.values()
-        if worker.contract == "batch" and len(chunk.pending) > 1:
-            self._retry_singly(chunk, scoring, timed_out=timed_out)
-            return
-        failed = list(chunk.pending)
-        if worker.contract != "group":
-            scoring.requeue(failed[1:], singly=True)
-            del failed[1:]
-        if timed_out:
-            limit = limit_of_call(worker.contract, len(failed), self._timeout_seconds)
-            for index in failed:
-                scoring.set_seconds(index, self._timeout_seconds)
-                scoring.fail(index, "timeout", f"no score within {limit:g} s; its worker was killed", output)
-            self._count_timeout(worker, scoring.group_of(failed[0]), output)
-        else:
-            self._timeouts.clear()
-            was_killed = code == -signal.SIGKILL and not worker.process.exceeded
-            if was_killed and scoring.retry(failed):  # it may not be the cause
-                return
-            for index in failed:
-                scoring.fail(index, "failed", f"its worker {exit_text}", output)
+    def _receive(self, child: Child) -> None:
+        with self._fatal():  # the function cannot be loaded, or confined as it must be
+            frames = self._children.receive(child)
+        try:
+            if child.loaded is not None and self._unit is None:
+                self._is_async, self._takes_images = child.loaded["is_async"], child.loaded["takes_images"]
+                self._unit = child.loaded["unit"]
+            for frame in frames:
+                self._handle_reply(child, frame.content)
+        except FORGED:  # the user's code has written to the channel
+            child.has_ended = True
 
-    def _count_timeout(self, worker: PooledWorker, group: object, output: str) -> None:
-        """Count a timeout. Raises: RewardError after too many in a row."""
-        num_calls = self._num_workers * (self._concurrency if self._is_async else 1)
-        num_timeouts = self._timeouts.add(group, num_calls=num_calls)
-        if num_timeouts is not None:
-            counted = "groups" if worker.contract == "group" else "completions"
-            raise RewardError(
-                f"{self._name} timed out for {num_timeouts} {counted} in a row (no score within "
-                f"worker.reward.timeout_seconds={self._timeout_seconds:g} s), so it seems to hang for all of them. "
-                f"Correct it, or raise the limit if it is only slow. Where the last call was:\n{output}".rstrip()
+    def _handle_reply(self, child: Child, message: Mapping[str, Any]) -> None:
+        """Handle the reply to a call. Raises: one of FORGED if it is none."""
+        # The user's code runs in the process that sends results, so it could send forged ones. It
+        # does not know the random id of a call.
+        calls = self._calls[child]
+        call = calls[message["call"]]
+        assert self._scoring is not None
+        self._scoring.set_seconds(call.indices, float(message["seconds"]) / len(call.indices))
+        failed = "error" in message
+        results = [_Result.read(each) for each in ([message] if failed else message["results"])]
+        if not failed and len(results) != len(call.indices):
+            raise ValueError("a reply with another number of results")
+        del calls[message["call"]]
+        if calls and not self._is_async:
+            self._begin(next(iter(calls.values())))
+        if failed:
+            self._handle_failure(
+                call,
+                results[0],
+                of_batch=message.get("wrong_length") is True,
+                timed_out=message.get("timed_out") is True,
             )
+            return
+        self._timed_out_groups.clear()
+        for index, result in zip(call.indices, results, strict=True):
+            if result.scores is None:
+                self._fail([index], call, result)
+            else:
+                self._scoring.succeed(index, result.scores)
+
+    def _handle_failure(self, call: Call, result: _Result, *, of_batch: bool = False, timed_out: bool = False) -> None:
+        """Fail the completions of a call, or send those of a batch again one by one.
+
+        of_batch: whether the error is that of the batch, rather than of one of its completions.
+        """
+        assert self._scoring is not None
+        if self._unit == "batch" and len(call.indices) > 1:
+            self._scoring.requeue([Call([index], result.error if of_batch else "") for index in call.indices])
+            if timed_out:  # nothing may hang: a batch of this size may just take too long
+                self._max_batch = max(1, self._max_batch // 2)
+        elif timed_out:
+            self._scoring.fail(call.indices, "timeout", call.explain(result.error), result.traceback)
+            self._count_timeout(self._scoring.group_of(call.indices[0]), result.traceback)
+        else:
+            self._timed_out_groups.clear()
+            self._fail(call.indices, call, result)
+
+    def _fail(self, indices: Sequence[int], call: Call, result: _Result) -> None:
+        assert self._scoring is not None
+        error = explain_withheld(call.explain(result.error), self._env)
+        self._scoring.fail(indices, "failed", error, result.traceback)
+
+    def _replace(self, child: Child) -> tuple[Ending, list[Call]]:
+        """Start another worker for one that is ended. Returns: how it ended, and its calls."""
+        with self._fatal():  # it had not loaded the function
+            ending = self._children.end(child)
+        self._start(child.name)
+        return ending, list(self._calls.pop(child).values())
+
+    def _handle_end(self, child: Child) -> None:
+        """Replace a worker that hangs or has exited, and fail its calls or send them again."""
+        ending, calls = self._replace(child)
+        if self._scoring is None or not calls:
+            return
+        if self._is_async and len(calls) > 1:
+            self._scoring.requeue([Call(call.indices, call.error, is_alone=True) for call in calls])
+            return
+        call, *waiting = calls
+        self._scoring.requeue(waiting)
+        if ending.timed_out:
+            limit = self._limit_of(call)
+            self._scoring.set_seconds(call.indices, limit / len(call.indices))
+            result = _Result(None, f"no score within {limit:g} s; its worker was killed", ending.output)
+            self._handle_failure(call, result, timed_out=True)
+        elif ending.was_killed and not call.is_second:  # it may not be the cause
+            self._timed_out_groups.clear()
+            self._scoring.requeue([Call(call.indices, call.error, call.is_alone, is_second=True)])
+        else:
+            self._handle_failure(call, _Result(None, f"its worker {ending.text}", ending.output))
+
+    def _count_timeout(self, group: object, output: str) -> None:
+        """Count a timeout. Raises: RewardError after too many in a row.
+
+        The completions of a group are alike: a function may hang for all of them and for no others.
+        The count starts again after too many.
+        """
+        self._timed_out_groups.append(group)
+        number = len(self._timed_out_groups)
+        num_calls = self._num_workers * (self._concurrency if self._is_async else 1)
+        if number < max(MIN_TIMEOUTS, 2 * num_calls) or len(set(self._timed_out_groups)) == 1:
+            return
+        self._timed_out_groups.clear()
+        counted = "groups" if self._unit == "group" else "completions"
+        raise RewardError(
+            f"{self._name} timed out for {number} {counted} in a row (no score within "
+            f"worker.reward.timeout_seconds={self._timeout_seconds:g} s), so it seems to hang for all of them. "
+            f"Correct it, or raise the limit if it is only slow. Where the last call was:\n{output}".rstrip()
+        )

@@ -1,12 +1,15 @@
 """The processes below one, with their memory, open files and threads, read from /proc.
 
 Reads a few hundred bytes per process of the machine, about 16 microseconds each.
-Where there is no /proc, there are no processes below any.
+Where there is no /proc, there are no processes below any. Imports only the standard library.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +50,10 @@ class ProcessTree:
             if parent is not None:
                 self._children.setdefault(parent, []).append(pid)
 
+    def children(self, pid: int) -> list[int]:
+        """Return the processes whose parent is this one."""
+        return sorted(self._children.get(pid, ()))
+
     def below(self, *tops: int, without: Collection[int] = ()) -> list[int]:
         """Return the ids of all processes below these, parents before their children.
 
@@ -55,9 +62,90 @@ class ProcessTree:
         found: list[int] = []
         above: Sequence[int] = tops
         while above:
-            above = [child for pid in above for child in sorted(self._children.get(pid, ())) if child not in without]
+            above = [child for pid in above for child in self.children(pid) if child not in without]
             found += above
         return found
+
+
+def can_be_listed() -> bool:
+    """Return whether there is a /proc, by which the processes below one are found."""
+    return (PROC / "self/stat").exists()
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started or adopted, zombies included."""
+    if not _lists_children():
+        return ProcessTree().children(pid)
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                found += [int(child) for child in file.read().split()]
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process and its children have started, zombies included.
+
+    Processes whose parents have ended are included if this process adopts them. Unlike
+    ProcessTree.below, it reads nothing of other processes where the kernel lists children.
+    """
+    if not _lists_children():
+        return ProcessTree().below(pid)
+    found = children(pid)
+    for child in found:  # which grows meanwhile
+        found += children(child)
+    return found
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all that is below it, but not what these start meanwhile."""
+    for each in (pid, *descendants(pid)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; it is another user's
+            os.kill(each, signal.SIGKILL)
+
+
+def kill_descendants() -> None:
+    """Kill all processes that this one and its children have started, and wait for their end.
+
+    A process that has been sent SIGKILL cannot start others, so some rounds are enough, even for a
+    process that starts others as fast as it can. Processes of other users are left: without
+    confinement, sudo may have started some.
+    """
+    others: set[int] = set()
+    while pids := set(descendants(os.getpid())) - others:
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            except PermissionError:
+                others.add(pid)
+        reap()
+        time.sleep(0.001)
+
+
+def reap() -> dict[int, int]:
+    """Return the status of each child that has ended, by its process id."""
+    ended: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):  # there is none
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = found[1]
+    return ended
+
+
+def watch_signals(*numbers: signal.Signals) -> int:
+    """Let these signals make a descriptor readable, and return it; they do nothing else.
+
+    They get a function rather than SIG_IGN, which programs that this process starts would inherit.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, _disregard)
+    return reader
 
 
 def start_of(pid: int, *, proc: Path = PROC) -> int | None:
@@ -85,6 +173,14 @@ def count_resident_bytes(pids: Iterable[int], *, proc: Path = PROC) -> int:
     return pages * page
 
 
+def count_proportional_bytes(pids: Iterable[int]) -> int:
+    """Return the resident memory of these processes, where n that share a page have 1/n of it each.
+
+    For a process that hides this, which each may do for itself, all of its resident memory counts.
+    """
+    return sum(_proportional_bytes(pid) for pid in pids)
+
+
 def measure_process(pid: int, *, proc: Path = PROC) -> ProcessUse | None:
     """Return what a process uses; None if it has ended, or its files belong to another user."""
     fields = dict(line.split(":", 1) for line in _read(proc / str(pid) / "status").splitlines() if ":" in line)
@@ -104,6 +200,21 @@ def measure_process(pid: int, *, proc: Path = PROC) -> ProcessUse | None:
 def read_command(pid: int, *, proc: Path = PROC) -> str:
     """Return the command line of a process, with spaces; "" if it has ended."""
     return _read(proc / str(pid) / "cmdline").replace("\0", " ").strip()
+
+
+def _lists_children() -> bool:
+    return os.path.exists("/proc/thread-self/children")  # a kernel with CONFIG_PROC_CHILDREN
+
+
+def _proportional_bytes(pid: int) -> int:
+    for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) << 10
+    return count_resident_bytes([pid])
+
+
+def _disregard(number: int, frame: object) -> None:
+    """Do nothing."""
 
 
 def _numbers(proc: Path) -> list[int]:

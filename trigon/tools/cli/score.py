@@ -16,7 +16,7 @@ from trigon.config.names import SHIPPED_REWARDS
 from trigon.errors import ConfigError
 from trigon.report.console import Console, format_duration, format_number
 from trigon.report.rollouts import to_json_line
-from trigon.rewards.confinement.options import ConfinementLevel
+from trigon.system.confinement.options import ConfinementLevel
 from trigon.tools.cli.parser import ArgumentParser
 from trigon.tools.eval.score_settings import MAX_MEMORY_GB, OVERALL, SPLITS, TIMEOUT_SECONDS
 

@@ -21,10 +21,10 @@ from trigon.errors import ConfigError, DataError, raises_at_caller
 from trigon.report.console import Console
 from trigon.report.rollouts import RolloutRow, Split, TurnRecord, find_rollouts, read_rollouts
 from trigon.report.run import RunRecord, is_run, open_run
-from trigon.rewards.confinement.options import Confinement, ConfinementLevel
 from trigon.rewards.contract import RewardRequest, turn_input
 from trigon.rewards.load import RewardSource, RewardTerm
 from trigon.rewards.pool import RewardPool
+from trigon.system.confinement.options import Confinement, ConfinementLevel
 from trigon.system.cpus import count_usable_cpus
 from trigon.system.secrets import ARGUMENTS, mask
 from trigon.tools.eval.score_results import ScoredCompletion, ScoreResult, compare_scores, summarize_reward

@@ -1,16 +1,18 @@
 """Runs the user's files and unpickles what a program gave: reward functions, environments, tools.
 
-The only place that does either. Called in the processes that run user code, and nowhere else. Does
-not know what is asked of the code: the callers' errors say that.
+The only place that does either. Called in the processes that run user code, and nowhere else, but
+for what reads signatures. Does not know what is asked of the code: the callers' errors say that.
 """
 
 from __future__ import annotations
 
 import base64
 import importlib
+import inspect
+import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -19,6 +21,9 @@ from typing import Any
 
 from trigon.errors import TrigonError
 from trigon.system.suggestions import did_you_mean, missing_package
+
+_MAX_ERROR_CHARACTERS = 300
+_MAX_TRACEBACK_CHARACTERS = 4000
 
 
 def load_module(file: str, module: str, *, error: type[TrigonError]) -> ModuleType:
@@ -67,6 +72,68 @@ def unpickle(pickled: str, *, where: str, error: type[TrigonError]) -> Any:
         raise error(
             f"{where} cannot be loaded in the process that runs it{missing_package(failure)}:\n{_trace(failure)}"
         ) from failure
+
+
+def read_signature(function: Callable[..., object], *, where: str, error: type[TrigonError]) -> inspect.Signature:
+    """Return the signature of a function or a class. Raises: an error if it has none."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError) as failure:
+        raise error(f"{where} has no readable signature ({failure}); wrap it in a plain function") from failure
+
+
+def check_arguments(
+    function: Callable[..., object],
+    kwargs: Mapping[str, Any],
+    *,
+    num_positional: int = 0,
+    others: Sequence[str] = (),
+    where: str,
+    called: str,
+    option: str,
+    error: type[TrigonError],
+) -> None:
+    """Check that a function can be called with keyword arguments of the user's, without calling it.
+
+    Args: num_positional: arguments before them. others: names of keyword arguments besides them.
+    called: what is done with it, as in "it cannot be called". option: the name of kwargs. error:
+    the type of errors.
+    Raises: such an error, with the nearest known name, if it does not accept one of kwargs, or
+    requires one that is missing.
+    """
+    signature = read_signature(function, where=where, error=error)
+    parameters = signature.parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    accepted = named[num_positional:]
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for key in kwargs:
+        if key not in accepted and not accepts_any:
+            raise error(
+                f"{where} does not accept {key!r} of {option}{did_you_mean(key, accepted)}; it accepts "
+                f"{', '.join(accepted) or 'none'}"
+            )
+    try:
+        signature.bind(*[None] * num_positional, **kwargs, **dict.fromkeys(others))
+    except TypeError as failure:
+        raise error(f"{where} cannot be {called}: {failure}; set its keyword arguments in {option}") from failure
+
+
+def describe_error(error: BaseException, *, own_files: Sequence[str], own_type: type[BaseException]) -> tuple[str, str]:
+    """Return an error of user code as a line with its location, and its traceback, both cut.
+
+    Args: own_files: files of this package, whose frames before the user's code are left out.
+    own_type: of errors that this package raises, whose line needs no type and no location.
+    """
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename in own_files:
+        frame = frame.tb_next
+    line = " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
+    if not isinstance(error, own_type):
+        line = f"{type(error).__name__}: {line}" if line else type(error).__name__
+        where = traceback.extract_tb(frame)
+        line += f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
+    trace = "".join(traceback.format_exception(type(error), error, frame))
+    return line, trace[-_MAX_TRACEBACK_CHARACTERS:]
 
 
 def _run_file(file: str, spec: ModuleSpec) -> ModuleType:

@@ -17,8 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trigon.rewards.confinement import kernel
-from trigon.rewards.confinement.system_calls import ALL, NAMESPACES, PYTHON, WORKER
+from trigon.system.confinement import kernel
 
 _SET_MODE_FILTER = 1
 _SPEC_ALLOW = 4  # before Linux 5.16, a filter otherwise slows down the processor (mitigations)
@@ -195,3 +194,98 @@ def _ranges(numbers: Collection[int]) -> Iterator[tuple[int, int]]:
 def _instruction(code: int, if_true: int, if_false: int, value: int) -> bytes:
     """Return an instruction; if_true and if_false are how many of the next ones are skipped."""
     return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+# The system calls by name: their numbers on x86-64 and ARM64, and which kind of process needs them.
+# See arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h of Linux. All
+# groups together are about what the default profiles of container runtimes allow. What no group has
+# is refused: ptrace, process_vm_readv, setns, keyctl, bpf, io_uring_setup, perf_event_open,
+# userfaultfd, open_by_handle_at, reboot, clock_settime and others.
+
+
+class SystemCall(NamedTuple):
+    """The numbers of a system call; None: the architecture does not have it."""
+
+    x86_64: int | None
+    aarch64: int | None
+
+
+def _read(table: str) -> dict[str, SystemCall]:
+    calls: dict[str, SystemCall] = {}
+    for entry in table.split(","):
+        name, *numbers = entry.split()
+        x86_64, aarch64 = (None if number == "-" else int(number) for number in numbers)
+        calls[name] = SystemCall(x86_64, aarch64)
+    return calls
+
+
+PYTHON = _read("""
+access 21 -, alarm 37 -, arch_prctl 158 -, brk 12 214, capget 125 90, chdir 80 49, chmod 90 -, chown 92 -,
+clock_getres 229 114, clock_gettime 228 113, clock_nanosleep 230 115, clone 56 220, close 3 57,
+close_range 436 436, copy_file_range 326 285, creat 85 -, dup 32 23, dup2 33 -, dup3 292 24, epoll_create 213 -,
+epoll_create1 291 20, epoll_ctl 233 21, epoll_pwait 281 22, epoll_pwait2 441 441, epoll_wait 232 -,
+eventfd 284 -, eventfd2 290 19, execve 59 221, execveat 322 281, exit 60 93, exit_group 231 94, faccessat 269 48,
+faccessat2 439 439, fadvise64 221 223, fallocate 285 47, fchdir 81 50, fchmod 91 52, fchmodat 268 53,
+fchmodat2 452 452, fchown 93 55, fchownat 260 54, fcntl 72 25, fdatasync 75 83, fgetxattr 193 10,
+flistxattr 196 13, fork 57 -, fstat 5 80, fstatfs 138 44, fsync 74 82, ftruncate 77 46,
+futex 202 98, futex_requeue 456 456, futex_wait 455 455, futex_waitv 449 449, futex_wake 454 454,
+futimesat 261 -, get_robust_list 274 100, getcpu 309 168, getcwd 79 17, getdents 78 -, getdents64 217 61,
+getegid 108 177, geteuid 107 175, getgid 104 176, getgroups 115 158, getitimer 36 102, getpeername 52 205,
+getpgid 121 155, getpgrp 111 -, getpid 39 172, getppid 110 173, getpriority 140 141, getrandom 318 278,
+getresgid 120 150, getresuid 118 148, getrlimit 97 163, getrusage 98 165, getsid 124 156, getsockname 51 204,
+getsockopt 55 209, gettid 186 178, gettimeofday 96 169, getuid 102 174, getxattr 191 8, ioctl 16 29, kill 62 129,
+lchown 94 -, lgetxattr 192 9, link 86 -, linkat 265 37, listxattr 194 11, llistxattr 195 12, lseek 8 62,
+lstat 6 -, madvise 28 233, map_shadow_stack 453 453, membarrier 324 283, mincore 27 232, mkdir 83 -,
+mkdirat 258 34, mmap 9 222, mprotect 10 226, mremap 25 216, mseal 462 462, msync 26 227, munmap 11 215,
+nanosleep 35 101, newfstatat 262 79, open 2 -, openat 257 56, openat2 437 437, pause 34 -, pidfd_open 434 434,
+pidfd_send_signal 424 424, pipe 22 -, pipe2 293 59, pkey_alloc 330 289, pkey_free 331 290, pkey_mprotect 329 288,
+poll 7 -, ppoll 271 73, prctl 157 167, pread64 17 67, preadv 295 69, preadv2 327 286, prlimit64 302 261,
+pselect6 270 72, pwrite64 18 68, pwritev 296 70, pwritev2 328 287, read 0 63, readahead 187 213, readlink 89 -,
+readlinkat 267 78, readv 19 65, recvfrom 45 207, recvmmsg 299 243, recvmsg 47 212, rename 82 -, renameat 264 38,
+renameat2 316 276, restart_syscall 219 128, rmdir 84 -, rseq 334 293, rt_sigaction 13 134, rt_sigpending 127 136,
+rt_sigprocmask 14 135, rt_sigqueueinfo 129 138, rt_sigreturn 15 139, rt_sigsuspend 130 133,
+rt_sigtimedwait 128 137, rt_tgsigqueueinfo 297 240, sched_get_priority_max 146 125,
+sched_get_priority_min 147 126, sched_getaffinity 204 123, sched_getattr 315 275, sched_getparam 143 121,
+sched_getscheduler 145 120, sched_rr_get_interval 148 127, sched_yield 24 124, select 23 -, sendfile 40 71,
+sendmmsg 307 269, sendmsg 46 211, sendto 44 206, set_robust_list 273 99, set_tid_address 218 96,
+setitimer 38 103, setpgid 109 154, setrlimit 160 164, setsid 112 157, setsockopt 54 208, shutdown 48 210,
+sigaltstack 131 132, signalfd 282 -, signalfd4 289 74, socketpair 53 199, splice 275 76, stat 4 -, statfs 137 43,
+statx 332 291, symlink 88 -, symlinkat 266 36, sync_file_range 277 84, sysinfo 99 179, tee 276 77,
+tgkill 234 131, time 201 -, timer_create 222 107, timer_delete 226 111, timer_getoverrun 225 109,
+timer_gettime 224 108, timer_settime 223 110, timerfd_create 283 85, timerfd_gettime 287 87,
+timerfd_settime 286 86, times 100 153, tkill 200 130, truncate 76 45, umask 95 166, uname 63 160, unlink 87 -,
+unlinkat 263 35, utime 132 -, utimensat 280 88, utimes 235 -, vfork 58 -, wait4 61 260, waitid 247 95,
+write 1 64, writev 20 66
+""")
+"""What Python and its packages need to compute, to start programs, and to use own files."""
+
+WORKER = _read("""
+accept 43 202, accept4 288 242, adjtimex 159 171, bind 49 200, cachestat 451 451, capset 126 91,
+clock_adjtime 305 266, clone3 435 435, connect 42 203, fanotify_mark 301 263, fremovexattr 199 16,
+fsetxattr 190 7, get_mempolicy 239 236, inotify_add_watch 254 27, inotify_init 253 -, inotify_init1 294 26,
+inotify_rm_watch 255 28, io_cancel 210 3, io_destroy 207 1, io_getevents 208 4, io_pgetevents 333 292,
+io_setup 206 0, io_submit 209 2, ioprio_get 252 31, ioprio_set 251 30, landlock_add_rule 445 445,
+landlock_create_ruleset 444 444, landlock_restrict_self 446 446, listen 50 201, lremovexattr 198 15,
+lsetxattr 189 6, mbind 237 235, memfd_create 319 279, memfd_secret 447 447, migrate_pages 256 238, mknod 133 -,
+mknodat 259 33, mlock 149 228, mlock2 325 284, mlockall 151 230, modify_ldt 154 -, move_pages 279 239,
+mq_getsetattr 245 185, mq_notify 244 184, mq_open 240 180, mq_timedreceive 243 183, mq_timedsend 242 182,
+mq_unlink 241 181, msgctl 71 187, msgget 68 186, msgrcv 70 188, msgsnd 69 189, munlock 150 229,
+munlockall 152 231, name_to_handle_at 303 264, personality 135 92, process_mrelease 448 448,
+remap_file_pages 216 234, removexattr 197 14, sched_setaffinity 203 122, sched_setattr 314 274,
+sched_setparam 142 118, sched_setscheduler 144 119, seccomp 317 277, semctl 66 191, semget 64 190, semop 65 193,
+semtimedop 220 192, set_mempolicy 238 237, set_mempolicy_home_node 450 450, setfsgid 123 152, setfsuid 122 151,
+setgid 106 144, setgroups 116 159, setpriority 141 140, setregid 114 143, setresgid 119 149, setresuid 117 147,
+setreuid 113 145, setuid 105 146, setxattr 188 5, shmat 30 196, shmctl 31 195, shmdt 67 197, shmget 29 194,
+socket 41 198, sync 162 81, syncfs 306 267, vmsplice 278 75,
+flock 73 32
+""")
+"""What a reward function may need besides: the network, shared memory, other users, priorities."""
+
+NAMESPACES = _read("""
+chroot 161 51, fsconfig 431 431, fsmount 432 432, fsopen 430 430, fspick 433 433, listmount 458 458,
+mount 165 40, mount_setattr 442 442, move_mount 429 429, open_tree 428 428, pivot_root 155 41,
+setdomainname 171 162, sethostname 170 161, statmount 457 457, umount2 166 39, unshare 272 97
+""")
+"""What a sandbox of the user's own needs, such as bubblewrap."""
+
+ALL = PYTHON | WORKER | NAMESPACES

@@ -1,9 +1,9 @@
-"""A sandbox: namespaces of its own, in which a process sees a few files and nothing else.
+"""A sandbox for Python code: namespaces of its own, in which it sees a few files and nothing else.
 
     keeper    ordinary rights outside; all capabilities in the user namespace that it makes
     ---------------------------------------- user, process, IPC, network and host name namespaces
-    init      process 1: makes the files below, gives up all rights, and ends with the program
-      `- program
+    init      process 1: makes the files below, gives up all rights, and ends with the code
+      `- Python, with the code
 
 The files are those of a mount namespace of init: folders of the system and of Python that cannot be
 written to, single files of /etc, five devices, and /tmp, which has a size limit and is all that can
@@ -17,24 +17,43 @@ import os
 import resource
 import stat
 import struct
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from pathlib import Path
 from typing import NoReturn
 
-from trigon.rewards.confinement import capabilities, kernel, seccomp
+from trigon.system.confinement import kernel, mechanisms, seccomp
+from trigon.system.confinement.mechanisms import (
+    CLONE_NEWCGROUP,
+    CLONE_NEWIPC,
+    CLONE_NEWNET,
+    CLONE_NEWPID,
+    CLONE_NEWUTS,
+    MS_BIND,
+    MS_REC,
+)
 
 FOLDER = "/tmp/code"
-"""The working folder of the program."""
+"""The working folder of the code."""
+
+MAX_MEMORY_BYTES = 4 << 30
+"""Address space of each process."""
+
+MAX_FILE_BYTES = 16 << 20
+"""Maximum size of a file that the code may write."""
+
+MAX_FOLDER_BYTES = 64 << 20
+"""Maximum size of all files that the code may write, which are in memory."""
+
+MAX_TASKS = 64
+"""Processes and threads."""
 
 MIN_RELEASE = (5, 14)
 """Version of Linux since which a limit of processes counts those of a namespace only."""
 
-_CLONE_NEWNS, _CLONE_NEWCGROUP, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
-_CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-_NAMESPACES = _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWIPC | _CLONE_NEWNET | _CLONE_NEWUTS | _CLONE_NEWCGROUP
+_NAMESPACES = CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWNET | CLONE_NEWUTS | CLONE_NEWCGROUP
 
-_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_SLAVE = 2, 4, 0x1000, 0x4000, 0x80000
 _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_PROGRAMS = 1, 2, 4, 8  # MOUNT_ATTR_*
@@ -45,38 +64,40 @@ _USER_WITHIN = 1000
 _WITHOUT_RIGHTS = 65534
 _OLD_ROOT = "/old"
 _MAX_FILES = 16384
+_MAIN = Path(__file__).with_name("code_main.py")
+_LIMITS = {
+    resource.RLIMIT_AS: MAX_MEMORY_BYTES,
+    resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
+    resource.RLIMIT_CPU: 60,  # the time limit of a call is less
+    resource.RLIMIT_NOFILE: 256,
+    resource.RLIMIT_NPROC: MAX_TASKS,
+    resource.RLIMIT_CORE: 0,
+    resource.RLIMIT_MEMLOCK: 0,
+    resource.RLIMIT_MSGQUEUE: 0,
+}
 _NICENESS = 10
 
 _SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
 _FILES_OF_ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "fonts", "localtime", "mime.types")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
+_VARIABLES = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": FOLDER,
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "MPLBACKEND": "Agg",
+    "MPLCONFIGDIR": FOLDER,
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
 _WRITTEN_FILES = {
     "/etc/passwd": f"sandbox:x:{_USER_WITHIN}:{_USER_WITHIN}::{FOLDER}:/bin/sh\n",
     "/etc/group": f"sandbox:x:{_USER_WITHIN}:\n",
     "/etc/hosts": "127.0.0.1 localhost sandbox\n",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """A program in a sandbox.
-
-    command: its path and arguments. standard_input: what it reads. files: of its folder, by name.
-    readable: folders that it sees besides the system's. max_memory_bytes: of address space of each
-    of its processes; max_folder_bytes: that it may write to /tmp.
-    """
-
-    command: Sequence[str]
-    variables: Mapping[str, str]
-    standard_input: bytes
-    files: Mapping[str, bytes]
-    readable: Sequence[str]
-    max_memory_bytes: int
-    max_file_bytes: int
-    max_folder_bytes: int
-    max_cpu_seconds: int
-    max_tasks: int
-    max_open_files: int = 256
 
 
 class CannotConfineError(Exception):
@@ -99,116 +120,96 @@ def enter_namespaces() -> None:
     """
     is_root = os.geteuid() == 0
     user, group = (_WITHOUT_RIGHTS, _WITHOUT_RIGHTS) if is_root else (os.geteuid(), os.getegid())
-    maps = {
-        "setgroups": "deny",
-        "uid_map": f"{_USER_WITHIN} {user} 1",
-        "gid_map": f"{_USER_WITHIN} {group} 1",
-    }
-    # Only a process outside of the namespace may map another user than its own.
-    reader, writer = os.pipe()
-    keeper, helper = os.getpid(), os.fork()
-    if helper == 0:
-        number = 1
-        try:
-            os.close(writer)
-            if os.read(reader, 1):
-                for name, text in maps.items():
-                    with open(f"/proc/{keeper}/{name}", "w") as file:
-                        file.write(text)
-            number = 0
-        except OSError as error:
-            number = error.errno or 1
-        finally:
-            os._exit(number)
-    os.close(reader)
     try:
         if is_root:
             os.setgroups([])
-        kernel.call("unshare", _NAMESPACES)
-        os.write(writer, b"x")
+        mechanisms.enter_user_namespace(_NAMESPACES, users=(_USER_WITHIN, user), groups=(_USER_WITHIN, group))
     except OSError as error:
         raise CannotConfineError(f"namespaces cannot be made ({error}); {_remedy()}") from error
-    finally:
-        os.close(writer)
-        _, status = os.waitpid(helper, 0)
-    if number := os.waitstatus_to_exitcode(status):
-        raise CannotConfineError(f"users cannot be mapped to a namespace ({os.strerror(number)}); {_remedy()}")
 
 
-def prepare(program: Program) -> None:
-    """Make the files of the program, and give up all rights but those that it has, in process 1.
+def make_command() -> list[str]:
+    """Return the command of Python for the code. To be called before prepare()."""
+    _, packages = _folders_of_python()
+    return [sys.executable, "-P", "-c", _MAIN.read_text(encoding="utf-8"), "\n".join(packages)]
 
-    Raises: CannotConfineError.
+
+def prepare(files: Mapping[str, bytes]) -> None:
+    """Make the files that the code sees, and give up rights that it does not have, in process 1.
+
+    files: of its folder, by name. Raises: CannotConfineError.
     """
     try:
-        _make_files(program)
+        _make_files(max_folder_bytes=MAX_FOLDER_BYTES + sum(map(len, files.values())))
         kernel.call("sethostname", b"sandbox", len(b"sandbox"))
     except OSError as error:
         raise CannotConfineError(f"files cannot be mounted in a namespace ({error}); {_remedy()}") from error
     os.chdir(FOLDER)
-    for name, content in program.files.items():
+    for name, content in files.items():
         with open(name, "xb") as file:
             file.write(content)
-    capabilities.reduce_capabilities(to_none=True)
+    mechanisms.reduce_capabilities(to_none=True)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)  # other sandboxes and the run itself come first
 
 
-def execute(program: Program, output: int) -> NoReturn:
-    """Replace this process, a child of process 1, by the program.
+def execute(command: list[str], code: str, output: int) -> NoReturn:
+    """Replace this process, a child of process 1, by Python, which runs the code.
 
     output: the descriptor of its standard output and error.
     """
     os.setsid()
     with open("input", "xb+") as file:
-        file.write(program.standard_input)
+        file.write(code.encode("utf-8", errors="replace"))
         file.seek(0)
         os.unlink("input")
         os.dup2(file.fileno(), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    limits = {
-        resource.RLIMIT_AS: program.max_memory_bytes,
-        resource.RLIMIT_FSIZE: program.max_file_bytes,
-        resource.RLIMIT_CPU: program.max_cpu_seconds,
-        resource.RLIMIT_NOFILE: program.max_open_files,
-        resource.RLIMIT_NPROC: program.max_tasks,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_MSGQUEUE: 0,
-    }
-    for kind, limit in limits.items():
-        _, hard = resource.getrlimit(kind)
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (limit, limit))
+    kernel.set_limits(_LIMITS)
     seccomp.keep_only(seccomp.of_python_code())
     try:
-        os.execve(program.command[0], list(program.command), dict(program.variables))
+        os.execve(command[0], command, _VARIABLES)
     except OSError as error:
-        os.write(2, f"{program.command[0]}: {error.strerror}\n".encode())
+        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
         os._exit(127)
 
 
-def _make_files(program: Program) -> None:
-    """Make a mount namespace with the files of the program, and no others. Raises: OSError."""
-    with open("/proc/self/oom_score_adj", "w") as file:  # when memory runs out, these processes end first
-        file.write("1000")
+def _folders_of_python() -> tuple[list[str], list[str]]:
+    """Return the folders of Python, and those of sys.path with packages or the standard library.
+
+    Other folders of sys.path are those of the user's project, which may have the dataset with its
+    ground truths.
+    """
+    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(sys.executable)}
+    of_python = sorted({*prefixes, *map(os.path.realpath, prefixes)} - {"/"})
+    packages = [
+        path
+        for path in sys.path
+        if any(path == prefix or path.startswith(f"{prefix}{os.sep}") for prefix in of_python)
+        or os.path.basename(path) in ("site-packages", "dist-packages")
+    ]
+    return of_python, packages
+
+
+def _make_files(*, max_folder_bytes: int) -> None:
+    """Make a mount namespace with the files that the code sees, and no others. Raises: OSError."""
+    kernel.end_first_without_memory()
     base = os.path.realpath(tempfile.gettempdir())
-    kernel.call("unshare", _CLONE_NEWNS)
-    kernel.call("mount", None, b"/", None, _MS_REC | _MS_SLAVE, None)  # what is mounted here stays here
+    mechanisms.enter_mount_namespace()
     # Opened before the user changes, who may not enter root's folders to find them.
-    opened = {path: os.open(path, os.O_PATH) for path in _visible(program.readable) if os.path.exists(path)}
+    opened = {path: os.open(path, os.O_PATH) for path in _visible() if os.path.exists(path)}
     os.setresgid(_USER_WITHIN, _USER_WITHIN, _USER_WITHIN)
     os.setresuid(_USER_WITHIN, _USER_WITHIN, _USER_WITHIN)
-    _mount_memory(base, "size=1m,mode=755")
+    mechanisms.mount_memory(base, "size=1m,mode=755")
     os.mkdir(f"{base}{_OLD_ROOT}")
     kernel.syscall(_PIVOT_ROOT[kernel.machine()], base.encode() + b"\0", f"{base}{_OLD_ROOT}".encode() + b"\0")
     os.chdir("/")
     os.umask(0o022)
     for folder in ("/tmp", "/etc", "/dev"):
         os.mkdir(folder)
-    _mount_memory("/tmp", f"size={program.max_folder_bytes},nr_inodes={_MAX_FILES},mode=1777")
+    mechanisms.mount_memory("/tmp", f"size={max_folder_bytes},nr_inodes={_MAX_FILES},mode=1777")
     os.mkdir(FOLDER)
     os.mkdir("/tmp/.shm")
     os.symlink("/tmp/.shm", "/dev/shm")
@@ -222,10 +223,11 @@ def _make_files(program: Program) -> None:
     _set_attributes("/", _READ_ONLY | _NO_SETUID | _NO_DEVICES, recursive=False)
 
 
-def _visible(readable: Sequence[str]) -> list[str]:
-    """Return what is shown, folders before those that they contain, which are left out."""
+def _visible() -> list[str]:
+    """Return what is shown, without folders that are in another one."""
     shown: list[str] = []
-    for path in sorted({*_SYSTEM_FOLDERS, *map(os.path.normpath, readable)}):
+    of_python, packages = _folders_of_python()
+    for path in sorted({*_SYSTEM_FOLDERS, *map(os.path.normpath, (*of_python, *packages))}):
         if not any(path.startswith(f"{folder}/") for folder in shown):
             shown.append(path)
     return [*shown, *(f"/etc/{name}" for name in _FILES_OF_ETC), *(f"/dev/{name}" for name in _DEVICES)]
@@ -239,13 +241,9 @@ def _show(path: str, descriptor: int) -> None:
     else:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         open(path, "x").close()
-    kernel.call("mount", source.encode(), path.encode(), None, _MS_BIND | _MS_REC, None)
+    kernel.call("mount", source.encode(), path.encode(), None, MS_BIND | MS_REC, None)
     is_device = path.startswith("/dev/")
     _set_attributes(path, _READ_ONLY | _NO_SETUID | (_NO_PROGRAMS if is_device else _NO_DEVICES), recursive=True)
-
-
-def _mount_memory(path: str, options: str) -> None:
-    kernel.call("mount", b"tmpfs", path.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options.encode())
 
 
 def _set_attributes(path: str, attributes: int, *, recursive: bool) -> None:

@@ -1,10 +1,10 @@
-"""The parent of a reward worker: confines it, watches it, and ends all that it has started.
+"""The parent of a process that runs user code: confines it, and ends all that it has started.
 
     driver
       `- supervisor         does not run the user's code
            |- (code server) only for a worker that has code run; see code_server.py
-           |- (init)        only with namespaces; see namespaces.py
-           `- worker        trigon.rewards.worker, with the user's code
+           |- (init)        only with namespaces; see mechanisms.py
+           `- worker        the process with the user's code
 
 The worker is a fork of this process, so that it does not take longer to start. The supervisor's
 standard input is a socket from the driver: when it closes, because the driver wants it or has ended
@@ -26,16 +26,18 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from trigon.rewards.confinement import capabilities, kernel, landlock, namespaces, seccomp, tree
-from trigon.rewards.confinement.code_server import serve
-from trigon.rewards.confinement.options import Confinement, Mechanism
+from trigon.system import processes
+from trigon.system.confinement import kernel, mechanisms, seccomp
+from trigon.system.confinement.code_server import serve
+from trigon.system.confinement.options import Confinement, Mechanism
 from trigon.system.temporary import private_folder
 
 WATCH_SECONDS = 0.25
-"""How often the memory and the number of the worker's processes are compared with the limits."""
+"""Interval at which memory and number of the worker's processes are compared with the limits."""
 
 STRICT_READABLE = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix/store", "/etc", "/proc", "/sys"),
@@ -76,14 +78,15 @@ def main(confinement_json: str, channel_fd: int, work: Work) -> NoReturn:
     """Start a worker, which calls work, and return when it and all that it started have ended."""
     confinement = Confinement.from_json(confinement_json)
     driver = socket.socket(fileno=os.dup(0))
-    wakeup = _watch_children()
+    # Stop signals may be sent to all processes of a run; the driver says when the workers end.
+    wakeup = processes.watch_signals(*_HANDLED)
     code_server_pid, code_server = _start_code_server(confinement) if confinement.runs_code else (0, None)
     with _temporary_folder() if confinement.level == "strict" else contextlib.nullcontext("") as temporary:
         used, obstacle = _prepare(confinement)
         status_reader, status_writer = os.pipe()
-        main_pid = os.fork()
-        if main_pid == 0:
-            _become_worker(confinement, channel_fd, code_server, work, temporary, used, obstacle, status_writer)
+        confined = Confined(used, obstacle, code_server)
+        become = partial(_become_worker, confinement, channel_fd, confined, work, temporary, status_writer)
+        main_pid = kernel.fork(become)
         os.close(status_writer)
         if code_server is not None:
             os.close(code_server)
@@ -101,32 +104,24 @@ def main(confinement_json: str, channel_fd: int, work: Work) -> NoReturn:
 def _start_code_server(confinement: Confinement) -> tuple[int, int]:
     """Start a code server; return its process id, and the worker's end of the socket to it."""
     server, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid = os.fork()
-    if pid != 0:
-        server.close()
-        return pid, worker_end.detach()
-    try:
+    obstacle = "it needs namespaces" if "namespaces" in confinement.without else ""
+
+    def work() -> None:
         if kernel.IS_LINUX:
             kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         _close_descriptors(server.fileno())
-        without = "namespaces" in confinement.without
-        serve(
-            server,
-            max_memory_bytes=confinement.code_memory_bytes,
-            obstacle="it needs namespaces" if without else "",
-        )
-    except BaseException:  # noqa: BLE001 - it never goes on as a second supervisor
-        sys.excepthook(*sys.exc_info())
-    finally:
-        os._exit(1)
+        serve(server, max_memory_bytes=confinement.code_memory_bytes, obstacle=obstacle)
+
+    pid = kernel.fork(work)
+    server.close()
+    return pid, worker_end.detach()
 
 
 def _prepare(confinement: Confinement) -> tuple[list[Mechanism], str]:
     """Make namespaces, if possible; return what is used until now, and why there are none."""
     used: list[Mechanism] = []
-    obstacle = ""
-    if kernel.IS_LINUX and tree.can_be_listed() and "proc" not in confinement.without:
-        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    if kernel.IS_LINUX and processes.can_be_listed() and "proc" not in confinement.without:
+        kernel.adopt_orphans()
         used.append("proc")
     if confinement.level == "off":
         return used, ""
@@ -134,32 +129,13 @@ def _prepare(confinement: Confinement) -> tuple[list[Mechanism], str]:
         return used, "this system is not Linux"
     if "namespaces" in confinement.without or "proc" not in used:
         return used, "no namespaces"
-    if obstacle := namespaces.find_obstacle(private_shared_memory=confinement.level == "strict"):
+    if obstacle := mechanisms.find_namespace_obstacle(private_shared_memory=confinement.level == "strict"):
         return used, f"no namespaces: {obstacle}"
-    if namespaces.needs_user_namespace():
+    if mechanisms.needs_user_namespace():
         used.append("user namespace")
-    namespaces.enter()
+    mechanisms.enter_worker_namespaces()
     used.append("namespaces")
     return used, ""
-
-
-def _watch_children() -> int:
-    """Let SIGCHLD make a descriptor readable, and return it. Other signals do not end this process.
-
-    They may be sent to all processes of a run; then the driver says when the workers end. They get
-    functions rather than SIG_IGN, which programs that the worker starts would inherit.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in _HANDLED:
-        signal.signal(number, _do_nothing)
-    return reader
-
-
-def _do_nothing(number: int, frame: object) -> None:
-    pass
 
 
 def _watch(
@@ -179,7 +155,7 @@ def _watch(
         readable, _, _ = select.select([driver.fileno(), wakeup], [], [], WATCH_SECONDS)
         with contextlib.suppress(BlockingIOError):
             os.read(wakeup, 4096)
-        ended = tree.reap()
+        ended = processes.reap()
         if main_pid in ended:
             return "", ended[main_pid]
         if driver.fileno() in readable:
@@ -195,11 +171,13 @@ def _exceeded(confinement: Confinement, code_server_pid: int) -> str:
 
     A code server has limits of its own.
     """
-    others = {code_server_pid, *tree.descendants(code_server_pid)} if code_server_pid else set()
-    pids = [pid for pid in tree.descendants(os.getpid()) if pid not in others]
+    others = {code_server_pid, *processes.descendants(code_server_pid)} if code_server_pid else set()
+    pids = [pid for pid in processes.descendants(os.getpid()) if pid not in others]
     if len(pids) > confinement.max_processes:
         return f"had {len(pids):,} processes, and at most {confinement.max_processes:,} are allowed; it was killed"
-    used = tree.resident_bytes(pids, limit=confinement.worker_memory_bytes)
+    used = processes.count_resident_bytes(pids)
+    if used > confinement.worker_memory_bytes:  # pages that several of them share count several times
+        used = processes.count_proportional_bytes(pids)
     if used > confinement.worker_memory_bytes:
         return (
             f"used {used / 2**30:.1f} GiB of memory with the {len(pids):,} processes that it had, and "
@@ -210,7 +188,7 @@ def _exceeded(confinement: Confinement, code_server_pid: int) -> str:
 
 def _kill_all(main_pid: int, used: Sequence[Mechanism]) -> None:
     if "proc" in used:
-        tree.kill_descendants()  # with namespaces, the kernel kills all others when process 1 is killed
+        processes.kill_descendants()  # with namespaces, the kernel kills all others when process 1 is killed
         return
     with contextlib.suppress(ProcessLookupError):
         os.killpg(main_pid, signal.SIGKILL)
@@ -231,39 +209,28 @@ def _end_as(status: int) -> NoReturn:
 
 
 def _become_worker(
-    confinement: Confinement,
-    channel_fd: int,
-    code_server: int | None,
-    work: Work,
-    temporary: str,
-    used: list[Mechanism],
-    obstacle: str,
-    status_writer: int,
-) -> NoReturn:
+    confinement: Confinement, channel_fd: int, confined: Confined, work: Work, temporary: str, status_writer: int
+) -> None:
     supervisor = os.getppid()  # 0 in a process namespace
-    kept = [] if code_server is None else [code_server]
-    try:
-        if "namespaces" in used:
-            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-            namespaces.mount_proc(_pid_outside(), private_shared_memory=confinement.level == "strict")
-            worker = os.fork()
-            if worker != 0:
-                _be_init(worker, [channel_fd, *kept], status_writer)
-            supervisor = 1
-        os.setsid()
-        _close_descriptors(channel_fd, *kept)
-        if not os.environ.get("CUDA_VISIBLE_DEVICES"):  # CUDA reserves addresses for all memory of host and GPUs
-            _limit(resource.RLIMIT_AS, max(MIN_ADDRESS_SPACE, confinement.max_memory_bytes))
-        for number in _HANDLED:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        used = used + _confine(confinement, used, temporary)
-        if kernel.IS_LINUX:
-            kernel.end_with(supervisor)
-        work(channel_fd, Confined(used, obstacle, code_server))
-    except BaseException:  # noqa: BLE001 - a worker never goes on as a second supervisor
-        sys.excepthook(*sys.exc_info())
-    finally:
-        os._exit(1)
+    kept = [channel_fd] if confined.code_server is None else [channel_fd, confined.code_server]
+    used = confined.used
+    if "namespaces" in used:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        mechanisms.mount_proc(_pid_outside(), private_shared_memory=confinement.level == "strict")
+        worker = os.fork()
+        if worker != 0:
+            _be_init(worker, kept, status_writer)
+        supervisor = 1
+    os.setsid()
+    _close_descriptors(*kept)
+    if not os.environ.get("CUDA_VISIBLE_DEVICES"):  # CUDA reserves addresses for all memory of host and GPUs
+        kernel.set_limits({resource.RLIMIT_AS: max(MIN_ADDRESS_SPACE, confinement.max_memory_bytes)})
+    for number in _HANDLED:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    used = [*used, *_confine(confinement, used, temporary)]
+    if kernel.IS_LINUX:
+        kernel.end_with(supervisor)
+    work(channel_fd, Confined(used, confined.obstacle, confined.code_server))
 
 
 def _be_init(worker: int, not_its_own: Sequence[int], status_writer: int) -> NoReturn:
@@ -294,21 +261,21 @@ def _confine(confinement: Confinement, used: Sequence[Mechanism], temporary: str
     added: list[Mechanism] = []
     to_none = "user namespace" in used
     may_reduce = to_none or "fewer capabilities" not in confinement.without
-    if may_reduce and capabilities.reduce_capabilities(to_none=to_none) and not to_none:
+    if may_reduce and mechanisms.reduce_capabilities(to_none=to_none) and not to_none:
         added.append("fewer capabilities")
     if to_none and kernel.release() >= (5, 14):  # the processes of this namespace; before, all of the user's
-        _limit(resource.RLIMIT_NPROC, _TASKS_PER_PROCESS * confinement.max_processes)
+        kernel.set_limits({resource.RLIMIT_NPROC: _TASKS_PER_PROCESS * confinement.max_processes})
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)  # from here on, no program has more rights than this process
-    found = landlock.find_version() if "landlock" not in confinement.without else 0
+    found = mechanisms.find_landlock_version() if "landlock" not in confinement.without else 0
     if version := choose_landlock_version(confinement, (*used, *added), found=found):
         if confinement.level == "strict":
             shared_memory = ["/dev/shm"] if "namespaces" in used else []
             writable = [*_STRICT_WRITABLE, temporary, *shared_memory, *confinement.writable]
-            landlock.enter_domain_of_files(version, readable=_strict_readable(confinement), writable=writable)
+            mechanisms.enter_domain_of_files(version, readable=_strict_readable(confinement), writable=writable)
         else:
-            landlock.enter_domain(version)
+            mechanisms.enter_domain(version)
         added.append("landlock")
-        if version >= landlock.SIGNAL_VERSION:
+        if version >= mechanisms.SIGNAL_VERSION:
             added.append("signal scope")
     if seccomp.is_available() and "seccomp" not in confinement.without:
         is_strict = confinement.level == "strict"
@@ -335,15 +302,9 @@ def choose_landlock_version(confinement: Confinement, used: Sequence[Mechanism],
     used: the other mechanisms. found: the version that the system has; 0: none.
     """
     is_protected = "namespaces" in used or "fewer capabilities" in used
-    if found < landlock.REFER_VERSION and is_protected and confinement.level == "default":
+    if found < mechanisms.REFER_VERSION and is_protected and confinement.level == "default":
         return 0
-    return min(found, landlock.SIGNAL_VERSION - 1) if "signal scope" in confinement.without else found
-
-
-def _limit(kind: int, limit: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(kind, (limit, limit))
+    return min(found, mechanisms.SIGNAL_VERSION - 1) if "signal scope" in confinement.without else found
 
 
 def _strict_readable(confinement: Confinement) -> list[str]:

@@ -1,4 +1,4 @@
-"""The environment variables that reward workers get: those of a list, and those that are named.
+"""The environment variables that processes with user code get: those of a list, and named ones.
 
 The list has what programs need to find their files, libraries, caches, proxies and services.
 Everything else stays with the run, since no rule tells secrets from settings: PGPASSWORD,
@@ -7,8 +7,16 @@ SLACK_WEBHOOK_URL and DATABASE_URL have no name in common.
 
 from __future__ import annotations
 
+import logging
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from trigon.errors import RewardError
+from trigon.system.secrets import ARGUMENTS, remember, secrets_in
+
+_log = logging.getLogger(__name__)
 
 _GROUPS = (
     # the user, the language, and where files are
@@ -33,7 +41,7 @@ _GROUPS = (
     "HF_ENDPOINT OPENAI_BASE_URL OPENAI_API_BASE ANTHROPIC_BASE_URL AZURE_OPENAI_ENDPOINT OLLAMA_HOST",
 )
 ALLOWED = frozenset(" ".join(_GROUPS).split())
-"""Variables that reward workers get, unless the value is a URL with a user or a password."""
+"""Variables that children get, unless the value is a URL with a user or a password."""
 
 _ALLOWED_PREFIXES = ("LC_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "NUMEXPR_", "MALLOC_")
 _FIXED = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -45,7 +53,7 @@ _LITERAL = re.compile(r"""["']([A-Za-z_][A-Za-z0-9_]*)["']""")
 
 
 def child_environment(environment: Mapping[str, str], passed_variables: Sequence[str] = ()) -> dict[str, str]:
-    """Return the variables of an environment that reward workers get.
+    """Return the variables of an environment that children get.
 
     It also sets a fixed hash seed, so that sets iterate in the same order in every child, limits
     numeric libraries to one thread, and hides the GPUs, whose memory the model needs.
@@ -55,8 +63,41 @@ def child_environment(environment: Mapping[str, str], passed_variables: Sequence
     return kept | _FIXED | {name: environment[name] for name in passed_variables if name in environment}
 
 
-def withheld_variable(error: str, environment: Mapping[str, str], passed_variables: Sequence[str]) -> str | None:
-    """Return the variable that an error of a worker names and that was withheld from it, if any.
+def check_passed_variables(names: Sequence[str]) -> None:
+    """Raise RewardError if one of the variables of worker.reward.env is not set.
+
+    Values that look like secrets, by the rule for arguments, are removed from text from now on.
+    """
+    for name in names:
+        if name not in os.environ:
+            raise RewardError(f"worker.reward.env names {name}, which is not set; export it, or leave it out")
+        remember(secrets_in(ARGUMENTS, {name: os.environ[name]}))
+
+
+def warn_of_withheld_variables(files: Iterable[str], passed_variables: Sequence[str]) -> None:
+    """Warn of variables that are set, that a file of the user's names, and that it will not get.
+
+    A function that has a default for such a variable would otherwise use that without a word.
+    """
+    for file in files:
+        try:
+            source = Path(file).read_text(encoding="utf-8", errors="replace")
+        except OSError:  # the child, which loads it, says so
+            continue
+        literals = dict.fromkeys(match.group(1) for match in _LITERAL.finditer(source))
+        kept = child_environment(os.environ, passed_variables)
+        names = [name for name in literals if name.isupper() and name in os.environ and name not in kept]
+        if names:
+            _log.warning(
+                "%s names environment variables that reward workers do not get: %s; worker.reward.env=[%s] passes them",
+                file,
+                ", ".join(names),
+                ",".join(names),
+            )
+
+
+def explain_withheld(error: str, passed_variables: Sequence[str]) -> str:
+    """Return the error of a child, with a hint if it names a variable that was withheld from it.
 
     That is one of the environment, or one of a KeyError that is not set and looks like a secret.
     """
@@ -65,17 +106,13 @@ def withheld_variable(error: str, environment: Mapping[str, str], passed_variabl
         if name in passed_variables or name in _FIXED:
             continue
         is_key = f"KeyError: '{name}'" in error
-        is_withheld = name in environment and not _is_allowed(name, environment[name]) and ("_" in name or is_key)
-        if is_withheld or (is_key and name not in environment and name.endswith(_SECRET_ENDINGS)):
-            return name
-    return None
-
-
-def named_variables(source: str, environment: Mapping[str, str], passed_variables: Sequence[str]) -> list[str]:
-    """Return the variables that the text of a program names and that its workers do not get."""
-    names = dict.fromkeys(match.group(1) for match in _LITERAL.finditer(source))
-    kept = child_environment(environment, passed_variables)
-    return [name for name in names if name.isupper() and name in environment and name not in kept]
+        is_withheld = name in os.environ and not _is_allowed(name, os.environ[name]) and ("_" in name or is_key)
+        if is_withheld or (is_key and name not in os.environ and name.endswith(_SECRET_ENDINGS)):
+            return (
+                f"{error.rstrip()} (reward workers get only some environment variables, and others are withheld; "
+                f"worker.reward.env=[{name}] passes {name})"
+            )
+    return error
 
 
 def _is_allowed(name: str, value: str) -> bool:

@@ -1,4 +1,4 @@
-"""What is asked of the confinement of a reward worker, and what a system lacks for it.
+"""What is asked of the confinement of a process with user code, and what a system lacks for it.
 
 Levels of worker.reward.confinement:
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from trigon.errors import RewardError
+from trigon.errors import TrigonError
 
 ConfinementLevel = Literal["default", "strict", "off"]
 
@@ -67,10 +67,6 @@ class Confinement:
         """Return it with more folders that "strict" can read."""
         return replace(self, readable=(*self.readable, *folders))
 
-    def with_processes(self, max_processes: int) -> Confinement:
-        """Return it with at least so many processes."""
-        return replace(self, max_processes=max(self.max_processes, max_processes))
-
     def to_json(self) -> str:
         """Return it as text, for the command of the supervisor."""
         return json.dumps(asdict(self))
@@ -87,13 +83,13 @@ DEFAULT = Confinement()
 
 
 def check_confinement(
-    confinement: Confinement, used: Sequence[Mechanism], obstacle: str, *, confined: str = "reward functions"
+    confinement: Confinement, used: Sequence[Mechanism], obstacle: str, *, confined: str, error: type[TrigonError]
 ) -> str:
     """Return one line that says what is not confined on this system; "" if all is as documented.
 
     used: the mechanisms that a worker could use. obstacle: why it has no namespaces. confined: what
-    runs in the worker.
-    Raises: RewardError if the level is "strict" and the system lacks what it needs.
+    runs in the worker. error: the type of errors.
+    Raises: such an error if the level is "strict" and the system lacks what it needs.
     """
     needs = (
         ("landlock", "Landlock (Linux 5.13 or later, with landlock in its list of security modules, lsm=)"),
@@ -102,12 +98,12 @@ def check_confinement(
     )
     missing = [text for mechanism, text in needs if mechanism not in used]
     if confinement.level == "strict" and missing:
-        raise RewardError(
+        raise error(
             f"worker.reward.confinement=strict needs {' and '.join(missing)}, which this system does not have; use "
             "worker.reward.confinement=default, if the reward function is trusted with what docs/rewards.md lists"
         )
     if not confinement.allows_network and "seccomp" not in used:
-        raise RewardError(
+        raise error(
             "worker.reward.network=false needs seccomp (Linux on x86-64 or ARM64), which this system does not have; "
             "leave it out, and block the network from outside"
         )

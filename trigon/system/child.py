@@ -1,0 +1,355 @@
+"""Child processes for user code that may hang, crash, leak memory, or send invalid messages.
+
+Starts them without forking this process (torch and vLLM may have threads), exchanges frames with
+them, and ends each with all processes that it has started. What a child does is in the module that
+ChildSpec.program names; child_main.py is how it begins. Its parent is the supervisor of
+confinement/, which confines it and ends in the same way as it does. Knows neither completions nor
+episodes.
+
+    this process                            supervisor            child
+    channel  <== frames ==>                                       channel
+    control  --- when it closes, ---------> kills the child
+             <-- why it killed the child ---
+    output   <-- text of the user's code -------------------------stdout and stderr
+
+The first frames on the channel:
+
+    -> the setup                                    what to load
+    <- {"used": ["landlock", ...], "obstacle": ""}  how it is confined, before user code is loaded
+    <- {"loaded": {...}}                            or {"load_error": "..."}; then it exits
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trigon.errors import TrigonError
+from trigon.system.child_python import python_command
+from trigon.system.child_variables import child_environment, explain_withheld
+from trigon.system.confinement.options import Confinement, check_confinement
+from trigon.system.frames import Channel, Frame
+from trigon.system.secrets import scrub
+from trigon.system.signals import termination_blocked
+from trigon.system.terminal import sanitize
+
+LOAD_SECONDS = 300.0
+"""Time limit for loading the user's code, with all its imports."""
+
+MAX_OUTPUT_BYTES = 1 << 16
+"""Maximum output of the user's code that is logged for each message sent to the child."""
+
+KILL_SECONDS = 30.0
+"""How long the supervisor may take to end all processes of a child.
+
+A process may hang in the kernel, for example when a network file system does not answer.
+"""
+
+GRACE_SECONDS = 0.2
+"""How long a process lives after a time limit of its work, to print its stack."""
+
+FORGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
+"""What reading a message raises that is none: user code can write to the channel of its process."""
+
+_log = logging.getLogger(__name__)  # logs warnings, which reach stderr even if logging is not configured
+
+_TAIL_BYTES = 4000
+_MAX_LINE_CHARACTERS = 500
+
+_MAIN = """from trigon.system.confinement.supervisor import main
+def work(*arguments):
+    from {module} import main
+    main(*arguments)
+main(sys.argv[1], int(sys.argv[2]), work)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildSpec:
+    """What children of one kind have in common.
+
+    program: the module whose function main is their code. setup: the first frame for each of them.
+    where: the user's code, and confined: what it consists of, in messages. error: the type of
+    errors. max_frame_bytes: maximum size of a frame that a child may send.
+    """
+
+    program: str
+    setup: bytes
+    where: str
+    confined: str
+    error: type[TrigonError]
+    confinement: Confinement
+    passed_variables: Sequence[str] = ()
+    max_frame_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a child ended.
+
+    text: in words that follow its name. output: the last part of its output. was_killed: it lived
+    until this process or the system killed it. timed_out: this process killed it.
+    """
+
+    text: str
+    output: str
+    was_killed: bool
+    timed_out: bool
+
+
+class Child:
+    """A running child process.
+
+    loaded: what it said when it had loaded the user's code; None before. has_ended: whether it has
+    exited, or has sent something invalid, so that the caller should end it.
+    """
+
+    def __init__(self, name: str, spec: ChildSpec) -> None:
+        """Start a child. name: prefix of its output in the log."""
+        self.name = name
+        self.loaded: dict[str, Any] | None = None
+        self.load_deadline = time.monotonic() + LOAD_SECONDS
+        self.has_ended = False
+        self.lacks = ""
+        self._spec = spec
+        self._is_confined = False
+        own_end, child_end = socket.socketpair()
+        self._control, child_control = socket.socketpair()
+        with child_end, child_control, termination_blocked():  # until the child has its handlers
+            self._process = subprocess.Popen(
+                python_command(_MAIN.format(module=spec.program), spec.confinement.to_json(), str(child_end.fileno())),
+                bufsize=0,
+                env=child_environment(os.environ, spec.passed_variables),
+                pass_fds=(child_end.fileno(),),
+                start_new_session=True,
+                stdin=child_control.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        assert self._process.stdout is not None
+        self.output = self._process.stdout
+        os.set_blocking(self.output.fileno(), False)
+        self.channel = Channel(own_end, max_bytes=spec.max_frame_bytes)
+        self._line = b""
+        self._tail = b""
+        self._bytes_to_show = MAX_OUTPUT_BYTES
+
+    @property
+    def pid(self) -> int:
+        """The process id of the supervisor, which is also the id of its process group."""
+        return self._process.pid
+
+    def receive(self) -> list[Frame]:
+        """Return the frames that have arrived, without those of the start.
+
+        Call it when something has arrived. Raises: an error of the spec's type if the user's code
+        cannot be loaded, or confined as it must be.
+        """
+        try:
+            frames = self.channel.receive()
+            received = [frame for frame in frames if not self._is_of_the_start(frame.content)]
+        except FORGED:  # the user's code has written to the channel
+            self.has_ended = True
+            return []
+        self.has_ended = self.has_ended or not self.channel.is_open
+        return received
+
+    def forget_output(self) -> None:
+        """Count its output from now on: for the limit of what is logged, and for its last part."""
+        self._tail = b""
+        self._bytes_to_show = MAX_OUTPUT_BYTES
+
+    def log_output(self) -> bool:
+        """Log the child's available output. Returns: False once the child has closed its output."""
+        text = self.output.read(1 << 16)
+        self._log_text(text or b"")
+        return text != b""
+
+    def kill(self) -> Ending:
+        """Kill the child and all that it has started."""
+        self._control.shutdown(socket.SHUT_WR)
+        self._control.settimeout(KILL_SECONDS)
+        exceeded = ""
+        try:
+            exceeded = self._control.recv(1000).decode(errors="replace")  # nothing when it ends
+        except TimeoutError:
+            os.killpg(self._process.pid, signal.SIGKILL)  # until wait(), its process id cannot be reused
+        code = self._process.wait()
+        self._log_text(self.output.read(1 << 16) or b"")  # at most the capacity of a pipe
+        self._log_text(b"\n" if self._line else b"")
+        self._control.close()
+        self.output.close()
+        self.channel.close()
+        was_killed = code == -signal.SIGKILL and not exceeded  # any other code: it had exited before
+        return Ending(
+            exceeded or describe_exit(code),
+            scrub(self._tail.decode(errors="replace")),
+            was_killed,
+            timed_out=was_killed and not self.has_ended,
+        )
+
+    def _is_of_the_start(self, content: dict[str, Any]) -> bool:
+        """Handle a message of the start; return False for all later ones."""
+        spec = self._spec
+        if not self._is_confined:
+            self.lacks = check_confinement(
+                spec.confinement,
+                content["used"],
+                str(content["obstacle"]),
+                confined=spec.confined,
+                error=spec.error,
+            )
+            self._is_confined = True
+        elif self.loaded is None:
+            if "load_error" in content:
+                raise spec.error(explain_withheld(scrub(str(content["load_error"])), spec.passed_variables))
+            self.loaded = dict(content["loaded"])
+        else:
+            return False
+        return True
+
+    def _log_text(self, text: bytes) -> None:
+        self._tail = (self._tail + text)[-_TAIL_BYTES:]
+        *lines, self._line = (self._line + text[: max(self._bytes_to_show, 0)]).split(b"\n")
+        for line in lines:
+            _log.warning("[%s] %s", self.name, sanitize_line(line))
+        if 0 <= self._bytes_to_show < len(text):
+            _log.warning("[%s] ... more than %d bytes printed; the rest is not logged", self.name, MAX_OUTPUT_BYTES)
+        self._bytes_to_show -= len(text)
+
+
+class Children:
+    """The running children of one kind, in the order of their starts, and other channels.
+
+    Used by one thread at a time, except for wake(). Does not decide when a child is started.
+    """
+
+    def __init__(self, spec: ChildSpec) -> None:
+        """Start none yet."""
+        self._spec = spec
+        self._children: list[Child] = []
+        self._lacks = ""
+        self._selector = selectors.DefaultSelector()
+        self._wake_sender, self._wake_receiver = socket.socketpair()  # ends a select() of the pool's thread
+        for end in (self._wake_sender, self._wake_receiver):
+            end.setblocking(False)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+
+    def __iter__(self) -> Iterator[Child]:
+        return iter(list(self._children))
+
+    def start(self, name: str) -> Child:
+        """Start a child, which loads the user's code."""
+        child = Child(name, self._spec)
+        self._children.append(child)
+        self.watch(child.channel, child)
+        self._selector.register(child.output, selectors.EVENT_READ, (child, None))
+        self.send(child.channel, self._spec.setup)
+        return child
+
+    def watch(self, channel: Channel, owner: object) -> None:
+        """Let wait() return an owner when something has arrived at a channel."""
+        self._selector.register(channel.connection, selectors.EVENT_READ, (owner, channel))
+
+    def forget(self, channel: Channel) -> None:
+        """Undo watch(), if it was not undone before."""
+        if channel.connection in self._selector.get_map():
+            self._selector.unregister(channel.connection)
+
+    def send(self, channel: Channel, frame: bytes, *given: socket.socket) -> None:
+        """Send a frame by a channel that is watched; wait() sends what it does not take now."""
+        channel.send(frame, *given)
+        self._select(channel)
+
+    def wait(self, timeout_seconds: float | None) -> list[object]:
+        """Wait for wake(), the timeout or frames; return the children and owners that have some.
+
+        Output of children is logged, and what send() has left is sent.
+        """
+        owners: list[object] = []
+        for key, mask in self._selector.select(timeout_seconds):
+            if key.fileobj is self._wake_receiver:
+                self._wake_receiver.recv(4096)
+                continue
+            owner, channel = key.data
+            if channel is None:
+                if not owner.log_output():
+                    self._selector.unregister(key.fileobj)
+                continue
+            if mask & selectors.EVENT_WRITE:
+                channel.flush()
+                self._select(channel)
+            if mask & selectors.EVENT_READ:
+                owners.append(owner)
+        return owners
+
+    def receive(self, child: Child) -> list[Frame]:
+        """Return what a child has sent, as Child.receive; log what of it is not confined, once."""
+        frames = child.receive()
+        if child.lacks and child.lacks != self._lacks:
+            self._lacks = child.lacks
+            _log.warning("%s", child.lacks)
+        return frames
+
+    def wake(self) -> None:
+        """End the current or next wait(). May be called in any thread."""
+        with contextlib.suppress(BlockingIOError):  # the buffer is full, so select() will return
+            self._wake_sender.send(b"!")
+
+    def end(self, child: Child) -> Ending:
+        """Kill a child with all that it has started, and return how it ended.
+
+        Raises: an error of the spec's type if it has not loaded the user's code, since another one
+        would not either.
+        """
+        ending = self._kill(child)
+        if child.loaded is None:
+            text = f"took more than {LOAD_SECONDS:g} s and was killed" if ending.timed_out else ending.text
+            raise self._spec.error(f"{self._spec.where}: its process {text} while loading\n{ending.output}")
+        return ending
+
+    def close(self) -> None:
+        """Kill all children with all that they have started. No more can be started."""
+        for child in self:
+            self._kill(child)
+        self._selector.close()
+        self._wake_sender.close()
+        self._wake_receiver.close()
+
+    def _kill(self, child: Child) -> Ending:
+        self._children.remove(child)
+        self.forget(child.channel)
+        if child.output in self._selector.get_map():
+            self._selector.unregister(child.output)
+        return child.kill()
+
+    def _select(self, channel: Channel) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
+        if channel.connection in self._selector.get_map():
+            key = self._selector.get_key(channel.connection)
+            if key.events != events:
+                self._selector.modify(channel.connection, events, key.data)
+
+
+def describe_exit(code: int) -> str:
+    """Describe the exit of a process that was not killed here.
+
+    code: as os.waitstatus_to_exitcode returns it.
+    """
+    if code == -signal.SIGKILL:
+        return "was killed by the system, perhaps because memory ran out"
+    return f"exited with code {code}" if code >= 0 else f"died of signal {-code} ({signal.strsignal(-code)})"
+
+
+def sanitize_line(line: bytes) -> str:
+    """Return a line truncated, with control and text-direction characters shown as text."""
+    return sanitize(line.decode(errors="replace").rstrip("\r"), max_characters=_MAX_LINE_CHARACTERS)
