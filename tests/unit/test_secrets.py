@@ -44,8 +44,6 @@ def no_known_secrets(monkeypatch):
         ({"url": "https://s3.org/f?X-Amz-Signature=ab1"}, {"url": f"https://s3.org/f?X-Amz-Signature={MASKED}"}),
         ({"url": "https://hooks.slack.com/services/T0/B0/Xy12"}, {"url": f"https://hooks.slack.com/services/{MASKED}"}),
         ({"header": "Authorization: Bearer abc.def"}, {"header": f"Authorization: Bearer {MASKED}"}),
-        ({"x": "Zm9vYmFyMTIzNDU2Nzg5MEFCQ0RFRg=="}, {"x": MASKED}),
-        ({"x": "a" * 39 + "1"}, {"x": MASKED}),  # 40 hexadecimal digits, as of wandb
     ],
 )
 def test_secrets_among_the_arguments_of_a_reward_function_are_masked(arguments, masked):

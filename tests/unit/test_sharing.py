@@ -32,7 +32,7 @@ ROW = RolloutRow(
     filtered="",
 )  # fmt: skip
 BASE = "Qwen/Qwen2.5-VL-3B-Instruct"
-SECRET = "hf_abcdefghij0123456789"
+SECRET = "hf_" + "aB3" * 12
 OPTIONS = {
     "data.train_files": ["hiyouga/geometry3k@train"],
     "data.val_files": ["hiyouga/geometry3k@test"],
@@ -126,45 +126,36 @@ def test_no_secret_and_no_folder_of_the_machine_is_on_the_card(facts):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "free", "expected"),
+    ("name", "value", "expected"),
     [
-        ("data.max_prompt_length", 5, False, 5),
-        ("worker.reward.skip_special_tokens", True, False, True),
-        ("data.answer_key", "answer", False, "answer"),
-        ("answer_key", "answer", True, HIDDEN),  # in a user's mapping a key may be a secret
-        ("hf_token", "x", True, HIDDEN),
-        ("password", 1234, True, HIDDEN),
-        ("password", None, True, None),
-        ("text", "use sk-abcdefgh1234 now", False, f"use {HIDDEN} now"),
-        ("text", "Authorization: Bearer abc.def", False, f"Authorization: Bearer {HIDDEN}"),
-        ("text", "AKIAABCDEFGHIJKLMNOP", False, HIDDEN),
-        ("text", "a" * 39 + "1", False, HIDDEN),  # 40 hexadecimal digits, as of wandb
-        ("text", "Zm9vYmFyMTIzNDU2Nzg5MEFCQ0RFRg", True, HIDDEN),
-        ("model", "Qwen/Qwen2.5-VL-3B-Instruct", True, "Qwen/Qwen2.5-VL-3B-Instruct"),
-        ("files", ["/data/me/a.parquet", "b.parquet"], False, ["a.parquet", "b.parquet"]),
-        ("reward", "~/rewards/r.py:score", False, "r.py:score"),
-        ("url", "https://judge.org/v1?a=b", False, "https://judge.org/v1"),
-        ("url", "https://s3cr3ttoken@host/v1", False, f"https://{HIDDEN}@host/v1"),
-        ("url", "https://me:p@ss@host/v1 and me@host", False, f"https://{HIDDEN}@host/v1 and me@host"),
-        ("text", "Authorization: Basic dXNlcjpwYXNz", False, f"Authorization: Basic {HIDDEN}"),
-        ("text", '{"authorization": "Token abc"}', False, f'{{"authorization": "Token {HIDDEN}"}}'),
-        ("text", "use basic dXNlcjpwYXNzMQ== here", False, f"use basic {HIDDEN} here"),
-        ("text", "Basic geometry; a bearer of news", False, "Basic geometry; a bearer of news"),
-        ("pwd", "hunter2", True, HIDDEN),
-        ("passphrase", "open sesame", True, HIDDEN),
-        ("bearer", "abc123", True, HIDDEN),
-        ("names", {SECRET: 1}, False, {HIDDEN: 1}),
+        ("data.max_prompt_length", 5, 5),
+        ("worker.reward.skip_special_tokens", True, True),
+        ("data.answer_key", "answer", "answer"),
+        ("override_config", {"hf_token": "x", "password": 1234}, {"hf_token": HIDDEN, "password": HIDDEN}),
+        ("override_config", {SECRET: 1, "bearer": "abc123"}, {HIDDEN: 1, "bearer": HIDDEN}),
+        ("text", f"use {SECRET} now", f"use {HIDDEN} now"),
+        ("text", "AKIAABCDEFGHIJKLMNOP", HIDDEN),
+        ("model", "Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-3B-Instruct"),
+        ("files", ["/data/me/a.parquet", "b.parquet"], ["a.parquet", "b.parquet"]),
+        ("reward", "~/rewards/r.py:score", "r.py:score"),
+        ("url", "https://judge.org/v1?a=b", "https://judge.org/v1"),
+        ("url", "https://s3cr3ttoken@host/v1", f"https://{HIDDEN}@host/v1"),
+        ("url", "https://me:p@ss@host/v1 and me@host", f"https://{HIDDEN}@host/v1 and me@host"),
+        ("text", "Authorization: Basic dXNlcjpwYXNz", f"Authorization: Basic {HIDDEN}"),
+        ("text", '{"authorization": "Token abc"}', f'{{"authorization": "Token {HIDDEN}"}}'),
+        ("text", "use basic dXNlcjpwYXNzMQ== here", f"use basic {HIDDEN} here"),
+        ("text", "Basic geometry; a bearer of news", "Basic geometry; a bearer of news"),
     ],
 )
-def test_what_is_hidden(name, value, free, expected):
-    assert hide(name, value, free=free) == expected
+def test_what_is_hidden(name, value, expected):
+    assert hide(name, value) == expected
 
 
 def test_of_the_arguments_of_a_reward_function_only_what_cannot_be_a_secret_is_published():
     arguments = {
         "url": "https://hooks.chat.org/services/T0/B0/Xy12", "pwd": "hunter2", "passphrase": "open sesame",
         "note": "open sesame", "header": "Authorization: Basic dXNlcjpwYXNz", "room": "abc123", "pin_key": 5,
-        "models": {SECRET: "x1"}, "model": "hf_abcdefghij0123456789", "object": object(),
+        "models": {SECRET: "x1"}, "model": SECRET, "object": object(),
     }  # fmt: skip
     shown = {
         "mode": "exact_match", "scale": 0.5, "num": 3, "strict": True, "limit": None, "units": ["cm", "mm"],
