@@ -205,7 +205,8 @@ def _mask_free(key: str, value: Any, found: set[str], *, is_secret: bool, masks_
                 _mask_free(key, each, found, is_secret=is_secret, masks_variables=masks_variables) for each in value
             ]
         case str() if variable_of(value) is not None:
-            return MASKED if masks_variables and (is_secret or _may_name_secret(key)) else value
+            names_key = is_secret or _may_name_secret(key) or key.lower() == "key"
+            return MASKED if masks_variables and names_key else value
         case bool() | None:
             return value
         case str() | int() | float() if is_secret and _NO_SECRET.fullmatch(str(value)) is None:
