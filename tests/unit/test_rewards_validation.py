@@ -18,7 +18,7 @@ from trigon.loop import train
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 from trigon.system.secrets import VAL_REWARD, mask
-from trigon.tools.eval.settings import EvaluationOptions
+from trigon.tools.eval.settings import given_options
 from trigon.tools.plan.configuration import load_planned
 
 STRICT = "def main(response, ground_truth, bonus=0): return {'overall': 10 + bonus, 'strict': 1}"
@@ -78,8 +78,8 @@ def test_a_missing_file_and_secrets_of_arguments_are_treated_as_those_of_trainin
 
 
 def test_an_evaluation_with_a_reward_function_uses_that_one():
-    assert "worker.reward.val_reward_function=null" in EvaluationOptions(reward="math").overrides()
-    assert not any("val_reward" in each for each in EvaluationOptions(n=4).overrides())
+    assert given_options([], reward="math")["worker.reward.val_reward_function"] is None
+    assert not any("val_reward" in name for name in given_options([], n=4))
 
 
 @pytest.mark.faults

@@ -15,6 +15,7 @@ from trigon.system.variables import keep_compiled_code
 from trigon.tools.cli.parser import ArgumentParser
 from trigon.tools.eval.answers import AnswerForm
 from trigon.tools.eval.models import find_model, looks_like_model
+from trigon.tools.eval.settings import SHORT_NAMES
 
 _OVERRIDE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+=")
 
@@ -36,26 +37,16 @@ def main(arguments: Sequence[str]) -> int:
         models,
         tuple(data),  # none: the validation data of the run
         reward=chosen.reward,
-        format_prompt=chosen.format_prompt,
-        prompt_key=chosen.prompt_key,
-        answer_key=chosen.answer_key,
-        image_key=chosen.image_key,
-        image_dir=chosen.image_dir,
-        n=chosen.n,
-        temperature=chosen.temperature,
-        top_p=chosen.top_p,
-        max_tokens=chosen.max_tokens,
-        seed=chosen.seed,
-        engine=chosen.engine,
         limit=chosen.limit,
         by=chosen.by,
         k=chosen.k,
         answers=chosen.answers,
         blind=chosen.blind,
         config=chosen.config,
-        overrides=overrides,
+        options=overrides,
         output=chosen.output,
         console=console,
+        **{name: getattr(chosen, name) for name in SHORT_NAMES},
     )
     if chosen.json:
         print(json.dumps(evaluation.to_json(), ensure_ascii=True, indent=2))
