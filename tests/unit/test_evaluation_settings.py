@@ -237,9 +237,9 @@ def test_the_context_is_that_of_the_language_model(tmp_path):
 
 
 def test_a_keyword_that_is_no_option_is_an_error_with_the_nearest_one():
-    with pytest.raises(TypeError, match="temperatur.*temperature"):
+    with pytest.raises(TypeError, match=r"temperatur.*temperature"):
         evaluate("owner/model", temperatur=1.0)
-    with pytest.raises(TypeError, match="blnd.*blind"):
+    with pytest.raises(TypeError, match=r"blnd.*blind"):
         evaluate("owner/model", blnd=True)
 
 

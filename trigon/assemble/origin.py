@@ -82,7 +82,7 @@ class Origin:
         # A run that only validates may do so with other data and sampling.
         self._checkpoint = None if config.trainer.val_only else checkpoint
         self._say = say
-        self._saved: Mapping[str, Any] = {} if self._checkpoint is None else _record_of(self._checkpoint)
+        self._saved: Mapping[str, Any] = {} if self._checkpoint is None else self._checkpoint.progress[KEY]
         self._options: dict[str, Any] = {}
         self._contents: dict[str, dict[str, str]] = {}
         self._given: dict[str, str] = {}
@@ -283,18 +283,6 @@ class Origin:
             f"{self._checkpoint.step + 1} on, add\n  {shlex.quote(f'trainer.accept_changes={value}')}\n"
             "To start a new run, set another trainer.experiment_name or trainer.save_checkpoint_path"
         )
-
-
-def _record_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return the record in a checkpoint. Raises: CheckpointError if it has none."""
-    record = checkpoint.progress.get(KEY)
-    if not isinstance(record, dict) or not {"options", "contents", "given", "noted"} <= record.keys():
-        raise CheckpointError(
-            f"{checkpoint.folder} has no record of the options and files that it was made with: another version of "
-            "Trigon saved it, and this one cannot resume it. Export it, set worker.actor.model.model_path to the "
-            "export, and start a new run with another trainer.experiment_name"
-        )
-    return record
 
 
 def _argument_digests(prefix: str, kwargs: Mapping[str, Any]) -> dict[str, str]:
