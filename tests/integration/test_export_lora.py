@@ -118,7 +118,7 @@ def test_merged_weights_equal_the_policys_and_have_the_logits_of_peft_with_the_a
     policy = adapted_policy(base)
     checkpoint = save(tmp_path / "run", base, policy)
     merged = export_checkpoint(checkpoint, None, dtype=None)
-    adapter = export_checkpoint(checkpoint, None, dtype=None, adapter=True)
+    adapter = export_checkpoint(checkpoint, None, dtype=None, part="adapter")
 
     assert merged == checkpoint / "huggingface_model"
     written, expected = load_file(merged / "model.safetensors"), dict(policy.named_weights())
@@ -135,7 +135,7 @@ def test_merged_weights_equal_the_policys_and_have_the_logits_of_peft_with_the_a
 def test_an_adapter_folder_equals_what_peft_saves(
     checkpoint: Path, adapted: Policy, tiny_vlm: Path, tmp_path: Path
 ) -> None:
-    folder = export_checkpoint(checkpoint, None, dtype=None, adapter=True)
+    folder = export_checkpoint(checkpoint, None, dtype=None, part="adapter")
     assert {path.name for path in folder.iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -161,7 +161,7 @@ def test_an_adapter_whose_base_model_is_not_loaded_says_what_is_not_verified(
     checkpoint: Path, options: dict[str, Any]
 ) -> None:
     said: list[str] = []
-    export_checkpoint(checkpoint, None, dtype=None, adapter=True, on_progress=said.append, **options)
+    export_checkpoint(checkpoint, None, dtype=None, part="adapter", on_progress=said.append, **options)
     assert said[-1].startswith("verified: names, shapes and values of ")
     assert "; not verified: that peft loads all of them, and that logits are those of merged weights, " in said[-1]
 
@@ -188,10 +188,10 @@ def test_merging_rounds_once_to_the_base_models_dtype_or_to_the_given_one(tmp_pa
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
 
     said: list[str] = []
-    export_checkpoint(checkpoint, None, dtype=None, adapter=True, on_progress=said.append)
+    export_checkpoint(checkpoint, None, dtype=None, part="adapter", on_progress=said.append)
     assert said[-1].endswith("that peft loads all of them, and that logits are those of merged weights")
 
-    folder = export_checkpoint(checkpoint, None, dtype="bf16", adapter=True)
+    folder = export_checkpoint(checkpoint, None, dtype="bf16", part="adapter")
     halves = load_file(folder / "adapter_model.safetensors")
     assert all(torch.equal(halves[name], tensor.bfloat16()) for name, tensor in saved_tensors(policy).items())
 
@@ -236,7 +236,7 @@ def test_a_base_model_that_has_moved_is_an_error_unless_base_is_given(
     shutil.copytree(tiny_vlm, old)
     checkpoint = save(tmp_path / "run", old, adapted)
     old.rename(new)
-    for options in ({"adapter": True}, {}):
+    for options in ({"part": "adapter"}, {}):
         with pytest.raises(CheckpointError, match=r"(?s)base model .*/old' is neither a folder.* with --base"):
             export_checkpoint(checkpoint, None, dtype=None, **options)
     assert sorted(path.name for path in checkpoint.iterdir()) == ["actor", "manifest.json", "progress.json"]
@@ -256,7 +256,7 @@ def test_a_model_of_other_shapes_is_not_accepted_as_the_base(
     weights["model.norm.weight"] = weights["model.norm.weight"][:-1].clone()
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \[127\] there instead of \[128\] \(1 of"):
-        export_checkpoint(checkpoint, None, dtype=None, base=str(other), adapter=True)
+        export_checkpoint(checkpoint, None, dtype=None, base=str(other), part="adapter")
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_an_adapter_that_peft_would_apply_differently_fails_verification(
 ) -> None:
     checkpoint = save(tmp_path / "run", tiny_vlm, adapted, edit=edit)
     with pytest.raises(CheckpointError, match=message):
-        export_checkpoint(checkpoint, None, dtype=None, adapter=True)
+        export_checkpoint(checkpoint, None, dtype=None, part="adapter")
     assert sorted(path.name for path in checkpoint.iterdir()) == ["actor", "manifest.json", "progress.json"]
 
 
@@ -285,7 +285,7 @@ def test_adapters_that_are_not_finite_are_never_exported(
         adapters_of(policy.model)["model.language_model.layers.0.mlp.gate_proj"].lora_b[3, 1] = float("nan")
     checkpoint = save(tmp_path / "run", tiny_vlm, policy)
     with pytest.raises(CheckpointError, match=f"{weight} in the checkpoint holds NaN or infinity"):
-        export_checkpoint(checkpoint, None, dtype=None, adapter=adapter)
+        export_checkpoint(checkpoint, None, dtype=None, part="adapter" if adapter else "model")
     assert sorted(path.name for path in checkpoint.iterdir()) == ["actor", "manifest.json", "progress.json"]
 
 
@@ -298,7 +298,7 @@ def test_merging_in_place_as_easyr1_does_keeps_the_checkpoint_valid(checkpoint: 
     assert (actor / "lora_adapter" / "adapter_model.safetensors").is_file()
     assert open_checkpoint(checkpoint, resumable=False).step == 5
     with pytest.raises(CheckpointError, match="belongs to the checkpoint"):
-        export_checkpoint(actor, actor / "huggingface", dtype=None, adapter=True)
+        export_checkpoint(actor, actor / "huggingface", dtype=None, part="adapter")
     assert (actor / "huggingface" / "model.safetensors").is_file()
 
 
@@ -309,7 +309,7 @@ def test_an_export_never_replaces_its_base_model(tmp_path: Path, tiny_vlm: Path,
     checkpoint = save(tmp_path / "run", base, adapted)
     for adapter in (True, False):
         with pytest.raises(CheckpointError, match="holds the base model"):
-            export_checkpoint(checkpoint, base, dtype=None, adapter=adapter)
+            export_checkpoint(checkpoint, base, dtype=None, part="adapter" if adapter else "model")
     assert (base / "model.safetensors").read_bytes() == (tiny_vlm / "model.safetensors").read_bytes()
 
 
@@ -338,7 +338,7 @@ def test_exporting_does_not_advance_the_random_number_generator(checkpoint: Path
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    export_checkpoint(checkpoint, None, dtype=None, adapter=adapter)
+    export_checkpoint(checkpoint, None, dtype=None, part="adapter" if adapter else "model")
     assert torch.equal(torch.rand(1), expected)
 
 
@@ -383,7 +383,7 @@ def test_vllm_serves_an_adapter_as_it_serves_the_merged_export(
     checkpoint: Path, tiny_vlm: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("vllm")
-    adapter = export_checkpoint(checkpoint, tmp_path / "adapter", dtype=None, adapter=True)
+    adapter = export_checkpoint(checkpoint, tmp_path / "adapter", dtype=None, part="adapter")
     merged = export_checkpoint(checkpoint, tmp_path / "merged", dtype=None)
     command = [sys.executable, "-c", WITH_VLLM, str(tiny_vlm), str(adapter), str(merged)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)

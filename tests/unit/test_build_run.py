@@ -151,7 +151,8 @@ def save_checkpoint(folder, *, part, **progress):
         if part == "adapter":
             (actor / "adapter_config.json").write_text('{"r": 8}')
 
-    CheckpointStore(folder, keep=-1).save(1, write=write, progress=progress, score=None)
+    made_from = {"options": {}, "contents": {}, "given": {}, "noted": {}}
+    CheckpointStore(folder, keep=-1).save(1, write=write, progress={"made_from": made_from, **progress}, score=None)
 
 
 PROMPTS = {

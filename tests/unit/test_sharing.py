@@ -22,8 +22,7 @@ from trigon.report.run import RunRecord, open_run
 from trigon.report.run_folder import RunFolder
 from trigon.system.secrets import HIDDEN, hide
 from trigon.tools.cli.main import main
-from trigon.tools.push.card import CURVES, model_card
-from trigon.tools.push.facts import RunFacts, hub_id, hub_id_of, is_unknown, read_facts
+from trigon.tools.push.card import CURVES, RunFacts, hub_id, hub_id_of, is_unknown, model_card, read_facts
 from trigon.tools.push.push import PushSettings, base_license, public_base, warn_of_unknown
 
 ROW = RolloutRow(
@@ -80,7 +79,7 @@ def facts(tmp_path):
 
 
 def test_the_metadata_is_valid_and_complete(facts):
-    text = model_card(facts, "me/geo", license_id="apache-2.0", has_curves=True)
+    text = str(model_card(facts, "me/geo", license_id="apache-2.0", has_curves=True))
     data = ModelCard(text).data  # raises for metadata that the hub does not accept
     assert data.base_model == "Qwen/Qwen2.5-VL-3B-Instruct"
     assert data.datasets == ["hiyouga/geometry3k"]
@@ -93,7 +92,7 @@ def test_the_metadata_is_valid_and_complete(facts):
 
 
 def test_the_card_says_how_the_model_was_trained(facts):
-    text = model_card(facts, "me/geo", license_id=None, has_curves=True)
+    text = str(model_card(facts, "me/geo", license_id=None, has_curves=True))
     assert "20 steps of dr_grpo on [hiyouga/geometry3k]" in text
     assert "| accuracy | 0.250 | 0.750 | 7 |" in text
     assert "| reward | 0.125 | 0.375 | 7 |" in text
@@ -103,11 +102,11 @@ def test_the_card_says_how_the_model_was_trained(facts):
     assert "| completions per prompt | 4 |" in text
     assert f"({CURVES})" in text
     assert "Trigon 0.1.0" in text
-    assert CURVES not in model_card(facts, "me/geo", license_id=None, has_curves=False)
+    assert CURVES not in str(model_card(facts, "me/geo", license_id=None, has_curves=False))
 
 
 def test_all_options_that_are_not_the_defaults_are_listed_and_no_others(facts):
-    text = model_card(facts, "me/geo", license_id=None, has_curves=False)
+    text = str(model_card(facts, "me/geo", license_id=None, has_curves=False))
     listed = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
     assert listed["worker"]["rollout"] == {"n": 4}
     assert listed["algorithm"] == {"adv_estimator": "dr_grpo", "kl_coef": 0.02}
@@ -115,7 +114,7 @@ def test_all_options_that_are_not_the_defaults_are_listed_and_no_others(facts):
 
 
 def test_no_secret_and_no_folder_of_the_machine_is_on_the_card(facts):
-    text = model_card(facts, "me/geo", license_id=None, has_curves=False)
+    text = str(model_card(facts, "me/geo", license_id=None, has_curves=False))
     for part in (SECRET, "plain", ":pw@", "key=5", "/home/me", "/work"):
         assert part not in text
     listed = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
@@ -173,7 +172,7 @@ def test_a_local_base_model_and_local_data_have_names_and_no_metadata(tmp_path):
         val_files=["/data/Val_1.parquet"],
     )
     facts = facts_of(run, tmp_path / "exported", base=None)
-    text = model_card(facts, "me/tiny", license_id=None, has_curves=False)
+    text = str(model_card(facts, "me/tiny", license_id=None, has_curves=False))
     data = ModelCard(text).data
     assert (data.base_model, data.datasets, data.license) == (None, None, None)
     assert "the local model `mine/tiny`" in text
@@ -188,7 +187,7 @@ def test_several_validation_sets_have_rows_and_results_of_their_own(tmp_path):
         json.dumps({"step": 20, "metrics": {"val/a/accuracy_reward": 0.5, "val/geometry/accuracy_reward": 0.25}}) + "\n"
     )
     facts = facts_of(run, tmp_path / "exported")
-    text = model_card(facts, "me/geo", license_id=None, has_curves=False)
+    text = str(model_card(facts, "me/geo", license_id=None, has_curves=False))
     assert "| a | accuracy |  | 0.500 | unknown |" in text
     assert "| geometry | accuracy |  | 0.250 | 7 |" in text
     assert [result.dataset_name for result in ModelCard(text).data.eval_results] == ["a", "geometry"]
@@ -200,12 +199,12 @@ def test_the_evaluation_is_that_of_the_pushed_step(tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     facts = facts_of(run, tmp_path / "exported")
     assert facts.validations == ()
-    assert "## Evaluation" not in model_card(facts, "me/geo", license_id=None, has_curves=False)
+    assert "## Evaluation" not in str(model_card(facts, "me/geo", license_id=None, has_curves=False))
 
 
 def test_texts_of_options_cannot_end_the_block_of_code(tmp_path):
     run = write_run(tmp_path / "run", system_prompt="```\n# Other\n[x](javascript:y)")
-    text = model_card(facts_of(run, tmp_path / "exported"), "me/geo", license_id=None, has_curves=False)
+    text = str(model_card(facts_of(run, tmp_path / "exported"), "me/geo", license_id=None, has_curves=False))
     assert text.count("```") == 4
     assert "\n# Other" not in text
 
@@ -261,7 +260,7 @@ def test_a_local_path_is_no_hub_id_wherever_the_push_runs(tmp_path, monkeypatch)
         ("data", "demo/public"),
         ("data",),
     )
-    data = ModelCard(model_card(facts, "me/x", license_id=None, has_curves=False)).data
+    data = model_card(facts, "me/x", license_id=None, has_curves=False).data
     assert (data.base_model, data.datasets, data.eval_results[0].dataset_name) == (None, ["demo/public"], "data")
 
 

@@ -54,7 +54,7 @@ TRACKER = "checkpoint_tracker.json"
 _STEP = re.compile(r"global_step_(\d+)")
 _SAVING = ".saving_"
 _REMOVING = ".removing_"
-_INTACT = "Earlier checkpoints are intact"
+_INTACT = ". Earlier checkpoints are intact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,21 +470,28 @@ def read_progress(folder: Path) -> tuple[int, Mapping[str, Any], float | None]:
 
 
 @contextmanager
-def removed_on_failure(temporary: Path, failure: str, advice: str) -> Iterator[None]:
+def removed_on_failure(
+    temporary: Path,
+    failure: str,
+    advice: str,
+    *,
+    explained: tuple[type[BaseException], ...] = (DiskError, EngineError),
+) -> Iterator[None]:
     """Remove a temporary folder if the context fails, and explain the fault of a disk.
 
-    failure, advice: what the DiskError says before and after the fault. An EngineError may quote an
-    error of a disk, and is raised as it is, since there are no workers then that could continue.
+    failure, advice: what the DiskError says before and after the fault. explained: errors that say
+    enough, and are raised as they are, also if they quote the error of a disk. After an EngineError
+    there are no workers that could continue.
     """
     try:
         yield
     except BaseException as error:
-        fault = None if isinstance(error, DiskError | EngineError) else fault_number(error)
+        fault = None if isinstance(error, explained) else fault_number(error)
         # Described first: afterwards the disk may have room.
         description = "" if fault is None else describe_fault(error, temporary)
         shutil.rmtree(temporary, ignore_errors=True)
         if fault is not None:
-            raise DiskError(f"{failure}: {description}. {advice}") from error
+            raise DiskError(f"{failure}: {description}{advice}") from error
         raise
 
 

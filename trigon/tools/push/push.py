@@ -21,8 +21,7 @@ from trigon.report.run import SOURCES, RunRecord
 from trigon.system.json_files import write_json
 from trigon.tools.plot.curves import learning_curves
 from trigon.tools.plot.figure import save_plot
-from trigon.tools.push.card import CURVES, model_card
-from trigon.tools.push.facts import hub_id, hub_id_of, is_unknown, read_facts
+from trigon.tools.push.card import CURVES, hub_id, hub_id_of, is_unknown, model_card, read_facts
 
 README = "README.md"
 
@@ -125,7 +124,7 @@ def write_folder(
         path,
         folder,
         dtype=settings.dtype,
-        adapter=is_adapter,
+        part="adapter" if is_adapter else "model",
         base=settings.base,
         best=settings.best,
         logits=settings.logits,
@@ -145,8 +144,7 @@ def write_folder(
         warn("the licence of the base model is not known here, so the card has none: --license sets it")
     has_curves = _draw_curves(run, folder / CURVES, warn)
     # In place of the card of the base model, if the export has copied one.
-    text = model_card(facts, repo_id, license_id=license_id, has_curves=has_curves)
-    (folder / README).write_text(text, encoding="utf-8")
+    model_card(facts, repo_id, license_id=license_id, has_curves=has_curves).save(folder / README)
     return folder
 
 
