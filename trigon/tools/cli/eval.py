@@ -12,7 +12,7 @@ from typing import get_args
 from trigon.config.names import SHIPPED_REWARDS
 from trigon.report.console import Console
 from trigon.system.variables import keep_compiled_code
-from trigon.tools.cli.parser import ArgumentParser
+from trigon.tools.cli.parser import ArgumentParser, count
 from trigon.tools.eval.answers import AnswerForm
 from trigon.tools.eval.models import find_model, looks_like_model
 from trigon.tools.eval.settings import SHORT_NAMES
@@ -80,17 +80,6 @@ def split_models(
     return models, [last]
 
 
-def positive(text: str) -> int:
-    """Return a text as an integer of at least 1. Raises: ValueError."""
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
-positive.__name__ = "whole number of at least 1"  # as argparse names it in its errors
-
-
 def make_parser() -> ArgumentParser:
     """Return the parser of the arguments."""
     parser = ArgumentParser(
@@ -122,16 +111,20 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--answer-key", metavar="COLUMN", help="column of the ground truth")
     parser.add_argument("--image-key", metavar="COLUMN", help="column of the images")
     parser.add_argument("--image-dir", metavar="FOLDER", help="folder of relative image paths")
-    parser.add_argument("-n", type=positive, metavar="N", help="completions for each prompt")
+    parser.add_argument("-n", type=count, metavar="N", help="completions for each prompt")
     parser.add_argument("--temperature", type=float, metavar="T", help="sampling temperature; 0: greedy")
     parser.add_argument("--top-p", type=float, metavar="P", help="probability mass to sample from")
-    parser.add_argument("--max-tokens", type=positive, metavar="TOKENS", help="maximum tokens of a completion")
+    parser.add_argument("--max-tokens", type=count, metavar="TOKENS", help="maximum tokens of a completion")
     parser.add_argument("--seed", type=int, help="sampling seed")
     parser.add_argument("--engine", choices=["vllm", "transformers"], help="vllm if it is installed")
-    parser.add_argument("--limit", type=positive, metavar="ROWS", help="use the first rows of the dataset only")
+    parser.add_argument("--limit", type=count, metavar="ROWS", help="use the first rows of the dataset only")
     parser.add_argument("--by", action="append", default=[], metavar="COLUMN", help="also for each value of a column")
     parser.add_argument(
-        "--k", action="append", default=[], type=positive, help="of pass@k and maj@k; default: powers of two up to n"
+        "--k",
+        action="append",
+        default=[],
+        type=count,
+        help="of pass@k and maj@k; default: powers of two up to n",
     )
     parser.add_argument(
         "--answers",

@@ -120,7 +120,7 @@ def model_card(facts: RunFacts, repo_id: str, *, license_id: str | None, has_cur
         ("trained weights", f"LoRA of rank {rank}" if rank else "all that are not frozen"),
         ("published weights", f"{'adapter' if facts.is_adapter else 'model'} in {facts.exported['dtype']}"),
     ]
-    return ModelCard.from_template(
+    card: ModelCard = ModelCard.from_template(
         metadata(facts, name, license_id),
         template_path=str(TEMPLATE),
         name=name,
@@ -134,6 +134,7 @@ def model_card(facts: RunFacts, repo_id: str, *, license_id: str | None, has_cur
         options=yaml.safe_dump(_nested(facts.changed), sort_keys=False, allow_unicode=True, width=100),
         trigon_version=facts.exported.get("trigon_version", __version__),
     )
+    return card
 
 
 def metadata(facts: RunFacts, name: str, license_id: str | None) -> ModelCardData:
