@@ -387,7 +387,8 @@ def find_all(sources: Sequence[ModelSource], config: Config, request: _Request) 
     for source in sources:
         if source.kind != "checkpoint":
             model_folder(source.path)
-    opened = [request.opened.get(spec) or open_source(spec) for spec in config.data.val_files]
+    known = request.opened
+    opened = [known[spec] if spec in known else open_source(spec) for spec in config.data.val_files]
     check_columns([dict.fromkeys(opened[0].columns)], request.by)
 
 
