@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import ModelCard
 
 from support.fake_runs import config_text
 from trigon.config.files import local_sources
@@ -22,8 +22,8 @@ from trigon.report.run import RunRecord, open_run
 from trigon.report.run_folder import RunFolder
 from trigon.system.secrets import HIDDEN, hide
 from trigon.tools.cli.main import main
-from trigon.tools.push.card import CURVES, RunFacts, hub_id, hub_id_of, is_unknown, model_card, read_facts
-from trigon.tools.push.push import PushSettings, base_license, public_base, warn_of_unknown
+from trigon.tools.push.card import CURVES, RunFacts, hub_id, hub_id_of, model_card, read_facts
+from trigon.tools.push.push import PushSettings, base_license, public_base
 
 ROW = RolloutRow(
     prompt_id="geometry:0", sample=0, prompt="", response="", reward=0.0, parts={}, outcome="ok", error="",
@@ -264,24 +264,13 @@ def test_a_local_path_is_no_hub_id_wherever_the_push_runs(tmp_path, monkeypatch)
     assert (data.base_model, data.datasets, data.eval_results[0].dataset_name) == (None, ["demo/public"], "data")
 
 
-def test_a_run_that_does_not_say_what_was_local_has_the_hub_ids_of_the_cache(tmp_path, monkeypatch):
+def test_a_run_that_does_not_say_what_was_local_has_no_hub_ids_but_of_the_cache(tmp_path):
     run = write_run(tmp_path / "run")
     (run.path / "local_sources.json").unlink()
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
     assert public_base(run, PushSettings()) is None
-    assert is_unknown(run, BASE, "models")
-    warnings: list[str] = []
-    warn_of_unknown(run, PushSettings(), warnings.append)
-    warn_of_unknown(run, PushSettings(base=BASE), warnings.append)
-    assert [text.partition(" may be ")[0] for text in warnings] == [f"{BASE}, hiyouga/geometry3k", "hiyouga/geometry3k"]
-    assert ["--base names the base model" in text for text in warnings] == [True, False]
-    (tmp_path / "cache" / "models--Qwen--Qwen2.5-VL-3B-Instruct").mkdir(parents=True)
-    assert public_base(run, PushSettings()) == BASE
-    assert not is_unknown(run, BASE, "models")
+    assert public_base(run, PushSettings(base=BASE)) == BASE
     assert hub_id_of(run, "hiyouga/geometry3k", "datasets") is None
-    (tmp_path / BASE).mkdir(parents=True)
-    assert public_base(run, PushSettings()) is None
+    assert hub_id_of(run, "/a/models--Qwen--Qwen3-4B/snapshots/0a", "models") == "Qwen/Qwen3-4B"
 
 
 @pytest.mark.parametrize("content", ["[]", "{"])

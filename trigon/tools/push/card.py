@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, constants
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from trigon import __version__
 from trigon.config.options import format_value, options
@@ -222,44 +222,28 @@ def read_facts(
     )
 
 
-def hub_id(text: str, kind: HubKind) -> str | None:
+def hub_id(text: str, kind: HubKind, local: Collection[str] | None = None) -> str | None:
     """Return the hub id that a path or hub id refers to, or None for a local folder or file.
 
-    A folder of the hub's cache has the id in its name. Relative paths are of this folder.
+    A folder of the hub's cache has the id in its name. local: the texts of a run's configuration
+    that were local where it was started, since models/mine may be the id of another model; None:
+    what exists in this folder is local.
     """
-    name = _possible_id(text, kind)
-    return name if name != text or not Path(text).exists() else None
+    cached = _CACHED.search(text)
+    if cached is not None and cached[1] == kind:
+        return f"{cached[2]}/{cached[3]}"
+    is_id = _HUB_ID.fullmatch(text) and not text.startswith(".") and Path(text).suffix.lower() not in _FILES
+    is_local = Path(text).exists() if local is None else text in local
+    return text if is_id and not is_local else None
 
 
 def hub_id_of(run: RunRecord, text: str, kind: HubKind) -> str | None:
     """Return the hub id that a text of a run's configuration refers to, or None if it was local.
 
-    None also for a run without a record of that, unless the hub's cache on this machine has the id:
-    a relative path (models/mine) looks like an id, and may be the id of another model.
+    None also for a run that has not recorded what was local, unless it names the hub's cache.
     """
-    name = _possible_id(text, kind)
-    if name is None or name != text:
-        return name
     local = run.local_sources()
-    is_hub = name not in local if local is not None else not Path(text).exists() and _is_cached(name, kind)
-    return name if is_hub else None
-
-
-def is_unknown(run: RunRecord, text: str, kind: HubKind) -> bool:
-    """Return whether a text may be a hub id or a path, and nothing says which."""
-    return run.local_sources() is None and hub_id(text, kind) is not None and hub_id_of(run, text, kind) is None
-
-
-def _possible_id(text: str, kind: HubKind) -> str | None:
-    cached = _CACHED.search(text)
-    if cached is not None and cached[1] == kind:
-        return f"{cached[2]}/{cached[3]}"
-    is_id = _HUB_ID.fullmatch(text) is not None and not text.startswith(".")
-    return text if is_id and Path(text).suffix.lower() not in _FILES else None
-
-
-def _is_cached(name: str, kind: HubKind) -> bool:
-    return (Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}").is_dir()
+    return hub_id(text, kind, [text] if local is None else local)
 
 
 def sources_of(run: RunRecord, files: Sequence[str]) -> list[tuple[str | None, str]]:
