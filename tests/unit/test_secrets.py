@@ -124,6 +124,19 @@ def test_real_tokens_are_masked_wherever_they_are(secret):
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "Authorization: Bearer {}", "authorization: basic {}, next", '{{"token": "{}", "n": 1}}', "password={}&n=1",
+        "api_key: '{}", "the header is Token: Bearer {}", "error 401 at 3: secret : {}", "1: x-auth={}",
+    ],
+)  # fmt: skip
+def test_what_a_text_assigns_to_the_name_of_a_secret_is_masked(text):
+    masked = mask_text(text.format(KEY))
+    assert KEY not in masked
+    assert MASKED in masked
+
+
+@pytest.mark.parametrize(
     "key",
     [
         "api_key", "apiKey", "OPENAI_API_KEY", "api-key", "token", "hf_token", "HF_TOKEN", "accessToken", "token_2",

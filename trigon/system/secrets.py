@@ -47,7 +47,7 @@ FREE_MAPPINGS = (
 """The options that are mappings with any keys, which may say that a value is a secret."""
 
 _SECRET_KEY = re.compile(
-    r"secret|passw|passphrase|pwd|bearer|credential|cookie|webhook|(?:api|private|access)[_-]?key"
+    r"secret|passw|passphrase|pwd|jwt|bearer|credential|cookie|webhook|(?:api|private|access)[_-]?key"
     r"|auth(?:orization|entication)?(?:[_-]?(?:token|key|header|value))?$"
     r"|token(?:[_-]?(?:value|\d+))?$|(?:api|access|auth|hf|hub|refresh|session|bot)[_-]?tokens?(?![a-z])",
     re.IGNORECASE,
@@ -102,7 +102,7 @@ _HEADER = re.compile(
 )
 # "api_key: abc", '"password": "abc"', "token=abc" in text that is no value of an option.
 _ASSIGNED_KEY = re.compile(r"""\b([\w-]{1,120})["']?\s*[:=]\s*""")
-_ASSIGNED_VALUE = re.compile(r""""[^"]*"|'[^']*'|["']?[^\s"',}]+""")
+_ASSIGNED_VALUE = re.compile(r"""(?:(?:bearer|basic|token)\s+)?(?:"[^"]*"|'[^']*'|["']?[^\s"',}]+)""", re.IGNORECASE)
 _QUERY = re.compile(r"(://[^\s?#]+)\?[^\s#]*")
 
 _MODEL_KEY = re.compile(r"(?:^|_)model(?:_name|_id)?$", re.IGNORECASE)
@@ -142,12 +142,13 @@ def without_secrets(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def mask_text(text: str) -> str:
     """Return a text that is no value of an option, such as a line of a file, without secrets."""
-
-    for key in reversed(list(_ASSIGNED_KEY.finditer(text))):
+    kept, end = "", 0
+    for key in _ASSIGNED_KEY.finditer(text):
         value = _ASSIGNED_VALUE.match(text, key.end())
-        if value is not None and _names_secret(key[1]) and not _NO_SECRET.fullmatch(value[0].strip("\"'")):
-            text = f"{text[: key.end()]}{MASKED}{text[value.end() :]}"
-    return _mask_parts(text, set())
+        is_secret = value is not None and _names_secret(key[1]) and not _NO_SECRET.fullmatch(value[0].strip("\"'"))
+        if value is not None and is_secret and key.start() >= end:
+            kept, end = f"{kept}{text[end : key.end()]}{MASKED}", value.end()
+    return _mask_parts(kept + text[end:], set())
 
 
 def secrets_in(name: str, value: Any) -> set[str]:
@@ -209,10 +210,10 @@ def _mask_free(key: str, value: Any, found: set[str], *, is_secret: bool, masks_
             return MASKED if masks_variables and names_key else value
         case bool() | None:
             return value
-        case str() | int() | float() if is_secret and _NO_SECRET.fullmatch(str(value)) is None:
+        case str() | int() | float() if is_secret and not _NO_SECRET.fullmatch(str(value)):
             found.add(str(value))
             return MASKED
-        case str() if _may_name_secret(key) and not is_secret and not (_WORDS.fullmatch(value) or value.isdecimal()):
+        case str() if _may_name_secret(key) and not (is_secret or _WORDS.fullmatch(value) or value.isdecimal()):
             found.add(value)
             return MASKED
         case str():
@@ -236,7 +237,7 @@ def _mask_parts(text: str, found: set[str], *, replacement: str = MASKED) -> str
         kept = match[1] if match.re.groups else ""
         secret = match[0].removeprefix(kept)
         is_kept = match.re is _QUERY_VALUE and not (_names_secret(kept[:-1]) or _QUERY_KEY.search(kept[:-1]))
-        if is_kept or _SETTING_KEY.search(kept[:-1]) or _NO_SECRET.fullmatch(secret):
+        if is_kept or _SETTING_KEY.search(kept[:-1]) or _NO_SECRET.fullmatch(secret) or MASKED.startswith(secret):
             return match[0]
         found.add(secret)
         return f"{kept}{replacement}"
