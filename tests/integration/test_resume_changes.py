@@ -140,7 +140,7 @@ def change_one_answer(file: Path) -> None:
         ),
         (
             ("worker.reward.reward_function_kwargs={judge: large, api_key: sk-another1234}",),
-            ("worker.reward.reward_function_kwargs has other content than then (judge)\n",),
+            ("worker.reward.reward_function_kwargs has other content than before (judge)\n",),
         ),
         (
             ("worker.reward.reward_function=math", "worker.reward.reward_function_kwargs=null"),
@@ -178,14 +178,14 @@ def test_other_options_are_refused_before_anything_loads(parts, saved, capsys, o
         (
             "reward.py",
             replaced("/ 7", "/ 9"),
-            f"{REWARD_OPTION} has other content than then (code)",
+            f"{REWARD_OPTION} has other content than before (code)",
         ),
-        ("helper.py", replaced("7", "5"), f"{REWARD_OPTION} has other content than then (code)"),
-        ("format.jinja", replaced("briefly", "at length"), "data.format_prompt has other content than then (text)"),
-        ("model/model.safetensors", change_one_weight, "model_path has other content than then (model.safetensors)"),
-        ("model/tokenizer.json", replaced("1.0", "1.0 "), "model_path has other content than then (tokenizer.json)"),
+        ("helper.py", replaced("7", "5"), f"{REWARD_OPTION} has other content than before (code)"),
+        ("format.jinja", replaced("briefly", "at length"), "data.format_prompt has other content than before (text)"),
+        ("model/model.safetensors", change_one_weight, "model_path has other content than before (model.safetensors)"),
+        ("model/tokenizer.json", replaced("1.0", "1.0 "), "model_path has other content than before (tokenizer.json)"),
         ("data/train.parquet", change_one_answer, "train.parquet has other rows (16 usable ones then, 16 now)"),
-        ("data/validation.parquet", change_one_answer, "data.val_files has other content than then (rows)"),
+        ("data/validation.parquet", change_one_answer, "data.val_files has other content than before (rows)"),
     ],
 )
 def test_files_with_other_content_at_the_same_place_are_refused(parts, saved, capsys, file, edit, expected):
@@ -270,7 +270,9 @@ def test_a_function_given_in_python_is_compared_by_its_code(parts, tmp_path):
     train(parts, tmp_path / "run", objects=given(7))
     train(parts, tmp_path / "run", objects=given(7))
     assert starts(tmp_path / "run")[-1]["accepted_changes"] == []
-    with pytest.raises(CheckpointError, match=r"worker\.reward\.reward_function has other content than then \(code\)"):
+    with pytest.raises(
+        CheckpointError, match=r"worker\.reward\.reward_function has other content than before \(code\)"
+    ):
         train(parts, tmp_path / "run", objects=given(5))
 
 

@@ -97,7 +97,7 @@ def test_a_resumed_run_notices_another_one(load, tmp_path):
     with pytest.raises(CheckpointError, match=r"val_reward_function was .*strict\.py:main, and is now null"):
         origin(with_own)
     (tmp_path / "strict.py").write_text(STRICT.replace("10", "11"))
-    with pytest.raises(CheckpointError, match=r"val_reward_function has other content than then \(code\)"):
+    with pytest.raises(CheckpointError, match=r"val_reward_function has other content than before \(code\)"):
         origin(with_own, own)
     earlier = {name: value for name, value in without.progress[KEY]["contents"].items() if name != VAL_REWARD}
     record = {**without.progress[KEY], "contents": earlier}

@@ -166,10 +166,10 @@ def test_a_resumed_run_notices_other_code_weights_and_arguments(load, tmp_path):
     assert origin(checkpoint).accepted == []
     with pytest.raises(CheckpointError, match=r"reward_function was .*0\.5 \* .* and is now .*0\.6 \* "):
         origin(checkpoint, weight=0.6)
-    with pytest.raises(CheckpointError, match=r"reward_function_kwargs has other content than then \(brief\.limit\)"):
+    with pytest.raises(CheckpointError, match=r"reward_function_kwargs has other content than before \(brief\.limit\)"):
         origin(checkpoint, limit=11)
     (tmp_path / "rewards.py").write_text(FUNCTIONS.replace("len(key)", "2 * len(key)"))
-    with pytest.raises(CheckpointError, match=r"reward_function has other content than then \(code\)"):
+    with pytest.raises(CheckpointError, match=r"reward_function has other content than before \(code\)"):
         origin(checkpoint)
 
 

@@ -2,7 +2,7 @@
 
 Options are compared by value; models, templates, reward functions and datasets by content, wherever
 they are. A difference is an error before the models are loaded, unless trainer.accept_changes names
-it; then it is told, and written into the run folder.
+it; then it is printed, and written into the run folder.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Origin:
 
     Each add_ method compares one part as soon as it is known, and raises CheckpointError for
     changes that trainer.accept_changes does not name.
-    checkpoint: from which the run resumes; None: nothing is compared. say: prints a line.
-    accepted: the changes so far that are accepted. notes: differences that need no consent.
+    checkpoint: the one that the run resumes from; None: nothing is compared. say: prints a line.
+    accepted: the accepted changes so far. notes: differences that need not be accepted.
     """
 
     def __init__(self, config: Config, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
@@ -97,8 +97,8 @@ class Origin:
     ) -> None:
         """Compare options, templates, the reward function, and the model if it is on this machine.
 
-        reward: None: worker.reward.reward_function is its text. val_reward: the same for that of
-        validation.
+        reward, val_reward: the reward functions of training and of validation if they are Python
+        objects; None: those that the options name.
         """
         config, option, data = self._config, self._config.worker.reward, self._config.data
         self._options = compared_options(config)
@@ -256,7 +256,7 @@ class Origin:
         listed = ", ".join(parts[:5]) + (f" and {len(parts) - 5} more" if len(parts) > 5 else "")
         if before != now:
             return f"was {before or 'null'}, and is now {now or 'null'}, with other content ({listed})"
-        return f"has other content than then ({listed}){f': {now}' if now else ''}"
+        return f"has other content than before ({listed}){f': {now}' if now else ''}"
 
     def _find_notes(self) -> list[str]:
         saved = self._saved["noted"]
