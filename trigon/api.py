@@ -7,7 +7,7 @@ and vLLM are imported when a run starts, after the errors that can be found with
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -244,7 +244,7 @@ def read_arguments(
     caller: the function that got the arguments. load_planned: of a plan, which needs no reward
     function, and for which none is pickled.
     """
-    _check_keywords(keyword_options, caller)
+    check_keywords(keyword_options, caller)
     named: dict[str, Any] = {}
     datasets: dict[str, Any] = {}
     if model is not None:
@@ -299,14 +299,20 @@ def _split_loggers(loggers: Any) -> tuple[list[str], list[Logger]]:
     return names, [each for each in loggers or () if not isinstance(each, str)]
 
 
-def _check_keywords(keywords: Mapping[str, Any], function: Callable[..., object]) -> None:
-    """Raise TypeError for an argument that is neither one of the function nor an option."""
+def check_keywords(
+    keywords: Mapping[str, Any], function: Callable[..., object], *, short_names: Collection[str] = ()
+) -> None:
+    """Raise TypeError for an argument that is neither one of the function nor an option.
+
+    short_names: of options, which the function takes as well.
+    """
     for key in keywords:
-        if "." in key or key in Config.model_fields:
+        if "." in key or key in Config.model_fields or key in short_names:
             continue
         names = [option.name for option in all_options().values()]
         parameters = inspect.signature(function).parameters.values()
-        hint = did_you_mean(key, [each.name for each in parameters if each.kind == each.KEYWORD_ONLY])
+        own = [each.name for each in parameters if each.kind == each.KEYWORD_ONLY]
+        hint = did_you_mean(key, [*own, *short_names])
         if not hint or any(name.endswith(f".{key}") for name in names):
             hint = f"; if {(name := nearest_option(key))} is meant, give options={{{name!r}: ...}}"
         raise TypeError(f"{function.__name__}() has no argument {key!r}{hint}")

@@ -9,7 +9,7 @@ import torch
 
 from support.critics import make_critic, make_trunk, to_learn
 from support.engines import make_engine, make_rollouts
-from trigon.checkpoint.export_critic import export_critic
+from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import CheckpointStore
 from trigon.errors import CheckpointError, ConfigError
 from trigon.models.load import copy_side_files
@@ -48,7 +48,7 @@ def test_the_exported_classifier_gives_the_critics_values(tiny_model, tmp_path, 
     rollouts = make_rollouts(model)
     (policy or critic).step(to_learn(rollouts))
     save(model, tmp_path, critic, policy)
-    folder = export_critic(tmp_path, None, dtype=None)
+    folder = export_checkpoint(tmp_path, None, dtype=None, part="critic")
     assert folder == tmp_path / "huggingface_critic"
     classifier = AutoModelForTokenClassification.from_pretrained(folder).eval()
     assert classifier.config.num_labels == 1
@@ -58,15 +58,18 @@ def test_the_exported_classifier_gives_the_critics_values(tiny_model, tmp_path, 
         with torch.no_grad():
             values = classifier(torch.tensor([prompt + rollout.completion.token_ids])).logits[0, :, 0]
         torch.testing.assert_close(values[len(prompt) - 1 :], expected, atol=1e-5, rtol=0)
-    assert export_critic(tmp_path, None, dtype="bf16") == folder  # an earlier export is replaced
+    assert export_checkpoint(tmp_path, None, dtype="bf16", part="critic") == folder  # an earlier export is replaced
     checkpoint = tmp_path / "global_step_1"
     for _ in range(2):  # the checkpoint stays undamaged
-        assert export_critic(checkpoint / "actor", None, dtype=None) == checkpoint / "huggingface_critic"
+        assert (
+            export_checkpoint(checkpoint / "actor", None, dtype=None, part="critic")
+            == checkpoint / "huggingface_critic"
+        )
 
 
-def test_options_of_the_policys_export_are_refused_for_a_critic(tmp_path):
-    with pytest.raises(ConfigError, match="--adapter, --no-logits cannot be used with --critic"):
-        main([str(tmp_path), "--critic", "--adapter", "--no-logits"])
+def test_options_of_an_adapter_are_refused_for_a_critic(tmp_path):
+    with pytest.raises(ConfigError, match=r"--base.*--critic"):
+        main([str(tmp_path), "--critic", "--base", "somewhere"])
 
 
 @pytest.mark.parametrize(
@@ -81,7 +84,7 @@ def test_what_cannot_be_exported_is_said(tiny_model, tmp_path, model_type, lora_
     model = tiny_model(model_type)
     save(model, tmp_path, None if lora_rank is None else make_critic(model, lora_rank=lora_rank))
     with pytest.raises(CheckpointError, match=message):
-        export_critic(tmp_path, None, dtype=None)
+        export_checkpoint(tmp_path, None, dtype=None, part="critic")
     assert not (tmp_path / "huggingface_critic").exists()
 
 
@@ -90,4 +93,4 @@ def test_a_critic_on_a_trunk_with_adapters_is_refused(tiny_model, tmp_path):
     policy, critic = make_trunk(model, lora_rank=2)
     save(model, tmp_path, critic, policy)
     with pytest.raises(CheckpointError, match=r"has LoRA adapters.*worker\.actor\.model\.lora\.rank=0"):
-        export_critic(tmp_path, None, dtype=None)
+        export_checkpoint(tmp_path, None, dtype=None, part="critic")

@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trigon.checkpoint import export
-from trigon.checkpoint.export import export_checkpoint
+from trigon.checkpoint.export import Part, export_checkpoint
 from trigon.checkpoint.store import CheckpointStore, open_checkpoint
 from trigon.config.schema import LoraConfig
 from trigon.errors import CheckpointError
@@ -40,6 +39,7 @@ FAMILIES = [
     ("internvl", False),
 ]
 Edit = Callable[[dict[str, Any]], None]
+PARTS: tuple[Part, ...] = ("adapter", "model")
 
 
 def adapted_policy(base: Path, *, exclude: str | None = None) -> Policy:
@@ -119,7 +119,7 @@ def test_merged_weights_equal_the_policys_and_have_the_logits_of_peft_with_the_a
     policy = adapted_policy(base)
     checkpoint = save(tmp_path / "run", base, policy)
     merged = export_checkpoint(checkpoint, None, dtype=None)
-    adapter = export_checkpoint(checkpoint, None, dtype=None, adapter=True)
+    adapter = export_checkpoint(checkpoint, None, dtype=None, part="adapter")
 
     assert merged == checkpoint / "huggingface_model"
     written, expected = load_file(merged / "model.safetensors"), dict(policy.named_weights())
@@ -136,7 +136,7 @@ def test_merged_weights_equal_the_policys_and_have_the_logits_of_peft_with_the_a
 def test_an_adapter_folder_equals_what_peft_saves(
     checkpoint: Path, adapted: Policy, tiny_vlm: Path, tmp_path: Path
 ) -> None:
-    folder = export_checkpoint(checkpoint, None, dtype=None, adapter=True)
+    folder = export_checkpoint(checkpoint, None, dtype=None, part="adapter")
     assert {path.name for path in folder.iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -155,16 +155,6 @@ def test_an_adapter_folder_equals_what_peft_saves(
         assert exported[key] == expected[key], key
     assert sorted(exported["target_modules"]) == sorted(expected["target_modules"])
     assert exported["base_model_name_or_path"] == str(tiny_vlm)
-
-
-@pytest.mark.parametrize("options", [{"logits": False}, {"usable_bytes": 2**20}], ids=["not asked for", "no memory"])
-def test_an_adapter_whose_base_model_is_not_loaded_says_what_is_not_verified(
-    checkpoint: Path, options: dict[str, Any]
-) -> None:
-    said: list[str] = []
-    export_checkpoint(checkpoint, None, dtype=None, adapter=True, on_progress=said.append, **options)
-    assert said[-1].startswith("verified: names, shapes and values of ")
-    assert "; not verified: that peft loads all of them, and that logits are those of merged weights, " in said[-1]
 
 
 def test_merging_rounds_once_to_the_base_models_dtype_or_to_the_given_one(tmp_path: Path, tiny_vlm: Path) -> None:
@@ -189,25 +179,14 @@ def test_merging_rounds_once_to_the_base_models_dtype_or_to_the_given_one(tmp_pa
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
 
     said: list[str] = []
-    export_checkpoint(checkpoint, None, dtype=None, adapter=True, on_progress=said.append)
-    assert said[-1].endswith("that peft loads all of them, and that logits are those of merged weights")
+    for options in ({}, {"logits": False}, {"usable_bytes": 2**20}):
+        export_checkpoint(checkpoint, None, dtype=None, part="adapter", on_progress=said.append, **options)
+        assert ("; not verified: that peft loads all of them" in said[-1]) == bool(options)
+        assert "that logits are those of merged weights" in said[-1]
 
-    folder = export_checkpoint(checkpoint, None, dtype="bf16", adapter=True)
+    folder = export_checkpoint(checkpoint, None, dtype="bf16", part="adapter")
     halves = load_file(folder / "adapter_model.safetensors")
     assert all(torch.equal(halves[name], tensor.bfloat16()) for name, tensor in saved_tensors(policy).items())
-
-
-def test_a_large_merged_model_is_written_in_several_files(
-    checkpoint: Path, adapted: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(export, "SHARD_BYTES", 500_000)
-    folder = export_checkpoint(checkpoint, None, dtype=None)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    expected = dict(adapted.named_weights())
-    assert index.keys() == expected.keys()
-    assert len(set(index.values())) > 2
-    for file in set(index.values()):
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(folder / file).items())
 
 
 def test_a_base_model_may_use_module_names_and_hold_a_copy_of_its_tied_head(
@@ -237,9 +216,9 @@ def test_a_base_model_that_has_moved_is_an_error_unless_base_is_given(
     shutil.copytree(tiny_vlm, old)
     checkpoint = save(tmp_path / "run", old, adapted)
     old.rename(new)
-    for options in ({"adapter": True}, {}):
+    for part in PARTS:
         with pytest.raises(CheckpointError, match=r"(?s)base model .*/old' is neither a folder.* with --base"):
-            export_checkpoint(checkpoint, None, dtype=None, **options)
+            export_checkpoint(checkpoint, None, dtype=None, part=part)
     assert sorted(path.name for path in checkpoint.iterdir()) == ["actor", "manifest.json", "progress.json"]
     assert main([str(checkpoint), "--base", str(new)]) == 0
     assert main([str(checkpoint), "--base", str(new), "--adapter", "--output", str(tmp_path / "adapter")]) == 0
@@ -257,7 +236,7 @@ def test_a_model_of_other_shapes_is_not_accepted_as_the_base(
     weights["model.norm.weight"] = weights["model.norm.weight"][:-1].clone()
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \[127\] there instead of \[128\] \(1 of"):
-        export_checkpoint(checkpoint, None, dtype=None, base=str(other), adapter=True)
+        export_checkpoint(checkpoint, None, dtype=None, base=str(other), part="adapter")
 
 
 @pytest.mark.parametrize(
@@ -273,20 +252,20 @@ def test_an_adapter_that_peft_would_apply_differently_fails_verification(
 ) -> None:
     checkpoint = save(tmp_path / "run", tiny_vlm, adapted, edit=edit)
     with pytest.raises(CheckpointError, match=message):
-        export_checkpoint(checkpoint, None, dtype=None, adapter=True)
+        export_checkpoint(checkpoint, None, dtype=None, part="adapter")
     assert sorted(path.name for path in checkpoint.iterdir()) == ["actor", "manifest.json", "progress.json"]
 
 
-@pytest.mark.parametrize(("adapter", "weight"), [(True, "lora_B.weight"), (False, r"gate_proj\.weight")])
+@pytest.mark.parametrize(("part", "weight"), [("adapter", "lora_B.weight"), ("model", r"gate_proj\.weight")])
 def test_adapters_that_are_not_finite_are_never_exported(
-    tmp_path: Path, tiny_vlm: Path, adapter: bool, weight: str
+    tmp_path: Path, tiny_vlm: Path, part: Part, weight: str
 ) -> None:
     policy = adapted_policy(tiny_vlm)
     with torch.no_grad():
         adapters_of(policy.model)["model.language_model.layers.0.mlp.gate_proj"].lora_b[3, 1] = float("nan")
     checkpoint = save(tmp_path / "run", tiny_vlm, policy)
     with pytest.raises(CheckpointError, match=f"{weight} in the checkpoint holds NaN or infinity"):
-        export_checkpoint(checkpoint, None, dtype=None, adapter=adapter)
+        export_checkpoint(checkpoint, None, dtype=None, part=part)
     assert sorted(path.name for path in checkpoint.iterdir()) == ["actor", "manifest.json", "progress.json"]
 
 
@@ -299,7 +278,7 @@ def test_merging_in_place_as_easyr1_does_keeps_the_checkpoint_valid(checkpoint: 
     assert (actor / "lora_adapter" / "adapter_model.safetensors").is_file()
     assert open_checkpoint(checkpoint, resumable=False).step == 5
     with pytest.raises(CheckpointError, match="belongs to the checkpoint"):
-        export_checkpoint(actor, actor / "huggingface", dtype=None, adapter=True)
+        export_checkpoint(actor, actor / "huggingface", dtype=None, part="adapter")
     assert (actor / "huggingface" / "model.safetensors").is_file()
 
 
@@ -308,9 +287,9 @@ def test_an_export_never_replaces_its_base_model(tmp_path: Path, tiny_vlm: Path,
     shutil.copytree(tiny_vlm, base)
     (base / "trigon_export.json").write_text("{}")  # an earlier export, which an export may replace
     checkpoint = save(tmp_path / "run", base, adapted)
-    for adapter in (True, False):
+    for part in PARTS:
         with pytest.raises(CheckpointError, match="holds the base model"):
-            export_checkpoint(checkpoint, base, dtype=None, adapter=adapter)
+            export_checkpoint(checkpoint, base, dtype=None, part=part)
     assert (base / "model.safetensors").read_bytes() == (tiny_vlm / "model.safetensors").read_bytes()
 
 
@@ -334,12 +313,12 @@ def test_lora_options_are_an_error_for_a_run_without_lora(
         main([str(tmp_path), option, *value])
 
 
-@pytest.mark.parametrize("adapter", [True, False])
-def test_exporting_does_not_advance_the_random_number_generator(checkpoint: Path, adapter: bool) -> None:
+@pytest.mark.parametrize("part", PARTS)
+def test_exporting_does_not_advance_the_random_number_generator(checkpoint: Path, part: Part) -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    export_checkpoint(checkpoint, None, dtype=None, adapter=adapter)
+    export_checkpoint(checkpoint, None, dtype=None, part=part)
     assert torch.equal(torch.rand(1), expected)
 
 
@@ -384,7 +363,7 @@ def test_vllm_serves_an_adapter_as_it_serves_the_merged_export(
     checkpoint: Path, tiny_vlm: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("vllm")
-    adapter = export_checkpoint(checkpoint, tmp_path / "adapter", dtype=None, adapter=True)
+    adapter = export_checkpoint(checkpoint, tmp_path / "adapter", dtype=None, part="adapter")
     merged = export_checkpoint(checkpoint, tmp_path / "merged", dtype=None)
     command = [sys.executable, "-c", WITH_VLLM, str(tiny_vlm), str(adapter), str(merged)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)

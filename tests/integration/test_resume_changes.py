@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from support.runs import CONFIG, lines, overrides_of
 from trigon.assemble.objects import NO_OBJECTS, RunObjects
 from trigon.assemble.run import run_training
-from trigon.checkpoint.manifest import PROGRESS, replacing_files
 from trigon.config.load import load_config
 from trigon.errors import CheckpointError
 from trigon.report.delivery import LoggerEnvironment
@@ -141,7 +140,7 @@ def change_one_answer(file: Path) -> None:
         ),
         (
             ("worker.reward.reward_function_kwargs={judge: large, api_key: sk-another1234}",),
-            ("worker.reward.reward_function_kwargs has other content than then (judge)\n",),
+            ("worker.reward.reward_function_kwargs has other content than before (judge)\n",),
         ),
         (
             ("worker.reward.reward_function=math", "worker.reward.reward_function_kwargs=null"),
@@ -179,14 +178,14 @@ def test_other_options_are_refused_before_anything_loads(parts, saved, capsys, o
         (
             "reward.py",
             replaced("/ 7", "/ 9"),
-            f"{REWARD_OPTION} has other content than then (code)",
+            f"{REWARD_OPTION} has other content than before (code)",
         ),
-        ("helper.py", replaced("7", "5"), f"{REWARD_OPTION} has other content than then (code)"),
-        ("format.jinja", replaced("briefly", "at length"), "data.format_prompt has other content than then (text)"),
-        ("model/model.safetensors", change_one_weight, "model_path has other content than then (weights)"),
-        ("model/tokenizer.json", replaced("1.0", "1.0 "), "model_path has other content than then (tokenizer.json)"),
+        ("helper.py", replaced("7", "5"), f"{REWARD_OPTION} has other content than before (code)"),
+        ("format.jinja", replaced("briefly", "at length"), "data.format_prompt has other content than before (text)"),
+        ("model/model.safetensors", change_one_weight, "model_path has other content than before (model.safetensors)"),
+        ("model/tokenizer.json", replaced("1.0", "1.0 "), "model_path has other content than before (tokenizer.json)"),
         ("data/train.parquet", change_one_answer, "train.parquet has other rows (16 usable ones then, 16 now)"),
-        ("data/validation.parquet", change_one_answer, "data.val_files has other content than then (rows)"),
+        ("data/validation.parquet", change_one_answer, "data.val_files has other content than before (rows)"),
     ],
 )
 def test_files_with_other_content_at_the_same_place_are_refused(parts, saved, capsys, file, edit, expected):
@@ -261,17 +260,6 @@ def test_an_accepted_dataset_is_drawn_from_its_beginning(parts, saved, tmp_path,
 
 
 @pytest.mark.faults
-def test_a_checkpoint_of_an_earlier_version_is_resumed_with_a_note(parts, saved, tmp_path, capsys):
-    folder = shutil.copytree(saved, tmp_path / "run")
-    remove_record(folder / "global_step_1")
-    train(parts, folder, "worker.rollout.seed=7")
-    captured = capsys.readouterr()
-    assert "is of an earlier version, and has no record of the options" in captured.out.replace("\n", " ")
-    assert "warning" not in captured.out + captured.err
-    assert starts(folder)[-1]["after_step"] == 1
-
-
-@pytest.mark.faults
 def test_a_function_given_in_python_is_compared_by_its_code(parts, tmp_path):
     def given(modulo: int) -> RunObjects:
         def reward(response, ground_truth, judge, api_key):
@@ -282,15 +270,10 @@ def test_a_function_given_in_python_is_compared_by_its_code(parts, tmp_path):
     train(parts, tmp_path / "run", objects=given(7))
     train(parts, tmp_path / "run", objects=given(7))
     assert starts(tmp_path / "run")[-1]["accepted_changes"] == []
-    with pytest.raises(CheckpointError, match=r"worker\.reward\.reward_function has other content than then \(code\)"):
+    with pytest.raises(
+        CheckpointError, match=r"worker\.reward\.reward_function has other content than before \(code\)"
+    ):
         train(parts, tmp_path / "run", objects=given(5))
-
-
-def remove_record(checkpoint: Path) -> None:
-    with replacing_files(checkpoint, (PROGRESS,)):
-        state = json.loads((checkpoint / PROGRESS).read_text())
-        del state["progress"]["made_from"]
-        (checkpoint / PROGRESS).write_text(json.dumps(state))
 
 
 def test_a_named_checkpoint_of_another_run_is_compared_too_and_one_that_is_only_validated_is_not(

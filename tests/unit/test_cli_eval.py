@@ -155,7 +155,7 @@ def test_the_last_name_is_the_dataset_unless_it_is_given_as_an_option():
         (["owner/model"], "name the dataset: trigon eval owner/model DATA"),
         (["worker.rollout.n=3"], "name a model"),
         (["owner/model", "{folder}"], "is a model or a run; name the dataset after the models, or with --data"),
-        (["owner/model", "data.jsonl", "-n", "0"], "invalid whole number of at least 1 value: '0'"),
+        (["owner/model", "data.jsonl", "-n", "0"], "'0' is not a whole number of at least 1"),
         (["owner/model", "data.jsonl", "--engine", "sglang"], "invalid choice: 'sglang'"),
     ],
 )

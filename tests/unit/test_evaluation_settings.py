@@ -11,13 +11,14 @@ from trigon.assemble.recorded import find_differences, known_settings, recorded_
 from trigon.config.files import local_sources, locate_sources
 from trigon.config.load import dump_config, inspect_config, load_config
 from trigon.errors import ConfigError, ModelError
+from trigon.tools.eval.evaluate import evaluate
 from trigon.tools.eval.models import context_length, exported_folder, find_model, looks_like_model, recorded_of
-from trigon.tools.eval.settings import EvaluationOptions, load_settings
+from trigon.tools.eval.settings import given_options, load_settings
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "trigon" / "tools" / "quickstart" / "quickstart.yaml"
 FILES = ["worker.actor.model.model_path=owner/base", "data.train_files=owner/set", "data.val_files=owner/set@test"]
-REWARD_AND_DATA = EvaluationOptions(data=("owner/set@test",), reward="math")
+REWARD_AND_DATA = given_options(["owner/set@test"], reward="math")
 
 
 def no_export(text: str) -> None:
@@ -99,7 +100,7 @@ def test_an_earlier_export_of_the_same_step_is_used_again(run):
 
 
 def test_settings_of_a_run_are_kept_but_for_its_machines_and_its_adapters(run):
-    config = settings(run / "config.yaml", EvaluationOptions())
+    config = settings(run / "config.yaml", given_options([]))
     assert config.data.val_files == ("owner/set@validation",)
     assert config.data.prompt_key == "problem"
     assert config.worker.reward.reward_function == "math"
@@ -113,12 +114,10 @@ def test_settings_of_a_run_are_kept_but_for_its_machines_and_its_adapters(run):
 
 
 def test_options_are_above_the_run_and_overrides_above_options(run):
-    options = EvaluationOptions(
-        data=("a {b}: c.jsonl", "d@test"), n=4, temperature=0.0, max_tokens=16, format_prompt="{{ content }}: go"
-    )
+    options = given_options(["a {b}: c.jsonl", "d@test"], n=4, max_tokens=16)
     with pytest.raises(ConfigError, match=r"data.val_files\[0\]: there is no a \{b\}: c.jsonl"):
         settings(run / "config.yaml", options)
-    options = EvaluationOptions(data=("d@test",), n=4, temperature=0.0, format_prompt="{{ content }}: go")
+    options = given_options(["d@test"], n=4, temperature=0.0, format_prompt="{{ content }}: go")
     config = settings(run / "config.yaml", options, ["worker.rollout.val_override_config.n=8"])
     assert config.data.val_files == ("d@test",)
     assert config.worker.rollout.val_override_config.n == 8
@@ -144,14 +143,14 @@ def test_an_export_has_the_settings_of_its_run_and_differences_are_told(tmp_path
     read = [recorded_of(find_model(str(folder))) for folder in (export, checkpoint)]
     assert read == [recorded, recorded]
 
-    config = settings(recorded=known_settings({**recorded, "data.of_a_later_version": 1}))
+    config = settings(first=known_settings({**recorded, "data.of_a_later_version": 1}))
     assert find_differences(recorded, config) == {}
     assert (config.data.system_prompt, config.data.format_prompt) == ("Be\nbrief: {always}.", "{{ content }} Now.")
     assert (config.data.min_pixels, config.data.max_pixels) == (3136, 5_000_000)
     assert (config.data.max_prompt_length, config.data.max_response_length) == (128, 24)
     assert config.worker.rollout.dtype == "fp32"
-    changed = EvaluationOptions(data=("a/b",), reward="math", temperature=1.0, n=4, format_prompt="{{ content }}")
-    differing = find_differences(recorded, settings(options=changed, recorded=known_settings(recorded)))
+    changed = given_options(["a/b"], reward="math", temperature=1.0, n=4, format_prompt="{{ content }}")
+    differing = find_differences(recorded, settings(options=changed, first=known_settings(recorded)))
     assert differing == {
         "data.format_prompt": ("{{ content }} Now.", "{{ content }}"),
         "worker.rollout.val_override_config.temperature": (0.6, 1.0),
@@ -197,17 +196,17 @@ def test_without_a_run_the_lengths_follow_the_models_context():
     assert settings().data.max_prompt_length + settings().data.max_response_length == 8192
     short = settings(context=1000).data
     assert (short.max_prompt_length, short.max_response_length) == (500, 500)
-    long = settings(options=EvaluationOptions(data=("a/b",), reward="math", max_tokens=6000), context=100_000).data
+    long = settings(options=given_options(["a/b"], reward="math", max_tokens=6000), context=100_000).data
     assert (long.max_prompt_length, long.max_response_length) == (6144, 6000)
 
 
 def test_no_reward_function_is_an_error_that_names_the_option():
     with pytest.raises(ConfigError, match=r"worker\.reward\.reward_function is not set"):
-        settings(options=EvaluationOptions(data=("a/b",)))
+        settings(options=given_options(["a/b"]))
 
 
 def test_a_reward_function_may_be_a_python_object_that_the_caller_has():
-    config = settings(options=EvaluationOptions(data=("a/b",), reward="python:mine"))
+    config = settings(options=given_options(["a/b"], reward="python:mine"))
     assert config.worker.reward.reward_function == "python:mine"
 
 
@@ -221,12 +220,12 @@ def test_an_environment_or_tools_may_be_python_objects_and_take_the_place_of_tho
         rollout = settings(run / "config.yaml", options).worker.rollout
         return rollout.environment, rollout.tools, rollout.max_turns
 
-    given = EvaluationOptions(tools=("crop", "python:search"))
+    given = given_options([], tools=("crop", "python:search"))
     assert evaluated("environment=games:Maze", given) == (None, ("crop", "python:search"), 3)
     (run / "config.yaml").write_text(without)
-    given = EvaluationOptions(environment="python:Maze")
+    given = given_options([], environment="python:Maze")
     assert evaluated("tools=[crop]", given) == ("python:Maze", (), 3)
-    assert evaluated("max_turns=3", EvaluationOptions()) == (None, ("crop",), 3)
+    assert evaluated("max_turns=3", given_options([])) == (None, ("crop",), 3)
 
 
 def test_the_context_is_that_of_the_language_model(tmp_path):
@@ -237,6 +236,13 @@ def test_the_context_is_that_of_the_language_model(tmp_path):
     assert context_length(tmp_path) is None
 
 
+def test_a_keyword_that_is_no_option_is_an_error_with_the_nearest_one():
+    with pytest.raises(TypeError, match=r"temperatur.*temperature"):
+        evaluate("owner/model", temperatur=1.0)
+    with pytest.raises(TypeError, match=r"blnd.*blind"):
+        evaluate("owner/model", blnd=True)
+
+
 def test_data_can_be_a_python_object():
     data = ("python:validation",)
-    assert settings(options=EvaluationOptions(data=data, reward="math")).data.val_files == data
+    assert settings(options=given_options(data, reward="math")).data.val_files == data

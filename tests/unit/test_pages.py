@@ -30,6 +30,7 @@ from trigon.config.options import options
 from trigon.errors import ConfigError
 from trigon.tools.cli.main import COMMANDS
 from trigon.tools.cli.parser import parser_of
+from trigon.tools.eval.settings import SHORT_NAMES
 
 PROGRAMS = {
     *("apt", "cat", "cd", "chmod", "curl", "docker", "echo", "export", "git", "head", "hf", "kubectl", "ls", "mkdir"),
@@ -194,7 +195,8 @@ def test_python_examples_use_names_and_arguments_that_exist(block: Block) -> Non
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="trigon"), attr=name), keywords=keywords):
                 taken = inspect.signature(getattr(trigon, name)).parameters
-                assert {keyword.arg for keyword in keywords if keyword.arg} <= taken.keys() | SECTIONS, f"trigon.{name}"
+                known = taken.keys() | SECTIONS | (SHORT_NAMES.keys() if name == "evaluate" else set())
+                assert {keyword.arg for keyword in keywords if keyword.arg} <= known, f"trigon.{name}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/configuration.md"])

@@ -16,7 +16,7 @@ from trigon.loop import train
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 from trigon.system.secrets import VAL_REWARD, mask
-from trigon.tools.eval.settings import EvaluationOptions
+from trigon.tools.eval.settings import given_options
 from trigon.tools.plan.configuration import load_planned
 
 STRICT = "def main(response, ground_truth, bonus=0): return {'overall': 10 + bonus, 'strict': 1}"
@@ -79,8 +79,8 @@ def test_a_missing_file_and_secrets_of_arguments_are_treated_as_those_of_trainin
 
 
 def test_an_evaluation_with_a_reward_function_uses_that_one():
-    assert "worker.reward.val_reward_function=null" in EvaluationOptions(reward="math").overrides()
-    assert not any("val_reward" in each for each in EvaluationOptions(n=4).overrides())
+    assert given_options([], reward="math")["worker.reward.val_reward_function"] is None
+    assert not any("val_reward" in name for name in given_options([], n=4))
 
 
 @pytest.mark.faults
@@ -98,7 +98,7 @@ def test_a_resumed_run_notices_another_one(load, tmp_path):
     with pytest.raises(CheckpointError, match=r"val_reward_function was .*strict\.py:main, and is now null"):
         origin(with_own)
     (tmp_path / "strict.py").write_text(STRICT.replace("10", "11"))
-    with pytest.raises(CheckpointError, match=r"val_reward_function has other content than then \(code\)"):
+    with pytest.raises(CheckpointError, match=r"val_reward_function has other content than before \(code\)"):
         origin(with_own, own)
     earlier = {name: value for name, value in without.progress[KEY]["contents"].items() if name != VAL_REWARD}
     record = {**without.progress[KEY], "contents": earlier}

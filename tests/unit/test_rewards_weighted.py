@@ -16,7 +16,7 @@ from trigon.rewards.contract import RewardRequest
 from trigon.system.secrets import MASKED, REWARD, hide
 from trigon.tools.eval.score import run_kwargs
 from trigon.tools.plan.configuration import load_planned
-from trigon.tools.push.facts import _describe_reward
+from trigon.tools.push.card import _describe_reward
 
 FUNCTIONS = """
 import asyncio
@@ -165,10 +165,10 @@ def test_a_resumed_run_notices_other_code_weights_and_arguments(load, tmp_path):
     assert origin(checkpoint).accepted == []
     with pytest.raises(CheckpointError, match=r"reward_function was .*0\.5 \* .* and is now .*0\.6 \* "):
         origin(checkpoint, weight=0.6)
-    with pytest.raises(CheckpointError, match=r"reward_function_kwargs has other content than then \(brief\.limit\)"):
+    with pytest.raises(CheckpointError, match=r"reward_function_kwargs has other content than before \(brief\.limit\)"):
         origin(checkpoint, limit=11)
     (tmp_path / "rewards.py").write_text(FUNCTIONS.replace("len(key)", "2 * len(key)"))
-    with pytest.raises(CheckpointError, match=r"reward_function has other content than then \(code\)"):
+    with pytest.raises(CheckpointError, match=r"reward_function has other content than before \(code\)"):
         origin(checkpoint)
 
 

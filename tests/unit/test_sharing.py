@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import ModelCard
 
 from support.fake_runs import config_text
 from trigon.config.files import local_sources
@@ -22,9 +22,8 @@ from trigon.report.run import RunRecord, open_run
 from trigon.report.run_folder import RunFolder
 from trigon.system.secrets import HIDDEN, hide
 from trigon.tools.cli.main import main
-from trigon.tools.push.card import CURVES, model_card
-from trigon.tools.push.facts import RunFacts, hub_id, hub_id_of, is_unknown, read_facts
-from trigon.tools.push.push import PushSettings, base_license, public_base, warn_of_unknown
+from trigon.tools.push.card import CURVES, RunFacts, hub_id, hub_id_of, model_card, read_facts
+from trigon.tools.push.push import PushSettings, base_license, public_base
 
 ROW = RolloutRow(
     prompt_id="geometry:0", sample=0, prompt="", response="", reward=0.0, parts={}, outcome="ok", error="",
@@ -32,7 +31,7 @@ ROW = RolloutRow(
     filtered="",
 )  # fmt: skip
 BASE = "Qwen/Qwen2.5-VL-3B-Instruct"
-SECRET = "hf_abcdefghij0123456789"
+SECRET = "hf_" + "aB3" * 12
 OPTIONS = {
     "data.train_files": ["hiyouga/geometry3k@train"],
     "data.val_files": ["hiyouga/geometry3k@test"],
@@ -80,7 +79,7 @@ def facts(tmp_path):
 
 
 def test_the_metadata_is_valid_and_complete(facts):
-    text = model_card(facts, "me/geo", license_id="apache-2.0", has_curves=True)
+    text = str(model_card(facts, "me/geo", license_id="apache-2.0", has_curves=True))
     data = ModelCard(text).data  # raises for metadata that the hub does not accept
     assert data.base_model == "Qwen/Qwen2.5-VL-3B-Instruct"
     assert data.datasets == ["hiyouga/geometry3k"]
@@ -93,7 +92,7 @@ def test_the_metadata_is_valid_and_complete(facts):
 
 
 def test_the_card_says_how_the_model_was_trained(facts):
-    text = model_card(facts, "me/geo", license_id=None, has_curves=True)
+    text = str(model_card(facts, "me/geo", license_id=None, has_curves=True))
     assert "20 steps of dr_grpo on [hiyouga/geometry3k]" in text
     assert "| accuracy | 0.250 | 0.750 | 7 |" in text
     assert "| reward | 0.125 | 0.375 | 7 |" in text
@@ -103,11 +102,11 @@ def test_the_card_says_how_the_model_was_trained(facts):
     assert "| completions per prompt | 4 |" in text
     assert f"({CURVES})" in text
     assert "Trigon 0.1.0" in text
-    assert CURVES not in model_card(facts, "me/geo", license_id=None, has_curves=False)
+    assert CURVES not in str(model_card(facts, "me/geo", license_id=None, has_curves=False))
 
 
 def test_all_options_that_are_not_the_defaults_are_listed_and_no_others(facts):
-    text = model_card(facts, "me/geo", license_id=None, has_curves=False)
+    text = str(model_card(facts, "me/geo", license_id=None, has_curves=False))
     listed = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
     assert listed["worker"]["rollout"] == {"n": 4}
     assert listed["algorithm"] == {"adv_estimator": "dr_grpo", "kl_coef": 0.02}
@@ -115,7 +114,7 @@ def test_all_options_that_are_not_the_defaults_are_listed_and_no_others(facts):
 
 
 def test_no_secret_and_no_folder_of_the_machine_is_on_the_card(facts):
-    text = model_card(facts, "me/geo", license_id=None, has_curves=False)
+    text = str(model_card(facts, "me/geo", license_id=None, has_curves=False))
     for part in (SECRET, "plain", ":pw@", "key=5", "/home/me", "/work"):
         assert part not in text
     listed = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
@@ -126,45 +125,36 @@ def test_no_secret_and_no_folder_of_the_machine_is_on_the_card(facts):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "free", "expected"),
+    ("name", "value", "expected"),
     [
-        ("data.max_prompt_length", 5, False, 5),
-        ("worker.reward.skip_special_tokens", True, False, True),
-        ("data.answer_key", "answer", False, "answer"),
-        ("answer_key", "answer", True, HIDDEN),  # in a user's mapping a key may be a secret
-        ("hf_token", "x", True, HIDDEN),
-        ("password", 1234, True, HIDDEN),
-        ("password", None, True, None),
-        ("text", "use sk-abcdefgh1234 now", False, f"use {HIDDEN} now"),
-        ("text", "Authorization: Bearer abc.def", False, f"Authorization: Bearer {HIDDEN}"),
-        ("text", "AKIAABCDEFGHIJKLMNOP", False, HIDDEN),
-        ("text", "a" * 39 + "1", False, HIDDEN),  # 40 hexadecimal digits, as of wandb
-        ("text", "Zm9vYmFyMTIzNDU2Nzg5MEFCQ0RFRg", True, HIDDEN),
-        ("model", "Qwen/Qwen2.5-VL-3B-Instruct", True, "Qwen/Qwen2.5-VL-3B-Instruct"),
-        ("files", ["/data/me/a.parquet", "b.parquet"], False, ["a.parquet", "b.parquet"]),
-        ("reward", "~/rewards/r.py:score", False, "r.py:score"),
-        ("url", "https://judge.org/v1?a=b", False, "https://judge.org/v1"),
-        ("url", "https://s3cr3ttoken@host/v1", False, f"https://{HIDDEN}@host/v1"),
-        ("url", "https://me:p@ss@host/v1 and me@host", False, f"https://{HIDDEN}@host/v1 and me@host"),
-        ("text", "Authorization: Basic dXNlcjpwYXNz", False, f"Authorization: Basic {HIDDEN}"),
-        ("text", '{"authorization": "Token abc"}', False, f'{{"authorization": "Token {HIDDEN}"}}'),
-        ("text", "use basic dXNlcjpwYXNzMQ== here", False, f"use basic {HIDDEN} here"),
-        ("text", "Basic geometry; a bearer of news", False, "Basic geometry; a bearer of news"),
-        ("pwd", "hunter2", True, HIDDEN),
-        ("passphrase", "open sesame", True, HIDDEN),
-        ("bearer", "abc123", True, HIDDEN),
-        ("names", {SECRET: 1}, False, {HIDDEN: 1}),
+        ("data.max_prompt_length", 5, 5),
+        ("worker.reward.skip_special_tokens", True, True),
+        ("data.answer_key", "answer", "answer"),
+        ("override_config", {"hf_token": "x", "password": 1234}, {"hf_token": HIDDEN, "password": HIDDEN}),
+        ("override_config", {SECRET: 1, "bearer": "abc123"}, {HIDDEN: 1, "bearer": HIDDEN}),
+        ("text", f"use {SECRET} now", f"use {HIDDEN} now"),
+        ("text", "AKIAABCDEFGHIJKLMNOP", HIDDEN),
+        ("model", "Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-3B-Instruct"),
+        ("files", ["/data/me/a.parquet", "b.parquet"], ["a.parquet", "b.parquet"]),
+        ("reward", "~/rewards/r.py:score", "r.py:score"),
+        ("url", "https://judge.org/v1?a=b", "https://judge.org/v1"),
+        ("url", "https://s3cr3ttoken@host/v1", f"https://{HIDDEN}@host/v1"),
+        ("url", "https://me:p@ss@host/v1 and me@host", f"https://{HIDDEN}@host/v1 and me@host"),
+        ("text", "Authorization: Basic dXNlcjpwYXNz", f"Authorization: Basic {HIDDEN}"),
+        ("text", '{"authorization": "Token abc"}', f'{{"authorization": "Token {HIDDEN}"}}'),
+        ("text", "use basic dXNlcjpwYXNzMQ== here", f"use basic {HIDDEN} here"),
+        ("text", "Basic geometry; a bearer of news", "Basic geometry; a bearer of news"),
     ],
 )
-def test_what_is_hidden(name, value, free, expected):
-    assert hide(name, value, free=free) == expected
+def test_what_is_hidden(name, value, expected):
+    assert hide(name, value) == expected
 
 
 def test_of_the_arguments_of_a_reward_function_only_what_cannot_be_a_secret_is_published():
     arguments = {
         "url": "https://hooks.chat.org/services/T0/B0/Xy12", "pwd": "hunter2", "passphrase": "open sesame",
         "note": "open sesame", "header": "Authorization: Basic dXNlcjpwYXNz", "room": "abc123", "pin_key": 5,
-        "models": {SECRET: "x1"}, "model": "hf_abcdefghij0123456789", "object": object(),
+        "models": {SECRET: "x1"}, "model": SECRET, "object": object(),
     }  # fmt: skip
     shown = {
         "mode": "exact_match", "scale": 0.5, "num": 3, "strict": True, "limit": None, "units": ["cm", "mm"],
@@ -182,7 +172,7 @@ def test_a_local_base_model_and_local_data_have_names_and_no_metadata(tmp_path):
         val_files=["/data/Val_1.parquet"],
     )
     facts = facts_of(run, tmp_path / "exported", base=None)
-    text = model_card(facts, "me/tiny", license_id=None, has_curves=False)
+    text = str(model_card(facts, "me/tiny", license_id=None, has_curves=False))
     data = ModelCard(text).data
     assert (data.base_model, data.datasets, data.license) == (None, None, None)
     assert "the local model `mine/tiny`" in text
@@ -197,7 +187,7 @@ def test_several_validation_sets_have_rows_and_results_of_their_own(tmp_path):
         json.dumps({"step": 20, "metrics": {"val/a/accuracy_reward": 0.5, "val/geometry/accuracy_reward": 0.25}}) + "\n"
     )
     facts = facts_of(run, tmp_path / "exported")
-    text = model_card(facts, "me/geo", license_id=None, has_curves=False)
+    text = str(model_card(facts, "me/geo", license_id=None, has_curves=False))
     assert "| a | accuracy |  | 0.500 | unknown |" in text
     assert "| geometry | accuracy |  | 0.250 | 7 |" in text
     assert [result.dataset_name for result in ModelCard(text).data.eval_results] == ["a", "geometry"]
@@ -209,12 +199,12 @@ def test_the_evaluation_is_that_of_the_pushed_step(tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     facts = facts_of(run, tmp_path / "exported")
     assert facts.validations == ()
-    assert "## Evaluation" not in model_card(facts, "me/geo", license_id=None, has_curves=False)
+    assert "## Evaluation" not in str(model_card(facts, "me/geo", license_id=None, has_curves=False))
 
 
 def test_texts_of_options_cannot_end_the_block_of_code(tmp_path):
     run = write_run(tmp_path / "run", system_prompt="```\n# Other\n[x](javascript:y)")
-    text = model_card(facts_of(run, tmp_path / "exported"), "me/geo", license_id=None, has_curves=False)
+    text = str(model_card(facts_of(run, tmp_path / "exported"), "me/geo", license_id=None, has_curves=False))
     assert text.count("```") == 4
     assert "\n# Other" not in text
 
@@ -270,28 +260,17 @@ def test_a_local_path_is_no_hub_id_wherever_the_push_runs(tmp_path, monkeypatch)
         ("data", "demo/public"),
         ("data",),
     )
-    data = ModelCard(model_card(facts, "me/x", license_id=None, has_curves=False)).data
+    data = model_card(facts, "me/x", license_id=None, has_curves=False).data
     assert (data.base_model, data.datasets, data.eval_results[0].dataset_name) == (None, ["demo/public"], "data")
 
 
-def test_a_run_that_does_not_say_what_was_local_has_the_hub_ids_of_the_cache(tmp_path, monkeypatch):
+def test_a_run_that_does_not_say_what_was_local_has_no_hub_ids_but_of_the_cache(tmp_path):
     run = write_run(tmp_path / "run")
     (run.path / "local_sources.json").unlink()
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
     assert public_base(run, PushSettings()) is None
-    assert is_unknown(run, BASE, "models")
-    warnings: list[str] = []
-    warn_of_unknown(run, PushSettings(), warnings.append)
-    warn_of_unknown(run, PushSettings(base=BASE), warnings.append)
-    assert [text.partition(" may be ")[0] for text in warnings] == [f"{BASE}, hiyouga/geometry3k", "hiyouga/geometry3k"]
-    assert ["--base names the base model" in text for text in warnings] == [True, False]
-    (tmp_path / "cache" / "models--Qwen--Qwen2.5-VL-3B-Instruct").mkdir(parents=True)
-    assert public_base(run, PushSettings()) == BASE
-    assert not is_unknown(run, BASE, "models")
+    assert public_base(run, PushSettings(base=BASE)) == BASE
     assert hub_id_of(run, "hiyouga/geometry3k", "datasets") is None
-    (tmp_path / BASE).mkdir(parents=True)
-    assert public_base(run, PushSettings()) is None
+    assert hub_id_of(run, "/a/models--Qwen--Qwen3-4B/snapshots/0a", "models") == "Qwen/Qwen3-4B"
 
 
 @pytest.mark.parametrize("content", ["[]", "{"])

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from support.engines import make_engine, make_rollouts, to_train
-from trigon.checkpoint.store import CheckpointStore
-from trigon.errors import CheckpointError, ModelError, NotFiniteError
-from trigon.training.checkpointing import require_finite_files
+from trigon.errors import ModelError, NotFiniteError
 from trigon.training.finite import all_finite, require_finite
 from trigon.training.parallel import SingleProcess
 
@@ -90,45 +86,3 @@ def test_an_optimizer_state_that_is_not_finite_is_not_saved(tiny_model, tmp_path
     with pytest.raises(NotFiniteError, match=rf"in 1 of \d+ tensors: optimizer/{name}/exp_avg_sq$"):
         engine.save_state(tmp_path, model_only=False)
     engine.save_state(tmp_path, model_only=True)()  # the weights alone are good
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("part", ["weights", "optimizer"])
-def test_a_checkpoint_of_an_older_version_that_is_not_finite_is_damaged_and_the_one_before_it_is_used(
-    tiny_model, tmp_path, part
-):
-    folder, messages = tiny_model("qwen2"), []
-    store = CheckpointStore(tmp_path, keep=-1, warn=messages.append, check_actor=require_finite_files)
-    engine = make_engine(folder)
-    engine.step(to_train(make_rollouts(folder)))
-
-    def write_as_before(actor, value):
-        """Write what an older version wrote: values without a mark that they were checked."""
-        engine.save_state(actor, model_only=False)()
-        [file] = (actor / part).glob("*.safetensors")
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata()
-        tensors = load_file(file)
-        next(tensor for tensor in tensors.values() if tensor.ndim == 2)[0, 0] = value
-        save_file(tensors, file, metadata=metadata)
-        state = json.loads((actor / "state.json").read_text())
-        assert state.pop("finite") is True
-        (actor / "state.json").write_text(json.dumps(state))
-
-    for step, value in ((1, 0.5), (2, math.nan)):
-        store.save(step, write=lambda actor, value=value: write_as_before(actor, value), progress={}, score=None)
-    checkpoint = store.latest()
-    assert checkpoint is not None
-    assert checkpoint.step == 1
-    [message] = messages
-    assert message.startswith("DAMAGED CHECKPOINT: ")
-    assert f"global_step_2/actor/{part} holds nan or infinity in " in message
-    with pytest.raises(CheckpointError, match=r"holds nan or infinity"):
-        require_finite_files(tmp_path / "global_step_2" / "actor")
-
-
-def test_the_files_of_a_checkpoint_that_was_checked_when_it_was_saved_are_not_read(tiny_model, tmp_path):
-    make_engine(tiny_model("qwen2")).save_state(tmp_path, model_only=False)()
-    for file in tmp_path.glob("*/*.safetensors"):
-        file.write_bytes(b"")
-    require_finite_files(tmp_path)

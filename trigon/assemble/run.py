@@ -61,7 +61,7 @@ from trigon.system.hangs import HangWatch
 from trigon.system.processes import Started
 from trigon.system.secrets import mask
 from trigon.system.temporary import remove_dead_folders
-from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
+from trigon.training.checkpointing import check_lora_rank, read_updates
 from trigon.training.train_groups import GroupPreparation
 from trigon.training.updates import Updater
 
@@ -299,7 +299,6 @@ def open_store(
         keep=trainer.save_limit,
         background=trainer.save_in_background,
         warn=console.warn,
-        check_actor=require_finite_files,
         on_progress=on_progress,
     )
 
@@ -319,7 +318,6 @@ def choose_checkpoint(
     if trainer.load_checkpoint_path is not None:
         path = Path(trainer.load_checkpoint_path)
         checkpoint = open_checkpoint(path, resumable=not trainer.val_only, on_progress=on_progress)
-        require_finite_files(checkpoint.actor)
     else:
         checkpoint = store.latest(resumable=not trainer.val_only) if trainer.find_last_checkpoint else None
     if checkpoint is not None and not trainer.val_only:

@@ -1,8 +1,9 @@
 """Exports a checkpoint as a folder that transformers, peft and vLLM load, after verifying it.
 
-What LoRA learned is written merged into its base model, or as an adapter. The files are written to
-a temporary folder, read back and verified (export_verification.py), and only then renamed. This
-module depends on neither trainers nor engines.
+What LoRA learned is written merged into its base model, or as an adapter; a critic as a token
+classifier of transformers with one label, whose output at a token is the value of the state after
+it. The files are written to a temporary folder, read back and verified (export_verification.py),
+and only then renamed. This module depends on neither trainers nor engines.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,18 +29,23 @@ from trigon.checkpoint.export_verification import (
     verify_tensors,
 )
 from trigon.checkpoint.manifest import EXPORTED, MANIFEST, replacing_files, sync_tree
-from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint, removed_on_failure
 from trigon.checkpoint.weights import Lora, MergedWeights, Weights, has_adapter, open_lora, open_weights
 from trigon.config.names import DTYPE_ALIASES
 from trigon.errors import CheckpointError, DiskError
 from trigon.models.dtypes import DTYPES, dtype_named
-from trigon.models.load import copy_side_files
+from trigon.models.load import copy_side_files, family_of_folder
+from trigon.models.value import HEAD_NAME
 from trigon.models.weight_files import save_weights
-from trigon.system.disk import describe_fault, fault_number, sync_to_disk
+from trigon.system.disk import sync_to_disk
 from trigon.system.host_memory import count_usable_bytes
 from trigon.system.json_files import write_json
-from trigon.training.checkpointing import ADAPTER_CONFIG, read_object
-from trigon.training.state import StoredTensor
+from trigon.system.torchvision_stub import declare_operators
+from trigon.training.checkpointing import ADAPTER_CONFIG, WEIGHTS_FOLDER, is_head_alone, read_object
+from trigon.training.state import ShardedFiles, StoredTensor
+
+Part = Literal["model", "adapter", "critic"]
+"""What is exported: the policy's model, its LoRA adapter for peft, or the critic."""
 
 SHARD_BYTES = 5 * 10**9
 """A file of weights holds at most this many bytes, or one tensor."""
@@ -57,7 +62,7 @@ def export_checkpoint(
     output: Path | None,
     *,
     dtype: str | None,
-    adapter: bool = False,
+    part: Part = "model",
     base: str | None = None,
     best: bool = False,
     logits: bool = True,
@@ -65,18 +70,17 @@ def export_checkpoint(
     warn: Callable[[str], None] = warnings.warn,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Write a checkpoint's policy as a Hugging Face folder, verify it, and return the folder.
+    """Write a part of a checkpoint as a Hugging Face folder, verify it, and return the folder.
 
     Args:
         path: a checkpoint (global_step_N), its actor folder, or a run folder, of which the latest
             checkpoint is exported, or the best.
         output: where to write. None: huggingface_model in path; for an actor folder, its existing
-            folder huggingface; for an adapter, lora_adapter in path.
+            folder huggingface; for an adapter, lora_adapter in path; for a critic,
+            huggingface_critic in path, or beside an actor folder.
         dtype: bf16, fp16 or fp32, or their long names. None keeps the checkpoint's dtype, bit for
             bit; for merged weights, the base model's.
-        adapter: write the LoRA weights in peft's format, instead of merging them into the base
-            model.
-        base: the base model, a folder or a hub id. None: the one the run used.
+        base: the base model of LoRA weights, a folder or a hub id. None: the one the run used.
         best: export the best checkpoint of a run folder instead of the latest.
         logits: also load the exported model and compute logits, if it fits into memory. Without,
             names, shapes, dtypes and values of its tensors are verified.
@@ -84,10 +88,11 @@ def export_checkpoint(
         warn: called with a message for each damaged checkpoint that was skipped.
         on_progress: called with a short text at the start of each stage, and at the end with what
             was verified and what was not.
-    Raises: CheckpointError if there is no undamaged checkpoint, if adapter or base is given for a
-    run without LoRA, if the base model is missing or does not fit, if a weight is not finite (or
-    would not be in dtype), if output exists and was not made by an export, or if verification
-    fails; DiskError if the disk is full, read-only, ... No partial output is left behind.
+    Raises: CheckpointError if there is no undamaged checkpoint, if it does not have the part, if
+    base is given for a run without LoRA, if the base model is missing or does not fit, if a critic
+    has LoRA adapters or a family without a token classifier, if a weight is not finite (or would
+    not be in dtype), if output exists and was not made by an export, or if verification fails;
+    DiskError if the disk is full, read-only, ... No partial output is left behind.
     """
     if dtype is not None and dtype_named(dtype) is None:
         raise CheckpointError(
@@ -97,91 +102,211 @@ def export_checkpoint(
     checkpoint = find_checkpoint(path, best=best, warn=warn)
     side_files = checkpoint.actor / "huggingface"
     if output is None:
-        is_actor_folder = path.resolve() == checkpoint.actor.resolve()
-        output = path / "lora_adapter" if adapter else side_files if is_actor_folder else path / EXPORTED
+        output = _default_output(path, checkpoint, part)
     output = output.resolve() if output.is_symlink() else output  # what a link leads to is replaced
     if not (side_files / "config.json").is_file():
         raise CheckpointError(
             f"{side_files} has no config.json: this checkpoint was saved without its model's side files"
         )
-    lora = _open_lora(checkpoint, adapter=adapter, base=base)
+    torch_dtype = dtype_named(dtype) if dtype else None
+    lora = None if part == "critic" else _open_lora(checkpoint, part=part, base=base)
     into_checkpoint = output.resolve() == side_files.resolve()
-    if into_checkpoint and adapter:
-        raise CheckpointError(f"{output} belongs to the checkpoint; name another folder for its adapter")
+    if into_checkpoint and part != "model":
+        raise CheckpointError(f"{output} belongs to the checkpoint; name another folder for its {part}")
     if not into_checkpoint:
         check_replaceable(output)
     if lora is not None and lora.base_folder.resolve().is_relative_to(output.resolve()):
         raise CheckpointError(f"{output} holds the base model, from which the export is made; name another folder")
-
-    verification = _Verification(logits, count_usable_bytes() if usable_bytes is None else usable_bytes)
     temporary = output.absolute().with_name(f".exporting_{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(_replaced(output), ignore_errors=True)
-    torch_dtype = dtype_named(dtype) if dtype else None
-    try:
-        if lora is not None and adapter:
-            _write_adapter(
-                checkpoint, lora, temporary, dtype=torch_dtype, verification=verification, on_progress=on_progress
+    usable = count_usable_bytes() if usable_bytes is None else usable_bytes
+    failure, advice = f"the export {output} could not be written", ", or choose another output"
+    with removed_on_failure(temporary, failure, advice, explained=(CheckpointError,)):
+        export: _Export
+        if part == "critic":
+            export = _Critic(checkpoint)
+        elif part == "adapter":
+            assert lora is not None
+            export = _Adapter(lora)
+        else:
+            weights = open_weights(checkpoint.actor) if lora is None else MergedWeights(lora, dtype=torch_dtype)
+            export = _Export(weights, side_files)
+        _check_space(temporary, export.weights, torch_dtype)
+        on_progress(f"writing {len(export.weights.tensors)} tensors of step {checkpoint.step}")
+        written = export.write(temporary, torch_dtype)
+        write_export_record(temporary, checkpoint, written)
+        on_progress("verifying tensors")
+        export.verify(temporary)
+        verified = f"names, shapes and values of {len(export.weights.tensors)} tensors, in {_dtype_name(written)}"
+        needed = export.loading_bytes(written)
+        if not logits:
+            on_progress(f"verified: {verified}; not verified: {export.further}, since --no-logits was given")
+        elif usable is not None and needed > usable:
+            on_progress(
+                f"verified: {verified}; not verified: {export.further}, which takes {needed / 2**30:.1f} GiB of "
+                f"memory: {usable / 2**30:.1f} GiB are usable here"
             )
         else:
-            weights = MergedWeights(lora, dtype=torch_dtype) if lora is not None else open_weights(checkpoint.actor)
-            _write_model(
-                checkpoint, weights, temporary, dtype=torch_dtype, verification=verification, on_progress=on_progress
-            )
+            on_progress(f"loading {export.loaded}, verifying logits")
+            export.verify_loaded(temporary, written)
+            on_progress(f"verified: {verified}; {export.further}")
         if into_checkpoint:
             _move_into_checkpoint(temporary, checkpoint)
         else:
             publish_export(temporary, output)
-    except BaseException as error:
-        fault = None if isinstance(error, CheckpointError) else fault_number(error)
-        description = "" if fault is None else describe_fault(error, temporary)
-        shutil.rmtree(temporary, ignore_errors=True)
-        if fault is not None:
-            raise DiskError(
-                f"the export {output} could not be written: {description}, or choose another output"
-            ) from error
-        raise
     return output
 
 
-@dataclass(frozen=True, slots=True)
-class _Verification:
-    """How much is verified. logits, usable_bytes: see export_checkpoint; None: unknown."""
+class _Export:
+    """A model that is written with the side files of a checkpoint, and how it is verified."""
 
-    logits: bool
-    usable_bytes: int | None
+    further = "that transformers loads all of them, and that logits are finite"
+    loaded = "the exported model"
 
-    def why_not_loaded(self, needed_bytes: int) -> str:
-        """Return why the exported model is not loaded, as the end of a sentence; "" if it is."""
-        if not self.logits:
-            return "since --no-logits was given"
-        if self.usable_bytes is not None and needed_bytes > self.usable_bytes:
-            needed, usable = (number / 2**30 for number in (needed_bytes, self.usable_bytes))
-            return f"which takes {needed:.1f} GiB of memory: {usable:.1f} GiB are usable here"
-        return ""
+    def __init__(self, weights: Weights, side_files: Path) -> None:
+        self.weights = weights
+        self._side_files = side_files
 
-    def finish(
-        self,
-        verified: str,
-        further: str,
-        *,
-        loading: str,
-        verify_loaded: Callable[[], None],
-        needed_bytes: int,
-        on_progress: Callable[[str], None],
-    ) -> None:
-        """Verify what needs the exported model to be loaded, unless it is not, and report it all.
+    def write(self, folder: Path, dtype: torch.dtype | None) -> torch.dtype:
+        """Write the folder, which is made, and return the dtype of its weights."""
+        copy_side_files(self._side_files, folder)
+        written = write_weights(self.weights, folder, dtype=dtype)
+        set_config_dtype(folder / "config.json", written)
+        return written
 
-        verified: what was verified before. further: what loading it verifies. loading: the message
-        of the progress. needed_bytes: of host memory, for loading it.
-        """
-        reason = self.why_not_loaded(needed_bytes)
-        if reason:
-            on_progress(f"verified: {verified}; not verified: {further}, {reason}")
-            return
-        on_progress(loading)
-        verify_loaded()
-        on_progress(f"verified: {verified}; {further}")
+    def verify(self, folder: Path) -> None:
+        """Verify all tensors, one at a time. Raises: CheckpointError."""
+        verify_tensors(self.weights, folder)
+        verify_names(self.weights, folder)
+
+    def loading_bytes(self, dtype: torch.dtype) -> int:
+        """Return the host memory that verify_loaded takes."""
+        return loading_bytes(self.weights, dtype)
+
+    def verify_loaded(self, folder: Path, dtype: torch.dtype) -> None:
+        """Load the folder and verify what comes out. Raises: CheckpointError."""
+        verify_model(self.weights, folder, dtype)
+
+
+class _Adapter(_Export):
+    """A LoRA adapter in peft's format: its config and its weights only."""
+
+    further = "that peft loads all of them, and that logits are those of merged weights"
+    loaded = "the base model and the adapter with peft"
+
+    def __init__(self, lora: Lora) -> None:
+        super().__init__(lora.adapter, lora.model_config)
+        self._lora = lora
+
+    def write(self, folder: Path, dtype: torch.dtype | None) -> torch.dtype:
+        """See _Export."""
+        folder.mkdir(parents=True)
+        _write_json(folder / ADAPTER_CONFIG, self._lora.config)
+        names = list(self.weights.tensors)
+        [written] = _write_file(self.weights, names, folder / "adapter_model.safetensors", dtype=dtype)
+        return written
+
+    def verify(self, folder: Path) -> None:
+        """See _Export."""
+        verify_tensors(self.weights, folder)
+
+    def loading_bytes(self, dtype: torch.dtype) -> int:
+        """See _Export. Raises: CheckpointError if the adapter does not fit its base model."""
+        return loading_bytes(MergedWeights(self._lora, dtype=None), None)
+
+    def verify_loaded(self, folder: Path, dtype: torch.dtype) -> None:
+        """See _Export."""
+        verify_adapter(self._lora, folder)
+
+
+class _Critic(_Export):
+    """A critic as a token classifier. One on the policy's trunk has the weights of the policy."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Find the critic. Raises: CheckpointError if it cannot be exported."""
+        folder = checkpoint.critic
+        if folder is None:
+            raise CheckpointError(
+                f"{checkpoint.folder} has no critic: it is not of a run with algorithm.adv_estimator=gae"
+            )
+        head_alone = is_head_alone(folder)
+        trunk, section = (checkpoint.actor, "worker.actor") if head_alone else (folder, "worker.critic")
+        if has_adapter(trunk):
+            raise CheckpointError(
+                f"the critic in {folder} has LoRA adapters, which are not merged; only a critic whose weights are "
+                f"trained ({section}.model.lora.rank=0) can be exported"
+            )
+        self._class = _classifier_of(folder / "huggingface")
+        head = ShardedFiles(folder / WEIGHTS_FOLDER) if head_alone else None
+        super().__init__(_ClassifierWeights(open_weights(trunk), head), folder / "huggingface")
+
+    def write(self, folder: Path, dtype: torch.dtype | None) -> torch.dtype:
+        """See _Export."""
+        written = super().write(folder, dtype)
+        config = read_object(folder / "config.json")
+        labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+        _write_json(folder / "config.json", {**config, "architectures": [self._class], **labels})
+        return written
+
+    def verify(self, folder: Path) -> None:
+        """See _Export."""
+        from transformers import AutoModelForTokenClassification
+
+        verify_tensors(self.weights, folder)
+        verify_names(self.weights, folder, model_class=AutoModelForTokenClassification)
+
+    def verify_loaded(self, folder: Path, dtype: torch.dtype) -> None:
+        """See _Export."""
+        from transformers import AutoModelForTokenClassification
+
+        verify_model(self.weights, folder, dtype, model_class=AutoModelForTokenClassification)
+
+
+class _ClassifierWeights:
+    """The weights of a critic by the names of a token classifier. Satisfies Weights."""
+
+    def __init__(self, stored: Weights, head: Weights | None) -> None:
+        """Rename the weights. head: of a shared trunk, which replaces the policy's head."""
+        own = {name: (stored, name) for name in stored.tensors if not name.startswith("lm_head.")}
+        source, prefix = (stored, "lm_head.") if head is None else (head, f"{HEAD_NAME}.")
+        heads = {
+            f"score.{name.removeprefix(prefix)}": (source, name) for name in source.tensors if name.startswith(prefix)
+        }
+        self._sources = own | heads
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """See Weights."""
+        return {name: weights.tensors[stored] for name, (weights, stored) in self._sources.items()}
+
+    def read(self, name: str) -> Tensor:
+        """See Weights."""
+        weights, stored = self._sources[name]
+        return weights.read(stored)
+
+
+def _classifier_of(folder: Path) -> str:
+    """Return the token classifier of a model's family. Raises: CheckpointError if there is none."""
+    declare_operators()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+
+    model_type = family_of_folder(folder).model_type
+    if model_type not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
+        raise CheckpointError(
+            f"transformers has no token classifier for {model_type} models, so that this critic cannot be exported; "
+            f"its weights are in {folder.parent / 'weights'}, with a head of one output"
+        )
+    return str(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[model_type])
+
+
+def _default_output(path: Path, checkpoint: Checkpoint, part: Part) -> Path:
+    is_actor_folder = path.resolve() == checkpoint.actor.resolve()
+    if part == "adapter":
+        return path / "lora_adapter"
+    if part == "critic":
+        return (checkpoint.folder if is_actor_folder else path) / "huggingface_critic"
+    return checkpoint.actor / "huggingface" if is_actor_folder else path / EXPORTED
 
 
 def find_checkpoint(path: Path, *, best: bool, warn: Callable[[str], None]) -> Checkpoint:
@@ -202,81 +327,19 @@ def check_replaceable(output: Path) -> None:
         raise CheckpointError(f"{output} exists and is not an earlier export; name another folder, or remove it")
 
 
-def _open_lora(checkpoint: Checkpoint, *, adapter: bool, base: str | None) -> Lora | None:
+def _open_lora(checkpoint: Checkpoint, *, part: Part, base: str | None) -> Lora | None:
     """Return the LoRA weights, or None for a run without LoRA.
 
-    Raises: CheckpointError if adapter or base is given for a run without LoRA.
+    Raises: CheckpointError if an adapter is asked for, or base is given, for a run without LoRA.
     """
     if has_adapter(checkpoint.actor):
         return open_lora(checkpoint.actor, base=base)
-    if adapter or base is not None:
+    if part == "adapter" or base is not None:
         raise CheckpointError(
             f"{checkpoint.folder} holds all weights of a model and no LoRA adapter; leave "
-            f"{'--adapter' if adapter else '--base'} out to export them"
+            f"{'--adapter' if part == 'adapter' else '--base'} out to export them"
         )
     return None
-
-
-def _write_model(
-    checkpoint: Checkpoint,
-    weights: Weights,
-    folder: Path,
-    *,
-    dtype: torch.dtype | None,
-    verification: _Verification,
-    on_progress: Callable[[str], None],
-) -> None:
-    """Write a model and verify it."""
-    _check_space(folder, weights, dtype)
-    copy_side_files(checkpoint.actor / "huggingface", folder)
-    on_progress(f"writing {len(weights.tensors)} tensors of step {checkpoint.step}")
-    written_dtype = write_weights(weights, folder, dtype=dtype)
-    set_config_dtype(folder / "config.json", written_dtype)
-    write_export_record(folder, checkpoint, written_dtype)
-    on_progress("verifying tensors")
-    verify_tensors(weights, folder)
-    verify_names(weights, folder)
-    verified = f"names, shapes and values of {len(weights.tensors)} tensors, in {_dtype_name(written_dtype)}"
-    verification.finish(
-        verified,
-        "that transformers loads all of them, and that logits are finite",
-        loading="loading the exported model, verifying logits",
-        verify_loaded=lambda: verify_model(weights, folder, written_dtype),
-        needed_bytes=loading_bytes(weights, written_dtype),
-        on_progress=on_progress,
-    )
-
-
-def _write_adapter(
-    checkpoint: Checkpoint,
-    lora: Lora,
-    folder: Path,
-    *,
-    dtype: torch.dtype | None,
-    verification: _Verification,
-    on_progress: Callable[[str], None],
-) -> None:
-    """Write an adapter in peft's format, its config and its weights only, and verify it."""
-    _check_space(folder, lora.adapter, dtype)
-    folder.mkdir(parents=True)
-    on_progress(f"writing {len(lora.adapter.tensors)} tensors of step {checkpoint.step}")
-    _write_json(folder / ADAPTER_CONFIG, lora.config)
-    [written_dtype] = _write_file(
-        lora.adapter, list(lora.adapter.tensors), folder / "adapter_model.safetensors", dtype=dtype
-    )
-    write_export_record(folder, checkpoint, written_dtype)
-    on_progress("verifying tensors")
-    verify_tensors(lora.adapter, folder)
-    base = MergedWeights(lora, dtype=None)  # compares shapes
-    verified = f"names, shapes and values of {len(lora.adapter.tensors)} tensors, in {_dtype_name(written_dtype)}"
-    verification.finish(
-        verified,
-        "that peft loads all of them, and that logits are those of merged weights",
-        loading="loading the base model and the adapter with peft, verifying logits",
-        verify_loaded=lambda: verify_adapter(lora, folder),
-        needed_bytes=loading_bytes(base, None),
-        on_progress=on_progress,
-    )
 
 
 def _num_bytes(tensor: StoredTensor, dtype: torch.dtype | None) -> int:

@@ -48,15 +48,15 @@ def verify_tensors(weights: Weights, folder: Path) -> None:
             raise CheckpointError(f"{name} in {folder} differs from the checkpoint; nothing was exported")
 
 
-def verify_names(weights: Weights, folder: Path) -> None:
+def verify_names(weights: Weights, folder: Path, *, model_class: Any = None) -> None:
     """Raise CheckpointError unless weights are those of the model that folder's config describes.
 
-    Compares names and shapes, and reads no tensor.
+    Compares names and shapes, and reads no tensor. model_class: None: that of the policy.
     """
     config = load_hf_config(folder)
     family = family_of(config)
     with torch.device("meta"):
-        model = auto_class(family).from_config(config)
+        model = (model_class or auto_class(family)).from_config(config)
     remaining = dict(weights.tensors)
     for parameter_name, parameter in model.named_parameters():
         for name, part in family.checkpoint_tensors(parameter_name, parameter):
@@ -81,15 +81,15 @@ def loading_bytes(weights: Weights, dtype: torch.dtype | None) -> int:
     return loaded + 2 * max(sizes) * torch.float32.itemsize + ACTIVATION_BYTES
 
 
-def verify_model(weights: Weights, folder: Path, dtype: torch.dtype) -> None:
+def verify_model(weights: Weights, folder: Path, dtype: torch.dtype, *, model_class: Any = None) -> None:
     """Raise CheckpointError unless folder loads in this dtype, as a model with these weights.
 
     Every parameter of the loaded model must equal the tensors of its name; so the logits are those
-    of the checkpoint. They must be finite.
+    of the checkpoint. They must be finite. model_class: None: that of the policy.
     """
     family = family_of_folder(folder)
     with without_progress_bars():
-        exported, report = auto_class(family).from_pretrained(
+        exported, report = (model_class or auto_class(family)).from_pretrained(
             folder, dtype="auto", attn_implementation=ATTENTION, output_loading_info=True
         )
     problems = {kind: sorted(map(str, report[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.pool import ThreadPool
 from pathlib import Path, PurePosixPath
@@ -55,66 +55,49 @@ def write_manifest(folder: Path, threads: ThreadPool, on_progress: OnProgress = 
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     assert any(folder / "actor" in path.parents for path in files), "the train engine wrote nothing"
-    for path in files:
-        sync_to_disk(path)
-        on_progress()
-    names = (path.relative_to(folder).as_posix() for path in files)
-    _write(folder, dict(zip(names, _hash_files(files, threads, on_progress), strict=True)))
+    names = [path.relative_to(folder).as_posix() for path in files]
+    _write(folder, dict(zip(names, _hash_files(files, threads, on_progress, flush=True), strict=True)))
     for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         sync_to_disk(inner)
 
 
-def verify_files(
-    folder: Path, *, include: Callable[[str], bool] = lambda name: True, on_progress: OnProgress = no_progress
-) -> None:
+def verify_checkpoint(folder: Path, *, optimizer: bool, on_progress: OnProgress = no_progress) -> None:
     """Raise CheckpointError unless all files of the manifest have their sizes and hashes.
 
     A file that engines would load and the manifest does not have is an error too: tensors are read
-    from all files of a folder. include: takes the path of a file within the folder and returns
-    whether to verify it; hashing reads it entirely.
+    from all files of a folder. optimizer: whether to verify the files of the optimizer.
     """
-    with _unreadable_is_damaged(folder):
-        _verify_files(folder, read_manifest(folder), include, on_progress)
-
-
-def verify_checkpoint(folder: Path, *, optimizer: bool, on_progress: OnProgress = no_progress) -> None:
-    """Raise CheckpointError for a damaged file, those of the optimizer only on request."""
-    verify_files(folder, include=lambda name: optimizer or not is_optimizer(name), on_progress=on_progress)
+    try:
+        entries = {name: entry for name, entry in read_manifest(folder).items() if optimizer or not is_optimizer(name)}
+        engines = [name for name in ("actor", "critic") if (folder / name).is_dir()]
+        found = [file for name in engines for file in _files_below(folder, name)]
+        found += [path.name for path in folder.glob("*.safetensors")]
+        added = [name for name in found if name not in entries and (optimizer or not is_optimizer(name))]
+        if added:
+            raise CheckpointError(
+                f"{folder / added[0]} was not saved with the checkpoint, and could be loaded with it; move it away "
+                f"({len(added)} such {'file' if len(added) == 1 else 'files'})"
+            )
+        paths = [folder / name for name in entries]
+        for path, entry in zip(paths, entries.values(), strict=True):
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing")
+            if path.stat().st_size != entry["bytes"]:
+                raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, but {entry['bytes']:,} were saved")
+        with start_hashing_threads() as threads:
+            hashes = _hash_files(paths, threads, on_progress)
+    except OSError as error:
+        if error.errno not in _DAMAGED_DISK:
+            raise
+        raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
+    for path, actual, saved in zip(paths, hashes, entries.values(), strict=True):
+        if actual["sha256"] != saved["sha256"]:
+            raise CheckpointError(f"{path} has other contents than were saved (SHA-256 differs)")
 
 
 def is_optimizer(name: str) -> bool:
     """Return whether a file of a checkpoint is of the optimizer. name: within the folder."""
     return name.startswith(("actor/optimizer", "critic/optimizer"))  # a folder, or the one file of a small engine
-
-
-def _verify_files(
-    folder: Path,
-    manifest: Mapping[str, Mapping[str, Any]],
-    include: Callable[[str], bool],
-    on_progress: OnProgress,
-) -> None:
-    engines = [name for name in ("actor", "critic") if (folder / name).is_dir()]
-    below = [file for name in engines for file in _files_below(folder, name)]
-    found = (*below, *(path.name for path in folder.glob("*.safetensors")))
-    added = [name for name in found if name not in manifest and include(name)]
-    if added:
-        raise CheckpointError(
-            f"{folder / added[0]} was not saved with the checkpoint, and could be loaded with it; move it away "
-            f"({len(added)} such {'file' if len(added) == 1 else 'files'})"
-        )
-    entries = {name: entry for name, entry in manifest.items() if include(name)}
-    for name, entry in entries.items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing")
-        if path.stat().st_size != entry["bytes"]:
-            raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, but {entry['bytes']:,} were saved")
-    paths = [folder / name for name in entries]
-    with start_hashing_threads() as threads:
-        hashes = _hash_files(paths, threads, on_progress)
-    for path, actual, saved in zip(paths, hashes, entries.values(), strict=True):
-        if actual["sha256"] != saved["sha256"]:
-            raise CheckpointError(f"{path} has other contents than were saved (SHA-256 differs)")
 
 
 def _files_below(folder: Path, inner: str) -> Iterator[str]:
@@ -139,17 +122,6 @@ def _files_below(folder: Path, inner: str) -> Iterator[str]:
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-@contextmanager
-def _unreadable_is_damaged(folder: Path) -> Iterator[None]:
-    """Raise CheckpointError where the disk cannot return what was written. Other OSErrors pass."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _DAMAGED_DISK:
-            raise
-        raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
 
 
 def has_all_files(folder: Path) -> bool:
@@ -229,8 +201,15 @@ def _hash_file(path: Path) -> dict[str, Any]:
         return {"bytes": file.tell(), "sha256": digest}
 
 
-def _hash_files(paths: Sequence[Path], threads: ThreadPool, on_progress: OnProgress) -> list[dict[str, Any]]:
+def _hash_files(
+    paths: Sequence[Path], threads: ThreadPool, on_progress: OnProgress, *, flush: bool = False
+) -> list[dict[str, Any]]:
+    """Return the manifest entries of files. flush: write each to the disk first."""
+
     def hash_file(path: Path) -> dict[str, Any]:
+        if flush:
+            sync_to_disk(path)
+            on_progress()
         entry = _hash_file(path)
         on_progress()
         return entry

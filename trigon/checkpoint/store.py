@@ -32,11 +32,11 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from trigon.checkpoint.faults import removed_on_failure
 from trigon.checkpoint.manifest import (
     MANIFEST,
     PROGRESS,
     OnProgress,
+    has_all_files,
     is_optimizer,
     no_progress,
     read_manifest,
@@ -45,16 +45,16 @@ from trigon.checkpoint.manifest import (
     verify_checkpoint,
     write_manifest,
 )
-from trigon.checkpoint.progress import is_complete, read_progress
-from trigon.errors import CheckpointError, DiskError
-from trigon.system.disk import free_bytes, sync_to_disk, told_while_growing
-from trigon.system.json_files import write_json
+from trigon.errors import CheckpointError, DiskError, EngineError
+from trigon.system.disk import describe_fault, fault_number, free_bytes, sync_to_disk, told_while_growing
+from trigon.system.json_files import read_json_object, write_json
 
 TRACKER = "checkpoint_tracker.json"
 
 _STEP = re.compile(r"global_step_(\d+)")
 _SAVING = ".saving_"
 _REMOVING = ".removing_"
+_INTACT = ". Earlier checkpoints are intact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,7 @@ class CheckpointStore:
     keep=1 can leave two. background: save returns as soon as copies are taken, and a thread writes,
     hashes and publishes them, one save at a time; the process does not end before it is done.
     warn: called with a message for a damaged checkpoint, a fallback to an earlier one, and a
-    folder that could not be removed. check_actor: raises CheckpointError for an actor folder whose
-    content cannot be used although its files are as they were written; None: not asked.
+    folder that could not be removed.
     on_progress: called, from any thread, for each file that was flushed or hashed, and while the
     files of a save grow.
     save_seconds: how long the longest save took, until its checkpoint was complete; None: no save.
@@ -112,14 +111,12 @@ class CheckpointStore:
         keep: int,
         background: bool = False,
         warn: Callable[[str], None] = warnings.warn,
-        check_actor: Callable[[Path], None] | None = None,
         on_progress: OnProgress = no_progress,
     ) -> None:
         self._root = root
         self._keep = keep
         self._background = background
         self._warn = warn
-        self._check_actor = check_actor
         self._on_progress = on_progress
         self._pending: tuple[int, Future[None], bool] | None = None  # in the background: step, save, required
         self._save_started = 0.0
@@ -156,7 +153,7 @@ class CheckpointStore:
         self._save_started = time.monotonic()
         temporary = self._root / f"{_SAVING}{final.name}"
         state = {"step": step, "val_reward_score": score if score is not None and isfinite(score) else None}
-        with removed_on_failure(temporary, final):
+        with removed_on_failure(temporary, f"{final} could not be saved", _INTACT):
             self._root.mkdir(parents=True, exist_ok=True)
             for prefix in (_SAVING, _REMOVING):
                 for stale in self._root.glob(f"{prefix}*"):
@@ -281,7 +278,7 @@ class CheckpointStore:
     def _publish(self, temporary: Path, final: Path, finish: Finish | None, hashing: ThreadPool) -> None:
         """Finish the temporary folder, make it a checkpoint, and end the hashing threads."""
         step = int(final.name.rpartition("_")[2])
-        with hashing, removed_on_failure(temporary, final):
+        with hashing, removed_on_failure(temporary, f"{final} could not be saved", _INTACT):
             if finish is not None:
                 with told_while_growing(temporary, hashing, self._on_progress):
                     finish()
@@ -338,8 +335,6 @@ class CheckpointStore:
                 verify_checkpoint(
                     self._root / f"global_step_{step}", optimizer=resumable, on_progress=self._on_progress
                 )
-                if self._check_actor is not None:
-                    self._check_actor(self._root / f"global_step_{step}" / "actor")
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
@@ -448,6 +443,56 @@ def open_checkpoint(
     if name is not None and int(name.group(1)) != step:
         raise CheckpointError(f"{folder} holds step {step}: it was renamed; rename it back to global_step_{step}")
     return Checkpoint(step, folder, progress, score)
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether all files are there with their sizes, and progress can be read."""
+    try:
+        read_progress(folder)
+    except CheckpointError:
+        return False
+    return has_all_files(folder)
+
+
+def read_progress(folder: Path) -> tuple[int, Mapping[str, Any], float | None]:
+    """Return (step, progress, score) of a checkpoint. Raises: CheckpointError."""
+    path = folder / PROGRESS
+    try:
+        state = read_json_object(path, max_bytes=None)  # its size is in the manifest
+        step, progress, score = state["step"], state["progress"], state["val_reward_score"]
+        if type(step) is not int or not isinstance(progress, dict):
+            raise ValueError("it has no step, or no progress")
+        if score is not None and not isfinite(score):
+            raise ValueError(f"its score is {score}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; restore it, or use another checkpoint") from error
+    return step, progress, score
+
+
+@contextmanager
+def removed_on_failure(
+    temporary: Path,
+    failure: str,
+    advice: str,
+    *,
+    explained: tuple[type[BaseException], ...] = (DiskError, EngineError),
+) -> Iterator[None]:
+    """Remove a temporary folder if the context fails, and explain the fault of a disk.
+
+    failure, advice: what the DiskError says before and after the fault. explained: errors that say
+    enough, and are raised as they are, also if they quote the error of a disk. After an EngineError
+    there are no workers that could continue.
+    """
+    try:
+        yield
+    except BaseException as error:
+        fault = None if isinstance(error, explained) else fault_number(error)
+        # Described first: afterwards the disk may have room.
+        description = "" if fault is None else describe_fault(error, temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
+        if fault is not None:
+            raise DiskError(f"{failure}: {description}{advice}") from error
+        raise
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -1,18 +1,19 @@
 """The options on which a run's numbers depend: a checkpoint is compared with them on resuming.
 
-Options that change a result by rounding only are not among them: the number of workers, memory,
-kernels, token budgets of passes. Nor is what says how long a run is, or what it writes. Files are
-compared by content, elsewhere.
+All options are compared but those that change results by rounding only, or say where the run is,
+how long it is, and what it writes. Files and code are compared by content, elsewhere.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+from functools import cache, reduce
 from typing import Any
 
-from trigon.config.options import options
-from trigon.config.plan import find_unknown_sizes, with_critic_as_actor
+from trigon.config.options import Option, options
+from trigon.config.plan import find_unknown_sizes
 from trigon.config.schema import Config
 from trigon.system.suggestions import nearest_key
 
@@ -22,6 +23,41 @@ _MAX_UNKNOWN = 10  # problems, each of which takes time to find the nearest name
 ALL = "all"
 """Stands in trainer.accept_changes for every name."""
 
+BY_CONTENT = (
+    *("data.train_files", "data.train_weights", "data.val_files", "data.format_prompt", "data.override_chat_template"),
+    *("worker.*.model_path", "worker.*.tokenizer_path", "worker.reward.*reward_function*"),
+    *("worker.rollout.environment", "worker.rollout.environment_kwargs", "worker.rollout.tools"),
+)
+"""Patterns of the options that name files, code and arguments, which are compared by content."""
+
+FREE = (
+    # Which rows and images are usable, which the content of the data shows.
+    *("data.image_dir", "data.max_prompt_length", "data.max_image_pixels", "data.max_bad_row_fraction"),
+    *("data.filter_overlong_prompts*", "data.val_batch_size", "worker.rollout.limit_images"),
+    # Devices, memory and kernels, which change results by rounding.
+    *(
+        "worker.hybrid_engine",
+        "*.nnodes",
+        "*.n_gpus_per_node",
+        "*_parallel_size",
+        "*.offload.*",
+        "*.enable_cpu_offload",
+    ),
+    *("*.micro_batch_size_per_device_for_*", "*.enable_full_shard", "*.fsdp_size", "*.mp_reduce_dtype"),
+    *("*.enable_gradient_checkpointing", "*.enable_activation_offload", "*.trust_remote_code", "*.vision_cache_gb"),
+    *("*.attention_kernel", "*.compile_layers", "*.use_liger_kernel", "worker.rollout.gpu_memory_utilization"),
+    *("worker.rollout.enforce_eager", "worker.rollout.enable_*", "worker.rollout.max_model_len"),
+    *("worker.rollout.max_num_*", "worker.rollout.model_runner", "worker.rollout.async_scheduling"),
+    # What is checked, shown and waited for.
+    *("worker.rollout.disable_*", "worker.rollout.parity_tolerance", "worker.rollout.weight_check_freq"),
+    *("worker.rollout.environment_timeout_seconds", "worker.rollout.environment_workers", "worker.reward.env"),
+    *("worker.reward.concurrency", "worker.reward.num_cpus", "worker.reward.timeout_seconds", "worker.reward.max_*"),
+    *("worker.reward.network", "worker.reward.confinement", "worker.reward.readable", "worker.reward.writable"),
+)
+"""Patterns of the options that may change; besides, all of the trainer but _OF_TRAINER."""
+
+_OF_TRAINER = ("trainer.max_try_make_batch", "trainer.critic_warmup")
+
 
 def compared_options(config: Config) -> dict[str, Any]:
     """Return the value of each option on which numbers depend, as JSON, by its name.
@@ -30,12 +66,92 @@ def compared_options(config: Config) -> dict[str, Any]:
     others has the value that it stands for. Sizes that follow from the data are left out as long as
     they are null (see fill_batch_sizes).
     """
-    values = {**_data(config), **_algorithm(config), **_actor(config), **_rollout(config), **_episodes(config)}
-    if config.algorithm.adv_estimator == "gae":
-        values |= _critic(config)
-    for name in find_unknown_sizes(config):
-        values.pop(name, None)
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    ignored = [*_without_effect(config), *find_unknown_sizes(config)]
+    names = [option.name for option in _candidates() if not _is_any(option.name, ignored)]
+    values = {option.name: reduce(getattr, option.path, config) for option in _candidates()} | _resolved(config)
+    return {name: _as_json(values[name]) for name in names}
+
+
+@cache
+def _candidates() -> list[Option]:
+    return [
+        option
+        for option in options().values()
+        if not _is_any(option.name, (*FREE, *BY_CONTENT))
+        and (option.path[0] != "trainer" or option.name in _OF_TRAINER)
+    ]
+
+
+def _is_any(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return json.dumps(value, sort_keys=True, default=str)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _resolved(config: Config) -> dict[str, Any]:
+    """Return the values of options whose default follows from others, or that have two for one."""
+    actor, critic = config.worker.actor, config.worker.critic
+    return {
+        "algorithm.mismatch_correction": config.mismatch_correction,
+        "data.mini_rollout_batch_size": config.prompts_per_round,
+        "trainer.max_try_make_batch": max(0, config.trainer.max_try_make_batch),
+        "worker.actor.cispo_cap": actor.max_cispo_weight,
+        "worker.actor.fsdp.torch_dtype": actor.weight_dtype,
+        "worker.actor.loss_fixed_length": config.loss_fixed_length,
+        "worker.actor.optim.min_lr_ratio": actor.optim.min_lr_ratio or 0.0,
+        "worker.critic.fsdp.torch_dtype": config.critic.weight_dtype,
+        "worker.critic.model.override_config": config.critic.model.override_config,
+        "worker.critic.optim.min_lr_ratio": critic.optim.min_lr_ratio or 0.0,
+        "worker.ref.fsdp.torch_dtype": config.worker.ref.dtype,
+        "worker.rollout.n": config.group_size,
+        "worker.rollout.observation_role": config.worker.rollout.role_of_observations,
+    }
+
+
+def _without_effect(config: Config) -> list[str]:
+    """Return patterns of the names of options that have no effect in this configuration."""
+    algorithm, actor, critic, rollout = (
+        config.algorithm,
+        config.worker.actor,
+        config.worker.critic,
+        config.worker.rollout,
+    )
+    estimator, has_critic = algorithm.adv_estimator, algorithm.adv_estimator == "gae"
+    has_correction = config.mismatch_correction != "off"
+    adapts_kl = not algorithm.use_kl_loss and algorithm.kl_type == "adaptive"
+    uses: list[tuple[bool, tuple[str, ...]]] = [
+        (has_critic, ("algorithm.lam*", "algorithm.bootstrap_cut", "trainer.critic_warmup", "worker.critic.*")),
+        (critic.share_trunk, ("worker.critic.vf_coef",)),
+        (not critic.share_trunk, ("worker.critic.model.*", "worker.critic.fsdp.*", "worker.critic.global_batch_size")),
+        (not critic.share_trunk, ("worker.critic.ppo_epochs",)),
+        (estimator in ("reinforce_plus_plus", "gae"), ("algorithm.gamma",)),
+        (estimator == "gdpo", ("algorithm.reward_weights",)),
+        (not algorithm.disable_kl, ("algorithm.kl_*", "algorithm.use_kl_loss", "worker.ref.*")),
+        (not algorithm.use_kl_loss, ("algorithm.kl_type",)),
+        (adapts_kl, ("algorithm.kl_horizon", "algorithm.kl_target")),
+        (algorithm.online_filtering, ("algorithm.filter_*", "data.mini_rollout_batch_size", "trainer.max_try_*")),
+        (has_correction, ("algorithm.mismatch_level", "algorithm.mismatch_low", "algorithm.mismatch_high")),
+        (algorithm.max_staleness > 1, ("worker.rollout.partial",)),
+        (actor.loss_type == "sapo", ("worker.actor.tau_*",)),
+        (actor.loss_type != "sapo", ("worker.actor.clip_ratio_*",)),
+        (actor.loss_type == "cispo", ("worker.actor.cispo_cap",)),
+        (actor.loss_avg_mode == "seq_fixed", ("worker.actor.loss_fixed_length",)),
+        (rollout.oversampling > 0, ("worker.rollout.max_carried_steps",)),
+        (rollout.has_episodes, ("worker.rollout.observation_role", "worker.rollout.max_turn*")),
+        (bool(rollout.tools), ("worker.rollout.tool_format",)),
+    ]
+    for section, name in ((actor, "actor"), (critic, "critic")):
+        lora = f"worker.{name}.model.lora."
+        uses += [
+            (section.model.lora.rank > 0, (f"{lora}alpha", f"{lora}*_modules")),
+            (section.optim.lr_warmup_steps is None, (f"worker.{name}.optim.lr_warmup_ratio",)),
+            (section.optim.lr_scheduler_type == "cosine", (f"worker.{name}.optim.min_lr_ratio",)),
+        ]
+    return [pattern for is_used, patterns in uses if not is_used for pattern in patterns]
 
 
 def is_accepted(name: str, accepted: Collection[str]) -> bool:
@@ -54,206 +170,11 @@ def find_unknown_names(config: Config) -> list[str]:
     ]
 
 
-def _data(config: Config) -> dict[str, Any]:
-    data = config.data
-    return {
-        "data.prompt_key": data.prompt_key,
-        "data.answer_key": data.answer_key,
-        "data.image_key": data.image_key,
-        "data.video_key": data.video_key,
-        "data.video_fps": data.video_fps,
-        "data.max_video_frames": data.max_video_frames,
-        "data.max_response_length": data.max_response_length,
-        "data.rollout_batch_size": data.rollout_batch_size,
-        "data.system_prompt": data.system_prompt,
-        "data.allow_special_tokens": data.allow_special_tokens,
-        "data.shuffle": data.shuffle,
-        "data.seed": data.seed,
-        "data.min_pixels": data.min_pixels,
-        "data.max_pixels": data.max_pixels,
-    }
-
-
-def _algorithm(config: Config) -> dict[str, Any]:
-    algorithm = config.algorithm
-    values: dict[str, Any] = {
-        "algorithm.adv_estimator": algorithm.adv_estimator,
-        "algorithm.disable_kl": algorithm.disable_kl,
-        "algorithm.online_filtering": algorithm.online_filtering,
-        "algorithm.overlong_filtering": algorithm.overlong_filtering,
-        "algorithm.mismatch_correction": config.mismatch_correction,
-    }
-    if algorithm.adv_estimator == "reinforce_plus_plus":
-        values["algorithm.gamma"] = algorithm.gamma
-    if algorithm.adv_estimator == "gdpo":
-        values["algorithm.reward_weights"] = dict(algorithm.reward_weights)
-    if not algorithm.disable_kl:
-        values |= {
-            "algorithm.kl_coef": algorithm.kl_coef,
-            "algorithm.kl_penalty": algorithm.kl_penalty,
-            "algorithm.use_kl_loss": algorithm.use_kl_loss,
-            "worker.ref.fsdp.torch_dtype": config.worker.ref.dtype,
-        }
-        if not algorithm.use_kl_loss:
-            values["algorithm.kl_type"] = algorithm.kl_type
-            if algorithm.kl_type == "adaptive":
-                values |= {
-                    "algorithm.kl_horizon": algorithm.kl_horizon,
-                    "algorithm.kl_target": algorithm.kl_target,
-                }
-    if algorithm.online_filtering:
-        values |= {
-            "algorithm.filter_key": algorithm.filter_key,
-            "algorithm.filter_low": algorithm.filter_low,
-            "algorithm.filter_high": algorithm.filter_high,
-            "algorithm.filter_surplus": algorithm.filter_surplus,
-            "data.mini_rollout_batch_size": config.prompts_per_round,
-            "trainer.max_try_make_batch": max(0, config.trainer.max_try_make_batch),
-        }
-    if algorithm.max_staleness > 0:
-        values["algorithm.max_staleness"] = algorithm.max_staleness
-    if values["algorithm.mismatch_correction"] != "off":
-        values |= {
-            "algorithm.mismatch_level": algorithm.mismatch_level,
-            "algorithm.mismatch_low": algorithm.mismatch_low,
-            "algorithm.mismatch_high": algorithm.mismatch_high,
-        }
-    return values
-
-
-def _actor(config: Config) -> dict[str, Any]:
-    actor, model, optim, lora = (
-        config.worker.actor,
-        config.worker.actor.model,
-        config.worker.actor.optim,
-        config.worker.actor.model.lora,
-    )
-    values: dict[str, Any] = {
-        "worker.actor.global_batch_size": actor.global_batch_size,
-        "worker.actor.ppo_epochs": actor.ppo_epochs,
-        "worker.actor.max_grad_norm": actor.max_grad_norm,
-        "worker.actor.entropy_coeff": actor.entropy_coeff,
-        "worker.actor.loss_type": actor.loss_type,
-        "worker.actor.loss_avg_mode": actor.loss_avg_mode,
-        "worker.actor.model.override_config": json.dumps(model.override_config, sort_keys=True, default=str),
-        "worker.actor.model.freeze_vision_tower": model.freeze_vision_tower,
-        "worker.actor.model.lora.rank": lora.rank,
-        "worker.actor.optim.lr": optim.lr,
-        "worker.actor.optim.betas": optim.betas,
-        "worker.actor.optim.weight_decay": optim.weight_decay,
-        "worker.actor.optim.strategy": optim.strategy,
-        "worker.actor.optim.lr_scheduler_type": optim.lr_scheduler_type,
-        "worker.actor.optim.lr_warmup_steps": optim.lr_warmup_steps,
-        "worker.actor.fsdp.torch_dtype": config.worker.actor.weight_dtype,
-        "worker.actor.fsdp.mp_param_dtype": actor.fsdp.mp_param_dtype,
-    }
-    if actor.loss_type == "sapo":
-        values |= {"worker.actor.tau_positive": actor.tau_positive, "worker.actor.tau_negative": actor.tau_negative}
-    else:
-        values |= {
-            "worker.actor.clip_ratio_low": actor.clip_ratio_low,
-            "worker.actor.clip_ratio_high": actor.clip_ratio_high,
-            "worker.actor.clip_ratio_dual": actor.clip_ratio_dual,
-        }
-    if actor.loss_type == "cispo":
-        values["worker.actor.cispo_cap"] = config.worker.actor.max_cispo_weight
-    if actor.loss_avg_mode == "seq_fixed":
-        values["worker.actor.loss_fixed_length"] = config.loss_fixed_length
-    if lora.rank > 0:
-        values |= {
-            "worker.actor.model.lora.alpha": lora.alpha,
-            "worker.actor.model.lora.target_modules": lora.target_modules,
-            "worker.actor.model.lora.exclude_modules": lora.exclude_modules,
-        }
-    if optim.lr_warmup_steps is None:
-        values["worker.actor.optim.lr_warmup_ratio"] = optim.lr_warmup_ratio
-    if optim.lr_scheduler_type == "cosine":
-        values["worker.actor.optim.min_lr_ratio"] = optim.min_lr_ratio or 0.0
-    return values
-
-
-_OF_POLICY_LOSS = ("entropy_coeff", "loss_type", "tau_positive", "tau_negative", "cispo_cap", "loss_fixed_length")
-
-
-def _critic(config: Config) -> dict[str, Any]:
-    """Return the options of gae and its critic, which are those of a policy but for the loss.
-
-    A critic with a shared trunk has those of its optimizer.
-    """
-    algorithm, critic = config.algorithm, config.worker.critic
-    of_model = {
-        name.replace("worker.actor.", "worker.critic."): value
-        for name, value in _actor(with_critic_as_actor(config)).items()
-        if not name.startswith("worker.actor.clip_ratio") and name.rpartition(".")[2] not in _OF_POLICY_LOSS
-    }
-    if critic.share_trunk:
-        of_head = ("worker.critic.optim.", "worker.critic.max_grad_norm", "worker.critic.loss_avg_mode")
-        of_model = {name: value for name, value in of_model.items() if name.startswith(of_head)}
-        of_model["worker.critic.vf_coef"] = critic.vf_coef
-    return {
-        "algorithm.gamma": algorithm.gamma,
-        "algorithm.lam": algorithm.lam,
-        "algorithm.lam_critic": algorithm.lam_critic,
-        "algorithm.lam_alpha": algorithm.lam_alpha,
-        "algorithm.bootstrap_cut": algorithm.bootstrap_cut,
-        "trainer.critic_warmup": config.trainer.critic_warmup,
-        "worker.critic.share_trunk": critic.share_trunk,
-        "worker.critic.cliprange_value": critic.cliprange_value,
-        **of_model,
-    }
-
-
-def _rollout(config: Config) -> dict[str, Any]:
-    rollout, override = config.worker.rollout, config.worker.rollout.val_override_config
-    prefix = "worker.rollout.val_override_config."
-    oversampling: dict[str, Any] = {"worker.rollout.oversampling": rollout.oversampling}
-    if rollout.oversampling > 0:
-        oversampling["worker.rollout.max_carried_steps"] = rollout.max_carried_steps
-    if config.algorithm.max_staleness > 1:
-        oversampling["worker.rollout.partial"] = rollout.partial
-    return {
-        **oversampling,
-        "worker.rollout.name": rollout.name,
-        "worker.rollout.n": config.group_size,
-        "worker.rollout.temperature": rollout.temperature,
-        "worker.rollout.top_p": rollout.top_p,
-        "worker.rollout.top_k": rollout.top_k,
-        "worker.rollout.seed": rollout.seed,
-        "worker.rollout.ignore_eos": rollout.ignore_eos,
-        "worker.rollout.dtype": rollout.dtype,
-        f"{prefix}n": override.n,
-        f"{prefix}temperature": override.temperature,
-        f"{prefix}top_p": override.top_p,
-        f"{prefix}top_k": override.top_k,
-        f"{prefix}seed": override.seed,
-        f"{prefix}ignore_eos": override.ignore_eos,
-        f"{prefix}max_tokens": override.max_tokens,
-        "worker.reward.skip_special_tokens": config.worker.reward.skip_special_tokens,
-    }
-
-
-def _episodes(config: Config) -> dict[str, Any]:
-    """Return the options of episodes. The code of environments and tools is compared elsewhere."""
-    rollout = config.worker.rollout
-    if not config.worker.rollout.has_episodes:
-        return {}
-    values: dict[str, Any] = {
-        "worker.rollout.observation_role": config.worker.rollout.role_of_observations,
-        "worker.rollout.max_turns": rollout.max_turns,
-        "worker.rollout.max_turn_tokens": rollout.max_turn_tokens,
-    }
-    if rollout.tools:
-        values["worker.rollout.tool_format"] = rollout.tool_format
-    return values
-
-
 def schedule_depends_on_length(config: Config) -> bool:
     """Return whether the learning rate at a step depends on how many steps the run has."""
-    models = [config, *([with_critic_as_actor(config)] if config.algorithm.adv_estimator == "gae" else [])]
-    return any(_optim_depends_on_length(each) for each in models)
-
-
-def _optim_depends_on_length(config: Config) -> bool:
-    optim = config.worker.actor.optim
-    warms_up_by_share = optim.lr_warmup_steps is None and optim.lr_warmup_ratio > 0
-    return warms_up_by_share or optim.lr_scheduler_type != "constant"
+    worker = config.worker
+    optims = [worker.actor.optim, *([worker.critic.optim] if config.algorithm.adv_estimator == "gae" else [])]
+    return any(
+        (optim.lr_warmup_steps is None and optim.lr_warmup_ratio > 0) or optim.lr_scheduler_type != "constant"
+        for optim in optims
+    )

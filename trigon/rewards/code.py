@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import copyreg
-import dis
 import functools
 import hashlib
 import inspect
@@ -28,36 +27,30 @@ _MAX_MODULES = 1000
 _MAX_DEPTH = 100
 
 
-def code_digests(reward: RewardSource | Sequence[RewardTerm]) -> list[str]:
-    """Return digests of a reward's code; it is the same code as another's if they share one.
+def code_digest(reward: RewardSource | Sequence[RewardTerm]) -> str:
+    """Return a digest of a reward's code; "" if it cannot be compared.
 
-    Without any, it cannot be compared. The first one of a file is of its text, the second one of
-    its syntax tree, so that comments and spaces do not count.
-    Raises: OSError if the file cannot be read.
+    Of a file, comments and spaces do not count. Raises: OSError if the file cannot be read.
     """
     if isinstance(reward, RewardSource):
         if reward.pickled:
-            return [reward.content] if reward.content else []
+            return reward.content
         if reward.module:
-            return [_digest(reward.module.encode())]
+            return _digest(reward.module.encode())
         modules = sorted(_local_modules(Path(reward.file)).items())
-        text, trees = (
-            b"".join(map(_framed, [reward.function.encode(), *(part for pair in pairs for part in pair)]))
-            for pairs in (
-                [(name.encode(), source) for name, source in modules],
-                [(name.encode(), _tree(source)) for name, source in modules],
-            )
-        )
-        return [_digest(text), PYTHON + _digest(trees)]
-    parts = [(term.name, term.weight, code_digests(term.source)) for term in reward]
-    if not all(digests for _, _, digests in parts):
-        return []
-    # All first ones together, and all last ones: a list in which every term has a common digest.
-    return [
-        (PYTHON if any(each[2][place].startswith(PYTHON) for each in parts) else "")
-        + _digest(repr([(name, weight, digests[place]) for name, weight, digests in parts]).encode())
-        for place in (0, -1)
-    ]
+        parts = [part for name, source in modules for part in (name.encode(), _without_comments(source))]
+        return _digest(b"".join(map(_framed, [reward.function.encode(), *parts])))
+    terms = [(term.name, term.weight, code_digest(term.source)) for term in reward]
+    if not all(digest for _, _, digest in terms):
+        return ""
+    kind = PYTHON if any(digest.startswith(PYTHON) for _, _, digest in terms) else ""
+    return kind + _digest(repr(terms).encode())
+
+
+def is_comparable(first: str, second: str) -> bool:
+    """Return whether two digests tell if the code is the same: both are known, and of one kind."""
+    kinds = {digest.rpartition(":")[0] for digest in (first, second)}
+    return bool(first and second) and len(kinds) == 1
 
 
 def function_digest(function: object) -> str:
@@ -116,10 +109,10 @@ def _imported_files(path: Path, source: bytes, root: Path) -> Iterator[Path]:
                 yield from (each for each in (place.with_suffix(".py"), place / "__init__.py") if each.is_file())
 
 
-def _tree(source: bytes) -> bytes:
-    """Return the syntax tree of a source as bytes, or the source itself if it has none."""
+def _without_comments(source: bytes) -> bytes:
+    """Return a source without comments and spaces; as it is if it is no Python."""
     try:
-        return ast.dump(ast.parse(source)).encode("utf-8", "backslashreplace")
+        return ast.unparse(ast.parse(source)).encode("utf-8", "backslashreplace")
     except (SyntaxError, ValueError, RecursionError):
         return source
 
@@ -166,9 +159,12 @@ class _Content:
                 names = (value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)
                 return [value.co_code, counts, names, value.co_consts]
             case FunctionType() if _is_of_user(value.__module__):
-                variables = {name: value.__globals__[name] for name in _globals_of(value) & value.__globals__.keys()}
+                variables = {name: value.__globals__[name] for name in _names_in(value) & value.__globals__.keys()}
                 return [value.__code__, value.__defaults__, value.__kwdefaults__, _captured(value), variables]
-            case FunctionType():
+            case type() if _is_of_user(value.__module__):
+                routines = {name: each for name, each in vars(value).items() if inspect.isroutine(each)}
+                return [value.__qualname__, value.__bases__, routines]
+            case FunctionType() | type():
                 return [value.__module__, value.__qualname__]
             case MethodType():
                 return [value.__func__, value.__self__]
@@ -178,19 +174,12 @@ class _Content:
                 return [value.func, value.args, value.keywords]
             case ModuleType():
                 return [value.__name__]
-            case type() if _is_of_user(value.__module__):
-                routines = {name: each for name, each in vars(value).items() if inspect.isroutine(each)}
-                return [value.__qualname__, value.__bases__, routines]
-            case type():
-                return [value.__module__, value.__qualname__]
-            case _ if callable(getattr(value, "tobytes", None)):  # arrays of numpy
-                return [repr(getattr(value, "shape", None)), repr(getattr(value, "dtype", None)), value.tobytes()]
             case _:
                 return _reduced(value)
 
 
 def _reduced(value: Any) -> list[Any]:
-    """Return what pickle would keep of an object, and its type alone if it cannot be pickled."""
+    """Return what pickle would keep of an object, and nothing if it cannot be pickled."""
     reduce = copyreg.dispatch_table.get(type(value))
     try:
         reduced: Any = value.__reduce_ex__(2) if reduce is None else reduce(value)
@@ -210,13 +199,13 @@ def _is_of_user(module: str | None) -> bool:
     return file is None or not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
-def _globals_of(function: FunctionType) -> set[str]:
-    """Return the names of the global variables that a function and those inside of it read."""
+def _names_in(function: FunctionType) -> set[str]:
+    """Return the names that a function and those inside of it use, global variables among them."""
     names: set[str] = set()
     pending = [function.__code__]
     while pending:
         code = pending.pop()
-        names |= {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+        names |= set(code.co_names)
         pending += [each for each in code.co_consts if isinstance(each, CodeType)]
     return names
 

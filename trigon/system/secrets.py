@@ -1,16 +1,18 @@
-"""Decides what looks like a secret, and hides it in what a run writes, shows and publishes.
+"""Hides secrets in what a run writes, shows and publishes.
 
-Two rules, of which the second is stricter: `mask` is for the user's own files, console and
-trackers, and keeps what a run needs to be started again; `hide` is for what everybody may read.
-Besides, `remember` and `scrub` remove secrets that this process knows from text that others write.
-Imports only the standard library.
+A secret is best given as `env:NAME`, which is written as it is. Any other value is masked if the
+name of its key says that it is a secret. Only text that has no key of its own is searched for a
+short list of forms: a password inside of an address, the token in the header or the traceback of a
+failed request. `mask` is for the user's own files, console and trackers, and keeps what a run needs
+to be started again; `hide` is for what everybody may read, and hides more. `remember` and `scrub`
+remove the secrets that this process knows from text that others write. Imports only the standard
+library.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -24,7 +26,7 @@ ARGUMENTS = "worker.reward.reward_function_kwargs"
 """The option with values that only the user's reward function knows."""
 
 ENVIRONMENT_ARGUMENTS = "worker.rollout.environment_kwargs"
-"""The same of an environment."""
+"""The option with values that only the user's environment knows."""
 
 REWARD = "worker.reward.reward_function"
 VAL_REWARD = "worker.reward.val_reward_function"
@@ -33,7 +35,7 @@ VAL_REWARD = "worker.reward.val_reward_function"
 USER_ARGUMENTS = (ARGUMENTS, f"{REWARD}.kwargs", f"{VAL_REWARD}.kwargs", ENVIRONMENT_ARGUMENTS)
 """The options in which `env:NAME` has a meaning, and whose texts are not published.
 
-Those in the middle are of each function in a list.
+Those in the middle are the arguments of each reward function in a list.
 """
 
 FREE_MAPPINGS = (
@@ -44,117 +46,67 @@ FREE_MAPPINGS = (
 )
 """The options that are mappings with any keys, which may say that a value is a secret."""
 
-# For what is published, and for texts that are no options: any name that sounds like a secret.
-_SECRET_NAME = re.compile(
-    r"token(?!s|izer)|secret|passw|passphrase|pwd|bearer|api_?key|access_?key|private_?key|credential|auth(?!or)|cookie"
-    r"|webhook",
-    re.IGNORECASE,
-)
-# For a user's own files: the names of secrets themselves.
 _SECRET_KEY = re.compile(
-    r"secret|passw|passphrase|pwd|bearer|api[_-]?key|access[_-]?key|private[_-]?key|credential|cookie|webhook"
-    r"|auth(?:orization|entication)?(?:[_-]?(?:token|key|header|value))?$|token(?:[_-]?(?:value|\d+))?$"
-    r"|(?:api|access|auth|hf|hub|refresh|session|bot)[_-]?tokens?(?![a-z])",
+    r"secret|passw|passphrase|pwd|jwt|bearer|credential|cookie|webhook|(?:api|private|access)[_-]?key"
+    r"|auth(?:orization|entication)?(?:[_-]?(?:token|key|header|value))?$"
+    r"|token(?:[_-]?(?:value|\d+))?$|(?:api|access|auth|hf|hub|refresh|session|bot)[_-]?tokens?(?![a-z])",
     re.IGNORECASE,
 )
-# Names that contain one of these and are of settings: auth_type, api_key_env, pad_token.
+# Of a secret, unless the value is a word: openai_key, gold_key.
+_POSSIBLE_KEY = re.compile(r"[\w-]keys?(?:[_-]?\d+)?$", re.IGNORECASE)
+# The same words in the names of settings: auth_type, api_key_env, pad_token, answer_key.
 _SETTING_KEY = re.compile(
     r"(?:^|[_-])(?:env|var|variable|file|path|dir|folder|name|type|mode|method|scheme|column|field|length|count|weight"
     r"|limit|format|pattern|regex|penalty|reward|score|bonus|required|enabled|timeout|budget)s?$"
-    r"|(?<![a-z])(?:answer|pad|eos|bos|unk|sep|cls|mask|stop|start|begin|end|open|close|think|thinking|reasoning|image"
-    r"|video|vision|special|final|first|last|next|delimiter|split|marker|format|newline|boxed)[_-]?tokens?(?:[_-]?\d+)?$",
+    r"|(?<![a-z])(?:answer|prompt|image|video|vision|data|column|json|dict|score|metric|field|reward|group|sort|cache|filter"
+    r"|label|target|truth|result|output|input|response|num|max|extra|row|meta|config|item|id|text|question|solution"
+    r"|option|pad|eos|bos|unk|sep|cls|mask|stop|start|begin|end|open|close|think|thinking|reasoning|special|final|first"
+    r"|last|next|delimiter|split|marker|format|newline|boxed)s?[_-]?(?:tokens?|keys?)(?:[_-]?(?:id|\d+))?$",
     re.IGNORECASE,
 )
-# Names whose values are secrets only if they are neither words nor the names of columns.
-_POSSIBLE_KEY = re.compile(r"(?:^|[_-])(?:keys?|tokens)$", re.IGNORECASE)
-_PLAIN_POSSIBLE_KEY = re.compile(r"keys?|(?:.*[_-])?tokens", re.IGNORECASE)
-_COLUMN_KEY = re.compile(
-    r"(?<![a-z])(?:answer|prompt|image|video|data|column|json|dict|score|metric|field|reward|group|sort|cache|label"
-    r"|target|truth|result|output|input|response|num|max|extra|row|meta|config|item|id|text|question|solution|option)s?"
-    r"[_-]?keys?$",
-    re.IGNORECASE,
-)
-# The texts under these are names of models and files, in which a random part is no secret.
-_PLACE_KEY = re.compile(
-    r"(?:^|[_-])(?:model|checkpoint|dataset|tokenizer|processor|repo|path|file|dir|folder|name|id|revision|commit|sha"
-    r"|version)s?$",
-    re.IGNORECASE,
-)
-# What is written where a service asks for a key and does not check it, or where there is none.
+# Values under such keys that are no secrets: a service that needs none, a special token, and the
+# path of the file that has the secret.
 _NO_SECRET = re.compile(
-    r"(?:(?:bearer|basic)\s+)?(?:empty|none|null|nil|dummy|fake|placeholder|unused|n/?a|true|false|[-*.]+"
-    r"|not[ _-]?(?:needed|required|used)|no[ _-]?(?:key|api[ _-]?key|token|auth|password))",
+    r"\s*|(?:(?:bearer|basic)\s+)?(?:empty|none|null|nil|dummy|fake|placeholder|unused|n/?a|true|false|[-*.]+"
+    r"|not[ _-]?(?:needed|required|used)|no[ _-]?(?:key|api[ _-]?key|token|auth|password))"
+    r"|<[^<>]{1,60}>|\[[A-Z]{1,20}\]|(?:~|\.{1,2})?/[\w./-]+\.(?:json|ya?ml|toml|pem|key|crt|txt|env)",
     re.IGNORECASE,
 )
-# The path of a file that has the secret, which is none itself.
-_SECRET_FILE = re.compile(r"(?:~|\.{1,2})?/[\w./-]+\.(?:json|ya?ml|toml|pem|key|crt|txt|env)")
-# "answer.text", "reward_model.ground_truth_1", "a/b[0]": names of columns.
-_PATH_OF_NAMES = re.compile(r"(?:[A-Za-z]{1,24}\d{0,3}|\d{1,4})(?:[\[\]._/-]+(?:[A-Za-z]{1,24}\d{0,3}|\d{1,4}))*\]?")
-_DOTTED_WORDS = re.compile(r"[A-Za-z]+(?:[._-][A-Za-z]+)*")
-_POSSIBLE_SECRET = re.compile(r"(?=[\w+/=~.-]*[A-Za-z])(?=[\w+/=~.-]*\d)[\w+/=~.-]{12,}")
-# Names whose numbers are secrets too; token_weight and pad_token_id are numbers.
-_SECRET_NUMBER = re.compile(r"secret|passw|passphrase|pwd|_key|credential", re.IGNORECASE)
-# Tokens of Hugging Face, OpenAI and Anthropic, GitHub, GitLab, AWS, Google, Slack, and JSON web
-# tokens; the user, the password or both in an address; the addresses of Slack's and Discord's
-# webhooks, which are secrets themselves. For what is published: also what only resembles one.
-_LOOSE_FORMATS = (
-    r"hf_[A-Za-z0-9]{8,}|\bsk-(?=[\w-]*\d)[\w-]{8,}|\bgh[pousr]_\w{8,}|\bgithub_pat_\w{8,}|\bglpat-[\w-]{8,}"
-    r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bAIza[\w-]{20,}|\bxox[abprs]-[\w-]{8,}|\beyJ[\w-]{8,}\.[\w-]+\.[\w-]+"
-    r"|(?<=://)[^/\s]+(?=@)|(?<=hooks\.slack\.com/services/)[\w/]+|(?<=/api/webhooks/)\d+/[\w-]+"
-)
-_SECRET_TEXT = re.compile(rf"{_LOOSE_FORMATS}|\b[0-9a-f]{{40}}\b")  # 40 hexadecimal digits: Weights & Biases
-# The same in a user's own files: as long as real tokens are, and no part of a path, since a run
-# is started again by names such as hf_datasets, sk-learn-v2 and abfss://container@account.
-_FORMATS = (
-    r"(?<![\w/])(?:"
-    r"(?:hf|api_org)_(?=[A-Z\d]*[a-z])(?=[a-z\d]*[A-Z])[A-Za-z\d]{30,}|hf_(?:oauth|jwt)_[\w.-]{30,}"
+# "exact_match", "answer.text".
+_WORDS = re.compile(r"(?=.{1,24}$)[A-Za-z]+(?:[._-][A-Za-z]+)*")
+
+# The tokens of the services that training scripts talk to, which are in errors of their clients. As
+# long as real ones are, and no part of a path: a run may be called sk-learn-v2.
+_TOKEN = (
+    r"(?<![\w/])(?:(?:hf|api_org)_(?=[A-Z\d]*[a-z])(?=[a-z\d]*[A-Z])[A-Za-z\d]{30,}|hf_(?:oauth|jwt)_[\w.-]{30,}"
     r"|gh[pousr]_[A-Za-z\d]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}(?:\.[\w-]+)*|(?:AKIA|ASIA)[A-Z\d]{16}|AIza[\w-]{30,}"
     r"|xox[abeoprs]-(?=[A-Za-z-]*\d)[\w-]{20,}|(?<!-)sk-(?:[\w-]{0,200}[_-])?(?=[A-Za-z]*\d)[A-Za-z\d]{20,}[\w-]*"
-    r")(?![\w/-])"
-    r"|(?<![\w-])eyJ[\w-]{8,}\.[\w-]+\.[\w-]+|(?<=://)[^/\s?#:@]*:[^/\s?#]+(?=@)"
-    r"|(?:(?<=https://)|(?<=http://))(?![a-z]{1,15}@)[^/\s?#]+(?=@)"
+    r")(?![\w/-])|(?<![\w-])eyJ[\w-]{8,}\.[\w-]+\.[\w-]+"
+)
+# The user and password of an address, and the secret part of the address of a webhook.
+_ADDRESS = (
+    r"(?<=://)[^/\s?#:@]*:[^/\s?#]+(?=@)|(?:(?<=https://)|(?<=http://))(?![a-z]{1,15}@)[^/\s?#]+(?=@)"
     r"|(?<=hooks\.slack\.com/services/)[\w/]+|(?<=/api/webhooks/)\d{15,}/[\w-]{20,}"
 )
-_MASKED_TEXT = re.compile(_FORMATS)
-# A revision of a model or of code has 40 digits too, and is kept in paths and behind @.
-_MASKED_FREE_TEXT = re.compile(rf"{_FORMATS}|(?<![/@])\b[0-9a-f]{{40}}\b(?!/)")
-# "Authorization: Basic dXNlcjpwYXNz", and the schemes alone before what is no word.
+_TOKEN_OR_ADDRESS = re.compile(f"{_TOKEN}|{_ADDRESS}")
+# Of the query of an address, what its name says is a secret: ?token=abc, &X-Amz-Signature=abc.
+_QUERY_VALUE = re.compile(r"(?<=[?&])([\w.-]{1,120}=)[^&#\s]+")
+_QUERY_KEY = re.compile(r"(?:^|[_.-])(?:key|sig|signature)$", re.IGNORECASE)
+# "Authorization: Basic dXNlcjpwYXNz", and a scheme alone before what is no word, since a prompt may
+# ask for "basic 3-step sums".
 _HEADER = re.compile(
-    r"""(\bauthorization["']?\s*[:=]\s*["']?(?:(?:bearer|basic|token|digest|apikey)\s+)?|\b(?-i:Bearer)\s+"""
-    r"""|\b(?:bearer|basic)\s+(?=\S*[\d=]))[^\s"']+""",
-    re.IGNORECASE,
-)
-# The same in a user's own files, where a prompt may ask for "basic 3-step sums".
-_MASKED_HEADER = re.compile(
     r"""(\bauthorization["']?\s*[:=]\s*["']?(?:(?:bearer|basic|token|digest|apikey)\s+)?"""
     r"""|\b(?:bearer|basic)\s+(?=[^\s"']*[\d=])(?=[^\s"']*[a-z])(?=[^\s"']*(?-i:[A-Z]))(?=[^\s"']{12})"""
     r"""|\b(?-i:Bearer)\s+(?=[^\s"']*\d)(?=[^\s"']{16}))[^\s"']+""",
     re.IGNORECASE,
 )
-_QUERY = re.compile(r"(://[^\s?#]+)\?[^\s#]*")
-# The values of an address's query whose names say so: ?token=abc, &sig=abc, &X-Amz-Signature=abc.
-_QUERY_VALUE = re.compile(r"(?<=[?&])([\w.-]{1,120}=)[^&#\s]+")
-_QUERY_KEY = re.compile(r"(?:^|[_.-])(?:key|sig|signature)$", re.IGNORECASE)
 # "api_key: abc", '"password": "abc"', "token=abc" in text that is no value of an option.
-_ASSIGNMENT = re.compile(
-    rf"""(\b[\w-]{{0,60}}(?:{_SECRET_NAME.pattern})[\w-]{{0,60}}["']?\s*[:=]\s*)("[^"]*"|'[^']*'|["']?[^\s"',}}]+)""",
-    re.IGNORECASE,
-)
-# A long text of letters and digits without a word: a key of a service that is not known here.
-_RANDOM = re.compile(r"(?=[\w+/=-]*\d)(?=[\w+/=-]*[a-z])(?=[\w+/=-]*[A-Z])[\w+/=-]{24,}")
-# The same without separators and no part of a path or of the name of a model.
-_RANDOM_WORD = re.compile(
-    r"(?<![\w./-])(?=[a-zA-Z]{0,60}\d)(?=[A-Z\d]{0,60}[a-z])(?=[a-z\d]{0,60}[A-Z])[A-Za-z\d]{24,}={0,2}(?!\.?[\w/-])"
-)
-# Not secrets, whatever their names are: "<|image_pad|>", "[PAD]".
-_SPECIAL_TOKEN = re.compile(r"<[^<>]{1,60}>|\[[A-Z]{1,20}\]")
+_ASSIGNED_KEY = re.compile(r"""\b([\w-]{1,120})["']?\s*[:=]\s*""")
+_ASSIGNED_VALUE = re.compile(r"""(?:(?:bearer|basic|token)\s+)?(?:"[^"]*"|'[^']*'|["']?[^\s"',}]+)""", re.IGNORECASE)
+_QUERY = re.compile(r"(://[^\s?#]+)\?[^\s#]*")
 
-# What is published of texts in ARGUMENTS: words such as boxed or exact_match, and under keys that
-# end in model the name of one.
-_WORD = re.compile(r"(?=.{1,24}$)[A-Za-z]+(?:[_-][A-Za-z]+)*")
 _MODEL_KEY = re.compile(r"(?:^|_)model(?:_name|_id)?$", re.IGNORECASE)
 _MODEL_NAME = re.compile(r"(?=.{1,96}$)[A-Za-z][\w.:-]*(?:/[\w.-]+)?")
-
 _VARIABLE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 
 _SHORTEST = 6
@@ -175,35 +127,34 @@ def variable_of(value: object) -> str | None:
 def mask(name: str, value: Any) -> Any:
     """Return the value of an option or a section with MASKED in place of secrets.
 
-    Secrets are values in FREE_MAPPINGS whose keys name one, and parts of any text that look like
-    one; `env:NAME` is none, and neither is what says that there is none (EMPTY, none). Other values
-    are returned unchanged.
+    Secrets are values in FREE_MAPPINGS whose keys name one, and tokens and passwords of addresses
+    in any text; neither is `env:NAME`, nor what says that there is no secret (EMPTY, none).
     name: of the option or the section, such as "worker.reward"; "" for a configuration.
     """
-    return _masked(name, value, set())
+    return _mask_option(name, value, set())
 
 
-def without_secrets(value: Any) -> Any:
-    """Return a value within a free mapping such that it is the same for any secrets in it.
-
-    As `mask` does; an `env:NAME` where a secret is expected is replaced as well.
-    """
-    return _masked_free("", value, set(), is_secret=False, masks_variables=True)
+def without_secrets(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a free mapping that is the same for any secrets in it, also as an `env:NAME`."""
+    masked: dict[str, Any] = _mask_free("", value, set(), is_secret=False, masks_variables=True)
+    return {key: each for key, each in masked.items() if each != MASKED}
 
 
 def mask_text(text: str) -> str:
     """Return a text that is no value of an option, such as a line of a file, without secrets."""
-
-    def masked(match: re.Match[str]) -> str:
-        return match[0] if _is_harmless(match[2].strip("\"'")) else f"{match[1]}{MASKED}"
-
-    return _mask_parts(_ASSIGNMENT.sub(masked, text), set(), free=True)
+    kept, end = "", 0
+    for key in _ASSIGNED_KEY.finditer(text):
+        value = _ASSIGNED_VALUE.match(text, key.end())
+        is_secret = value is not None and _names_secret(key[1]) and not _NO_SECRET.fullmatch(value[0].strip("\"'"))
+        if value is not None and is_secret and key.start() >= end:
+            kept, end = f"{kept}{text[end : key.end()]}{MASKED}", value.end()
+    return _mask_parts(kept + text[end:], set())
 
 
 def secrets_in(name: str, value: Any) -> set[str]:
     """Return the texts that `mask` leaves out of the value of an option."""
     found: set[str] = set()
-    _masked(name, value, found)
+    _mask_option(name, value, found)
     return found
 
 
@@ -222,94 +173,78 @@ def masked_names(name: str, value: Any) -> Iterator[str]:
             pass
 
 
-def _masked(name: str, value: Any, found: set[str]) -> Any:
+def _mask_option(name: str, value: Any, found: set[str]) -> Any:
     if name in FREE_MAPPINGS:
-        return _masked_free("", value, found, is_secret=False)
+        return _mask_free("", value, found, is_secret=False)
     match value:
         case Mapping():
-            return {key: _masked(f"{name}.{key}" if name else str(key), item, found) for key, item in value.items()}
-        case list():
-            return [_masked(name, item, found) for item in value]
-        case tuple():
-            return tuple(_masked(name, item, found) for item in value)
+            return {
+                key: _mask_option(f"{name}.{key}" if name else str(key), each, found) for key, each in value.items()
+            }
+        case list() | tuple():
+            return type(value)(_mask_option(name, each, found) for each in value)
         case str():
-            return _mask_parts(value, found, free=False)
+            return _mask_parts(value, found)
         case _:
             return value
 
 
-def _masked_free(key: str, value: Any, found: set[str], *, is_secret: bool, masks_variables: bool = False) -> Any:
-    """Return a value within a free mapping.
+def _mask_free(key: str, value: Any, found: set[str], *, is_secret: bool, masks_variables: bool = False) -> Any:
+    """Return a value within a free mapping without secrets, which are added to found.
 
-    is_secret: whether a key above it names one. masks_variables: also `env:NAME`, if its key does.
+    is_secret: whether a key above it names one. masks_variables: also mask `env:NAME` there.
     """
-    is_secret = (is_secret or _SECRET_KEY.search(key) is not None) and _SETTING_KEY.search(key) is None
-    inside = partial(_masked_free, found=found, is_secret=is_secret, masks_variables=masks_variables)
+    is_secret = (is_secret or _names_secret(key)) and _SETTING_KEY.search(key) is None
     match value:
         case Mapping():
-            return {inner: inside(str(inner), item) for inner, item in value.items()}
-        case list():
-            return [inside(key, item) for item in value]
-        case tuple():
-            return tuple(inside(key, item) for item in value)
+            return {
+                inner: _mask_free(str(inner), each, found, is_secret=is_secret, masks_variables=masks_variables)
+                for inner, each in value.items()
+            }
+        case list() | tuple():
+            return [
+                _mask_free(key, each, found, is_secret=is_secret, masks_variables=masks_variables) for each in value
+            ]
         case str() if variable_of(value) is not None:
-            return MASKED if masks_variables and (is_secret or _may_name_secret(key)) else value
-        case str() if _is_harmless(value):
+            names_key = is_secret or _may_name_secret(key) or key.lower() == "key"
+            return MASKED if masks_variables and names_key else value
+        case bool() | None:
             return value
-        case str() if (is_secret and not _SECRET_FILE.fullmatch(value)) or _is_possible_secret(key, value):
-            found.add(value)
-            return MASKED
-        case int() | float() if is_secret and not isinstance(value, bool) and _SECRET_NUMBER.search(key):
+        case str() | int() | float() if is_secret and not _NO_SECRET.fullmatch(str(value)):
             found.add(str(value))
             return MASKED
+        case str() if _may_name_secret(key) and not (is_secret or _WORDS.fullmatch(value) or value.isdecimal()):
+            found.add(value)
+            return MASKED
         case str():
-            return _mask_parts(value, found, free=_PLACE_KEY.search(key) is None)
+            return _mask_parts(value, found)
         case _:
             return value
 
 
-def _is_harmless(value: str) -> bool:
-    """Return whether a text is no secret, whatever its name is."""
-    text = value.strip()
-    return not text or any(each.fullmatch(text) is not None for each in (_NO_SECRET, _SPECIAL_TOKEN))
-
-
-def _is_possible_secret(key: str, value: str) -> bool:
-    """Return whether a value is a secret although its key may be that of a setting: key, xy_key."""
-    if not _may_name_secret(key):
-        return False
-    if _PLAIN_POSSIBLE_KEY.fullmatch(key):
-        return _POSSIBLE_SECRET.fullmatch(value) is not None and _PATH_OF_NAMES.fullmatch(value) is None
-    return not value.isdecimal() and _DOTTED_WORDS.fullmatch(value) is None
+def _names_secret(key: str) -> bool:
+    return _SECRET_KEY.search(key) is not None and _SETTING_KEY.search(key) is None
 
 
 def _may_name_secret(key: str) -> bool:
-    """Return whether a key is that of a secret or of a setting: key, xy_key."""
-    is_possible = _POSSIBLE_KEY.search(key) is not None
-    return is_possible and _COLUMN_KEY.search(key) is None and _SETTING_KEY.search(key) is None
+    return (_SECRET_KEY.search(key) or _POSSIBLE_KEY.search(key)) is not None and _SETTING_KEY.search(key) is None
 
 
-def _mask_parts(text: str, found: set[str], *, free: bool) -> str:
-    """Return a text without the parts that look like secrets. free: not the text of an option."""
+def _mask_parts(text: str, found: set[str], *, replacement: str = MASKED) -> str:
+    """Return a text without the parts that are secrets, which are added to found."""
 
     def masked(match: re.Match[str]) -> str:
         kept = match[1] if match.re.groups else ""
         secret = match[0].removeprefix(kept)
-        if _is_harmless(secret) or (match.re is _QUERY_VALUE and not _is_secret_query(kept.removesuffix("="))):
+        is_kept = match.re is _QUERY_VALUE and not (_names_secret(kept[:-1]) or _QUERY_KEY.search(kept[:-1]))
+        if is_kept or _SETTING_KEY.search(kept[:-1]) or _NO_SECRET.fullmatch(secret) or MASKED.startswith(secret):
             return match[0]
         found.add(secret)
-        return f"{kept}{MASKED}"
+        return f"{kept}{replacement}"
 
-    own = (_MASKED_TEXT, _QUERY_VALUE)
-    patterns = (_MASKED_FREE_TEXT, _QUERY_VALUE, _MASKED_HEADER, _RANDOM_WORD) if free else own
-    for pattern in patterns:
+    for pattern in (_TOKEN_OR_ADDRESS, _QUERY_VALUE, _HEADER):
         text = pattern.sub(masked, text)
     return text
-
-
-def _is_secret_query(name: str) -> bool:
-    is_setting = _SETTING_KEY.search(name) is not None or _COLUMN_KEY.search(name) is not None
-    return not is_setting and (_SECRET_KEY.search(name) is not None or _QUERY_KEY.search(name) is not None)
 
 
 # -- secrets that this process knows --------------------------------------------------------------
@@ -330,69 +265,56 @@ def scrub(text: str) -> str:
 # -- in public ------------------------------------------------------------------------------------
 
 
-def hide(name: str, value: Any, *, free: bool = False) -> Any:
+def hide(name: str, value: Any) -> Any:
     """Return the value of an option as it may be published.
 
-    A value whose name sounds like a secret is hidden as a whole, parts of texts that look like one
-    are hidden, queries of addresses are left out, and absolute paths lose their folders.
-    Of the arguments of the user's own code only numbers, booleans, words and the names of models
-    are published, since no pattern knows all secrets.
-    name: of the option, or a key inside it. free: whether the value belongs to a user's mapping,
-    in which any long random text is hidden too.
+    What mask leaves out is hidden; queries of addresses are left out, and absolute paths lose their
+    folders. Of the arguments of the user's own code only numbers, booleans, words and the names of
+    models are published, since no rule knows all secrets. name: of the option, or a key inside it.
     """
     if name in USER_ARGUMENTS:
         return _hide_argument("", value)
-    if name in (REWARD, VAL_REWARD) and isinstance(value, list | tuple):
-        return [
-            {key: hide(f"{name}.{key}", item) for key, item in each.items()}
-            if isinstance(each, Mapping)
-            else hide("", each)
-            for each in value
-        ]
-    if _is_secret(name.rpartition(".")[2], free=free) and value is not None and not isinstance(value, bool):
+    if _may_name_secret(name.rpartition(".")[2]) and _is_given(value):
         return HIDDEN
     match value:
         case Mapping():
-            return {_hide_text(str(key)): hide(str(key), item, free=True) for key, item in value.items()}
+            inside = f"{name}." if name in (REWARD, VAL_REWARD) else ""
+            return {_hide_text(str(key)): hide(f"{inside}{key}", each) for key, each in value.items()}
         case list() | tuple():
-            return [hide("", item, free=free) for item in value]
+            return [hide(name if name in (REWARD, VAL_REWARD) else "", each) for each in value]
         case str():
-            text = _hide_text(value)
-            text = _RANDOM.sub(HIDDEN, text) if free else text
-            return short_path(text)
+            return short_path(_hide_text(value))
         case _:
             return value
 
 
 def _hide_argument(key: str, value: Any) -> Any:
-    """Return a value within ARGUMENTS as it may be published. key: the nearest one, or empty."""
+    """Return a value within USER_ARGUMENTS as it may be published. key: the nearest one, or ""."""
     if variable_of(value) is not None:
         return value
-    if _is_secret(key, free=True) and value is not None and not isinstance(value, bool):
+    if _may_name_secret(key) and _is_given(value):
         return HIDDEN
     match value:
         case bool() | int() | float() | None:
             return value
         case Mapping():
-            return {_hide_text(str(name)): _hide_argument(str(name), item) for name, item in value.items()}
+            return {_hide_text(str(name)): _hide_argument(str(name), each) for name, each in value.items()}
         case list() | tuple():
-            return [_hide_argument(key, item) for item in value]
-        case str() if _WORD.fullmatch(value):
+            return [_hide_argument(key, each) for each in value]
+        case str() if _WORDS.fullmatch(value) and "." not in value:
             return value
-        case str() if _MODEL_KEY.search(key) and _MODEL_NAME.fullmatch(value) and not _RANDOM.search(value):
+        case str() if _MODEL_KEY.search(key) and _MODEL_NAME.fullmatch(value):
             return _hide_text(value)
         case _:
             return HIDDEN
 
 
-def _is_secret(key: str, *, free: bool) -> bool:
-    return _SECRET_NAME.search(key) is not None or (free and key.lower().endswith("key"))
+def _is_given(value: Any) -> bool:
+    return value is not None and not isinstance(value, bool)
 
 
 def _hide_text(text: str) -> str:
-    """Return a text without the parts that look like secrets, and without queries of addresses."""
-    text = _HEADER.sub(rf"\1{HIDDEN}", _SECRET_TEXT.sub(HIDDEN, text))
-    return _QUERY.sub(r"\1", text)
+    return _QUERY.sub(r"\1", _mask_parts(text, set(), replacement=HIDDEN))
 
 
 def short_path(text: str) -> str:

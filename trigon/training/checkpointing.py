@@ -5,14 +5,13 @@
       adapter/               the adapters alone, with LoRA
       adapter_config.json    with LoRA
       optimizer/             the optimizer states, "<parameter name>/<state name>"
-      state.json             number of updates, optimizer strategy, and that all values are finite
+      state.json             number of updates, and the optimizer's strategy
 
 state.py has the format of the tensor files.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,8 +26,8 @@ from trigon.models.lora import adapter_config
 from trigon.models.policy import Policy
 from trigon.models.value import HEAD_NAME
 from trigon.system.json_files import read_json_object, write_json
-from trigon.training.finite import all_finite, require_finite
-from trigon.training.optim import COMPENSATION, STEP, state_dtype, step_device, upgrade_state
+from trigon.training.finite import require_finite
+from trigon.training.optim import STEP, state_dtype, step_device
 from trigon.training.parallel import ProcessGroup
 from trigon.training.state import ShardedFiles, copy_to_host, load_tensors, save_tensors
 from trigon.types import NamedTensors
@@ -38,8 +37,6 @@ ADAPTER_FOLDER = "adapter"
 OPTIMIZER_FOLDER = "optimizer"
 STATE_FILE = "state.json"
 ADAPTER_CONFIG = "adapter_config.json"
-FINITE = "finite"
-"""Key of state.json: all values were found finite when they were saved. Absent in older ones."""
 
 
 class Saved(Protocol):
@@ -92,7 +89,7 @@ def stage_state(
         what=f"the weights and optimizer states after {updates:,} updates",
     )
     parts = {part: copy_to_host(tensors) for part, tensors in saved.items()}
-    state = {"updates": updates, "strategy": strategy, FINITE: True}
+    state = {"updates": updates, "strategy": strategy}
     adapter = None
     if isinstance(policy, Policy) and policy.has_adapters:
         adapter = adapter_config(policy.model, base_model=policy.model.name_or_path)
@@ -142,35 +139,12 @@ def read_updates(
                 f"export it and set {section}.model.model_path to the result"
             )
     state = read_object(folder / STATE_FILE, strategy=str, updates=int)
-    # adamw could be used for weights in bfloat16; its states can be continued by adamw_bf16.
-    if state["strategy"] != strategy and not (strategy == "adamw_bf16" and _loses_updates(folder / OPTIMIZER_FOLDER)):
+    if state["strategy"] != strategy:
         raise CheckpointError(
             f"{folder} was saved with {section}.optim.strategy={state['strategy']}, this run has {strategy}; set it to "
             f"{state['strategy']}, or export the checkpoint and set {section}.model.model_path to the result"
         )
     return int(state["updates"])
-
-
-def require_finite_files(folder: Path) -> None:
-    """Check that the saved weights and optimizer states are finite.
-
-    Reads state.json only, unless an older version, which did not check values, wrote the folder:
-    then one tensor after the other.
-    Raises: CheckpointError with the first tensor that is not finite.
-    """
-    path = folder / STATE_FILE
-    if path.exists() and read_json_object(path).get(FINITE, False):
-        return
-    for part in (WEIGHTS_FOLDER, ADAPTER_FOLDER, OPTIMIZER_FOLDER):
-        if not (folder / part).exists():
-            continue
-        files = ShardedFiles(folder / part)
-        for name, stored in files.tensors.items():
-            if stored.dtype.is_floating_point and not all_finite([files.read(name)]):
-                raise CheckpointError(
-                    f"{folder / part} holds nan or infinity in {name}: training had diverged when an older version "
-                    "saved it"
-                )
 
 
 def check_lora_rank(folder: Path, rank: int, *, section: str = "worker.actor") -> None:
@@ -262,27 +236,6 @@ def _load_optimizer_tensors(
     for state_name, tensor in tensors.items():
         name, _, key = state_name.rpartition("/")
         optimizer.state[trainable[name]][key] = tensor
-    if strategy == "adamw_bf16" and _loses_updates(folder):
-        for parameter, state in optimizer.state.items():
-            upgrade_state(parameter, state)
-        if process_group.rank == 0:
-            warnings.warn(
-                f"{folder} was saved by an older version, which lost small updates of weights in bf16 to rounding. "
-                "They are continued without that loss, so that the run will learn faster than before at the same "
-                "learning rate",
-                stacklevel=2,
-            )
-
-
-def _loses_updates(folder: Path) -> bool:
-    """Return whether optimizer states are those of an older version, which lost small updates.
-
-    These are the states of adamw_bf16 with a compensation, and of adamw for weights in bfloat16.
-    """
-    return any(
-        name.endswith(f"/{COMPENSATION}") or (name.endswith("/exp_avg_sq") and stored.dtype == torch.bfloat16)
-        for name, stored in ShardedFiles(folder).tensors.items()
-    )
 
 
 def _empty_optimizer_tensors(
@@ -297,17 +250,15 @@ def _empty_optimizer_tensors(
     unknown: list[str] = []
     # A parameter that never had a gradient (those of a vision tower before the first image) has no
     # state.
-    for state_name, stored in ShardedFiles(folder).tensors.items():
+    for state_name in ShardedFiles(folder).tensors:
         name, _, key = state_name.rpartition("/")
         if name not in trainable:
             unknown.append(state_name)
         elif key == STEP:
             tensors[state_name] = torch.zeros((), device=step_device(trainable[name], strategy))
         else:
-            parameter, dtype = trainable[name], state_dtype(trainable[name], key, strategy)
-            if key == "exp_avg_sq" and stored.dtype == parameter.dtype:
-                dtype = stored.dtype  # of adamw
-            tensors[state_name] = torch.zeros_like(parameter, dtype=dtype)
+            dtype = state_dtype(trainable[name], key, strategy)
+            tensors[state_name] = torch.zeros_like(trainable[name], dtype=dtype)
     keys = {state_name.rpartition("/")[2] for state_name in tensors}
     names = {state_name.rpartition("/")[0] for state_name in tensors}
     missing = sorted(f"{name}/{key}" for name in names for key in keys if f"{name}/{key}" not in tensors)

@@ -20,9 +20,6 @@ from trigon.config.schema import OptimConfig
 LOW_BITS = "low_bits"
 """State of adamw_bf16: the bits by which a bfloat16 weight differs from its float32 value."""
 
-COMPENSATION = "compensation"
-"""State of adamw_bf16 in older checkpoints, in place of the low bits."""
-
 STEP = "step"
 """State of all strategies: the number of updates of a parameter, a float32 scalar."""
 
@@ -254,22 +251,6 @@ def _slices(tensors: Sequence[Tensor], limit: int) -> Iterator[Sequence[Tensor]]
         return
     for row in zip(*tensors, strict=True):
         yield from _slices(row, limit)
-
-
-@torch.no_grad()
-def upgrade_state(parameter: Tensor, state: dict[str, Tensor]) -> None:
-    """Make the state of an older checkpoint one of AdamWBf16, without losing precision.
-
-    Older versions of AdamWBf16 had a "compensation" in place of the low bits, a bfloat16 number to
-    be added to the weight. AdamW on bfloat16 weights has neither, and a bfloat16 second moment.
-    """
-    state["exp_avg_sq"] = state["exp_avg_sq"].float()
-    compensation = state.pop(COMPENSATION, None)
-    if parameter.dtype == torch.bfloat16 and LOW_BITS not in state:
-        state[LOW_BITS] = torch.zeros_like(parameter, dtype=torch.int16)
-        if compensation is not None:
-            weight, low_bits = on_this_rank(parameter), on_this_rank(state[LOW_BITS])
-            _split(weight.float() + on_this_rank(compensation).float(), weight, low_bits)
 
 
 def _join(weight: Tensor, low_bits: Tensor) -> Tensor:

@@ -12,9 +12,10 @@ from typing import get_args
 from trigon.config.names import SHIPPED_REWARDS
 from trigon.report.console import Console
 from trigon.system.variables import keep_compiled_code
-from trigon.tools.cli.parser import ArgumentParser
+from trigon.tools.cli.parser import ArgumentParser, count
 from trigon.tools.eval.answers import AnswerForm
 from trigon.tools.eval.models import find_model, looks_like_model
+from trigon.tools.eval.settings import SHORT_NAMES
 
 _OVERRIDE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+=")
 
@@ -36,26 +37,16 @@ def main(arguments: Sequence[str]) -> int:
         models,
         tuple(data),  # none: the validation data of the run
         reward=chosen.reward,
-        format_prompt=chosen.format_prompt,
-        prompt_key=chosen.prompt_key,
-        answer_key=chosen.answer_key,
-        image_key=chosen.image_key,
-        image_dir=chosen.image_dir,
-        n=chosen.n,
-        temperature=chosen.temperature,
-        top_p=chosen.top_p,
-        max_tokens=chosen.max_tokens,
-        seed=chosen.seed,
-        engine=chosen.engine,
         limit=chosen.limit,
         by=chosen.by,
         k=chosen.k,
         answers=chosen.answers,
         blind=chosen.blind,
         config=chosen.config,
-        overrides=overrides,
+        options=overrides,
         output=chosen.output,
         console=console,
+        **{name: getattr(chosen, name) for name in SHORT_NAMES},
     )
     if chosen.json:
         print(json.dumps(evaluation.to_json(), ensure_ascii=True, indent=2))
@@ -89,17 +80,6 @@ def split_models(
     return models, [last]
 
 
-def positive(text: str) -> int:
-    """Return a text as an integer of at least 1. Raises: ValueError."""
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
-positive.__name__ = "whole number of at least 1"  # as argparse names it in its errors
-
-
 def make_parser() -> ArgumentParser:
     """Return the parser of the arguments."""
     parser = ArgumentParser(
@@ -131,16 +111,20 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--answer-key", metavar="COLUMN", help="column of the ground truth")
     parser.add_argument("--image-key", metavar="COLUMN", help="column of the images")
     parser.add_argument("--image-dir", metavar="FOLDER", help="folder of relative image paths")
-    parser.add_argument("-n", type=positive, metavar="N", help="completions for each prompt")
+    parser.add_argument("-n", type=count, metavar="N", help="completions for each prompt")
     parser.add_argument("--temperature", type=float, metavar="T", help="sampling temperature; 0: greedy")
     parser.add_argument("--top-p", type=float, metavar="P", help="probability mass to sample from")
-    parser.add_argument("--max-tokens", type=positive, metavar="TOKENS", help="maximum tokens of a completion")
+    parser.add_argument("--max-tokens", type=count, metavar="TOKENS", help="maximum tokens of a completion")
     parser.add_argument("--seed", type=int, help="sampling seed")
     parser.add_argument("--engine", choices=["vllm", "transformers"], help="vllm if it is installed")
-    parser.add_argument("--limit", type=positive, metavar="ROWS", help="use the first rows of the dataset only")
+    parser.add_argument("--limit", type=count, metavar="ROWS", help="use the first rows of the dataset only")
     parser.add_argument("--by", action="append", default=[], metavar="COLUMN", help="also for each value of a column")
     parser.add_argument(
-        "--k", action="append", default=[], type=positive, help="of pass@k and maj@k; default: powers of two up to n"
+        "--k",
+        action="append",
+        default=[],
+        type=count,
+        help="of pass@k and maj@k; default: powers of two up to n",
     )
     parser.add_argument(
         "--answers",

@@ -25,27 +25,13 @@ def export(options: Namespace) -> int:
     from trigon.checkpoint.export import export_checkpoint
 
     console = Console()
-    if options.critic:
-        given = {"--adapter": options.adapter, "--base": options.base, "--no-logits": not options.logits}
-        if unused := [name for name, is_given in given.items() if is_given]:
-            raise ConfigError(f"{', '.join(unused)} cannot be used with --critic; leave out either")
-        from trigon.checkpoint.export_critic import export_critic
-
-        folder = export_critic(
-            options.local_dir or options.checkpoint,
-            options.output,
-            dtype=options.dtype,
-            best=options.best,
-            warn=console.warn,
-            on_progress=console.print,
-        )
-        console.print(f"exported: {folder}")
-        return 0
+    if options.critic and options.base is not None:
+        raise ConfigError("--base is of a LoRA adapter, and cannot be used with --critic; leave out either")
     folder = export_checkpoint(
         options.local_dir or options.checkpoint,
         options.output,
         dtype=options.dtype,
-        adapter=options.adapter,
+        part="critic" if options.critic else "adapter" if options.adapter else "model",
         base=options.base,
         best=options.best,
         logits=options.logits,
@@ -81,7 +67,8 @@ def make_parser(command: str) -> ArgumentParser:
     parser.add_argument(
         "--dtype", help="bf16, fp16 or fp32; default: that of the checkpoint, or of the base model if LoRA is merged"
     )
-    parser.add_argument("--adapter", action="store_true", help="write the LoRA adapter for peft, not merged")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--adapter", action="store_true", help="write the LoRA adapter for peft, not merged")
     parser.add_argument(
         "--base", metavar="MODEL", help="base model of the LoRA adapter, if it has moved: a folder or a hub id"
     )
@@ -92,7 +79,7 @@ def make_parser(command: str) -> ArgumentParser:
         help="do not load the exported model to verify its logits, which takes memory for it in its dtype; names, "
         "shapes and values of all tensors are always verified",
     )
-    parser.add_argument(
+    part.add_argument(
         "--critic",
         action="store_true",
         help="write the critic of a run with gae instead, as a token classifier with one label, for families of which "

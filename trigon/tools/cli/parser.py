@@ -7,6 +7,7 @@ metavar; a flag that it does not know is then answered with the option that was 
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -19,6 +20,26 @@ MAX_COLUMNS = 100
 """Width of help pages on a wider terminal."""
 
 _inspecting: ContextVar[bool] = ContextVar("inspecting", default=False)
+
+
+def number(low: float, high: float = math.inf, *, whole: bool = False) -> Callable[[str], float]:
+    """Return a type of arguments: numbers from low to high, with both."""
+
+    def read(text: str) -> float:
+        try:
+            value = int(text) if whole else float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            kind = "whole number" if whole else "number"
+            bounds = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {kind} {bounds}")
+        return value
+
+    return read
+
+
+count = number(1, whole=True)
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -17,7 +17,7 @@ from trigon.errors import ConfigError
 from trigon.report.console import Console, format_duration, format_number
 from trigon.report.rollouts import to_json_line
 from trigon.system.confinement.options import ConfinementLevel
-from trigon.tools.cli.parser import ArgumentParser
+from trigon.tools.cli.parser import ArgumentParser, count, number
 from trigon.tools.eval.score_settings import MAX_MEMORY_GB, OVERALL, SPLITS, TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
@@ -99,35 +99,6 @@ def read_kwargs(text: str) -> dict[str, Any]:
     return content
 
 
-def positive(text: str) -> int:
-    """Return a text as an integer of at least 1. Raises: as argparse asks."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def positive_seconds(text: str) -> float:
-    """Return a text as seconds above 0. Raises: as argparse asks."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
-
-
-def memory_gb(text: str) -> float:
-    """Return a text as GiB, as worker.reward.max_memory_gb has them. Raises: as argparse asks."""
-    try:
-        gibibytes = float(text)
-    except ValueError:
-        gibibytes = 0.0
-    if not 1 <= gibibytes <= 100_000:
-        raise ArgumentTypeError(f"{text!r} is not a number of GiB from 1 to 100000")
-    return gibibytes
-
-
 def make_parser() -> ArgumentParser:
     """Return the parser of the arguments."""
     parser = ArgumentParser(
@@ -152,7 +123,7 @@ def make_parser() -> ArgumentParser:
         "--split", action="append", choices=SPLITS, help="of a run: these rollouts only; may be repeated"
     )
     parser.add_argument("--steps", type=read_ranges, metavar="STEPS", help="of a run: 12, 10-20 or 0,10-20")
-    parser.add_argument("--limit", type=positive, metavar="N", help="score the first rollouts only")
+    parser.add_argument("--limit", type=count, metavar="N", help="score the first rollouts only")
     parser.add_argument("--part", default=OVERALL, metavar="SCORE", help="the score that is compared (%(default)s)")
     parser.add_argument(
         "--kwargs",
@@ -166,17 +137,17 @@ def make_parser() -> ArgumentParser:
     parser.add_argument(
         "--confinement", choices=get_args(ConfinementLevel), default="default", help="as worker.reward.confinement"
     )
-    parser.add_argument("--workers", type=positive, metavar="N", help="reward workers; default: the usable CPUs")
+    parser.add_argument("--workers", type=count, metavar="N", help="reward workers; default: the usable CPUs")
     parser.add_argument(
         "--timeout",
-        type=positive_seconds,
+        type=number(0.001, 1e6),
         default=TIMEOUT_SECONDS,
         metavar="SECONDS",
         help="for each (%(default)g)",
     )
     parser.add_argument(
         "--max-memory-gb",
-        type=memory_gb,
+        type=number(1, 100_000),
         default=MAX_MEMORY_GB,
         metavar="GIB",
         help="as worker.reward.max_memory_gb (%(default)g)",

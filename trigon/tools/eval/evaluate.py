@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from pathlib import Path, PurePath
+from typing import Any
 
+from trigon.api import check_keywords
 from trigon.assemble.data import open_builder, open_evaluator, open_processors, scan_datasets
 from trigon.assemble.engines import Engines, open_engines
 from trigon.assemble.episodes import check_episodes, find_episodes
@@ -32,7 +33,7 @@ from trigon.assemble.run import (
 )
 from trigon.assemble.workers import open_workers
 from trigon.config.files import locate_sources
-from trigon.config.load import LoadedConfig, as_overrides, check_overrides, dump_config
+from trigon.config.load import as_overrides, check_overrides, dump_config
 from trigon.config.names import Dtype
 from trigon.config.options import options as config_options
 from trigon.config.paths import PYTHON_PREFIX, dataset_names
@@ -44,7 +45,7 @@ from trigon.data.stream import Prompts
 from trigon.errors import ConfigError, raises_at_caller
 from trigon.metrics import values
 from trigon.models.dtypes import DTYPES
-from trigon.models.load import Processors, model_folder
+from trigon.models.load import model_folder
 from trigon.models.weight_files import stored_dtype
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
@@ -60,7 +61,7 @@ from trigon.tools.eval.answers import SHIPPED_FORMS, AnswerForm
 from trigon.tools.eval.models import ModelSource, context_length, exported_folder, find_model, recorded_of
 from trigon.tools.eval.output import BLIND, EXPORTED, RESULT, check_output, label, open_output, remove_earlier
 from trigon.tools.eval.results import Blind, Comparison, Evaluation, ModelEvaluation
-from trigon.tools.eval.settings import EvaluationOptions, load_settings
+from trigon.tools.eval.settings import SHORT_NAMES, given_options, load_settings
 from trigon.tools.eval.statistics import CONFIDENCE, holm
 from trigon.tools.eval.summary import (
     DATASET,
@@ -85,33 +86,22 @@ DATA = f"{PYTHON_PREFIX}validation"
 
 @raises_at_caller
 def evaluate(
-    models: str | Path | Sequence[str | Path],
+    models: str | PurePath | Sequence[str | PurePath],
     data: Any = (),
     *,
     reward: Reward | None = None,
     environment: str | Callable[..., Any] | None = None,
     tools: Sequence[str | Callable[..., Any]] | None = None,
-    format_prompt: str | None = None,
-    prompt_key: str | None = None,
-    answer_key: str | None = None,
-    image_key: str | None = None,
-    image_dir: str | None = None,
-    n: int | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    max_tokens: int | None = None,
-    seed: int | None = None,
-    engine: Literal["vllm", "transformers"] | None = None,
     limit: int | None = None,
     by: Sequence[str] = (),
     k: Sequence[int] = (),
     answers: AnswerForm | None = None,
     blind: bool = False,
-    config: str | Path | None = None,
-    options: Mapping[str, Any] | None = None,
-    overrides: Sequence[str] = (),
-    output: str | Path | None = None,
+    config: str | PurePath | None = None,
+    options: Mapping[str, Any] | Sequence[str] = (),
+    output: str | PurePath | None = None,
     console: Console | None = None,
+    **keyword_options: Any,
 ) -> Evaluation:
     """Evaluate models on a dataset, and return accuracy, pass@k, scores and comparisons.
 
@@ -119,103 +109,96 @@ def evaluate(
         models: Hugging Face folders, hub ids, checkpoints, or run folders (their last checkpoint).
         data: as for trigon.train: a list of dicts, a datasets.Dataset, or files, folders and hub
             ids. Empty: the validation data of the run, if a model is one.
-        reward, format_prompt, prompt_key, answer_key, image_key, image_dir, n, temperature, top_p,
-            max_tokens, seed, engine: options of the configuration by a shorter name; see
-            EvaluationOptions. None: as in the configuration of the first model that is a run, or
-            its default.
-            reward may be a Python function as well, or a weighted sum, as for trigon.train.
-        environment, tools: as for trigon.train. Those of a run that was trained from Python have to
-            be given again.
-        limit: use the first rows of each dataset only, so many.
+        reward, environment, tools: as for trigon.train. None: those of the first model that is a
+            run. What a run was given as Python objects has to be given again.
+        limit: use the first rows of each dataset only; None: all.
         by: columns of the dataset, for each value of which there is a summary as well.
         k: of pass@k and maj@k; empty: powers of two up to n.
         answers: where the answer of a completion is, for majority votes; None: as the shipped
             reward function has it, otherwise "auto".
         blind: evaluate again with images of one colour, and compare.
         config: a configuration to start from instead of that of a run.
-        options: further options by the names of docs/configuration.md, dotted or nested.
-        overrides: the same as texts, key=value, which replace them.
+        options: options by the names of docs/configuration.md, dotted or nested, or `key=value`
+            texts.
         output: folder for the rollouts and evaluation.json, a run folder as well; None: a new one
-            in `evaluations`. An earlier evaluation in it is replaced, once all models and datasets
-            have been found; with any other file in it, it is refused.
+            in `evaluations`. What an earlier evaluation wrote in it is replaced, once all models
+            and datasets have been found.
         console: for progress and warnings; None: standard output, which gets the tables too.
-    Raises: TrigonError, before the models are loaded where possible.
+        **keyword_options: options by a short name (SHORT_NAMES): n, temperature, top_p, max_tokens,
+            seed, engine, format_prompt, prompt_key, answer_key, image_key, image_dir; or sections,
+            such as worker={"rollout": {"max_turns": 3}}.
+    Raises: TypeError for an unknown argument; TrigonError, before the models are loaded where
+        possible.
     """
     ignore_pillow_warnings()
+    check_keywords(keyword_options, evaluate, short_names=SHORT_NAMES)
     shows, console = console is None, console or Console()
-    overrides = [*as_overrides(options or {}), *overrides]
+    overrides = as_overrides(options) if isinstance(options, Mapping) else list(options)
     check_overrides(overrides)  # before a model is looked for on the hub
-    specs = [str(models)] if isinstance(models, str | Path) else [str(model) for model in models]
-    sources = [find_model(spec) for spec in specs]
+    sources = [find_model(str(each)) for each in ([models] if isinstance(models, str | PurePath) else models)]
     run_config = next((source.run_config for source in sources if source.run_config is not None), None)
-    base = Path(config) if config is not None else run_config
+    base = run_config if config is None else Path(config)
     recorded = [recorded_of(source) for source in sources]
-    located = {} if config is not None or run_config is None else locate_run(run_config.parent)
-    applied = {} if base is not None else known_settings(next(filter(None, recorded), {}))
-    if base is not None:
+    first: dict[str, Any] = {}
+    if base is None:
+        first = known_settings(next(filter(None, recorded), {}))
+        if first:
+            console.print(f"settings of the run that the model was exported from: {show_settings(first)}")
+    else:
         console.print(f"settings: {base}, and the options of this evaluation")
-    elif applied:
-        console.print(f"settings of the run that the model was exported from: {show_settings(applied)}")
+        first = locate_run(base.parent) if config is None else {}
     names = dataset_names(data) if not isinstance(data, tuple) or data else []
     opened = {} if names is not None else {DATA: open_python_rows(data, spec=DATA, name="validation")}
-    chosen = EvaluationOptions(
-        data=(DATA,) if names is None else (names,) if isinstance(names, str) else tuple(names),
+    given = given_options(
+        [DATA] if names is None else [names] if isinstance(names, str) else names,
         reward=reward if reward is None or isinstance(reward, str) else f"{PYTHON_PREFIX}{describe_reward(reward)}",
         environment=None if environment is None else _name_in_config(environment),
-        tools=() if tools is None else tuple(map(_name_in_config, tools)),
-        format_prompt=format_prompt,
-        prompt_key=prompt_key,
-        answer_key=answer_key,
-        image_key=image_key,
-        image_dir=image_dir,
-        n=n,
-        temperature=temperature,
-        top_p=top_p,
-        max_tokens=max_tokens,
-        seed=seed,
-        engine=engine,
+        tools=[_name_in_config(tool) for tool in tools or ()],
+        **keyword_options,
     )
     # Before anything is exported or downloaded, so that a wrong option is found at once.
-    load = partial(load_settings, base, chosen, overrides, located=located, recorded=applied)
-    early = load(model_path=specs[0], folder=Path(), context=None, weight_dtype=None).config
-    ks = choose_ks(k, make_validation_sampling_params(early).n)
-    code = make_episode_code(environment, tools)
+    load = partial(load_settings, base, given, overrides, first=first)
+    early = load(model_path=sources[0].spec, folder=Path(), context=None, weight_dtype=None).config
+    request = _Request(
+        by=tuple(by),
+        ks=choose_ks(k, make_validation_sampling_params(early).n),
+        form=answers or answer_form(early),
+        blind=blind,
+        limit=limit,
+        console=console,
+        code=make_episode_code(environment, tools),
+        opened=opened,
+    )
     if output is not None:
-        check_output(output)
-    find_all(sources, early, by, opened)
+        check_output(Path(output))
+    find_all(sources, early, request)
     folder = open_output(output, sources[0])
-    settings = describe_settings(early, limit=limit, ks=ks, form=(form := answers or answer_form(early)))
+    settings = describe_settings(early, request)
     if not (folder / RESULT).exists():  # so that the next evaluation may replace what this one leaves
         write_json(folder / RESULT, {"settings": settings, "models": []}, ensure_ascii=False)
+    places = [label(number, source) for number, source in enumerate(sources, start=1)]
     paths = [
-        exported_folder(source, folder / EXPORTED / label(number, source), warn=console.warn, on_progress=console.print)
-        for number, source in enumerate(sources, start=1)
+        exported_folder(source, folder / EXPORTED / place, warn=console.warn, on_progress=console.print)
+        for source, place in zip(sources, places, strict=True)
     ]
     lengths = [length for path in paths if (length := context_length(model_folder(path))) is not None]
-    request = _Request(
-        by=tuple(by), ks=ks, form=form, blind=blind, limit=limit, console=console, code=code, opened=opened
-    )
-    results: list[_ModelResult] = []
+    outputs = [folder / place for place in places] if len(sources) > 1 else [folder]
+    results: list[tuple[ModelEvaluation, list[PromptOutcome]]] = []
     with ExitStack() as stack:
-        source = None
-        if reward is not None and not isinstance(reward, str):
-            source = reward_source(reward, kwargs=early.worker.reward.reward_function_kwargs)
-        rewards = open_validation_rewards(early, RunObjects(reward=source)) or open_rewards(
-            early, RunObjects(reward=source)
+        kwargs = early.worker.reward.reward_function_kwargs
+        objects = RunObjects(
+            reward=None if reward is None or isinstance(reward, str) else reward_source(reward, kwargs=kwargs)
         )
+        rewards = open_validation_rewards(early, objects) or open_rewards(early, objects)
         stack.callback(rewards.close)
-        outputs = [
-            folder if len(sources) == 1 else folder / label(number, each)
-            for number, each in enumerate(sources, start=1)
-        ]
         loaded = [
             load(
                 model_path=path,
-                folder=model_output,
+                folder=place,
                 context=min(lengths, default=None),
-                weight_dtype=weight_dtype(path),
+                weight_dtype=stored_weight_dtype(path),
             )
-            for path, model_output in zip(paths, outputs, strict=True)
+            for path, place in zip(paths, outputs, strict=True)
         ]
         for warning in (*loaded[0].warnings, *warn_of_differences(sources, recorded, loaded[0].config)):
             console.warn(warning)
@@ -223,12 +206,12 @@ def evaluate(
         # Only now, so that an error until here costs nothing.
         remove_earlier(folder, kept=[Path(path) for path in paths])
         write_json(folder / RESULT, {"settings": settings, "models": []}, ensure_ascii=False)
-        for number, model in enumerate(sources, start=1):
+        for source, each, place in zip(sources, loaded, outputs, strict=True):
             if len(sources) > 1:
-                console.print(f"model {number} of {len(sources)}: {model.spec}")
-            results.append(evaluate_model(model, loaded[number - 1], rewards, outputs[number - 1], request))
+                console.print(f"model {len(results) + 1} of {len(sources)}: {source.spec}")
+            results.append(evaluate_model(source, each.config, rewards, place, request))
     evaluation = Evaluation(
-        models=tuple(result.evaluation for result in results),
+        models=tuple(model for model, _ in results),
         comparisons=compare_models(results),
         settings=settings,
         output=folder,
@@ -241,7 +224,7 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What is evaluated, apart from the model and the configuration. See evaluate."""
+    """What is evaluated, apart from the models and their configuration. See evaluate."""
 
     by: tuple[str, ...]
     ks: tuple[int, ...]
@@ -253,29 +236,11 @@ class _Request:
     opened: Mapping[str, Source]
 
 
-@dataclass(frozen=True, slots=True)
-class _ModelResult:
-    evaluation: ModelEvaluation
-    outcomes: list[PromptOutcome]
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What samples and scores with one model. step: of its run."""
-
-    config: Config
-    processors: Processors
-    engines: Engines
-    rewards: RewardPool
-    step: int
-    request: _Request
-
-
 def evaluate_model(
-    source: ModelSource, loaded: LoadedConfig, rewards: RewardPool, output: Path, request: _Request
-) -> _ModelResult:
-    """Evaluate one model, and write its rollouts into the folder output, a run folder."""
-    config, console = loaded.config, request.console
+    source: ModelSource, config: Config, rewards: RewardPool, output: Path, request: _Request
+) -> tuple[ModelEvaluation, list[PromptOutcome]]:
+    """Validate one model as a run does, and write its rollouts into the run folder output."""
+    console = request.console
     check_environment(config)
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder(output))
@@ -290,37 +255,40 @@ def evaluate_model(
             check_hardware(hardware)
         episodes = find_episodes(config, processors, stack, request.code)
         rewards.ready()
-        data = config.data
+        specs = config.data.val_files
         builder = open_builder(config, processors, schemas=() if episodes is None else episodes[0].schemas)
-        prompts = scan_datasets(
-            config, data.val_files, (), builder, report, max_rows=request.limit, opened=request.opened
-        )
+        prompts = scan_datasets(config, specs, (), builder, report, max_rows=request.limit, opened=request.opened)
         check_rewards(rewards, prompts)
         if episodes is not None:
             check_episodes(config, processors, *episodes, prompts, max_tokens=max_completion_tokens(config))
         check_columns([prompts[0].row], request.by)  # all rows of a table have the same columns
         plan, store = make_plan(config, num_train_prompts=0), open_store(config, folder, console)
+        shows_videos = prompts.shows_videos
         if workers is None:
             engines = open_engines(
-                config, processors, plan, store, report, stack, shows_videos=prompts.shows_videos, episodes=episodes
+                config, processors, plan, store, report, stack, shows_videos=shows_videos, episodes=episodes
             )
         else:
-            engines = open_workers(
-                config,
-                plan,
-                workers,
-                store,
-                report,
-                shows_videos=prompts.shows_videos,
-                episodes=None if episodes is None else episodes[0],
-            )
-        parts = _Parts(config, processors, engines, rewards, source.step, request)
+            parts = None if episodes is None else episodes[0]
+            engines = open_workers(config, plan, workers, store, report, shows_videos=shows_videos, episodes=parts)
         with engines.rollout.awake(engines.trainer.weights(), version=source.step):
-            rows = sample(parts, prompts, report)
+            take = partial(sample, config, engines, rewards, source.step)
+            rows = take(prompts, report)
             accuracy = accuracy_name(rows)
             outcomes = outcomes_of(rows, accuracy=accuracy, form=request.form, ks=request.ks)
-            blind = evaluate_blind(parts, prompts, outcomes, output / BLIND, accuracy) if request.blind else None
-    columns = (*request.by, DATASET) if len(data.val_files) > 1 and DATASET not in request.by else request.by
+            blind = None
+            if request.blind and not (num_with_images := sum(bool(each.rows[0].images) for each in outcomes)):
+                console.warn("no prompt has an image or a video: there is no evaluation without images")
+            elif request.blind:
+                console.print("the same prompts with blank images:")
+                with RunFolder(output / BLIND) as hidden:
+                    hidden.write_config(dump_config(config))
+                    with open_reporter(config, hidden, console, processors, (), None) as hidden_report:
+                        rows = take(prompts.with_blank_media(), hidden_report)
+                without = outcomes_of(rows, accuracy=accuracy, form=request.form, ks=request.ks)
+                difference = compare_outcomes(outcomes, without)
+                blind = Blind(summarize(without, accuracy=accuracy), difference, num_with_images, output / BLIND)
+    columns = (*request.by, DATASET) if len(specs) > 1 and DATASET not in request.by else request.by
     evaluation = ModelEvaluation(
         model=source.spec,
         path=str(config.worker.actor.model.model_path),
@@ -333,72 +301,41 @@ def evaluate_model(
         skipped={str(reason): count for reason, count in prompts.num_skipped.items()},
         num_not_sampled=len(prompts) - len(outcomes),
     )
-    return _ModelResult(evaluation, outcomes)
+    return evaluation, outcomes
 
 
-def sample(parts: _Parts, prompts: Prompts, report: Reporter) -> list[RolloutRow]:
+def sample(
+    config: Config, engines: Engines, rewards: RewardPool, step: int, prompts: Prompts, report: Reporter
+) -> list[RolloutRow]:
     """Sample and score all prompts, and write and return the rollouts. The engine must be awake."""
-    evaluator = open_evaluator(parts.config, prompts, report)
+    evaluator = open_evaluator(config, prompts, report)
     assert evaluator is not None
     report.begin()
     groups: list[RolloutGroup] = []
-    for batch in evaluator.sample_batches(parts.engines.rollout, parts.rewards, phase=report.phase):
+    for batch in evaluator.sample_batches(engines.rollout, rewards, phase=report.phase):
         # Without the pixels, which may be more than memory holds.
         groups += [replace(group, prompt=replace(group.prompt, vision=None)) for group in batch]
     metrics = describe_validation(groups)
     report.validation(
-        parts.step,
+        step,
         groups,
         values(metrics),
         shown=0,
-        token_groups=parts.config.trainer.rollout_tokens,
+        token_groups=config.trainer.rollout_tokens,
         read_images=evaluator.image_files,
     )
-    report.record(parts.step, metrics)
+    report.record(step, metrics)
     return rollout_rows(groups)
 
 
-def evaluate_blind(
-    parts: _Parts,
-    prompts: Prompts,
-    outcomes: Sequence[PromptOutcome],
-    output: Path,
-    accuracy: str,
-) -> Blind | None:
-    """Evaluate the prompts again with blank images; None if no prompt has any.
-
-    outcomes: with images. output: the run folder for the rollouts without.
-    """
-    config, request = parts.config, parts.request
-    num_with_images = sum(bool(outcome.rows[0].images) for outcome in outcomes)
-    if not num_with_images:
-        request.console.warn("no prompt has an image or a video: there is no evaluation without images")
-        return None
-    request.console.print("the same prompts with blank images:")
-    with RunFolder(output) as folder:
-        folder.write_config(dump_config(config))
-        with open_reporter(config, folder, request.console, parts.processors, (), None) as report:
-            rows = sample(parts, prompts.with_blank_media(), report)
-    blind = outcomes_of(rows, accuracy=accuracy, form=request.form, ks=request.ks)
-    return Blind(
-        summary=summarize(blind, accuracy=accuracy),
-        difference=compare_outcomes(outcomes, blind),
-        num_with_images=num_with_images,
-        folder=output,
-    )
-
-
-def compare_models(results: Sequence[_ModelResult]) -> tuple[Comparison, ...]:
+def compare_models(results: Sequence[tuple[ModelEvaluation, list[PromptOutcome]]]) -> tuple[Comparison, ...]:
     """Return the comparison of each further model with the first."""
-    if len(results) < 2:
-        return ()
-    baseline = results[0]
-    differences = [compare_outcomes(result.outcomes, baseline.outcomes) for result in results[1:]]
+    (baseline, expected), *others = results
+    differences = [compare_outcomes(outcomes, expected) for _, outcomes in others]
+    p_values = holm([each.p_value for each in differences])
     return tuple(
-        Comparison(result.evaluation.model, baseline.evaluation.model, difference, p_value)
-        for result, difference, p_value in zip(
-            results[1:], differences, holm([each.p_value for each in differences]), strict=True
-        )
+        Comparison(model.model, baseline.model, difference, p_value)
+        for (model, _), difference, p_value in zip(others, differences, p_values, strict=True)
     )
 
 
@@ -440,16 +377,14 @@ def _name_in_config(code: str | Callable[..., Any]) -> str:
     return code if isinstance(code, str) else f"{PYTHON_PREFIX}{name_of(code)}"
 
 
-def find_all(sources: Sequence[ModelSource], config: Config, by: Sequence[str], given: Mapping[str, Source]) -> None:
-    """Find models, datasets and columns, downloaded if needed. given: datasets that are open.
-
-    Raises: ModelError or DataError.
-    """
+def find_all(sources: Sequence[ModelSource], config: Config, request: _Request) -> None:
+    """Find models, datasets and columns, downloaded if needed. Raises: ModelError or DataError."""
     for source in sources:
         if source.kind != "checkpoint":
             model_folder(source.path)
-    opened = [given[spec] if spec in given else open_source(spec) for spec in config.data.val_files]
-    check_columns([dict.fromkeys(opened[0].columns)], by)
+    known = request.opened
+    opened = [known[spec] if spec in known else open_source(spec) for spec in config.data.val_files]
+    check_columns([dict.fromkeys(opened[0].columns)], request.by)
 
 
 def choose_ks(ks: Sequence[int], num_samples: int) -> tuple[int, ...]:
@@ -469,13 +404,13 @@ def answer_form(config: Config) -> AnswerForm:
     return SHIPPED_FORMS.get(reward, "auto") if isinstance(reward, str) else "auto"
 
 
-def weight_dtype(path: str) -> Dtype | None:
+def stored_weight_dtype(path: str) -> Dtype | None:
     """Return the format in which a model's weights are stored, if all have the same."""
     stored = stored_dtype(model_folder(path))
     return next((name for name, dtype in DTYPES.items() if dtype == stored), None)
 
 
-def describe_settings(config: Config, *, limit: int | None, ks: Sequence[int], form: AnswerForm) -> dict[str, Any]:
+def describe_settings(config: Config, request: _Request) -> dict[str, Any]:
     """Return what an evaluation is made with, for evaluation.json."""
     sampling = make_validation_sampling_params(config)
     reward, rollout = config.worker.reward, config.worker.rollout
@@ -487,7 +422,7 @@ def describe_settings(config: Config, *, limit: int | None, ks: Sequence[int], f
     }
     return {
         "data": list(config.data.val_files),
-        "limit": limit,
+        "limit": request.limit,
         "format_prompt": config.data.format_prompt,
         "reward_function": describe_rewards(config.worker.reward.of_validation),
         "reward_function_kwargs": mask(ARGUMENTS, reward.reward_function_kwargs),
@@ -499,7 +434,7 @@ def describe_settings(config: Config, *, limit: int | None, ks: Sequence[int], f
         "top_k": sampling.top_k,
         "max_tokens": sampling.max_tokens,
         "seed": sampling.seed,
-        "k": list(ks),
-        "answers": form,
+        "k": list(request.ks),
+        "answers": request.form,
         "confidence": CONFIDENCE,
     }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Collection
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from trigon.checkpoint.manifest import exported_step
 from trigon.errors import ConfigError
@@ -38,23 +38,14 @@ def label(number: int, source: ModelSource) -> str:
     return f"{number}-{name or 'model'}"
 
 
-def check_output(output: str | Path) -> None:
-    """Raise ConfigError if a folder has anything that an evaluation does not replace."""
-    folder = Path(output)
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not (folder / RESULT).is_file():
+def check_output(folder: Path) -> None:
+    """Raise ConfigError if a folder has files, and is none of an earlier evaluation."""
+    is_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_empty and not (folder / RESULT).is_file():
         raise ConfigError(f"{folder} exists and is no earlier evaluation; choose another --output")
-    foreign = [name for entry in sorted(folder.iterdir()) if (name := _find_foreign(entry)) is not None]
-    if foreign:
-        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
-        raise ConfigError(
-            f"{folder} has an earlier evaluation, which would be replaced, and {foreign[0]}{more}, which no evaluation "
-            "has written; move it elsewhere, or choose another --output"
-        )
 
 
-def open_output(output: str | Path | None, source: ModelSource) -> Path:
+def open_output(output: str | PurePath | None, source: ModelSource) -> Path:
     """Return the folder for the results, made if needed. An earlier evaluation stays in it.
 
     output: as check_output accepts it; None: a new folder in `evaluations`, named like the model.
@@ -71,44 +62,41 @@ def open_output(output: str | Path | None, source: ModelSource) -> Path:
 
 
 def remove_earlier(folder: Path, *, kept: Collection[Path]) -> None:
-    """Remove an earlier evaluation from a folder, but for these exports.
+    """Remove what an earlier evaluation wrote into a folder, but for these exports.
 
-    Raises: ConfigError if the folder has anything else; then nothing is removed.
+    Anything else stays, and so does what a link leads to. Raises: ConfigError as check_output.
     """
     check_output(folder)
+    (folder / RESULT).unlink(missing_ok=True)
+    _remove_run(folder)
+    for run in _folders(folder):
+        if _MODEL_FOLDER.fullmatch(run.name):
+            _remove_run(run)
+            _remove_empty(run)
     resolved = {path.resolve() for path in kept}
     exported = folder / EXPORTED
-    for entry in [*folder.iterdir(), *(exported.iterdir() if exported.is_dir() else ())]:
-        if entry.is_file():
-            entry.unlink()
-        elif entry != exported and entry.resolve() not in resolved:
+    for entry in _folders(exported):
+        if exported_step(entry) is not None and entry.resolve() not in resolved:
             shutil.rmtree(entry)
-    if exported.is_dir() and not any(exported.iterdir()):
-        exported.rmdir()
+    _remove_empty(exported)
 
 
-def _find_foreign(entry: Path) -> Path | None:
-    """Return what no evaluation writes: an entry of its folder or an entry below; or None."""
-    if entry.is_symlink():
-        return entry
-    if entry.is_file():
-        return None if entry.name in (RESULT, *_RUN_FILES) else entry
-    if entry.name in _RUN_FOLDERS:
-        return None
-    if entry.name == EXPORTED:
-        return next((each for each in sorted(entry.iterdir()) if exported_step(each) is None), None)
-    if entry.name == BLIND:
-        return _find_foreign_of_run(entry, (*_RUN_FILES, *_RUN_FOLDERS))
-    if _MODEL_FOLDER.fullmatch(entry.name):
-        return _find_foreign_of_run(entry, (*_RUN_FILES, *_RUN_FOLDERS, BLIND))
-    return entry
+def _remove_run(folder: Path) -> None:
+    """Remove what an evaluation wrote into a run folder."""
+    for name in _RUN_FILES:
+        (folder / name).unlink(missing_ok=True)
+    for entry in _folders(folder):
+        if entry.name in _RUN_FOLDERS:
+            shutil.rmtree(entry)
+        elif entry.name == BLIND:
+            _remove_run(entry)
+            _remove_empty(entry)
 
 
-def _find_foreign_of_run(folder: Path, names: Collection[str]) -> Path | None:
-    """Return an entry of a run folder that has none of these names, or None."""
-    for entry in sorted(folder.iterdir()):
-        if entry.name not in names or entry.is_symlink() or entry.is_dir() == (entry.name in _RUN_FILES):
-            return entry
-        if entry.name == BLIND and (foreign := _find_foreign_of_run(entry, (*_RUN_FILES, *_RUN_FOLDERS))) is not None:
-            return foreign
-    return None
+def _folders(folder: Path) -> list[Path]:
+    return [entry for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink()] if folder.is_dir() else []
+
+
+def _remove_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()

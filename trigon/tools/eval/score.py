@@ -10,7 +10,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -22,7 +22,6 @@ from trigon.report.console import Console
 from trigon.report.rollouts import RolloutRow, Split, TurnRecord, find_rollouts, read_rollouts
 from trigon.report.run import RunRecord, is_run, open_run
 from trigon.rewards.contract import RewardRequest, turn_input
-from trigon.rewards.load import RewardSource, RewardTerm
 from trigon.rewards.pool import RewardPool
 from trigon.system.confinement.options import Confinement, ConfinementLevel
 from trigon.system.cpus import count_usable_cpus
@@ -96,11 +95,13 @@ def score(
     Raises: DataError if there are no rollouts; RewardError if a function cannot be loaded, or times
     out for many completions in a row.
     """
+    from trigon.rewards.callables import describe_reward, reward_source  # imports cloudpickle
+
     console = console or Console()
     given = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
     if not 1 <= len(given) <= 2:
         raise ConfigError(f"{len(given)} reward functions are given; score takes one or two")
-    rewards = [each if isinstance(each, str) else describe_function(each) for each in given]
+    rewards = [describe_reward(each) if callable(each) else each for each in given]
     record = None
     if isinstance(rollouts, str | Path):
         record, stored = open_rollouts(Path(rollouts), splits=splits, steps=steps)
@@ -112,7 +113,7 @@ def score(
         pools = []
         for function, arguments in zip(given, each_kwargs, strict=True):
             pool = RewardPool(
-                function if isinstance(function, str) else pickled_source(function, arguments),
+                reward_source(function, kwargs=arguments) if callable(function) else function,
                 kwargs=arguments,
                 num_workers=num_workers or count_usable_cpus(),
                 timeout_seconds=timeout_seconds,
@@ -128,9 +129,10 @@ def score(
         is_lossy = False
         remaining = stored if limit is None else islice(stored, limit)
         for window in _windows(remaining):
-            is_lossy = is_lossy or any(each.row.ground_truth_type not in _PLAIN_TYPES for each in window)
+            types = [each.row.ground_truth_type for group in window for each in group]
+            is_lossy = is_lossy or any(each not in _PLAIN_TYPES for each in types)
             completions += score_window(window, pools)
-            advance(len(window))
+            advance(len(types))
     if not completions:
         raise DataError(f"there are no rollouts to score in {rollouts}")
     if is_lossy:
@@ -138,39 +140,17 @@ def score(
             "some ground truths had a type that JSON does not keep (ground_truth_type): the reward function got them "
             "as text"
         )
-    names = name_rewards(rewards)
-    summaries = tuple(
-        summarize_reward(completions, number, spec=rewards[number], kwargs=mask(ARGUMENTS, each_kwargs[number]))
-        for number in range(len(rewards))
-    )
-    comparisons = tuple(
-        compare_scores(completions, number, None, names=names, part=part, tolerance=tolerance)
-        for number in range(len(rewards))
-    )
-    between = (
-        compare_scores(completions, 0, 1, names=names, part=part, tolerance=tolerance) if len(rewards) > 1 else None
-    )
+    compare = partial(compare_scores, completions, names=name_rewards(rewards), part=part, tolerance=tolerance)
     return ScoreResult(
         rollouts=str(rollouts) if isinstance(rollouts, str | Path) else "",
-        rewards=summaries,
-        with_stored=comparisons,
-        between=between,
+        rewards=tuple(
+            summarize_reward(completions, number, spec=spec, kwargs=mask(ARGUMENTS, arguments))
+            for number, (spec, arguments) in enumerate(zip(rewards, each_kwargs, strict=True))
+        ),
+        with_stored=tuple(compare(number, None) for number in range(len(rewards))),
+        between=compare(0, 1) if len(rewards) > 1 else None,
         completions=tuple(completions),
     )
-
-
-def describe_function(function: RewardFunction) -> str:
-    """Return the name of a reward function that is a Python object."""
-    from trigon.rewards.callables import describe_reward
-
-    return describe_reward(function)
-
-
-def pickled_source(function: RewardFunction, kwargs: Mapping[str, Any]) -> RewardSource | Sequence[RewardTerm]:
-    """Return what a reward pool takes for a Python function. Raises: as reward_source."""
-    from trigon.rewards.callables import reward_source  # imports cloudpickle
-
-    return reward_source(function, kwargs=kwargs)
 
 
 def open_rollouts(
@@ -207,37 +187,30 @@ def _read(path: Path, step: int | None, split: str) -> Iterator[_Stored]:
         yield _Stored(str(path), line, step, split, row)
 
 
-def _windows(stored: Iterable[_Stored]) -> Iterator[list[_Stored]]:
-    """Yield windows of about WINDOW rollouts, which split no group."""
-    window: list[_Stored] = []
-    for each in stored:
-        if len(window) >= WINDOW and _place(each) != _place(window[-1]):
+def _windows(stored: Iterable[_Stored]) -> Iterator[list[list[_Stored]]]:
+    """Yield windows of about WINDOW rollouts, as groups: consecutive rollouts of one prompt."""
+    window: list[list[_Stored]] = []
+    for _, group in groupby(stored, key=lambda each: (each.file, each.row.prompt_id)):
+        window.append(list(group))
+        if sum(map(len, window)) >= WINDOW:
             yield window
             window = []
-        window.append(each)
     if window:
         yield window
 
 
-def _place(stored: _Stored) -> tuple[str, str]:
-    """Return what consecutive rollouts of a group have in common."""
-    return stored.file, stored.row.prompt_id
-
-
-def score_window(window: Sequence[_Stored], pools: Sequence[RewardPool]) -> list[ScoredCompletion]:
+def score_window(window: Sequence[Sequence[_Stored]], pools: Sequence[RewardPool]) -> list[ScoredCompletion]:
     """Return these rollouts with the scores of each pool, which work at the same time."""
-    scores: list[list[Score]] = []
-    seconds: list[list[float]] = []
+    rollouts = [stored for group in window for stored in group]
     with ExitStack() as stack:
-        scorings = [stack.enter_context(pool.scoring(num_completions=len(window))) for pool in pools]
+        scorings = [stack.enter_context(pool.scoring(num_completions=len(rollouts))) for pool in pools]
         start = 0
-        for group in _groups(window):
+        for group in window:
+            requests = _requests(group)
             for scoring in scorings:
-                scoring.add(start, group)
+                scoring.add(start, requests)
             start += len(group)
-        for scoring in scorings:
-            scores.append(scoring.result())
-            seconds.append(scoring.seconds())
+        results = [(scoring.result(), scoring.seconds()) for scoring in scorings]
     return [
         ScoredCompletion(
             file=stored.file,
@@ -247,12 +220,12 @@ def score_window(window: Sequence[_Stored], pools: Sequence[RewardPool]) -> list
             prompt_id=stored.row.prompt_id,
             sample=stored.row.sample,
             stored=Score(stored.row.reward, stored.row.parts, _outcome(stored), stored.row.error),
-            scores=tuple(each[index] for each in scores),
-            seconds=tuple(each[index] for each in seconds),
+            scores=tuple(scores[index] for scores, _ in results),
+            seconds=tuple(seconds[index] for _, seconds in results),
             ground_truth=str(stored.row.ground_truth)[:ENDING_CHARACTERS],
             ending=stored.row.response[-ENDING_CHARACTERS:],
         )
-        for index, stored in enumerate(window)
+        for index, stored in enumerate(rollouts)
     ]
 
 
@@ -262,35 +235,25 @@ def _outcome(stored: _Stored) -> Any:
     return stored.row.outcome
 
 
-def _groups(window: Sequence[_Stored]) -> Iterator[list[RewardRequest]]:
-    """Yield consecutive completions of the same prompt, as they were sampled."""
-    group: list[RewardRequest] = []
-    last: tuple[str, str] | None = None
-    for stored in window:
-        place = _place(stored)
-        if group and place != last:
-            yield group
-            group = []
-        # One for the group, so that its images are read once.
-        media = group[0].media if group else partial(_stored_media, stored)
-        last = place
-        row = stored.row
-        group.append(
-            RewardRequest(
-                response=row.response,
-                response_length=row.num_tokens,
-                ground_truth=row.ground_truth,
-                prompt=row.prompt,
-                finish_reason=_FINISH_REASONS.get(row.finish_reason, "stop"),
-                row=row.row,
-                turns=[turn_input(each.observation, each.text, each.reward, each.image_sizes) for each in row.turns],
-                media=media,
-                turn_media=[partial(_stored_observation, stored, each) for each in row.turns],
-                image_sizes=row.image_sizes,
-            )
+def _requests(group: Sequence[_Stored]) -> list[RewardRequest]:
+    """Return the completions of one prompt, as they were sampled."""
+    media = partial(_stored_media, group[0])  # one for the group, so that its images are read once
+    return [
+        RewardRequest(
+            response=row.response,
+            response_length=row.num_tokens,
+            ground_truth=row.ground_truth,
+            prompt=row.prompt,
+            finish_reason=_FINISH_REASONS.get(row.finish_reason, "stop"),
+            row=row.row,
+            turns=[turn_input(each.observation, each.text, each.reward, each.image_sizes) for each in row.turns],
+            media=media,
+            turn_media=[partial(_stored_observation, stored, each) for each in row.turns],
+            image_sizes=row.image_sizes,
         )
-    if group:
-        yield group
+        for stored in group
+        for row in [stored.row]
+    ]
 
 
 def _stored_media(stored: _Stored) -> EncodedMedia | None:
@@ -321,17 +284,10 @@ def choose_kwargs(
     given: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, rewards: Sequence[str], record: RunRecord | None
 ) -> list[dict[str, Any]]:
     """Return the keyword arguments of each reward function. See score."""
-    if isinstance(given, Mapping):
-        given = [given]
-    if given is not None and len(given) > len(rewards):
-        raise ConfigError(f"keyword arguments are given {len(given)} times for {len(rewards)} reward functions")
-    chosen: list[dict[str, Any]] = []
-    for number, spec in enumerate(rewards):
-        if given is not None and number < len(given):
-            chosen.append(dict(given[number]))
-        else:
-            chosen.append(run_kwargs(record, spec))
-    return chosen
+    own = [given] if isinstance(given, Mapping) else list(given or ())
+    if len(own) > len(rewards):
+        raise ConfigError(f"keyword arguments are given {len(own)} times for {len(rewards)} reward functions")
+    return [*map(dict, own), *(run_kwargs(record, spec) for spec in rewards[len(own) :])]
 
 
 def run_kwargs(record: RunRecord | None, spec: str) -> dict[str, Any]:

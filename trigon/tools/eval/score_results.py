@@ -208,18 +208,13 @@ def _part_means(completions: Sequence[ScoredCompletion], scores: Sequence[Score]
 
 def _failures(completions: Sequence[ScoredCompletion], scores: Sequence[Score]) -> tuple[Failure, ...]:
     """Return the failures by exception and place in the code, or by message if it has no place."""
-    found: dict[str, Failure] = {}
-    for completion, score in zip(completions, scores, strict=True):
-        if score.outcome == "ok":
-            continue
-        kind = _failure_kind(score)
-        first = found.get(kind)
-        found[kind] = (
-            Failure(score.error, score.outcome, 1, completion.place)
-            if first is None
-            else Failure(first.error, first.outcome, first.count + 1, first.example)
-        )
-    return tuple(sorted(found.values(), key=lambda failure: -failure.count))
+    failed = [(each, score) for each, score in zip(completions, scores, strict=True) if score.outcome != "ok"]
+    counts = Counter(_failure_kind(score) for _, score in failed)
+    first = {_failure_kind(score): (each, score) for each, score in reversed(failed)}
+    return tuple(
+        Failure(first[kind][1].error, first[kind][1].outcome, count, first[kind][0].place)
+        for kind, count in counts.most_common()
+    )
 
 
 def _failure_kind(score: Score) -> str:

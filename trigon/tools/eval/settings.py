@@ -1,21 +1,19 @@
 """Makes the configuration of an evaluation: that of a run that only validates.
 
 It starts from a run's config.yaml, of which data, rewards, sampling and the format of prompts are
-kept, from what an export records of its run, or from the defaults; then come the options of the
-command, key=value overrides, and what an evaluation needs. Does not depend on torch.
+kept, from what an export records of its run, or from the defaults; then come the options that are
+given, and what an evaluation needs. Does not depend on torch.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
-from trigon.config.load import LoadedConfig, load_config
+from trigon.config.load import LoadedConfig, as_overrides, load_config
 from trigon.config.names import Dtype
 from trigon.config.paths import is_python_object
 from trigon.errors import ConfigError
@@ -57,116 +55,94 @@ _FORCED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationOptions:
-    """The options of an evaluation that are options of the configuration under a shorter name.
+_SAMPLING = "worker.rollout.val_override_config."
 
-    data: datasets, as in data.val_files; empty: those of the run. tools: empty: those of the run.
-    None: the run's value, or the default. The others are named as in the configuration.
+SHORT_NAMES: Mapping[str, str] = MappingProxyType(
+    {key: f"data.{key}" for key in ("format_prompt", "prompt_key", "answer_key", "image_key", "image_dir")}
+    | {key: f"{_SAMPLING}{key}" for key in ("n", "temperature", "top_p", "max_tokens", "seed")}
+    | {"engine": "worker.rollout.name"}
+)
+"""Options of the configuration that evaluations take by a shorter name as well."""
+
+
+def given_options(
+    data: Sequence[str],
+    *,
+    reward: str | None = None,
+    environment: str | None = None,
+    tools: Sequence[str] = (),
+    **keyword_options: Any,
+) -> dict[str, Any]:
+    """Return what an evaluation was given as options of the configuration, by their names.
+
+    Empty data and tools, and None, are those of the run, or the default. keyword_options: by a
+    short name, or sections.
     """
-
-    data: tuple[str, ...] = ()
-    reward: str | None = None
-    environment: str | None = None
-    tools: tuple[str, ...] = ()
-    format_prompt: str | None = None
-    prompt_key: str | None = None
-    answer_key: str | None = None
-    image_key: str | None = None
-    image_dir: str | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: int | None = None
-    seed: int | None = None
-    engine: Literal["vllm", "transformers"] | None = None
-
-    def overrides(self) -> list[str]:
-        """Return the key=value overrides that these options stand for."""
-        sampling = "worker.rollout.val_override_config."
-        named: dict[str, str | int | float | None] = {
-            "data.val_files": json.dumps(self.data) if self.data else None,
-            "worker.reward.reward_function": self.reward,
-            "worker.reward.val_reward_function": None if self.reward is None else "null",
-            # One takes the place of the other, which the run may have.
-            "worker.rollout.environment": self.environment or ("null" if self.tools else None),
-            "worker.rollout.tools": json.dumps(self.tools) if self.tools else "[]" if self.environment else None,
-            "data.format_prompt": self.format_prompt,
-            "data.prompt_key": self.prompt_key,
-            "data.answer_key": self.answer_key,
-            "data.image_key": self.image_key,
-            "data.image_dir": self.image_dir,
-            f"{sampling}n": self.n,
-            f"{sampling}temperature": self.temperature,
-            f"{sampling}top_p": self.top_p,
-            f"{sampling}max_tokens": self.max_tokens,
-            f"{sampling}seed": self.seed,
-            "worker.rollout.name": self.engine,
-        }
-        return [f"{key}={value}" for key, value in named.items() if value is not None]
+    options = {SHORT_NAMES.get(key, key): value for key, value in keyword_options.items() if value is not None}
+    if data:
+        options["data.val_files"] = list(data)
+    if reward is not None:
+        options |= {"worker.reward.reward_function": reward, "worker.reward.val_reward_function": None}
+    if environment is not None or tools:  # one takes the place of the other, which the run may have
+        options |= {"worker.rollout.environment": environment, "worker.rollout.tools": list(tools)}
+    return options
 
 
 def load_settings(
     base: Path | None,
-    options: EvaluationOptions,
+    given: Mapping[str, Any],
     overrides: Sequence[str],
     *,
     model_path: str,
     folder: Path,
     context: int | None,
     weight_dtype: Dtype | None,
-    located: Mapping[str, Any] = MappingProxyType({}),
-    recorded: Mapping[str, Any] = MappingProxyType({}),
+    first: Mapping[str, Any] = MappingProxyType({}),
 ) -> LoadedConfig:
     """Return the configuration of the evaluation of one model.
 
     Args:
         base: config.yaml of a run, or another configuration; None: the defaults of evaluations.
-        overrides: key=value, as of `trigon train`; before them, options apply.
+        given: options as given_options returns them. overrides: further ones, as `key=value`.
         model_path: a Hugging Face folder or a hub id. folder: the run folder to be written.
         context: the most tokens that all models take; None: unknown.
         weight_dtype: in which the weights are stored; None: unknown.
-        located: options of base with paths that do not depend on the folder, which replace its own.
-        recorded: without base, options of the run of an exported model, which apply first.
+        first: options that base and given replace, of the run of an exported model; with a base,
+            its own options with paths that do not depend on the folder.
     Raises: ConfigError, with all problems in one message.
     """
-    first: list[str] = []
-    if base is None:
-        longest_prompt = int(recorded.get("data.max_prompt_length", MAX_PROMPT_TOKENS))
-        recorded_response = int(recorded.get("data.max_response_length", 0))
-        context = context or longest_prompt + max(recorded_response or MAX_RESPONSE_TOKENS, options.max_tokens or 0)
-        response = options.max_tokens or recorded_response or min(MAX_RESPONSE_TOKENS, context // 2)
-        if response >= context:
-            raise ConfigError(
-                f"a completion may have {response} tokens, but the models take {context}, prompt included; lower "
-                "--max-tokens"
-            )
-        prompt = min(longest_prompt, context - response)
-        first += [
-            *(write_override(name, value) for name, value in recorded.items()),
-            f"data.max_response_length={response}",
-            f"data.max_prompt_length={prompt}",
-            f"data.val_batch_size={PROMPTS_PER_CALL}",
-            f"worker.rollout.max_num_batched_tokens={max(8192, prompt + response)}",
-            "worker.rollout.gpu_memory_utilization=0.9",
-            f"worker.reward.num_cpus={count_usable_cpus()}",
-        ]
-    else:
-        first += [*_RESET, *(write_override(name, value) for name, value in located.items())]
-    if options.engine is None and importlib.util.find_spec("vllm") is None:
-        first.append("worker.rollout.name=transformers")
-    forced = [
-        *_FORCED,
-        f"worker.actor.model.model_path={model_path}",
-        f"trainer.save_checkpoint_path={folder}",
-    ]
+    defaults = [*_RESET, *as_overrides(first)] if base is not None else _defaults(first, given, context)
+    if "worker.rollout.name" not in given and importlib.util.find_spec("vllm") is None:
+        defaults.append("worker.rollout.name=transformers")
+    forced = [*_FORCED, f"worker.actor.model.model_path={model_path}", f"trainer.save_checkpoint_path={folder}"]
     if weight_dtype is not None:
         forced.append(f"worker.actor.fsdp.torch_dtype={weight_dtype}")
-    given = (options.reward, options.environment, *options.tools, *options.data)
-    objects = [each for each in given if each is not None and is_python_object(each)]
-    return load_config(base, [*first, *options.overrides(), *overrides, *forced], python_objects=objects)
+    texts = [text for value in given.values() for text in (value if isinstance(value, list) else [value])]
+    objects = [text for text in texts if isinstance(text, str) and is_python_object(text)]
+    return load_config(base, [*defaults, *as_overrides(given), *overrides, *forced], python_objects=objects)
 
 
-def write_override(name: str, value: Any) -> str:
-    """Return `key=value` for a value of an option: a text as it is, anything else as JSON."""
-    return f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+def _defaults(first: Mapping[str, Any], given: Mapping[str, Any], context: int | None) -> list[str]:
+    """Return the defaults of an evaluation without a run's configuration, as `key=value`.
+
+    Raises: ConfigError if a completion may be longer than the context of the models.
+    """
+    longest_prompt = int(first.get("data.max_prompt_length", MAX_PROMPT_TOKENS))
+    max_tokens = given.get(f"{_SAMPLING}max_tokens") or int(first.get("data.max_response_length", 0))
+    context = context or longest_prompt + max(max_tokens, MAX_RESPONSE_TOKENS)
+    response = max_tokens or min(MAX_RESPONSE_TOKENS, context // 2)
+    if response >= context:
+        raise ConfigError(
+            f"a completion may have {response} tokens, but the models take {context}, prompt included; lower "
+            "--max-tokens"
+        )
+    prompt = min(longest_prompt, context - response)
+    return [
+        *as_overrides(first),
+        f"data.max_response_length={response}",
+        f"data.max_prompt_length={prompt}",
+        f"data.val_batch_size={PROMPTS_PER_CALL}",
+        f"worker.rollout.max_num_batched_tokens={max(8192, prompt + response)}",
+        "worker.rollout.gpu_memory_utilization=0.9",
+        f"worker.reward.num_cpus={count_usable_cpus()}",
+    ]

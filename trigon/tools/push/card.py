@@ -1,20 +1,39 @@
-"""The model card of a trained model: a README.md with metadata that the Hugging Face Hub reads."""
+"""The model card of a trained model: what a run's folder says of it, as a README.md for the hub.
+
+The text is card.md.jinja, which huggingface_hub.ModelCard fills in; its metadata are those that the
+Hugging Face Hub reads.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import yaml
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from trigon import __version__
-from trigon.config.options import format_value
-from trigon.tools.push.facts import RunFacts, Validation
+from trigon.config.options import format_value, options
+from trigon.errors import DataError
+from trigon.report.rollouts import read_rollouts
+from trigon.report.run import RunRecord, flatten
+from trigon.system.secrets import hide, short_path
 
 CURVES = "curves.png"
 """Name of the figure in the folder."""
+
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
+
+HubKind = Literal["models", "datasets"]
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_CACHED = re.compile(r"(?:^|/)(models|datasets)--([\w.-]+?)--([\w.-]+)(?:/|$)")
+_FILES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
+_VALIDATION = re.compile(r"val/(?:(?P<dataset>[^/]+)/)?(?:(?P<part>.+)_reward|reward_score)")
 
 # The options of the first table: (label, option).
 _MAIN: Sequence[tuple[str, str]] = (
@@ -24,14 +43,62 @@ _MAIN: Sequence[tuple[str, str]] = (
     ("prompts per update", "worker.actor.global_batch_size"),
     ("learning rate", "worker.actor.optim.lr"),
     ("sampling temperature", "worker.rollout.temperature"),
-    ("maximum length of prompts, completions (tokens)", "data.max_prompt_length"),
+    ("maximum length of prompts (tokens)", "data.max_prompt_length"),
+    ("maximum length of completions (tokens)", "data.max_response_length"),
     ("seed", "data.seed"),
 )
-_LORA_RANK = "worker.actor.model.lora.rank"
+
+# Where a run is on its machine.
+_NOT_SHOWN = frozenset({"trainer.save_checkpoint_path", "trainer.load_checkpoint_path"})
 
 
-def model_card(facts: RunFacts, repo_id: str, *, license_id: str | None, has_curves: bool) -> str:
-    """Return the text of README.md.
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """A metric of the validations before training and after the pushed step.
+
+    dataset: its name if there are several, else "". before: None if the run was not validated
+    before its first step. num_prompts: prompts that were validated; None if the rollouts are not
+    there.
+    """
+
+    dataset: str
+    metric: str
+    before: float | None
+    after: float
+    step: int
+    num_prompts: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What a card says of a run.
+
+    base_model, datasets: hub ids; None and empty where they are local. base_name, dataset_names:
+    what to call them. val_names: hub ids; of local files their names. changed: options that are not
+    the defaults, without secrets.
+    """
+
+    step: int
+    base_model: str | None
+    base_name: str
+    datasets: tuple[str, ...]
+    dataset_names: tuple[str, ...]
+    val_names: tuple[str, ...]
+    reward: str
+    values: Mapping[str, Any]
+    changed: Mapping[str, Any]
+    validations: tuple[Validation, ...]
+    has_vision: bool
+    is_adapter: bool
+    exported: Mapping[str, Any]
+
+    def value(self, name: str) -> Any:
+        """Return the value of an option in this run."""
+        return self.values[name]
+
+
+def model_card(facts: RunFacts, repo_id: str, *, license_id: str | None, has_curves: bool) -> ModelCard:
+    """Return README.md.
 
     Args:
         repo_id: where it will be pushed, NAMESPACE/NAME.
@@ -39,143 +106,69 @@ def model_card(facts: RunFacts, repo_id: str, *, license_id: str | None, has_cur
         has_curves: whether the folder has CURVES.
     """
     name = repo_id.rpartition("/")[2]
-    sections = [
-        f"# {name}",
-        _introduction(facts),
-        _evaluation(facts.validations),
-        _training(facts),
-        f"## Learning curves\n\n![Learning curves]({CURVES})" if has_curves else "",
-        _usage(facts, repo_id),
-        _options(facts),
-        f"Trained and exported with Trigon {facts.exported.get('trigon_version', __version__)}.",
+    rank, kl = int(facts.value("worker.actor.model.lora.rank")), "none"
+    if not facts.value("algorithm.disable_kl"):
+        place = "loss" if facts.value("algorithm.use_kl_loss") else "reward"
+        kl = f"in the {place}, coefficient {format_value(facts.value('algorithm.kl_coef'))}"
+    training = [
+        ("base model", facts.base_name),
+        ("training data", ", ".join(facts.dataset_names)),
+        ("reward function", f"`{facts.reward}`"),
+        ("steps", f"{facts.step:,}"),
+        *((label, format_value(facts.value(option))) for label, option in _MAIN),
+        ("KL term", kl),
+        ("trained weights", f"LoRA of rank {rank}" if rank else "all that are not frozen"),
+        ("published weights", f"{'adapter' if facts.is_adapter else 'model'} in {facts.exported['dtype']}"),
     ]
-    body = "\n\n".join(section for section in sections if section)
-    return f"---\n{metadata(facts, name, license_id)}---\n\n{body}\n"
+    card: ModelCard = ModelCard.from_template(
+        metadata(facts, name, license_id),
+        template_path=str(TEMPLATE),
+        name=name,
+        repo_id=repo_id,
+        facts=facts,
+        several=any(each.dataset for each in facts.validations),
+        training=training,
+        curves=CURVES if has_curves else None,
+        model_class="AutoModelForImageTextToText" if facts.has_vision else "AutoModelForCausalLM",
+        processor_class="AutoProcessor" if facts.has_vision else "AutoTokenizer",
+        options=yaml.safe_dump(_nested(facts.changed), sort_keys=False, allow_unicode=True, width=100),
+        trigon_version=facts.exported.get("trigon_version", __version__),
+    )
+    return card
 
 
-def metadata(facts: RunFacts, name: str, license_id: str | None) -> str:
-    """Return the metadata as YAML, with the accuracies of validations on data of the hub."""
+def metadata(facts: RunFacts, name: str, license_id: str | None) -> ModelCardData:
+    """Return the metadata, with the accuracies of validations on data of the hub."""
     task = "image-text-to-text" if facts.has_vision else "text-generation"
-    sources = facts.val_names
     results = [
         EvalResult(
             task_type=task,
-            dataset_type=_dataset_type(validation, sources),
-            dataset_name=validation.dataset or ", ".join(sources),
+            dataset_type=_dataset_type(validation.dataset or facts.val_names[0]),
+            dataset_name=validation.dataset or ", ".join(facts.val_names),
             metric_type="accuracy",
             metric_name=f"accuracy after step {validation.step}",
             metric_value=round(validation.after, 6),
         )
         for validation in facts.validations
-        if validation.metric == "accuracy" and sources
+        if validation.metric == "accuracy" and facts.val_names
     ]
-    estimator = str(facts.value("algorithm.adv_estimator"))
-    data = ModelCardData(
+    estimator = str(facts.value("algorithm.adv_estimator")).replace("_", "-")
+    is_lora = bool(facts.value("worker.actor.model.lora.rank"))
+    return ModelCardData(
         base_model=facts.base_model,
         datasets=list(facts.datasets) or None,
         license=license_id,
         library_name="peft" if facts.is_adapter else "transformers",
         pipeline_tag=task,
-        tags=["trigon", "reinforcement-learning", estimator.replace("_", "-"), *(["lora"] if _rank(facts) else [])],
+        tags=["trigon", "reinforcement-learning", estimator, *(["lora"] if is_lora else [])],
         model_name=name if results else None,
         eval_results=results or None,
     )
-    return f"{data.to_yaml()}\n"
 
 
-def _dataset_type(validation: Validation, sources: Sequence[str]) -> str:
-    """Return an identifier of the dataset; of a local file lower-case letters and hyphens."""
-    source = validation.dataset or sources[0]
+def _dataset_type(source: str) -> str:
+    """Return an identifier of a dataset; of a local file lower-case letters and hyphens."""
     return source if re.fullmatch(r"[\w.-]+/[\w.-]+", source) else re.sub(r"[^a-z0-9]+", "-", source.lower())
-
-
-def _rank(facts: RunFacts) -> int:
-    return int(facts.value(_LORA_RANK))
-
-
-def _introduction(facts: RunFacts) -> str:
-    base = (
-        f"[{facts.base_model}](https://huggingface.co/{facts.base_model})"
-        if facts.base_model
-        else f"the local model `{facts.base_name}`"
-    )
-    datasets = [
-        f"[{each}](https://huggingface.co/datasets/{each})" if each in facts.datasets else f"`{each}`"
-        for each in facts.dataset_names
-    ]
-    kind = "A LoRA adapter for" if facts.is_adapter else "A model trained from"
-    return (
-        f"{kind} {base}, by reinforcement learning with Trigon: "
-        f"{facts.step:,} steps of {facts.value('algorithm.adv_estimator')} on {', '.join(datasets)}, with the reward "
-        f"function `{facts.reward}`."
-    )
-
-
-def _evaluation(validations: Sequence[Validation]) -> str:
-    if not validations:
-        return ""
-    several = any(each.dataset for each in validations)
-    header = ["data", "metric"] if several else ["metric"]
-    step = validations[0].step
-    rows = [[*header, "before training", f"after step {step:,}", "prompts"], ["---"] * (len(header) + 3)]
-    for each in validations:
-        numbers = ["" if number is None else f"{number:.3f}" for number in (each.before, each.after)]
-        prompts = "unknown" if each.num_prompts is None else f"{each.num_prompts:,}"
-        rows.append([*([each.dataset or "all"] if several else []), each.metric, *numbers, prompts])
-    return "## Evaluation\n\n" + _table(rows)
-
-
-def _training(facts: RunFacts) -> str:
-    rows = [
-        ["", ""],
-        ["---", "---"],
-        ["base model", facts.base_name],
-        ["training data", ", ".join(facts.dataset_names)],
-    ]
-    rows += [["reward function", f"`{facts.reward}`"], ["steps", f"{facts.step:,}"]]
-    for label, name in _MAIN:
-        value = format_value(facts.value(name))
-        if name == "data.max_prompt_length":
-            value = f"{value}, {format_value(facts.value('data.max_response_length'))}"
-        rows.append([label, value])
-    rows.append(["KL term", _kl(facts)])
-    rows.append(["trained weights", f"LoRA of rank {_rank(facts)}" if _rank(facts) else "all that are not frozen"])
-    rows.append(["published weights", f"{'adapter' if facts.is_adapter else 'model'} in {facts.exported['dtype']}"])
-    return "## Training\n\n" + _table(rows)
-
-
-def _kl(facts: RunFacts) -> str:
-    if facts.value("algorithm.disable_kl"):
-        return "none"
-    place = "loss" if facts.value("algorithm.use_kl_loss") else "reward"
-    return f"in the {place}, coefficient {format_value(facts.value('algorithm.kl_coef'))}"
-
-
-def _usage(facts: RunFacts, repo_id: str) -> str:
-    kind = "AutoModelForImageTextToText" if facts.has_vision else "AutoModelForCausalLM"
-    processor = "AutoProcessor" if facts.has_vision else "AutoTokenizer"
-    base = facts.base_model or facts.base_name
-    if facts.is_adapter:
-        code = (
-            f"from peft import PeftModel\nfrom transformers import {kind}, {processor}\n\n"
-            f'model = {kind}.from_pretrained("{base}")\n'
-            f'model = PeftModel.from_pretrained(model, "{repo_id}")\n'
-            f'processor = {processor}.from_pretrained("{base}")'
-        )
-        return f"## Use\n\n```python\n{code}\n```"
-    code = (
-        f"from transformers import {kind}, {processor}\n\n"
-        f'model = {kind}.from_pretrained("{repo_id}")\nprocessor = {processor}.from_pretrained("{repo_id}")'
-    )
-    return f"## Use\n\n```python\n{code}\n```\n\nOr serve it: `vllm serve {repo_id}`."
-
-
-def _options(facts: RunFacts) -> str:
-    text = yaml.safe_dump(_nested(facts.changed), sort_keys=False, allow_unicode=True, width=100)
-    return (
-        "## Options\n\nAll options that are not Trigon's defaults; secrets are hidden, and folders left out.\n\n"
-        f"```yaml\n{text.replace('```', '` ` `')}```"
-    )
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,5 +183,118 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+def read_facts(
+    run: RunRecord, exported: Path, *, base_model: str | None, has_vision: bool, is_adapter: bool
+) -> RunFacts:
+    """Return the facts of a run, of which a checkpoint was exported to a folder.
+
+    base_model: hub id, or None if it is a local folder.
+    Raises: DataError if the run has no config.yaml.
+    """
+    config = run.config()
+    if not config:
+        raise DataError(f"{run.path} has no config.yaml, from which the model card is made")
+    known = {option.name: option for option in options().values()}
+    given = flatten(config, mappings=known)
+    values = {name: option.default for name, option in known.items()} | given
+    record = json.loads((exported / "trigon_export.json").read_text(encoding="utf-8"))
+    model = str(values["worker.actor.model.model_path"])
+    sources = sources_of(run, values["data.train_files"])
+    changed = {
+        name: hide(name, value)
+        for name, value in given.items()
+        if name in known and name not in _NOT_SHOWN and not _equal(value, known[name].default)
+    }
+    return RunFacts(
+        step=int(record["step"]),
+        base_model=base_model,
+        base_name=base_model or "/".join(Path(model).parts[-2:]),
+        datasets=tuple(dict.fromkeys(each for each, _ in sources if each is not None)),
+        dataset_names=tuple(dict.fromkeys(name for _, name in sources)),
+        val_names=tuple(name for _, name in sources_of(run, values["data.val_files"])),
+        reward=_describe_reward(values["worker.reward.reward_function"]),
+        values=values,
+        changed=changed,
+        validations=tuple(read_validations(run, int(record["step"]))),
+        has_vision=has_vision,
+        is_adapter=is_adapter,
+        exported=record,
+    )
+
+
+def hub_id(text: str, kind: HubKind, local: Collection[str] | None = None) -> str | None:
+    """Return the hub id that a path or hub id refers to, or None for a local folder or file.
+
+    A folder of the hub's cache has the id in its name. local: the texts of a run's configuration
+    that were local where it was started, since models/mine may be the id of another model; None:
+    what exists in this folder is local.
+    """
+    cached = _CACHED.search(text)
+    if cached is not None and cached[1] == kind:
+        return f"{cached[2]}/{cached[3]}"
+    is_id = _HUB_ID.fullmatch(text) and not text.startswith(".") and Path(text).suffix.lower() not in _FILES
+    is_local = Path(text).exists() if local is None else text in local
+    return text if is_id and not is_local else None
+
+
+def hub_id_of(run: RunRecord, text: str, kind: HubKind) -> str | None:
+    """Return the hub id that a text of a run's configuration refers to, or None if it was local.
+
+    None also for a run that has not recorded what was local, unless it names the hub's cache.
+    """
+    local = run.local_sources()
+    return hub_id(text, kind, [text] if local is None else local)
+
+
+def sources_of(run: RunRecord, files: Sequence[str]) -> list[tuple[str | None, str]]:
+    """Return the hub id, or None, of each dataset of an option, and what to call it."""
+    local = run.local_sources() or {}
+    texts = [file if file in local else file.rpartition("@")[0] or file for file in files]
+    ids = [hub_id_of(run, text, "datasets") for text in texts]
+    return [(each, each or Path(text).name) for each, text in zip(ids, texts, strict=True)]
+
+
+def read_validations(run: RunRecord, step: int) -> list[Validation]:
+    """Return the metrics of the last validation up to a step, with those before training."""
+    lines = [line for line in run.metrics() if line.step <= step and any(map(_VALIDATION.fullmatch, line.metrics))]
+    if not lines:
+        return []
+    last = lines[-1]
+    first = lines[0].metrics if lines[0].step == 0 else {}
+    numbers = count_prompts(run, last.step)
+    found: list[Validation] = []
+    for key, value in last.metrics.items():
+        match = _VALIDATION.fullmatch(key)
+        if match is None or match["part"] == "overall":  # the same as reward_score
+            continue
+        dataset = match["dataset"] or ""
+        num_prompts = numbers.get(dataset) if dataset else sum(numbers.values()) or None
+        found.append(Validation(dataset, match["part"] or "reward", first.get(key), value, last.step, num_prompts))
+    order = {"accuracy": 0, "reward": 1}
+    return sorted(found, key=lambda each: (each.dataset, order.get(each.metric, 2), each.metric))
+
+
+def count_prompts(run: RunRecord, step: int) -> dict[str, int]:
+    """Return the number of prompts of a validation by dataset, as prompt ids name it."""
+    files = [file for file in run.rollout_files() if file.split == "validation" and file.step == step]
+    ids = {row.prompt_id for file in files for row in read_rollouts(file.path)}
+    counts: dict[str, int] = {}
+    for prompt_id in ids:
+        dataset = re.sub(r"[^\w.-]", "-", prompt_id.rpartition(":")[0])
+        counts[dataset] = counts.get(dataset, 0) + 1
+    return counts
+
+
+def _equal(value: Any, default: Any) -> bool:
+    def plain(each: Any) -> Any:
+        return list(each) if isinstance(each, Sequence) and not isinstance(each, str) else each
+
+    return bool(plain(value) == plain(default))
+
+
+def _describe_reward(value: Any) -> str:
+    """Return the reward functions of a configuration without folders, with weights if several."""
+    if not isinstance(value, list | tuple):
+        return short_path(str(value))
+    entries = [{"function": each} if isinstance(each, str) else each for each in value]
+    return " + ".join(f"{each.get('weight', 1):g} * {short_path(str(each['function']))}" for each in entries)

@@ -21,8 +21,7 @@ from trigon.report.run import SOURCES, RunRecord
 from trigon.system.json_files import write_json
 from trigon.tools.plot.curves import learning_curves
 from trigon.tools.plot.figure import save_plot
-from trigon.tools.push.card import CURVES, model_card
-from trigon.tools.push.facts import hub_id, hub_id_of, is_unknown, read_facts
+from trigon.tools.push.card import CURVES, hub_id, hub_id_of, model_card, read_facts
 
 README = "README.md"
 
@@ -119,13 +118,17 @@ def write_folder(
         raise ConfigError(f"{run.path} was trained without LoRA: leave --merged out")
     is_adapter = _is_adapter(run, settings)
     base = public_base(run, settings)
-    warn_of_unknown(run, settings, warn)
+    if run.local_sources() is None:
+        warn(
+            f"the run has no {SOURCES}, which says what was on the hub and what was local: the metadata of the card "
+            "leave out its model and data; --base names the base model"
+        )
     path = _checkpoint_folder(run, settings.step)
     export_checkpoint(
         path,
         folder,
         dtype=settings.dtype,
-        adapter=is_adapter,
+        part="adapter" if is_adapter else "model",
         base=settings.base,
         best=settings.best,
         logits=settings.logits,
@@ -145,8 +148,7 @@ def write_folder(
         warn("the licence of the base model is not known here, so the card has none: --license sets it")
     has_curves = _draw_curves(run, folder / CURVES, warn)
     # In place of the card of the base model, if the export has copied one.
-    text = model_card(facts, repo_id, license_id=license_id, has_curves=has_curves)
-    (folder / README).write_text(text, encoding="utf-8")
+    model_card(facts, repo_id, license_id=license_id, has_curves=has_curves).save(folder / README)
     return folder
 
 
@@ -155,23 +157,6 @@ def public_base(run: RunRecord, settings: PushSettings) -> str | None:
     if settings.base is not None:
         return hub_id(settings.base, "models")
     return hub_id_of(run, _model_path(run), "models")
-
-
-def warn_of_unknown(run: RunRecord, settings: PushSettings, warn: Callable[[str], None]) -> None:
-    """Warn of a model and data that the card leaves out, as they may be hub ids or paths."""
-    data = run.config().get("data", {})
-    files = [*(data.get("train_files") or ()), *(data.get("val_files") or ())]
-    sources = dict.fromkeys(str(file).rpartition("@")[0] or str(file) for file in files)
-    unknown = [source for source in sources if is_unknown(run, source, "datasets")]
-    advice = ""
-    if settings.base is None and is_unknown(run, _model_path(run), "models"):
-        unknown.insert(0, _model_path(run))
-        advice = "; --base names the base model"
-    if unknown:
-        warn(
-            f"{', '.join(unknown)} may be on the hub or have been a local path: the run has no {SOURCES}, so the "
-            f"metadata of the card leaves it out{advice}"
-        )
 
 
 def _name_base(path: Path, base: str) -> None:
