@@ -19,7 +19,7 @@ accumulate their gradients, with gradient checkpointing except in one, and witho
     with ..., + ...       chunked log-probs with other kernels, compiled modules, or liger-kernel
 
 tokens/s counts each completion with its prompt, in every variant. MFU is the fraction of the GPU's
-peak that is used for operations of the model (trigon/models/flops.py): "shared" counts each prompt
+peak that is used for operations of the model (trigon/models/sizes.py): "shared" counts each prompt
 and image once, "repeated" as often as the padded batch computes them, with logits at every token,
 as published figures do. First each kernel is compared with float64; at the end of each line are the
 differences of the log-probabilities from those of the first variant.
@@ -41,11 +41,11 @@ from torch import Tensor
 from trigon.data.packing import by_group, pack_rollouts
 from trigon.models.attention import WINDOW_ATTENTION, use_group_attention
 from trigon.models.families import ModelFamily, family_of
-from trigon.models.flops import Counting, peak_tflops, update_flops
 from trigon.models.kernels import Kernel
 from trigon.models.patches import use_patch_projection
 from trigon.models.policy import Policy
 from trigon.models.positions import prompt_positions
+from trigon.models.sizes import Counting, peak_tflops, update_flops
 from trigon.tools.doctor import kernel_errors
 from trigon.tools.doctor.random_models import COMPLETIONS, MODELS, lengths_of, make_groups, make_model
 from trigon.types import Prompt, RolloutGroup

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from support.runs import finish, lines, start
-from trigon.assemble.memory_check import with_options
+from trigon.config.options import with_options
 from trigon.config.schema import Config
 from trigon.tools.plan.plan import plan
 

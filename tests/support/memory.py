@@ -15,7 +15,7 @@ from trigon.models.activations import (
     update_bytes,
 )
 from trigon.models.kernels import Kernel
-from trigon.models.memory import model_size
+from trigon.models.sizes import model_size
 from trigon.training.dry_run import as_rollouts, dummy_group
 from trigon.training.local import LocalTrainEngine
 from trigon.training.memory import HostMemory

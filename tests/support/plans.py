@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trigon.assemble.memory_check import with_options
+from trigon.config.options import with_options
 from trigon.config.schema import Config
 from trigon.tools.plan.lengths import LengthOptions
-from trigon.tools.plan.plan import plan
-from trigon.tools.plan.result import RunPlan
+from trigon.tools.plan.plan import RunPlan, plan
 
 SETTINGS: Mapping[str, Any] = {
     "data.train_files": ["hiyouga/geometry3k@train"],

@@ -8,15 +8,14 @@ from support.critics import make_critic, make_trunk
 from support.published import configured
 from trigon.assemble.critic import check_trained_critic, make_critic_settings, require_same_tokens
 from trigon.assemble.hub import hub_names
-from trigon.assemble.memory import count_checkpoint_bytes, count_memory
-from trigon.assemble.memory_check import _candidates, with_options
-from trigon.assemble.memory_table import GIB, Hardware
-from trigon.assemble.model_sizes import size_of_model
+from trigon.assemble.memory import GIB, Hardware, count_checkpoint_bytes, count_memory, size_of_model
+from trigon.assemble.memory_check import _candidates
 from trigon.assemble.options import make_advantage_settings, make_loss_terms
 from trigon.assemble.workers import config_for_workers
 from trigon.config.critic import find_contradictions, with_critic_as_actor
 from trigon.config.critic_checks import warn_of_critic
 from trigon.config.load import dump_config, inspect_config, load_config
+from trigon.config.options import with_options
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ConfigError, ModelError

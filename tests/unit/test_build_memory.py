@@ -9,24 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-
-from support.engines import make_engine
-from support.published import CONFIGS, configured
-from trigon.assemble.engines import staged_bytes
-from trigon.assemble.memory import count_memory
-from trigon.assemble.memory_check import MemoryCounter, check_memory, find_hardware, find_remedies, with_options
 from trigon.assemble.memory_remedies import (
     find_remedies_of_critic,
     find_remedies_of_policy,
     find_remedies_of_reference,
 )
-from trigon.assemble.memory_table import GIB, Hardware
-from trigon.assemble.model_sizes import size_of_model
+
+from support.engines import make_engine
+from support.published import CONFIGS, configured
+from trigon.assemble.engines import staged_bytes
+from trigon.assemble.memory import GIB, Hardware, count_memory, size_of_model
+from trigon.assemble.memory_check import MemoryCounter, check_memory, find_hardware, find_remedies
+from trigon.config.options import with_options
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.models.load import load_hf_config, load_model
 from trigon.models.lora import LoraSettings, add_lora
-from trigon.models.tensor_parallel import require_tensor_parallel
+from trigon.models.sizes import require_tensor_parallel
 from trigon.system.host_memory import count_total_bytes
 from trigon.training.protocol import Sizes
 

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from support.models import processors_of
 from support.oracle import load_hugging_face, make_episode, make_group, make_prompt, pack_groups, padded_logprobs
 from support.varlen import stand_in
-from trigon.models.flops import GroupLengths, forward_flops, peak_tflops, update_flops
 from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
+from trigon.models.sizes import GroupLengths, forward_flops, peak_tflops, update_flops
 from trigon.types import PackedGroups, Rollout, RolloutGroup, Score
 
 TinyModel = Callable[..., Path]

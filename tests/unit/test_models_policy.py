@@ -16,9 +16,9 @@ from support.models import processors_of
 from support.oracle import load_hugging_face, make_group, make_prompt
 from trigon.data.packing import pack_rollouts
 from trigon.errors import ModelError
-from trigon.models.flops import GroupLengths, update_flops
 from trigon.models.load import load_model
 from trigon.models.policy import Policy, computing_device, full_tensor
+from trigon.models.sizes import GroupLengths, update_flops
 from trigon.types import TrainGroup, TrainSequence
 
 TinyModel = Callable[..., Path]

@@ -9,14 +9,12 @@ import pytest
 
 from published_steps import ROWS, predict, table
 from support.plans import LENGTHS, planned
-from trigon.assemble.memory import count_memory
-from trigon.assemble.memory_check import with_options
-from trigon.assemble.memory_table import GIB, Hardware
-from trigon.assemble.model_sizes import size_of_model
+from trigon.assemble.memory import GIB, Hardware, count_memory, size_of_model
+from trigon.config.options import with_options
 from trigon.config.schema import Config
 from trigon.errors import ConfigError, ModelError
-from trigon.models.flops import GroupLengths, forward_flops, update_flops
 from trigon.models.load import load_hf_config
+from trigon.models.sizes import GroupLengths, forward_flops, update_flops
 from trigon.tools.plan.hardware import ACCELERATORS, parse_gpus
 from trigon.tools.plan.lengths import LengthOptions
 from trigon.tools.plan.model import SHIPPED, open_model_config, shipped_models

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trigon.assemble.memory_check import with_options
+from trigon.config.options import with_options
 from trigon.config.schema import Config
 from trigon.errors import ConfigError, DataError
 from trigon.report.metrics import StepMetrics

@@ -14,12 +14,12 @@ from support.planted import TOOL
 from support.videos import make_video
 from trigon.assemble.data import open_builder
 from trigon.assemble.episodes import load_episodes
-from trigon.assemble.memory_check import with_options
+from trigon.config.options import with_options
 from trigon.config.schema import Config
 from trigon.data.sources import open_source
 from trigon.data.vision import image_processor_of
-from trigon.models.flops import GroupLengths
 from trigon.models.load import load_hf_config
+from trigon.models.sizes import GroupLengths
 from trigon.tools.plan.lengths import MAX_MEASURED_ROWS, LengthOptions, find_lengths
 
 SIZES = [(640, 480), (28, 28), (1000, 90), (333, 517), (1920, 1080), (57, 800)]

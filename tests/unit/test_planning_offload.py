@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from support.plans import LENGTHS, SETTINGS
-from trigon.assemble.memory_check import with_options
+from trigon.config.options import with_options
 from trigon.config.schema import Config
 from trigon.tools.plan.hardware import ACCELERATORS, Cluster
 from trigon.tools.plan.planner import Place, Planner

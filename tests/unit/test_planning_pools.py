@@ -9,10 +9,9 @@ import pytest
 
 from support.plans import planned
 from support.published import configured
-from trigon.assemble.memory import count_memory
-from trigon.assemble.memory_check import check_memory, with_options
-from trigon.assemble.memory_table import GIB, Hardware
-from trigon.assemble.model_sizes import size_of_model
+from trigon.assemble.memory import GIB, Hardware, count_memory, size_of_model
+from trigon.assemble.memory_check import check_memory
+from trigon.config.options import with_options
 from trigon.errors import ConfigError
 from trigon.tools.plan.tables import as_json, as_text
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from trigon.assemble.memory_remedies import find_remedies_of_critic, find_remedies_of_policy
 from trigon.assemble.models import DevicePlacement, choose_kernel, open_trained_policy, place_policy
 from trigon.assemble.options import make_value_terms, model_path
+from trigon.assemble.remedies import find_remedies_in_pass
 from trigon.config.critic import as_critic, with_critic_as_actor
 from trigon.config.plan import Plan, has_critic, keeps_weights_on_host, shares_trunk
 from trigon.config.schema import Config
@@ -72,7 +72,7 @@ def open_critic(
             offload_optimizer=critic.offload.offload_optimizer and moves,
             process_group=place.process_group,
             model="critic",
-            remedies=find_remedies_of_critic(config),
+            remedies=find_remedies_in_pass(config, model="critic"),
         ),
         positions=positions_of(processors.family, processors.hf_config),
         features=shared_features(config, changed, model, trainer),
@@ -104,7 +104,7 @@ def open_trunk_critic(
             compute_dtype=compute_dtype if place.is_alone else None,
             process_group=place.process_group,
             model="critic",
-            remedies=find_remedies_of_policy(config),
+            remedies=find_remedies_in_pass(config),
         ),
         trainer=trainer,
         positions=positions_of(processors.family, processors.hf_config),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trigon.assemble.memory_remedies import find_remedies_of_policy, find_remedies_of_reference
 from trigon.assemble.options import (
     kl_is_full,
     make_lora_settings,
@@ -16,6 +15,7 @@ from trigon.assemble.options import (
     model_path,
     needs_reference,
 )
+from trigon.assemble.remedies import find_remedies_in_pass
 from trigon.config.defaults import resolve_reference_dtype, resolve_weight_dtype
 from trigon.config.names import DeviceType
 from trigon.config.plan import Plan, keeps_weights_on_host, num_samplers, num_workers, shares_trunk, workers_per_copy
@@ -30,7 +30,7 @@ from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.models.sequence_parallel import RowRanks, require_divisible_heads
-from trigon.models.tensor_parallel import require_tensor_parallel
+from trigon.models.sizes import require_tensor_parallel
 from trigon.models.value import ActorCritic
 from trigon.models.weight_files import stored_dtype
 from trigon.training.local import LocalTrainEngine
@@ -214,7 +214,7 @@ def open_trainer(
             offload_params=actor.offload.offload_params and moves,
             offload_optimizer=actor.offload.offload_optimizer and moves and not config.trainer.val_only,
             process_group=place.process_group,
-            remedies=find_remedies_of_policy(config),
+            remedies=find_remedies_in_pass(config),
         ),
         positions=positions_of(processors.family, processors.hf_config),
         reference=reference if kl_is_full(config) else None,
@@ -247,7 +247,7 @@ def open_reference(
             offload_params=offload and place.is_alone,
             process_group=place.process_group,
             model="reference",
-            remedies=find_remedies_of_reference(config),
+            remedies=find_remedies_in_pass(config, model="reference"),
         ),
         positions=positions_of(processors.family, processors.hf_config),
         max_tokens=plan.tokens_per_experience_pass,

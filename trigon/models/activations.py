@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trigon.models.activation_offload import DEVICE_INPUTS, host_bytes
-from trigon.models.dimensions import Dimensions, VisionDimensions
 from trigon.models.kernels import Kernel
+from trigon.models.sizes import Dimensions, VisionDimensions
 
 Moment = Literal["forward", "head, backward", "layer, backward", "vision, backward"]
 

@@ -21,12 +21,12 @@ from trigon.models.attention import configured_kernel
 from trigon.models.attention_metadata import AttentionMetadata
 from trigon.models.families import ModelFamily
 from trigon.models.features import VisionFeatureCache
-from trigon.models.flops import GroupLengths, peak_tflops, update_flops
 from trigon.models.fused import compile_parts, use_liger
 from trigon.models.head import FORWARD_METHODS, LogprobHead, use_logprob_head
 from trigon.models.logprobs import Predictions, rows_per_chunk, target_and_source_positions
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
 from trigon.models.sequence_parallel import RowRanks, RowSlice, complete_results, require_divisible_heads, slice_of
+from trigon.models.sizes import GroupLengths, peak_tflops, update_flops
 from trigon.models.transfer import to_device
 from trigon.models.vision_encoder import VisionEncoder, add_deepstack
 from trigon.types import NamedTensors, PackedGroups, TokenLogprobs, TrainGroup
@@ -317,7 +317,7 @@ class Policy(nn.Module):
     def update_work(self, groups: Sequence[TrainGroup]) -> dict[str, Metric]:
         """Return metrics: the operations of an update on these groups, and the peak of the GPU.
 
-        See flops.py; prompts and images count once. Empty for a family that is not counted, and
+        See sizes.py; prompts and images count once. Empty for a family that is not counted, and
         without the peak on a device whose peak is not known.
         """
         tower = self.family.vision_tower(self.model)

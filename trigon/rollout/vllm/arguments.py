@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 
 from trigon.config.names import DeviceType
-from trigon.models.dimensions import head_dim
 from trigon.models.load import Processors
+from trigon.models.sizes import head_dim
 
 ModelRunner = Literal["v1", "v2"]
 

@@ -192,8 +192,8 @@ def check_loggers(subject: Subject) -> Findings:
 
 def check_memory(subject: Subject) -> Findings:
     """Return whether the run fits into the memory that is there, by the arithmetic of its start."""
+    from trigon.assemble.memory import Hardware, format_gib
     from trigon.assemble.memory_check import check_memory as check
-    from trigon.assemble.memory_table import Hardware, format_gib
 
     config, machine = subject.given, subject.machine
     if not config.trainer.check_memory:
@@ -219,8 +219,7 @@ def check_memory(subject: Subject) -> Findings:
 
 def check_disk(subject: Subject) -> Findings:
     """Return whether the disk has space for the checkpoints that will be kept."""
-    from trigon.assemble.memory import count_checkpoint_bytes
-    from trigon.assemble.memory_table import format_gib
+    from trigon.assemble.memory import count_checkpoint_bytes, count_checkpoints, format_gib
 
     config, free = subject.given, subject.machine.free_disk_bytes
     if config.trainer.val_only:
@@ -243,15 +242,3 @@ def check_disk(subject: Subject) -> Findings:
         message = f"{text}: {format_gib(needed)}, and the disk of {folder} has {format_gib(free)} free"
         return Findings("", (Problem("disk.checkpoints", False, message, advice),))
     return Findings(f"{text}; {format_gib(free)} are free in {folder}")
-
-
-def count_checkpoints(config: Config, *, total_steps: int) -> int:
-    """Return how many checkpoints are on the disk at most, while the last one is written.
-
-    The newest ones are kept, the best, and an old one until the new one is complete.
-    """
-    trainer = config.trainer
-    saved = -(-total_steps // trainer.save_freq) if trainer.save_freq > 0 else 1
-    if trainer.save_limit <= 0:
-        return saved
-    return min(saved, trainer.save_limit + 2)

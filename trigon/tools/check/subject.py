@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trigon.data.prompts import PromptBuilder
     from trigon.environments.pool import EnvironmentPool
     from trigon.models.load import Processors
-    from trigon.models.memory import ModelSize
+    from trigon.models.sizes import ModelSize
     from trigon.rewards.pool import RewardPool
     from trigon.tools.check.machine import Machine
     from trigon.tools.check.rewards import Judged
@@ -180,7 +180,7 @@ class Subject:
         return read_processors(self.config.get())
 
     def _count_weights(self) -> ModelSize:
-        from trigon.assemble.model_sizes import size_of_model
+        from trigon.assemble.memory import size_of_model
 
         return size_of_model(self.config.get())
 

@@ -17,7 +17,7 @@ from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.models.activations import PassFormat, PassOptions, RowLengths, update_bytes
 from trigon.models.attention import configured_kernel
-from trigon.models.dimensions import dimensions_of
+from trigon.models.sizes import dimensions_of
 from trigon.tools.doctor.random_models import COMPLETIONS, MODELS, make_groups, write_model
 from trigon.tools.doctor.result import Findings, Setting, Tolerances, bytes_text
 from trigon.training.dry_run import dummy_group
