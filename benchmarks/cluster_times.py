@@ -83,15 +83,22 @@ class ClusterTimes:
         fitting = int(free / (tokens * self._size.key_values * self._item_bytes))
         self.max_sequences = max(1, min(max_sequences, fitting))
 
-        moved, shards = self.plan.moved, workers_per_copy(config)
+        fsdp, shards = config.worker.actor.fsdp, workers_per_copy(config)
         checkpointing = config.worker.actor.model.enable_gradient_checkpointing
         launching = len(self._size.layers) * (4 if checkpointing else 3) * _LAYER_SECONDS
         link, memory = self._gpu.link_rate * LINK_SHARE, self._gpu.memory_rate * _MEMORY_SHARE
-        computing = flops.computed / num_workers(config) / (self._gpu.flops * _PASS_SHARE)
-        trained = self._size.all.trained + self._size.all.adapters
-        self.update_seconds = max(computing, (moved.gathers + moved.gradients) / link)
-        self.update_seconds += batches.updates * (batches.update_rows * launching + 8 * 4 * trained / shards / memory)
-        self.sync_seconds = moved.weight_sync / link + 3 * self._size.parameters * self._item_bytes / memory
+        # Of one update without KL, whose forward is that of sampling, and is computed once more.
+        operations = flops.update + (flops.prefill + flops.decode if checkpointing else 0)
+        computing = operations / num_workers(config) / (self._gpu.flops * _PASS_SHARE)
+        others, trained = (shards - 1) / shards, self._size.all.trained
+        # FSDP gathers the weights twice for each pass, and reduces the gradients once.
+        gathered = 2 * batches.update_rows * self._size.parameters * DTYPES[fsdp.mp_param_dtype].itemsize * others
+        copies = 2 / shards if num_workers(config) > shards else 0
+        reduced = trained * DTYPES[fsdp.mp_reduce_dtype].itemsize * (others + copies)
+        self.update_seconds = max(computing, (gathered + reduced) / link)
+        self.update_seconds += batches.update_rows * launching + 8 * 4 * trained / shards / memory
+        loaded = self._size.parameters * self._item_bytes
+        self.sync_seconds = loaded * others / link + 3 * loaded / memory
 
     def decode_step(self, sequences: int) -> float:
         """Return the seconds in which one token of each of these sequences is decoded."""

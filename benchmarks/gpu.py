@@ -45,12 +45,12 @@ from trigon.models.kernels import Kernel
 from trigon.models.patches import use_patch_projection
 from trigon.models.policy import Policy
 from trigon.models.positions import prompt_positions
-from trigon.models.sizes import Counting, peak_tflops, update_flops
+from trigon.models.sizes import GroupLengths, peak_tflops, update_flops
 from trigon.tools.doctor import kernel_errors
 from trigon.tools.doctor.random_models import COMPLETIONS, MODELS, lengths_of, make_groups, make_model
 from trigon.types import Prompt, RolloutGroup
 
-_COUNTINGS: tuple[Counting, ...] = ("shared", "repeated")
+_COUNTINGS = ("shared", "repeated")
 ONE_CHUNK = 1 << 30
 
 
@@ -301,7 +301,13 @@ def main() -> None:
     once = sum(group.prompt + sum(group.completions) for group in lengths)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     peak = peak_tflops(gpu)
-    flops = {counting: update_flops(model.config, lengths, counting) for counting in _COUNTINGS}
+    # Each completion with a prompt of its own, which has logits as well: -prompt tokens lack them.
+    repeated = [
+        GroupLengths(each.prompt, (completion,), each.grids, observed=-each.prompt)
+        for each in lengths
+        for completion in each.completions
+    ]
+    flops = {name: update_flops(model.config, each) for name, each in zip(_COUNTINGS, (lengths, repeated), strict=True)}
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{name}: {parameters / 1e6:.0f} M parameters on {gpu}, torch {torch.__version__}")
     print(f"{len(groups)} prompts x {COMPLETIONS} completions, {tokens} tokens, {once} with each prompt once")

@@ -116,12 +116,10 @@ def test_update_work_counts_the_operations_of_an_update(tiny_model: TinyModel) -
     lengths = [GroupLengths(prompt=len(prompt.token_ids), completions=(3, 3), grids=((1, 4, 6),))]
     [(name, work)] = policy.update_work(groups).items()
     assert name == "actor/model_tflops"
-    assert work.value * 1e12 == pytest.approx(update_flops(policy.model.config, lengths, "shared"))
+    assert work.value * 1e12 == pytest.approx(update_flops(policy.model.config, lengths))
     policy.freeze_vision_tower()
     frozen = policy.update_work(groups)["actor/model_tflops"]
-    assert frozen.value * 1e12 == pytest.approx(
-        update_flops(policy.model.config, lengths, "shared", trains_vision=False)
-    )
+    assert frozen.value * 1e12 == pytest.approx(update_flops(policy.model.config, lengths, trains_vision=False))
     assert make_policy(tiny_model("internvl")).update_work([]) == {}
 
 

@@ -57,12 +57,12 @@ def check_memory(
 ) -> RunMemory | None:
     """Raise ConfigError if the run certainly does not fit, and warn if it probably does not.
 
-    warn: called with a message. size: as for MemoryCounter.
+    warn: called with a message. size: as for memory_counter.
     Returns: the memory of the run; None if trainer.check_memory is false.
     """
     if not config.trainer.check_memory:
         return None
-    count = MemoryCounter(config, hardware, size).count
+    count = memory_counter(config, hardware, size)
     memory = count(config)
     anyway = "trainer.check_memory=false starts the run all the same."
     worst = memory.worst(certain=True)
@@ -95,42 +95,30 @@ def check_memory(
     return memory
 
 
-class MemoryCounter:
-    """Counts the memory of a configuration with other options.
+def memory_counter(config: Config, hardware: Hardware, size: ModelSize | None = None) -> Callable[[Config], RunMemory]:
+    """Return a function that counts the memory of a configuration with other options.
 
     It creates the model, without memory, once for each value of the options that change its size.
+    size: sizes of the model of config, if they are known.
     """
+    sizes: dict[tuple[Any, ...], ModelSize] = {} if size is None else {_sized_by(config): size}
 
-    _SIZED_BY = (
-        "worker.actor.model.lora.rank",
-        "worker.actor.model.freeze_vision_tower",
-        "worker.critic.model.lora.rank",
-        "worker.critic.model.freeze_vision_tower",
-        "worker.critic.share_trunk",
+    def count(changed: Config) -> RunMemory:
+        key = _sized_by(changed)
+        if key not in sizes:
+            sizes[key] = size_of_model(changed)
+        return count_memory(changed, sizes[key], hardware)
+
+    return count
+
+
+def _sized_by(config: Config) -> tuple[Any, ...]:
+    """Return the values of the options that change the sizes of the models, but for their paths."""
+    actor, critic = config.worker.actor.model, config.worker.critic
+    return (
+        *(actor.lora.rank, actor.freeze_vision_tower, critic.model.lora.rank, critic.model.freeze_vision_tower),
+        critic.share_trunk,
     )
-
-    def __init__(self, config: Config, hardware: Hardware, size: ModelSize | None = None) -> None:
-        """Keep the configuration. size: sizes of its model, if they are known."""
-        self._config, self._hardware = config, hardware
-        self._sizes: dict[tuple[Any, ...], ModelSize] = {} if size is None else {self._kind(config): size}
-
-    def size(self, changed: Config) -> ModelSize:
-        """Return the sizes of the model."""
-        key = self._kind(changed)
-        if key not in self._sizes:
-            self._sizes[key] = size_of_model(with_options(self._config, dict(zip(self._SIZED_BY, key, strict=True))))
-        return self._sizes[key]
-
-    def count(self, changed: Config) -> RunMemory:
-        """Return the memory of a run."""
-        return count_memory(changed, self.size(changed), self._hardware)
-
-    @staticmethod
-    def _kind(config: Config) -> tuple[Any, ...]:
-        """Return the values of the options in _SIZED_BY."""
-        model, critic = config.worker.actor.model, config.worker.critic.model
-        shares = config.worker.critic.share_trunk
-        return model.lora.rank, model.freeze_vision_tower, critic.lora.rank, critic.freeze_vision_tower, shares
 
 
 def find_remedies(

@@ -324,7 +324,6 @@ class Policy(nn.Module):
         flops = update_flops(
             self.model.config,
             [GroupLengths.of(group.prompt, group.sequences) for group in groups],
-            "shared",
             trains_vision=tower is not None and any(parameter.requires_grad for parameter in tower.parameters()),
             outputs=self.num_outputs,
         )

@@ -7,11 +7,8 @@ parameters, but neither dimensions nor operations: those functions return None.
 Operations: a multiply-add counts as two. Counted are matrix products: those of linear layers, and
 those of attention for the pairs of tokens that attend to each other, so that causal attention
 counts half a square. Not counted are norms, activations, rotary embeddings, the interpolation of
-position embeddings, and recomputation, by gradient checkpointing or within a kernel.
-
-        shared      each prompt and each image of a group once: the work that packed groups need
-        repeated    prompt and images once for each completion, with logits at every token: what a
-                    trainer without shared prompts computes, for comparison with published figures
+position embeddings, and recomputation, by gradient checkpointing or within a kernel. Each prompt
+and each image of a group counts once, which is the work that packed groups need.
 
 The backward counts twice the forward: the gradients of the weights, and of the inputs. The first
 layer of a vision tower has no gradient of its inputs, and a frozen tower has no backward. LoRA is
@@ -23,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -65,10 +62,6 @@ _PEAKS = (
     (r"L20", 119.5),
     (r"GeForce RTX 4090", 165.0),
 )
-
-Counting = Literal["shared", "repeated"]
-"""How often prompts and images count; see the module."""
-
 
 # -- dimensions ------------------------------------------------------------------------------------
 
@@ -447,15 +440,12 @@ class Flops:
         return self.linear + self.attention + self.head + self.vision + self.patch_embedding
 
 
-def forward_flops(
-    hf_config: Any, groups: Sequence[GroupLengths], counting: Counting, *, outputs: int | None = None
-) -> Flops | None:
+def forward_flops(hf_config: Any, groups: Sequence[GroupLengths], *, outputs: int | None = None) -> Flops | None:
     """Return the operations of a forward over groups; None for a family that is not counted.
 
     Args:
         hf_config: the Hugging Face config of the model.
         groups: the lengths of each group.
-        counting: how often prompts and images count, see the module.
         outputs: number of outputs of the head; None: the vocabulary.
     """
     dimensions = dimensions_of(hf_config)
@@ -466,22 +456,15 @@ def forward_flops(
     windows = sliding_windows(hf_config.get_text_config())
     for group in groups:
         prompt, lengths = group.prompt, group.completions
-        if counting == "shared":
-            spans = [(0, prompt), *((prompt, prompt + length) for length in lengths)]
-            logits += sum(lengths) - group.observed
-            repeats = 1
-        else:
-            spans = [(0, prompt + length) for length in lengths]
-            logits += sum(end for _, end in spans)
-            repeats = len(lengths)
+        spans = [(0, prompt), *((prompt, prompt + length) for length in lengths)]
+        logits += sum(lengths) - group.observed
         tokens += sum(end - start for start, end in spans)
         pairs += sum(_attended_pairs(start, end, window) for window in windows for start, end in spans)
-        for grids, times in ((group.grids, repeats), (group.observed_grids, 1)):
-            if grids:
-                assert vision is not None, "a text model has no images"
-                of_blocks, of_patch_embedding = _vision_flops(vision, hf_config.vision_config, grids)
-                blocks += times * of_blocks
-                patch_embedding += times * of_patch_embedding
+        if grids := (*group.grids, *group.observed_grids):
+            assert vision is not None, "a text model has no images"
+            of_blocks, of_patch_embedding = _vision_flops(vision, hf_config.vision_config, grids)
+            blocks += of_blocks
+            patch_embedding += of_patch_embedding
     return Flops(
         linear=2 * tokens * text.active_weights,
         attention=4 * pairs * text.heads * text.head_dim,
@@ -494,7 +477,6 @@ def forward_flops(
 def update_flops(
     hf_config: Any,
     groups: Sequence[GroupLengths],
-    counting: Counting,
     *,
     trains_vision: bool = True,
     outputs: int | None = None,
@@ -505,7 +487,7 @@ def update_flops(
 
     Args: as in forward_flops. trains_vision: False for a frozen vision tower.
     """
-    forward = forward_flops(hf_config, groups, counting, outputs=outputs)
+    forward = forward_flops(hf_config, groups, outputs=outputs)
     if forward is None:
         return None
     backward = 2 * (forward.linear + forward.attention + forward.head)

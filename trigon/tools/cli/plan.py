@@ -6,8 +6,9 @@ import json
 import re
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from trigon.system.terminal import sanitize
@@ -72,26 +73,28 @@ def make_parser() -> ArgumentParser:
         metavar="RUN",
         help="folder of a finished run of the same model on as many GPUs, for seconds",
     )
+    tokens, share = partial(_number, least=1, most=1e9), partial(_number, least=1e-3, most=1)
+    or_none, count = partial(_number, least=0, most=1e9), partial(_number, least=1, most=1e12, kind=int)
     for flag, field, kind, metavar, help_text in (
-        ("--prompt-length", "prompt_tokens", _positive, "TOKENS", "mean of the prompts, with images"),
-        ("--image-tokens", "image_tokens", _not_negative, "TOKENS", "of a prompt's images; 0: none"),
-        ("--response-length", "response_tokens", _positive, "TOKENS", "mean of the completions"),
+        ("--prompt-length", "prompt_tokens", tokens, "TOKENS", "mean of the prompts, with images"),
+        ("--image-tokens", "image_tokens", or_none, "TOKENS", "of a prompt's images; 0: none"),
+        ("--response-length", "response_tokens", tokens, "TOKENS", "mean of the completions"),
         (
             "--observed-length",
             "observed_tokens",
-            _not_negative,
+            or_none,
             "TOKENS",
-            "mean that a completion observes, in an environment or with tools",
+            "mean that a completion observes with tools",
         ),
-        ("--observed-image-tokens", "observed_image_tokens", _not_negative, "TOKENS", "of these, those of images"),
-        ("--rows", "num_prompts", _count, "N", "usable training prompts"),
-        ("--val-rows", "num_val_prompts", _count, "N", "validation prompts"),
-        ("--keep-rate", "keep_rate", _share, "SHARE", "of the groups, with online filtering"),
+        ("--observed-image-tokens", "observed_image_tokens", or_none, "TOKENS", "of these, those of images"),
+        ("--rows", "num_prompts", count, "N", "usable training prompts"),
+        ("--val-rows", "num_val_prompts", count, "N", "validation prompts"),
+        ("--keep-rate", "keep_rate", share, "SHARE", "of the groups, with online filtering"),
     ):
         parser.add_argument(flag, dest=field, type=kind, metavar=metavar, help=help_text)
     parser.add_argument("--download", action="store_true", help="read the tokenizer and the data from the hub")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--width", type=_count, metavar="COLUMNS", help="of the tables; default: of the terminal")
+    parser.add_argument("--width", type=count, metavar="COLUMNS", help="of the tables; default: of the terminal")
     return parser
 
 
@@ -102,33 +105,12 @@ def _bytes(text: str) -> int:
     return int(float(written[1]) * _UNITS[written[2].upper()])
 
 
-def _not_negative(text: str) -> float:
+def _number(text: str, *, least: float, most: float, kind: Callable[[str], float] = float) -> float:
+    """Return a number between two others; kind: int for a whole one."""
     try:
-        number = float(text)
+        number = kind(text)
     except ValueError:
-        number = -1.0
-    if not 0 <= number < 1e9:
-        raise ArgumentTypeError(f"{text!r} is not a number of tokens")
-    return number
-
-
-def _positive(text: str) -> float:
-    if (number := _not_negative(text)) == 0:
-        raise ArgumentTypeError("it must be above 0")
-    return number
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,11}", text):
-        raise ArgumentTypeError(f"{text!r} is not a number above 0")
-    return int(text)
-
-
-def _share(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number <= 1:
-        raise ArgumentTypeError(f"{text!r} is not a share above 0 and at most 1")
+        number = least - 1
+    if not least <= number <= most:
+        raise ArgumentTypeError(f"{text!r} is not a number from {least:g} to {most:g}")
     return number

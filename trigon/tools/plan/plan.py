@@ -1,4 +1,4 @@
-"""Plans a run before it starts: batches, memory, operations, bytes and disk.
+"""Plans a run before it starts: batches, memory, operations and disk.
 
 It needs the configuration and the model's config.json: neither weights, nor a GPU, nor the network.
 Seconds it has only from a finished run (seconds.py).
@@ -23,8 +23,9 @@ from trigon.assemble.memory import (
     RunMemory,
     count_checkpoint_bytes,
     count_checkpoints,
+    size_of_model,
 )
-from trigon.assemble.memory_check import TIGHT, MemoryCounter, Remedy, find_hardware, find_remedies
+from trigon.assemble.memory_check import TIGHT, Remedy, find_hardware, find_remedies, memory_counter
 from trigon.assemble.options import make_loss_terms, needs_old_logprobs, needs_reference
 from trigon.assemble.remedies import Changes
 from trigon.config.batch_sizes import resolve_group_size, resolve_prompts_per_step, resolve_prompts_per_update
@@ -32,7 +33,7 @@ from trigon.config.checks import find_problems, raise_problems
 from trigon.config.defaults import resolve_auto_micro_batch, resolve_val_before_train
 from trigon.config.names import DeviceType
 from trigon.config.options import with_options
-from trigon.config.plan import Plan, has_critic, make_plan, num_devices, num_samplers, num_workers
+from trigon.config.plan import Plan, has_critic, make_plan, num_devices, num_workers
 from trigon.config.schema import Config
 from trigon.data.sources import Source
 from trigon.errors import ConfigError
@@ -41,7 +42,7 @@ from trigon.system.suggestions import nearest
 from trigon.tools.plan.lengths import LengthOptions, Lengths, find_lengths
 from trigon.tools.plan.model import open_model_config
 from trigon.tools.plan.seconds import MeasuredRun, project_seconds, read_measured
-from trigon.tools.plan.work import Batches, MovedBytes, StepFlops, count_flops, count_moved_bytes, make_batches
+from trigon.tools.plan.work import Batches, StepFlops, count_flops, make_batches
 from trigon.training.budget import HEADROOM
 
 GPUS: Mapping[str, float] = {
@@ -90,19 +91,6 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolPlan:
-    """Workers that only learn or only sample.
-
-    devices: for people. replicas: copies of the rollout engine; 0 for learners.
-    """
-
-    workers: Literal["learners", "samplers"]
-    devices: str
-    num_devices: int
-    replicas: int
-
-
-@dataclass(frozen=True, slots=True)
 class Disk:
     """Bytes that a run writes.
 
@@ -124,12 +112,12 @@ class Disk:
 class RunPlan:
     """What a run will do and need.
 
-    devices: of all workers, for people. pools: learners and samplers, if they are separate.
+    devices: of all workers, for people.
     parameters, trained_parameters: number of weights of the model, adapters included.
     plan: steps and updates. num_prompts: usable training prompts; None: unknown, so that epochs
         are too. num_steps: steps of the run; None if they depend on an unknown number of prompts.
     num_validations: validations of the run. lengths: of prompts and completions.
-    batches, flops, moved: of a step. flops: None for a family whose operations are not counted.
+    batches, flops: of a step. flops: None for a family whose operations are not counted.
     memory: by phase, of each GPU and of a machine. knows_host_memory: whether that is a limit.
     verdict: "does not fit" if a phase needs more than there is, "tight" above 95 % of it.
     remedies: changes that help most, if it does not fit. combination: several changes with which
@@ -143,7 +131,6 @@ class RunPlan:
     device: DeviceType
     devices: str
     num_devices: int
-    pools: tuple[PoolPlan, ...]
     parameters: int
     trained_parameters: int
     plan: Plan
@@ -153,7 +140,6 @@ class RunPlan:
     lengths: Lengths
     batches: Batches
     flops: StepFlops | None
-    moved: MovedBytes
     memory: RunMemory
     knows_host_memory: bool
     verdict: Verdict
@@ -239,11 +225,12 @@ def plan(
             folder, trust_remote_code=trained.trust_remote_code, override_config=trained.override_config
         )
         host_bytes = _UNKNOWN_HOST if place.host_bytes is None else place.host_bytes
-        counter = MemoryCounter(sized, Hardware(place.device, place.device_bytes, host_bytes))
-        size, memory = counter.size(sized), counter.count(sized)
+        size = size_of_model(sized)
+        count = memory_counter(sized, Hardware(place.device, place.device_bytes, host_bytes), size)
+        memory = count(sized)
         verdict = _judge(memory)
-        remedies, combination = _find_changes(sized, memory, counter.count)
-        budgets = _estimate_budgets(sized, place.device, counter.count)
+        remedies, combination = _find_changes(sized, memory, count)
+        budgets = _estimate_budgets(sized, place.device, count)
     known = find_lengths(
         config, hf_config, given, measured=None if run is None else run.lengths, download=download, opened=opened
     )
@@ -259,13 +246,11 @@ def plan(
     if run is not None and verdict != "does not fit":
         scores = {"scores_old": needs_old_logprobs(config, steps), "scores_reference": needs_reference(config)}
         seconds = project_seconds(run, batches, **scores)
-    pools = _pools(config, place)
     return RunPlan(
         model=trained.model_path or "",
         device=place.device,
-        devices=" and ".join(f"{each.devices} ({each.workers})" for each in pools) or str(place),
+        devices=_describe_devices(config, place),
         num_devices=num_devices(config),
-        pools=pools,
         parameters=size.all.total,
         trained_parameters=size.all.trained + size.all.adapters,
         plan=steps,
@@ -275,7 +260,6 @@ def plan(
         lengths=known,
         batches=batches,
         flops=count_flops(config, steps, hf_config, size, known, batches),
-        moved=count_moved_bytes(config, steps, size, memory, known, batches),
         memory=memory,
         knows_host_memory=place.host_bytes is not None,
         verdict=verdict,
@@ -336,16 +320,12 @@ def _find_gpu(text: str) -> str:
     return max(matching, key=lambda each: GPUS[each])
 
 
-def _pools(config: Config, place: Place) -> tuple[PoolPlan, ...]:
-    """Return the pools of a run; none if all workers learn and sample."""
-    rollout, samplers = config.worker.rollout, num_samplers(config)
+def _describe_devices(config: Config, place: Place) -> str:
+    rollout = config.worker.rollout
     if config.worker.hybrid_engine:
-        return ()
-    of_samplers = replace(place, nodes=rollout.nnodes, gpus_per_node=rollout.n_gpus_per_node)
-    return (
-        PoolPlan("learners", str(place), num_workers(config), 0),
-        PoolPlan("samplers", str(of_samplers), samplers, samplers // rollout.tensor_parallel_size),
-    )
+        return str(place)
+    samplers = replace(place, nodes=rollout.nnodes, gpus_per_node=rollout.n_gpus_per_node)
+    return f"{place} (learners) and {samplers} (samplers)"
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -451,7 +431,7 @@ def _assumptions(
     if not make_loss_terms(config).regularized:
         lines.append("every group has a gradient: groups with equal rewards are skipped, and make updates faster")
     if has_critic(config):
-        lines.append("the critic counts in memory and checkpoints, not in operations and moved bytes")
+        lines.append("the critic counts in memory and checkpoints, not in operations")
     if place.device == "cpu" and config.trainer.device == "auto":
         lines.append("devices: this machine has no GPU; name those of the run with --gpus 8xH100-80G")
     if place.host_bytes is None:

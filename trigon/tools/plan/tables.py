@@ -26,9 +26,8 @@ def as_text(plan: RunPlan, *, width: int | None = None) -> str:
         _section("Memory", [*_memory(plan, width - 2), *_changes(plan, width)]),
         _section("Work of a step", _pairs(_work(plan), width)),
         _section("Seconds of a step", _pairs(_seconds(plan), width)),
-        _section("Workers", _pairs(_pools(plan), width)),
         _section("The run", _pairs(_run(plan), width)),
-        _section("Moved and written", _pairs(_moved(plan), width)),
+        _section("Disk", _pairs(_disk(plan), width)),
         _section("This rests on", [line for each in plan.assumptions for line in _item(each, width)]),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -36,28 +35,20 @@ def as_text(plan: RunPlan, *, width: int | None = None) -> str:
 
 def as_json(plan: RunPlan) -> dict[str, Any]:
     """Return the plan as data for JSON, with units in the names: seconds, bytes, flops, tokens."""
-    lengths = plan.lengths
+    simple = ("model", "devices", "num_devices", "parameters", "trained_parameters", "verdict", "fits", "combination")
     return {
-        "model": plan.model,
-        "devices": plan.devices,
-        "num_devices": plan.num_devices,
-        "pools": [asdict(each) for each in plan.pools],
-        "verdict": plan.verdict,
-        "fits": plan.fits,
+        **{name: getattr(plan, name) for name in simple},
         "problem": None if plan.memory.problem is None else str(plan.memory.problem),
         "changes": [asdict(each) for each in plan.remedies],
-        "changes_that_fit": plan.combination,
-        "parameters": plan.parameters,
-        "trained_parameters": plan.trained_parameters,
-        "steps": plan.num_steps,
-        "steps_per_epoch": None if plan.num_prompts is None else plan.plan.steps_per_epoch,
         "training_prompts": plan.num_prompts,
+        "steps": plan.num_steps,
         "validations": plan.num_validations,
+        "plan": asdict(plan.plan),
         "batches": asdict(plan.batches),
-        "lengths": {
-            "mean_prompt_tokens": lengths.mean_prompt,
-            "mean_response_tokens": lengths.response_tokens,
-            "mean_observed_tokens": lengths.observed_tokens,
+        "mean_tokens": {
+            "prompt": plan.lengths.mean_prompt,
+            "response": plan.lengths.response_tokens,
+            "observed": plan.lengths.observed_tokens,
         },
         "memory": [
             {
@@ -72,23 +63,15 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             for phase in plan.memory.phases
         ],
         "flops": None if plan.flops is None else asdict(plan.flops),
-        "seconds": None
-        if plan.seconds is None
-        else {
-            "phases": dict(plan.seconds),
+        "seconds": {
+            "phases": plan.seconds,
             "step": plan.step_seconds,
             "epoch": plan.epoch_seconds,
             "run": plan.run_seconds,
             "validation": plan.validation_seconds,
         },
-        "moved_bytes": asdict(plan.moved),
-        "disk_bytes": {
-            "checkpoint": plan.disk.checkpoint,
-            "checkpoints_kept": plan.disk.kept,
-            "checkpoints": plan.disk.checkpoints,
-            "rollouts_of_a_step": plan.disk.rollouts,
-        },
-        "assumptions": list(plan.assumptions),
+        "disk_bytes": {**asdict(plan.disk), "checkpoints": plan.disk.checkpoints},
+        "assumptions": plan.assumptions,
     }
 
 
@@ -108,6 +91,7 @@ def _batches(plan: RunPlan) -> list[tuple[str, str]]:
     batches, lengths = plan.batches, plan.lengths
     device = "GPU" if plan.device == "cuda" else "worker"
     filtered = batches.sampled_prompts - batches.prompts
+    epochs = f", in {plan.plan.epochs_per_step} passes over the step" if plan.plan.epochs_per_step > 1 else ""
     observed = f" and {lengths.observed_tokens:,.0f} observed ones" if lengths.observed_tokens else ""
     return [
         (
@@ -120,10 +104,10 @@ def _batches(plan: RunPlan) -> list[tuple[str, str]]:
             f"prompt {lengths.mean_prompt:,.0f} tokens, completion {lengths.response_tokens:,.0f} tokens{observed} in "
             "the mean",
         ),
-        ("updates", f"{batches.updates}{f', in {batches.epochs} passes over the step' if batches.epochs > 1 else ''}"),
+        ("updates", f"{plan.plan.updates_per_step}{epochs}"),
         (
             "an update",
-            f"{batches.prompts_per_update:,} prompts x {batches.completions} = {batches.sequences_per_update:,} "
+            f"{plan.plan.prompts_per_update:,} prompts x {batches.completions} = {plan.plan.sequences_per_update:,} "
             f"sequences, {batches.sequences_per_gpu:,} for each {device}",
         ),
         (
@@ -178,15 +162,10 @@ def _work(plan: RunPlan) -> list[tuple[str, str]]:
     if flops is None:
         return [("operations", "not counted for this family of models")]
     prefilled = "prompts and observations" if plan.lengths.observed_tokens else "prompts"
-    update = _flops(flops.update)
-    if flops.computed > flops.update:
-        update += f"; {_flops(flops.computed)} with what gradient checkpointing computes again"
-    elif flops.computed < flops.update:
-        update += f"; {_flops(flops.computed)} without the gradients that LoRA does not need"
     rows = [("sampling", f"{_flops(flops.prefill)} of {prefilled}, {_flops(flops.decode)} of completions")]
     if flops.old or flops.reference:
         rows.append(("log-probs", f"{_flops(flops.old)} of the policy, {_flops(flops.reference)} of the reference"))
-    return [*rows, ("updates", update), ("a step", _flops(flops.total))]
+    return [*rows, ("updates", _flops(flops.update)), ("a step", _flops(flops.total))]
 
 
 def _seconds(plan: RunPlan) -> list[tuple[str, str]]:
@@ -195,18 +174,6 @@ def _seconds(plan: RunPlan) -> list[tuple[str, str]]:
         return []
     rows = [(name, f"{format_seconds(each)}, {each / total:.0%}") for name, each in plan.seconds.items() if each]
     return [*rows, ("a step", format_seconds(total))]
-
-
-def _pools(plan: RunPlan) -> list[tuple[str, str]]:
-    """Return a row for each pool of workers, if they are separate."""
-    return [
-        (
-            pool.workers,
-            f"{pool.devices}, "
-            + (f"{pool.replicas} replicas of the engine" if pool.replicas else "model, optimizer, no engine"),
-        )
-        for pool in plan.pools
-    ]
 
 
 def _run(plan: RunPlan) -> list[tuple[str, str]]:
@@ -226,28 +193,15 @@ def _run(plan: RunPlan) -> list[tuple[str, str]]:
     return rows
 
 
-def _moved(plan: RunPlan) -> list[tuple[str, str]]:
-    moved, disk = plan.moved, plan.disk
-    each = "each GPU" if plan.device == "cuda" else "each worker"
-    rows = []
-    if plan.num_devices > 1:
-        rows += [
-            ("weight sync", f"{format_bytes(moved.weight_sync)} gathered by {each} in a step"),
-            ("FSDP", f"{format_bytes(moved.gathers)} of weights gathered by {each} in a step"),
-            ("gradients", f"{format_bytes(moved.gradients)} reduced by {each} in a step"),
-        ]
-    if moved.received:
-        rows.append(("samplers", f"{format_bytes(moved.received)} of weights received by each in a step"))
-    if moved.offload:
-        rows.append(("offloading", f"{format_bytes(moved.offload)} to and from host memory in a step"))
-    if moved.driver:
-        rows.append(("driver", f"{format_bytes(moved.driver)} to and from the workers in a step, without images"))
-    kept = f"at most {disk.kept} on disk: {format_bytes(disk.checkpoints)}"
-    if plan.num_steps is None:
-        kept = "their number is unknown, as that of the steps is"
-    rows.append(("checkpoint", f"{format_bytes(disk.checkpoint)}; {kept}"))
-    in_run = "" if plan.num_steps is None else f", {format_bytes(disk.rollouts * plan.num_steps)} in the run"
-    return [*rows, ("rollout files", f"about {format_bytes(disk.rollouts)} a step{in_run}")]
+def _disk(plan: RunPlan) -> list[tuple[str, str]]:
+    disk, kept, in_run = plan.disk, "their number is unknown, as that of the steps is", ""
+    if plan.num_steps is not None:
+        kept = f"at most {disk.kept} at a time: {format_bytes(disk.checkpoints)}"
+        in_run = f", {format_bytes(disk.rollouts * plan.num_steps)} in the run"
+    return [
+        ("checkpoint", f"{format_bytes(disk.checkpoint)}; {kept}"),
+        ("rollout files", f"about {format_bytes(disk.rollouts)} a step{in_run}, without images"),
+    ]
 
 
 # -- text ------------------------------------------------------------------------------------------

@@ -1,0 +1,414 @@
+"""The memory of a run by arithmetic, and runs that are refused because they do not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+
+from support.engines import make_engine
+from support.published import CONFIGS, configured
+from trigon.assemble.engines import staged_bytes
+from trigon.assemble.memory import GIB, Hardware, count_memory, size_of_model
+from trigon.assemble.memory_check import check_memory, find_hardware, find_remedies, memory_counter
+from trigon.assemble.remedies import find_remedies_in_pass
+from trigon.config.options import with_options
+from trigon.config.schema import Config
+from trigon.errors import ConfigError
+from trigon.models.load import load_hf_config, load_model
+from trigon.models.lora import LoraSettings, add_lora
+from trigon.models.sizes import require_tensor_parallel
+from trigon.training.protocol import Sizes
+
+PUBLISHED = {
+    "Qwen2.5-VL-3B-Instruct": 3_754_622_976,
+    "Qwen2.5-VL-7B-Instruct": 8_292_166_656,
+    "Qwen2.5-VL-32B-Instruct": 33_452_718_336,
+    "Qwen2.5-VL-72B-Instruct": 73_410_777_344,
+    "Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen2.5-3B-Instruct": 3_085_938_688,
+    "Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-VL-4B-Instruct": 4_437_815_808,
+    "Qwen3-VL-8B-Instruct": 8_767_123_696,
+    "Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,
+}
+"""The number of parameters of each published model."""
+
+VL_7B = "Qwen2.5-VL-7B-Instruct"
+WEIGHTS = PUBLISHED[VL_7B]
+EIGHT = {"trainer.n_gpus_per_node": 8}
+OFFLOAD = {"worker.actor.offload.offload_params": True, "worker.actor.offload.offload_optimizer": True}
+SEPARATE = {"worker.hybrid_engine": False, "worker.rollout.n_gpus_per_node": 4}
+TWO_MACHINES = {**SEPARATE, "worker.rollout.nnodes": 2, "worker.rollout.n_gpus_per_node": 8}
+PATH = "worker.actor.model.model_path"
+UTILIZATION = "worker.rollout.gpu_memory_utilization"
+PARALLEL = "worker.rollout.tensor_parallel_size"
+ACTIVATION_OFFLOAD = "worker.actor.model.enable_activation_offload"
+H100 = Hardware("cuda", 80 * GIB, 2000 * GIB)
+
+
+def count(config, hardware=H100):
+    return count_memory(config, size_of_model(config), hardware)
+
+
+def parts_of(memory, phase, pool="GPU", workers="all"):
+    found = [each for each in memory.phases if (each.phase, each.pool, each.workers) == (phase, pool, workers)]
+    return {part.name: part.expected for part in found[0].parts} if found else {}
+
+
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_sizes_of_published_models_are_exact(name):
+    assert size_of_model(configured(name)).all.trained == PUBLISHED[name]
+    assert {path.name for path in CONFIGS.iterdir()} == PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe", "internvl", "gemma3_text"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_sizes_are_those_of_the_model_that_is_trained(tiny_model, family, rank):
+    folder = str(tiny_model(family))
+    size = size_of_model(configured("Qwen3-4B", {PATH: folder, "worker.actor.model.lora.rank": rank}))
+    model = load_model(folder, dtype=torch.float32, device="cpu")
+    if rank:
+        add_lora(model, LoraSettings(rank, rank, "all-linear", None), seed=0)
+    trained = sum(part.numel() for part in model.parameters() if part.requires_grad)
+    frozen = sum(part.numel() for part in model.parameters() if not part.requires_grad)
+    assert (size.all.trained + size.all.adapters, size.all.frozen) == (trained, frozen)
+    assert size.has_adapters == (rank > 0)
+    assert size.largest == max(part.numel() for part in model.parameters())
+
+
+@pytest.mark.parametrize(("dtype", "strategy"), [("fp32", "adamw"), ("bf16", "adamw_bf16")])
+@pytest.mark.parametrize("freeze", [False, True])
+def test_weights_gradients_and_states_are_those_of_the_train_engine(tiny_model, dtype, strategy, freeze):
+    folder = tiny_model("qwen2_5_vl")
+    torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
+    sizes = make_engine(folder, dtype=torch_dtype, strategy=strategy, freeze=freeze).sizes()
+    changes = {
+        PATH: str(folder),
+        "worker.actor.model.freeze_vision_tower": freeze,
+        "worker.actor.fsdp.torch_dtype": dtype,
+        "worker.actor.optim.strategy": strategy,
+    }
+    parts = parts_of(count(configured("Qwen3-4B", changes)), "update")
+    assert [parts[name] for name in ("weights", "gradients", "optimizer states")] == [
+        sizes.weight_bytes,
+        sizes.gradient_bytes,
+        sizes.optimizer_bytes,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("Qwen2.5-VL-3B-Instruct", (1, 2, 4)),  # 16 heads in decoder and tower, whose MLPs have 3,420 columns
+        ("Qwen2.5-VL-7B-Instruct", (1, 2, 4)),  # 28 heads, and 16 in the tower
+        ("Qwen2.5-VL-32B-Instruct", (1, 2, 4, 8)),  # 40 heads
+        ("Qwen2.5-VL-72B-Instruct", (1, 2, 4, 8, 16)),
+        ("Qwen2.5-7B-Instruct", (1, 2, 4)),  # 28 heads, but 18,944 columns
+        ("Qwen3-VL-30B-A3B-Instruct", (1, 2, 4, 8, 16)),
+    ],
+)
+def test_sizes_of_tensor_parallelism_divide_heads_and_mlps_of_decoder_and_tower(name, sizes):
+    hf_config = load_hf_config(CONFIGS / name)
+    for size in range(1, 65):
+        if size in sizes:
+            require_tensor_parallel(hf_config, size, num_workers=64)
+        else:
+            with pytest.raises(ConfigError, match=rf"tensor_parallel_size is {size}, .*1 or 2 or 4"):
+                require_tensor_parallel(hf_config, size, num_workers=64)
+
+
+@pytest.mark.parametrize("option", ["rollout.tensor_parallel_size", "actor.ulysses_sequence_parallel_size"])
+def test_heads_that_the_workers_cannot_divide_are_refused_with_the_sizes_that_can(option):
+    config = configured(VL_7B, {**EIGHT, f"worker.{option}": 8})
+    with pytest.raises(ConfigError, match=rf"{option} is 8, .* 28 attention heads.*1 or 2 or 4$"):
+        size_of_model(config)
+
+
+# -- phases ----------------------------------------------------------------------------------------
+
+
+def test_the_memory_of_a_run_in_numbers():
+    """A run of 8 prompts x 5 completions on eight GPUs with a KL term, in bytes, by phase."""
+    changes = {**EIGHT, "algorithm.use_kl_loss": True, "data.rollout_batch_size": 512}
+    memory = count(configured(VL_7B, changes), Hardware("cuda", int(79.6 * GIB), 2**60))
+    assert {f"{each.phase}, {each.pool}": each.expected for each in memory.phases} == {
+        "start, GPU": 56501734666,
+        "weight sync, GPU": 34440051200,
+        "sampling, GPU": 65867643146,
+        "log-probs, GPU": 18526702080,
+        "update, GPU": 27698479104,
+        "optimizer step, GPU": 18731816960,
+        "save, GPU": 14585733632,
+        "start, host": 17179869184,
+        "sampling, host": 53494208512,
+        "save, host": 153000208384,
+    }
+    eighth, parts = WEIGHTS // 8, parts_of(memory, "optimizer step")
+    assert [parts[name] for name in ("weights", "gradients", "optimizer states")] == [
+        4 * eighth,
+        4 * eighth,
+        8 * eighth,
+    ]
+
+
+def test_offloaded_parts_are_in_host_memory_while_completions_are_sampled():
+    four = {"trainer.n_gpus_per_node": 4}
+    on_gpu, offloaded = (count(configured(VL_7B, {**four, **each})) for each in ({}, OFFLOAD))
+    states = 8 * WEIGHTS // 4
+    assert parts_of(on_gpu, "sampling")["optimizer states"] == states
+    assert parts_of(offloaded, "sampling").keys() & {"weights", "optimizer states"} == set()
+    assert parts_of(offloaded, "sampling", "host")["optimizer states"] == 4 * states
+    assert parts_of(offloaded, "update")["optimizer states"] == states
+
+
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_vllm_has_a_share_of_the_gpu_with_its_weights_over_the_tensor_parallel_ranks(parallel):
+    config = configured(VL_7B, {**EIGHT, UTILIZATION: 0.5, PARALLEL: parallel})
+    parts, weights = parts_of(count(config), "sampling"), -(-2 * WEIGHTS // parallel)
+    assert (parts["vLLM's weights"], parts["vLLM's KV cache and workspace"]) == (weights, 40 * GIB - weights)
+
+
+def test_a_longer_row_and_no_checkpointing_need_more():
+    rows = {"worker.actor.micro_batch_size_per_device_for_update": 8, "trainer.auto_micro_batch": False}
+    plain, longer, kept = (
+        parts_of(count(configured(VL_7B, {**EIGHT, **changes})), "update")["activations"]
+        for changes in ({}, rows, {"worker.actor.model.enable_gradient_checkpointing": False})
+    )
+    assert plain < longer < 9 * plain
+    assert kept > 4 * plain
+
+
+@pytest.mark.parametrize(
+    ("response", "kept", "offloaded", "host"), [(30_720, 13.0, 7.3, 56.0), (63_488, 26.1, 14.7, 112.0)]
+)
+def test_offloaded_inputs_of_layers_are_those_of_the_page_on_long_sequences(response, kept, offloaded, host):
+    changes = {**EIGHT, "worker.actor.model.freeze_vision_tower": True, "data.max_response_length": response}
+    memory = [count(configured(VL_7B, {**changes, ACTIVATION_OFFLOAD: offloads})) for offloads in (False, True)]
+    activations = [parts_of(each, "update")["activations"] for each in memory]
+    assert [round(each / GIB, 1) for each in activations] == [kept, offloaded]
+    assert parts_of(memory[1], "update", "host")["inputs of layers"] == host * GIB
+    assert parts_of(memory[0], "update", "host") == {}
+
+
+def test_one_input_of_a_layer_is_on_the_device_while_logits_are_computed():
+    config = configured("Qwen2.5-7B-Instruct", EIGHT)
+    kept, offloaded = (
+        parts_of(count(with_options(config, {ACTIVATION_OFFLOAD: offloads})), "update")["activations"]
+        for offloads in (False, True)
+    )
+    assert kept - offloaded == 27 * (2048 + 2048) * 3584 * 2  # of 28 layers
+
+
+# -- separate workers ------------------------------------------------------------------------------
+
+
+def test_learners_have_no_engine_and_samplers_nothing_else():
+    four = {"trainer.n_gpus_per_node": 4}
+    shared, apart = count(configured(VL_7B, four)), count(configured(VL_7B, {**four, **SEPARATE}))
+    for phase in ("log-probs", "update", "optimizer step", "save"):
+        parts = parts_of(shared, phase)
+        del parts["CUDA graphs of vLLM"]
+        assert parts_of(apart, phase, workers="learners") == parts
+    assert not any("vLLM" in name for name in parts_of(apart, "start", workers="learners"))
+    engine = {"vLLM's weights": 2 * WEIGHTS, "vLLM's KV cache and workspace": 48 * GIB - 2 * WEIGHTS}
+    rest = {"CUDA graphs of vLLM": GIB, "CUDA context, NCCL": GIB}
+    largest = 152_064 * 3584 * 2
+    synced = {"largest tensor, gathered and converted": 3 * largest, "bucket of received tensors": 256 * 2**20}
+    assert parts_of(apart, "start", workers="samplers") == engine | {"CUDA context, NCCL": GIB}
+    assert parts_of(apart, "weight sync", workers="samplers") == engine | synced | rest
+    assert parts_of(apart, "sampling", workers="samplers") == engine | rest
+    divided = count(configured(VL_7B, {**SEPARATE, PARALLEL: 4}))
+    assert parts_of(divided, "sampling", workers="samplers")["vLLM's weights"] == WEIGHTS // 2
+
+
+def test_host_memory_is_added_where_both_pools_may_be_on_one_machine():
+    one, two = (
+        count(configured("Qwen2.5-7B-Instruct", {"trainer.n_gpus_per_node": 2, **each}))
+        for each in (SEPARATE, TWO_MACHINES)
+    )
+    assert {each.workers for each in one.phases if each.pool == "host"} == {"all"}
+    saved = parts_of(one, "save", "host")
+    assert (saved["processes"], saved["workers that sample"]) == (2 * 2 * GIB, 4 * 2 * GIB)
+    assert "workers that sample" not in parts_of(two, "save", "host", "learners")
+    assert parts_of(two, "sampling", "host", "samplers") == {"processes": 8 * 2 * GIB}
+
+
+def test_samplers_that_stream_hold_the_pixels_of_all_groups_that_may_be_outstanding():
+    one, streamed = (
+        parts_of(count(configured(VL_7B, {**TWO_MACHINES, **each})), "sampling", "host", "samplers")
+        for each in ({"algorithm.max_staleness": 1}, {"algorithm.max_staleness": 4})
+    )
+    of_prompt = 4 * 2048 * 1176 * 4  # patches of a token, values of a patch
+    assert streamed["images of prompts being sampled"] == 8 * 5 * 512 // 16 * of_prompt
+    assert streamed["caches of images"] == one["caches of images"]
+    assert "images of prompts being sampled" not in one
+
+
+def test_on_the_cpu_samplers_have_weights_and_a_cache_in_host_memory():
+    config = configured("Qwen2.5-3B-Instruct", {**SEPARATE, "trainer.n_gpus_per_node": 2})
+    memory = count(config, Hardware("cpu", 0, 64 * GIB))
+    weights, parts = 4 * 2 * 3_085_938_688, parts_of(memory, "update", "host")
+    assert parts["workers that sample"] == weights + 4 * (1 + 2) * GIB
+    assert not {"rollout engine's weights", "vLLM's KV cache"} & parts.keys()
+    [update] = [phase for phase in memory.phases if phase.phase == "update"]
+    assert [part.certain for part in update.parts if part.name == "workers that sample"] == [weights]
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def warned(config, hardware=H100):
+    warnings: list[str] = []
+    check_memory(config, hardware, warn=warnings.append)
+    return warnings
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "hardware", "facts"),
+    [
+        (
+            VL_7B,
+            OFFLOAD,
+            H100,
+            ["123.6 GiB during update", "80.0 GiB", "30.9 GiB  weights", "30.9 GiB  gradients", "61.8 GiB  optimizer"],
+        ),
+        ("Qwen2.5-VL-3B-Instruct", {UTILIZATION: 0.9}, H100, ["during sampling", "offload_optimizer=true: "]),
+        (
+            "Qwen2.5-VL-32B-Instruct",
+            {**EIGHT, "worker.actor.offload.offload_optimizer": True, "worker.actor.fsdp.torch_dtype": "bf16"},
+            Hardware("cuda", 141 * GIB, 64 * GIB),
+            ["host memory of a machine"],
+        ),
+        (
+            "Qwen2.5-VL-32B-Instruct",
+            {**SEPARATE, "trainer.n_gpus_per_node": 32, UTILIZATION: 0.9},
+            Hardware("cuda", 40 * GIB, 2000 * GIB),
+            ["on each GPU of the samplers", f"{PARALLEL}=2"],
+        ),
+        # All phases fit, but not vLLM's weights into its share.
+        (
+            "Qwen3-VL-30B-A3B-Instruct",
+            {"trainer.nnodes": 4, **EIGHT},
+            H100,
+            ["48.0 GiB of each GPU", f"{UTILIZATION}=0.6", "58.2 GiB", f"{PARALLEL}=2 or {UTILIZATION}=0.8"],
+        ),
+    ],
+)
+def test_a_run_that_cannot_fit_is_refused_with_the_arithmetic_and_what_helps(name, changes, hardware, facts):
+    with pytest.raises(ConfigError) as refused:
+        warned(configured(name, changes), hardware)
+    for fact in (*facts, "trainer.check_memory=false"):
+        assert fact in str(refused.value)
+
+
+def test_remedies_are_the_same_arithmetic_with_the_change():
+    config = configured(VL_7B)
+    memory = count(config)
+    worst = memory.worst(certain=True)
+    remedies = find_remedies(config, memory, worst, memory_counter(config, H100, size_of_model(config)))
+    assert len(remedies) == 3
+    for remedy in remedies:
+        changed = count(with_options(config, remedy.changes))
+        [same] = [each for each in changed.phases if (each.phase, each.pool) == (worst.phase, worst.pool)]
+        assert worst.certain - same.certain == remedy.saved_bytes > 0
+        assert remedy.fits == (changed.worst(certain=True).certain <= 80 * GIB and changed.problem is None)
+        if remedy.fits:
+            warned(with_options(config, remedy.changes))
+
+
+def test_samplers_that_stream_are_not_advised_to_divide_their_engine():
+    changes = {**SEPARATE, "trainer.n_gpus_per_node": 32, UTILIZATION: 0.9, "algorithm.max_staleness": 2}
+    with pytest.raises(ConfigError, match="on each GPU of the samplers") as refused:
+        warned(configured("Qwen2.5-VL-32B-Instruct", changes), Hardware("cuda", 40 * GIB, 2000 * GIB))
+    assert "tensor_parallel_size" not in str(refused.value)  # which is refused with max_staleness above 1
+
+
+def test_a_run_near_the_limit_is_warned_and_not_refused():
+    config = configured("Qwen2.5-VL-3B-Instruct", OFFLOAD)
+    [warning] = warned(config, Hardware("cuda", 66 * GIB, 2000 * GIB))
+    assert "update is expected to need 6" in warning
+    assert warned(config, Hardware("cuda", 141 * GIB, 2000 * GIB)) == []
+
+
+def test_a_family_whose_passes_are_not_counted_is_announced(tiny_model):
+    [warning] = warned(configured("Qwen3-4B", {PATH: str(tiny_model("gemma3_text"))}))
+    assert "not counted" in warning
+
+
+def test_the_check_can_be_turned_off():
+    assert warned(configured("Qwen2.5-VL-72B-Instruct", {"trainer.check_memory": False})) == []
+
+
+def test_a_model_that_this_machine_cannot_hold_is_refused(tiny_model, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model("qwen2"), folder)
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(content | {"hidden_size": 2**17, "intermediate_size": 2**20}))
+    hardware = find_hardware(torch.device("cpu"))
+    assert hardware is not None
+    with pytest.raises(ConfigError, match=r"(?s)during update.*rollout engine's"):
+        warned(configured("Qwen3-4B", {PATH: str(folder)}), hardware)
+
+
+def test_a_save_copies_what_all_workers_of_a_machine_save():
+    ranks = [
+        Sizes(parameters=9, trainable=9, weight_bytes=100 + rank, gradient_bytes=10, optimizer_bytes=1000)
+        for rank in range(4)
+    ]
+
+    def staged(*, rank: int = 0, **trainer) -> int:
+        config = Config(trainer=trainer, worker={"actor": {"model": {"lora": {"rank": rank}}}})
+        return staged_bytes(config, ranks[: config.trainer.n_gpus_per_node * config.trainer.nnodes])
+
+    assert staged() == 1100
+    assert staged(n_gpus_per_node=4) == 4 * 1100 + 6
+    assert staged(n_gpus_per_node=2, nnodes=2) == 2 * 1100 + 5  # of the second machine
+    assert staged(n_gpus_per_node=4, rank=8) == 4 * 1010
+    assert staged(n_gpus_per_node=4, save_model_only=True) == 406
+
+
+# -- out of memory in a pass -----------------------------------------------------------------------
+
+ROWS = {"trainer.auto_micro_batch": False, "worker.actor.micro_batch_size_per_device_for_update": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        (ROWS, ["trainer.auto_micro_batch=true", "for_update=1", "enable_activation_offload=true"]),
+        ({}, ["enable_activation_offload=true", "data.max_response_length=1024", "adamw_bf16"]),
+        (
+            {
+                **EIGHT,
+                "worker.actor.model.enable_gradient_checkpointing": False,
+                "worker.actor.fsdp.enable_full_shard": False,
+                "worker.actor.fsdp.fsdp_size": 2,
+            },
+            ["enable_gradient_checkpointing=true", "fsdp_size=-1", "enable_full_shard=true"],
+        ),
+        (
+            {ACTIVATION_OFFLOAD: True, "worker.actor.model.lora.rank": 8},
+            ["data.max_response_length", "trainer.n_gpus_per_node=2"],
+        ),
+    ],
+)
+def test_remedies_for_a_gpu_out_of_memory_are_options_that_the_run_does_not_have_yet(changes, first):
+    config = configured("Qwen2.5-VL-3B-Instruct", changes)
+    remedies = find_remedies_in_pass(config)
+    assert len(remedies) >= len(first)
+    for remedy, named in zip(remedies, first, strict=False):
+        assert named in remedy
+    critic = find_remedies_in_pass(with_options(config, {"algorithm.adv_estimator": "gae"}), model="critic")
+    assert not any("worker.actor." in remedy for remedy in critic)
+    for remedy in (*remedies, *critic, *find_remedies_in_pass(config, model="reference")):
+        named = [each.partition("=") for each in remedy.split()]
+        with_options(config, {name: yaml.safe_load(value) for name, _, value in named})
