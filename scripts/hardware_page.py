@@ -211,7 +211,7 @@ def _against_easyr1() -> list[str]:
             if cell.startswith("no"):
                 memory = _count(_options(name, method, gpus) | OFFLOAD, SIZES[size])
                 phases = re.split(r"\n(?=\S)", memory.table())
-                update = "\n".join(each for each in phases if re.match("(update|optimizer step), GPU", each))
+                update = "\n".join(each for each in phases if re.match("(update|optimizer step), each GPU", each))
                 tables.append(f"{short} in bfloat16 on {gpus} x {size}, with offloading:\n\n```text\n{update}\n```\n")
     return [*lines, DISAGREEMENT, *tables]
 

@@ -10,6 +10,7 @@ import yaml
 from support.runs import finish, lines, start
 from trigon.config.options import with_options
 from trigon.config.schema import Config
+from trigon.report.metrics import read_metrics
 from trigon.tools.plan.plan import plan
 
 pytestmark = pytest.mark.extended
@@ -57,10 +58,17 @@ def test_tokens_rows_and_operations_are_those_that_the_run_counts(run, planned):
 
 
 def test_sequence_tokens_are_those_of_the_throughput(run, planned):
-    import json
-
-    measured = [json.loads(line)["metrics"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    measured = [step.metrics for step in read_metrics(run)]
     assert sum(each["perf/total_num_tokens"] for each in measured) == STEPS * planned.batches.sequence_tokens
+
+
+def test_seconds_of_the_same_run_are_those_that_it_measured(run):
+    config = Config.model_validate(yaml.safe_load((run / "config.yaml").read_text()))
+    made, measured = plan(config, measured=run), read_metrics(run)[-1].metrics  # without the first step
+    assert made.seconds["gen"] == pytest.approx(measured["timing_s/gen"])
+    growth = made.batches.row_tokens / measured["actor/packed_tokens"]
+    assert made.seconds["update_actor"] == pytest.approx(growth * measured["timing_s/update_actor"])
+    assert made.run_seconds == pytest.approx(STEPS * made.step_seconds)
 
 
 def test_the_checkpoint_has_the_size_of_the_plan(run, planned):

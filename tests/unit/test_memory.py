@@ -286,13 +286,13 @@ def warned(config, hardware=H100):
             "Qwen2.5-VL-32B-Instruct",
             {**EIGHT, "worker.actor.offload.offload_optimizer": True, "worker.actor.fsdp.torch_dtype": "bf16"},
             Hardware("cuda", 141 * GIB, 64 * GIB),
-            ["host memory of a machine"],
+            ["host of each machine"],
         ),
         (
             "Qwen2.5-VL-32B-Instruct",
             {**SEPARATE, "trainer.n_gpus_per_node": 32, UTILIZATION: 0.9},
             Hardware("cuda", 40 * GIB, 2000 * GIB),
-            ["on each GPU of the samplers", f"{PARALLEL}=2"],
+            ["each GPU of the samplers", f"{PARALLEL}=2"],
         ),
         # All phases fit, but not vLLM's weights into its share.
         (
@@ -327,7 +327,7 @@ def test_remedies_are_the_same_arithmetic_with_the_change():
 
 def test_samplers_that_stream_are_not_advised_to_divide_their_engine():
     changes = {**SEPARATE, "trainer.n_gpus_per_node": 32, UTILIZATION: 0.9, "algorithm.max_staleness": 2}
-    with pytest.raises(ConfigError, match="on each GPU of the samplers") as refused:
+    with pytest.raises(ConfigError, match="each GPU of the samplers") as refused:
         warned(configured("Qwen2.5-VL-32B-Instruct", changes), Hardware("cuda", 40 * GIB, 2000 * GIB))
     assert "tensor_parallel_size" not in str(refused.value)  # which is refused with max_staleness above 1
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from support.plans import LENGTHS, SETTINGS, planned
 from trigon.assemble.memory import GIB, Hardware, count_memory, size_of_model
 from trigon.config.options import with_options
 from trigon.config.schema import Config
@@ -20,6 +19,28 @@ from trigon.tools.plan.lengths import LengthOptions
 from trigon.tools.plan.model import SHIPPED, open_model_config, shipped_models
 from trigon.tools.plan.plan import GPUS, find_place, plan
 from trigon.tools.plan.tables import as_json, as_text
+
+SETTINGS = {
+    "data.train_files": ["hiyouga/geometry3k@train"],
+    "data.max_prompt_length": 2048,
+    "data.max_response_length": 2048,
+    "data.rollout_batch_size": 512,
+    "worker.actor.global_batch_size": 128,
+    "worker.actor.model.model_path": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "worker.rollout.n": 5,
+    "worker.reward.reward_function": "math",
+    "algorithm.use_kl_loss": True,
+    "trainer.val_before_train": False,
+    "trainer.total_epochs": 15,
+}
+LENGTHS = LengthOptions(prompt_tokens=434, image_tokens=324, response_tokens=290, num_prompts=2101)
+
+
+def planned(changes=None, *, gpus="8xH100-80G", lengths=LENGTHS, **options):
+    """Return the plan of GRPO on geometry3k with these changes."""
+    config = with_options(Config(), {**SETTINGS, **(changes or {})})
+    return plan(config, gpus=gpus, lengths=lengths, **options)
+
 
 HF_CONFIG = load_hf_config(SHIPPED / "Qwen2.5-VL-7B-Instruct")
 OFFLOAD = {"worker.actor.offload.offload_params": True, "worker.actor.offload.offload_optimizer": True}
@@ -168,7 +189,7 @@ def test_both_pools_of_workers_are_planned():
     made = planned({**SEPARATE, "worker.rollout.nnodes": 2}, gpus="4xH100-80G")
     assert made.num_devices == 12
     text = as_text(made, width=140)
-    for part in ("4 x H100-80G (learners) and 2 nodes x 4 x H100-80G (samplers)", "each GPU of learners"):
+    for part in ("4 x H100-80G (learners) and 2 nodes x 4 x H100-80G (samplers)", "each GPU of the learners"):
         assert part in text
     assert {phase["workers"] for phase in as_json(made)["memory"]} == {"learners", "samplers"}
 
@@ -402,17 +423,11 @@ def test_what_is_wrong_ends_with_one_message(run, expected, arguments, fact):
     assert fact in err
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        "worker.rollout.tensor_parallel_size=2",
-        "worker.actor.ulysses_sequence_parallel_size=2",
-        "worker.actor.fsdp.fsdp_size=4",
-        "worker.actor.fsdp.enable_cpu_offload=true",
-    ],
-)
-def test_options_are_checked_for_the_given_gpus(run, option):
-    status, out, err = run("--gpus", "8xH100-80G", option)
+def test_options_are_checked_for_the_given_gpus(run):
+    sizes = ("worker.rollout.tensor_parallel_size=2", "worker.actor.ulysses_sequence_parallel_size=2")
+    status, out, err = run(
+        "--gpus", "8xH100-80G", *sizes, "worker.actor.fsdp.fsdp_size=4", "worker.actor.fsdp.enable_cpu_offload=true"
+    )
     assert (status, err) == (0, "")
     assert "on 8 x H100-80G: fits" in out
 

@@ -138,7 +138,8 @@ class PhaseMemory:
     @property
     def where(self) -> str:
         """Whose memory it is, for people."""
-        return self.pool if self.workers == "all" else f"{self.pool} of {self.workers}"
+        place = "each GPU" if self.pool == "GPU" else "host of each machine"
+        return place if self.workers == "all" else f"{place} of the {self.workers}"
 
     @property
     def expected(self) -> int:
@@ -322,7 +323,7 @@ def longest_row(config: Config, dimensions: Dimensions, max_tokens: int) -> RowL
     prompt, response = data.max_prompt_length, data.max_response_length
     completions = max(1, min(resolve_group_size(config), (max_tokens - prompt) // response))
     patches = 0 if dimensions.vision is None else prompt * dimensions.vision.merge**2
-    # Of each length, the part of one rank of those that compute the row together.
+    # Each of the ranks that compute the row together has an equal part of it.
     ranks = config.worker.actor.ulysses_sequence_parallel_size
     return RowLengths(
         groups=max(1, max_tokens // (prompt + completions * response)),
@@ -346,7 +347,7 @@ def _phase(phase: Phase, pool: Pool, *parts: Iterable[Part], workers: Workers = 
 class _Trained:
     """Counts the memory of a model that is trained, on one rank: the policy, or a critic.
 
-    reference: bytes of the policy's reference, which rests and works with it.
+    The reference counts with the policy, whose log-probabilities it is compared with.
     """
 
     def __init__(self, config: Config, size: ModelSize, hardware: Hardware, *, is_critic: bool) -> None:

@@ -70,7 +70,7 @@ def check_memory(
         remedies = find_remedies(config, memory, worst, count)
         lines = [
             f"this run needs at least {format_gib(worst.certain)} during {worst.phase}, and there are "
-            f"{format_gib(memory.capacity(worst))} ({describe_pool(worst)}):",
+            f"{format_gib(memory.capacity(worst))} ({worst.where}):",
             *(f"  {format_gib(part.certain):>10}  {part.name}" for part in worst.parts if part.certain),
             "What helps most:" if remedies else "No single change of the configuration helps.",
             *(f"  {remedy}" for remedy in remedies),
@@ -89,7 +89,7 @@ def check_memory(
     if likely.expected > TIGHT * memory.capacity(likely):
         warn(
             f"memory is tight: {likely.phase} is expected to need {format_gib(likely.expected)} of "
-            f"{format_gib(memory.capacity(likely))} ({describe_pool(likely)}) where prompts and completions have "
+            f"{format_gib(memory.capacity(likely))} ({likely.where}) where prompts and completions have "
             "their maximum length"
         )
     return memory
@@ -150,11 +150,3 @@ def find_remedies(
                 next((each for each in saving if each.fits), max(saving, key=lambda each: each.saved_bytes))
             )
     return sorted(remedies, key=lambda remedy: (not remedy.fits, -remedy.saved_bytes))[:_MOST_REMEDIES]
-
-
-def describe_pool(phase: PhaseMemory) -> str:
-    """Return which memory a phase needs, as text within a sentence."""
-    of_workers = "" if phase.workers == "all" else f" of the {phase.workers}"
-    if phase.pool == "GPU":
-        return f"on each GPU{of_workers}"
-    return f"host memory of a machine{of_workers}, for all of its workers"

@@ -7,6 +7,7 @@ Seconds it has only from a finished run (seconds.py).
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -374,27 +375,19 @@ def _estimate_budgets(config: Config, device: DeviceType, count: Callable[[Confi
         most = max(1, -(-sequences // num_workers(config)))
         for index, (name, phase) in enumerate((("update", "update"), ("experience", "log-probs"))):
             key = f"worker.actor.micro_batch_size_per_device_for_{name}"
-            sizes[index] = _largest(partial(_phase_fits, config, count, key, phase), most)
+            fitting = bisect_left(range(1, most + 1), True, key=partial(_overflows, config, count, key, phase))
+            sizes[index] = max(1, fitting)
     return sizes[0] * longest, sizes[1] * longest
 
 
-def _phase_fits(config: Config, count: Callable[[Config], RunMemory], key: str, phase: str, micro: int) -> bool:
-    """Return whether a phase fits with rows of so many sequences, set by the option key."""
+def _overflows(config: Config, count: Callable[[Config], RunMemory], key: str, phase: str, micro: int) -> bool:
+    """Return whether a phase does not fit with rows of so many sequences, set by the option key."""
     memory = count(with_options(config, {key: micro, "trainer.auto_micro_batch": False}))
-    return all(
-        each.expected <= memory.capacity(each) * (1 - HEADROOM if each.pool == "GPU" else 1)
+    return any(
+        each.expected > memory.capacity(each) * (1 - HEADROOM if each.pool == "GPU" else 1)
         for each in memory.phases
         if each.phase == phase
     )
-
-
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number from 1 to most that fits, at least 1."""
-    low, high = 1, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
 
 
 # -- the run ---------------------------------------------------------------------------------------

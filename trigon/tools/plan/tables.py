@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import Any
 
 from trigon.assemble.memory import format_gib
-from trigon.assemble.memory_check import describe_pool
 from trigon.assemble.remedies import format_changes
 from trigon.tools.plan.plan import RunPlan
 
@@ -82,8 +81,7 @@ def _verdict(plan: RunPlan) -> str:
     capacity = plan.capacity(worst)
     limit = "" if capacity is None else f" of {format_gib(capacity)}"
     return (
-        f"{plan.verdict}; the fullest phase, {worst.phase}, needs {format_gib(worst.expected)}{limit} "
-        f"({describe_pool(worst)})"
+        f"{plan.verdict}; the fullest phase, {worst.phase}, needs {format_gib(worst.expected)}{limit} ({worst.where})"
     )
 
 
@@ -130,10 +128,8 @@ def _memory(plan: RunPlan, width: int) -> list[str]:
         parts = sorted(phase.parts, key=lambda part: -part.expected)[:most]
         capacity = plan.capacity(phase)
         limit = "unknown" if capacity is None else format_gib(capacity)
-        of_workers = "" if phase.workers == "all" else f" of {phase.workers}"
-        where = ("each GPU" if phase.pool == "GPU" else "machine") + of_workers
         named = ", ".join(f"{part.name} {format_gib(part.expected)}" for part in parts)
-        rows.append((phase.phase, where, format_gib(phase.expected), limit, named))
+        rows.append((phase.phase, phase.where, format_gib(phase.expected), limit, named))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
