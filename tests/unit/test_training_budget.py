@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_training_parallel import ThreadRanks
 
+from support.critics import make_critic
 from support.engines import FULL_KL_TERMS, KL_TERMS, TERMS, make_engine, make_rollouts, to_train, weights_of
 from trigon.data.packing import tokens_of
 from trigon.errors import ConfigError
@@ -195,6 +196,15 @@ def test_measuring_does_not_change_training(tiny_vlm, options):
         assert values(measured.step(to_train(rollouts))) == values(configured.step(to_train(rollouts)))
     actual, expected = weights_of(measured), weights_of(configured)
     assert all(torch.equal(actual[name], expected[name]) for name in actual)
+
+
+def test_a_critic_has_budgets_of_its_own(tiny_model):
+    engine, critic = make_engine(tiny_model("qwen2")), make_critic(tiny_model("qwen2"))
+    lengths = replace(LENGTHS, critic_update_tokens=500)
+    memory = HostMemory(shared_by=1)
+    found = tune_engines(engine, None, memory, lengths, SingleProcess(), known=None, critic=critic)
+    assert (found.update_tokens, found.experience_tokens) == (900, 700)
+    assert (found.critic_update_tokens, found.critic_experience_tokens) == (500, 700)
 
 
 def test_rows_are_packed_to_the_budgets(tiny_model):

@@ -54,10 +54,11 @@ _REMEDIES = (
 class Lengths:
     """Upper bounds of a run's groups and batches.
 
-    prompt_tokens, response_tokens: of the longest prompt and completion.
-    image_pixels: of the largest image; None: no limit.
-    update_tokens: of all groups of one update. step_tokens: of all groups that are scored in one
-    step. critic_update_tokens: of all groups of one update of the critic; 0 without one.
+    prompt_tokens, response_tokens: tokens of the longest prompt and completion.
+    image_pixels: pixels of the largest image; None: no limit.
+    update_tokens: tokens of all groups of one update.
+    step_tokens: tokens of all groups that are scored in one step.
+    critic_update_tokens: tokens of all groups of one update of the critic; 0 without one.
     """
 
     prompt_tokens: int
