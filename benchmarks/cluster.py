@@ -3,8 +3,8 @@ group, and prints what they reach: time of a step, tokens a second, utilisation,
 
     python benchmarks/cluster.py [--plot docs/cluster.svg]
 
-Needs no GPU, and a few minutes of one core. No cluster was measured: times come from
-trigon/tools/plan (specification figures and assumed efficiencies), those of the driver from
+Needs no GPU, and a few minutes of one core. No cluster was measured: times of GPUs come from
+cluster_times.py (specification figures and assumed efficiencies), those of the driver from
 benchmarks/scale.py. The simulation is in simulation.py and cluster_modes.py; cluster_runs.py
 compares it with real runs on this machine.
 """
@@ -20,16 +20,14 @@ from functools import cache
 from pathlib import Path
 
 from cluster_modes import MODES, Hardware, Mode, Outcome, simulate
+from cluster_times import LINK_SHARE, NETWORK_RATE, ClusterTimes
 from shared import table
 from simulation import LongTail, SamplingTimes, draw_groups
 
-from trigon.assemble.memory_check import with_options
+from trigon.config.options import with_options
 from trigon.models.dtypes import DTYPES
-from trigon.tools.plan.configuration import load_planned
-from trigon.tools.plan.hardware import Cluster, find_accelerator
+from trigon.tools.plan.call import load_planned
 from trigon.tools.plan.lengths import LengthOptions
-from trigon.tools.plan.planner import Place, Planner
-from trigon.tools.plan.timing import EFFICIENCIES
 
 GPUS = (8, 32, 128, 512)
 GPUS_PER_NODE = 8
@@ -85,9 +83,9 @@ class Simulated:
 
 
 @cache
-def planner(workload: Workload, gpus: int, prompts: int) -> Planner:
-    """Return the planner of a run on so many GPUs with so many prompts a step: one update with all
-    of them, without KL, so that no other log-probabilities are needed.
+def times_of(workload: Workload, gpus: int, prompts: int) -> ClusterTimes:
+    """Return the times of a run on so many GPUs with so many prompts a step: one update with all of
+    them, without KL, so that no other log-probabilities are needed.
     """
     nodes = max(1, gpus // GPUS_PER_NODE)
     assert gpus % nodes == 0, f"{gpus} GPUs are not whole nodes"
@@ -118,35 +116,31 @@ def planner(workload: Workload, gpus: int, prompts: int) -> Planner:
         response_tokens=workload.lengths.mean,
         num_prompts=prompts,
     )
-    cluster = Cluster(nodes, gpus // nodes, find_accelerator(workload.gpu))
-    return Planner(config, Place(cluster, "cuda", None), None, lengths, None)
+    return ClusterTimes(config, workload.gpu, lengths, max_sequences=workload.max_sequences)
 
 
 def make_hardware(
     workload: Workload, mode: Mode, gpus: int, learners: int, *, group_seconds: float = GROUP_SECONDS
 ) -> Hardware:
-    """Return what the parts of a cluster take, by the arithmetic of trigon/tools/plan.
+    """Return what the parts of a cluster take, by the arithmetic of cluster_times.py.
 
     Raises: ValueError if the model does not fit into the learners' memory.
     """
     planned = learners
     if learners > MOST_PLANNED:
         planned = GPUS_PER_NODE if learners % GPUS_PER_NODE == 0 else LEARNERS_STEP
-    made = planner(workload, planned, workload.prompts_per_gpu * planned)
-    plan = made.plan()
-    ledger, timing = made.step(1.0)
-    if not plan.fits or timing is None:
+    times = times_of(workload, planned, workload.prompts_per_gpu * planned)
+    made = times.plan
+    if not made.fits:
         raise ValueError(f"{workload.model} does not fit into {learners} x {workload.gpu}")
-    phases, engine = timing.phases(), timing.engine()
-    sync = phases["weights"]
+    sync = times.sync_seconds
     if mode.separate:
         # One broadcast, over the network: each sampler gets all weights.
-        network = Cluster(1, gpus, find_accelerator(workload.gpu)).network_rate * EFFICIENCIES["cuda"].link
-        sync = plan.parameters * DTYPES["bf16"].itemsize / network
+        sync = made.parameters * DTYPES["bf16"].itemsize / (NETWORK_RATE * LINK_SHARE)
     return Hardware(
         replicas=gpus - learners if mode.separate else gpus,
-        sampling=SamplingTimes(engine.decode_step, engine.max_sequences, engine.prompt_seconds, engine.token_seconds),
-        learn_token=phases["update_actor"] / ledger.row_tokens * planned / learners,
+        sampling=SamplingTimes(times.decode_step, times.max_sequences, times.prompt_seconds, times.token_seconds),
+        learn_token=times.update_seconds / made.batches.row_tokens * planned / learners,
         sync_seconds=sync,
         group_seconds=group_seconds,
     )

@@ -19,7 +19,7 @@ accumulate their gradients, with gradient checkpointing except in one, and witho
     with ..., + ...       chunked log-probs with other kernels, compiled modules, or liger-kernel
 
 tokens/s counts each completion with its prompt, in every variant. MFU is the fraction of the GPU's
-peak that is used for operations of the model (trigon/models/flops.py): "shared" counts each prompt
+peak that is used for operations of the model (trigon/models/sizes.py): "shared" counts each prompt
 and image once, "repeated" as often as the padded batch computes them, with logits at every token,
 as published figures do. First each kernel is compared with float64; at the end of each line are the
 differences of the log-probabilities from those of the first variant.
@@ -43,14 +43,14 @@ from torch import Tensor
 from trigon.data.packing import by_group, pack_rollouts
 from trigon.models.attention import WINDOW_ATTENTION, use_group_attention
 from trigon.models.families import ModelFamily, family_of
-from trigon.models.flops import Counting, peak_tflops, update_flops
 from trigon.models.kernels import Kernel
 from trigon.models.policy import Policy
 from trigon.models.positions import prompt_positions
+from trigon.models.sizes import GroupLengths, peak_tflops, update_flops
 from trigon.models.vision_encoder import use_patch_projection
 from trigon.types import Prompt, RolloutGroup
 
-_COUNTINGS: tuple[Counting, ...] = ("shared", "repeated")
+_COUNTINGS = ("shared", "repeated")
 ONE_CHUNK = 1 << 30
 
 
@@ -301,7 +301,13 @@ def main() -> None:
     once = sum(group.prompt + sum(group.completions) for group in lengths)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     peak = peak_tflops(gpu)
-    flops = {counting: update_flops(model.config, lengths, counting) for counting in _COUNTINGS}
+    # Each completion with a prompt of its own, which has logits as well: -prompt tokens lack them.
+    repeated = [
+        GroupLengths(each.prompt, (completion,), each.grids, observed=-each.prompt)
+        for each in lengths
+        for completion in each.completions
+    ]
+    flops = {name: update_flops(model.config, each) for name, each in zip(_COUNTINGS, (lengths, repeated), strict=True)}
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{name}: {parameters / 1e6:.0f} M parameters on {gpu}, torch {torch.__version__}")
     print(f"{len(groups)} prompts x {COMPLETIONS} completions, {tokens} tokens, {once} with each prompt once")

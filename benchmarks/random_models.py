@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trigon.models.flops import GroupLengths
+from trigon.models.sizes import GroupLengths
 from trigon.system.torchvision_stub import declare_operators
 from trigon.tools.quickstart.model import make_tiny
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, Vision
@@ -193,5 +193,5 @@ def make_rollout(token_ids: tuple[int, ...]) -> Rollout:
 
 
 def lengths_of(groups: Sequence[RolloutGroup]) -> list[GroupLengths]:
-    """Return the lengths of groups, for trigon.models.flops."""
+    """Return the lengths of groups, for trigon.models.sizes."""
     return [GroupLengths.of(group.prompt, [one.completion for one in group.rollouts]) for group in groups]

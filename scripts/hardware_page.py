@@ -13,12 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trigon.assemble.memory import count_memory
-from trigon.assemble.memory_check import TIGHT, with_options
-from trigon.assemble.memory_table import GIB, Hardware, RunMemory
-from trigon.assemble.model_sizes import size_of_model
+from trigon.assemble.memory import GIB, Hardware, RunMemory, count_memory, size_of_model
+from trigon.assemble.memory_check import TIGHT
+from trigon.config.options import with_options
 from trigon.config.schema import Config
-from trigon.models.memory import ModelSize
+from trigon.models.sizes import ModelSize
 
 CONFIGS = Path(__file__).parents[1] / "trigon" / "tools" / "plan" / "model_configs"
 
@@ -212,7 +211,7 @@ def _against_easyr1() -> list[str]:
             if cell.startswith("no"):
                 memory = _count(_options(name, method, gpus) | OFFLOAD, SIZES[size])
                 phases = re.split(r"\n(?=\S)", memory.table())
-                update = "\n".join(each for each in phases if re.match("(update|optimizer step), GPU", each))
+                update = "\n".join(each for each in phases if re.match("(update|optimizer step), each GPU", each))
                 tables.append(f"{short} in bfloat16 on {gpus} x {size}, with offloading:\n\n```text\n{update}\n```\n")
     return [*lines, DISAGREEMENT, *tables]
 
@@ -240,7 +239,7 @@ def _best(name: str, method: str, gpus: int, offload: Mapping[str, Any], gib: fl
             memory = _count(options, gib)
             worst = max((phase for phase in memory.phases if phase.pool == "GPU"), key=lambda phase: phase.expected)
             needed = worst.expected / GIB
-            fits = needed <= TIGHT * gib
+            fits = memory.problem is None and needed <= TIGHT * gib
             tried.append((fits, needed, f"{worst.phase} {needed:,.0f}"))
             if fits:
                 return tried[-1]

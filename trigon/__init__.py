@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trigon.tools.eval.score import score
     from trigon.tools.eval.score_results import ScoreResult
     from trigon.tools.plan.call import plan
-    from trigon.tools.plan.result import RunPlan
+    from trigon.tools.plan.plan import RunPlan
     from trigon.types import RolloutGroup
 
 __version__ = "0.1.0"
@@ -43,7 +43,7 @@ __all__ = [
 _MODULES = {
     "Evaluation": "trigon.tools.eval.results",
     "RolloutGroup": "trigon.types",
-    "RunPlan": "trigon.tools.plan.result",
+    "RunPlan": "trigon.tools.plan.plan",
     "RunTables": "trigon.report.tables",
     "ScoreResult": "trigon.tools.eval.score_results",
     "TrainResult": "trigon.api",

@@ -19,7 +19,7 @@ from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.models.activations import PassFormat, PassOptions, RowLengths, update_bytes
 from trigon.models.attention import configured_kernel
-from trigon.models.dimensions import dimensions_of
+from trigon.models.sizes import dimensions_of
 from trigon.training import optim
 from trigon.training.dry_run import dummy_group
 from trigon.training.host_waits import host_waits

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from trigon.report.metrics import read_metrics
 
 from support.runs import finish, lines, start
-from trigon.assemble.memory_check import with_options
+from trigon.config.options import with_options
 from trigon.config.schema import Config
 from trigon.tools.plan.plan import plan
 
@@ -50,17 +51,24 @@ def test_tokens_rows_and_operations_are_those_that_the_run_counts(run, planned):
         return sum(step["metrics"][key] for step in steps)
 
     assert total("actor/model_tflops") == pytest.approx(STEPS * planned.flops.update / 1e12, rel=1e-9)
-    assert total("actor/packed_tokens") == pytest.approx(STEPS * planned.ledger.row_tokens)
-    assert total("actor/micro_batches") == STEPS * planned.ledger.updates * planned.ledger.update_rows
-    assert total("response_length/mean") * 16 == STEPS * planned.ledger.response_tokens
-    assert total("prompt_length/mean") * 4 == pytest.approx(STEPS * planned.ledger.prompt_tokens)
+    assert total("actor/packed_tokens") == pytest.approx(STEPS * planned.batches.row_tokens)
+    assert total("actor/micro_batches") == STEPS * planned.plan.updates_per_step * planned.batches.update_rows
+    assert total("response_length/mean") * 16 == STEPS * planned.batches.response_tokens
+    assert total("prompt_length/mean") * 4 == pytest.approx(STEPS * planned.batches.prompt_tokens)
 
 
 def test_sequence_tokens_are_those_of_the_throughput(run, planned):
-    import json
+    measured = [step.metrics for step in read_metrics(run)]
+    assert sum(each["perf/total_num_tokens"] for each in measured) == STEPS * planned.batches.sequence_tokens
 
-    measured = [json.loads(line)["metrics"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert sum(each["perf/total_num_tokens"] for each in measured) == STEPS * planned.ledger.sequence_tokens
+
+def test_seconds_of_the_same_run_are_those_that_it_measured(run):
+    config = Config.model_validate(yaml.safe_load((run / "config.yaml").read_text()))
+    made, measured = plan(config, measured=run), read_metrics(run)[-1].metrics  # without the first step
+    assert made.seconds["gen"] == pytest.approx(measured["timing_s/gen"])
+    growth = made.batches.row_tokens / measured["actor/packed_tokens"]
+    assert made.seconds["update_actor"] == pytest.approx(growth * measured["timing_s/update_actor"])
+    assert made.run_seconds == pytest.approx(STEPS * made.step_seconds)
 
 
 def test_the_checkpoint_has_the_size_of_the_plan(run, planned):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trigon.assemble.memory_check import with_options
+from trigon.config.options import with_options
 from trigon.config.schema import Config
 
 CONFIGS = Path(__file__).parents[2] / "trigon" / "tools" / "plan" / "model_configs"

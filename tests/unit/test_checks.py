@@ -20,6 +20,7 @@ import trigon.tools.quickstart
 from support.images import png
 from support.planted import FAULTS, GIB, MACHINE, MAZE, TOGETHER, TOOL, good_run, plant_environment
 from support.recipes import EXAMPLES, ROOT, arguments_of
+from trigon.assemble.memory import count_checkpoints
 from trigon.config.load import inspect_config, load_config, split_arguments
 from trigon.data.rows import Reason
 from trigon.errors import ConfigError
@@ -32,7 +33,6 @@ from trigon.tools.check.machine import (
     check_loggers,
     check_memory,
     check_network,
-    count_checkpoints,
 )
 from trigon.tools.check.model import check_model, find_missing_header
 from trigon.tools.check.result import Result

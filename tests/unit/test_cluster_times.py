@@ -1,4 +1,4 @@
-"""The simulation of clusters (benchmarks/cluster.py) has the times of trigon/tools/plan."""
+"""The simulation in benchmarks/cluster.py has the times of benchmarks/cluster_times.py."""
 
 import sys
 from dataclasses import replace
@@ -7,18 +7,20 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from cluster import COLOCATED, CONTINUE, Workload, make_hardware, num_learners, planner, run
+from cluster import COLOCATED, CONTINUE, Workload, make_hardware, num_learners, run, times_of
 from simulation import LongTail
 
 EQUAL = Workload(lengths=LongTail(200, 0.0, 200))
 PROMPTS = 8 * EQUAL.prompts_per_gpu
 
 
-def test_with_equal_lengths_a_simulated_step_is_the_planned_one():
-    phases = planner(EQUAL, 8, PROMPTS).step(1.0)[1].phases()
+def test_with_equal_lengths_a_simulated_step_is_prompts_decoding_update_and_sync():
+    times = times_of(EQUAL, 8, PROMPTS)
     found = run(EQUAL, COLOCATED, 8, 8, PROMPTS, group_seconds=0.0).outcome
-    assert found.step_seconds == pytest.approx(phases["gen"] + phases["update_actor"] + phases["weights"])
-    assert found.learning == pytest.approx(phases["update_actor"] / found.step_seconds)
+    prompts, completions = EQUAL.prompts_per_gpu, EQUAL.prompts_per_gpu * EQUAL.completions
+    sampling = prompts * times.prompt_seconds + 200 * times.decode_step(completions)
+    assert found.step_seconds == pytest.approx(sampling + times.update_seconds + times.sync_seconds)
+    assert found.learning == pytest.approx(times.update_seconds / found.step_seconds)
 
 
 def test_learners_share_the_update_and_all_weights_go_over_the_network():

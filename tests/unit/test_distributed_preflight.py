@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trigon.assemble.memory_table import Hardware
+from trigon.assemble.memory import Hardware
 from trigon.assemble.pools import smallest_hardware
 from trigon.distributed.preflight import (
     SAME_EVERYWHERE,

@@ -10,12 +10,9 @@ import pytest
 
 from support.published import CONFIGS
 from support.recipes import ROOT, arguments_of
-from trigon.assemble.memory import count_memory
-from trigon.assemble.memory_check import with_options
-from trigon.assemble.memory_table import GIB, Hardware
-from trigon.assemble.model_sizes import size_of_model
+from trigon.assemble.memory import GIB, Hardware, count_memory, size_of_model
 from trigon.config.load import LoadedConfig, load_config, split_arguments
-from trigon.config.options import options
+from trigon.config.options import options, with_options
 from trigon.config.plan import make_plan
 from trigon.tools.cli.main import COMMANDS
 

@@ -10,9 +10,10 @@ import pytest
 from hardware_page import DEVICE_BYTES, document
 from support.published import CONFIGS
 from support.recipes import EXAMPLES, RECIPES, arguments_of, name_of
-from trigon.assemble.memory_check import check_memory, with_options
-from trigon.assemble.memory_table import GIB, Hardware
+from trigon.assemble.memory import GIB, Hardware
+from trigon.assemble.memory_check import check_memory
 from trigon.config.load import load_config, split_arguments
+from trigon.config.options import with_options
 from trigon.config.schema import Config
 
 ROOT = Path(__file__).parents[2]

@@ -1,10 +1,10 @@
-"""The memory that a process may still use."""
+"""The memory that a process may still use, and that all like it may use together."""
 
 from pathlib import Path
 
 import pytest
 
-from trigon.system.host_memory import count_usable_bytes
+from trigon.system.host_memory import count_total_bytes, count_usable_bytes
 
 GIB = 2**30
 MEMINFO = f"MemTotal: {64 * 2**20} kB\nMemFree: 1000 kB\nMemAvailable:   {32 * 2**20} kB\n"
@@ -48,6 +48,23 @@ def test_the_limit_of_a_control_group_of_version_1_counts(tmp_path, limit, expec
 
 def test_a_group_that_uses_more_than_its_limit_leaves_nothing(tmp_path):
     assert usable(tmp_path, "0::/job\n", **{"job__memory.max": GIB, "job__memory.current": 2 * GIB}) == 0
+
+
+@pytest.mark.parametrize(
+    ("memberships", "limit"),
+    [("0::/job/task\n", "job/memory.max"), ("4:memory:/job\n", "memory/job/memory.limit_in_bytes")],
+)
+def test_all_host_memory_is_what_the_control_group_allows(tmp_path, memberships, limit):
+    (tmp_path / "cgroup").write_text(memberships)
+    (tmp_path / "meminfo").write_text(MEMINFO)
+    paths = {"meminfo": tmp_path / "meminfo", "memberships": tmp_path / "cgroup", "mount": tmp_path / "mount"}
+    assert count_total_bytes(**paths) == 64 * GIB
+    file = tmp_path / "mount" / limit
+    file.parent.mkdir(parents=True)
+    for text, expected in (("max" if limit.endswith("max") else "9223372036854771712", 64 * GIB), ("1000", 1000)):
+        file.write_text(f"{text}\n")
+        assert count_total_bytes(**paths) == expected
+    assert count_total_bytes(**{**paths, "meminfo": tmp_path / "absent"}) is None
 
 
 def test_the_number_is_unknown_without_meminfo(tmp_path):

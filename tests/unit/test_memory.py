@@ -1,262 +1,414 @@
-"""The memory of a run: measured with real processes, and its growth on made series."""
+"""The memory of a run by arithmetic, and runs that are refused because they do not fit."""
 
 from __future__ import annotations
 
-import os
-import random
-import subprocess
-import sys
-import threading
-from pathlib import Path
-from types import SimpleNamespace
+import json
+import shutil
 
 import pytest
-import ray
+import torch
+import yaml
 
-from trigon.assemble.watchers import open_watchers
-from trigon.config.plan import make_plan
-from trigon.config.schema import Config, WatchConfig
-from trigon.distributed.cluster import object_store_metrics
-from trigon.metrics import Max, Min
-from trigon.report.memory import (
-    HOST,
-    KINDS,
-    LEAST_STEPS,
-    WARM_UP_STEPS,
-    WORKER,
-    Growth,
-    MemoryGrowth,
-    MemoryMeter,
-    fit_slope,
-    measure_worker,
-)
-from trigon.report.watch import MEMORY, Watch
-from trigon.system.host_memory import count_usable_bytes
+from support.engines import make_engine
+from support.published import CONFIGS, configured
+from trigon.assemble.engines import staged_bytes
+from trigon.assemble.memory import GIB, Hardware, count_memory, size_of_model
+from trigon.assemble.memory_check import check_memory, find_hardware, find_remedies, memory_counter
+from trigon.assemble.remedies import find_remedies_in_pass
+from trigon.config.options import with_options
+from trigon.config.schema import Config
+from trigon.errors import ConfigError
+from trigon.models.load import load_hf_config, load_model
+from trigon.models.lora import LoraSettings, add_lora
+from trigon.models.sizes import require_tensor_parallel
+from trigon.training.protocol import Sizes
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
+PUBLISHED = {
+    "Qwen2.5-VL-3B-Instruct": 3_754_622_976,
+    "Qwen2.5-VL-7B-Instruct": 8_292_166_656,
+    "Qwen2.5-VL-32B-Instruct": 33_452_718_336,
+    "Qwen2.5-VL-72B-Instruct": 73_410_777_344,
+    "Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen2.5-3B-Instruct": 3_085_938_688,
+    "Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-VL-4B-Instruct": 4_437_815_808,
+    "Qwen3-VL-8B-Instruct": 8_767_123_696,
+    "Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,
+}
+"""The number of parameters of each published model."""
 
-HOLD = "kept = bytearray(b'x') * (int(__import__('sys').argv[1]) << 20); print(flush=True); input()"
-
-
-def start(mebibytes: int) -> subprocess.Popen:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(mebibytes)], **pipes)
-    process.stdout.readline()
-    return process
-
-
-@needs_proc
-def test_each_process_counts_once_and_in_its_part():
-    with MemoryMeter() as meter:  # this process has other children
-        before = meter.measure()["perf/memory_children_gb"].value
-    processes = [start(mebibytes) for mebibytes in (64, 96, 128)]
-    rewards, worker, _other = (process.pid for process in processes)
-    try:
-        with MemoryMeter(reward_workers=lambda: [rewards], workers=lambda: [worker]) as meter:
-            measured = {key: metric.value for key, metric in meter.measure().items()}
-    finally:
-        for process in processes:
-            process.communicate("\n")
-    assert 64 / 1024 < measured["perf/memory_reward_workers_gb"] < 90 / 1024
-    assert 128 / 1024 < measured["perf/memory_children_gb"] - before < 160 / 1024
-    assert measured["perf/memory_driver_gb"] > 0.01
-    assert 0 < measured["perf/memory_free_gb"] <= count_usable_bytes() / 2**30 + 1
-    measured = measure_worker()  # of several workers the largest counts, and the least that is left
-    assert isinstance(measured["perf/memory_worker_gb"], Max)
-    assert isinstance(measured["perf/memory_free_gb"], Min)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    assert measured["perf/memory_worker_gb"].value * 2**30 >= 0.9 * os.sysconf("SC_PAGE_SIZE") * pages
+VL_7B = "Qwen2.5-VL-7B-Instruct"
+WEIGHTS = PUBLISHED[VL_7B]
+EIGHT = {"trainer.n_gpus_per_node": 8}
+OFFLOAD = {"worker.actor.offload.offload_params": True, "worker.actor.offload.offload_optimizer": True}
+SEPARATE = {"worker.hybrid_engine": False, "worker.rollout.n_gpus_per_node": 4}
+TWO_MACHINES = {**SEPARATE, "worker.rollout.nnodes": 2, "worker.rollout.n_gpus_per_node": 8}
+PATH = "worker.actor.model.model_path"
+UTILIZATION = "worker.rollout.gpu_memory_utilization"
+PARALLEL = "worker.rollout.tensor_parallel_size"
+ACTIVATION_OFFLOAD = "worker.actor.model.enable_activation_offload"
+H100 = Hardware("cuda", 80 * GIB, 2000 * GIB)
 
 
-def test_the_least_that_was_left_in_a_step_is_what_counts(monkeypatch):
-    left = iter([8 << 30, 3 << 30, 6 << 30, 6 << 30])
-    monkeypatch.setattr("trigon.report.memory.count_usable_bytes", lambda: next(left, 6 << 30))
-    monkeypatch.setattr("trigon.report.memory.SECONDS", 1000.0)
-    with MemoryMeter() as meter:
-        meter._read_left()
-        assert meter.measure()["perf/memory_free_gb"] == Min(3.0)
-        assert meter.left_gb == 6.0  # now
-        assert meter.measure()["perf/memory_free_gb"] == Min(6.0)
+def count(config, hardware=H100):
+    return count_memory(config, size_of_model(config), hardware)
 
 
-def test_a_thread_reads_what_is_left_and_ends_with_the_meter(monkeypatch):
-    seen = threading.Event()
+def parts_of(memory, phase, pool="GPU", workers="all"):
+    found = [each for each in memory.phases if (each.phase, each.pool, each.workers) == (phase, pool, workers)]
+    return {part.name: part.expected for part in found[0].parts} if found else {}
 
-    def read() -> int:
-        if threading.current_thread().name == "memory":
-            seen.set()
-        return 1 << 30
 
-    monkeypatch.setattr("trigon.report.memory.count_usable_bytes", read)
-    monkeypatch.setattr("trigon.report.memory.SECONDS", 0.01)
-    with MemoryMeter():
-        assert seen.wait(10)
-    assert all(thread.name != "memory" for thread in threading.enumerate())
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_sizes_of_published_models_are_exact(name):
+    assert size_of_model(configured(name)).all.trained == PUBLISHED[name]
+    assert {path.name for path in CONFIGS.iterdir()} == PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe", "internvl", "gemma3_text"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_sizes_are_those_of_the_model_that_is_trained(tiny_model, family, rank):
+    folder = str(tiny_model(family))
+    size = size_of_model(configured("Qwen3-4B", {PATH: folder, "worker.actor.model.lora.rank": rank}))
+    model = load_model(folder, dtype=torch.float32, device="cpu")
+    if rank:
+        add_lora(model, LoraSettings(rank, rank, "all-linear", None), seed=0)
+    trained = sum(part.numel() for part in model.parameters() if part.requires_grad)
+    frozen = sum(part.numel() for part in model.parameters() if not part.requires_grad)
+    assert (size.all.trained + size.all.adapters, size.all.frozen) == (trained, frozen)
+    assert size.has_adapters == (rank > 0)
+    assert size.largest == max(part.numel() for part in model.parameters())
+
+
+@pytest.mark.parametrize(("dtype", "strategy"), [("fp32", "adamw"), ("bf16", "adamw_bf16")])
+@pytest.mark.parametrize("freeze", [False, True])
+def test_weights_gradients_and_states_are_those_of_the_train_engine(tiny_model, dtype, strategy, freeze):
+    folder = tiny_model("qwen2_5_vl")
+    torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
+    sizes = make_engine(folder, dtype=torch_dtype, strategy=strategy, freeze=freeze).sizes()
+    changes = {
+        PATH: str(folder),
+        "worker.actor.model.freeze_vision_tower": freeze,
+        "worker.actor.fsdp.torch_dtype": dtype,
+        "worker.actor.optim.strategy": strategy,
+    }
+    parts = parts_of(count(configured("Qwen3-4B", changes)), "update")
+    assert [parts[name] for name in ("weights", "gradients", "optimizer states")] == [
+        sizes.weight_bytes,
+        sizes.gradient_bytes,
+        sizes.optimizer_bytes,
+    ]
 
 
 @pytest.mark.parametrize(
-    "error", [ray.exceptions.RaySystemError("Ray has failed"), RuntimeError("Failed to connect to GCS")]
-)
-def test_a_ray_that_does_not_answer_ends_no_step(monkeypatch, error):
-    def fail():
-        raise error
-
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"object_store_memory": 4 << 30})
-    monkeypatch.setattr(ray, "available_resources", lambda: {"object_store_memory": 3 << 30})
-    assert object_store_metrics() == {"perf/object_store_used_gb": Max(1.0), "perf/object_store_free_gb": Min(3.0)}
-    monkeypatch.setattr(ray, "available_resources", fail)
-    assert object_store_metrics() == {}
-
-
-@needs_proc
-@pytest.mark.parametrize(("watch", "asked"), [({"level": "off"}, False), ({"ignore": ["memory"]}, False), ({}, True)])
-def test_ray_is_asked_only_where_memory_is_watched(monkeypatch, watch, asked):
-    monkeypatch.setattr("trigon.distributed.cluster.object_store_metrics", lambda: {"asked": Max(1.0)})
-    config = Config(trainer={"watch": watch, "max_steps": 3, "n_gpus_per_node": 4})
-    workers = SimpleNamespace(local_process_ids=list)
-    plan = make_plan(config, num_train_prompts=1000)
-    with open_watchers(config, plan, [SimpleNamespace(process_ids=())], workers, save_bytes=3 << 30) as watch:
-        assert ("asked" in watch.observe(1, {}).metrics) is asked
-        assert (watch._memory._save_gb, watch._memory._num_workers) == (3.0, 4)
-
-
-def memory_steps(growth_gb: list[float], *, free_gb: float = 100.0, noise=0.01):
-    """Return what is found in each step: None, or the growth and whether it stops."""
-    rng = random.Random(1)
-    memory, used, said = MemoryGrowth(10_000), 0.0, []
-    for step, grown in enumerate(growth_gb, 1):
-        used += grown
-        measured = {"perf/memory_driver_gb": 10.0 + used + rng.uniform(-noise, noise), HOST.left: free_gb - used}
-        memory.add(step, measured)
-        said.append(memory.find())
-    return said
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize(
-    ("growth", "free_gb", "noise"),
+    ("name", "sizes"),
     [
-        pytest.param([0.0] * 300, 0.5, 0.3, id="flat and noisy"),
-        pytest.param([5.0] * WARM_UP_STEPS + [0.0] * 200, 100.0, 0.01, id="warm-up"),
-        # Without the warm-up the eighth step would stop: 23 GiB left, and 5 GiB more at each step.
-        pytest.param([5.0] * 7 + [0.0] * 50, 58.0, 0.01, id="end of the warm-up"),
-        pytest.param([0.0] * 50 + [20.0] + [0.0] * 100, 100.0, 0.01, id="jump"),
-        pytest.param([2.0 * 0.5**step for step in range(150)], 100.0, 0.0, id="caches"),
-        pytest.param([0.02] * 100, 1000.0, 0.005, id="50,000 steps left"),
+        ("Qwen2.5-VL-3B-Instruct", (1, 2, 4)),  # 16 heads in decoder and tower, whose MLPs have 3,420 columns
+        ("Qwen2.5-VL-7B-Instruct", (1, 2, 4)),  # 28 heads, and 16 in the tower
+        ("Qwen2.5-VL-32B-Instruct", (1, 2, 4, 8)),  # 40 heads
+        ("Qwen2.5-VL-72B-Instruct", (1, 2, 4, 8, 16)),
+        ("Qwen2.5-7B-Instruct", (1, 2, 4)),  # 28 heads, but 18,944 columns
+        ("Qwen3-VL-30B-A3B-Instruct", (1, 2, 4, 8, 16)),
     ],
 )
-def test_memory_that_reaches_no_limit_gives_no_alarm(growth, free_gb, noise):
-    assert set(memory_steps(growth, free_gb=free_gb, noise=noise)) == {None}
+def test_sizes_of_tensor_parallelism_divide_heads_and_mlps_of_decoder_and_tower(name, sizes):
+    hf_config = load_hf_config(CONFIGS / name)
+    for size in range(1, 65):
+        if size in sizes:
+            require_tensor_parallel(hf_config, size, num_workers=64)
+        else:
+            with pytest.raises(ConfigError, match=rf"tensor_parallel_size is {size}, .*1 or 2 or 4"):
+                require_tensor_parallel(hf_config, size, num_workers=64)
 
 
-def test_leaks_stop_before_nothing_is_left_and_slow_ones_warn():
-    said = memory_steps([2.0] * 60, free_gb=50.0)
-    stopped = next(step for step, found in enumerate(said, 1) if found is not None and found[1])
-    growth, _ = said[stopped - 1]
-    assert 50.0 - 2.0 * stopped > 0
-    assert stopped >= WARM_UP_STEPS + LEAST_STEPS
-    assert growth.steps_left == pytest.approx((50.0 - 2.0 * stopped) / 2.0, rel=0.05)
-    assert "perf/memory_driver_gb" in growth.describe()
-    # One that begins late is found by its own slope.
-    said = memory_steps([0.0] * 100 + [3.0] * 40, free_gb=130.0)
-    assert next(step for step, found in enumerate(said, 1) if found is not None and found[1]) < 100 + 130 / 3
-    slow = [each for each in memory_steps([0.02] * 100, free_gb=20.0, noise=0.005) if each is not None]
-    assert slow
-    assert not any(must_stop for _, must_stop in slow)
-    jumps = [0.5 if step % 20 == 0 else 0.0 for step in range(150)]  # as of validations, three in a window
-    assert not any(found and found[1] for found in memory_steps(jumps))
+@pytest.mark.parametrize("option", ["rollout.tensor_parallel_size", "actor.ulysses_sequence_parallel_size"])
+def test_heads_that_the_workers_cannot_divide_are_refused_with_the_sizes_that_can(option):
+    config = configured(VL_7B, {**EIGHT, f"worker.{option}": 8})
+    with pytest.raises(ConfigError, match=rf"{option} is 8, .* 28 attention heads.*1 or 2 or 4$"):
+        size_of_model(config)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_every_kind_of_memory_is_watched(kind):
-    memory = MemoryGrowth(1000)
-    for step in range(1, 40):
-        memory.add(step, {kind.used[0]: 0.5 * step, kind.left: 20.0 - 0.5 * step})
-    growth, must_stop = memory.find()
-    assert growth.kind is kind
-    assert must_stop is (kind.name != "Ray's object store")  # whose objects go to disk
+# -- phases ----------------------------------------------------------------------------------------
 
 
-def first_stop(watch: Watch, steps, *, saving: bool = False):
-    """Return the first step that stops, and what was said in each step until then."""
-    said = {}
-    for step, metrics in enumerate(steps, 1):
-        watch.begin_step(saving=saving)
-        said[step] = watch.observe(step, {key: Max(value) for key, value in metrics.items()})
-        if said[step].stop is not None:
-            return step, said
-    raise AssertionError
-
-
-@pytest.mark.parametrize("level", ["warn", "stop"])
-def test_an_object_store_that_fills_warns_and_hides_no_other_memory(level):
-    [store] = [kind for kind in KINDS if not kind.ends_run]
-    steps = [
-        {store.used[0]: 0.5 * step, store.left: max(20 - 0.5 * step, 0.0)}
-        | ({} if step <= 60 else {HOST.used[0]: (step - 60) / 3, HOST.left: 20 - (step - 60) / 3})
-        for step in range(1, 120)
+def test_the_memory_of_a_run_in_numbers():
+    """A run of 8 prompts x 5 completions on eight GPUs with a KL term, in bytes, by phase."""
+    changes = {**EIGHT, "algorithm.use_kl_loss": True, "data.rollout_batch_size": 512}
+    memory = count(configured(VL_7B, changes), Hardware("cuda", int(79.6 * GIB), 2**60))
+    assert {f"{each.phase}, {each.pool}": each.expected for each in memory.phases} == {
+        "start, GPU": 56501734666,
+        "weight sync, GPU": 34440051200,
+        "sampling, GPU": 65867643146,
+        "log-probs, GPU": 18526702080,
+        "update, GPU": 27698479104,
+        "optimizer step, GPU": 18731816960,
+        "save, GPU": 14585733632,
+        "start, host": 17179869184,
+        "sampling, host": 53494208512,
+        "save, host": 153000208384,
+    }
+    eighth, parts = WEIGHTS // 8, parts_of(memory, "optimizer step")
+    assert [parts[name] for name in ("weights", "gradients", "optimizer states")] == [
+        4 * eighth,
+        4 * eighth,
+        8 * eighth,
     ]
-    stop, said = first_stop(Watch(WatchConfig(level=level), memory=MemoryGrowth(10_000)), steps)
-    first = next(watched for watched in said.values() if watched.new).new[0]
-    assert ("objects are written to disk" in first.text, first.stops) == (True, False)
-    assert "host memory grows" in said[stop].stop.text
-    assert said[stop].stop.saves
-    assert MEMORY in said[stop].metrics
 
 
-def test_the_memory_that_a_save_needs_has_to_be_left_when_the_run_stops():
-    """2 GiB more at each step, of 50; at its end 5 GiB more are left than the least of a step."""
-
-    def stop_step(**settings) -> tuple[int, Growth]:
-        memory = MemoryGrowth(10_000, **settings)
-        for step in range(1, 60):
-            left = 50.0 - 2.0 * step
-            memory.add(step, {HOST.used[0]: 2.0 * step, HOST.left: left}, left_now_gb=left + 5.0)
-            if (found := memory.find()) is not None and found[1]:
-                return step, found[0]
-        raise AssertionError
-
-    step, growth = stop_step(save_gb=20.0)
-    assert 0 < 55.0 - 2.0 * step - 20.0 <= 10.0
-    assert growth.steps_left == pytest.approx((55.0 - 2.0 * step - 20.0) / 2.0)
-    assert "20.00 GiB" in growth.describe()
-    without, _growth = stop_step()
-    assert 50.0 - 2.0 * without == 10.0
-    # A save that fits into the room between the least of a step and its end changes nothing.
-    assert stop_step(save_gb=4.0)[0] == without
+def test_offloaded_parts_are_in_host_memory_while_completions_are_sampled():
+    four = {"trainer.n_gpus_per_node": 4}
+    on_gpu, offloaded = (count(configured(VL_7B, {**four, **each})) for each in ({}, OFFLOAD))
+    states = 8 * WEIGHTS // 4
+    assert parts_of(on_gpu, "sampling")["optimizer states"] == states
+    assert parts_of(offloaded, "sampling").keys() & {"weights", "optimizer states"} == set()
+    assert parts_of(offloaded, "sampling", "host")["optimizer states"] == 4 * states
+    assert parts_of(offloaded, "update")["optimizer states"] == states
 
 
-@pytest.mark.parametrize(("saving", "stops_after"), [(True, 20), (False, 13)])
-def test_the_copies_of_a_save_in_progress_are_not_subtracted_again(saving, stops_after):
-    meter = SimpleNamespace(measure=dict, left_gb=25.0)
-    watch = Watch(WatchConfig(), memory=MemoryGrowth(10_000, save_gb=10.0), meter=meter)
-    steps = [{WORKER: float(step), HOST.left: 25.0 - step} for step in range(1, 60)]
-    # 5 steps before nothing is left; or the first step that can stop, since it is then too late.
-    assert first_stop(watch, steps, saving=saving)[0] == stops_after
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_vllm_has_a_share_of_the_gpu_with_its_weights_over_the_tensor_parallel_ranks(parallel):
+    config = configured(VL_7B, {**EIGHT, UTILIZATION: 0.5, PARALLEL: parallel})
+    parts, weights = parts_of(count(config), "sampling"), -(-2 * WEIGHTS // parallel)
+    assert (parts["vLLM's weights"], parts["vLLM's KV cache and workspace"]) == (weights, 40 * GIB - weights)
 
 
-@pytest.mark.parametrize("workers", [8, 1])
-def test_workers_that_grow_alike_reach_the_limit_of_their_machine_together(workers):
-    steps = [{WORKER: 0.125 * step, HOST.left: 20.0 - 0.125 * workers * step} for step in range(1, 200)]
-    watch = Watch(WatchConfig(), memory=MemoryGrowth(10_000, num_workers=workers))
-    stop, said = first_stop(watch, steps)
-    assert 20.0 - 0.125 * workers * stop == 5 * 0.125 * workers
-    assert ("8 workers" in said[stop].stop.text) is (workers == 8)
+def test_a_longer_row_and_no_checkpointing_need_more():
+    rows = {"worker.actor.micro_batch_size_per_device_for_update": 8, "trainer.auto_micro_batch": False}
+    plain, longer, kept = (
+        parts_of(count(configured(VL_7B, {**EIGHT, **changes})), "update")["activations"]
+        for changes in ({}, rows, {"worker.actor.model.enable_gradient_checkpointing": False})
+    )
+    assert plain < longer < 9 * plain
+    assert kept > 4 * plain
 
 
-def test_the_slope_by_hand_and_with_outliers():
-    # Pairs of (0, 0), (1, 1), (2, 3), (3, 3): slopes 1, 1.5, 1, 2, 1, 0.
-    slope = fit_slope([0, 1, 2, 3], [0, 1, 3, 3])
-    assert (slope.value, slope.low, slope.high) == (1.0, 0.0, 2.0)
-    ys = [3.0 + 0.5 * x for x in range(20)]
-    ys[3] = ys[11] = 1000.0
-    slope = fit_slope(range(20), ys)
-    assert (slope.value, slope.low, slope.high) == pytest.approx((0.5, 0.5, 0.5))
-    with pytest.raises(ValueError, match="three points"):
-        fit_slope([0, 1], [0, 1])
+@pytest.mark.parametrize(
+    ("response", "kept", "offloaded", "host"), [(30_720, 13.0, 7.3, 56.0), (63_488, 26.1, 14.7, 112.0)]
+)
+def test_offloaded_inputs_of_layers_are_those_of_the_page_on_long_sequences(response, kept, offloaded, host):
+    changes = {**EIGHT, "worker.actor.model.freeze_vision_tower": True, "data.max_response_length": response}
+    memory = [count(configured(VL_7B, {**changes, ACTIVATION_OFFLOAD: offloads})) for offloads in (False, True)]
+    activations = [parts_of(each, "update")["activations"] for each in memory]
+    assert [round(each / GIB, 1) for each in activations] == [kept, offloaded]
+    assert parts_of(memory[1], "update", "host")["inputs of layers"] == host * GIB
+    assert parts_of(memory[0], "update", "host") == {}
 
 
-def test_the_interval_holds_the_true_slope_about_as_often_as_it_says():
-    rng = random.Random(0)
-    slopes = [fit_slope(range(30), [0.2 * x + rng.gauss(0, 1) for x in range(30)]) for _ in range(200)]
-    assert 180 <= sum(slope.low <= 0.2 <= slope.high for slope in slopes) <= 199
+def test_one_input_of_a_layer_is_on_the_device_while_logits_are_computed():
+    config = configured("Qwen2.5-7B-Instruct", EIGHT)
+    kept, offloaded = (
+        parts_of(count(with_options(config, {ACTIVATION_OFFLOAD: offloads})), "update")["activations"]
+        for offloads in (False, True)
+    )
+    assert kept - offloaded == 27 * (2048 + 2048) * 3584 * 2  # of 28 layers
+
+
+# -- separate workers ------------------------------------------------------------------------------
+
+
+def test_learners_have_no_engine_and_samplers_nothing_else():
+    four = {"trainer.n_gpus_per_node": 4}
+    shared, apart = count(configured(VL_7B, four)), count(configured(VL_7B, {**four, **SEPARATE}))
+    for phase in ("log-probs", "update", "optimizer step", "save"):
+        parts = parts_of(shared, phase)
+        del parts["CUDA graphs of vLLM"]
+        assert parts_of(apart, phase, workers="learners") == parts
+    assert not any("vLLM" in name for name in parts_of(apart, "start", workers="learners"))
+    engine = {"vLLM's weights": 2 * WEIGHTS, "vLLM's KV cache and workspace": 48 * GIB - 2 * WEIGHTS}
+    rest = {"CUDA graphs of vLLM": GIB, "CUDA context, NCCL": GIB}
+    largest = 152_064 * 3584 * 2
+    synced = {"largest tensor, gathered and converted": 3 * largest, "bucket of received tensors": 256 * 2**20}
+    assert parts_of(apart, "start", workers="samplers") == engine | {"CUDA context, NCCL": GIB}
+    assert parts_of(apart, "weight sync", workers="samplers") == engine | synced | rest
+    assert parts_of(apart, "sampling", workers="samplers") == engine | rest
+    divided = count(configured(VL_7B, {**SEPARATE, PARALLEL: 4}))
+    assert parts_of(divided, "sampling", workers="samplers")["vLLM's weights"] == WEIGHTS // 2
+
+
+def test_host_memory_is_added_where_both_pools_may_be_on_one_machine():
+    one, two = (
+        count(configured("Qwen2.5-7B-Instruct", {"trainer.n_gpus_per_node": 2, **each}))
+        for each in (SEPARATE, TWO_MACHINES)
+    )
+    assert {each.workers for each in one.phases if each.pool == "host"} == {"all"}
+    saved = parts_of(one, "save", "host")
+    assert (saved["processes"], saved["workers that sample"]) == (2 * 2 * GIB, 4 * 2 * GIB)
+    assert "workers that sample" not in parts_of(two, "save", "host", "learners")
+    assert parts_of(two, "sampling", "host", "samplers") == {"processes": 8 * 2 * GIB}
+
+
+def test_samplers_that_stream_hold_the_pixels_of_all_groups_that_may_be_outstanding():
+    one, streamed = (
+        parts_of(count(configured(VL_7B, {**TWO_MACHINES, **each})), "sampling", "host", "samplers")
+        for each in ({"algorithm.max_staleness": 1}, {"algorithm.max_staleness": 4})
+    )
+    of_prompt = 4 * 2048 * 1176 * 4  # patches of a token, values of a patch
+    assert streamed["images of prompts being sampled"] == 8 * 5 * 512 // 16 * of_prompt
+    assert streamed["caches of images"] == one["caches of images"]
+    assert "images of prompts being sampled" not in one
+
+
+def test_on_the_cpu_samplers_have_weights_and_a_cache_in_host_memory():
+    config = configured("Qwen2.5-3B-Instruct", {**SEPARATE, "trainer.n_gpus_per_node": 2})
+    memory = count(config, Hardware("cpu", 0, 64 * GIB))
+    weights, parts = 4 * 2 * 3_085_938_688, parts_of(memory, "update", "host")
+    assert parts["workers that sample"] == weights + 4 * (1 + 2) * GIB
+    assert not {"rollout engine's weights", "vLLM's KV cache"} & parts.keys()
+    [update] = [phase for phase in memory.phases if phase.phase == "update"]
+    assert [part.certain for part in update.parts if part.name == "workers that sample"] == [weights]
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def warned(config, hardware=H100):
+    warnings: list[str] = []
+    check_memory(config, hardware, warn=warnings.append)
+    return warnings
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "hardware", "facts"),
+    [
+        (
+            VL_7B,
+            OFFLOAD,
+            H100,
+            ["123.6 GiB during update", "80.0 GiB", "30.9 GiB  weights", "30.9 GiB  gradients", "61.8 GiB  optimizer"],
+        ),
+        ("Qwen2.5-VL-3B-Instruct", {UTILIZATION: 0.9}, H100, ["during sampling", "offload_optimizer=true: "]),
+        (
+            "Qwen2.5-VL-32B-Instruct",
+            {**EIGHT, "worker.actor.offload.offload_optimizer": True, "worker.actor.fsdp.torch_dtype": "bf16"},
+            Hardware("cuda", 141 * GIB, 64 * GIB),
+            ["host of each machine"],
+        ),
+        (
+            "Qwen2.5-VL-32B-Instruct",
+            {**SEPARATE, "trainer.n_gpus_per_node": 32, UTILIZATION: 0.9},
+            Hardware("cuda", 40 * GIB, 2000 * GIB),
+            ["each GPU of the samplers", f"{PARALLEL}=2"],
+        ),
+        # All phases fit, but not vLLM's weights into its share.
+        (
+            "Qwen3-VL-30B-A3B-Instruct",
+            {"trainer.nnodes": 4, **EIGHT},
+            H100,
+            ["48.0 GiB of each GPU", f"{UTILIZATION}=0.6", "58.2 GiB", f"{PARALLEL}=2 or {UTILIZATION}=0.8"],
+        ),
+    ],
+)
+def test_a_run_that_cannot_fit_is_refused_with_the_arithmetic_and_what_helps(name, changes, hardware, facts):
+    with pytest.raises(ConfigError) as refused:
+        warned(configured(name, changes), hardware)
+    for fact in (*facts, "trainer.check_memory=false"):
+        assert fact in str(refused.value)
+
+
+def test_remedies_are_the_same_arithmetic_with_the_change():
+    config = configured(VL_7B)
+    memory = count(config)
+    worst = memory.worst(certain=True)
+    remedies = find_remedies(config, memory, worst, memory_counter(config, H100, size_of_model(config)))
+    assert len(remedies) == 3
+    for remedy in remedies:
+        changed = count(with_options(config, remedy.changes))
+        [same] = [each for each in changed.phases if (each.phase, each.pool) == (worst.phase, worst.pool)]
+        assert worst.certain - same.certain == remedy.saved_bytes > 0
+        assert remedy.fits == (changed.worst(certain=True).certain <= 80 * GIB and changed.problem is None)
+        if remedy.fits:
+            warned(with_options(config, remedy.changes))
+
+
+def test_samplers_that_stream_are_not_advised_to_divide_their_engine():
+    changes = {**SEPARATE, "trainer.n_gpus_per_node": 32, UTILIZATION: 0.9, "algorithm.max_staleness": 2}
+    with pytest.raises(ConfigError, match="each GPU of the samplers") as refused:
+        warned(configured("Qwen2.5-VL-32B-Instruct", changes), Hardware("cuda", 40 * GIB, 2000 * GIB))
+    assert "tensor_parallel_size" not in str(refused.value)  # which is refused with max_staleness above 1
+
+
+def test_a_run_near_the_limit_is_warned_and_not_refused():
+    config = configured("Qwen2.5-VL-3B-Instruct", OFFLOAD)
+    [warning] = warned(config, Hardware("cuda", 66 * GIB, 2000 * GIB))
+    assert "update is expected to need 6" in warning
+    assert warned(config, Hardware("cuda", 141 * GIB, 2000 * GIB)) == []
+
+
+def test_a_family_whose_passes_are_not_counted_is_announced(tiny_model):
+    [warning] = warned(configured("Qwen3-4B", {PATH: str(tiny_model("gemma3_text"))}))
+    assert "not counted" in warning
+
+
+def test_the_check_can_be_turned_off():
+    assert warned(configured("Qwen2.5-VL-72B-Instruct", {"trainer.check_memory": False})) == []
+
+
+def test_a_model_that_this_machine_cannot_hold_is_refused(tiny_model, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model("qwen2"), folder)
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(content | {"hidden_size": 2**17, "intermediate_size": 2**20}))
+    hardware = find_hardware(torch.device("cpu"))
+    assert hardware is not None
+    with pytest.raises(ConfigError, match=r"(?s)during update.*rollout engine's"):
+        warned(configured("Qwen3-4B", {PATH: str(folder)}), hardware)
+
+
+def test_a_save_copies_what_all_workers_of_a_machine_save():
+    ranks = [
+        Sizes(parameters=9, trainable=9, weight_bytes=100 + rank, gradient_bytes=10, optimizer_bytes=1000)
+        for rank in range(4)
+    ]
+
+    def staged(*, rank: int = 0, **trainer) -> int:
+        config = Config(trainer=trainer, worker={"actor": {"model": {"lora": {"rank": rank}}}})
+        return staged_bytes(config, ranks[: config.trainer.n_gpus_per_node * config.trainer.nnodes])
+
+    assert staged() == 1100
+    assert staged(n_gpus_per_node=4) == 4 * 1100 + 6
+    assert staged(n_gpus_per_node=2, nnodes=2) == 2 * 1100 + 5  # of the second machine
+    assert staged(n_gpus_per_node=4, rank=8) == 4 * 1010
+    assert staged(n_gpus_per_node=4, save_model_only=True) == 406
+
+
+# -- out of memory in a pass -----------------------------------------------------------------------
+
+ROWS = {"trainer.auto_micro_batch": False, "worker.actor.micro_batch_size_per_device_for_update": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        (ROWS, ["trainer.auto_micro_batch=true", "for_update=1", "enable_activation_offload=true"]),
+        ({}, ["enable_activation_offload=true", "data.max_response_length=1024", "adamw_bf16"]),
+        (
+            {
+                **EIGHT,
+                "worker.actor.model.enable_gradient_checkpointing": False,
+                "worker.actor.fsdp.enable_full_shard": False,
+                "worker.actor.fsdp.fsdp_size": 2,
+            },
+            ["enable_gradient_checkpointing=true", "fsdp_size=-1", "enable_full_shard=true"],
+        ),
+        (
+            {ACTIVATION_OFFLOAD: True, "worker.actor.model.lora.rank": 8},
+            ["data.max_response_length", "trainer.n_gpus_per_node=2"],
+        ),
+    ],
+)
+def test_remedies_for_a_gpu_out_of_memory_are_options_that_the_run_does_not_have_yet(changes, first):
+    config = configured("Qwen2.5-VL-3B-Instruct", changes)
+    remedies = find_remedies_in_pass(config)
+    assert len(remedies) >= len(first)
+    for remedy, named in zip(remedies, first, strict=False):
+        assert named in remedy
+    critic = find_remedies_in_pass(with_options(config, {"algorithm.adv_estimator": "gae"}), model="critic")
+    assert not any("worker.actor." in remedy for remedy in critic)
+    for remedy in (*remedies, *critic, *find_remedies_in_pass(config, model="reference")):
+        named = [each.partition("=") for each in remedy.split()]
+        with_options(config, {name: yaml.safe_load(value) for name, _, value in named})

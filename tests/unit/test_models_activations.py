@@ -3,15 +3,79 @@
 from __future__ import annotations
 
 import shutil
+import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from support.engines import make_engine
-from support.memory import measure
 from support.varlen import stand_in
+from trigon.models.activations import PassBytes, PassFormat, PassOptions, RowLengths, score_bytes, update_bytes
 from trigon.models.attention import GROUP_ATTENTION
+from trigon.models.sizes import model_size
+from trigon.training.dry_run import as_rollouts, dummy_group
+from trigon.training.memory import HostMemory
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from shared import SHORT, VOCABULARY, make_folder
+
+GROUPS, PROMPT, COMPLETIONS, RESPONSE = 2, 100, 4, 60
+
+
+class Peaks(NamedTuple):
+    """Peaks of an update and of a pass without gradient, in bytes: measured, and by arithmetic."""
+
+    update: int
+    score: int
+    update_counted: PassBytes
+    score_counted: PassBytes
+
+
+def measure(engine, *, checkpointing, compute_dtype, kernel="sdpa", has_adapters=False, offloads=False) -> Peaks:
+    """Measure passes over a row of equal groups with prompts full of images, and count them."""
+    policy, memory = engine.policy, HostMemory(shared_by=1)
+    group = dummy_group(
+        policy, prompt_tokens=PROMPT, response_tokens=RESPONSE, image_pixels=None, num_completions=COMPLETIONS
+    )
+    groups = [group] * GROUPS
+    with engine.dry_run_updates() as update:
+        update(groups)  # allocates the gradients
+        update_peak = memory.peak_bytes(lambda: update(groups))
+    rollouts = as_rollouts(groups)
+    engine.logprobs(rollouts)
+    score_peak = memory.peak_bytes(lambda: engine.logprobs(rollouts))
+
+    grid = None if group.prompt.vision is None else group.prompt.vision.grid_thw.prod(1)
+    size = model_size(policy, None)
+    assert size.dimensions is not None
+    weight = policy.model.dtype
+    arguments = (
+        size.dimensions,
+        RowLengths(
+            groups=GROUPS,
+            prompt=PROMPT,
+            completions=COMPLETIONS,
+            response=RESPONSE,
+            patches=0 if grid is None else int(grid.sum()),
+            image_patches=0 if grid is None else int(grid.max()),
+        ),
+        PassFormat(weight=weight.itemsize, compute=(compute_dtype or weight).itemsize),
+        PassOptions(
+            checkpointing=checkpointing,
+            trains_weights=not has_adapters,
+            trains_vision=size.trains_vision,
+            kernel=kernel,
+            chunk_rows=policy.logprob_chunk,
+            tied=size.tied,
+            on_cpu=True,
+            offloads=offloads,
+        ),
+    )
+    return Peaks(update_peak, score_peak, update_bytes(*arguments), score_bytes(*arguments))
+
 
 TOLERANCE = 0.15
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -50,6 +114,17 @@ def test_frozen_parts_adapters_and_tied_heads_are_counted(tiny_model, part, form
     )
     has_adapters = part == "lora"
     check(measure(engine, checkpointing=checkpointing, compute_dtype=compute_dtype, has_adapters=has_adapters))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("formats", FORMATS)
+def test_the_arithmetic_agrees_for_a_model_of_40_million_parameters(tmp_path, formats, checkpointing):
+    dtype, compute_dtype = FORMATS[formats]
+    model = make_folder(tmp_path, vocabulary=VOCABULARY, shape=SHORT)
+    engine = make_engine(model, dtype=dtype, compute_dtype=compute_dtype, checkpointing=checkpointing)
+    assert 35e6 < engine.sizes().parameters < 45e6
+    check(measure(engine, checkpointing=checkpointing, compute_dtype=compute_dtype))
 
 
 LAYERS = 24

@@ -11,11 +11,11 @@ from test_models_attention import dense_mask
 from torch.utils.flop_counter import FlopCounterMode
 
 from support.models import processors_of
-from support.oracle import load_hugging_face, make_episode, make_group, make_prompt, pack_groups, padded_logprobs
+from support.oracle import make_episode, make_group, make_prompt, pack_groups
 from support.varlen import stand_in
-from trigon.models.flops import GroupLengths, forward_flops, peak_tflops, update_flops
 from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
+from trigon.models.sizes import GroupLengths, forward_flops, peak_tflops, update_flops
 from trigon.types import PackedGroups, Rollout, RolloutGroup, Score
 
 TinyModel = Callable[..., Path]
@@ -96,7 +96,7 @@ def test_forward_and_update_flops_equal_those_that_torch_counts(
     groups = make_groups(processors)
     row, lengths = packed(groups, processors), lengths_of(groups)
 
-    flops = forward_flops(processors.hf_config, lengths, "shared")
+    flops = forward_flops(processors.hf_config, lengths)
     assert flops is not None
     of_images = _attention_of_images(processors, lengths)
     with torch.no_grad():
@@ -110,13 +110,13 @@ def test_forward_and_update_flops_equal_those_that_torch_counts(
     both, attention = counted(update)
     # For the head (logprobs.py) torch counts the logits that the backward recomputes, but not the
     # gradient of the weight, which is accumulated in place.
-    assert both == update_flops(processors.hf_config, lengths, "shared") - 3 * (flops.attention + of_images)
+    assert both == update_flops(processors.hf_config, lengths) - 3 * (flops.attention + of_images)
     assert attention == 3 * (rectangles(processors, lengths) + of_images)
 
     if processors.family.has_vision:
         policy.freeze_vision_tower()
         both, _ = counted(update)
-        frozen = update_flops(processors.hf_config, lengths, "shared", trains_vision=False)
+        frozen = update_flops(processors.hf_config, lengths, trains_vision=False)
         assert both == frozen - 3 * flops.attention - of_images
 
 
@@ -136,7 +136,7 @@ def test_what_completions_observe_is_counted_without_logits_and_with_its_images(
     assert lengths.observed_grids == ((1, 4, 6),)
     assert lengths.observed == sum(map(len, (each.token_ids for each in episodes))) - 9
     row = packed([RolloutGroup(prompt, tuple(Rollout(each, score) for each in episodes))], processors)
-    flops = forward_flops(processors.hf_config, [lengths], "shared")
+    flops = forward_flops(processors.hf_config, [lengths])
     assert flops is not None
     with torch.no_grad():
         products, attention = counted(lambda: policy(row))
@@ -161,26 +161,6 @@ def _attention_of_images(processors: Processors, lengths: list[GroupLengths]) ->
     return 4 * width * (full + 2 * windows)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3"])
-def test_repeated_counts_a_padded_forward_without_its_padding(tiny_model: TinyModel, model_type: str) -> None:
-    folder = tiny_model(model_type)
-    processors = processors_of(folder)
-    prompt = make_groups(processors)[0].prompt
-    group = make_group(prompt, [8, 8, 8], seed=3)
-    lengths = lengths_of([group])
-    model = load_hugging_face(folder, torch.float32)
-    completions = [rollout.completion.token_ids for rollout in group.rollouts]
-    with torch.no_grad():
-        products, _ = counted(lambda: padded_logprobs(model, prompt, completions, temperature=1.0, banned_token_ids=()))
-    flops = forward_flops(processors.hf_config, lengths, "repeated")
-    assert flops is not None
-    completion_logits = 3 * 2 * 8 * 128 * 1024  # where the padded forward has logits
-    all_logits = 3 * 2 * (len(prompt.token_ids) + 8) * 128 * 1024
-    assert flops.head == all_logits
-    of_images = 3 * _attention_of_images(processors, lengths)
-    assert products - completion_logits == flops.linear + flops.vision + flops.patch_embedding - of_images
-
-
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
 def test_attention_counts_the_pairs_of_the_mask(tiny_model: TinyModel, window: int | None) -> None:
     processors = processors_of(tiny_model("mistral"))
@@ -188,33 +168,16 @@ def test_attention_counts_the_pairs_of_the_mask(tiny_model: TinyModel, window: i
     config.sliding_window = window
     groups = make_groups(processors)
     row = packed(groups, processors)
-    flops = forward_flops(config, lengths_of(groups), "shared")
+    flops = forward_flops(config, lengths_of(groups))
     assert flops is not None
     pairs = int(dense_mask(row.spans, window).sum())
     assert flops.attention == 2 * 4 * pairs * 4 * 32  # layers, operations, pairs, heads, head dimension
 
 
-def test_prompts_and_images_count_once_or_for_each_completion(tiny_model: TinyModel) -> None:
-    config = processors_of(tiny_model("qwen2_5_vl")).hf_config
-    [group] = [GroupLengths(prompt=20, completions=(5, 5, 5), grids=((1, 4, 4),))]
-    alone = GroupLengths(prompt=20, completions=(5,), grids=((1, 4, 4),))
-    shared, repeated = (forward_flops(config, [group], sharing) for sharing in ("shared", "repeated"))
-    one = forward_flops(config, [alone], "shared")
-    assert shared is not None
-    assert repeated is not None
-    assert one is not None
-    assert shared.linear * 25 == one.linear * 35
-    assert (shared.vision, shared.patch_embedding, shared.head) == (one.vision, one.patch_embedding, 3 * one.head)
-    assert (repeated.linear, repeated.attention) == (3 * one.linear, 3 * one.attention)
-    assert (repeated.vision, repeated.patch_embedding) == (3 * one.vision, 3 * one.patch_embedding)
-    assert repeated.head == 3 * 25 * 2 * 128 * 1024
-
-
 def test_the_frames_of_a_video_do_not_attend_to_each_other(tiny_model: TinyModel) -> None:
     config = processors_of(tiny_model("qwen2_5_vl")).hf_config
     video, image = (
-        forward_flops(config, [GroupLengths(prompt=40, completions=(5,), grids=((time, 6, 10),))], "shared")
-        for time in (4, 1)
+        forward_flops(config, [GroupLengths(prompt=40, completions=(5,), grids=((time, 6, 10),))]) for time in (4, 1)
     )
     assert video is not None
     assert image is not None
@@ -225,8 +188,8 @@ def test_the_frames_of_a_video_do_not_attend_to_each_other(tiny_model: TinyModel
 def test_a_family_that_is_not_described_is_not_counted(tiny_model: TinyModel, model_type: str) -> None:
     config = processors_of(tiny_model(model_type)).hf_config
     lengths = [GroupLengths(prompt=20, completions=(5,))]
-    assert forward_flops(config, lengths, "shared") is None
-    assert update_flops(config, lengths, "repeated") is None
+    assert forward_flops(config, lengths) is None
+    assert update_flops(config, lengths) is None
 
 
 def test_peak_tflops_by_device_name() -> None:

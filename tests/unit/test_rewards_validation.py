@@ -17,7 +17,7 @@ from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 from trigon.system.secrets import VAL_REWARD, mask
 from trigon.tools.eval.settings import given_options
-from trigon.tools.plan.configuration import load_planned
+from trigon.tools.plan.call import load_planned
 
 STRICT = "def main(response, ground_truth, bonus=0): return {'overall': 10 + bonus, 'strict': 1}"
 

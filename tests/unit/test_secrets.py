@@ -17,7 +17,7 @@ from trigon.system import secrets
 from trigon.system.child_variables import check_passed_variables
 from trigon.system.secrets import ARGUMENTS, FREE_MAPPINGS, MASKED, mask, mask_text, masked_names, scrub, secrets_in
 from trigon.system.terminal import sanitize
-from trigon.tools.plan.configuration import load_planned
+from trigon.tools.plan.call import load_planned
 
 pytestmark = pytest.mark.faults
 

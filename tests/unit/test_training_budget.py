@@ -11,11 +11,12 @@ import pytest
 import torch
 from test_training_parallel import ThreadRanks
 
-from support.engines import CONFIG, FULL_KL, KL, make_engine, make_rollouts, to_train, weights_of, with_loss
+from support.critics import make_critic
+from support.engines import FULL_KL_TERMS, KL_TERMS, TERMS, make_engine, make_rollouts, to_train, weights_of
 from trigon.data.packing import tokens_of
 from trigon.errors import ConfigError
 from trigon.metrics import values
-from trigon.training.budget import Budgets, Lengths, measure_budgets, tune_engines
+from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.dry_run import dummy_group
 from trigon.training.memory import CudaMemory, HostMemory
 from trigon.training.parallel import SingleProcess
@@ -57,7 +58,7 @@ class EmulatedMemory:
 
 
 def budgets_on(memory, engine, lengths: Lengths = LENGTHS, *, ranks=None, known: Budgets | None = None) -> Budgets:
-    return measure_budgets(engine, None, memory, lengths, ranks or SingleProcess(), known=known)
+    return tune_engines(engine, None, memory, lengths, ranks or SingleProcess(), known=known)
 
 
 def make_dummy_group(policy, lengths: Lengths, num_completions: int) -> TrainGroup:
@@ -197,6 +198,15 @@ def test_measuring_does_not_change_training(tiny_vlm, options):
     assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
+def test_a_critic_has_budgets_of_its_own(tiny_model):
+    engine, critic = make_engine(tiny_model("qwen2")), make_critic(tiny_model("qwen2"))
+    lengths = replace(LENGTHS, critic_update_tokens=500)
+    memory = HostMemory(shared_by=1)
+    found = tune_engines(engine, None, memory, lengths, SingleProcess(), known=None, critic=critic)
+    assert (found.update_tokens, found.experience_tokens) == (900, 700)
+    assert (found.critic_update_tokens, found.critic_experience_tokens) == (500, 700)
+
+
 def test_rows_are_packed_to_the_budgets(tiny_model):
     folder = tiny_model("qwen2")
     engine = make_engine(folder)
@@ -207,18 +217,18 @@ def test_rows_are_packed_to_the_budgets(tiny_model):
 
 
 LOSSES = {
-    "plain": CONFIG,
-    "kl": KL,
-    "full kl": FULL_KL,
-    "entropy": with_loss(entropy_coeff=0.1),
+    "plain": TERMS,
+    "kl": KL_TERMS,
+    "full kl": FULL_KL_TERMS,
+    "entropy": replace(TERMS, entropy_coefficient=0.1),
 }
 
 
 @pytest.mark.extended(but=["entropy"])
-@pytest.mark.parametrize("config", LOSSES.values(), ids=LOSSES)
-def test_a_pass_takes_the_same_memory_each_time_and_a_larger_one_grows_linearly(tiny_model, config):
+@pytest.mark.parametrize("terms", LOSSES.values(), ids=LOSSES)
+def test_a_pass_takes_the_same_memory_each_time_and_a_larger_one_grows_linearly(tiny_model, terms):
     folder = tiny_model("qwen2")
-    engine = make_engine(folder, config=config, compared_with=folder if config is FULL_KL else None)
+    engine = make_engine(folder, terms=terms, compared_with=folder if terms.kl_estimator == "full" else None)
     memory = HostMemory(shared_by=1)
     groups = [make_dummy_group(engine.policy, LENGTHS, 26)]
     with engine.dry_run_updates() as update:
@@ -232,20 +242,29 @@ def test_a_pass_takes_the_same_memory_each_time_and_a_larger_one_grows_linearly(
     assert 0.8 * 2 * (two - one) < four - two < 1.05 * 2 * (two - one)
 
 
-def test_the_rank_with_the_least_memory_determines_the_budget_of_all(tiny_model, engine):
-    barrier, board = threading.Barrier(2, timeout=30), {}
-    ranks = [ThreadRanks(rank, 2, barrier, board) for rank in range(2)]
-    memories = [EmulatedMemory(total=80 * GIB, free=free * GIB, peak=lambda tokens: tokens << 20) for free in (60, 30)]
-    engines = [engine, make_engine(tiny_model("qwen2"))]
-    with ThreadPoolExecutor(2) as pool:
-        found = list(
-            pool.map(
-                lambda memory, engine, rank: budgets_on(memory, engine, ENOUGH, ranks=rank), memories, engines, ranks
+@pytest.fixture
+def on_two_ranks(tiny_model, engine):
+    """Return a function that gives the budgets that two ranks find with their memories."""
+
+    def measure(memories, lengths):
+        barrier, board = threading.Barrier(2, timeout=30), {}
+        ranks = [ThreadRanks(rank, 2, barrier, board) for rank in range(2)]
+        engines = [engine, make_engine(tiny_model("qwen2"))]
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(
+                lambda memory, engine, rank: budgets_on(memory, engine, lengths, ranks=rank), memories, engines, ranks
             )
-        )
-    assert found[0].update_tokens == found[1].update_tokens
-    assert found[0].update_tokens == budgets_on(memories[1], engine, ENOUGH).update_tokens
-    assert memories[0].passes == memories[1].passes[: len(memories[0].passes)]  # rank 1 was measured once more above
+        assert first.update_tokens == second.update_tokens
+        return first
+
+    return measure
+
+
+def test_the_rank_with_the_least_memory_determines_the_budget_of_all(on_two_ranks, engine):
+    memories = [EmulatedMemory(total=80 * GIB, free=free * GIB, peak=lambda tokens: tokens << 20) for free in (60, 30)]
+    found = on_two_ranks(memories, ENOUGH)
+    assert memories[0].passes == memories[1].passes
+    assert found.update_tokens == budgets_on(memories[1], engine, ENOUGH).update_tokens
 
 
 @pytest.mark.parametrize(
@@ -259,20 +278,10 @@ def test_the_rank_with_the_least_memory_determines_the_budget_of_all(tiny_model,
         ),
     ],
 )
-def test_a_pass_that_may_not_fit_on_one_rank_is_made_by_none(tiny_model, engine, peak, passes):
+def test_a_pass_that_may_not_fit_on_one_rank_is_made_by_none(on_two_ranks, peak, passes):
     """A rank that runs out of memory within a pass would leave the others waiting in it."""
-    barrier, board = threading.Barrier(2, timeout=30), {}
-    ranks = [ThreadRanks(rank, 2, barrier, board) for rank in range(2)]
     memories = [EmulatedMemory(total=4 * GIB, free=free * GIB, peak=peak) for free in (4, 2)]
-    engines = [engine, make_engine(tiny_model("qwen2"))]
-    lengths = replace(ENOUGH, update_tokens=3000, step_tokens=3000)
-    with ThreadPoolExecutor(2) as pool:
-        found = list(
-            pool.map(
-                lambda memory, engine, rank: budgets_on(memory, engine, lengths, ranks=rank), memories, engines, ranks
-            )
-        )
-    assert found[0].update_tokens == found[1].update_tokens
+    on_two_ranks(memories, replace(ENOUGH, update_tokens=3000, step_tokens=3000))
     assert [memory.passes for memory in memories] == [passes] * 2
 
 
@@ -339,18 +348,14 @@ def test_offloaded_activations_are_limited_by_the_host_memory(tiny_model):
     per_token = 4 * (2 * 128 * 4)
 
     def measured(host_bytes: int | None, known: Budgets | None = None) -> Budgets:
-        engine = make_engine(tiny_model("qwen2"), offloads_activations=True)
-        memory = HostMemory(shared_by=1)
-        return measure_budgets(engine, None, memory, lengths, SingleProcess(), known=known, host_bytes=host_bytes)
-
-    def tokens(host_bytes: int | None) -> int:
-        return measured(host_bytes).update_tokens
+        engine, memory = make_engine(tiny_model("qwen2"), offloads_activations=True), HostMemory(shared_by=1)
+        return tune_engines(engine, None, memory, lengths, SingleProcess(), known=known, host_bytes=host_bytes)
 
     found = measured(2700 * per_token)
     assert found.update_tokens == 1350  # half of it
     assert found.host_bytes == 1350 * per_token
     assert measured(2500 * per_token, found) is found  # a little less is free than in the run before
     assert measured(2000 * per_token, found).update_tokens == 1000
-    assert tokens(None) == HostMemory.max_tokens
+    assert measured(None).update_tokens == HostMemory.max_tokens
     with pytest.raises(ConfigError, match=r"100 tokens, take up to .* host memory.*enable_activation_offload=false"):
-        tokens(190 * per_token)
+        measured(190 * per_token)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from trigon.assemble.memory_remedies import find_remedies_of_critic, find_remedies_of_policy
 from trigon.assemble.models import DevicePlacement, choose_kernel, open_trained_policy, place_trained, placement_of
+from trigon.assemble.remedies import find_remedies_in_pass
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ModelError
@@ -45,7 +45,7 @@ def open_critic(
     if config.shares_trunk:
         policy = trainer.policy
         assert isinstance(policy, ActorCritic), "open_trainer adds the head"
-        remedies = find_remedies_of_policy(config)
+        remedies = find_remedies_in_pass(config)
         placement = placement_of(config, critic, place, model="critic", remedies=remedies)
         return LocalTrunkCritic(
             policy, config, plan.critic, placement, trainer=trainer, positions=positions, load_pixels=load_pixels
@@ -58,7 +58,7 @@ def open_critic(
         model,
         config,
         plan.critic,
-        placement_of(config, critic, place, model="critic", remedies=find_remedies_of_critic(config)),
+        placement_of(config, critic, place, model="critic", remedies=find_remedies_in_pass(config, model="critic")),
         positions=positions,
         features=shared_features(config, model, trainer),
         load_pixels=load_pixels,

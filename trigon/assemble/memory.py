@@ -8,39 +8,45 @@
     critic values, critic update    as the two before, of a critic
     save           a checkpoint is copied to host memory
 
-With separate workers that learn and sample each has the phases and parts of what it does.
+With separate workers that learn and sample, each has the phases and parts of what it does.
 
 Each part has an expected size, with rows and sequences of maximum length, and a certain one: what
 the run needs however short its data is. Only the latter makes a run impossible. No figure comes
-from a device; models/activations.py says how the passes are counted.
+from a device; models/activations.py says how the passes are counted. The refusal at the start of a
+run, `trigon check`, `trigon plan` and docs/hardware.md all have these figures. How many tokens a
+pass may have is measured on the device instead (training/budget.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any, Literal
 
 import torch
 
-from trigon.assemble.memory_critic import add_critic
-from trigon.assemble.memory_engine import EngineMemory
-from trigon.assemble.memory_pools import add_samplers, pixel_cache_bytes
-from trigon.assemble.memory_table import GIB, Hardware, Part, PhaseMemory, Pool, RunMemory, exactly, phase_of
+from trigon.assemble.models import check_parallel_sizes, check_sequence_parallel, open_trained_policy
+from trigon.assemble.options import PIXEL_CACHE_BYTES, model_path
+from trigon.assemble.remedies import Changes, can_divide_engine, format_changes
+from trigon.config.names import DeviceType
+from trigon.config.options import with_options
 from trigon.config.plan import with_critic_as_actor
 from trigon.config.schema import Config
 from trigon.models import activations
-from trigon.models.activations import (
-    PassBytes,
-    PassFormat,
-    PassOptions,
-    RowLengths,
-)
-from trigon.models.dimensions import Dimensions
+from trigon.models.activations import PassBytes, PassFormat, PassOptions, RowLengths
 from trigon.models.dtypes import DTYPES
-from trigon.models.kernels import FLASH_DTYPES, Kernel
+from trigon.models.kernels import FLASH_DTYPES
+from trigon.models.load import Processors, family_of_folder, load_hf_config, model_folder
 from trigon.models.logprobs import rows_per_chunk
-from trigon.models.memory import ModelSize
+from trigon.models.policy import Policy
+from trigon.models.sizes import Dimensions, ModelSize, model_size
+from trigon.models.value import ValueModel
 from trigon.training.optim import state_bytes, update_bytes
+
+GIB = 2**30
+
+# -- expected bytes of what cannot be counted ------------------------------------------------------
 
 CONTEXT_BYTES = GIB
 """Expected memory of CUDA's context, NCCL's buffers and the libraries, on each device."""
@@ -48,7 +54,203 @@ CONTEXT_BYTES = GIB
 PROCESS_BYTES = 2 * GIB
 """Expected host memory of one worker with its libraries, without tensors."""
 
-_FLOAT32_BYTES = 4  # of adapters and value heads
+GRAPH_BYTES = GIB
+"""Expected memory of vLLM's CUDA graphs, which stays while the engine sleeps."""
+
+WORKSPACE_BYTES = 4 * GIB
+"""The part of vLLM's share that it may keep for activations, and not allocate while it is idle."""
+
+CPU_CACHE_BYTES = GIB
+"""The most that vLLM's KV cache takes on the CPU (rollout/vllm/arguments.py)."""
+
+BUCKET_BYTES = 256 * 2**20
+"""What a weight sync sends at a time (distributed/weight_transfer.py)."""
+
+_SYNC_COPIES = 3  # of a tensor: gathered, converted, and as vLLM collects it for a layer
+_FLOAT32_BYTES = 4  # a weight of adapters and value heads
+
+Pool = Literal["GPU", "host"]
+"""GPU: memory of each rank. host: memory of a node, for all of its ranks together."""
+
+Workers = Literal["all", "learners", "samplers"]
+"""Whose phase it is: of all workers, or of one pool of them."""
+
+Phase = Literal[
+    "start",
+    "weight sync",
+    "sampling",
+    "log-probs",
+    "update",
+    "optimizer step",
+    "critic values",
+    "critic update",
+    "save",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The memory that a run finds.
+
+    device_bytes: memory of each GPU; 0 on the CPU. host_bytes: memory of each node.
+    """
+
+    device: DeviceType
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of the memory of a phase, in bytes. certain: what it needs at least."""
+
+    name: str
+    expected: int
+    certain: int
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseMemory:
+    """The memory of a phase in one pool of memory, of one or of all pools of workers."""
+
+    phase: Phase
+    pool: Pool
+    parts: tuple[Part, ...]
+    workers: Workers = "all"
+
+    @property
+    def where(self) -> str:
+        """Whose memory it is, for people."""
+        place = "each GPU" if self.pool == "GPU" else "host of each machine"
+        return place if self.workers == "all" else f"{place} of the {self.workers}"
+
+    @property
+    def expected(self) -> int:
+        """The bytes that the phase is expected to need."""
+        return sum(part.expected for part in self.parts)
+
+    @property
+    def certain(self) -> int:
+        """The bytes that the phase needs at least."""
+        return sum(part.certain for part in self.parts)
+
+    def needed(self, *, certain: bool) -> int:
+        """Return the bytes that the phase needs at least; certain=False: is expected to need."""
+        return self.certain if certain else self.expected
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProblem:
+    """Why vLLM cannot start: its share of a GPU cannot hold its weights and one sequence.
+
+    share_bytes: what it gets. needed_bytes: what it needs. remedies: changes with which it starts.
+    """
+
+    utilization: float
+    share_bytes: int
+    needed_bytes: int
+    remedies: tuple[Changes, ...]
+
+    def __str__(self) -> str:
+        ways = " or ".join(map(format_changes, self.remedies))
+        return (
+            f"vLLM gets {format_gib(self.share_bytes)} of each GPU (worker.rollout.gpu_memory_utilization="
+            f"{self.utilization}), and its weights with one sequence of maximum length need "
+            f"{format_gib(self.needed_bytes)}: {f'set {ways}' if ways else 'use larger GPUs, or more of them'}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunMemory:
+    """The memory of a run.
+
+    phases: on the GPUs, and in host memory.
+    counts_passes: False for a family whose passes are not counted; their parts are then 0.
+    tensor_parallel_sizes: numbers of GPUs that can hold one copy of the model in the rollout engine
+        together.
+    problem: why vLLM cannot start with its share of a GPU; None if it can.
+    """
+
+    hardware: Hardware
+    phases: tuple[PhaseMemory, ...]
+    counts_passes: bool
+    tensor_parallel_sizes: tuple[int, ...]
+    problem: EngineProblem | None
+
+    def capacity(self, phase: PhaseMemory) -> int:
+        """Return the size of the pool of a phase in bytes."""
+        return self.hardware.device_bytes if phase.pool == "GPU" else self.hardware.host_bytes
+
+    def worst(self, *, certain: bool) -> PhaseMemory:
+        """Return the phase that exceeds its pool most, or comes nearest to its limit.
+
+        certain: by what it needs at least; False: by what it is expected to need.
+        """
+        return max(self.phases, key=lambda phase: phase.needed(certain=certain) / max(1, self.capacity(phase)))
+
+    def fits(self, *, certain: bool) -> bool:
+        """Return whether all phases fit into their pools, and vLLM into its share of a GPU."""
+        worst = self.worst(certain=certain)
+        return self.problem is None and worst.needed(certain=certain) <= self.capacity(worst)
+
+    def table(self) -> str:
+        """Return all phases and parts as text for people, in GiB."""
+        lines = []
+        for phase in self.phases:
+            lines.append(
+                f"{phase.phase}, {phase.where}: {format_gib(phase.expected)} of {format_gib(self.capacity(phase))}"
+            )
+            lines += [f"    {format_gib(part.expected):>12}  {part.name}" for part in phase.parts if part.expected]
+        return "\n".join(lines)
+
+
+def format_gib(num_bytes: int) -> str:
+    """Return bytes as text in GiB, or in MiB below a tenth of one GiB."""
+    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:,.1f} MiB"
+
+
+# -- the sizes of the models -----------------------------------------------------------------------
+
+
+def size_of_model(config: Config) -> ModelSize:
+    """Return the sizes of policy and critic, from the config.json of their models."""
+    size = _size_of(config, Policy, check=check_parallel_sizes)
+    if config.shares_trunk:
+        hf_config = load_hf_config(
+            model_folder(model_path(config)),
+            trust_remote_code=config.worker.actor.model.trust_remote_code,
+            override_config=config.worker.actor.model.override_config,
+        )
+        return replace(size, value_head=hf_config.get_text_config().hidden_size + 1)
+    if not config.has_critic:
+        return size
+    critic = _size_of(with_critic_as_actor(config), ValueModel, check=check_sequence_parallel)
+    if critic.dimensions is not None:  # a critic has no logits
+        text = replace(critic.dimensions.text, vocabulary=1)
+        critic = replace(critic, dimensions=replace(critic.dimensions, text=text))
+    return replace(size, critic=critic)
+
+
+def _size_of(config: Config, model_class: type[Policy], *, check: Callable[[Config, Any], None]) -> ModelSize:
+    # These kernels change no size, and may need a GPU. Adapters are counted, not added.
+    plain = with_options(
+        config,
+        {
+            "worker.actor.model.use_liger_kernel": False,
+            "worker.actor.model.compile_layers": False,
+            "worker.actor.model.lora.rank": 0,
+        },
+    )
+    # Sizes depend on the family alone, not on the tokenizer and the processors.
+    family = family_of_folder(model_folder(model_path(config)))
+    processors = Processors(None, None, None, family, None, (), ())
+    trained, meta = plain.worker.actor, torch.device("meta")
+    policy = open_trained_policy(plain, trained, processors, "sdpa", meta, model_class=model_class)
+    check(config, policy.model.config)
+    return model_size(policy, config.worker.actor.model.lora if config.worker.actor.model.lora.rank > 0 else None)
+
+
+# -- the arithmetic --------------------------------------------------------------------------------
 
 
 def count_memory(config: Config, size: ModelSize, hardware: Hardware) -> RunMemory:
@@ -57,18 +259,20 @@ def count_memory(config: Config, size: ModelSize, hardware: Hardware) -> RunMemo
     Where token budgets are measured on the device (trainer.auto_micro_batch), a pass has the
     longest sequence, which it has at least.
     """
-    run = _Run(config, size, hardware)
-    phases = [*(run.on_device() if hardware.device == "cuda" else ()), *run.on_host()]
+    models = [_Trained(config, size, hardware, is_critic=False)]
     if size.critic is not None:
-        critic = _Run(with_critic_as_actor(config), size.critic, hardware, is_critic=True)
-        phases = add_critic(phases, run, critic)
-    if not config.worker.hybrid_engine:
-        phases = add_samplers(phases, config, size, hardware, context_bytes=CONTEXT_BYTES, process_bytes=PROCESS_BYTES)
+        models.append(_Trained(with_critic_as_actor(config), size.critic, hardware, is_critic=True))
+    engine = _Engine(config, size, hardware)
+    shared = engine if config.worker.hybrid_engine else None
+    phases = [*(_phases_on_gpu(models, shared) if hardware.device == "cuda" else ()), *_phases_on_host(models, shared)]
+    if shared is None:
+        phases = _with_samplers(phases, engine, config, size, hardware)
     return RunMemory(
         hardware,
         tuple(phases),
         counts_passes=size.dimensions is not None,
         tensor_parallel_sizes=size.tensor_parallel_sizes,
+        problem=engine.problem(),
     )
 
 
@@ -78,312 +282,20 @@ def count_checkpoint_bytes(config: Config, size: ModelSize) -> int:
     size: as for count_memory. Side files of the model (tokenizer, configs) are not counted.
     """
     nothing = Hardware("cpu", 0, 0)
-    policy = _Run(config, size, nothing).checkpoint_bytes()
+    policy = _Trained(config, size, nothing, is_critic=False).checkpoint_bytes()
     if size.critic is None:
         return policy
-    return policy + _Run(with_critic_as_actor(config), size.critic, nothing).checkpoint_bytes()
+    return policy + _Trained(with_critic_as_actor(config), size.critic, nothing, is_critic=True).checkpoint_bytes()
 
 
-class _Run:
-    """Counts the parts of a run's memory, for one rank."""
+def count_checkpoints(config: Config, *, total_steps: int) -> int:
+    """Return how many checkpoints are on the disk at most, while the last one is written.
 
-    def __init__(self, config: Config, size: ModelSize, hardware: Hardware, *, is_critic: bool = False) -> None:
-        """Count for a policy with its reference, or for a critic."""
-        self._full_kl = config.has_full_kl and not is_critic
-        self._config = config
-        self._size = size
-        self._hardware = hardware
-        self._samples = config.worker.hybrid_engine
-        self._engine = EngineMemory(config, size, hardware, samples=self._samples)
-        self._measures_budgets = config.trainer.tunes_budgets_on(hardware.device)
-        actor = config.worker.actor
-        self._on_gpu = hardware.device == "cuda"
-        self._trains = not config.trainer.val_only
-        self._shards = config.workers_per_copy
-        self._ranks = config.trainer.n_gpus_per_node
-        self._weight_dtype = DTYPES[config.worker.actor.weight_dtype]
-        self._compute_dtype = DTYPES[actor.fsdp.mp_param_dtype]
-        # FSDP's own offloading keeps everything in host memory, and moves units to the device.
-        self._fsdp_offload = config.is_on_host(actor.fsdp) and self._on_gpu
-        moves = self._on_gpu and not self._fsdp_offload
-        self._offload_params = actor.offload.offload_params and moves
-        self._offload_optimizer = actor.offload.offload_optimizer and moves and self._trains
-        ref = config.worker.ref
-        self._has_reference = config.needs_reference and not size.has_adapters and not is_critic
-        self._offload_reference = self._on_gpu and (ref.fsdp.enable_cpu_offload or ref.offload.offload_params)
-
-    # -- what lives on after a phase ------------------------------------------------------------
-
-    def _weights(self) -> int:
-        """The policy's weights, as this rank stores them."""
-        all_ = self._size.all
-        stored = (all_.frozen + all_.trained) * self._weight_dtype.itemsize
-        stored += (all_.adapters + self._size.value_head) * _FLOAT32_BYTES
-        return ceil(stored / self._shards)
-
-    def _trained(self) -> Sequence[torch.Tensor]:
-        """Tensors with as many elements, and of the same dtypes, as this rank trains."""
-        all_ = self._size.all
-        shapes = ((all_.trained, self._weight_dtype), (all_.adapters + self._size.value_head, torch.float32))
-        return [torch.empty(number // self._shards, dtype=dtype, device="meta") for number, dtype in shapes if number]
-
-    def _gradients(self) -> int:
-        return sum(part.nbytes for part in self._trained()) if self._trains else 0
-
-    def _states(self) -> int:
-        strategy = self._config.worker.actor.optim.strategy
-        return sum(state_bytes(part, strategy) for part in self._trained()) if self._trains else 0
-
-    def _reference(self) -> int:
-        if not self._has_reference:
-            return 0
-        all_, dtype = self._size.all, DTYPES[self._config.worker.ref.dtype]
-        return ceil((all_.frozen + all_.trained) * dtype.itemsize / self._shards)
-
-    # -- the GPU of a rank ----------------------------------------------------------------------
-
-    def on_device(self) -> Sequence[PhaseMemory]:
-        """Return the phases on the GPU of one rank."""
-        context = Part("CUDA context, NCCL", CONTEXT_BYTES, 0)
-        graphs = self._engine.graphs()
-        weights = exactly("weights", 0 if self._fsdp_offload else self._weights())
-        at_rest = exactly("weights", 0 if self._offload_params or self._fsdp_offload else self._weights())
-        states = exactly("optimizer states", 0 if self._fsdp_offload else self._states())
-        states_at_rest = exactly("optimizer states", 0 if self._offload_optimizer else states.certain)
-        gradients = exactly("gradients", 0 if self._fsdp_offload else self._gradients())
-        reference = exactly("reference model", 0 if self._offload_reference else self._reference())
-        awake = exactly("reference model", self._reference())
-        phases: list[PhaseMemory] = [
-            phase_of("start", "GPU", [at_rest, reference, *self._engine.awake(starts=True), context]),
-            phase_of(
-                "weight sync",
-                "GPU",
-                [
-                    weights,
-                    reference,
-                    states_at_rest,
-                    exactly("vLLM's weights", self._engine.weights),
-                    self._engine.synced(),
-                    graphs,
-                    context,
-                ],
-            ),
-        ]
-        if self._samples:
-            sampling = [at_rest, reference, states_at_rest, *self._engine.awake(starts=False), graphs, context]
-            phases.append(phase_of("sampling", "GPU", sampling))
-        if not self._trains:
-            return phases
-        score, update = self._score_pass(), self._update_pass()
-        scoring = [*self._pass_parts(score), self._gathered(score, updates=False), graphs, context]
-        updating = [*self._pass_parts(update), self._gathered(update, updates=True), graphs, context]
-        in_update = awake if self._full_kl else reference
-        # FSDP moves the shards of an offloaded reference unit by unit.
-        in_scoring = reference if self._offload_reference and self._shards > 1 else awake
-        step = Part("temporaries of the optimizer", self._step_temporaries(), 0)
-        return [
-            *phases,
-            phase_of("log-probs", "GPU", [weights, states_at_rest, in_scoring, *scoring]),
-            phase_of("update", "GPU", [weights, gradients, states, in_update, *updating]),
-            phase_of("optimizer step", "GPU", [weights, gradients, states, in_update, step, graphs, context]),
-            phase_of("save", "GPU", [weights, states_at_rest, reference, graphs, context]),
-        ]
-
-    def _step_temporaries(self) -> int:
-        return update_bytes(self._trained(), self._config.worker.actor.optim.strategy)
-
-    def _gathered(self, counted: PassBytes | None, *, updates: bool) -> Part:
-        """What FSDP gathers from other ranks at the peak of a pass.
-
-        The root, and either a layer and the next one, or the head. With gradients a unit has them
-        in full as well, and once more in the format in which they are reduced.
-        """
-        if self._shards == 1 and not self._fsdp_offload:
-            return Part("gathered layers", 0, 0)
-        size, fsdp = self._size, self._config.worker.actor.fsdp
-        compute = self._compute_dtype.itemsize
-        layer = max((unit.total for unit in size.layers), default=0)
-        head = 0 if size.head is None else size.head.total
-        layers = 2 * layer if fsdp.enable_full_shard else sum(unit.total for unit in size.layers)
-        expected = (size.root.total + layers) * compute
-        if counted is not None and counted.logits:
-            expected = (size.root.total + layers - layer + head) * compute
-        elif updates:
-            units = [unit for unit in (*size.layers, size.head, size.embedding, size.root) if unit is not None]
-            largest = max(unit.trained + unit.adapters for unit in units)
-            expected += largest * (compute + DTYPES[fsdp.mp_reduce_dtype].itemsize)
-        return Part("layers gathered by FSDP", expected, (size.root.total + layer) * compute)
-
-    # -- passes -----------------------------------------------------------------------------------
-
-    def _update_pass(self) -> PassBytes | None:
-        micro = self._config.worker.actor.micro_batch_size_per_device_for_update
-        dimensions = self._size.dimensions
-        return (
-            None
-            if dimensions is None
-            else activations.update_bytes(dimensions, *self._pass_arguments(dimensions, micro))
-        )
-
-    def _score_pass(self) -> PassBytes | None:
-        micro = self._config.worker.actor.micro_batch_size_per_device_for_experience
-        dimensions = self._size.dimensions
-        return (
-            None
-            if dimensions is None
-            else activations.score_bytes(dimensions, *self._pass_arguments(dimensions, micro))
-        )
-
-    def _pass_arguments(self, dimensions: Dimensions, micro: int) -> tuple[RowLengths, PassFormat, PassOptions]:
-        config, size = self._config, self._size
-        compute = self._compute_dtype.itemsize
-        model, data = config.worker.actor.model, config.data
-        longest = data.max_prompt_length + data.max_response_length
-        return (
-            longest_row(config, dimensions, longest if self._measures_budgets else micro * longest),
-            PassFormat(weight=self._weight_dtype.itemsize if self._shards == 1 else compute, compute=compute),
-            PassOptions(
-                checkpointing=model.enable_gradient_checkpointing,
-                trains_weights=not size.has_adapters,
-                trains_vision=size.trains_vision,
-                kernel=self._kernel(),
-                chunk_rows=rows_per_chunk(dimensions.text.vocabulary, self._hardware.device),
-                tied=size.tied,
-                on_cpu=not self._on_gpu,
-                full_kl=self._full_kl,
-                offloads=model.enable_activation_offload and model.enable_gradient_checkpointing,
-            ),
-        )
-
-    def _kernel(self) -> Kernel:
-        """The attention kernel, as resolve_kernel chooses it on a recent GPU."""
-        kernel = self._config.worker.actor.model.attention_kernel
-        if kernel != "auto":
-            return kernel
-        return "varlen" if self._on_gpu and self._compute_dtype in FLASH_DTYPES else "sdpa"
-
-    def _pass_parts(self, counted: PassBytes | None) -> list[Part]:
-        """The parts of a pass. How long its rows are depends on the data, so none is certain."""
-        if counted is None:
-            return []
-        return [
-            Part(name, bytes_, 0)
-            for name, bytes_ in (
-                ("activations", counted.activations),
-                ("logits", counted.logits),
-                ("copies of weights", counted.copies),
-                ("gradients of one layer", counted.gradients),
-            )
-        ]
-
-    # -- host memory of a node ------------------------------------------------------------------
-
-    def on_host(self) -> Sequence[PhaseMemory]:
-        """Return the phases in the host memory of a node, which all of its ranks share."""
-        parameters = self._size.all.frozen + self._size.all.trained
-        process = self._of_ranks("processes", PROCESS_BYTES, 0)
-        caches = self._of_ranks("caches of images and features", self._cache_bytes(), 0)
-        # A process with a GPU of its own converts the weights on the CPU. With several, rank 0 maps
-        # the files, and sends each rank its part.
-        full = parameters * self._weight_dtype.itemsize if self._config.num_workers == 1 and self._on_gpu else 0
-        reading = exactly("model, as it is read", full)
-        kept = self._kept_on_host()
-        copy = self.copied()
-        inputs = self._inputs_on_host()
-        if self._on_gpu:
-            return [
-                phase_of("start", "host", [reading, process]),
-                *([phase_of("sampling", "host", [*kept, caches, process])] if self._samples else []),
-                *(
-                    [phase_of("update", "host", [*kept, inputs, caches, process])]
-                    if inputs.expected or not self._samples
-                    else []
-                ),
-                phase_of("save", "host", [*kept, copy, caches, process]),
-            ]
-        engine = self._of_ranks("rollout engine's weights", self._engine.weights, self._engine.weights)
-        cache = self._of_ranks("vLLM's KV cache", self._engine.cpu_cache, 0)
-        passes = [
-            self._of_ranks(part.name, part.expected, part.certain) for part in self._pass_parts(self._update_pass())
-        ]
-        gathered = self._gathered(self._update_pass(), updates=True)
-        return [
-            phase_of("start", "host", [*kept[:2], reading, process]),
-            phase_of(
-                "update",
-                "host",
-                [
-                    *kept,
-                    self._of_ranks("gradients", self._gradients(), self._gradients()),
-                    *passes,
-                    inputs,
-                    self._of_ranks(gathered.name, gathered.expected, gathered.certain),
-                    engine,
-                    cache,
-                    caches,
-                    process,
-                ],
-            ),
-            phase_of("save", "host", [*kept, copy, engine, cache, caches, process]),
-        ]
-
-    def _inputs_on_host(self) -> Part:
-        """The inputs of layers that a pass keeps in host memory.
-
-        An engine returns what is cached of them before sampling, a save, and passes of others.
-        """
-        counted = self._update_pass() if self._trains else None
-        return self._of_ranks("inputs of layers", 0 if counted is None else counted.host, 0)
-
-    def resting(self, pool: Pool) -> list[Part]:
-        """See Counted."""
-        if pool == "host":
-            return self._kept_on_host()
-        moved = self._offload_params or self._fsdp_offload
-        return [
-            exactly("weights", 0 if moved else self._weights()),
-            exactly("reference model", 0 if self._offload_reference else self._reference()),
-            exactly("optimizer states", 0 if self._offload_optimizer or self._fsdp_offload else self._states()),
-        ]
-
-    def copied(self) -> Part:
-        """See Counted."""
-        return self._of_ranks("copy of the checkpoint", self._staged() if self._trains else 0, 0)
-
-    def checkpoint_bytes(self) -> int:
-        """The parts of a checkpoint that the ranks of one copy of the policy write together."""
-        return self._staged() * self._shards
-
-    def _staged(self) -> int:
-        """What this rank writes into a checkpoint."""
-        weights = self._weights() if not self._size.has_adapters else self._gradients()
-        return weights + (0 if self._config.trainer.save_model_only else self._states())
-
-    def _kept_on_host(self) -> list[Part]:
-        """Weights, reference and optimizer states that are in host memory while others work."""
-        on_cpu = not self._on_gpu
-        weights = self._weights() if on_cpu or self._offload_params or self._fsdp_offload else 0
-        reference = self._reference() if on_cpu or self._offload_reference else 0
-        states = self._states() if on_cpu or self._offload_optimizer or self._fsdp_offload else 0
-        return [
-            self._of_ranks("weights", weights, weights),
-            self._of_ranks("reference model", reference, reference),
-            self._of_ranks("optimizer states", states, states),
-        ]
-
-    def _cache_bytes(self) -> int:
-        """The features of a frozen vision tower, and with several workers the pixels of a step."""
-        dimensions, config = self._size.dimensions, self._config
-        if dimensions is None or dimensions.vision is None:
-            return 0
-        features = 0 if self._size.trains_vision else int(config.worker.actor.model.vision_cache_gb * GIB)
-        if not config.has_workers:
-            return features
-        return features + pixel_cache_bytes(config, dimensions, config.num_workers)
-
-    def _of_ranks(self, name: str, expected: int, certain: int) -> Part:
-        """The same on all ranks of a node."""
-        return Part(name, expected * self._ranks, certain * self._ranks)
+    The newest ones are kept, the best, and an old one until the new one is complete.
+    """
+    trainer = config.trainer
+    saved = -(-total_steps // trainer.save_freq) if trainer.save_freq > 0 else 1
+    return saved if trainer.save_limit <= 0 else min(saved, trainer.save_limit + 2)
 
 
 def longest_row(config: Config, dimensions: Dimensions, max_tokens: int) -> RowLengths:
@@ -394,15 +306,412 @@ def longest_row(config: Config, dimensions: Dimensions, max_tokens: int) -> RowL
     data = config.data
     prompt, response = data.max_prompt_length, data.max_response_length
     completions = max(1, min(config.group_size, (max_tokens - prompt) // response))
-    group = prompt + completions * response
     patches = 0 if dimensions.vision is None else prompt * dimensions.vision.merge**2
-    # Of each length, the part of one rank of those that compute the row together.
+    # Each of the ranks that compute the row together has an equal part of it.
     ranks = config.worker.actor.ulysses_sequence_parallel_size
     return RowLengths(
-        groups=max(1, max_tokens // group),
+        groups=max(1, max_tokens // (prompt + completions * response)),
         prompt=ceil(prompt / ranks),
         completions=completions,
         response=ceil(response / ranks),
         patches=ceil(patches / ranks),
         image_patches=ceil(patches / ranks),
     )
+
+
+def _exactly(name: str, num_bytes: int) -> Part:
+    return Part(name, num_bytes, num_bytes)
+
+
+def _phase(phase: Phase, pool: Pool, *parts: Iterable[Part], workers: Workers = "all") -> PhaseMemory:
+    """Return a phase without the parts that are empty."""
+    return PhaseMemory(phase, pool, tuple(part for each in parts for part in each if part.expected), workers)
+
+
+class _Trained:
+    """Counts the memory of a model that is trained, on one rank: the policy, or a critic.
+
+    The reference counts with the policy, whose log-probabilities it is compared with.
+    """
+
+    def __init__(self, config: Config, size: ModelSize, hardware: Hardware, *, is_critic: bool) -> None:
+        actor, ref = config.worker.actor, config.worker.ref
+        self.config, self.size, self._hardware = config, size, hardware
+        self._prefix = "critic's " if is_critic else ""
+        self.phase_names: tuple[Phase, Phase] = (
+            ("critic values", "critic update") if is_critic else ("log-probs", "update")
+        )
+        self._full_kl = config.has_full_kl and not is_critic
+        self.on_gpu = hardware.device == "cuda"
+        self.trains = not config.trainer.val_only
+        self.ranks = config.trainer.n_gpus_per_node
+        self._shards = config.workers_per_copy
+        self._compute = DTYPES[actor.fsdp.mp_param_dtype]
+
+        dtype, of_heads = DTYPES[config.worker.actor.weight_dtype], size.all.adapters + size.value_head
+        self._weight_dtype = dtype
+        self._weight_bytes = ceil((size.parameters * dtype.itemsize + of_heads * _FLOAT32_BYTES) / self._shards)
+        # Tensors with as many elements, and of the same dtypes, as this rank trains.
+        trained = ((size.all.trained, dtype), (of_heads, torch.float32)) if self.trains else ()
+        tensors = [torch.empty(number // self._shards, dtype=each, device="meta") for number, each in trained if number]
+        self._gradient_bytes = sum(tensor.nbytes for tensor in tensors)
+        self._state_bytes = sum(state_bytes(tensor, actor.optim.strategy) for tensor in tensors)
+        self._step_bytes = update_bytes(tensors, actor.optim.strategy)
+        self._reference_bytes = 0
+        if config.needs_reference and not size.has_adapters and not is_critic:
+            self._reference_bytes = ceil(size.parameters * DTYPES[config.worker.ref.dtype].itemsize / self._shards)
+
+        # FSDP's own offloading keeps everything in host memory, and moves units to the device.
+        self._fsdp_offload = config.is_on_host(actor.fsdp) and self.on_gpu
+        stays_on_host = not self.on_gpu or self._fsdp_offload
+        self._weights_rest_in: Pool = "host" if stays_on_host or actor.offload.offload_params else "GPU"
+        self._states_rest_in: Pool = "host" if stays_on_host or actor.offload.offload_optimizer else "GPU"
+        offloads_reference = ref.fsdp.enable_cpu_offload or ref.offload.offload_params
+        self._reference_rests_in: Pool = "host" if not self.on_gpu or offloads_reference else "GPU"
+
+    def weights(self) -> Part:
+        """Return the weights on the device, while the model works."""
+        return _exactly(f"{self._prefix}weights", 0 if self._fsdp_offload else self._weight_bytes)
+
+    def resting(self, pool: Pool, *, weights: bool = True, states: bool = True) -> list[Part]:
+        """Return what is in a pool while others work: weights, reference and optimizer states."""
+        parts = [
+            (weights, self._weights_rest_in, f"{self._prefix}weights", self._weight_bytes),
+            (True, self._reference_rests_in, "reference model", self._reference_bytes),
+            (states, self._states_rest_in, f"{self._prefix}optimizer states", self._state_bytes),
+        ]
+        return [_exactly(name, num_bytes) for counts, place, name, num_bytes in parts if counts and place == pool]
+
+    def scoring(self) -> list[Part]:
+        """Return the model and a pass without gradient on the GPU, of its reference too."""
+        # FSDP moves the shards of an offloaded reference unit by unit.
+        moves_units = self._reference_rests_in == "host" and self._shards > 1
+        reference = _exactly("reference model", 0 if moves_units else self._reference_bytes)
+        states = [] if self._states_rest_in == "host" else [self._states()]
+        return [self.weights(), *states, reference, *self._pass_parts(updates=False)]
+
+    def updating(self) -> list[Part]:
+        """Return the model and a pass with gradient on the GPU."""
+        return [*self._in_update(), *self._pass_parts(updates=True)]
+
+    def stepping(self) -> list[Part]:
+        """Return the model and the temporaries of an optimizer step on the GPU."""
+        return [*self._in_update(), Part("temporaries of the optimizer", self._step_bytes, 0)]
+
+    def _in_update(self) -> list[Part]:
+        in_place = self._full_kl or self._reference_rests_in == "GPU"
+        reference = _exactly("reference model", self._reference_bytes if in_place else 0)
+        gradients = _exactly(f"{self._prefix}gradients", self._gradient_bytes)
+        at_work = [] if self._fsdp_offload else [self.weights(), gradients, self._states()]
+        return [*at_work, reference]
+
+    def _states(self) -> Part:
+        return _exactly(f"{self._prefix}optimizer states", self._state_bytes)
+
+    def on_host(self) -> list[Part]:
+        """Return what an update needs in the host memory of a node beside what rests there."""
+        counted = self._pass(updates=True) if self.trains else None
+        # An engine returns what is cached of them before sampling, a save, and passes of others.
+        parts = [Part("inputs of layers", 0 if counted is None else counted.host, 0)]
+        if not self.on_gpu:
+            parts = [
+                _exactly(f"{self._prefix}gradients", self._gradient_bytes),
+                *self._pass_parts(updates=True),
+                *parts,
+            ]
+        return [_times(part, self.ranks) for part in parts]
+
+    def copied(self) -> Part:
+        """Return the copy that a save makes in the host memory of a node."""
+        return Part(f"{self._prefix}copy of the checkpoint", self._staged() * self.ranks if self.trains else 0, 0)
+
+    def reading(self) -> Part:
+        """Return the model as it is read, in the host memory of a node.
+
+        A process with a GPU of its own converts the weights on the CPU. With several, rank 0 maps
+        the files, and sends each rank its part.
+        """
+        converts = self.config.num_workers == 1 and self.on_gpu
+        return _exactly("model, as it is read", self.size.parameters * self._weight_dtype.itemsize if converts else 0)
+
+    def caches(self) -> Part:
+        """Return the features of a frozen vision tower, and with workers the pixels of a step."""
+        config, dimensions, cached = self.config, self.size.dimensions, 0
+        if dimensions is not None and dimensions.vision is not None:
+            cached += 0 if self.size.trains_vision else int(config.worker.actor.model.vision_cache_gb * GIB)
+            cached += _pixel_cache_bytes(config, dimensions, config.num_workers) if config.has_workers else 0
+        return Part("caches of images and features", cached * self.ranks, 0)
+
+    def checkpoint_bytes(self) -> int:
+        """Return what the ranks of one copy of the model write into a checkpoint together."""
+        return self._staged() * self._shards
+
+    def _staged(self) -> int:
+        """Return what this rank writes into a checkpoint."""
+        weights = self._gradient_bytes if self.size.has_adapters else self._weight_bytes
+        return weights + (0 if self.config.trainer.save_model_only else self._state_bytes)
+
+    def _pass_parts(self, *, updates: bool) -> list[Part]:
+        """Return the parts of a pass; none is certain, since its rows depend on the data."""
+        counted = self._pass(updates=updates)
+        gathered = self._gathered(counted, updates=updates)
+        if counted is None:
+            return [gathered]
+        return [
+            Part("activations", counted.activations, 0),
+            Part("logits", counted.logits, 0),
+            Part("copies of weights", counted.copies, 0),
+            Part("gradients of one layer", counted.gradients, 0),
+            gathered,
+        ]
+
+    def _pass(self, *, updates: bool) -> PassBytes | None:
+        """Return the memory of a pass; None for a family whose passes are not counted."""
+        config, size, actor, dimensions = self.config, self.size, self.config.worker.actor, self.size.dimensions
+        if dimensions is None:
+            return None
+        micro = actor.micro_batch_size_per_device_for_update
+        if not updates:
+            micro = actor.micro_batch_size_per_device_for_experience
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        measures_budgets = config.trainer.tunes_budgets_on(self._hardware.device)
+        compute, kernel = self._compute.itemsize, actor.model.attention_kernel
+        if kernel == "auto":  # as resolve_kernel chooses it on a recent GPU
+            kernel = "varlen" if self.on_gpu and self._compute in FLASH_DTYPES else "sdpa"
+        count = activations.update_bytes if updates else activations.score_bytes
+        return count(
+            dimensions,
+            longest_row(config, dimensions, longest if measures_budgets else micro * longest),
+            PassFormat(weight=self._weight_dtype.itemsize if self._shards == 1 else compute, compute=compute),
+            PassOptions(
+                checkpointing=actor.model.enable_gradient_checkpointing,
+                trains_weights=not size.has_adapters,
+                trains_vision=size.trains_vision,
+                kernel=kernel,
+                chunk_rows=rows_per_chunk(dimensions.text.vocabulary, self._hardware.device),
+                tied=size.tied,
+                on_cpu=not self.on_gpu,
+                full_kl=self._full_kl,
+                offloads=actor.model.enable_activation_offload and actor.model.enable_gradient_checkpointing,
+            ),
+        )
+
+    def _gathered(self, counted: PassBytes | None, *, updates: bool) -> Part:
+        """Return what FSDP gathers from other ranks at the peak of a pass.
+
+        The root, and either a layer and the next one, or the head. With gradients a unit has them
+        in full as well, and once more in the format in which they are reduced.
+        """
+        if self._shards == 1 and not self._fsdp_offload:
+            return Part("layers gathered by FSDP", 0, 0)
+        size, fsdp = self.size, self.config.worker.actor.fsdp
+        compute = self._compute.itemsize
+        layer = max((unit.total for unit in size.layers), default=0)
+        head = 0 if size.head is None else size.head.total
+        layers = 2 * layer if fsdp.enable_full_shard else sum(unit.total for unit in size.layers)
+        expected = (size.root.total + layers) * compute
+        if counted is not None and counted.logits:
+            expected = (size.root.total + layers - layer + head) * compute
+        elif updates:
+            largest = max(unit.trained + unit.adapters for unit in size.units)
+            expected += largest * (compute + DTYPES[fsdp.mp_reduce_dtype].itemsize)
+        return Part("layers gathered by FSDP", expected, (size.root.total + layer) * compute)
+
+
+class _Engine:
+    """Counts the memory of the rollout engine on one worker."""
+
+    def __init__(self, config: Config, size: ModelSize, hardware: Hardware) -> None:
+        self._config, self._size, self._hardware = config, size, hardware
+        self._rollout = rollout = config.worker.rollout
+        self._is_vllm = rollout.name == "vllm"
+        self._item_bytes = DTYPES[rollout.dtype].itemsize
+        self._share = int(rollout.gpu_memory_utilization * hardware.device_bytes)  # vLLM's
+        self._parallel = rollout.tensor_parallel_size if self._is_vllm else 1
+        self.weights = self._weights(self._parallel)
+
+    def graphs(self) -> Part:
+        """Return CUDA graphs, which stay while the engine sleeps."""
+        has_graphs = self._is_vllm and not self._rollout.enforce_eager
+        return Part("CUDA graphs of vLLM", GRAPH_BYTES if has_graphs else 0, 0)
+
+    def awake(self, *, starts: bool) -> list[Part]:
+        """Return the engine on a GPU while it samples: vLLM takes a fixed share of the GPU.
+
+        starts: vLLM refuses to start if its share is not free.
+        """
+        if not self._is_vllm:
+            return [_exactly("rollout engine's weights", self.weights)]
+        needed = self._needed(self._parallel)
+        certain = max(self._share - (0 if starts else WORKSPACE_BYTES), needed) - self.weights
+        return [
+            _exactly("vLLM's weights", self.weights),
+            Part("vLLM's KV cache and workspace", max(self._share, needed) - self.weights, certain),
+        ]
+
+    def on_host(self) -> list[Part]:
+        """Return the engine in host memory, where there is no GPU."""
+        if self._hardware.device == "cuda":
+            return []
+        cache = CPU_CACHE_BYTES if self._is_vllm else 0
+        return [_exactly("rollout engine's weights", self.weights), Part("vLLM's KV cache", cache, 0)]
+
+    def problem(self) -> EngineProblem | None:
+        """Return why vLLM cannot start with its share of a GPU, or None if it can."""
+        needed = self._needed(self._parallel)
+        if self._hardware.device == "cpu" or not self._is_vllm or needed <= self._share:
+            return None
+        remedies: list[Changes] = []
+        if can_divide_engine(self._config):
+            ranks = self._config.num_samplers
+            sizes = [size for size in self._size.tensor_parallel_sizes if ranks % size == 0]
+            fitting = [size for size in sizes if self._needed(size) <= self._share]
+            remedies += [{"worker.rollout.tensor_parallel_size": size} for size in fitting[:1]]
+        enough = ceil(10 * needed / self._hardware.device_bytes) / 10
+        if enough < 1:
+            remedies.append({"worker.rollout.gpu_memory_utilization": enough})
+        return EngineProblem(self._rollout.gpu_memory_utilization, self._share, needed, tuple(remedies))
+
+    def _needed(self, parallel: int) -> int:
+        """Return the weights, and the KV cache of one sequence of maximum length."""
+        key_heads = self._size.key_heads
+        cache = self._config.context_length * self._size.key_values * self._item_bytes
+        return self._weights(parallel) + int(cache * max(key_heads // parallel, 1) / key_heads)
+
+    def _weights(self, parallel: int) -> int:
+        return ceil(self._size.parameters * self._item_bytes / parallel)
+
+
+def _times(part: Part, number: int) -> Part:
+    return Part(part.name, part.expected * number, part.certain * number)
+
+
+def _synced(config: Config, size: ModelSize) -> Part:
+    """Return what a weight sync holds beside the weights of trainer and engine."""
+    synced = size.largest * DTYPES[config.worker.rollout.dtype].itemsize
+    return Part("largest tensor, gathered and converted", _SYNC_COPIES * synced, 0)
+
+
+_CONTEXT = Part("CUDA context, NCCL", CONTEXT_BYTES, 0)
+
+
+def _phases_on_gpu(models: Sequence[_Trained], engine: _Engine | None) -> list[PhaseMemory]:
+    """Return the phases on the GPU of one rank. engine: None for a rank that only learns.
+
+    While one model works the others rest: what they offload has left the device.
+    """
+    policy = models[0]
+    context = [*([] if engine is None else [engine.graphs()]), _CONTEXT]
+
+    def resting(*, but: _Trained | None = None, states: bool = True) -> list[Part]:
+        return [part for model in models if model is not but for part in model.resting("GPU", states=states)]
+
+    # The policy's weights are on the device, and nothing works.
+    idle = [policy.weights(), *policy.resting("GPU", weights=False), *resting(but=policy)]
+    starting = [] if engine is None else engine.awake(starts=True)
+    in_engine = [] if engine is None else [_exactly("vLLM's weights", engine.weights)]
+    phases = [
+        # Optimizer states are made in the first update.
+        _phase("start", "GPU", resting(states=False), starting, [_CONTEXT]),
+        _phase("weight sync", "GPU", idle, in_engine, [_synced(policy.config, policy.size)], context),
+    ]
+    if engine is not None:
+        phases.append(_phase("sampling", "GPU", resting(), engine.awake(starts=False), context))
+    if not policy.trains:
+        return phases
+    for model in models:
+        values, update = model.phase_names
+        others = resting(but=model)
+        phases.append(_phase(values, "GPU", model.scoring(), others, context))
+        phases.append(_phase(update, "GPU", model.updating(), others, context))
+    stepping = [*policy.stepping(), *resting(but=policy)]
+    return [*phases, _phase("optimizer step", "GPU", stepping, context), _phase("save", "GPU", idle, context)]
+
+
+def _phases_on_host(models: Sequence[_Trained], engine: _Engine | None) -> list[PhaseMemory]:
+    """Return the phases in the host memory of a node, which all of its ranks share."""
+    policy, ranks = models[0], models[0].ranks
+    process = Part("processes", PROCESS_BYTES * ranks, 0)
+    of_engine = [] if engine is None else [_times(part, ranks) for part in engine.on_host()]
+
+    def resting(*, states: bool = True) -> list[Part]:
+        return [_times(part, ranks) for model in models for part in model.resting("host", states=states)]
+
+    kept = [] if policy.on_gpu else resting(states=False)
+    phases = [_phase("start", "host", kept, [policy.reading(), process])]
+    if policy.on_gpu and engine is not None:
+        phases.append(_phase("sampling", "host", resting(), [policy.caches(), process]))
+    for model in models:
+        in_update = model.on_host()
+        if not policy.on_gpu or engine is None or any(part.expected for part in in_update):
+            update = model.phase_names[1]
+            phases.append(_phase(update, "host", resting(), in_update, of_engine, [model.caches(), process]))
+    copies = [model.copied() for model in models]
+    return [*phases, _phase("save", "host", resting(), copies, of_engine, [policy.caches(), process])]
+
+
+# -- separate workers ------------------------------------------------------------------------------
+
+
+def _with_samplers(
+    learners: Sequence[PhaseMemory], engine: _Engine, config: Config, size: ModelSize, hardware: Hardware
+) -> list[PhaseMemory]:
+    """Return the phases of both pools, given those of workers that only learn.
+
+    A sampler has vLLM, whose weights and KV cache stay where they are between two batches, and no
+    trainer. If each pool has one machine, they may be on the same one: their host memory is added.
+    """
+    rollout, samplers, dimensions = config.worker.rollout, config.num_samplers, size.dimensions
+    on_host = [
+        *engine.on_host(),
+        Part("caches of images", _pixel_cache_bytes(config, dimensions, samplers), 0),
+        Part("images of prompts being sampled", _streamed_pixel_bytes(config, dimensions, samplers), 0),
+        Part("processes", PROCESS_BYTES, 0),
+    ]
+    sampling = _phase(
+        "sampling", "host", [_times(part, rollout.n_gpus_per_node) for part in on_host], workers="samplers"
+    )
+    share_machine = config.trainer.nnodes == rollout.nnodes == 1
+    added = Part("workers that sample", sampling.expected, sampling.certain)
+    phases = []
+    for phase in learners:
+        if phase.pool == "GPU" or not share_machine:
+            phases.append(replace(phase, workers="learners"))
+        else:
+            phases.append(replace(phase, parts=(*phase.parts, added)))
+    if hardware.device == "cuda":
+        awake, graphs = engine.awake(starts=False), engine.graphs()
+        syncing = [_synced(config, size), Part("bucket of received tensors", BUCKET_BYTES, 0)]
+        phases += [
+            _phase("start", "GPU", engine.awake(starts=True), [_CONTEXT], workers="samplers"),
+            _phase("weight sync", "GPU", awake, syncing, [graphs, _CONTEXT], workers="samplers"),
+            _phase("sampling", "GPU", awake, [graphs, _CONTEXT], workers="samplers"),
+        ]
+    return phases if share_machine else [*phases, sampling]
+
+
+def _pixel_cache_bytes(config: Config, dimensions: Dimensions | None, num_workers: int) -> int:
+    """Return the most bytes of the pixels of a step that one of several workers keeps."""
+    prompts = ceil(config.prompts_per_step / num_workers)
+    return min(PIXEL_CACHE_BYTES, prompts * _pixel_bytes(config, dimensions))
+
+
+def _streamed_pixel_bytes(config: Config, dimensions: Dimensions | None, num_workers: int) -> int:
+    """Return the most bytes of pixels that one of several samplers holds beside its cache.
+
+    With max_staleness above 1 a call has all groups that may be outstanding, with their pixels.
+    0 otherwise.
+    """
+    ahead = config.algorithm.max_staleness
+    if ahead <= 1:
+        return 0
+    outstanding = (1 + ahead) * (1 + config.worker.rollout.oversampling) * config.prompts_per_step
+    return ceil(outstanding / num_workers) * _pixel_bytes(config, dimensions)
+
+
+def _pixel_bytes(config: Config, dimensions: Dimensions | None) -> int:
+    """Return the bytes of the pixels of the largest prompt."""
+    if dimensions is None or dimensions.vision is None:
+        return 0
+    patches = config.data.max_prompt_length * dimensions.vision.merge**2
+    return patches * dimensions.vision.values_per_patch * 4

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trigon.assemble.memory_remedies import find_remedies_of_policy, find_remedies_of_reference
+from trigon.assemble.remedies import find_remedies_in_pass
 from trigon.config.names import DeviceType
 from trigon.config.plan import Plan
 from trigon.config.schema import Config, TrainedConfig
@@ -22,7 +22,7 @@ from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.models.sequence_parallel import RowRanks, require_divisible_heads
-from trigon.models.tensor_parallel import require_tensor_parallel
+from trigon.models.sizes import require_tensor_parallel
 from trigon.models.value import ActorCritic
 from trigon.models.weight_files import stored_dtype
 from trigon.training.local import LocalTrainEngine
@@ -180,7 +180,7 @@ def open_trainer(
         policy,
         config,
         plan,
-        placement_of(config, actor, place, model="policy", remedies=find_remedies_of_policy(config)),
+        placement_of(config, actor, place, model="policy", remedies=find_remedies_in_pass(config)),
         positions=positions_of(processors.family, processors.hf_config),
         reference=reference if config.has_full_kl else None,
         features=feature_memory(config, shared=reference is not None) if policy.has_frozen_vision else None,
@@ -229,7 +229,7 @@ def open_reference(
             offload_params=offload and place.is_alone,
             process_group=place.process_group,
             model="reference",
-            remedies=find_remedies_of_reference(config),
+            remedies=find_remedies_in_pass(config, model="reference"),
         ),
         positions=positions_of(processors.family, processors.hf_config),
         max_tokens=plan.tokens_per_experience_pass,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from trigon.assemble.memory_table import Hardware
+from trigon.assemble.memory import Hardware
 from trigon.assemble.models import set_determinism
 from trigon.assemble.options import model_path
 from trigon.config.paths import local_path, read_template

@@ -18,8 +18,8 @@ from trigon.assemble.data import open_builder, open_evaluator, open_processors, 
 from trigon.assemble.engines import Engines, open_engines, save_state, staged_bytes
 from trigon.assemble.episodes import check_episodes, find_episodes
 from trigon.assemble.hub import announce_downloads
+from trigon.assemble.memory import Hardware
 from trigon.assemble.memory_check import check_memory, find_hardware
-from trigon.assemble.memory_table import Hardware
 from trigon.assemble.models import check_parallel_sizes, choose_device, choose_kernel, device_type
 from trigon.assemble.objects import NO_OBJECTS, RunObjects, RunOutcome
 from trigon.assemble.options import (

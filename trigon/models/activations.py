@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trigon.models.activation_offload import DEVICE_INPUTS, host_bytes
-from trigon.models.dimensions import Dimensions, VisionDimensions
 from trigon.models.kernels import Kernel
+from trigon.models.sizes import Dimensions, VisionDimensions
 
 Moment = Literal["forward", "head, backward", "layer, backward", "vision, backward"]
 
@@ -32,9 +32,10 @@ Moment = Literal["forward", "head, backward", "layer, backward", "vision, backwa
 class RowLengths:
     """The lengths of a row of equal groups, in tokens.
 
-    prompt, response: of each group's prompt, and of each of its completions.
-    patches: of the images of each group, before they are merged.
-    image_patches: of the largest image, which a frozen vision tower encodes by itself.
+    groups: number of groups. completions: number of completions in a group.
+    prompt, response: tokens of each group's prompt, and of each of its completions.
+    patches: number of patches in the images of each group, before they are merged.
+    image_patches: patches of the largest image, which a frozen vision tower encodes by itself.
     """
 
     groups: int
@@ -64,8 +65,9 @@ class RowLengths:
 class PassFormat:
     """The number formats of a pass, in bytes per value.
 
-    weight: of the weights that the layers use: as stored, or as FSDP gathers them.
-    compute: of matrix products. If it is less than weight, autocast copies inputs and weights.
+    weight: format of the weights that the layers use: as stored, or as FSDP gathers them.
+    compute: format of matrix products. If it is less than weight, autocast copies inputs and
+        weights.
     """
 
     weight: int
@@ -81,15 +83,17 @@ class PassFormat:
 class PassOptions:
     """What a pass computes, and how.
 
-    checkpointing: the activations of a layer are computed again in the backward.
+    checkpointing: whether the activations of a layer are computed again in the backward.
     trains_weights: False for LoRA, where only adapters have gradients.
-    trains_vision: the vision tower has gradients, of weights or of adapters. If not, it runs one
-    image at a time and keeps nothing.
-    kernel: of attention in the decoder.
-    chunk_rows: rows of logits that are computed at a time. tied: the head is the embedding.
-    on_cpu: where sdpa takes fewer key heads than query heads, and pixels are not copied.
-    full_kl: the KL from a reference is computed over the whole vocabulary.
-    offloads: with checkpointing, the inputs of layers are in host memory, see activation_offload.
+    trains_vision: whether the vision tower has gradients, of weights or of adapters. If not, it
+        runs one image at a time and keeps nothing.
+    kernel: attention kernel of the decoder.
+    chunk_rows: number of rows of logits that are computed at a time.
+    tied: whether the head is the embedding.
+    on_cpu: whether there is no GPU: sdpa then takes fewer key heads than query heads, and pixels
+        are not copied.
+    full_kl: whether the KL from a reference is computed over the whole vocabulary.
+    offloads: whether the inputs of checkpointed layers are in host memory; see activation_offload.
     """
 
     checkpointing: bool
@@ -107,10 +111,11 @@ class PassOptions:
 class PassBytes:
     """The memory of a pass at its peak, in bytes, beside the weights and accumulated gradients.
 
-    moment: when the peak is. activations: hidden states and what autograd keeps. logits: chunks of
-    logits, and the head's gradient in float32. copies: of weights, by autocast. gradients: of
-    weights and of activations, before they are added or freed. host: inputs of layers that are kept
-    in host memory, which are not part of the total.
+    moment: when the peak is. activations: hidden states and what autograd keeps.
+    logits: chunks of logits, and the head's gradient in float32.
+    copies: copies of weights that autocast makes.
+    gradients: gradients of weights and of activations, before they are added or freed.
+    host: inputs of layers that are kept in host memory, which are not part of the total.
     """
 
     moment: Moment

@@ -21,7 +21,6 @@ from trigon.models.attention import configured_kernel
 from trigon.models.attention_metadata import AttentionMetadata
 from trigon.models.families import ModelFamily
 from trigon.models.features import VisionFeatureCache
-from trigon.models.flops import GroupLengths, peak_tflops, update_flops
 from trigon.models.fused import compile_parts, use_liger
 from trigon.models.logprobs import (
     HEAD_METHODS,
@@ -33,6 +32,7 @@ from trigon.models.logprobs import (
 )
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
 from trigon.models.sequence_parallel import RowRanks, RowSlice, complete_results, require_divisible_heads, slice_of
+from trigon.models.sizes import GroupLengths, peak_tflops, update_flops
 from trigon.models.transfer import to_device
 from trigon.models.vision_encoder import VisionEncoder, add_deepstack
 from trigon.types import NamedTensors, PackedGroups, TokenLogprobs, TrainGroup
@@ -327,14 +327,13 @@ class Policy(nn.Module):
     def update_work(self, groups: Sequence[TrainGroup], *, name: str = "actor") -> dict[str, Metric]:
         """Return metrics: the operations of an update on these groups, and the peak of the GPU.
 
-        See flops.py; prompts and images count once. Empty for a family that is not counted, and
+        See sizes.py; prompts and images count once. Empty for a family that is not counted, and
         without the peak on a device whose peak is not known. name: prefix of the former.
         """
         tower = self.family.vision_tower(self.model)
         flops = update_flops(
             self.model.config,
             [GroupLengths.of(group.prompt, group.sequences) for group in groups],
-            "shared",
             trains_vision=tower is not None and any(parameter.requires_grad for parameter in tower.parameters()),
             outputs=self.num_outputs,
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 
@@ -54,10 +54,11 @@ _REMEDIES = (
 class Lengths:
     """Upper bounds of a run's groups and batches.
 
-    prompt_tokens, response_tokens: of the longest prompt and completion.
-    image_pixels: of the largest image; None: no limit.
-    update_tokens: of all groups of one update. step_tokens: of all groups that are scored in one
-    step. critic_update_tokens: of all groups of one update of the critic; 0 without one.
+    prompt_tokens, response_tokens: tokens of the longest prompt and completion.
+    image_pixels: pixels of the largest image; None: no limit.
+    update_tokens: tokens of all groups of one update.
+    step_tokens: tokens of all groups that are scored in one step.
+    critic_update_tokens: tokens of all groups of one update of the critic; 0 without one.
     """
 
     prompt_tokens: int
@@ -105,43 +106,7 @@ def tune_engines(
     critic: LocalCriticEngine | None = None,
     host_bytes: int | None = None,
 ) -> Budgets:
-    """Measure the token budgets, and set them in the engines. Args: see measure_budgets."""
-    # With LoRA the reference is the trainer without its adapters, and has no budget of its own.
-    scorer = reference if isinstance(reference, TunableScorer) else None
-    # A critic on the policy's trunk makes the passes of the policy.
-    on_trunk = isinstance(critic, LocalTrunkCritic)
-    apart = None if on_trunk else critic
-    budgets = measure_budgets(
-        trainer, scorer, memory, lengths, process_group, known=known, critic=apart, host_bytes=host_bytes
-    )
-    if on_trunk:
-        budgets = replace(
-            budgets,
-            critic_update_tokens=budgets.update_tokens,
-            critic_experience_tokens=budgets.experience_tokens,
-        )
-    if critic is not None:
-        critic.use_budgets(
-            update_max_tokens=budgets.critic_update_tokens, score_max_tokens=budgets.critic_experience_tokens
-        )
-    trainer.use_budgets(update_max_tokens=budgets.update_tokens, score_max_tokens=budgets.experience_tokens)
-    if scorer is not None:
-        scorer.use_budget(budgets.experience_tokens)
-    return budgets
-
-
-def measure_budgets(
-    trainer: TunableEngine,
-    reference: TunableScorer | None,
-    memory: Memory,
-    lengths: Lengths,
-    process_group: ProcessGroup,
-    *,
-    known: Budgets | None,
-    critic: LocalCriticEngine | None = None,
-    host_bytes: int | None = None,
-) -> Budgets:
-    """Return the token budgets that fit on every rank. The engines do not change.
+    """Return the token budgets that fit on every rank, and set them in the engines.
 
     All ranks call this together before the first update, while the rollout engine sleeps.
 
@@ -152,23 +117,44 @@ def measure_budgets(
             critic has it too: memory.free_bytes, which comes last, returns what passes have cached.
     Raises: ConfigError if a pass over the longest sequence does not fit.
     """
+    # With LoRA the reference is the trainer without its adapters, and has no budget of its own.
+    scorer = reference if isinstance(reference, TunableScorer) else None
     usable = math.inf if host_bytes is None else _KNOWN_HOST_SHARE * host_bytes
     is_other = known is None or known.device != memory.device_name or known.host_bytes > usable
     [num_others] = process_group.all_reduce_sum([float(is_other)])
     if known is not None and num_others == 0:
-        return known
-    reserved = trainer.optimizer_bytes + (0 if critic is None else critic.resting_bytes)
-    with trainer.dry_run_updates() as update:
-        # Offloaded weights are on the device now.
-        tuner = _Tuner(trainer.policy, memory, lengths, process_group, host_bytes=host_bytes)
-        tuner.warm_up(update, what="an update's pass")  # allocates the gradients, which most passes find allocated
-        update_tokens, update_bytes = tuner.max_tokens(
-            update,
-            reserved_bytes=reserved,
-            limit=tuner.host_limit(lengths.update_tokens),
-            what="an update's pass",
+        budgets = known
+    else:
+        budgets = _measure(trainer, scorer, critic, memory, lengths, process_group, host_bytes)
+    if critic is not None:
+        critic.use_budgets(
+            update_max_tokens=budgets.critic_update_tokens, score_max_tokens=budgets.critic_experience_tokens
         )
-        pinned_bytes = tuner.pinned_bytes(update_tokens)
+    trainer.use_budgets(update_max_tokens=budgets.update_tokens, score_max_tokens=budgets.experience_tokens)
+    if scorer is not None:
+        scorer.use_budget(budgets.experience_tokens)
+    return budgets
+
+
+def _measure(
+    trainer: TunableEngine,
+    reference: TunableScorer | None,
+    critic: LocalCriticEngine | None,
+    memory: Memory,
+    lengths: Lengths,
+    process_group: ProcessGroup,
+    host_bytes: int | None,
+) -> Budgets:
+    # A critic on the policy's trunk makes the passes of the policy.
+    on_trunk, apart = isinstance(critic, LocalTrunkCritic), critic
+    if on_trunk:
+        apart = None
+    reserved = trainer.optimizer_bytes + (0 if apart is None else apart.resting_bytes)
+    tuner = _Tuner(trainer.policy, memory, lengths, process_group, host_bytes=host_bytes)
+    with trainer.dry_run_updates() as update:  # offloaded weights are on the device then
+        update_tokens, update_bytes = tuner.of_updates(
+            update, reserved_bytes=reserved, limit=lengths.update_tokens, what="an update's pass"
+        )
     scored = [
         tuner.max_tokens(
             partial(_score, dry_run),
@@ -178,36 +164,36 @@ def measure_budgets(
         )
         for dry_run in (trainer.dry_run, *(() if reference is None else (reference.dry_run,)))
     ]
-    critic_update_tokens = critic_experience_tokens = 0
-    if critic is not None:
-        reserved = trainer.resting_bytes + critic.optimizer_bytes
-        with critic.dry_run_updates() as update:
-            tuner = _Tuner(
-                critic.policy, memory, lengths, process_group, model="worker.critic.model", host_bytes=host_bytes
+    experience_tokens, pinned_bytes = min(tokens for tokens, _ in scored), tuner.pinned_bytes
+    of_critic = (update_tokens, experience_tokens) if on_trunk else (0, 0)
+    if apart is not None:
+        reserved = trainer.resting_bytes + apart.optimizer_bytes
+        tuner = _Tuner(apart.policy, memory, lengths, process_group, model="worker.critic.model", host_bytes=host_bytes)
+        with apart.dry_run_updates() as update:
+            tokens, _ = tuner.of_updates(
+                update,
+                reserved_bytes=reserved,
+                limit=lengths.critic_update_tokens,
+                what="an update's pass of the critic",
             )
-            what = "an update's pass of the critic"
-            tuner.warm_up(update, what=what)
-            critic_update_tokens, _ = tuner.max_tokens(
-                update, reserved_bytes=reserved, limit=tuner.host_limit(lengths.critic_update_tokens), what=what
-            )
-            pinned_bytes = max(pinned_bytes, tuner.pinned_bytes(critic_update_tokens))
-        critic_experience_tokens, _ = tuner.max_tokens(
-            partial(_score, critic.dry_run),
+        scored_tokens, _ = tuner.max_tokens(
+            partial(_score, apart.dry_run),
             reserved_bytes=reserved,
             limit=lengths.step_tokens,
             what="a pass of the critic without gradient",
         )
-        critic.offload()
+        of_critic, pinned_bytes = (tokens, scored_tokens), max(pinned_bytes, tuner.pinned_bytes)
+        apart.offload()
     [most_pinned] = process_group.all_reduce_max([float(pinned_bytes)])
     return Budgets(
         update_tokens=update_tokens,
         update_bytes=update_bytes,
-        experience_tokens=min(tokens for tokens, _ in scored),
+        experience_tokens=experience_tokens,
         experience_bytes=max(used_bytes for _, used_bytes in scored),
         device=memory.device_name,
         device_bytes=memory.total_bytes,
-        critic_update_tokens=critic_update_tokens,
-        critic_experience_tokens=critic_experience_tokens,
+        critic_update_tokens=of_critic[0],
+        critic_experience_tokens=of_critic[1],
         host_bytes=int(most_pinned),
     )
 
@@ -233,7 +219,10 @@ class _LinearFit:
 
 
 class _Tuner:
-    """Finds the longest row that fits on all ranks, for one kind of pass at a time."""
+    """Finds the longest row that fits on all ranks, for one kind of pass at a time.
+
+    pinned_bytes: the most host memory that the offloaded activations of an update's row take.
+    """
 
     def __init__(
         self,
@@ -247,9 +236,10 @@ class _Tuner:
     ) -> None:
         """Make the groups of the passes.
 
-        model: the section of its options, for error messages. host_bytes: see measure_budgets.
+        model: the section of its options, for error messages. host_bytes: see tune_engines.
         """
         self._policy, self._model, self._host_bytes = policy, model, host_bytes
+        self.pinned_bytes = 0
         self._remedies = _REMEDIES.format(model=model)
         self._memory = memory
         self._lengths = lengths
@@ -268,30 +258,27 @@ class _Tuner:
             )
             for num_completions in (self._num_completions, 2 * self._num_completions)
         )
-        self._pinned_per_token = 0.0  # of offloaded activations, at most
         self._smallest_group = dummy_group(
             policy, prompt_tokens=1, response_tokens=1, image_pixels=lengths.image_pixels, num_completions=1
         )
 
-    def warm_up(self, make_pass: Pass, *, what: str) -> None:
-        """Make the smallest pass. Raises: ConfigError if it does not fit."""
+    def of_updates(self, make_pass: Pass, *, reserved_bytes: int, limit: int, what: str) -> tuple[int, int]:
+        """Return what max_tokens does, for passes with gradient, which may offload activations.
+
+        Raises: ConfigError as well if those of the longest sequence do not fit into host memory.
+        """
+        # The first pass allocates the gradients, which most passes find allocated.
         if self._peak_bytes(make_pass, [self._group]) is None:
             raise self._does_not_fit(what, math.inf, self._memory.free_bytes())
-        self._pinned_per_token = host_bytes_at_most(self._policy.offloaded_bytes) / tokens_of(self._group)
+        per_token = host_bytes_at_most(self._policy.offloaded_bytes) / tokens_of(self._group)
+        if per_token > 0:
+            limit = self._host_limit(per_token, limit)
+        tokens, used_bytes = self.max_tokens(make_pass, reserved_bytes=reserved_bytes, limit=limit, what=what)
+        self.pinned_bytes = int(tokens * per_token)
+        return tokens, used_bytes
 
-    def pinned_bytes(self, tokens: int) -> int:
-        """Return the most host memory that the offloaded activations of a row take."""
-        return int(tokens * self._pinned_per_token)
-
-    def host_limit(self, limit: int) -> int:
-        """Return the limit, or fewer tokens of a row if their offloaded activations need more.
-
-        To be called after warm_up, whose pass is measured.
-        Raises: ConfigError if those of the longest sequence do not fit into the host memory.
-        """
-        if self._pinned_per_token == 0:
-            return limit
-        per_token = self._pinned_per_token
+    def _host_limit(self, per_token: float, limit: int) -> int:
+        """Return the limit, or fewer tokens of a row if their offloaded activations need more."""
         usable = math.inf if self._host_bytes is None else HOST_SHARE * self._host_bytes
         [shortfall] = self._process_group.all_reduce_max([-usable / per_token])
         if math.isinf(shortfall):  # no rank knows its host memory

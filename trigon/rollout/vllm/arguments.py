@@ -13,9 +13,9 @@ from typing import Any, Literal
 from trigon.config.names import DeviceType
 from trigon.config.schema import Config, RolloutConfig
 from trigon.errors import EngineError
-from trigon.models.dimensions import head_dim
 from trigon.models.dtypes import DTYPES
 from trigon.models.load import Processors
+from trigon.models.sizes import head_dim
 
 ModelRunner = Literal["v1", "v2"]
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from trigon.assemble import memory_check
-from trigon.assemble.memory import count_checkpoint_bytes
-from trigon.assemble.memory_table import Hardware, format_gib
+from trigon.assemble.memory import Hardware, count_checkpoint_bytes, count_checkpoints, format_gib
 from trigon.assemble.models import choose_device_type, choose_kernel
 from trigon.config.checks import find_device_warnings
 from trigon.config.schema import Config
@@ -202,15 +201,3 @@ def run_folder_of(config: Config) -> Path:
     """Return the run folder, or the lowest of its parents that exists."""
     folder = config.trainer.run_folder.absolute()
     return next(each for each in (folder, *folder.parents) if each.exists())
-
-
-def count_checkpoints(config: Config, *, total_steps: int) -> int:
-    """Return how many checkpoints are on the disk at most, while the last one is written.
-
-    The newest ones are kept, the best, and an old one until the new one is complete.
-    """
-    trainer = config.trainer
-    saved = -(-total_steps // trainer.save_freq) if trainer.save_freq > 0 else 1
-    if trainer.save_limit <= 0:
-        return saved
-    return min(saved, trainer.save_limit + 2)

@@ -16,7 +16,7 @@ from typing import Any
 from trigon.assemble.critic import require_same_tokens
 from trigon.assemble.data import open_builder, read_processors
 from trigon.assemble.episodes import EpisodeParts, check_chat_template, check_episodes, load_episodes
-from trigon.assemble.model_sizes import size_of_model
+from trigon.assemble.memory import size_of_model
 from trigon.assemble.models import check_parallel_sizes
 from trigon.assemble.options import max_completion_tokens
 from trigon.config.options import with_options
@@ -28,7 +28,7 @@ from trigon.environments.pool import EnvironmentPool
 from trigon.errors import ConfigError, ModelError, TrigonError
 from trigon.models.linear_attention import has_fast_kernels
 from trigon.models.load import Processors, folder_without_weights, load_processors, require_weights
-from trigon.models.memory import ModelSize
+from trigon.models.sizes import ModelSize
 from trigon.tools.check.dataset import Reader, ScannedDataset, build, first_dataset, show_tokens
 from trigon.tools.check.result import Missing, Result, Skipped
 from trigon.tools.quickstart.model import make_tiny

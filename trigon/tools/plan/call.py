@@ -1,19 +1,30 @@
-"""`trigon plan` from Python."""
+"""`trigon plan` from Python, and the configuration of a run that is planned.
+
+Imports nothing heavy, so that errors of the configuration come at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from trigon.api import open_rows, read_arguments
+from trigon.config.load import LoadedConfig, inspect_config, load_config
+from trigon.config.paths import PYTHON_PREFIX, is_python_object
+from trigon.config.schema import reward_specs
 from trigon.errors import raises_at_caller
-from trigon.tools.plan.configuration import load_planned
 
 if TYPE_CHECKING:
     from trigon.api import Data
     from trigon.rewards.callables import Reward
-    from trigon.tools.plan.result import RunPlan
+    from trigon.tools.plan.plan import RunPlan
+
+_REWARD = "worker.reward.reward_function"
+_VAL_REWARD = "worker.reward.val_reward_function"
+_DEVICES = ("trainer.nnodes", "trainer.n_gpus_per_node")
+# A run does not write the secrets in its arguments.
+_NO_ARGUMENTS = {"worker.reward.reward_function_kwargs": None}
 
 
 @raises_at_caller
@@ -28,7 +39,7 @@ def plan(
     gpus: str | None = None,
     host_memory: int | None = None,
     model_config: str | PurePath | None = None,
-    calibrate_with: str | PurePath | None = None,
+    measured: str | PurePath | None = None,
     download: bool = False,
     prompt_tokens: float | None = None,
     image_tokens: float | None = None,
@@ -40,7 +51,7 @@ def plan(
     observed_image_tokens: float | None = None,
     **keyword_options: Any,
 ) -> RunPlan:
-    """Return batches, memory, time and disk of a run before it starts, as `trigon plan` does.
+    """Return batches, memory, operations and disk of a run before it starts, as `trigon plan` does.
 
     Neither GPUs nor weights are needed.
 
@@ -51,7 +62,7 @@ def plan(
         reward: as for train; not called, and not needed.
         gpus: such as 8xH100-80G; None: this machine.
         host_memory: bytes of each machine. model_config: a config.json in place of the model's.
-        calibrate_with: the folder of a finished run on the same hardware.
+        measured: the folder of a finished run of the same model on as many GPUs, for seconds.
         download: read tokenizer and datasets from the hub if they are not on this machine.
         prompt_tokens, image_tokens, response_tokens: means, if they are known without the dataset.
         num_prompts, num_val_prompts: of the datasets. keep_rate: share of groups that online
@@ -81,7 +92,7 @@ def plan(
         gpus=gpus,
         host_memory=host_memory,
         model_config=None if model_config is None else Path(model_config),
-        calibrate_with=None if calibrate_with is None else Path(calibrate_with),
+        measured=None if measured is None else Path(measured),
         download=download,
         lengths=LengthOptions(
             prompt_tokens=prompt_tokens,
@@ -95,3 +106,29 @@ def plan(
         ),
         opened={spec: open_rows(dataset, spec) for spec, dataset in given.data.items()},
     )
+
+
+def load_planned(
+    path: Path | None, overrides: Sequence[str], *, arguments: Sequence[Mapping[str, Any]] = ()
+) -> LoadedConfig:
+    """Return the checked configuration of a run that is planned.
+
+    Unlike a run, a plan needs no reward function and none of its arguments; and the datasets, the
+    reward function, the environment and the tools may be Python objects that an earlier run was
+    given, of which its config.yaml has the names only. What depends on the number of workers is
+    checked by trigon.tools.plan.plan, which receives the devices.
+    Args: as trigon.config.load.load_config. Raises: ConfigError with all problems.
+    """
+    arguments = [*arguments, _NO_ARGUMENTS]
+    inspected = inspect_config(path, overrides, arguments=arguments, undecided=_DEVICES)
+    config = inspected.loaded.config
+    data, rollout, reward = config.data, config.worker.rollout, config.worker.reward.reward_function
+    if not reward and _REWARD not in inspected.uncertain:
+        reward = f"{PYTHON_PREFIX}any"
+        arguments = [*arguments, {_REWARD: reward}]
+    if reward and not isinstance(reward, str):
+        arguments = [*arguments, {_REWARD: [entry.model_dump(exclude={"kwargs"}) for entry in reward]}]
+    arguments = [*arguments, {_VAL_REWARD: None}]
+    named = (*data.train_files, *data.val_files, *reward_specs(reward), rollout.environment or "", *rollout.tools)
+    objects = set(filter(is_python_object, named))
+    return load_config(path, overrides, arguments=arguments, python_objects=objects, undecided=_DEVICES)

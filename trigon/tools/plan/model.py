@@ -95,15 +95,11 @@ def processor_folder(model_path: str, *, download: bool) -> Path | None:
 
     try:
         found = Path(snapshot_download(model_path, allow_patterns=list(_SMALL_FILES), local_files_only=not download))
-    except LocalEntryNotFoundError as error:
-        if download:
-            raise _no_tokenizer(model_path, error) from error
-        return None
     except (OSError, ValueError) as error:
-        raise _no_tokenizer(model_path, error) from error
+        if isinstance(error, LocalEntryNotFoundError) and not download:
+            return None
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"the tokenizer of {model_path!r} could not be downloaded from {hub_endpoint()}: {reason}"
+        ) from error
     return found if (found / "tokenizer_config.json").is_file() else None
-
-
-def _no_tokenizer(model_path: str, error: Exception) -> ModelError:
-    reason = " ".join(str(error).split())[:300]
-    return ModelError(f"the tokenizer of {model_path!r} could not be downloaded from {hub_endpoint()}: {reason}")

@@ -1,33 +1,181 @@
-"""Plans a run before it starts: batches, memory, operations, time, bytes and disk.
+"""Plans a run before it starts: batches, memory, operations and disk.
 
 It needs the configuration and the model's config.json: neither weights, nor a GPU, nor the network.
+Seconds it has only from a finished run (seconds.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from math import ceil
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from trigon.assemble.data import NO_SOURCES
-from trigon.assemble.memory_check import find_hardware
+from trigon.assemble.memory import (
+    GIB,
+    Hardware,
+    PhaseMemory,
+    RunMemory,
+    count_checkpoint_bytes,
+    count_checkpoints,
+    size_of_model,
+)
+from trigon.assemble.memory_check import TIGHT, Remedy, find_hardware, find_remedies, memory_counter
+from trigon.assemble.options import needs_old_logprobs
+from trigon.assemble.remedies import Changes
 from trigon.config.checks import find_problems, raise_problems
+from trigon.config.names import DeviceType
 from trigon.config.options import with_options
+from trigon.config.plan import Plan, make_plan
 from trigon.config.schema import Config
 from trigon.data.sources import Source
 from trigon.errors import ConfigError
-from trigon.report.run import open_run
-from trigon.system.cpus import count_usable_cpus
-from trigon.tools.plan.calibration import Calibration, calibrate, observe
-from trigon.tools.plan.hardware import CPU, Cluster, accelerator_named, parse_gpus
-from trigon.tools.plan.lengths import LengthOptions
-from trigon.tools.plan.planner import Place, Planner
-from trigon.tools.plan.result import RunPlan
-from trigon.tools.plan.work import TRIGON, Trainer
+from trigon.models.load import load_hf_config
+from trigon.system.suggestions import nearest
+from trigon.tools.plan.lengths import LengthOptions, Lengths, find_lengths
+from trigon.tools.plan.model import open_model_config
+from trigon.tools.plan.seconds import MeasuredRun, project_seconds, read_measured
+from trigon.tools.plan.work import Batches, StepFlops, count_flops, make_batches
+from trigon.training.budget import HEADROOM
+
+GPUS: Mapping[str, float] = {
+    "A100-40G": 39.4,
+    "A100-80G": 79.2,
+    "A800-80G": 79.2,
+    "H100-80G": 79.6,
+    "H800-80G": 79.6,
+    "H200-141G": 139.8,
+    "L20-48G": 44.5,
+    "L40S-48G": 44.5,
+    "RTX4090-24G": 23.6,
+}
+"""GiB that torch finds on a GPU, by its name. A name without its memory means the largest."""
+
+KEEP_RATE = 0.5
+"""Assumed share of the groups that online filtering keeps."""
+
+_MOST_CHANGES = 6  # that are combined
+_UNKNOWN_HOST = 2**60  # bytes of host memory that is not known: no limit
+_ROLLOUT_BYTES = 600  # of a line in rollouts/, without its texts
+_TEXT_BYTES = 5  # of a token
+_PROMPT_TOKENS = 200  # of a prompt, whose text has no images
+_TOKEN_RECORD_BYTES = 65  # of a token whose numbers are stored (trainer.rollout_tokens)
+
+Verdict = Literal["fits", "tight", "does not fit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run is planned to run.
+
+    kind: name of the devices, for people. host_bytes: memory of a machine; None: not known.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    device: DeviceType
+    kind: str
+    device_bytes: int
+    host_bytes: int | None
+
+    def __str__(self) -> str:
+        nodes = f"{self.nodes} nodes x " if self.nodes > 1 else ""
+        return f"{nodes}{self.gpus_per_node} x {self.kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """Bytes that a run writes.
+
+    checkpoint: bytes of one. kept: the most checkpoints that are on the disk at a time.
+    rollouts: bytes that a step adds to the rollout files, without images.
+    """
+
+    checkpoint: int
+    kept: int
+    rollouts: int
+
+    @property
+    def checkpoints(self) -> int:
+        """The bytes of all checkpoints that are on the disk at a time."""
+        return self.kept * self.checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a run will do and need.
+
+    devices: of all workers, for people.
+    parameters, trained_parameters: number of weights of the model, adapters included.
+    plan: steps and updates. num_prompts: usable training prompts; None: unknown, so that epochs
+        are too. num_steps: steps of the run; None if they depend on an unknown number of prompts.
+    num_validations: validations of the run. lengths: of prompts and completions.
+    batches, flops: of a step. flops: None for a family whose operations are not counted.
+    memory: by phase, of each GPU and of a machine. knows_host_memory: whether that is a limit.
+    verdict: "does not fit" if a phase needs more than there is, "tight" above 95 % of it.
+    remedies: changes that help most, if it does not fit. combination: several changes with which
+        it fits; None if none were found.
+    seconds: of the phases of a step, and validation_seconds: of a validation, in proportion to a
+        finished run; None without one, or if the run does not fit.
+    disk: what the run writes. assumptions: what the figures rest on, one sentence each.
+    """
+
+    model: str
+    device: DeviceType
+    devices: str
+    num_devices: int
+    parameters: int
+    trained_parameters: int
+    plan: Plan
+    num_prompts: int | None
+    num_steps: int | None
+    num_validations: int
+    lengths: Lengths
+    batches: Batches
+    flops: StepFlops | None
+    memory: RunMemory
+    knows_host_memory: bool
+    verdict: Verdict
+    remedies: tuple[Remedy, ...]
+    combination: Changes | None
+    seconds: Mapping[str, float] | None
+    validation_seconds: float | None
+    disk: Disk
+    assumptions: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits into the memory that is there."""
+        return self.verdict != "does not fit"
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The seconds of a step, without validation and checkpoints; None if not known."""
+        return None if self.seconds is None else sum(self.seconds.values())
+
+    @property
+    def epoch_seconds(self) -> float | None:
+        """The seconds of an epoch, without validation and checkpoints; None if not known."""
+        if self.step_seconds is None or self.num_prompts is None:
+            return None
+        return self.step_seconds * self.plan.steps_per_epoch
+
+    @property
+    def run_seconds(self) -> float | None:
+        """The seconds of all steps and validations, without start and checkpoints."""
+        if self.step_seconds is None or self.num_steps is None:
+            return None
+        return self.step_seconds * self.num_steps + (self.validation_seconds or 0.0) * self.num_validations
+
+    def capacity(self, phase: PhaseMemory) -> int | None:
+        """Return the bytes of a phase's pool of memory; None if they are not known."""
+        return None if phase.pool == "host" and not self.knows_host_memory else self.memory.capacity(phase)
 
 
 def plan(
@@ -36,10 +184,9 @@ def plan(
     gpus: str | None = None,
     host_memory: int | None = None,
     model_config: Path | None = None,
-    calibrate_with: Path | None = None,
+    measured: Path | None = None,
     lengths: LengthOptions | None = None,
     download: bool = False,
-    trainer: Trainer = TRIGON,
     opened: Mapping[str, Source] = NO_SOURCES,
 ) -> RunPlan:
     """Return the plan of a run.
@@ -50,87 +197,238 @@ def plan(
             sample separately have the same kind, and the configured number.
         host_memory: bytes of each machine; None: this machine's without gpus, else not limited.
         model_config: a config.json, or its folder, in place of that of model_path.
-        calibrate_with: the folder of a finished run on the same hardware, whose timings replace
-            the assumed efficiencies, and whose lengths are used where the dataset has none.
+        measured: the folder of a finished run of the same model on as many devices, from which
+            seconds follow, and whose lengths are used where the dataset has none.
         lengths: lengths that are known; see LengthOptions.
         download: read the tokenizer and the datasets from the hub if they are not on this machine.
-        trainer: how the trainer computes; another one than Trigon's to compare with its figures.
         opened: the datasets that are Python objects, by what the configuration has for them.
     Raises: ConfigError, DataError or ModelError for what cannot be planned.
     """
     if config.trainer.val_only:
         raise ConfigError("trainer.val_only=true makes no training step; plan the run that trains")
-    lengths = lengths or LengthOptions()
-    place = _find_place(config, gpus, host_memory)
-    config = _on(config, place)
+    given, place = lengths or LengthOptions(), find_place(config, gpus, host_memory)
+    on_place: dict[str, Any] = {"trainer.nnodes": place.nodes, "trainer.n_gpus_per_node": place.gpus_per_node}
+    if place.device == "cuda":
+        on_place["trainer.device"] = "cuda"
+    config = with_options(config, on_place)
     raise_problems(find_problems(config))
-    calibration = None if calibrate_with is None else _calibration(calibrate_with, gpus, model_config, lengths)
-    return Planner(
-        config, place, model_config, lengths, calibration, download=download, trainer=trainer, opened=opened
-    ).plan()
+    run = None if measured is None else read_measured(measured, config)
+    trained = config.worker.actor.model
+    with open_model_config(trained.model_path or "", model_config) as folder:
+        sized = with_options(config, {"worker.actor.model.model_path": str(folder)})
+        critic = config.worker.critic.model.model_path if config.has_critic else None
+        if critic is not None:
+            with open_model_config(critic, None) as own:
+                sized = with_options(sized, {"worker.critic.model.model_path": str(own)})
+        hf_config = load_hf_config(
+            folder, trust_remote_code=trained.trust_remote_code, override_config=trained.override_config
+        )
+        host_bytes = _UNKNOWN_HOST if place.host_bytes is None else place.host_bytes
+        size = size_of_model(sized)
+        count = memory_counter(sized, Hardware(place.device, place.device_bytes, host_bytes), size)
+        memory = count(sized)
+        verdict = _judge(memory)
+        remedies, combination = _find_changes(sized, memory, count)
+        budgets = _estimate_budgets(sized, place.device, count)
+    known = find_lengths(
+        config, hf_config, given, measured=None if run is None else run.lengths, download=download, opened=opened
+    )
+    steps = make_plan(
+        # Of an unknown number of steps the warm-up may be a part.
+        config if known.num_prompts or config.trainer.max_steps else with_options(config, {"trainer.critic_warmup": 0}),
+        num_train_prompts=known.num_prompts or config.prompts_per_step,
+    )
+    num_steps = steps.total_steps if known.num_prompts or config.trainer.max_steps else None
+    keep_rate = given.keep_rate or (None if run is None else run.lengths.keep_rate) or KEEP_RATE
+    batches = make_batches(config, steps, known, budgets=budgets, keep_rate=keep_rate)
+    seconds = None
+    if run is not None and verdict != "does not fit":
+        scores = {"scores_old": needs_old_logprobs(config, steps), "scores_reference": config.needs_reference}
+        seconds = project_seconds(run, batches, **scores)
+    return RunPlan(
+        model=trained.model_path or "",
+        device=place.device,
+        devices=_describe_devices(config, place),
+        num_devices=config.num_devices,
+        parameters=size.all.total,
+        trained_parameters=size.all.trained + size.all.adapters,
+        plan=steps,
+        num_prompts=known.num_prompts,
+        num_steps=num_steps,
+        num_validations=_num_validations(config, known, num_steps or 0),
+        lengths=known,
+        batches=batches,
+        flops=count_flops(config, steps, hf_config, size, known, batches),
+        memory=memory,
+        knows_host_memory=place.host_bytes is not None,
+        verdict=verdict,
+        remedies=remedies,
+        combination=combination,
+        seconds=seconds,
+        validation_seconds=None if seconds is None or run is None else run.validation_seconds,
+        disk=Disk(
+            checkpoint=count_checkpoint_bytes(sized, size),
+            kept=1 if num_steps is None else count_checkpoints(config, total_steps=num_steps),
+            rollouts=_rollout_bytes(config, known, batches),
+        ),
+        assumptions=(*known.sources, *_assumptions(config, place, given, run, keep_rate)),
+    )
 
 
-def _find_place(config: Config, gpus: str | None, host_memory: int | None) -> Place:
-    trainer = config.trainer
+# -- devices ---------------------------------------------------------------------------------------
+
+
+def find_place(config: Config, gpus: str | None, host_memory: int | None) -> Place:
+    """Return the devices that a text names, as 8xH100-80G, or 2x8xA100-40G; None: this machine's.
+
+    Raises: ConfigError for an unknown GPU, with the nearest known one.
+    """
+    nodes, per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
     if gpus is not None:
-        cluster = parse_gpus(gpus, nodes=trainer.nnodes, gpus_per_node=trainer.n_gpus_per_node)
-        return Place(cluster, "cuda", host_memory)
-    device = torch.device("cuda" if trainer.device != "cpu" and torch.cuda.is_available() else "cpu")
-    if trainer.device == "cuda" and device.type == "cpu":
+        written = re.fullmatch(r"(?:([1-9]\d{0,4})[xX*])?(?:([1-9]\d{0,4})[xX*])?([A-Za-z][\w -]*|4090)", gpus.strip())
+        if written is None:
+            raise ConfigError(f"cannot read the GPUs {gpus!r}: write 8xH100-80G, or 2x8xH100-80G for two nodes")
+        if counts := [int(count) for count in written.groups()[:2] if count is not None]:
+            nodes, per_node = (1, *counts)[-2:]
+        kind = _find_gpu(written[3])
+        return Place(nodes, per_node, "cuda", kind, int(GPUS[kind] * GIB), host_memory)
+    device = torch.device("cuda" if config.trainer.device != "cpu" and torch.cuda.is_available() else "cpu")
+    if config.trainer.device == "cuda" and device.type == "cpu":
         raise ConfigError("trainer.device is cuda, and this machine has no GPU: name the GPUs, --gpus 8xH100-80G")
     found = find_hardware(device)
     if host_memory is None and found is not None:
         host_memory = found.host_bytes
-    accelerator = CPU.of_cores(max(1, count_usable_cpus() // config.workers_per_machine))
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        known = accelerator_named(name)
-        if known is None:
-            raise ConfigError(f"the figures of {name} are not known: name a GPU like it, --gpus 8xH100-80G")
-        accelerator = known
-    cluster = Cluster(trainer.nnodes, trainer.n_gpus_per_node, accelerator)
-    return Place(cluster, "cuda" if device.type == "cuda" else "cpu", host_memory)
+    if device.type == "cpu":
+        return Place(nodes, per_node, "cpu", "CPU worker", 0, host_memory)
+    device_bytes = int(torch.cuda.mem_get_info(device)[1])
+    return Place(nodes, per_node, "cuda", torch.cuda.get_device_name(device), device_bytes, host_memory)
 
 
-def _on(config: Config, place: Place) -> Config:
-    """Return the configuration with the devices of a place."""
-    changes: dict[str, Any] = {
-        "trainer.nnodes": place.cluster.nodes,
-        "trainer.n_gpus_per_node": place.cluster.gpus_per_node,
-    }
-    if place.device == "cuda":
-        changes["trainer.device"] = "cuda"
-    return with_options(config, changes)
-
-
-def _calibration(folder: Path, gpus: str | None, model_config: Path | None, given: LengthOptions) -> Calibration:
-    """Return the factors of a finished run: its timings, divided by its own plan.
-
-    The run's data need not be there any more, but its model's config.json.
-    given: lengths of the plan, of which those of images and of observations hold for both.
-    """
-    run = open_run(folder)
-    config = Config.model_validate(run.config())
-    if not config.worker.hybrid_engine:
+def _find_gpu(text: str) -> str:
+    """Return the GPU of a name: H100-80G, h100, A100-80GB, RTX 4090, 4090."""
+    name = re.sub(r"[ _]", "-", text.upper()).removesuffix("B").replace("GEFORCE-", "").replace("RTX-", "RTX")
+    name = f"RTX{name}" if name.startswith("4090") else name
+    matching = [each for each in GPUS if name in (each, each.partition("-")[0])]
+    if not matching:
+        short = {each.partition("-")[0]: each for each in GPUS}
+        near = nearest(name.partition("-")[0], short)
+        hint = "" if near is None else f"; did you mean {short[near]}?"
         raise ConfigError(
-            f"{folder} has separate workers that sample and learn (worker.hybrid_engine=false), whose phases wait for "
-            "each other; calibrate with a run of shared workers"
+            f"unknown GPU {text!r}{hint}\nknown are {', '.join(GPUS)}; one of the same memory has the same plan"
         )
-    groups = config.prompts_per_step * config.worker.actor.ppo_epochs
-    observed = observe(run.metrics(), str(folder), groups_per_step=groups)
-    place = _find_place(config, gpus, None)
-    own = replace(observed.lengths, num_prompts=groups, prompt_tokens=None)
-    if given.prompt_tokens is not None or given.image_tokens is not None:  # else they are measured in its data
-        own = replace(own, prompt_tokens=observed.lengths.prompt_tokens, image_tokens=given.image_tokens)
-    if config.worker.rollout.has_episodes:  # its metrics count sampled tokens alone
-        # It may have left less room for observations than the plan does.
-        room = max(0, config.data.max_response_length - ceil(own.response_tokens or 1))
-        tokens, images = given.observed_tokens, given.observed_image_tokens
-        own = replace(
-            own,
-            observed_tokens=None if tokens is None else min(tokens, room),
-            observed_image_tokens=None if images is None else min(images, room),
-        )
-    planner = Planner(_on(config, place), place, model_config, own, None, observed=observed.lengths)
-    seconds, completions = planner.uncalibrated(learned_share=observed.learned_share)
-    return calibrate(observed, seconds, completions=completions, source=str(folder))
+    return max(matching, key=lambda each: GPUS[each])
+
+
+def _describe_devices(config: Config, place: Place) -> str:
+    rollout = config.worker.rollout
+    if config.worker.hybrid_engine:
+        return str(place)
+    samplers = replace(place, nodes=rollout.nnodes, gpus_per_node=rollout.n_gpus_per_node)
+    return f"{place} (learners) and {samplers} (samplers)"
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def _judge(memory: RunMemory) -> Verdict:
+    worst = memory.worst(certain=False)
+    if not memory.fits(certain=False):
+        return "does not fit"
+    return "tight" if worst.expected > TIGHT * memory.capacity(worst) else "fits"
+
+
+def _find_changes(
+    config: Config, memory: RunMemory, count: Callable[[Config], RunMemory]
+) -> tuple[tuple[Remedy, ...], Changes | None]:
+    """Return the changes that help most alone, and several together with which the run fits.
+
+    Each of the latter is the one that helps most after those before it; None if there are none, or
+    none are needed.
+    """
+    worst = memory.worst(certain=False)
+    overflows = worst.expected > memory.capacity(worst)
+    remedies = find_remedies(config, memory, worst, count, certain=False) if overflows else []
+    changes: dict[str, Any] = dict(memory.problem.remedies[0]) if memory.problem and memory.problem.remedies else {}
+    for _ in range(_MOST_CHANGES + 1):
+        changed_config = with_options(config, changes)
+        changed = count(changed_config)
+        if changed.fits(certain=False):
+            return tuple(remedies), changes or None
+        found = find_remedies(changed_config, changed, changed.worst(certain=False), count, certain=False)
+        if not found:
+            break
+        changes |= found[0].changes
+    return tuple(remedies), None
+
+
+def _estimate_budgets(config: Config, device: DeviceType, count: Callable[[Config], RunMemory]) -> tuple[int, int]:
+    """Return the most tokens of a row in an update and in a scoring.
+
+    Where a run measures them, the most that fit by the arithmetic of memory, with its reserve.
+    """
+    actor, longest = config.worker.actor, config.data.max_prompt_length + config.data.max_response_length
+    sizes = [actor.micro_batch_size_per_device_for_update, actor.micro_batch_size_per_device_for_experience]
+    if config.trainer.tunes_budgets_on(device):
+        sequences = config.prompts_per_update * config.group_size
+        most = max(1, -(-sequences // config.num_workers))
+        for index, (name, phase) in enumerate((("update", "update"), ("experience", "log-probs"))):
+            key = f"worker.actor.micro_batch_size_per_device_for_{name}"
+            fitting = bisect_left(range(1, most + 1), True, key=partial(_overflows, config, count, key, phase))
+            sizes[index] = max(1, fitting)
+    return sizes[0] * longest, sizes[1] * longest
+
+
+def _overflows(config: Config, count: Callable[[Config], RunMemory], key: str, phase: str, micro: int) -> bool:
+    """Return whether a phase does not fit with rows of so many sequences, set by the option key."""
+    memory = count(with_options(config, {key: micro, "trainer.auto_micro_batch": False}))
+    return any(
+        each.expected > memory.capacity(each) * (1 - HEADROOM if each.pool == "GPU" else 1)
+        for each in memory.phases
+        if each.phase == phase
+    )
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+def _num_validations(config: Config, lengths: Lengths, steps: int) -> int:
+    trainer = config.trainer
+    if not config.data.val_files or not lengths.num_val_prompts:
+        return 0
+    every = steps // trainer.val_freq if trainer.val_freq > 0 else 0
+    ends_on_one = every > 0 and steps % trainer.val_freq == 0
+    return int(config.validates_first) + every + (0 if ends_on_one else 1)
+
+
+def _rollout_bytes(config: Config, lengths: Lengths, batches: Batches) -> int:
+    """Return what a step adds to the rollout files: a line for each completion."""
+    tokens = lengths.completion_tokens + min(_PROMPT_TOKENS, lengths.mean_prompt)
+    recorded = min(config.trainer.rollout_tokens, batches.prompts) * batches.completions * lengths.response_tokens
+    return round(batches.sampled * (_ROLLOUT_BYTES + _TEXT_BYTES * tokens) + _TOKEN_RECORD_BYTES * recorded)
+
+
+def _assumptions(
+    config: Config, place: Place, given: LengthOptions, run: MeasuredRun | None, keep_rate: float
+) -> list[str]:
+    """Return what the figures rest on, but for lengths."""
+    lines = []
+    if config.trainer.tunes_budgets_on(place.device):
+        lines.append("token budgets: estimated; the run measures them before its first step (trainer.auto_micro_batch)")
+    if config.algorithm.online_filtering:
+        source = "given" if given.keep_rate is not None else "assumed (--keep-rate)"
+        if given.keep_rate is None and run is not None and run.lengths.keep_rate is not None:
+            source = "as in the run that was measured"
+        lines.append(f"online filtering keeps {keep_rate:.0%} of the groups: {source}")
+    if not config.learns_without_advantage:
+        lines.append("every group has a gradient: groups with equal rewards are skipped, and make updates faster")
+    if config.has_critic:
+        lines.append("the critic counts in memory and checkpoints, not in operations")
+    if place.device == "cpu" and config.trainer.device == "auto":
+        lines.append("devices: this machine has no GPU; name those of the run with --gpus 8xH100-80G")
+    if place.host_bytes is None:
+        lines.append("host memory: not known, so that it is not a limit (--host-memory)")
+    if run is None:
+        lines.append("seconds: not known without a finished run (--measured RUN)")
+    else:
+        lines.append(f"seconds: those of {run.folder}, in proportion to the work of each phase")
+    return lines

@@ -14,13 +14,15 @@ from support.planted import TOOL
 from support.videos import make_video
 from trigon.assemble.data import open_builder
 from trigon.assemble.episodes import load_episodes
-from trigon.assemble.memory_check import with_options
+from trigon.config.options import with_options
 from trigon.config.schema import Config
 from trigon.data.sources import open_source
 from trigon.data.vision import image_processor_of
-from trigon.models.flops import GroupLengths
+from trigon.errors import ConfigError
 from trigon.models.load import load_hf_config
+from trigon.models.sizes import GroupLengths
 from trigon.tools.plan.lengths import MAX_MEASURED_ROWS, LengthOptions, find_lengths
+from trigon.tools.plan.model import SHIPPED
 
 SIZES = [(640, 480), (28, 28), (1000, 90), (333, 517), (1920, 1080), (57, 800)]
 
@@ -64,7 +66,7 @@ def test_measured_prompts_are_those_that_are_built(tiny_model, tmp_path, family)
     assert [each.tokens for each in lengths.prompts] == [each.prompt for each in built]
     assert [each.grids for each in lengths.prompts] == [each.grids for each in built]
     assert lengths.num_prompts == len(rows)
-    assert lengths.sources[0] == ("prompts", f"measured in {data}")
+    assert str(data) in lengths.sources[0]
 
 
 @pytest.mark.extended
@@ -82,12 +84,11 @@ def test_prompts_are_measured_with_the_descriptions_of_tools_where_these_can_be_
         parts, _ = load_episodes(config, processors, stack)
         built = open_builder(config, processors, schemas=parts.schemas).build(open_source(str(data)).rows[0], "row")
     assert described.prompts[0].tokens == len(built.token_ids) > plain.prompts[0].tokens + 20
-    assert described.sources[0] == ("prompts", f"measured in {data}, with the descriptions of the tools")
+    assert "with the descriptions of the tools" in described.sources[0]
     (tmp_path / "tools.py").write_text("import nothing_like_it")
     failing = find_lengths(configured(model, data, **code), load_hf_config(model), LengthOptions())
     assert failing.prompts == plain.prompts
-    assert "without the descriptions of the tools: " in failing.sources[0][1]
-    assert "nothing_like_it" in failing.sources[0][1]
+    assert "nothing_like_it" in failing.sources[0]
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
@@ -124,7 +125,7 @@ def test_large_datasets_are_measured_in_part_and_passes_over_them_count(tiny_mod
     lengths = find_lengths(config, load_hf_config(tiny_model("qwen2")), LengthOptions())
     assert lengths.num_prompts == 2 * len(rows)
     assert len(lengths.prompts) == MAX_MEASURED_ROWS
-    assert lengths.sources[0] == ("prompts", f"measured in {data} (a sample of its 2,500 rows)")
+    assert "2,500 rows" in lengths.sources[0]
 
 
 def measure_two(tiny_model, folder, numbers, weights):
@@ -169,14 +170,66 @@ def test_what_is_given_comes_first_then_the_data_then_a_finished_run(tiny_model,
     model = tiny_model("qwen2")
     data = write_rows(tmp_path, [{"problem": "Short.", "answer": "a"}])
     config, hf_config = configured(model, data), load_hf_config(model)
-    observed = LengthOptions(prompt_tokens=77, response_tokens=33)
-    measured = find_lengths(config, hf_config, LengthOptions(), observed=observed)
+    run = LengthOptions(prompt_tokens=77, response_tokens=33)
+    measured = find_lengths(config, hf_config, LengthOptions(), measured=run)
     assert measured.mean_prompt != 77
-    assert (measured.response_tokens, measured.longest_response) == (33, 512)
+    assert measured.response_tokens == 33
     remote = with_options(config, {"data.train_files": ["someone/data"]})
-    assert find_lengths(remote, hf_config, LengthOptions(), observed=observed).mean_prompt == 77
+    assert find_lengths(remote, hf_config, LengthOptions(), measured=run).mean_prompt == 77
     given = LengthOptions(prompt_tokens=50, response_tokens=500, num_prompts=5)
-    lengths = find_lengths(config, hf_config, given, observed=observed)
+    lengths = find_lengths(config, hf_config, given, measured=run)
     assert (lengths.mean_prompt, lengths.response_tokens, lengths.num_prompts) == (50, 500, 5)
     fixed = with_options(config, {"worker.rollout.ignore_eos": True})
     assert find_lengths(fixed, hf_config, replace(given, response_tokens=3)).response_tokens == 512
+
+
+QWEN = load_hf_config(SHIPPED / "Qwen2.5-VL-7B-Instruct")
+REMOTE = {"data.max_prompt_length": 2048, "data.max_response_length": 2048}
+MAZE = {"worker.rollout.environment": "games.mazes:Maze"}
+
+
+def assumed(changes=None, **options):
+    config = configured("Qwen/Qwen2.5-VL-7B-Instruct", "someone/data", **REMOTE, **(changes or {}))
+    return find_lengths(config, QWEN, LengthOptions(**options))
+
+
+def test_lengths_that_are_not_known_are_assumed_and_said():
+    lengths = assumed()
+    assert (lengths.num_prompts, lengths.response_tokens) == (None, 1024)
+    said = "\n".join(lengths.sources)
+    for fact in ("262,144 pixels", "128 tokens of text", "half of data.max_response_length", "--download"):
+        assert fact in said
+
+
+@pytest.mark.parametrize(
+    ("options", "observed", "response", "images"),
+    [
+        ({}, 0, 1024, 0),  # counted as sampled ones
+        ({"observed_tokens": 500}, 500, 774, 0),
+        ({"observed_tokens": 1500}, 1500, 274, 0),
+        ({"observed_image_tokens": 300}, 300, 874, 1),
+        ({"response_tokens": 548, "observed_tokens": 1500}, 1500, 548, 0),
+    ],
+)
+def test_observations_leave_the_rest_of_a_completion(options, observed, response, images):
+    lengths = assumed(MAZE, **options)
+    assert (lengths.observed_tokens, lengths.response_tokens) == (observed, response)
+    assert len(lengths.observed_grids) == images
+    assert any(each.startswith("observations") for each in lengths.sources)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "facts"),
+    [
+        (MAZE, {"response_tokens": 2049}, ["2,049", "data.max_response_length=2048"]),
+        (MAZE, {"response_tokens": 549, "observed_tokens": 1500}, ["549", "1,500", "data.max_response_length=2048"]),
+        (MAZE, {"response_tokens": 549, "observed_image_tokens": 1500}, ["549", "1,500"]),
+        (MAZE, {"observed_tokens": 2048}, ["2,048", "data.max_response_length"]),
+        ({}, {"observed_tokens": 200}, ["worker.rollout.environment", "worker.rollout.tools"]),
+    ],
+)
+def test_given_tokens_that_no_completion_has_room_for_are_an_error(changes, options, facts):
+    with pytest.raises(ConfigError) as refused:
+        assumed(changes, **options)
+    for fact in facts:
+        assert fact in str(refused.value)

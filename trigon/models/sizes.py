@@ -1,0 +1,560 @@
+"""The size of a model: dimensions, parameters, and floating-point operations of a pass.
+
+Dimensions come from the Hugging Face config. Numbers of parameters are exact: the model is created
+on the meta device, which has no memory. Families whose networks are not described here have
+parameters, but neither dimensions nor operations: those functions return None.
+
+Operations: a multiply-add counts as two. Counted are matrix products: those of linear layers, and
+those of attention for the pairs of tokens that attend to each other, so that causal attention
+counts half a square. Not counted are norms, activations, rotary embeddings, the interpolation of
+position embeddings, and recomputation, by gradient checkpointing or within a kernel. Each prompt
+and each image of a group counts once, which is the work that packed groups need.
+
+The backward counts twice the forward: the gradients of the weights, and of the inputs. The first
+layer of a vision tower has no gradient of its inputs, and a frozen tower has no backward. LoRA is
+counted as if all weights were trained.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from trigon.config.schema import LoraConfig
+from trigon.errors import ConfigError
+from trigon.models.attention import sliding_windows
+from trigon.models.families import family_of
+from trigon.models.lora import adapter_sizes
+from trigon.types import Completion, Prompt, TrainSequence, pixels_of
+
+if TYPE_CHECKING:
+    from trigon.models.policy import Policy
+
+_TEXT = (
+    *("llama", "mistral", "gemma", "gemma3_text"),
+    *("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3", "qwen3_vl_text"),
+    *("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text"),
+)
+
+_NORMALIZES_QUERIES = ("gemma3_text", "qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text")
+"""Families that normalize the queries and keys of each head."""
+
+# Whether the MLPs of a vision tower have three matrices (gated) instead of two.
+_HAS_GATED_VISION_MLP = {
+    "qwen2_vl": False,
+    "qwen2_5_vl": True,
+    "qwen3_vl": False,
+    "qwen3_vl_moe": False,
+    "qwen3_5": False,
+}
+
+# The norms of these families keep other tensors than activations.py counts.
+_PASSES_NOT_COUNTED = ("gemma", "gemma3_text")
+
+# Dense bfloat16 TFLOP/s as the manufacturers state them. The patterns match whole names: other
+# variants (PCIe, MIG slices) have other peaks.
+_PEAKS = (
+    (r"H100( 80GB HBM3)?|H200|H800( 80GB HBM3)?", 989.0),
+    (r"A[18]00[- ](SXM4?|PCIE?|\d+GB)[-\w ]*", 312.0),
+    (r"L40S", 362.0),
+    (r"L20", 119.5),
+    (r"GeForce RTX 4090", 165.0),
+)
+
+# -- dimensions ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TextDimensions:
+    """The dimensions of a decoder.
+
+    layers: number of all layers. moe_layers: number of layers with experts instead of one MLP.
+    width: of hidden states. heads, key_heads, head_dim: of attention.
+    mlp: inner width of a dense MLP. expert_mlp: inner width of one expert.
+    shared_mlp: inner width of the expert that all tokens use; 0 if there is none.
+    experts: number of experts in a layer. experts_per_token: number that a token uses.
+    normalizes_queries: whether the queries and keys of each head are normalized.
+    """
+
+    layers: int
+    moe_layers: int
+    width: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    mlp: int
+    expert_mlp: int
+    shared_mlp: int
+    experts: int
+    experts_per_token: int
+    vocabulary: int
+    normalizes_queries: bool
+
+    @property
+    def attention_weights(self) -> int:
+        """The weights of a layer's attention, in its four matrices."""
+        return self.width * self.head_dim * 2 * (self.heads + self.key_heads)
+
+    @property
+    def largest_matrix(self) -> int:
+        """The weights of the largest matrix, or stack of experts, of a layer."""
+        experts = 2 * self.experts * self.expert_mlp if self.moe_layers else 0
+        return self.width * max(self.heads * self.head_dim, self.mlp, experts)
+
+    @property
+    def active_weights(self) -> int:
+        """The weights of linear layers that each token is multiplied with."""
+        moe = self.width * self.experts + self.experts_per_token * 3 * self.width * self.expert_mlp
+        if self.shared_mlp:  # has a gate as well
+            moe += 3 * self.width * self.shared_mlp + self.width
+        dense = 3 * self.width * self.mlp
+        return self.layers * self.attention_weights + self.moe_layers * moe + (self.layers - self.moe_layers) * dense
+
+
+@dataclass(frozen=True, slots=True)
+class VisionDimensions:
+    """The dimensions of a vision tower that takes patches.
+
+    layers, width, heads: of its blocks. mlp: inner width of the blocks' MLPs.
+    is_gated: whether these MLPs have three matrices. out: width of an image token.
+    merge: number of patches along each side of an image token.
+    mergers: 1, and one more for each layer whose features the decoder gets (deepstack).
+    values_per_patch: number of values over all channels and frames.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    mlp: int
+    is_gated: bool
+    out: int
+    merge: int
+    mergers: int
+    values_per_patch: int
+
+    @property
+    def block_weights(self) -> int:
+        """The weights of one block, in its matrices."""
+        return 4 * self.width**2 + (3 if self.is_gated else 2) * self.width * self.mlp
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """The dimensions of a model. vision: None without a vision tower."""
+
+    text: TextDimensions
+    vision: VisionDimensions | None
+
+
+def dimensions_of(hf_config: Any) -> Dimensions | None:
+    """Return the dimensions of a Hugging Face config; None for a family that is not counted."""
+    text, vision = hf_config.get_text_config(), getattr(hf_config, "vision_config", None)
+    if text.model_type not in _TEXT or (vision is not None and hf_config.model_type not in _HAS_GATED_VISION_MLP):
+        return None
+    return Dimensions(
+        text=text_dimensions(text), vision=None if vision is None else vision_dimensions(hf_config.model_type, vision)
+    )
+
+
+def head_dim(text: Any) -> int:
+    """Return the dimension of an attention head, from the config of a text model."""
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def text_dimensions(text: Any) -> TextDimensions:
+    """Return the dimensions of a decoder, from the config of a text model."""
+    layers = int(text.num_hidden_layers)
+    experts = int(getattr(text, "num_experts", None) or 0)
+    moe_layers = 0
+    if experts:
+        moe_layers = sum(
+            layer not in (text.mlp_only_layers or ()) and (layer + 1) % text.decoder_sparse_step == 0
+            for layer in range(layers)
+        )
+    return TextDimensions(
+        layers=layers,
+        moe_layers=moe_layers,
+        width=text.hidden_size,
+        heads=text.num_attention_heads,
+        key_heads=text.num_key_value_heads,
+        head_dim=head_dim(text),
+        mlp=text.intermediate_size,
+        expert_mlp=text.moe_intermediate_size if experts else 0,
+        shared_mlp=text.shared_expert_intermediate_size if text.model_type == "qwen2_moe" else 0,
+        experts=experts,
+        experts_per_token=text.num_experts_per_tok if experts else 0,
+        vocabulary=text.vocab_size,
+        normalizes_queries=text.model_type in _NORMALIZES_QUERIES,
+    )
+
+
+def vision_dimensions(model_type: str, vision: Any) -> VisionDimensions:
+    """Return the dimensions of the vision tower of a model type that dimensions_of counts."""
+    if model_type == "qwen2_vl":  # calls the width of its tower embed_dim, and its output width hidden_size
+        width, mlp, out = vision.embed_dim, int(vision.embed_dim * vision.mlp_ratio), vision.hidden_size
+    else:
+        width, mlp, out = vision.hidden_size, vision.intermediate_size, vision.out_hidden_size
+    return VisionDimensions(
+        layers=vision.depth,
+        width=width,
+        heads=vision.num_heads,
+        mlp=mlp,
+        is_gated=_HAS_GATED_VISION_MLP[model_type],
+        out=out,
+        merge=vision.spatial_merge_size,
+        mergers=1 + len(getattr(vision, "deepstack_visual_indexes", None) or ()),
+        values_per_patch=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
+    )
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSize:
+    """The number of weights in a part of a model. adapters: weights of LoRA, in float32."""
+
+    frozen: int
+    trained: int
+    adapters: int
+
+    @property
+    def total(self) -> int:
+        """All weights."""
+        return self.frozen + self.trained + self.adapters
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """The sizes of a policy.
+
+    model_type: model_type of its config.
+    layers: sizes of the units that FSDP gathers one by one: decoder layers, vision blocks, mergers.
+    head, embedding: sizes of these two units; None if they share a weight.
+    root: size of everything else, and of a weight that head and embedding share.
+    largest: number of weights in the largest tensor.
+    key_values: number of keys and values that a token has in the KV cache, over all layers.
+    key_heads: number of key heads in a layer.
+    tensor_parallel_sizes: numbers of GPUs that can hold one copy of the model in vLLM together.
+    tied: whether the head is the embedding.
+    trains_vision: whether the vision tower has gradients.
+    dimensions: None for a family whose passes are not counted.
+    critic: sizes of the run's critic; None without one.
+    value_head: number of weights in a value head on the policy's trunk, in float32, which are no
+        part of the units.
+    """
+
+    model_type: str
+    layers: tuple[UnitSize, ...]
+    head: UnitSize | None
+    embedding: UnitSize | None
+    root: UnitSize
+    largest: int
+    key_values: int
+    key_heads: int
+    tensor_parallel_sizes: tuple[int, ...]
+    tied: bool
+    trains_vision: bool
+    dimensions: Dimensions | None
+    critic: ModelSize | None = None
+    value_head: int = 0
+
+    @property
+    def units(self) -> tuple[UnitSize, ...]:
+        """The sizes of all units."""
+        return tuple(unit for unit in (*self.layers, self.head, self.embedding, self.root) if unit is not None)
+
+    @property
+    def all(self) -> UnitSize:
+        """The sum over all units."""
+        return UnitSize(
+            frozen=sum(unit.frozen for unit in self.units),
+            trained=sum(unit.trained for unit in self.units),
+            adapters=sum(unit.adapters for unit in self.units),
+        )
+
+    @property
+    def parameters(self) -> int:
+        """The number of weights of the model itself, without adapters and a value head."""
+        return self.all.frozen + self.all.trained
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether LoRA's adapters are trained instead of the weights."""
+        return self.all.adapters > 0
+
+
+def model_size(policy: Policy, lora: LoraConfig | None) -> ModelSize:
+    """Return the sizes of a policy without adapters, on any device.
+
+    lora: count the adapters that these settings would add; None: all weights that are not frozen
+    are trained. Adding them would take seconds.
+    Raises: ModelError if the settings do not fit the model.
+    """
+    config = policy.model.config
+    text = config.get_text_config()
+    units = [*policy.layers(), *policy.mergers()]
+    ends = [] if policy.has_tied_head else [policy.head, policy.embedding]
+    in_units = {parameter for unit in (*units, *ends) for parameter in unit.parameters()}
+    adapters: dict[nn.Parameter, int] | None = None
+    if lora is not None:
+        sizes = adapter_sizes(policy.model, lora)
+        adapters = {policy.model.get_submodule(name).weight: number for name, number in sizes.items()}
+    parts = [part for module in policy.family.vision_modules(policy.model) for part in module.parameters()]
+    return ModelSize(
+        model_type=str(config.model_type),
+        layers=tuple(_unit_size(unit.parameters(), adapters) for unit in units),
+        head=None if policy.has_tied_head else _unit_size(policy.head.parameters(), adapters),
+        embedding=None if policy.has_tied_head else _unit_size(policy.embedding.parameters(), adapters),
+        root=_unit_size((part for part in policy.parameters() if part not in in_units), adapters),
+        largest=max(parameter.numel() for parameter in policy.parameters()),
+        key_values=2 * _attention_layers(text) * text.num_key_value_heads * head_dim(text),
+        key_heads=text.num_key_value_heads,
+        tensor_parallel_sizes=tensor_parallel_sizes(config),
+        tied=policy.has_tied_head,
+        trains_vision=any(part.requires_grad if adapters is None else part in adapters for part in parts),
+        dimensions=None if text.model_type in _PASSES_NOT_COUNTED else dimensions_of(config),
+    )
+
+
+def _attention_layers(text: Any) -> int:
+    """Return the number of layers with keys and values; linear attention has none."""
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    return sum(kind != "linear_attention" for kind in kinds)
+
+
+def _unit_size(parameters: Iterable[nn.Parameter], adapters: Mapping[nn.Parameter, int] | None) -> UnitSize:
+    """Return the size of a unit. adapters: weights of each parameter's adapter; None: no LoRA."""
+    frozen = trained = of_adapters = 0
+    for parameter in parameters:
+        if adapters is None and parameter.requires_grad:
+            trained += parameter.numel()
+        else:
+            frozen += parameter.numel()
+        of_adapters += 0 if adapters is None else adapters.get(parameter, 0)
+    return UnitSize(frozen=frozen, trained=trained, adapters=of_adapters)
+
+
+# -- tensor parallelism ----------------------------------------------------------------------------
+#
+# Tensor parallelism divides attention heads and the inner widths of MLPs, in the decoder and in the
+# vision tower. vLLM 0.32 asserts that nothing remains, after minutes in which other things load.
+
+
+def tensor_parallel_sizes(hf_config: Any) -> tuple[int, ...]:
+    """Return every number of GPUs that divides the model in vLLM, ascending; 1 is the first."""
+    heads = int(hf_config.get_text_config().num_attention_heads)
+    return tuple(size for size in range(1, heads + 1) if not any(_indivisible(hf_config, size)))
+
+
+def require_tensor_parallel(hf_config: Any, size: int, *, num_workers: int) -> None:
+    """Raise ConfigError unless size GPUs can hold a copy of the model together.
+
+    num_workers: number of workers that sample, which the sizes in the message divide too.
+    """
+    problem = next(_indivisible(hf_config, size), None)
+    if problem is None:
+        return
+    sizes = [each for each in tensor_parallel_sizes(hf_config) if num_workers % each == 0]
+    raise ConfigError(
+        f"worker.rollout.tensor_parallel_size is {size}, but the {hf_config.model_type} model has {problem}, which it "
+        f"cannot divide; set it to {' or '.join(map(str, sizes))}"
+    )
+
+
+def _indivisible(hf_config: Any, size: int) -> Iterator[str]:
+    """Yield the parts that this number of GPUs cannot divide, as text."""
+    text = text_dimensions(hf_config.get_text_config())
+    divided = [
+        (text.heads, "attention heads"),
+        (text.mlp if text.moe_layers < text.layers else 0, "columns in an MLP"),
+        (text.expert_mlp, "columns in an expert"),
+        (text.shared_mlp, "columns in the expert of all tokens"),
+    ]
+    vision = getattr(hf_config, "vision_config", None)
+    if vision is not None:
+        family = family_of(hf_config)
+        if family.tiles:
+            heads, mlp = vision.num_attention_heads, vision.intermediate_size
+        else:
+            dimensions = vision_dimensions(hf_config.model_type, vision)
+            heads, mlp = dimensions.heads, dimensions.mlp
+        if family.tile_tower != "internvl_vision":  # whose attention each GPU computes in full
+            divided.append((heads, "attention heads in its vision tower"))
+        divided.append((mlp, "columns in an MLP of its vision tower"))
+    yield from (f"{number:,} {name}" for number, name in divided if number % size)
+    if text.key_heads % size and size % text.key_heads:  # GPUs hold fewer key heads several times
+        yield f"{text.key_heads} key heads"
+    linear = getattr(hf_config.get_text_config(), "linear_num_key_heads", 0)
+    if linear % size:
+        yield f"{linear} key heads of linear attention"
+
+
+# -- operations ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLengths:
+    """The lengths of a group in tokens.
+
+    grids: (time, height, width) of each image or video of the prompt, in patches.
+    observed: how many tokens of the completions together were observed, and have no logits.
+    observed_grids: the grid of each image in the completions.
+    """
+
+    prompt: int
+    completions: tuple[int, ...]
+    grids: tuple[tuple[int, int, int], ...] = ()
+    observed: int = 0
+    observed_grids: tuple[tuple[int, int, int], ...] = ()
+
+    @classmethod
+    def of(cls, prompt: Prompt, completions: Sequence[Completion | TrainSequence]) -> GroupLengths:
+        """Return the lengths of a group. completions: of this prompt."""
+        lengths = tuple(len(completion.token_ids) for completion in completions)
+        num_sampled = sum(end - start for completion in completions for start, end in completion.sampled)
+        return cls(
+            prompt=len(prompt.token_ids),
+            completions=lengths,
+            grids=_grids(prompt),
+            observed=sum(lengths) - num_sampled,
+            observed_grids=tuple(grid for completion in completions for grid in _grids(completion)),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the group, with its prompt once."""
+        return self.prompt + sum(self.completions)
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """The floating-point operations of a forward, by part of the model.
+
+    linear: the linear layers of the decoder. attention: its attention. head: the logits.
+    vision: the vision tower without its first layer. patch_embedding: that first layer.
+    """
+
+    linear: int
+    attention: int
+    head: int
+    vision: int
+    patch_embedding: int
+
+    @property
+    def total(self) -> int:
+        """The sum over all parts."""
+        return self.linear + self.attention + self.head + self.vision + self.patch_embedding
+
+
+def forward_flops(hf_config: Any, groups: Sequence[GroupLengths], *, outputs: int | None = None) -> Flops | None:
+    """Return the operations of a forward over groups; None for a family that is not counted.
+
+    Args:
+        hf_config: the Hugging Face config of the model.
+        groups: the lengths of each group.
+        outputs: number of outputs of the head; None: the vocabulary.
+    """
+    dimensions = dimensions_of(hf_config)
+    if dimensions is None:
+        return None
+    text, vision = dimensions.text, dimensions.vision
+    tokens = pairs = logits = blocks = patch_embedding = 0
+    windows = sliding_windows(hf_config.get_text_config())
+    for group in groups:
+        prompt, lengths = group.prompt, group.completions
+        spans = [(0, prompt), *((prompt, prompt + length) for length in lengths)]
+        logits += sum(lengths) - group.observed
+        tokens += sum(end - start for start, end in spans)
+        pairs += sum(_attended_pairs(start, end, window) for window in windows for start, end in spans)
+        if grids := (*group.grids, *group.observed_grids):
+            assert vision is not None, "a text model has no images"
+            of_blocks, of_patch_embedding = _vision_flops(vision, hf_config.vision_config, grids)
+            blocks += of_blocks
+            patch_embedding += of_patch_embedding
+    return Flops(
+        linear=2 * tokens * text.active_weights,
+        attention=4 * pairs * text.heads * text.head_dim,
+        head=2 * logits * text.width * (text.vocabulary if outputs is None else outputs),
+        vision=blocks,
+        patch_embedding=patch_embedding,
+    )
+
+
+def update_flops(
+    hf_config: Any,
+    groups: Sequence[GroupLengths],
+    *,
+    trains_vision: bool = True,
+    outputs: int | None = None,
+) -> int | None:
+    """Return the operations of an update over groups; None for a family that is not counted.
+
+    An update is a forward and a backward.
+
+    Args: as in forward_flops. trains_vision: False for a frozen vision tower.
+    """
+    forward = forward_flops(hf_config, groups, outputs=outputs)
+    if forward is None:
+        return None
+    backward = 2 * (forward.linear + forward.attention + forward.head)
+    if trains_vision:
+        backward += 2 * forward.vision + forward.patch_embedding
+    return forward.total + backward
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Return the peak of a GPU in TFLOP/s, dense and in bfloat16; None if it is not known."""
+    name = device_name.removeprefix("NVIDIA ")
+    for pattern, peak in _PEAKS:
+        if re.fullmatch(pattern, name) and "MIG" not in name:
+            return peak
+    return None
+
+
+def _grids(part: Prompt | Completion | TrainSequence) -> tuple[tuple[int, int, int], ...]:
+    pixels = pixels_of(part)
+    return () if pixels is None else tuple((time, rows, columns) for time, rows, columns in pixels.grid_thw.tolist())
+
+
+def _attended_pairs(start: int, end: int, window: int | None) -> int:
+    """Return the number of (query, key) pairs of queries at positions start to end.
+
+    A query attends to min(position + 1, window) keys.
+    """
+    if window is None:
+        window = end
+    limited = min(max(window, start), end)  # the first position that the window limits
+    return (limited * (limited + 1) - start * (start + 1)) // 2 + (end - limited) * window
+
+
+def _vision_flops(
+    vision: VisionDimensions, vision_config: Any, grids: Sequence[tuple[int, int, int]]
+) -> tuple[int, int]:
+    """Return the operations of a vision tower: in blocks and mergers, and in its first layer."""
+    merge, width = vision.merge, vision.width
+    patches = sum(time * height * columns for time, height, columns in grids)
+    merged = width * merge**2
+    full_pairs = sum(time * (height * columns) ** 2 for time, height, columns in grids)
+    full_layers = vision.layers
+    window_pairs = 0
+    if hasattr(vision_config, "fullatt_block_indexes"):  # Qwen2.5-VL
+        full_layers = len(vision_config.fullatt_block_indexes)
+        side = vision_config.window_size // vision_config.patch_size // merge
+        window_pairs = sum(
+            time * merge**4 * _sum_of_squares(height // merge, side) * _sum_of_squares(columns // merge, side)
+            for time, height, columns in grids
+        )
+    pairs = full_layers * full_pairs + (vision.layers - full_layers) * window_pairs
+    blocks = 2 * patches * vision.layers * vision.block_weights + 4 * pairs * width
+    merging = vision.mergers * 2 * (patches // merge**2) * (merged**2 + merged * vision.out)
+    return blocks + merging, 2 * patches * vision.values_per_patch * width
+
+
+def _sum_of_squares(length: int, window: int) -> int:
+    """Return the sum of the squared lengths of the windows of a length; the last may be shorter."""
+    return length // window * window**2 + (length % window) ** 2
