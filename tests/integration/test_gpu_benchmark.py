@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from support.gpu import BENCHMARKS
+
 pytestmark = pytest.mark.extended
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+SCRIPT = BENCHMARKS / "gpu.py"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would use the GPU of this machine")

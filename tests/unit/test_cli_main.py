@@ -39,29 +39,17 @@ def test_help_names_every_command(capsys):
     assert main(["--help"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert out.startswith("usage: trigon COMMAND")
     assert [line.split()[0] for line in out.splitlines()[2:]] == list(COMMANDS)
     assert max(map(len, out.splitlines())) <= 100
+    for arguments, status in (["help"], 0), ([], 2):
+        assert main(arguments) == status
+        assert capsys.readouterr().out == out
 
 
-def test_without_a_command_the_help_is_printed_with_exit_status_2(capsys):
-    assert main([]) == 2
-    assert "usage: trigon" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("flag", ["-V", "--version", "version"])
-def test_version_is_printed(capsys, flag):
-    assert main([flag]) == 0
-    assert capsys.readouterr().out == f"trigon {__version__}\n"
-
-
-def test_help_with_a_command_is_the_help_of_the_command(capsys):
-    assert main(["help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: trigon COMMAND")
-    with pytest.raises(SystemExit) as system_exit:  # argparse exits so
-        main(["help", "train"])
-    assert system_exit.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: trigon train")
+def test_the_version_is_printed(capsys):
+    for flag in ("-V", "--version", "version"):
+        assert main([flag]) == 0
+        assert capsys.readouterr().out == f"trigon {__version__}\n"
 
 
 def test_the_error_of_an_unknown_command_lists_the_commands(capsys):
@@ -72,13 +60,16 @@ def test_the_error_of_an_unknown_command_lists_the_commands(capsys):
     assert "  train " in err
 
 
-def test_a_trigon_error_is_one_line_without_a_traceback(capsys, tmp_path):
-    assert main(["train", str(tmp_path / "missing.yaml")]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("ConfigError: ")
-    assert "missing.yaml" in err
+@pytest.mark.parametrize(
+    ("command", "name", "status", "error"),
+    [("train", "missing.yaml", 2, "ConfigError"), ("export", "global_step_5", 1, "CheckpointError")],
+)
+def test_a_trigon_error_is_one_line_without_a_traceback(capsys, tmp_path, command, name, status, error):
+    assert main([command, str(tmp_path / name)]) == status
+    err = capsys.readouterr().err
     assert err.count("\n") == 1
+    assert err.startswith(f"{error}: ")
+    assert name in err
 
 
 ESCAPES = "a\x1b]0;title\x07\x1b[2J\x9b31m\u202e\udcff"
@@ -121,16 +112,9 @@ def test_control_characters_in_warnings_are_shown_as_text(capsys, tmp_path):
     file.write_text('trainer: {total_episodes: 2}\ndata: {system_prompt: "\\e[2J\\x9b"}\n')
     assert main(["train", str(file), *COMPLETE, "--print-config"]) == 0
     out, err = capsys.readouterr()
+    assert err.startswith("warning: ")  # on standard error, so that the output is a configuration
     assert r"run\x1b[2J.yaml" in err
     assert not set("\x1b\x9b") & set(out + err)
-
-
-def test_a_missing_checkpoint_is_one_line_without_a_traceback(capsys, tmp_path):
-    assert main(["export", str(tmp_path / "global_step_5")]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("CheckpointError: ")
-    assert "global_step_5" in err
-    assert err.count("\n") == 1
 
 
 def test_the_upload_of_easyr1s_script_is_answered_with_the_command_that_uploads(capsys, tmp_path):
@@ -186,18 +170,6 @@ def test_print_config_says_where_each_value_was_written(capsys, tmp_path):
     printed = yaml.safe_load(out)
     assert printed["data"]["system_prompt"].startswith("data:\n  max_pixels: long long")
     assert out.splitlines()[0] == "# Options without a comment have their defaults."
-
-
-def test_print_config_prints_warnings_to_stderr(capsys):
-    assert main(["train", "--print-config", *COMPLETE, "worker.rollout.top_p=0.9"]) == 0
-    out, err = capsys.readouterr()
-    assert yaml.safe_load(out)["worker"]["rollout"]["top_p"] == 0.9
-    assert err.startswith("warning: worker.rollout.top_p=0.9")
-
-
-def test_the_error_of_a_misspelt_option_names_the_nearest_one(capsys):
-    assert main(["train", *COMPLETE, "data.max_promt_length=5"]) == 2
-    assert "max_prompt_length" in capsys.readouterr().err
 
 
 def test_the_module_of_easyr1_is_the_train_command(tmp_path):
