@@ -97,8 +97,9 @@ parameters, in float32, bfloat16 and mixed precision, with and without gradient 
 agree within 15 %. What only a GPU has, such as workspaces of kernels, fragmentation and CUDA graphs,
 is not checked.
 
-A run is refused for what it needs with certainty, however short its prompts and completions are;
-rows of maximum length, at which this page counts, only give a warning.
+A run is refused for what it needs with certainty, however short its prompts and completions are, and
+where vLLM's share of a GPU cannot hold its weights and one sequence of maximum length; rows of maximum
+length, at which this page counts, only give a warning.
 
 ## GPUs of 80 GB
 

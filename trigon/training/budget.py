@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 
@@ -119,13 +119,22 @@ def tune_engines(
     """
     # With LoRA the reference is the trainer without its adapters, and has no budget of its own.
     scorer = reference if isinstance(reference, TunableScorer) else None
+    # A critic on the policy's trunk makes the passes of the policy.
+    on_trunk = isinstance(critic, LocalTrunkCritic)
     usable = math.inf if host_bytes is None else _KNOWN_HOST_SHARE * host_bytes
     is_other = known is None or known.device != memory.device_name or known.host_bytes > usable
     [num_others] = process_group.all_reduce_sum([float(is_other)])
     if known is not None and num_others == 0:
         budgets = known
     else:
-        budgets = _measure(trainer, scorer, critic, memory, lengths, process_group, host_bytes)
+        apart = None if on_trunk else critic
+        budgets = _measure(trainer, scorer, apart, memory, lengths, process_group, host_bytes)
+    if on_trunk:
+        budgets = replace(
+            budgets,
+            critic_update_tokens=budgets.update_tokens,
+            critic_experience_tokens=budgets.experience_tokens,
+        )
     if critic is not None:
         critic.use_budgets(
             update_max_tokens=budgets.critic_update_tokens, score_max_tokens=budgets.critic_experience_tokens
@@ -145,11 +154,7 @@ def _measure(
     process_group: ProcessGroup,
     host_bytes: int | None,
 ) -> Budgets:
-    # A critic on the policy's trunk makes the passes of the policy.
-    on_trunk, apart = isinstance(critic, LocalTrunkCritic), critic
-    if on_trunk:
-        apart = None
-    reserved = trainer.optimizer_bytes + (0 if apart is None else apart.resting_bytes)
+    reserved = trainer.optimizer_bytes + (0 if critic is None else critic.resting_bytes)
     tuner = _Tuner(trainer.policy, memory, lengths, process_group, host_bytes=host_bytes)
     with trainer.dry_run_updates() as update:  # offloaded weights are on the device then
         update_tokens, update_bytes = tuner.of_updates(
@@ -165,11 +170,13 @@ def _measure(
         for dry_run in (trainer.dry_run, *(() if reference is None else (reference.dry_run,)))
     ]
     experience_tokens, pinned_bytes = min(tokens for tokens, _ in scored), tuner.pinned_bytes
-    of_critic = (update_tokens, experience_tokens) if on_trunk else (0, 0)
-    if apart is not None:
-        reserved = trainer.resting_bytes + apart.optimizer_bytes
-        tuner = _Tuner(apart.policy, memory, lengths, process_group, model="worker.critic.model", host_bytes=host_bytes)
-        with apart.dry_run_updates() as update:
+    of_critic = (0, 0)
+    if critic is not None:
+        reserved = trainer.resting_bytes + critic.optimizer_bytes
+        tuner = _Tuner(
+            critic.policy, memory, lengths, process_group, model="worker.critic.model", host_bytes=host_bytes
+        )
+        with critic.dry_run_updates() as update:
             tokens, _ = tuner.of_updates(
                 update,
                 reserved_bytes=reserved,
@@ -177,13 +184,13 @@ def _measure(
                 what="an update's pass of the critic",
             )
         scored_tokens, _ = tuner.max_tokens(
-            partial(_score, apart.dry_run),
+            partial(_score, critic.dry_run),
             reserved_bytes=reserved,
             limit=lengths.step_tokens,
             what="a pass of the critic without gradient",
         )
         of_critic, pinned_bytes = (tokens, scored_tokens), max(pinned_bytes, tuner.pinned_bytes)
-        apart.offload()
+        critic.offload()
     [most_pinned] = process_group.all_reduce_max([float(pinned_bytes)])
     return Budgets(
         update_tokens=update_tokens,
