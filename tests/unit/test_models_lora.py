@@ -336,6 +336,12 @@ def test_layers_are_selected_and_excluded_by_names_or_by_a_regular_expression(ti
     assert adapted("up_proj", r"model\.visual\..*") == up & language
 
 
+def test_layers_of_linear_attention_get_adapters(tiny_model: TinyModel) -> None:
+    policy, _ = with_lora(tiny_model("qwen3_5"), settings(".*linear_attn.*"))
+    names = {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}
+    assert {name.rpartition(".")[2] for name in adapters_of(policy.model)} == names
+
+
 def test_excluding_modules_that_a_model_does_not_have_is_allowed(tiny_model: TinyModel) -> None:
     policy, _ = with_lora(tiny_model("qwen2"), settings(exclude=".*visual.*"))
     all_linear, _ = with_lora(tiny_model("qwen2"))
