@@ -9,6 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
+VENV_NEWEST ?= .venv-newest
 VENV_LOGGERS ?= .venv-loggers
 VENV_ENVIRONMENTS ?= .venv-environments
 PYTEST = bin/python -m pytest
@@ -20,7 +21,7 @@ PARALLEL_WAITING = -n 3 --dist loadfile
 DURATIONS = --durations 15 --durations-min 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup laptop-model quickstart gpu-check test test-all test-unit test-long test-faults test-oldest test-loggers test-environments bench docs audit lint format clean
+.PHONY: help setup laptop-model quickstart gpu-check test test-all test-unit test-long test-faults test-oldest test-newest test-loggers test-environments bench docs audit lint format clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -59,6 +60,10 @@ test-oldest: $(VENV_OLDEST)/.ready ## every test with the oldest supported trans
 	$(VENV_OLDEST)/$(PYTEST) $(PARALLEL) -m "not alone"
 	$(VENV_OLDEST)/$(PYTEST) -m alone
 
+test-newest: $(VENV_NEWEST)/.ready ## every test with the newest supported transformers
+	$(VENV_NEWEST)/$(PYTEST) $(PARALLEL) -m "not alone"
+	$(VENV_NEWEST)/$(PYTEST) -m alone
+
 test-loggers: $(VENV_LOGGERS)/.ready ## the loggers with their libraries, which need an environment of their own (one minute)
 	TRIGON_TEST_LOGGERS=1 $(VENV_LOGGERS)/bin/python -m pytest tests/loggers
 
@@ -84,7 +89,7 @@ format: $(VENV)/.ready ## apply ruff's fixes and formatting
 	$(VENV)/bin/ruff format
 
 clean: ## remove the environments and the tools' caches; keep runs and checkpoints
-	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_LOGGERS) $(VENV_ENVIRONMENTS) .venv-audit .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_NEWEST) $(VENV_LOGGERS) $(VENV_ENVIRONMENTS) .venv-audit .mypy_cache .ruff_cache .pytest_cache build *.egg-info
 
 # The stamp file marks an environment as complete, and up to date with its pins.
 $(VENV)/.ready: constraints/cpu.txt pyproject.toml scripts/setup.sh scripts/installer.sh
@@ -100,6 +105,10 @@ $(VENV)/.smollm2: $(VENV)/.ready
 
 $(VENV_OLDEST)/.ready: constraints/cpu-oldest.txt pyproject.toml scripts/setup.sh scripts/installer.sh
 	scripts/setup.sh $(VENV_OLDEST) constraints/cpu-oldest.txt
+	@touch $@
+
+$(VENV_NEWEST)/.ready: $(VENV)/.ready constraints/newest.txt scripts/setup_on_top.sh scripts/installer.sh
+	scripts/setup_on_top.sh $(VENV_NEWEST) $(VENV) constraints/newest.txt
 	@touch $@
 
 $(VENV_LOGGERS)/.ready: $(VENV)/.ready constraints/loggers.txt scripts/setup_on_top.sh scripts/installer.sh

@@ -216,7 +216,7 @@ def measure_work(work: Work, folder: Path, shape: Shape, *, repeats: int) -> Sid
             taken = [next(rows) for _ in range(num_prompts)]
             engine.pop_metrics()
             cpu, start = cpu_seconds(server, idle), time.perf_counter()
-            groups = engine.generate(taken, sampling, step=1)
+            groups = engine.generate(taken, sampling)
             seconds = time.perf_counter() - start
             cpu = cpu_seconds(server, idle) - cpu
             for completion in [completion for group in groups for completion in group]:

@@ -47,9 +47,9 @@ from trigon.report.run_folder import RunFolder
 from trigon.rollout.fake import FakeEngine
 from trigon.system.garbage import set_gc_threshold
 from trigon.system.trace import LocalTracer
-from trigon.train_groups import build_reward_batch, build_train_groups
 from trigon.training.fake import FakeTrainEngine
 from trigon.training.protocol import Sizes
+from trigon.training.train_groups import build_reward_batch, build_train_groups
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 CONTROLLED = (64, 512, 8192)
@@ -176,7 +176,7 @@ def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, f
             sampling = replace(make_sampling_params(config), n=shape.n, max_tokens=shape.response)
             with opened.rollout.awake(opened.trainer.weights(), version=number):
                 start = time.perf_counter()
-                answers = opened.rollout.generate(rows[: shape.prompts], sampling, step=number)
+                answers = opened.rollout.generate(rows[: shape.prompts], sampling)
                 sampled = time.perf_counter() - start
             groups = [
                 RolloutGroup(

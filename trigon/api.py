@@ -189,7 +189,7 @@ def train(
     sources = {spec: open_rows(dataset, spec) for spec, dataset in given.data.items()}
 
     from trigon.assemble.objects import RunObjects, make_episode_code
-    from trigon.hooks import Hooks
+    from trigon.report.hooks import Hooks
 
     code = make_episode_code(environment, tools)
     outcome = start_run(

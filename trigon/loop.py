@@ -1,121 +1,385 @@
 """The training loop: sample completions, score them, learn from them, repeat.
 
 The rollout engine, the train engine and the reference are protocols, so the loop is the same in one
-process and on a cluster. take_steps_from is the loop itself; the rest of this module is around it.
+process and on a cluster. trigon.assemble makes a Run; run_steps is the loop, make_step one step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
-from trigon.checkpoint.store import Checkpoint
+from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish
+from trigon.config.plan import Plan
 from trigon.errors import NotFiniteError, WatchError
 from trigon.metrics import Metrics, merge, values
-from trigon.report.watch.watch import describe_stop
+from trigon.report.hooks import Hooks
+from trigon.report.reporter import Reporter
+from trigon.report.watch.watch import Alarm, Watch, describe_stop
+from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import Batch, RolloutBuffer, awake
+from trigon.rollout.parity import ParityCheck
+from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.statistics import count_sampled, describe_validation
-from trigon.run import Progress, Run
+from trigon.rollout.validation import Evaluator
 from trigon.system.garbage import return_freed_memory
-from trigon.system.grace import StepLeft
-from trigon.train_groups import prepare_groups
+from trigon.system.grace import Grace, StepLeft
+from trigon.system.resuming import SAME_COMMAND, SameCommand
+from trigon.training.protocol import CriticEngine, TrainEngine
+from trigon.training.train_groups import GroupPreparation
 from trigon.training.update_plan import has_gradient
-from trigon.training.updates import how_to_go_on
+from trigon.training.updates import Updater, how_to_go_on
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
 
 
-def train(run: Run, resume_from: Checkpoint | None) -> Progress:
-    """Run all steps that are left, and return the progress made.
+class SaveState(Protocol):
+    """Writes the engines' part of a checkpoint into a folder.
+
+    It may copy the state instead, and return a function that writes the copy.
+    """
+
+    def __call__(self, folder: Path) -> Finish | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """When to validate, to save and to show completions, in steps; 0 is never.
+
+    The last step validates if validate_last, and always saves.
+    validate_only: validate the loaded weights, and make no step.
+    generations_shown: completions of a validation that are printed.
+    train_samples_every: when the loggers receive completions of a step.
+    token_groups: groups of each step and validation that are recorded with per-token values.
+    """
+
+    validate_first: bool
+    validate_only: bool
+    validate_every: int
+    validate_last: bool
+    save_every: int
+    generations_shown: int
+    train_samples_every: int
+    token_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """How validation prompts are sampled and scored. evaluator: None without validation prompts."""
+
+    evaluator: Evaluator | None
+    rollout: RolloutEngine
+    rewards: RewardPool
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """Where and how the run is saved.
+
+    made_from: entries of every checkpoint that say what the run is made from, as JSON.
+    """
+
+    store: CheckpointStore
+    save_engines: SaveState
+    made_from: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """How a run is asked to stop, and how it continues afterwards.
+
+    requested: called after each step; True saves and ends the run.
+    defer_interrupts: a context around the steps, in which an interrupt (Ctrl-C) makes requested
+    return True instead of ending the run.
+    grace: decides whether a step is finished after a request to stop, or left.
+    same_command: describes how the run is continued.
+    """
+
+    requested: Callable[[], bool] = lambda: False
+    defer_interrupts: Callable[[], AbstractContextManager[None]] = nullcontext
+    grace: Grace = field(default_factory=Grace)
+    same_command: SameCommand = SAME_COMMAND
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The parts of a training run, already built.
+
+    buffer: gives each step its groups; None if the run only validates.
+    critic: of the estimator gae; None for the others.
+    """
+
+    plan: Plan
+    intervals: Intervals
+    buffer: RolloutBuffer | None
+    trainer: TrainEngine
+    critic: CriticEngine | None
+    parity: ParityCheck
+    preparation: GroupPreparation
+    updater: Updater
+    validation: Validation
+    checkpoints: Checkpoints
+    report: Reporter
+    stop: Stop = field(default_factory=Stop)
+    hooks: Hooks = field(default_factory=Hooks)
+    watch: Watch = field(default_factory=Watch)
+
+
+def train(run: Run, resume_from: Checkpoint | None) -> int:
+    """Make all steps that are left, and return the last step that was made.
 
     Raises what the engines raise; nothing is retried. A NotFiniteError also says from which
-    checkpoint to go on.
+    checkpoint to continue.
     """
+    store = run.checkpoints.store
     try:
-        with run.store.wait_on_exit():
-            return take_steps(run, resume_from)
+        with store.wait_on_exit():
+            return run_steps(run, resume_from)
     except NotFiniteError as error:
-        last = run.store.newest_complete() or (None if resume_from is None else resume_from.folder)
-        advice = how_to_go_on(last, run.same_command, validates_only=run.intervals.validate_only)
+        last = store.newest_complete() or (None if resume_from is None else resume_from.folder)
+        advice = how_to_go_on(last, run.stop.same_command, validates_only=run.intervals.validate_only)
         raise NotFiniteError(f"{error}.\n{advice}") from error
 
 
-def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
+def run_steps(run: Run, resume_from: Checkpoint | None) -> int:
     """Do what train does, without waiting for a save in progress when an error is raised."""
-    progress = restore(run, resume_from)
-    run.grace.started_step = run.grace.saved_step = progress.step
+    step = restore(run, resume_from)
+    run.stop.grace.started_step = run.stop.grace.saved_step = step
     if run.intervals.validate_only:
         run.report.begin()
-        run.hooks.step(progress.step, run.report.record(progress.step, validate(run, progress)))
-        return progress
-    rewind(run, progress.step)
-    if progress.step == 0 and run.intervals.validate_first:
-        validation = validate(run, progress)
+        run.hooks.step(step, run.report.record(step, validate(run, step)))
+        return step
+    # What a former run wrote after this step is moved away: the folder then describes one run.
+    run.checkpoints.store.rewind(step)
+    run.report.rewind(step)
+    if step == 0 and run.intervals.validate_first:
+        validation = validate(run, 0)
         run.watch.validation(0, validation)
         if run.hooks.step(0, run.report.step(0, run.plan.total_steps, validation)) == "stop":
-            return progress
-    with run.defer_interrupts():
-        return take_steps_from(run, progress)
-
-
-def take_steps_from(run: Run, progress: Progress) -> Progress:
-    """Do the steps after this progress, until the last one or until a stop is requested."""
-    steps = range(progress.step + 1, run.plan.total_steps + 1)
-    with closing(require_buffer(run)) as buffer:
-        for step in steps:
-            run.store.check()
-            run.grace.note_saved(run.store.published_step, run.store.save_seconds)
-            run.grace.begin_step(step)
-            run.watch.begin_step(saving=run.store.is_saving)
+            return 0
+    with run.stop.defer_interrupts(), closing(require_buffer(run)):
+        while step < run.plan.total_steps:
             try:
-                with run.report.checking(run.grace.check_step):
-                    batch = buffer.next(step, run.trainer.weights(), version=run.updater.policy_version(step - 1))
-                    with rollouts_kept(run, step, batch.groups):
-                        with run.report.phase("parity"):
-                            parity = run.parity.check(batch.probes, run.trainer, warn=run.report.warn)
-                        prepared = prepare_groups(
-                            batch.groups,
-                            run.advantage_settings,
-                            trainer=run.trainer,
-                            reference=run.reference,
-                            needs_old_logprobs=run.needs_old_logprobs,
-                            kl=progress.kl,
-                            phase=run.report.phase,
-                            critic=run.critic,
-                        )
-                        run.grace.check_step()
+                batch, metrics = make_step(run, step + 1)
             except StepLeft:
-                save_unsaved(run, progress, buffer)
+                save_unsaved(run, step)
                 break
-            recorded = groups_to_record(prepared.groups, run.token_groups)
-            with rollouts_kept(run, step, batch.groups, learned=prepared.groups):
-                run.hooks.rollouts(batch.groups)
-                with run.grace.update():
-                    learned, outputs = run.updater.update(step, prepared.groups, recorded)
-            tokens = {index: outputs.get(index) for index in recorded}
-            record_rollouts(run, step, batch.groups, learned=prepared.groups, recorded=tokens)
-            progress = Progress(step, prepared.kl)
-            metrics = merge(batch.metrics, parity, prepared.metrics, learned, buffer.pop_metrics())
-            if finish_step(run, progress, batch, metrics, buffer):
+            step += 1
+            if finish_step(run, step, batch, metrics):
                 break
-    return progress
+    return step
+
+
+def make_step(run: Run, step: int) -> tuple[Batch, Metrics]:
+    """Sample the groups of a step and learn from them.
+
+    Raises: StepLeft before the first update if a stop was requested, and the step takes too long.
+    """
+    buffer, grace = require_buffer(run), run.stop.grace
+    run.checkpoints.store.check()
+    note_saved(run)
+    grace.begin_step(step)
+    run.watch.begin_step(saving=run.checkpoints.store.is_saving)
+    with run.report.checking(grace.check_step):
+        batch = buffer.next(step, run.trainer.weights(), version=run.updater.policy_version(step - 1))
+    with recorded_rollouts(run, step, batch.groups) as record:
+        with run.report.checking(grace.check_step):
+            with run.report.phase("parity"):
+                parity = run.parity.check(batch.probes, run.trainer, warn=run.report.warn)
+            groups, prepared = run.preparation.prepare(batch.groups)
+            grace.check_step()
+        record.learned, record.outputs = groups, dict.fromkeys(groups_to_record(groups, run.intervals.token_groups))
+        run.hooks.rollouts(batch.groups)
+        with grace.update():
+            learned, outputs = run.updater.update(step, groups, record.outputs.keys())
+        record.outputs |= outputs
+    return batch, merge(batch.metrics, parity, prepared, learned, buffer.pop_metrics())
+
+
+def finish_step(run: Run, step: int, batch: Batch, metrics: Metrics) -> bool:
+    """Validate, report and save what is due after a step. Returns whether the run ends here.
+
+    Raises: WatchError if a watcher stops the run, and it would not end here anyway. The step is
+    saved before, unless the watcher says that training fails.
+    """
+    metrics = merge(metrics, validate_if_due(run, step))
+    watched = run.watch.observe(step, metrics)
+    ending = step == run.plan.total_steps or run.stop.requested()
+    alarm = None if ending else watched.stop
+    stopping = ending or (alarm is not None and alarm.saves)
+    # Before the checkpoint: a run that dies between the two repeats the step, and writes its line
+    # again.
+    recorded = run.report.step(
+        step,
+        run.plan.total_steps,
+        merge(metrics, watched.metrics),
+        num_tokens=count_tokens(batch.groups),
+        num_response_tokens=batch.num_sampled_tokens,
+    )
+    for seen in watched.new:
+        # An alarm with a save is reported before it, since the save may fail or be killed.
+        if seen is not alarm or seen.saves:
+            run.report.warn(f"trainer.watch.{seen.watcher}: since step {seen.first_step}: {seen.text}")
+    saves = stopping or (alarm is None and is_due(step, run.intervals.save_every))
+    if saves:
+        save(run, step, stopping=stopping)
+    asked = run.hooks.step(step, recorded)
+    if asked is not None and alarm is None:
+        if not saves:
+            save(run, step, stopping=asked == "stop")
+        stopping = stopping or asked == "stop"
+    if is_due(step, run.intervals.validate_every) or is_due(step, run.intervals.save_every):
+        return_freed_memory()
+    if alarm is not None:
+        raise_alarm(run, step, alarm)
+    return stopping
+
+
+def raise_alarm(run: Run, step: int, alarm: Alarm) -> None:
+    """Raise the WatchError of an alarm that stops the run, with a checkpoint from before it."""
+    store = run.checkpoints.store
+    with run.report.phase("save_checkpoint"):
+        store.wait()  # a save in progress may be the checkpoint that is named
+    saved = store.newest_complete(before=alarm.first_step)
+    raise WatchError(describe_stop(step, alarm, saved, run.stop.same_command))
+
+
+# -- validation --
+
+
+def validate_if_due(run: Run, step: int) -> Metrics:
+    """Return the metrics of a validation after this step, or none if it is not due."""
+    run.stop.grace.score = None
+    last = step == run.plan.total_steps and run.intervals.validate_last
+    if not (is_due(step, run.intervals.validate_every) or last):
+        return {}
+    try:
+        with run.stop.grace.validation(), run.report.checking(run.stop.grace.check_validation):
+            require_buffer(run).pause()
+            validation = validate(run, step)
+    except StepLeft:
+        run.report.warn(f"the validation of step {step} is left out: it takes longer than trainer.grace_seconds")
+        return {}
+    run.stop.grace.score = validation["val/reward_score"].value
+    # With the engine's counts, which a run that resumes after this step would not have. With
+    # workers, moved/* and perf/images_processed of a validation are in the next step.
+    return merge(validation, run.validation.rollout.pop_metrics())
+
+
+def validate(run: Run, step: int) -> Metrics:
+    """Sample, score and report the validation prompts, and return the metrics."""
+    evaluator, rollout = run.validation.evaluator, run.validation.rollout
+    assert evaluator is not None, "validation needs prompts"
+    with awake(rollout, run.trainer.weights(), version=run.updater.policy_version(step), phase=run.report.phase):
+        groups = evaluator.sample(rollout, run.validation.rewards, phase=run.report.phase)
+    metrics = describe_validation(groups)
+    run.report.validation(
+        step,
+        groups,
+        values(metrics),
+        shown=run.intervals.generations_shown,
+        token_groups=run.intervals.token_groups,
+        read_images=evaluator.image_files,
+    )
+    return metrics
+
+
+# -- checkpoints --
+
+
+def save(run: Run, step: int, *, stopping: bool, made: bool = True) -> None:
+    """Save the state after a step.
+
+    stopping: wait until it is saved, and raise a DiskError, since the run has the only copy.
+    made: whether the buffer has given the step its groups; else it has begun the next step's.
+    """
+    store, buffer, grace = run.checkpoints.store, require_buffer(run), run.stop.grace
+    if made:  # wait for what is sampled ahead, as long as a requested stop leaves time for it
+        with suppress(StepLeft), run.report.checking(grace.check_waiting):
+            buffer.pause_to_save()
+    with run.report.phase("save_checkpoint"):
+        run.report.flush()  # a run that resumes from the checkpoint does not write them again
+        state = {
+            **buffer.state(made=made),
+            **run.preparation.state(),
+            **run.updater.state(),
+            "watch": run.watch.state(),
+            **run.checkpoints.made_from,
+        }
+        store.save(step, write=run.checkpoints.save_engines, progress=state, score=grace.score, required=stopping)
+        if stopping:
+            store.wait()
+    note_saved(run)
+
+
+def save_unsaved(run: Run, step: int) -> None:
+    """Save the state after this step, before any update of the next step, which is left."""
+    with run.report.phase("save_checkpoint"):
+        run.checkpoints.store.wait()
+    note_saved(run)
+    if step > run.stop.grace.saved_step:
+        save(run, step, stopping=True, made=False)
+
+
+def note_saved(run: Run) -> None:
+    """Let a later request to stop know what is saved, and how long a save takes."""
+    run.stop.grace.note_saved(run.checkpoints.store.published_step, run.checkpoints.store.save_seconds)
+
+
+def restore(run: Run, checkpoint: Checkpoint | None) -> int:
+    """Load a checkpoint into the engines and the buffer, and return its step; 0 without one."""
+    if checkpoint is None:
+        return 0
+    run.trainer.load_state(checkpoint.actor)
+    if run.intervals.validate_only:
+        return checkpoint.step
+    if run.critic is not None:
+        if checkpoint.critic is None:
+            run.report.warn(f"{checkpoint.folder} has no critic: the critic of this run starts from its model")
+        else:
+            run.critic.load_state(checkpoint.critic)
+    state = checkpoint.progress
+    require_buffer(run).load_state(state, version=run.updater.policy_version(checkpoint.step))
+    run.preparation.load_state(state)
+    run.watch.load_state(state.get("watch", {}))
+    run.updater.load_state(state)
+    return checkpoint.step
+
+
+# -- rollouts --
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What is recorded with the rollouts of a step, as far as it is known.
+
+    learned: what the update learns from, for each group; None before it is prepared.
+    outputs: for each group that is recorded with its tokens, by its index, what the update computed
+    of it; None if it computed nothing.
+    """
+
+    learned: Sequence[TrainGroup] | None = None
+    outputs: dict[int, Sequence[TokenLogprobs] | None] = field(default_factory=dict)
 
 
 @contextmanager
-def rollouts_kept(
-    run: Run, step: int, groups: Sequence[RolloutGroup], *, learned: Sequence[TrainGroup] | None = None
-) -> Iterator[None]:
-    """Record the rollouts of a step if an error ends the step here, before it is finished.
-
-    learned: with their advantages, where these are known.
-    """
+def recorded_rollouts(run: Run, step: int, groups: Sequence[RolloutGroup]) -> Iterator[StepRecord]:
+    """Write the rollouts of a step into the run folder, also if the step ends with an error."""
+    record = StepRecord()
     try:
-        yield
-    except BaseException:
-        recorded = [] if learned is None else groups_to_record(learned, run.token_groups)
-        record_rollouts(run, step, groups, learned=learned, recorded=dict.fromkeys(recorded))
-        raise
+        yield record
+    finally:
+        shows = record.learned is not None and is_due(step, run.intervals.train_samples_every)
+        run.report.rollouts(
+            step,
+            groups,
+            learned=record.learned,
+            recorded=record.outputs,
+            read_images=require_buffer(run).image_files,
+            shown=len(groups[0].rollouts) if shows else 0,
+        )
 
 
 def groups_to_record(groups: Sequence[TrainGroup], count: int) -> list[int]:
@@ -128,127 +392,10 @@ def groups_to_record(groups: Sequence[TrainGroup], count: int) -> list[int]:
     )
 
 
-def record_rollouts(
-    run: Run,
-    step: int,
-    groups: Sequence[RolloutGroup],
-    *,
-    learned: Sequence[TrainGroup] | None,
-    recorded: Mapping[int, Sequence[TokenLogprobs] | None],
-) -> None:
-    """Write the rollouts of a step into the run folder, and pass the first group to the loggers.
-
-    recorded: see Reporter.rollouts.
-    """
-    shows = learned is not None and is_due(step, run.intervals.train_samples_every)
-    shown = len(groups[0].rollouts) if shows else 0
-    read_images = require_buffer(run).image_files
-    run.report.rollouts(step, groups, learned=learned, recorded=recorded, read_images=read_images, shown=shown)
-
-
-def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics, buffer: RolloutBuffer) -> bool:
-    """Validate, report and save what is due after a step. Returns whether the run ends here.
-
-    Raises: WatchError if a watcher stops the run, and it would not end here anyway. The step is
-    saved before, unless the watcher says that training fails.
-    """
-    step, last = progress.step, run.plan.total_steps
-    run.grace.score = None
-    if is_due(step, run.intervals.validate_every) or (step == last and run.intervals.validate_last):
-        try:
-            with run.grace.validation(), run.report.checking(run.grace.check_validation):
-                buffer.pause()
-                validation = validate(run, progress)
-        except StepLeft:
-            run.report.warn(f"the validation of step {step} is left out: it takes longer than trainer.grace_seconds")
-        else:
-            # With the engine's counts, which a run that resumes after this step would not have.
-            # With workers, moved/* and perf/images_processed of a validation are in the next step.
-            metrics = merge(metrics, validation, run.rollout.pop_metrics())
-            run.grace.score = validation["val/reward_score"].value
-    watched = run.watch.observe(step, metrics)
-    metrics = merge(metrics, watched.metrics)
-    ending = step == last or run.should_stop()
-    alarm = None if ending else watched.stop
-    stopping = ending or (alarm is not None and alarm.saves)
-    # Before the checkpoint: a run that dies between the two repeats the step, and writes its line
-    # again.
-    recorded = run.report.step(
-        step, last, metrics, num_tokens=count_tokens(batch.groups), num_response_tokens=batch.num_sampled_tokens
-    )
-    for seen in watched.new:
-        # An alarm with a save is said before, since the save may fail or be killed.
-        if seen is not alarm or seen.saves:
-            run.report.warn(f"trainer.watch.{seen.watcher}: since step {seen.first_step}: {seen.text}")
-    saves = stopping or (alarm is None and is_due(step, run.intervals.save_every))
-    if saves:
-        wait_to_save(run, buffer)
-        save(run, progress, buffer.state(made=True), stopping=stopping)
-    asked = run.hooks.step(step, recorded)
-    if asked is not None and alarm is None:
-        if not saves:
-            wait_to_save(run, buffer)
-            save(run, progress, buffer.state(made=True), stopping=asked == "stop")
-        stopping = stopping or asked == "stop"
-    if is_due(step, run.intervals.validate_every) or is_due(step, run.intervals.save_every):
-        return_freed_memory()
-    if alarm is not None:
-        with run.report.phase("save_checkpoint"):
-            run.store.wait()  # a save in progress may be the checkpoint that is named
-        saved = run.store.newest_complete(before=alarm.first_step)
-        raise WatchError(describe_stop(step, alarm, saved, run.same_command))
-    return stopping
-
-
-def wait_to_save(run: Run, buffer: RolloutBuffer) -> None:
-    """Wait for what is sampled ahead, as long as a requested stop leaves time for it."""
-    with suppress(StepLeft), run.report.checking(run.grace.check_waiting):
-        buffer.pause_to_save()
-
-
-def save(run: Run, progress: Progress, position: Mapping[str, Any], *, stopping: bool) -> None:
-    """Save the state after a step. position: the entries of the buffer.
-
-    stopping: wait for it, and raise a DiskError, since the run has the only copy.
-    """
-    with run.report.phase("save_checkpoint"):
-        run.report.flush()  # a run that resumes from the checkpoint does not write them again
-        state = progress_state(run, progress, position)
-        run.store.save(progress.step, write=run.save_state, progress=state, score=run.grace.score, required=stopping)
-        if stopping:
-            run.store.wait()
-    run.grace.note_saved(run.store.published_step, run.store.save_seconds)
-
-
-def save_unsaved(run: Run, progress: Progress, buffer: RolloutBuffer) -> None:
-    """Save the state after the last step, before any update of a step that is left."""
-    with run.report.phase("save_checkpoint"):
-        run.store.wait()
-    run.grace.note_saved(run.store.published_step, run.store.save_seconds)
-    if progress.step > run.grace.saved_step:
-        save(run, progress, buffer.state(made=False), stopping=True)
-
-
-def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
-    """Load a checkpoint into the engines and the prompt stream; None: start from the beginning."""
-    if checkpoint is None:
-        return Progress(step=0, kl=run.kl)
-    run.trainer.load_state(checkpoint.actor)
-    if run.critic is not None and not run.intervals.validate_only:
-        if checkpoint.critic is None:
-            run.report.warn(f"{checkpoint.folder} has no critic: this run's critic starts anew")
-        else:
-            run.critic.load_state(checkpoint.critic)
-    if run.intervals.validate_only:
-        return Progress(step=checkpoint.step, kl=run.kl)
-    state = checkpoint.progress
-    require_buffer(run).load_state(state, version=run.updater.policy_version(checkpoint.step))
-    # Only an adaptive coefficient has a history; a fixed one, and the target, come from the
-    # configuration.
-    kl = replace(run.kl, coefficient=state["kl_coefficient"]) if run.kl.horizon > 0 else run.kl
-    run.watch.load_state(state.get("watch", {}))
-    run.updater.load_state(state)
-    return Progress(checkpoint.step, kl)
+def count_tokens(groups: Sequence[RolloutGroup]) -> int:
+    """Return the number of tokens of all sequences, each counted with its prompt."""
+    prompts = sum(len(group.prompt.token_ids) * len(group.rollouts) for group in groups)
+    return prompts + count_sampled(rollout.completion for group in groups for rollout in group.rollouts)
 
 
 def require_buffer(run: Run) -> RolloutBuffer:
@@ -257,53 +404,6 @@ def require_buffer(run: Run) -> RolloutBuffer:
     return run.buffer
 
 
-def rewind(run: Run, step: int) -> None:
-    """Move away what a former run wrote after this step.
-
-    The folder then describes one run.
-    """
-    run.store.rewind(step)
-    run.report.rewind(step)
-
-
-def progress_state(run: Run, progress: Progress, position: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a checkpoint that is not the engines', as JSON. Read by restore.
-
-    position: the entries of the buffer.
-    """
-    return {
-        **position,
-        "kl_coefficient": progress.kl.coefficient,
-        **run.updater.state(),
-        "watch": run.watch.state(),
-        **run.made_from,
-    }
-
-
-def validate(run: Run, progress: Progress) -> Metrics:
-    """Sample, score and report the validation prompts, and return the metrics."""
-    assert run.evaluator is not None, "validation needs prompts"
-    version = run.updater.policy_version(progress.step)
-    with awake(run.rollout, run.trainer.weights(), version=version, phase=run.report.phase):
-        groups = run.evaluator.sample(run.rollout, run.val_rewards, phase=run.report.phase)
-    metrics = describe_validation(groups)
-    run.report.validation(
-        progress.step,
-        groups,
-        values(metrics),
-        shown=run.intervals.generations_shown,
-        token_groups=run.token_groups,
-        read_images=run.evaluator.image_files,
-    )
-    return metrics
-
-
-def count_tokens(groups: Sequence[RolloutGroup]) -> int:
-    """Return the number of tokens of all sequences, each counted with its prompt."""
-    prompts = sum(len(group.prompt.token_ids) * len(group.rollouts) for group in groups)
-    return prompts + count_sampled(rollout.completion for group in groups for rollout in group.rollouts)
-
-
 def is_due(step: int, every: int) -> bool:
-    """Return whether something that happens every so many steps happens at this one; 0: never."""
+    """Return whether something that happens every n steps happens at this one; 0: never."""
     return every > 0 and step % every == 0

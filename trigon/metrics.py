@@ -84,6 +84,17 @@ def mean_of(values: Iterable[float]) -> Mean:
     return Mean(float(sum(values)), float(len(values)))
 
 
+def mean_max_min(name: str, numbers: Iterable[float]) -> dict[str, Metric]:
+    """Return the mean, the largest and the smallest number, under name/mean, name/max and name/min.
+
+    Without numbers there are no metrics.
+    """
+    numbers = [float(number) for number in numbers]
+    if not numbers:
+        return {}
+    return {f"{name}/mean": mean_of(numbers), f"{name}/max": Max(max(numbers)), f"{name}/min": Min(min(numbers))}
+
+
 def merge(*metrics_to_merge: Metrics) -> dict[str, Metric]:
     """Return all metrics, with those of equal keys merged by their reduction.
 

@@ -102,6 +102,8 @@ class Prompt:
     is no dataset, as in workers.
     image_sizes: (width, height) of each image as the model sees it, after the processor has resized
     it; empty for videos, and in workers.
+    draw: the step for which the prompt was drawn from the dataset, on which the seeds of its
+    completions depend; 0 in a validation.
     """
 
     prompt_id: str
@@ -113,6 +115,7 @@ class Prompt:
     image_refs: tuple[str, ...]
     read_media: ReadMedia | None = None
     image_sizes: ImageSizes = ()
+    draw: int = 0
 
     def pixels(self) -> Vision | None:
         """Return the processed media, None for a text-only prompt. They must be processed."""
@@ -126,8 +129,8 @@ class SamplingParams:
     n: completions per prompt. temperature: 0 is greedy. top_p: probability mass; 1 is off.
     top_k: number of most likely tokens; -1 is off. max_tokens: maximum tokens of a completion.
     ignore_eos: continue after an end-of-sequence token, up to max_tokens.
-    seed: seed of the run. The caller of the engine derives the seed of each completion from (seed,
-    step, prompt_id, sample).
+    seed: seed of the run. The seed of each completion is a function of (seed, Prompt.draw,
+    prompt_id, sample).
     one_turn: sample one turn after each prompt, also where completions have environments or tools.
     with_baseline: sample one further completion of each prompt, greedily: the baseline of ReMax
     (arXiv:2310.10505). It is the last of the prompt's completions.

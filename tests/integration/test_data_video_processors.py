@@ -17,7 +17,7 @@ from support.videos import make_video
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.videos import FrameSampling, open_video
 from trigon.data.vision import image_processor_of, video_processor_of
-from trigon.distributed.serialization import decode_prompts, encode_prompts
+from trigon.distributed.messages import for_sampling, pack, unpack
 from trigon.models.load import Processors, load_processors
 from trigon.models.positions import completion_positions, positions_of
 from trigon.system.torchvision_stub import declare_operators
@@ -151,8 +151,8 @@ def test_prompts_sent_to_a_worker_get_the_same_pixel_values(tiny_model: Callable
         video_sampling=SAMPLING,
     )
     try:
-        received = media.process(decode_prompts(encode_prompts(sent)))
-        assert media.process(decode_prompts(encode_prompts(sent)))[0].vision is received[0].vision
+        received = media.process(unpack(pack(for_sampling(sent, with_rows=False))))
+        assert media.process(unpack(pack(for_sampling(sent, with_rows=False))))[0].vision is received[0].vision
     finally:
         media.close()
     assert videos.calls == 2

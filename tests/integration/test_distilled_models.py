@@ -133,7 +133,7 @@ def test_trainer_and_transformers_compute_the_sampling_logprobs(distilled: Path)
     engine = make_transformers_engine(distilled, processors)
     sampling = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, ignore_eos=True, seed=5)
     with engine.awake(LocalWeights(policy.named_weights), version=0):
-        [completions] = engine.generate([prompt], sampling, step=1)
+        [completions] = engine.generate([prompt], sampling)
     token_ids = [completion.token_ids for completion in completions]
     with torch.no_grad():
         [logprobs] = packed_logprobs(policy, processors, [group_of(prompt, token_ids)])

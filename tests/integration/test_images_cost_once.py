@@ -16,10 +16,10 @@ from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.tools.quickstart.drawings import make_dataset
-from trigon.train_groups import build_train_groups
 from trigon.training.local import LocalTrainEngine
 from trigon.training.optim import Schedule
 from trigon.training.settings import Placement, TrainSettings
+from trigon.training.train_groups import build_train_groups
 from trigon.types import Rollout, RolloutGroup, SamplingParams, Score
 
 
@@ -77,7 +77,7 @@ def test_one_image_processor_call_for_each_prompt_of_a_step(engine_name, n, tiny
     before = counting.calls
     prompts_of_step = stream.take(3)
     with engine.awake(trainer.weights(), version=0):
-        completions = engine.generate(prompts_of_step, sampling, step=1)
+        completions = engine.generate(prompts_of_step, sampling)
     groups = [
         RolloutGroup(
             prompt,

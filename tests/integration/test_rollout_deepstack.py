@@ -32,7 +32,7 @@ def test_a_text_only_prompt_is_not_changed_by_what_a_sleep_leaves_in_memory(tiny
 
         def sampled():
             with engine.awake(handle_of(weights), version=0):
-                [group] = engine.generate([prompt], SAMPLING, step=1)
+                [group] = engine.generate([prompt], SAMPLING)
             return [(each.token_ids, each.sampling_logprobs) for each in group]
 
         expected = sampled()

@@ -13,7 +13,7 @@ from PIL import Image
 
 from support.builders import make_builder
 from support.oracle import load_hugging_face, padded_logprobs
-from support.rollout import make_transformers_engine, make_vllm_engine, unreadable_weights
+from support.rollout import drawn, make_transformers_engine, make_vllm_engine, unreadable_weights
 from trigon.errors import EngineError, ParityError
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
@@ -72,9 +72,9 @@ class Scene:
     def awake(self):
         return self.engine.awake(LocalWeights(self.policy.named_weights), version=self.version)
 
-    def generate(self, sampling=SAMPLING, prompts=None, step=1, **others):
+    def generate(self, sampling=SAMPLING, prompts=None, **others):
         with self.awake():
-            return self.engine.generate(self.prompts if prompts is None else prompts, sampling, step=step, **others)
+            return self.engine.generate(self.prompts if prompts is None else prompts, sampling, **others)
 
     @torch.no_grad()
     def trainer_logprobs(self, prompt, completions, temperature):
@@ -159,7 +159,7 @@ def scene(request, tiny_model):
         banned_token_ids=processors.banned_token_ids,
     )
     engine = open_engine(name, folder, processors)
-    yield Scene(engine, policy, processors, make_prompts(processors))
+    yield Scene(engine, policy, processors, drawn(make_prompts(processors), 1))
     engine.close()
 
 
@@ -194,17 +194,15 @@ def test_stale_weights_give_other_log_probabilities(scene):
 
 @pytest.mark.parametrize("truncation", [{}, {"top_p": 0.9}], ids=["of the step", "sampled for it"])
 def test_the_parity_check_excuses_one_token_but_not_stale_weights(scene, truncation):
-    sampling, step, tolerance = replace(SAMPLING, **truncation), scene.version + 1, 1e-3
+    sampling, tolerance = replace(SAMPLING, **truncation), 1e-3
     parity = ParityCheck(tolerance)
     with scene.awake():
-        rows = scene.engine.generate(scene.prompts, sampling, step=step)
+        rows = scene.engine.generate(scene.prompts, sampling)
         groups = [
             RolloutGroup(prompt, tuple(Rollout(completion, Score(0.0, {}, "ok", "")) for completion in row))
             for prompt, row in zip(scene.prompts, rows, strict=True)
         ]
-        [probe] = parity.probe(
-            groups, scene.engine, sampling, prompt=scene.prompts[0], step=step, version=scene.version
-        )
+        [probe] = parity.probe(groups, scene.engine, sampling, prompt=scene.prompts[0], version=scene.version)
     metrics = parity.check([probe], scene, warn=pytest.fail)
     assert metrics["parity/logprobs_diff_max"].value < 1e-4
 
@@ -226,14 +224,14 @@ def test_the_parity_check_excuses_one_token_but_not_stale_weights(scene, truncat
 
 def test_the_same_call_gives_the_same_bits(scene):
     with scene.awake():
-        first = scene.engine.generate(scene.prompts, SAMPLING, step=1)
-        second = scene.engine.generate(scene.prompts, SAMPLING, step=1)
+        first = scene.engine.generate(scene.prompts, SAMPLING)
+        second = scene.engine.generate(scene.prompts, SAMPLING)
     assert first == second
     assert scene.generate() == first
 
 
 def test_samples_differ_within_a_step_and_between_steps(scene):
-    first, second = scene.generate(FULL_LENGTH, step=1), scene.generate(FULL_LENGTH, step=2)
+    first, second = (scene.generate(FULL_LENGTH, drawn(scene.prompts, step)) for step in (1, 2))
     token_ids = [completion.token_ids for rows in (first, second) for row in rows for completion in row]
     assert len(set(token_ids)) == len(token_ids)
 
@@ -395,10 +393,10 @@ def test_weights_of_the_loaded_version_are_not_read_again(scene):
         pass
 
     with scene.engine.awake(unreadable_weights(), version=scene.version):
-        scene.engine.generate(scene.prompts[:1], SAMPLING, step=1)
+        scene.engine.generate(scene.prompts[:1], SAMPLING)
         with scene.engine.awake(unreadable_weights(), version=scene.version):
             pass
-        scene.engine.generate(scene.prompts[:1], SAMPLING, step=1)  # still awake
+        scene.engine.generate(scene.prompts[:1], SAMPLING)  # still awake
 
 
 def test_weights_of_another_process_are_rejected(scene):
@@ -408,14 +406,14 @@ def test_weights_of_another_process_are_rejected(scene):
 
 def test_generate_raises_while_the_engine_sleeps(scene):
     with pytest.raises(EngineError, match="sleeps"):
-        scene.engine.generate(scene.prompts, SAMPLING, step=1)
+        scene.engine.generate(scene.prompts, SAMPLING)
 
 
 def test_the_engine_sleeps_after_an_error(scene):
     with pytest.raises(ZeroDivisionError), scene.awake():
         _ = 1 / 0
     with pytest.raises(EngineError, match="sleeps"):
-        scene.engine.generate(scene.prompts, SAMPLING, step=1)
+        scene.engine.generate(scene.prompts, SAMPLING)
     assert scene.max_difference() <= 1e-4
 
 
@@ -432,8 +430,8 @@ def test_an_interrupted_call_does_not_affect_the_next_one(scene, callback):
     expected = scene.generate()
     with scene.awake():
         with pytest.raises(KeyboardInterrupt):
-            scene.engine.generate(scene.prompts, SAMPLING, step=2, **{callback: interrupt})
-        assert scene.engine.generate(scene.prompts, SAMPLING, step=1) == expected
+            scene.engine.generate(scene.prompts, SAMPLING, **{callback: interrupt})
+        assert scene.engine.generate(scene.prompts, SAMPLING) == expected
 
 
 # -- engines that stop before all completions have ended --
@@ -443,9 +441,9 @@ STOPPING = pytest.mark.parametrize(
 )
 
 
-def sample_until(scene, prompts, sampling, until, *, step=1):
+def sample_until(scene, prompts, sampling, until):
     with scene.awake():
-        return scene.engine.generate(prompts, sampling, until=until, step=step)
+        return scene.engine.generate(prompts, sampling, until=until)
 
 
 @pytest.mark.vllm
@@ -462,7 +460,7 @@ def test_a_greedy_completion_that_was_stopped_goes_on_to_the_same_tokens(scene):
     assert all(len(each.token_ids) == shortest for row in rows for each in row)
     left = [index for index in range(len(rows)) if index not in finished]
     begun = tuple(tuple(rows[index]) for index in left)
-    again = sample_until(scene, [scene.prompts[index] for index in left], greedy, Until(len(left), begun=begun), step=2)
+    again = sample_until(scene, [scene.prompts[index] for index in left], greedy, Until(len(left), begun=begun))
     assert again == [whole[index] for index in left]
 
 
@@ -475,7 +473,7 @@ def test_what_goes_on_under_other_weights_has_the_trainers_log_probabilities(sce
     )
     old_version = scene.version
     scene.change_weights()
-    rows = sample_until(scene, scene.prompts, FULL_LENGTH, Until(len(begun), begun=begun), step=2)
+    rows = sample_until(scene, scene.prompts, FULL_LENGTH, Until(len(begun), begun=begun))
     for prompt, row, first in zip(scene.prompts, rows, begun, strict=True):
         trained = scene.trainer_logprobs(prompt, row, 1.0).split([len(each.token_ids) for each in row])
         for completion, before, logprobs in zip(row, first, trained, strict=True):
@@ -505,7 +503,7 @@ def test_a_call_that_is_interrupted_keeps_what_it_has_and_changes_no_later_one(s
 
         until = Until(len(scene.prompts), begun=begun, interruption=interruption)
         with scene.awake():
-            return scene.engine.generate(scene.prompts, FULL_LENGTH, until=until, step=1, on_progress=on_progress)
+            return scene.engine.generate(scene.prompts, FULL_LENGTH, until=until, on_progress=on_progress)
 
     drained = [each for row in interrupt("drain", after=1) for each in row]
     assert {(each.is_unfinished, len(each.token_ids)) for each in drained} <= {(False, 24), (True, 0)}
@@ -548,10 +546,10 @@ def test_the_transformers_engine_keeps_what_it_has_when_it_is_interrupted(scene,
 
     until = Until(len(whole), interruption=interruption)
     with scene.awake():
-        begun = scene.engine.generate(scene.prompts, greedy, step=1, until=until, on_progress=on_progress)
+        begun = scene.engine.generate(scene.prompts, greedy, until=until, on_progress=on_progress)
     assert sum(len(row[0].token_ids) for row in begun) == num_passes
     left = [index for index, row in enumerate(begun) if row[0].is_unfinished]
     assert left == list(range(min(left), len(whole)))
     carried = Until(len(left), begun=tuple(tuple(begun[index]) for index in left))
-    rows = sample_until(scene, [scene.prompts[index] for index in left], greedy, carried, step=2)
+    rows = sample_until(scene, [scene.prompts[index] for index in left], greedy, carried)
     assert [*begun[: min(left)], *rows] == whole

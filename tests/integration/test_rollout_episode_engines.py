@@ -59,7 +59,7 @@ class Scene:
         self.environments.delay = delay
         engine = engine or self.engine
         with engine.awake(handle_of(self.weights), version=version):
-            return engine.generate(self.prompts if prompts is None else prompts, sampling, step=1, **callbacks)
+            return engine.generate(self.prompts if prompts is None else prompts, sampling, **callbacks)
 
     def record(self, monkeypatch):
         """Record vLLM's finished outputs from now on."""

@@ -35,7 +35,7 @@ class Scene:
 
     def generate(self, prompts: list[Prompt]) -> list[list[Completion]]:
         with self.engine.awake(LocalWeights(self.policy.named_weights), version=0):
-            completions: list[list[Completion]] = self.engine.generate(prompts, SAMPLING, step=1)
+            completions: list[list[Completion]] = self.engine.generate(prompts, SAMPLING)
         return completions
 
     @torch.no_grad()

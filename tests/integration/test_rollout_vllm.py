@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from support.rollout import handle_of, make_vllm_engine
+from support.rollout import drawn, handle_of, make_vllm_engine
 from trigon.errors import EngineError, ParityError
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.rollout.checksums import read_sums, sum_values
 from trigon.rollout.vllm import RunsWith, process
+from trigon.rollout.vllm.weight_check import read_sums, sum_values
 from trigon.system.trace import DecodeTracer
 from trigon.types import LocalWeights, Prompt, SamplingParams, Vision
 
@@ -121,14 +121,14 @@ def test_starting_on_a_machine_with_several_gpus_touches_only_the_one_in_use(mon
 def test_sampling_does_not_change_the_process_or_its_random_generators(engine, weights, prompts):
     before = process_state()
     with engine.awake(handle_of(weights), version=0):
-        engine.generate(prompts, SAMPLING, step=1)
+        engine.generate(prompts, SAMPLING)
     assert process_state() == before
 
 
 def test_a_trace_has_the_decode_steps_after_the_prompts_and_changes_no_token(engine, weights, prompts, traces):
     short = replace(SAMPLING, max_tokens=4)
     with engine.awake(handle_of(weights), version=0):
-        traced, again = (engine.generate(prompts, short, step=TRACED_STEP) for _ in range(2))
+        traced, again = (engine.generate(drawn(prompts, TRACED_STEP), short) for _ in range(2))
     assert traced == again
     [trace] = traces.iterdir()
     events = json.loads(trace.read_text())["traceEvents"]
@@ -142,14 +142,14 @@ def test_the_image_processor_is_not_called(engine, weights, prompts, processors,
     kind = type(processors.image_processor)
     monkeypatch.setattr(kind, "preprocess", lambda *args, **kwargs: calls.append(args))
     with engine.awake(handle_of(weights), version=0):
-        engine.generate(prompts, SAMPLING, step=1)
+        engine.generate(prompts, SAMPLING)
     assert calls == []
 
 
 def test_the_same_text_with_another_image_has_other_log_probabilities(engine, weights, prompts):
     same_id = [replace(prompts[0], prompt_id="x"), replace(prompts[1], prompt_id="x")]
     with engine.awake(handle_of(weights), version=0):
-        first, second = engine.generate(same_id, SAMPLING, step=1)
+        first, second = engine.generate(same_id, SAMPLING)
     assert all(a.sampling_logprobs[0] != b.sampling_logprobs[0] for a, b in zip(first, second, strict=True))
 
 
@@ -163,7 +163,7 @@ def test_completions_of_a_group_share_the_full_blocks_of_a_short_prompt(engine, 
 
     monkeypatch.setattr(engine._llm_engine, "step", recording_step)
     with engine.awake(handle_of(weights), version=0):
-        engine.generate(prompts, SAMPLING, step=1)
+        engine.generate(prompts, SAMPLING)
     for row, prompt in enumerate(prompts):
         full_blocks = 32 * ((len(prompt.token_ids) - 1) // 32)
         assert full_blocks > 0
@@ -173,8 +173,8 @@ def test_completions_of_a_group_share_the_full_blocks_of_a_short_prompt(engine, 
 def test_more_requests_than_run_at_a_time(engine, weights, prompts):
     many = [replace(prompts[number % 3], prompt_id=str(number)) for number in range(150)]
     with engine.awake(handle_of(weights), version=0):
-        completions = engine.generate(many, SAMPLING, step=1)
-        last = engine.generate(many[-1:], SAMPLING, step=1)
+        completions = engine.generate(many, SAMPLING)
+        last = engine.generate(many[-1:], SAMPLING)
     assert [[c.token_ids for c in row] for row in completions[-1:]] == [[c.token_ids for c in row] for row in last]
     assert {len(row) for row in completions} == {3}
 
@@ -205,9 +205,9 @@ def fail_requests(engine, monkeypatch, *, prompt, times):
 
 def test_a_failed_request_is_repeated_with_the_same_result(engine, weights, prompts, monkeypatch):
     with engine.awake(handle_of(weights), version=0):
-        expected = engine.generate(prompts, SAMPLING, step=1)
+        expected = engine.generate(prompts, SAMPLING)
         fail_requests(engine, monkeypatch, prompt=1, times=3)
-        repeated = engine.generate(prompts, SAMPLING, step=1)
+        repeated = engine.generate(prompts, SAMPLING)
     ids = [[completion.token_ids for completion in row] for row in expected]
     assert [[completion.token_ids for completion in row] for row in repeated] == ids
 
@@ -218,12 +218,12 @@ def test_a_prompt_whose_request_fails_twice_has_no_completions_and_others_have_a
     with engine.awake(handle_of(weights), version=0):
         fail_requests(engine, monkeypatch, prompt=1, times=100)
         groups = []
-        rows = engine.generate(prompts, SAMPLING, step=1, on_group=lambda *group: groups.append(group))
+        rows = engine.generate(prompts, SAMPLING, on_group=lambda *group: groups.append(group))
         assert [len(row) for row in rows] == [3, 0, 3]
         assert len(groups) == 3
         assert dict(groups) == dict(enumerate(rows))
         monkeypatch.undo()
-        assert [len(row) for row in engine.generate(prompts, SAMPLING, step=1)] == [3, 3, 3]
+        assert [len(row) for row in engine.generate(prompts, SAMPLING)] == [3, 3, 3]
 
 
 def test_an_awake_engine_rejects_another_version(engine, weights):
@@ -238,13 +238,13 @@ def test_an_awake_engine_rejects_another_version(engine, weights):
 @pytest.mark.parametrize("temperature", [0.001, 2.1])
 def test_an_unsupported_temperature_raises(engine, weights, prompts, temperature):
     with engine.awake(handle_of(weights), version=0), pytest.raises(EngineError, match="temperature"):
-        engine.generate(prompts, replace(SAMPLING, temperature=temperature), step=1)
+        engine.generate(prompts, replace(SAMPLING, temperature=temperature))
 
 
 def test_too_many_images_raise(engine, weights, prompts):
     two = replace(prompts[0], token_ids=prompts[0].token_ids * 2, vision=vision(0, images=2))
     with engine.awake(handle_of(weights), version=0), pytest.raises(EngineError, match=r"train:0: it has 2 images"):
-        engine.generate([two], SAMPLING, step=1)
+        engine.generate([two], SAMPLING)
 
 
 WRONG_PLACEHOLDERS = {
@@ -260,8 +260,8 @@ def test_placeholders_that_do_not_match_the_images_raise(engine, weights, prompt
     wrong = replace(prompts[0], token_ids=token_ids(prompts[0].token_ids))
     with engine.awake(handle_of(weights), version=0):
         with pytest.raises(EngineError, match=r"train:0: \d+ image placeholders do not match images of \[9\] tokens"):
-            engine.generate([wrong], SAMPLING, step=1)
-        assert len(engine.generate(prompts, SAMPLING, step=1)) == 3  # the engine is still usable
+            engine.generate([wrong], SAMPLING)
+        assert len(engine.generate(prompts, SAMPLING)) == 3  # the engine is still usable
 
 
 def test_a_new_engine_gives_the_same_bits_and_a_closed_one_raises(tiny_model, prompts):
@@ -272,7 +272,7 @@ def test_a_new_engine_gives_the_same_bits_and_a_closed_one_raises(tiny_model, pr
     for _ in range(2):
         engine = make_vllm_engine(folder, processors)
         with engine.awake(handle_of(weights), version=0):
-            runs.append(engine.generate(prompts[2:], SAMPLING, step=1))
+            runs.append(engine.generate(prompts[2:], SAMPLING))
         engine.close()
         engine.close()
         with pytest.raises(EngineError, match="closed"), engine.awake(handle_of(weights), version=0):
@@ -321,14 +321,14 @@ def test_wrong_weights_raise_and_make_the_engine_unusable(tiny_model, prompts, r
     engine = make_vllm_engine(folder, processors)
     try:
         with engine.awake(handle_of(weights), version=0):
-            engine.generate(prompts[2:], SAMPLING, step=1)
+            engine.generate(prompts[2:], SAMPLING)
         wrong = LocalWeights(lambda dtype=None: read(weights))
         with pytest.raises(EngineError, match=message), engine.awake(wrong, version=1):
             pass
         with pytest.raises(EngineError, match="did not finish"), engine.awake(handle_of(weights), version=2):
             pass
         with pytest.raises(EngineError, match="did not finish"):
-            engine.generate(prompts[2:], SAMPLING, step=1)
+            engine.generate(prompts[2:], SAMPLING)
     finally:
         engine.close()
 
@@ -411,9 +411,9 @@ def test_weights_are_read_in_the_dtype_of_vllm_with_the_same_completions(tiny_mo
     engine = make_vllm_engine(folder, processors, dtype=torch.bfloat16)
     try:
         with engine.awake(LocalWeights(read), version=0):
-            rounded = engine.generate(prompts[2:], SAMPLING, step=1)
+            rounded = engine.generate(prompts[2:], SAMPLING)
         with engine.awake(LocalWeights(lambda dtype=None: policy.named_weights()), version=1):
-            exact = engine.generate(prompts[2:], SAMPLING, step=1)
+            exact = engine.generate(prompts[2:], SAMPLING)
     finally:
         engine.close()
     assert dtypes == [torch.bfloat16]
@@ -440,7 +440,7 @@ def test_a_checkpoint_may_hold_a_tied_head_and_old_names(tiny_model, tmp_path, p
     engine = make_vllm_engine(folder, processors)
     weights = weights_of(folder, processors)
     with engine.awake(handle_of(weights), version=0):
-        assert len(engine.generate(prompts, SAMPLING, step=1)) == 3
+        assert len(engine.generate(prompts, SAMPLING)) == 3
     engine.close()
 
 

@@ -57,7 +57,7 @@ def engine(tiny_model, processors):
 def expected(engine, weights, prompts):
     """Return the completions of an engine that does not fail."""
     with engine.awake(handle_of(weights), version=7):
-        return engine.generate(prompts, SAMPLING, step=1)
+        return engine.generate(prompts, SAMPLING)
 
 
 def handle_of(weights, read=None):
@@ -98,9 +98,7 @@ def test_lost_requests_are_repeated_with_the_same_completions_and_counted(
     lose(engine, monkeypatch, prompt=1, times=times)
     done, groups = [], []
     with engine.awake(handle_of(weights), version=7):
-        rows = engine.generate(
-            prompts, SAMPLING, step=1, on_progress=done.append, on_group=lambda *group: groups.append(group)
-        )
+        rows = engine.generate(prompts, SAMPLING, on_progress=done.append, on_group=lambda *group: groups.append(group))
     assert [[each.token_ids for each in row] for row in rows] == [[each.token_ids for each in row] for row in expected]
     for row, other in zip(rows, expected, strict=True):
         for each, undisturbed in zip(row, other, strict=True):
@@ -117,11 +115,11 @@ def test_a_request_that_is_lost_twice_leaves_its_prompt_without_completions(
     lose(engine, monkeypatch, prompt=1, times=100)
     groups = []
     with engine.awake(handle_of(weights), version=7):
-        rows = engine.generate(prompts, SAMPLING, step=1, on_group=lambda *group: groups.append(group))
+        rows = engine.generate(prompts, SAMPLING, on_group=lambda *group: groups.append(group))
         assert [len(row) for row in rows] == [3, 0, 3]
         assert dict(groups) == dict(enumerate(rows))
         monkeypatch.undo()
-        assert engine.generate(prompts, SAMPLING, step=1) == expected
+        assert engine.generate(prompts, SAMPLING) == expected
 
 
 def memory_of(engine):
@@ -172,10 +170,10 @@ def test_an_engine_that_fails_is_started_anew_once_with_the_same_bits(engine, we
     with restarting.awake(handle_of(weights), version=7):
         fail_to_compute(monkeypatch, at=[5])
         rows = restarting.generate(
-            prompts, SAMPLING, step=1, on_progress=done.append, on_group=lambda *group: groups.append(group)
+            prompts, SAMPLING, on_progress=done.append, on_group=lambda *group: groups.append(group)
         )
         assert rows == expected  # tokens and log-probabilities, bit for bit
-        assert restarting.generate(prompts, SAMPLING, step=1) == expected
+        assert restarting.generate(prompts, SAMPLING) == expected
     gc.collect()
     assert [name for name, part in before.items() if part() is not None] == []
     assert offloaded == [False]
@@ -191,11 +189,11 @@ def test_an_engine_that_fails_is_started_anew_once_with_the_same_bits(engine, we
     with restarting.awake(handle_of(weights), version=8):
         fail_to_compute(monkeypatch, at=[2])
         with pytest.raises(RolloutError) as caught:
-            restarting.generate(prompts, SAMPLING, step=1)
+            restarting.generate(prompts, SAMPLING)
         assert "a kernel failed" in str(caught.value)
         assert "was started anew before in this run, and has failed again" in str(caught.value)
         with pytest.raises(EngineError, match=r"cannot be used: it failed while it sampled\. Start a new one"):
-            engine.generate(prompts, SAMPLING, step=1)
+            engine.generate(prompts, SAMPLING)
     assert len(warnings) == 1
     monkeypatch.undo()
     engine.restart()
@@ -209,7 +207,7 @@ def test_a_weight_sync_that_fails_half_way_is_made_again_by_a_new_engine(
     restarting = RestartingEngine(engine, warn=warnings.append, same_command=SAME_COMMAND)
     fail_to_load(monkeypatch, at=[2])
     with restarting.awake(handle_of(weights, read), version=9):
-        rows = restarting.generate(prompts, SAMPLING, step=1)
+        rows = restarting.generate(prompts, SAMPLING)
     assert [[each.token_ids for each in row] for row in rows] == [[each.token_ids for each in row] for row in expected]
     assert [[each.sampling_logprobs for each in row] for row in rows] == [
         [each.sampling_logprobs for each in row] for row in expected
@@ -235,6 +233,6 @@ def test_a_new_engine_that_fails_too_ends_the_run(engine, weights, prompts, monk
         pytest.fail("it must not sample from mixed weights")
     assert str(caught.value).count("no memory for a copy") == 2
     with pytest.raises(EngineError, match=state):
-        engine.generate(prompts, SAMPLING, step=1)
+        engine.generate(prompts, SAMPLING)
     monkeypatch.undo()
     engine.restart()

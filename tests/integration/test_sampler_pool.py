@@ -25,8 +25,7 @@ from trigon.distributed.engines import WorkerWeights
 from trigon.distributed.sampler_engine import SamplersRolloutEngine
 from trigon.distributed.sampler_pool import MAX_REPLACEMENTS, SamplerPool
 from trigon.distributed.weight_transfer import TransferMember
-from trigon.distributed.worker import Worker, ray_actor_class
-from trigon.distributed.worker_engines import WorkerEngines
+from trigon.distributed.worker import Worker, WorkerEngines, ray_actor_class
 from trigon.distributed.worker_group import WorkerGroup
 from trigon.errors import (
     ConfigError,
@@ -38,6 +37,7 @@ from trigon.errors import (
     TrigonError,
     WorkerError,
 )
+from trigon.rollout.episodes import newest_draw
 from trigon.rollout.protocol import Interruption, Until
 from trigon.training.parallel import SingleProcess
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams
@@ -116,25 +116,31 @@ class EchoEngine:
         self.version = version
         yield
 
-    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
         """With until, end the first prompt at once, and stop as soon as the call is interrupted."""
         rows = []
         for index, prompt in enumerate(prompts if until is None else prompts[:1]):
             if index == 1:
-                self.fail(str(step))
-            rows.append([Completion((*prompt.token_ids, int(self.value)), (-0.5,) * 2, "stop", "", step)] * sampling.n)
+                self.fail(str(newest_draw(prompts)))
+            rows.append(
+                [Completion((*prompt.token_ids, int(self.value)), (-0.5,) * 2, "stop", "", newest_draw(prompts))]
+                * sampling.n
+            )
             if on_progress is not None:
                 on_progress(sampling.n)
             if on_group is not None:
                 on_group(index, rows[-1])
         if until is None:
             return rows
-        self.fail(str(step))
+        self.fail(str(newest_draw(prompts)))
         while until.interrupted is None:
             time.sleep(0.01)
         begun = [[tuple(each.token_ids) for each in row] or [()] * sampling.n for row in until.begun[1:]]
         return rows + [
-            [Completion((*each, int(self.value)), (-0.5,) * (len(each) + 1), "unfinished", "", step) for each in row]
+            [
+                Completion((*each, int(self.value)), (-0.5,) * (len(each) + 1), "unfinished", "", newest_draw(prompts))
+                for each in row
+            ]
             for row in begun
         ]
 
@@ -211,13 +217,12 @@ class Pools:
 
     def sample(self, *, step: int = 1, num_prompts: int = 5) -> list[tuple[int, int, int]]:
         """Return (prompt, weights, replica) of each prompt; each group is announced once."""
-        prompts = [Prompt(f"p{i}", (i,), None, "", "", {}, ()) for i in range(num_prompts)]
+        prompts = [Prompt(f"p{i}", (i,), None, "", "", {}, (), draw=step) for i in range(num_prompts)]
         announced: list[int] = []
         progress: list[int] = []
         rows = self.engine.generate(
             prompts,
             SAMPLING,
-            step=step,
             on_group=lambda index, _: announced.append(index),
             on_progress=lambda k: progress.append(k or 0),
         )
@@ -227,15 +232,13 @@ class Pools:
 
     def stream(self, *, step: int, begun: Sequence[Sequence[Completion]], seconds: float) -> list[list[Completion]]:
         """Return the completions of a call that is interrupted after this time."""
-        prompts = [Prompt(f"p{i}", (i,), None, "", "", {}, ()) for i in range(len(begun))]
+        prompts = [Prompt(f"p{i}", (i,), None, "", "", {}, (), draw=step) for i in range(len(begun))]
         announced: list[int] = []
         interruption = Interruption()
         timer = threading.Timer(seconds, interruption.ask, ["stop"])
         timer.start()
         until = Until(len(prompts), 0, tuple(map(tuple, begun)), interruption)
-        rows = self.engine.generate(
-            prompts, SAMPLING, step=step, until=until, on_group=lambda index, _: announced.append(index)
-        )
+        rows = self.engine.generate(prompts, SAMPLING, until=until, on_group=lambda index, _: announced.append(index))
         timer.join()
         ended = [index for index, row in enumerate(rows) if not any(each.is_unfinished for each in row)]
         assert sorted(announced) == ended
@@ -374,7 +377,7 @@ def test_an_error_of_what_gets_the_groups_interrupts_the_replicas(pools):
     prompts = [Prompt(f"p{i}", (i,), None, "", "", {}, ()) for i in range(4)]
     until = Until(4, interruption=Interruption())
     with pytest.raises(RewardError, match="as asked"):
-        pools.engine.generate(prompts, SAMPLING, step=23, until=until, on_group=fail_later)
+        pools.engine.generate(prompts, SAMPLING, until=until, on_group=fail_later)
     assert until.interrupted is None
     with pools.awake():  # waits for the calls, which would not end
         assert pools.sample() == pools.expected()
@@ -482,8 +485,8 @@ def test_a_replica_that_cannot_be_replaced_is_an_error_that_says_so(pools):
     pools.learn()
     pools.samplers.lose(0, LostWorkerError("it died"))
     pools.starts.breaks = [WorkerError("it does not start")] * MAX_REPLACEMENTS
-    with pytest.raises(WorkerError, match="were replaced 3 times since the last completed step, and have failed again"):
+    with pytest.raises(WorkerError, match="were replaced 3 times since completions were last sampled"):
         pools.engine.awake(WorkerWeights(), version=pools.version).__enter__()
-    pools.learn()  # a step was completed
+    pools.samplers.complete_call()  # completions were sampled
     with pools.awake():
         assert pools.sample() == pools.expected()

@@ -103,6 +103,23 @@ def test_separate_pools_have_the_numbers_of_shared_workers_also_when_samplers_ar
 
 
 @pytest.mark.long
+def test_transformers_samples_on_workers_of_its_own_with_the_same_numbers(made, tmp_path):
+    shared, separate, all_the_time = (tmp_path / name for name in ("shared", "separate", "all the time"))
+    options = ("worker.rollout.name=transformers", "trainer.save_freq=-1")
+    pools = (*options, "worker.hybrid_engine=false")
+    finish(train(made, shared, *options, steps=3), shared)
+    finish(train(made, separate, *pools, steps=3), separate)
+    assert learned(separate) == learned(shared)
+    finish(
+        train(made, all_the_time, *pools, "algorithm.max_staleness=4", "worker.rollout.partial=continue", steps=3),
+        all_the_time,
+    )
+    parity = [line["metrics"]["parity/logprobs_diff_max"] for line in lines(all_the_time)]
+    assert len(parity) == 3
+    assert max(parity) < 1e-5
+
+
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.faults
 def test_a_run_that_samples_ahead_resumes_exactly_whoever_is_killed(made, tmp_path):

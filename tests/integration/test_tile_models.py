@@ -166,7 +166,7 @@ def test_another_supported_language_model_gives_the_same_log_probabilities_in_al
     engine = open_engine("vllm", folder, processors)
     try:
         with engine.awake(LocalWeights(policy.named_weights), version=1):
-            completions = engine.generate(prompts, SAMPLING, step=1)
+            completions = engine.generate(prompts, SAMPLING)
     finally:
         engine.close()
     assert max_difference(policy, processors, prompts, completions) <= 1e-4

@@ -23,10 +23,8 @@ from ray import cloudpickle
 from support.sockets import descendants, listeners
 from trigon.distributed.cluster import Layout, WorkerHandle, open_cluster, start_workers
 from trigon.distributed.engines import WorkersRolloutEngine, WorkersTrainEngine
-from trigon.distributed.heartbeat import HeartbeatRequest
-from trigon.distributed.serialization import encode_completions
-from trigon.distributed.worker import Worker, ray_actor_class
-from trigon.distributed.worker_engines import WorkerEngines
+from trigon.distributed.messages import pack
+from trigon.distributed.worker import HeartbeatRequest, Worker, WorkerEngines, ray_actor_class
 from trigon.distributed.worker_group import WorkerGroup
 from trigon.errors import CheckpointError, EngineError, LostWorkerError, PeerError, TrigonError, WorkerError
 from trigon.metrics import Sum
@@ -62,12 +60,12 @@ class EchoEngine:
         yield
         self.version = None
 
-    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
         rows = []
         for index, prompt in enumerate(prompts):
             while not (self.folder / prompt.prompt_id).exists():
                 time.sleep(0.05)
-            ids = (*prompt.token_ids, step)
+            ids = (*prompt.token_ids, prompt.draw)
             is_lost = prompt.prompt_id == "lost"
             rows.append([] if is_lost else [Completion(ids, (-0.5,) * len(ids), "stop", "é", 3)] * sampling.n)
             if on_progress is not None:
@@ -183,9 +181,9 @@ def test_arguments_are_the_same_for_all_ranks_or_one_for_each(worker_group):
         worker_group.call_all(TestWorker.double, 1, per_rank=[3], phase="double")
 
 
-def make_prompts(*names: str) -> list[Prompt]:
+def make_prompts(*names: str, draw: int = 0) -> list[Prompt]:
     return [
-        Prompt(name, (number, 2, 3), None, text="", ground_truth="", row={}, image_refs=())
+        Prompt(name, (number, 2, 3), None, text="", ground_truth="", row={}, image_refs=(), draw=draw)
         for number, name in enumerate(names, 1)
     ]
 
@@ -194,7 +192,7 @@ def make_prompts(*names: str) -> list[Prompt]:
 def test_finished_groups_arrive_while_others_are_still_sampled(worker_group, tmp_path, replica_size):
     worker_group.call_all(TestWorker.open_echo_engine, tmp_path, replica_size, phase="open")
     engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=replica_size)
-    prompts = make_prompts("first", "second", "lost", "late", "last", "very last")
+    prompts = make_prompts("first", "second", "lost", "late", "last", "very last", draw=7)
     for name in ("first", "second", "lost"):
         (tmp_path / name).touch()
     received, progress = {}, []
@@ -206,7 +204,7 @@ def test_finished_groups_arrive_while_others_are_still_sampled(worker_group, tmp
             for name in ("late", "last", "very last"):
                 (tmp_path / name).touch()
 
-    rows = engine.generate(prompts, SAMPLING, step=7, on_progress=progress.append, on_group=on_group)
+    rows = engine.generate(prompts, SAMPLING, on_progress=progress.append, on_group=on_group)
     assert [[completion.token_ids for completion in row] for row in rows] == [
         [] if number == 3 else [(number, 2, 3, 7)] * 2 for number in range(1, 7)
     ]
@@ -217,13 +215,13 @@ def test_finished_groups_arrive_while_others_are_still_sampled(worker_group, tmp
     ]
     assert sum(filter(None, progress)) == 12
     assert 0 not in progress  # that a worker answers is no progress
-    # Each group was sent once, and its size does not depend on the groups sent with it.
+    # Each group was sent once.
     num_bytes = worker_group.traffic.pop_metrics()["moved/received_bytes"].value
-    assert num_bytes == sum(len(encode_completions([row])) for row in rows)
+    assert num_bytes <= sum(pack(row).num_bytes for row in rows)
     # A heartbeat for a generation that has not begun does not include the previous one.
     heartbeats = worker_group.call_all(Worker.heartbeat, HeartbeatRequest(generation=2), phase="heartbeat")
     assert [(heartbeat.num_samples, heartbeat.groups) for heartbeat in heartbeats] == [(0, ())] * 2
-    second_rows = engine.generate(prompts[:3], SAMPLING, step=8)
+    second_rows = engine.generate([replace(prompt, draw=8) for prompt in prompts[:3]], SAMPLING)
     assert [[completion.token_ids[-1] for completion in row] for row in second_rows] == [[8, 8], [8, 8], []]
 
 
@@ -249,10 +247,10 @@ def test_a_file_is_sent_once_to_each_worker_that_needs_it(worker_group, tmp_path
 
     rollouts = [
         RolloutGroup(prompt, tuple(Rollout(completion, Score(0.0, {}, "ok", "")) for completion in row))
-        for prompt, row in zip(prompts, engine.generate(prompts, SAMPLING, step=1), strict=True)
+        for prompt, row in zip(prompts, engine.generate(prompts, SAMPLING), strict=True)
     ]
     assert num_files_sent() == {"moved/sent_bytes": 4, "moved/rollout_bytes": 4}
-    engine.generate(prompts, SAMPLING, step=2)
+    engine.generate(prompts, SAMPLING)
     assert num_files_sent() == {}
 
     # Groups are dealt in another way than prompts: a rank may need files of another rank.
@@ -273,7 +271,7 @@ def test_a_file_is_sent_once_to_each_worker_that_needs_it(worker_group, tmp_path
     twice = [replace(prompt, prompt_id=f"{prompt.prompt_id} again") for prompt in prompts]
     for prompt in twice:
         (tmp_path / prompt.prompt_id).touch()
-    engine.generate(twice, SAMPLING, step=3)  # other prompts with the same files
+    engine.generate(twice, SAMPLING)  # other prompts with the same files
     assert num_files_sent() == {}
 
 
@@ -286,10 +284,10 @@ def test_an_error_in_on_group_ends_the_call(worker_group, tmp_path):
 
     engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=1)
     with pytest.raises(EngineError, match="stopped at 0"):
-        engine.generate(make_prompts("first", "second", "third"), SAMPLING, step=1, on_group=on_group)
+        engine.generate(make_prompts("first", "second", "third"), SAMPLING, on_group=on_group)
     for name in ("second", "third"):
         (tmp_path / name).touch()  # otherwise the workers would wait for ever
-    rows = engine.generate(make_prompts("third", "second"), SAMPLING, step=2)
+    rows = engine.generate(make_prompts("third", "second", draw=2), SAMPLING)
     assert [[completion.token_ids for completion in row] for row in rows] == [[(1, 2, 3, 2)] * 2, [(2, 2, 3, 2)] * 2]
 
 
@@ -323,7 +321,7 @@ def test_an_error_in_the_context_does_not_wait_for_a_busy_worker(worker_group, t
 
     (tmp_path / "first").touch()
     with pytest.raises(ZeroDivisionError), engine.awake(trainer.weights(), version=5):
-        engine.generate(make_prompts("first", "second", "third"), SAMPLING, step=1, on_group=on_group)
+        engine.generate(make_prompts("first", "second", "third"), SAMPLING, on_group=on_group)
     for name in ("second", "third"):  # until now, both workers were sampling
         (tmp_path / name).touch()
     assert worker_group.call_all(TestWorker.awake_version, phase="version") == [None, None]

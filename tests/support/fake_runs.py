@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,12 @@ from support.builders import make_builder
 from support.models import processors_of
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.checkpoint.store import Checkpoint, CheckpointStore
-from trigon.config.plan import make_plan
+from trigon.config.plan import Plan, make_plan
 from trigon.config.schema import Config
 from trigon.data.dataset import open_prompts
 from trigon.data.stream import Prompts, PromptStream, mix
 from trigon.data.tokens import TokenTexts
+from trigon.loop import Checkpoints, Intervals, Run, Stop, Validation
 from trigon.models.load import Processors
 from trigon.report.console import Console
 from trigon.report.image_store import ImageStore
@@ -35,15 +36,16 @@ from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import BufferSettings, RolloutBuffer
+from trigon.rollout.episodes import newest_draw
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.filtering import GroupFilter
 from trigon.rollout.parity import ParityCheck
 from trigon.rollout.validation import Evaluator
-from trigon.run import Intervals, Run
-from trigon.system.resuming import SAME_COMMAND
+from trigon.system.grace import Grace
+from trigon.system.resuming import SAME_COMMAND, SameCommand
 from trigon.system.trace import LocalTracer, Tracer
-from trigon.train_groups import AdvantageSettings
 from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
+from trigon.training.train_groups import AdvantageSettings, GroupPreparation
 from trigon.training.updates import Updater
 from trigon.types import Prompt, RolloutGroup, SamplingParams, TrainGroup
 
@@ -62,6 +64,9 @@ INTERVALS = Intervals(
     generations_shown=0,
     train_samples_every=0,
 )
+
+
+FIXED_KL = AdaptiveKl(coefficient=0.0, target=0.1, horizon=0.0)
 
 
 ADVANTAGES = AdvantageSettings(estimator="grpo", gamma=1.0, weights=None, kl_in_reward=None, mask_overlong=False)
@@ -101,10 +106,10 @@ class RecordingEngine(FakeEngine):
             yield
         self.record.events.append("asleep")
 
-    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
         until_text = "" if until is None else f" until {until.num_groups}"
-        self.record.events.append(f"sample {len(prompts)} for {step}{until_text}")
-        return super().generate(prompts, sampling, step=step, until=until, on_progress=on_progress, on_group=on_group)
+        self.record.events.append(f"sample {len(prompts)} for {newest_draw(prompts)}{until_text}")
+        return super().generate(prompts, sampling, until=until, on_progress=on_progress, on_group=on_group)
 
 
 class RecordingTrainer(FakeTrainEngine):
@@ -124,6 +129,7 @@ class RecordingReporter(Reporter):
     """A reporter that records the names of phases."""
 
     phases: list[str]
+    parts: Parts
 
     @contextmanager
     def phase(self, name, *, total=None):
@@ -216,7 +222,7 @@ def open_run(
 ):
     """Yield a run that writes into the folder, and release the folder at the end.
 
-    changes: fields of Run and BufferSettings.
+    changes: fields of Parts, Run and BufferSettings.
     """
     with ExitStack() as stack:
         record = Record()
@@ -242,77 +248,116 @@ def open_run(
         report.phases = []
         stream = PromptStream(parts.prompts, batch_size=4, seed=3, shuffle=True, prefetch=True, num_workers=1)
         stack.callback(stream.close)
-        validation_sampling = replace(SAMPLING, n=2)
-        run = Run(
-            plan=plan_of(steps=3),
-            intervals=INTERVALS,
-            buffer=None,
+        own = Parts(
+            prompts=stream if prompts is None else prompts,
+            rewards=parts.rewards if rewards is None else rewards,
+            evaluator=Evaluator(parts.validation, replace(SAMPLING, n=2), 2, 1, report.warn),
             rollout=rollout,
-            val_rewards=parts.rewards if rewards is None else rewards,
             trainer=trainer,
-            updater=None,
-            reference=None,
-            advantage_settings=ADVANTAGES,
-            kl=AdaptiveKl(coefficient=0.0, target=0.1, horizon=0.0),
-            needs_old_logprobs=False,
-            evaluator=Evaluator(parts.validation, validation_sampling, 2, 1, report.warn),
-            token_groups=1,
-            parity=ParityCheck(1e-3),
+            report=report,
+            sampling=sampling,
+            critic_warmup=critic_warmup,
+            max_skipped_updates=max_skipped_updates,
+            traced_steps=traced_steps,
+            tracer=LocalTracer(folder / "profile", rank=None),
             store=CheckpointStore(folder, keep=-1),
             save_state=partial(trainer.save_state, model_only=False),
-            report=report,
-            should_stop=lambda: False,
-            defer_interrupts=nullcontext,
-            same_command=SAME_COMMAND,
         )
-        names = {each.name for each in fields(BufferSettings)}
-        run = replace(run, **{name: value for name, value in changes.items() if name not in names})
-        changed = {name: value for name, value in changes.items() if name in names}
-        yield _assembled(
-            run,
-            prompts=stream if prompts is None else prompts,
-            rewards=run.val_rewards,
-            sampling=replace(sampling, with_baseline=run.advantage_settings.estimator == "remax"),
-            settings=BufferSettings(run.plan.prompts_per_step, run.plan.total_steps, **changed),
-            tracer=LocalTracer(folder / "profile", rank=None),
-            critic_warmup=critic_warmup,
-            max_skipped=max_skipped_updates,
-            traced_steps=traced_steps,
-        )
+        yield assembled(own, changes)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is assembled from."""
+
+    prompts: PromptStream | None
+    rewards: RewardPool
+    evaluator: Evaluator
+    rollout: Any
+    trainer: Any
+    report: Any
+    sampling: SamplingParams
+    critic_warmup: int
+    max_skipped_updates: int
+    traced_steps: Collection[int]
+    tracer: Tracer
+    store: CheckpointStore
+    save_state: Any
+    plan: Plan = field(default_factory=lambda: plan_of(steps=3))
+    critic: Any = None
+    reference: Any = None
+    advantage_settings: AdvantageSettings = ADVANTAGES
+    kl: AdaptiveKl = FIXED_KL
+    needs_old_logprobs: bool = False
+    grace: Grace = field(default_factory=Grace)
+    should_stop: Callable[[], bool] = bool
+    same_command: SameCommand = SAME_COMMAND
+    val_rewards: RewardPool | None = None
+    buffer_settings: Mapping[str, Any] = field(default_factory=dict)
+    of_run: Mapping[str, Any] = field(default_factory=dict)
+
+
+def assembled(parts: Parts, changes: Mapping[str, Any]) -> Run:
+    """Return the run of parts with some changes: fields of Parts, Run and BufferSettings."""
+    own, buffer_settings, of_run = {}, dict(parts.buffer_settings), dict(parts.of_run)
+    for name, value in changes.items():
+        for names, target in ((Parts, own), (BufferSettings, buffer_settings), (Run, of_run)):
+            if name in {each.name for each in fields(names)}:
+                target[name] = value
+                break
+        else:
+            raise AssertionError(f"{name} is part of nothing")
+    parts = replace(parts, **own, buffer_settings=buffer_settings, of_run=of_run)
+    parity = ParityCheck(1e-3)
+    run = Run(
+        plan=parts.plan,
+        intervals=INTERVALS,
+        buffer=None
+        if parts.prompts is None
+        else RolloutBuffer(
+            parts.prompts,
+            parts.rollout,
+            parts.rewards,
+            replace(parts.sampling, with_baseline=parts.advantage_settings.estimator == "remax"),
+            BufferSettings(parts.plan.prompts_per_step, parts.plan.total_steps, **buffer_settings),
+            parts.report,
+            parity,
+        ),
+        trainer=parts.trainer,
+        critic=parts.critic,
+        parity=parity,
+        preparation=GroupPreparation(
+            parts.advantage_settings,
+            parts.trainer,
+            reference=parts.reference,
+            critic=parts.critic,
+            kl=parts.kl,
+            needs_old_logprobs=parts.needs_old_logprobs,
+            phase=parts.report.phase,
+        ),
+        updater=Updater(
+            parts.plan,
+            parts.trainer,
+            parts.critic,
+            parts.report,
+            parts.tracer,
+            critic_warmup=parts.critic_warmup,
+            max_skipped=parts.max_skipped_updates,
+            traced_steps=parts.traced_steps,
+        ),
+        validation=Validation(parts.evaluator, parts.rollout, parts.val_rewards or parts.rewards),
+        checkpoints=Checkpoints(parts.store, parts.save_state),
+        report=parts.report,
+        stop=Stop(parts.should_stop, grace=parts.grace, same_command=parts.same_command),
+    )
+    run = replace(run, **of_run)
+    parts.report.parts = parts
+    return run
 
 
 def changed(run: Run, **changes: Any) -> Run:
-    """Return a run without steps with other parts, which its buffer and updater have, too."""
-    run = replace(run, **changes)
-    buffer, updater = run.buffer, run.updater
-    assert buffer is not None
-    return _assembled(
-        run,
-        prompts=buffer._prompts,
-        rewards=buffer._rewards,
-        sampling=buffer._sampling,
-        settings=replace(buffer._settings, groups_per_step=run.plan.prompts_per_step, total_steps=run.plan.total_steps),
-        tracer=updater._tracer,
-        critic_warmup=updater._critic_warmup,
-        max_skipped=updater._max_skipped,
-        traced_steps=updater._traced_steps,
-    )
-
-
-def _assembled(
-    run: Run,
-    *,
-    prompts: PromptStream,
-    rewards: RewardPool,
-    sampling: SamplingParams,
-    settings: BufferSettings,
-    tracer: Tracer,
-    **updates: Any,
-) -> Run:
-    """Return a run with a buffer and an updater of its parts. updates: options of the updater."""
-    buffer = RolloutBuffer(prompts, run.rollout, rewards, sampling, settings, run.report, run.parity)
-    updater = Updater(run.plan, run.trainer, run.critic, run.report, tracer, **updates)
-    return replace(run, buffer=buffer, updater=updater)
+    """Return a run without steps with other parts: fields of Parts, Run and BufferSettings."""
+    return assembled(run.report.parts, changes)
 
 
 def prompts_of(run: Run) -> PromptStream:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from support.builders import make_builder
 from support.episodes import Answer, LocalEnvironments, Observed, drawing, make_settings, with_pixels
-from support.rollout import handle_of, make_vllm_settings
+from support.rollout import drawn, handle_of, make_vllm_settings
 from trigon.data.turns import TurnTemplate
 from trigon.metrics import values
 from trigon.models.load import load_model, load_processors
@@ -92,32 +92,32 @@ def sample_turns(folder: Path, traces: Path) -> dict[str, Any]:
     is_first = dist.get_rank() == 0
     engine, weights, prompts = open_engine(folder, traces, None)
     with engine.awake(weights, version=0):
-        found["sampled"] = engine.generate(prompts, SAMPLED, step=1)
-        found["greedy"] = engine.generate(prompts, GREEDY, step=2)
-        found["traced"] = engine.generate(prompts, SAMPLED, step=TRACED_STEP)
+        found["sampled"] = engine.generate(prompts, SAMPLED)
+        found["greedy"] = engine.generate(prompts, GREEDY)
+        found["traced"] = engine.generate(drawn(prompts, TRACED_STEP), SAMPLED)
         ranks, engine._ranks = engine._ranks, None
-        found["each by itself"] = engine.generate(prompts, SAMPLED, step=1)
+        found["each by itself"] = engine.generate(prompts, SAMPLED)
         engine._ranks = ranks
         for kind in ("stop", "drain"):
             found[kind], found[f"{kind} seconds"] = _interrupted(engine, prompts, kind)
             begun = _from_first(tuple(map(tuple, found[kind])))[0]
             until = Until(len(prompts), len(prompts), begun)
-            found[f"after {kind}"] = engine.generate(prompts, replace(LONG, temperature=0.0), step=3, until=until)
-        found["uninterrupted"] = engine.generate(prompts, replace(LONG, temperature=0.0), step=3)
+            found[f"after {kind}"] = engine.generate(prompts, replace(LONG, temperature=0.0), until=until)
+        found["uninterrupted"] = engine.generate(prompts, replace(LONG, temperature=0.0))
 
         def fail(index: int, row: Sequence[Completion]) -> None:
             raise LookupError(f"the listener failed at prompt {index}")
 
         started = time.monotonic()
         try:
-            engine.generate(prompts, SAMPLED, step=1, on_group=fail if is_first else None)
+            engine.generate(prompts, SAMPLED, on_group=fail if is_first else None)
         except LookupError as error:
             found["error"] = str(error)
         found["seconds after an error"] = time.monotonic() - started
-        found["after an error"] = engine.generate(prompts, SAMPLED, step=1)
+        found["after an error"] = engine.generate(prompts, SAMPLED)
         engine.pop_metrics()
         _lose_a_request(engine._llm_engine)
-        found["after a loss"] = engine.generate(prompts, SAMPLED, step=1)
+        found["after a loss"] = engine.generate(prompts, SAMPLED)
         found["metrics"] = values(engine.pop_metrics())
     return found
 
@@ -129,13 +129,13 @@ def run_episodes(folder: Path, traces: Path, of_episodes: Mapping[str, Any]) -> 
     greedy, sampled = (replace(each, max_tokens=500, ignore_eos=False) for each in (GREEDY, SAMPLED))
     engine, weights, prompts = open_engine(folder, traces, environments, max_turn_tokens=40, **of_episodes)
     with engine.awake(weights, version=0):
-        found["greedy"] = engine.generate(prompts, greedy, step=1)
-        found["sampled"] = engine.generate(prompts, sampled, step=2)
+        found["greedy"] = engine.generate(prompts, greedy)
+        found["sampled"] = engine.generate(prompts, sampled)
         if environments is not None:
             environments.delay = lambda row, number: (row["number"] * 7 + number) % 5
             engine._episodes._turn_by_turn = False
-        found["late"] = engine.generate(prompts, greedy, step=3)
-        found["one turn"] = engine.generate(prompts, replace(sampled, one_turn=True, max_tokens=24), step=4)
+        found["late"] = engine.generate(prompts, greedy)
+        found["one turn"] = engine.generate(prompts, replace(sampled, one_turn=True, max_tokens=24))
     found["metrics"] = values(engine.pop_metrics())
     if environments is not None:
         found["num_images"], found["running"] = len(environments.images), len(environments.running)
@@ -159,11 +159,11 @@ def _interrupted(engine: VllmEngine, prompts: Sequence[Prompt], kind: Any) -> tu
     started = time.monotonic()
     sampling = replace(LONG, temperature=0.0)
     if dist.get_rank() > 0:
-        return engine.generate(prompts, sampling, step=3), time.monotonic() - started
+        return engine.generate(prompts, sampling), time.monotonic() - started
     thread = threading.Thread(target=interrupt)
     thread.start()
     until = Until(len(prompts), interruption=interruption)
-    rows = engine.generate(prompts, sampling, step=3, until=until, on_progress=count)
+    rows = engine.generate(prompts, sampling, until=until, on_progress=count)
     thread.join()
     return rows, time.monotonic() - started
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.transformers import TransformersEngine
 from trigon.rollout.vllm import VllmEngine, VllmSettings
 from trigon.system.trace import DecodeTracer
-from trigon.types import LocalWeights, NamedTensors
+from trigon.types import LocalWeights, NamedTensors, Prompt
 
 
 def make_vllm_settings(folder: Path | str, **changes: Any) -> VllmSettings:
@@ -93,3 +94,8 @@ class Phases:
         done: list[int] = []
         yield done.append
         self.announced.append((name, total, sum(filter(None, done))))
+
+
+def drawn(prompts: Sequence[Prompt], step: int) -> list[Prompt]:
+    """Return prompts as if they were drawn for this step, on which their seeds depend."""
+    return [replace(prompt, draw=step) for prompt in prompts]

@@ -11,6 +11,7 @@ import pytest
 from support.fake_runs import (
     INTERVALS,
     RecordingEngine,
+    changed,
     full_settings,
     latest_checkpoint,
     lines_of,
@@ -24,6 +25,7 @@ from support.fake_runs import (
 from trigon.errors import LostSamplersError, RewardError
 from trigon.loop import train
 from trigon.metrics import EffectiveShare, Max, Mean, Min, Sum
+from trigon.rollout.episodes import newest_draw
 from trigon.rollout.sampling_call import PoolClock
 from trigon.rollout.saved import groups_state, load_groups, load_metrics, metrics_state
 from trigon.system.grace import Grace
@@ -42,11 +44,11 @@ class AlwaysAwake(RecordingEngine):
             yield
         self._awake = True
 
-    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
-        if self.failure is not None and self.failure[0] == step:
+    def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
+        if self.failure is not None and self.failure[0] == newest_draw(prompts):
             error, self.failure = self.failure[1], None
             raise error
-        return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
+        return super().generate(prompts, sampling, on_progress=on_progress, on_group=on_group)
 
 
 def ahead(parts, *, complete=sometimes_right, failure=None):
@@ -104,11 +106,11 @@ def test_a_batch_ahead_draws_the_prompts_that_a_batch_in_line_draws(parts, tmp_p
 def test_a_run_that_resumes_has_the_same_batches_as_one_without_a_stop(parts, tmp_path, uninterrupted, stopped_after):
     with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
         asked = iter([False] * (stopped_after - 1) + [True])
-        assert train(replace(run, should_stop=lambda: next(asked)), None).step == stopped_after
+        assert train(changed(run, should_stop=lambda: next(asked)), None) == stopped_after
     checkpoint = latest_checkpoint(tmp_path)
     assert len(checkpoint.progress["buffer"]["ready"]) == 4
     with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
-        assert train(run, checkpoint).step == 6
+        assert train(run, checkpoint) == 6
     assert lines_of(tmp_path) == lines_of(uninterrupted)
     assert rollouts_of(tmp_path) == rollouts_of(uninterrupted)
 
@@ -129,7 +131,7 @@ def test_a_step_that_is_left_saves_the_batch_that_it_was_to_learn_from(parts, tm
 
     settings |= {"reference": StoppingReference(), "grace": grace}
     with open_run(parts, tmp_path, **settings, **ahead(parts)) as run:
-        assert train(run, None).step == 3
+        assert train(run, None) == 3
     assert saved_steps(tmp_path) == [2, 3]
     with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
         train(run, latest_checkpoint(tmp_path))
@@ -148,14 +150,14 @@ def test_a_step_is_recorded_and_saved_before_the_error_of_the_batch_ahead_ends_t
     assert saved_steps(tmp_path) == [2]
     assert latest_checkpoint(tmp_path).progress["buffer"]["ready"] == []
     with open_run(parts, tmp_path, **settings, **ahead(parts)) as run:
-        assert train(run, latest_checkpoint(tmp_path)).step == 6
+        assert train(run, latest_checkpoint(tmp_path)) == 6
     assert versions_of(tmp_path) == [{0}, {0}, {2}, {2}, {3}, {4}]
 
 
 def test_a_batch_whose_samplers_were_lost_is_sampled_again_with_the_newest_weights(parts, tmp_path, uninterrupted):
     settings = full_settings(6) | ahead(parts, failure=(4, LostSamplersError("all are lost")))
     with open_run(parts, tmp_path, **settings) as run:
-        assert train(run, None).step == 6
+        assert train(run, None) == 6
     assert versions_of(tmp_path) == [{0}, {0}, {1}, {3}, {3}, {4}]
     prompts = [
         [row["prompt_id"] for row in rollouts_of(folder)["step_000004.jsonl"]] for folder in (tmp_path, uninterrupted)
@@ -165,7 +167,7 @@ def test_a_batch_whose_samplers_were_lost_is_sampled_again_with_the_newest_weigh
 
 def test_a_run_in_line_samples_a_batch_again_that_was_sampled_ahead(parts, tmp_path, uninterrupted):
     with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
-        train(replace(run, should_stop=lambda: True), None)
+        train(changed(run, should_stop=lambda: True), None)
     with open_run(parts, tmp_path, **full_settings(3)) as run:
         train(run, latest_checkpoint(tmp_path))
     assert versions_of(tmp_path) == [{0}, {1}, {2}]
@@ -176,10 +178,10 @@ def test_a_run_in_line_samples_a_batch_again_that_was_sampled_ahead(parts, tmp_p
 
 def test_groups_ahead_are_learned_from_by_a_run_with_smaller_steps(parts, tmp_path):
     with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
-        train(replace(run, should_stop=lambda: True), None)
+        train(changed(run, should_stop=lambda: True), None)
     settings = full_settings(4) | {"plan": plan_of(steps=4, per_step=2, per_update=2)}
     with open_run(parts, tmp_path, **settings, **ahead(parts)) as run:
-        assert train(run, latest_checkpoint(tmp_path)).step == 4
+        assert train(run, latest_checkpoint(tmp_path)) == 4
     # Of the four groups of version 0 two are too old for the third step, which samples them again.
     assert versions_of(tmp_path) == [{0}, {0}, {2}, {2}]
     assert [len(rows) for name, rows in rollouts_of(tmp_path).items() if name.startswith("step")] == [12, 6, 6, 6]

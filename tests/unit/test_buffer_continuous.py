@@ -17,6 +17,7 @@ from support.fake_runs import (
     SAMPLING,
     Record,
     RecordingEngine,
+    changed,
     full_settings,
     latest_checkpoint,
     lines_of,
@@ -29,9 +30,9 @@ from support.fake_runs import (
     sometimes_right,
 )
 from trigon.errors import EngineError, LostSamplersError, RewardError
-from trigon.hooks import Hooks
 from trigon.loop import train
 from trigon.report.console import Console
+from trigon.report.hooks import Hooks
 from trigon.system.grace import Grace
 from trigon.training.fake import FAKE_LOGPROB
 from trigon.types import Completion
@@ -67,9 +68,9 @@ class StreamingEngine(RecordingEngine):
             yield
         self._awake = True
 
-    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
         if until is None:  # probes, and validations
-            return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
+            return super().generate(prompts, sampling, on_progress=on_progress, on_group=on_group)
         call, self.num_calls = self.num_calls, self.num_calls + 1
         if call in self.failures:
             raise self.failures[call]
@@ -95,7 +96,7 @@ class StreamingEngine(RecordingEngine):
 
         self.is_idle = False
         try:
-            rows = super().generate(prompts, sampling, step=step, until=until, on_progress=advance, on_group=receive)
+            rows = super().generate(prompts, sampling, until=until, on_progress=advance, on_group=receive)
         finally:
             self.is_idle = True
         nothing = [Completion((), (), "unfinished", "", self._version)] * sampling.n
@@ -180,12 +181,12 @@ def check_ages(folder, k):
 @pytest.mark.parametrize("partial", ["finish", "continue"])
 def test_samplers_that_are_faster_stay_max_staleness_steps_ahead(parts, tmp_path, partial):
     with open_run(parts, tmp_path, **stream(parts, 3, partial, steps=8, waits=True)) as run:
-        assert train(run, None).step == 8
+        assert train(run, None) == 8
         events = record_of(run).events
     # Steps 1 to 4 have weights 0, and each step later begins as many groups as it learns from.
     versions = [{row["policy_version"] for row in rows} for rows in rows_by_step(tmp_path).values()]
     assert versions == [{0}, {0}, {0}, {0}, {1}, {2}, {3}, {4}]
-    sampled = [event for event in run.rollout.record.events if "until" in event]
+    sampled = [event for event in run.validation.rollout.record.events if "until" in event]
     assert sampled == ["sample 16 for 1 until 16", *[f"sample 4 for {step} until 4" for step in range(2, 6)]]
     assert events.count("learn from 4") == 8
     lines = lines_of(tmp_path)
@@ -199,7 +200,7 @@ def test_completions_that_continue_have_the_version_of_each_token(parts, tmp_pat
     with open_run(
         parts, tmp_path, **stream(parts, 8, "continue", steps=6, complete=long_tailed, pause_after=30)
     ) as run:
-        assert train(run, None).step == 6
+        assert train(run, None) == 6
     check_ages(tmp_path, 8)
     rows = [row for rows in rows_by_step(tmp_path).values() for row in rows]
     several = [row for row in rows if row["policy_versions"]]
@@ -215,8 +216,8 @@ def test_completions_that_continue_have_the_version_of_each_token(parts, tmp_pat
 def test_completions_that_finish_have_one_version_and_steps_go_on_meanwhile(parts, tmp_path):
     options = {"complete": long_tailed, "pause_after": 40, "pause_steps": 2}
     with open_run(parts, tmp_path, **stream(parts, 8, "finish", steps=6, **options)) as run:
-        assert train(run, None).step == 6
-        awake = [event for event in run.rollout.record.events if event.startswith("awake")]
+        assert train(run, None) == 6
+        awake = [event for event in run.validation.rollout.record.events if event.startswith("awake")]
     check_ages(tmp_path, 8)
     assert all(not row["policy_versions"] for rows in rows_by_step(tmp_path).values() for row in rows)
     assert len(awake) < 6  # the weights were not sent in each step
@@ -229,7 +230,7 @@ def test_completions_that_finish_have_one_version_and_steps_go_on_meanwhile(part
 def test_groups_that_become_too_old_are_counted_and_begin_again(parts, tmp_path, partial):
     options = {"complete": long_tailed, "pause_after": 30}
     with open_run(parts, tmp_path, **stream(parts, 2, partial, steps=8, **options)) as run:
-        assert train(run, None).step == 8
+        assert train(run, None) == 8
     check_ages(tmp_path, 2)
     lines = list(lines_of(tmp_path).values())
     # Completions that finish end before the groups that began with them are used up.
@@ -244,26 +245,26 @@ def test_a_run_that_resumes_learns_from_each_prompt_once(parts, tmp_path, partia
     settings = full_settings(6) | stream(parts, 4, partial, steps=6, complete=long_tailed, pause_after=30)
     with open_run(parts, tmp_path, **settings) as run:
         asked = itertools.count(1)
-        assert train(replace(run, should_stop=lambda: next(asked) == stopped_after), None).step == stopped_after
+        assert train(changed(run, should_stop=lambda: next(asked) == stopped_after), None) == stopped_after
     saved = latest_checkpoint(tmp_path).progress["buffer"]
     assert len(saved["ready"]) + len(saved["work"]) == min(5, 7 - stopped_after) * PER_STEP - PER_STEP
     tokens = sum(len(each["token_ids"]) for group in saved["work"] for each in group["completions"])
     assert (tokens > 0) == (partial == "continue")
     with open_run(parts, tmp_path, **settings) as run:
-        assert train(run, latest_checkpoint(tmp_path)).step == 6
+        assert train(run, latest_checkpoint(tmp_path)) == 6
     check_ages(tmp_path, 4)
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 6)
 
 
 def test_groups_of_another_size_are_sampled_again_by_a_run_that_resumes(parts, tmp_path):
     with open_run(parts, tmp_path, **stream(parts, 3, "finish", steps=4, waits=True)) as run:
-        train(replace(run, should_stop=lambda: True), None)
+        train(changed(run, should_stop=lambda: True), None)
     assert len(latest_checkpoint(tmp_path).progress["buffer"]["ready"]) == 3 * PER_STEP
     shown = io.StringIO()
     settings = stream(parts, 3, "finish", steps=4) | {"sampling": replace(STREAM_SAMPLING, n=2)}
     with open_run(parts, tmp_path, **settings) as run:
         run.report._console = Console(stream=shown, progress=False)
-        assert train(run, latest_checkpoint(tmp_path)).step == 4
+        assert train(run, latest_checkpoint(tmp_path)) == 4
     assert "12 groups that the saved run had sampled ahead are sampled again" in " ".join(shown.getvalue().split())
     learned = {step: Counter(row["prompt_id"] for row in rows) for step, rows in rows_by_step(tmp_path).items()}
     assert [set(counts.values()) for counts in learned.values()] == [{3}, {2}, {2}, {2}]
@@ -284,12 +285,12 @@ def test_a_step_that_is_left_saves_the_groups_that_it_was_to_learn_from(parts, t
             return reference.logprobs(groups)
 
     with open_run(parts, tmp_path, **settings | {"reference": StoppingReference(), "grace": grace}) as run:
-        assert train(run, None).step == 3
+        assert train(run, None) == 3
     assert saved_steps(tmp_path) == [2, 3]
     saved = latest_checkpoint(tmp_path).progress["buffer"]
     assert len(saved["ready"]) + len(saved["work"]) == 3 * PER_STEP
     with open_run(parts, tmp_path, **settings) as run:
-        assert train(run, latest_checkpoint(tmp_path)).step == 6
+        assert train(run, latest_checkpoint(tmp_path)) == 6
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 6)
 
 
@@ -297,7 +298,7 @@ def test_a_step_that_is_left_saves_the_groups_that_it_was_to_learn_from(parts, t
 def test_what_a_lost_sampler_had_is_sampled_again(parts, tmp_path, partial):
     settings = stream(parts, 3, partial, steps=6, complete=long_tailed, pause_after=30, losses=(0, 2))
     with open_run(parts, tmp_path, **settings) as run:
-        assert train(run, None).step == 6
+        assert train(run, None) == 6
     check_ages(tmp_path, 3)
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 6)
 
@@ -305,7 +306,7 @@ def test_what_a_lost_sampler_had_is_sampled_again(parts, tmp_path, partial):
 def test_a_flight_whose_samplers_were_all_lost_is_flown_again(parts, tmp_path):
     failures = {1: LostSamplersError("all are lost")}
     with open_run(parts, tmp_path, **stream(parts, 2, "continue", steps=5, waits=True, failures=failures)) as run:
-        assert train(run, None).step == 5
+        assert train(run, None) == 5
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 5)
 
 
@@ -316,7 +317,7 @@ def test_a_step_is_saved_before_the_error_of_what_is_sampled_meanwhile_ends_the_
         train(run, None)
     assert saved_steps(tmp_path) == [2]
     with open_run(parts, tmp_path, **stream(parts, 2, "continue", steps=5)) as run:
-        assert train(run, latest_checkpoint(tmp_path)).step == 5
+        assert train(run, latest_checkpoint(tmp_path)) == 5
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 5)
 
 
@@ -325,7 +326,7 @@ def test_a_prompt_that_fails_is_counted_and_another_one_takes_its_place(parts, t
         return None if so_far.ground_truth == "12" else so_far.ground_truth
 
     with open_run(parts, tmp_path, **stream(parts, 2, "finish", steps=4, complete=complete)) as run:
-        assert train(run, None).step == 4
+        assert train(run, None) == 4
     failed = sum(line["rollout/num_set_aside"] for line in lines_of(tmp_path).values())
     assert failed >= 1
     assert learned_prompts(tmp_path).total() == 16
@@ -354,8 +355,8 @@ def test_a_flight_of_few_prompts_may_fail_once(parts, tmp_path, failing):
             with pytest.raises(EngineError, match="any of 1 prompts"):
                 train(run, None)
             return
-        assert train(run, None).step == 3
-        assert [event for event in run.rollout.record.events if "until" in event][1:] == [
+        assert train(run, None) == 3
+        assert [event for event in run.validation.rollout.record.events if "until" in event][1:] == [
             "sample 1 for 3 until 1",
         ]
     assert sum(line["rollout/num_set_aside"] for line in lines_of(tmp_path).values()) == 2
@@ -373,19 +374,19 @@ def test_a_validation_has_the_newest_weights_and_waits_for_what_runs(parts, tmp_
 
 def test_a_batch_sampled_one_step_ahead_goes_on_in_a_run_that_samples_further_ahead(parts, tmp_path):
     with open_run(parts, tmp_path, **stream(parts, 1, "finish", steps=4, tokens_per_step=None)) as run:
-        train(replace(run, should_stop=lambda: True), None)
+        train(changed(run, should_stop=lambda: True), None)
     ahead = [group["prompt_id"] for group in latest_checkpoint(tmp_path).progress["buffer"]["ready"]]
     with open_run(parts, tmp_path, **stream(parts, 3, "continue", steps=4)) as run:
-        assert train(run, latest_checkpoint(tmp_path)).step == 4
+        assert train(run, latest_checkpoint(tmp_path)) == 4
     assert sorted(row["prompt_id"] for row in rows_by_step(tmp_path)[2][:: SAMPLING.n]) == sorted(ahead)
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 4)
 
 
 def test_a_run_that_samples_in_line_samples_older_groups_again(parts, tmp_path):
     with open_run(parts, tmp_path, **stream(parts, 3, "continue", steps=4)) as run:
-        train(replace(run, should_stop=lambda: True), None)
+        train(changed(run, should_stop=lambda: True), None)
     shown = io.StringIO()
     with open_run(parts, tmp_path, plan=plan_of(steps=2)) as run:
         run.report._console = Console(stream=shown, progress=False)
-        assert train(run, latest_checkpoint(tmp_path)).step == 2
+        assert train(run, latest_checkpoint(tmp_path)) == 2
     assert "12 groups that the saved run had sampled ahead are sampled again" in " ".join(shown.getvalue().split())

@@ -15,6 +15,7 @@ from support.fake_runs import (
     ADVANTAGES,
     FILTER,
     SAMPLING,
+    changed,
     latest_checkpoint,
     learned_rewards,
     lines_of,
@@ -171,13 +172,13 @@ def test_a_surplus_is_never_older_than_one_step(parts, tmp_path):
 def test_a_saved_surplus_is_dropped_if_the_resumed_run_cannot_use_it(parts, tmp_path):
     def saved(folder: Path) -> Checkpoint:
         with open_run(parts, folder, **surplus_settings(6)) as run:
-            train(replace(run, should_stop=lambda: True), None)
+            train(changed(run, should_stop=lambda: True), None)
         assert latest_checkpoint(folder).progress["buffer"]["ready"] != []
         return latest_checkpoint(folder)
 
     checkpoint = saved(tmp_path / "other n")
-    changed = surplus_settings(6) | {"sampling": replace(SAMPLING, n=2), "plan": plan_of(steps=2, per_update=2)}
-    with open_run(parts, tmp_path / "other n", **changed) as run:
+    other_n = surplus_settings(6) | {"sampling": replace(SAMPLING, n=2), "plan": plan_of(steps=2, per_update=2)}
+    with open_run(parts, tmp_path / "other n", **other_n) as run:
         train(run, checkpoint)
         assert {len(group.sequences) for groups in record_of(run).learned for group in groups} == {2}
 
@@ -212,7 +213,7 @@ def test_a_surplus_is_used_in_the_next_step_also_after_an_interruption(parts, tm
 
     with open_run(parts, tmp_path / "cut", **surplus_settings(6)) as run:
         asked = iter([False, False, False, True])
-        train(replace(run, should_stop=lambda: next(asked)), None)
+        train(changed(run, should_stop=lambda: next(asked)), None)
     assert latest_checkpoint(tmp_path / "cut").progress["buffer"]["ready"] != []
     with open_run(parts, tmp_path / "cut", **surplus_settings(6)) as run:
         train(run, latest_checkpoint(tmp_path / "cut"))
@@ -247,7 +248,7 @@ def test_a_completion_without_a_baseline_does_not_train(parts, tmp_path):
         """Let the greedy completion of the second prompt crash the reward function."""
         if prompt.prompt_id not in drawn:
             drawn.append(prompt.prompt_id)
-        is_greedy = seed == sample_seed(SAMPLING.seed, step=1, prompt_id=prompt.prompt_id, sample=SAMPLING.n)
+        is_greedy = seed == sample_seed(SAMPLING.seed, draw=1, prompt_id=prompt.prompt_id, sample=SAMPLING.n)
         return "crash" if is_greedy and drawn.index(prompt.prompt_id) == 1 else mixed_by_prompt(prompt, version, seed)
 
     settings = {"advantage_settings": replace(ADVANTAGES, estimator="remax"), "complete": complete}

@@ -13,6 +13,7 @@ import pytest
 
 from support.fake_runs import (
     SAMPLING,
+    changed,
     full_settings,
     latest_checkpoint,
     lines_of,
@@ -24,27 +25,19 @@ from support.fake_runs import (
 )
 from support.rollout import NO_WEIGHTS
 from trigon.distributed.engines import WorkersRolloutEngine, _GenerationProgress
-from trigon.distributed.heartbeat import Heartbeat
-from trigon.distributed.recent_files import RecentFiles
-from trigon.distributed.serialization import (
-    decode_prompts,
-    decode_until,
-    encode_completions,
-    encode_prompts,
-    encode_until,
-)
-from trigon.distributed.worker import Worker
-from trigon.distributed.worker_engines import WorkerEngines
+from trigon.distributed.messages import for_sampling, pack, unpack
+from trigon.distributed.worker import Heartbeat, Worker, WorkerEngines
 from trigon.errors import BadRow, EngineError, RolloutError
 from trigon.loop import train
 from trigon.metrics import values
 from trigon.report.console import Console
+from trigon.rollout.episodes import newest_draw
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.parity import ended_in_step
 from trigon.rollout.protocol import Until, Work
 from trigon.rollout.restart import RestartingEngine
 from trigon.rollout.saved import completion_state, groups_state, load_completion, load_groups, load_work, work_state
-from trigon.rollout.seeds import sample_seed
+from trigon.rollout.seeds import sample_seed, turn_seed
 from trigon.rollout.statistics import describe_carried, describe_staleness
 from trigon.system.resuming import SAME_COMMAND
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
@@ -82,7 +75,7 @@ def test_each_token_keeps_its_version_and_its_log_probability(tokenizer, letters
     finished = []
     with first.awake(NO_WEIGHTS, version=3):
         rows = first.generate(
-            [prompt(3), prompt(9)], LONG, until=Until(1), step=4, on_group=lambda index, _: finished.append(index)
+            [prompt(3), prompt(9)], LONG, until=Until(1), on_group=lambda index, _: finished.append(index)
         )
     assert finished == [0]
     assert [each.finish_reason for row in rows for each in row] == ["stop", "stop", "unfinished", "unfinished"]
@@ -90,7 +83,7 @@ def test_each_token_keeps_its_version_and_its_log_probability(tokenizer, letters
     assert (len(begun.token_ids), begun.sampling_logprobs, begun.text) == (4, (-1.0,) * 4, "")
     assert begun.version_runs == ((3, 4),)
     with second.awake(NO_WEIGHTS, version=4):
-        [row] = second.generate([prompt(9)], LONG, until=Until(1, begun=(tuple(rows[1]),)), step=5)
+        [row] = second.generate([prompt(9)], LONG, until=Until(1, begun=(tuple(rows[1]),)))
     for completion in row:
         assert completion.token_ids[:4] == begun.token_ids
         assert len(completion.token_ids) == 10
@@ -105,18 +98,18 @@ def test_each_token_keeps_its_version_and_its_log_probability(tokenizer, letters
 
 def test_a_completion_goes_on_twice_and_under_the_same_weights_as_one(tokenizer, letters):
     fake, begun = engine(tokenizer, letters), ()
-    for step in (1, 2, 4):
-        with fake.awake(NO_WEIGHTS, version=(0, 0, 1)[step // 2]):
-            rows = fake.generate([prompt(2), prompt(9)], LONG, until=Until(1, begun=begun), step=step)
+    for version in (0, 0, 1):
+        with fake.awake(NO_WEIGHTS, version=version):
+            rows = fake.generate([prompt(2), prompt(9)], LONG, until=Until(1, begun=begun))
         begun = ((), tuple(rows[1]))
     assert begun[1][0].version_runs == ((0, 8), (1, 2))
     with fake.awake(NO_WEIGHTS, version=1):
-        [whole] = fake.generate([prompt(9)], LONG, step=4)
+        [whole] = fake.generate([prompt(9)], LONG)
     assert begun[1][0].token_ids == whole[0].token_ids
     assert begun[1][0].finish_reason == "stop"
 
 
-def test_what_goes_on_has_the_seed_of_the_step_in_which_it_does(tokenizer):
+def test_what_goes_on_has_a_seed_of_its_own(tokenizer):
     seeds = []
 
     def complete(so_far, version, seed):
@@ -125,21 +118,20 @@ def test_what_goes_on_has_the_seed_of_the_step_in_which_it_does(tokenizer):
 
     fake = engine(tokenizer, complete)
     with fake.awake(NO_WEIGHTS, version=0):
-        rows = fake.generate([prompt(0)], LONG, until=Until(1, num_required=1), step=1)
+        rows = fake.generate([prompt(0)], LONG, until=Until(1, num_required=1))
         begun = tuple(replace(each, finish_reason="unfinished") for each in rows[0])
-        fake.generate([prompt(0)], LONG, until=Until(1, begun=(begun,)), step=2)
-    expected = [
-        sample_seed(LONG.seed, step=step, prompt_id="train:0", sample=sample) for step in (1, 2) for sample in (0, 1)
-    ]
-    assert seeds == expected
+        fake.generate([prompt(0)], LONG, until=Until(1, begun=(begun,)))
+    first = [sample_seed(LONG.seed, draw=0, prompt_id="train:0", sample=sample) for sample in (0, 1)]
+    assert seeds == [*first, *(turn_seed(seed, 0, num_begun=len(begun[0].token_ids)) for seed in first)]
+    assert len(set(seeds)) == 4
 
 
 def test_what_goes_on_has_the_tokens_that_are_left(tokenizer, letters):
     fake = engine(tokenizer, letters)
     limited = replace(LONG, max_tokens=6)
     with fake.awake(NO_WEIGHTS, version=0):
-        rows = fake.generate([prompt(1), prompt(30)], limited, until=Until(1), step=1)
-        [row] = fake.generate([prompt(30)], limited, until=Until(1, begun=(tuple(rows[1]),)), step=2)
+        rows = fake.generate([prompt(1), prompt(30)], limited, until=Until(1))
+        [row] = fake.generate([prompt(30)], limited, until=Until(1, begun=(tuple(rows[1]),)))
     assert [len(each.token_ids) for each in [*rows[1], *row]] == [2, 2, 6, 6]
     assert {each.finish_reason for each in row} == {"length"}
 
@@ -147,12 +139,12 @@ def test_what_goes_on_has_the_tokens_that_are_left(tokenizer, letters):
 def test_completions_that_have_ended_stay_while_others_of_their_group_go_on(tokenizer, letters):
     fake = engine(tokenizer, letters)
     with fake.awake(NO_WEIGHTS, version=0):
-        [ended] = fake.generate([prompt(5)], replace(LONG, n=1), step=1)
+        [ended] = fake.generate([prompt(5)], replace(LONG, n=1))
     begun = (ended[0], replace(ended[0], token_ids=(), sampling_logprobs=(), finish_reason="unfinished", turns=()))
     reported = []
     with fake.awake(NO_WEIGHTS, version=1):
         [row] = fake.generate(
-            [prompt(5)], LONG, until=Until(1, begun=(begun,)), step=2, on_group=lambda *group: reported.append(group)
+            [prompt(5)], LONG, until=Until(1, begun=(begun,)), on_group=lambda *group: reported.append(group)
         )
     assert row[0] == ended[0]
     assert row[1] == replace(ended[0], policy_version=1)
@@ -163,8 +155,8 @@ def test_required_groups_are_waited_for(tokenizer, letters):
     fake = engine(tokenizer, letters)
     prompts = [prompt(20), prompt(2), prompt(30)]
     with fake.awake(NO_WEIGHTS, version=0):
-        rows = fake.generate(prompts, LONG, until=Until(1, num_required=1), step=1)
-        none = fake.generate(prompts, LONG, until=Until(0), step=1)
+        rows = fake.generate(prompts, LONG, until=Until(1, num_required=1))
+        none = fake.generate(prompts, LONG, until=Until(0))
     assert [row[0].finish_reason for row in rows] == ["stop", "stop", "unfinished"]
     assert [len(each.token_ids) for row in none for each in row] == [0] * 6
     assert {each.finish_reason for row in none for each in row} == {"unfinished"}
@@ -172,7 +164,7 @@ def test_required_groups_are_waited_for(tokenizer, letters):
 
 def test_a_worker_returns_a_group_that_failed_while_others_of_it_were_sampled(tokenizer, letters, monkeypatch):
     """Prompt 9: its first completion fails, and the second is pending when sampling stops."""
-    failing = sample_seed(LONG.seed, step=4, prompt_id="train:9", sample=0)
+    failing = sample_seed(LONG.seed, draw=0, prompt_id="train:9", sample=0)
 
     def complete(so_far, version, seed):  # a worker's prompts have no ground truth
         so_far = replace(so_far, ground_truth=so_far.prompt_id.removeprefix("train:"))
@@ -184,11 +176,11 @@ def test_a_worker_returns_a_group_that_failed_while_others_of_it_were_sampled(to
     worker = Worker(0)
     worker._engines = WorkerEngines(None, None, fake, None, replica_rank=0)
     with fake.awake(NO_WEIGHTS, version=3):
-        expected = fake.generate(prompts, LONG, until=until, step=4)
-        worker.generate(encode_until(until, encode_prompts(prompts)), LONG, 4, 1, True)
+        expected = fake.generate(prompts, LONG, until=until)
+        worker.generate(pack((for_sampling(prompts, with_rows=False), until)), LONG, 1)
     assert [[each.finish_reason for each in row] for row in expected] == [["stop"] * 2, [], ["unfinished"] * 2]
 
-    group = SimpleNamespace(count_received=lambda payload, phase: payload, processed=SimpleNamespace(add=lambda *_: 0))
+    group = SimpleNamespace(receive=lambda message, phase: unpack(message), processed=SimpleNamespace(add=lambda *_: 0))
     finished = []
     progress = _GenerationProgress(
         group, 1, [range(3)], replica_size=1, on_progress=None, on_group=lambda index, _: finished.append(index)
@@ -226,8 +218,8 @@ def test_an_engine_that_fails_is_started_anew_and_goes_on_with_the_same_tokens(t
         )
         restarting = RestartingEngine(fake, warn=warned.append, same_command=SAME_COMMAND)
         with restarting.awake(NO_WEIGHTS, version=0):
-            rows = restarting.generate([prompt(3), prompt(30)], LONG, until=Until(1), step=1)
-            return restarting.generate([prompt(30)], LONG, until=Until(1, begun=(tuple(rows[1]),)), step=2)
+            rows = restarting.generate([prompt(3), prompt(30)], LONG, until=Until(1))
+            return restarting.generate([prompt(30)], LONG, until=Until(1, begun=(tuple(rows[1]),)))
 
     warned = []
     expected = sample(type("Restartable", (FakeEngine,), {"restart": FailingEngine.restart}))
@@ -345,7 +337,7 @@ def test_each_rank_gets_the_carried_tokens_of_its_replica_alone():
         calls.append((method, arguments, per_rank))
         if method is Worker.generate:
             return [None] * 4
-        rows = [encode_completions([row]) for row in begun]
+        rows = [pack(row) for row in begun]
         groups = {0: ((0, rows[0]), (1, rows[2])), 2: ((0, rows[1]),)}
         return [Heartbeat(0, 0, "", 0, groups.get(rank, ())) for rank in range(4)]
 
@@ -355,24 +347,19 @@ def test_each_rank_gets_the_carried_tokens_of_its_replica_alone():
 
     group = SimpleNamespace(
         workers=[None] * 4,
-        files=[RecentFiles(keeps_content=False) for _ in range(4)],
         processed=SimpleNamespace(add=lambda *_: 0),
         put=put_payload,
-        count_received=lambda payload, phase: payload,
+        receive=lambda message, phase: unpack(message),
         call_all=call_all,
     )
     rollout = WorkersRolloutEngine(group, tensor_parallel_size=2)
-    rows = rollout.generate(prompts, replace(LONG, n=1), until=Until(2, num_required=1, begun=begun), step=2)
+    rows = rollout.generate(prompts, replace(LONG, n=1), until=Until(2, num_required=1, begun=begun))
     assert [row[0].token_ids for row in rows] == [(0, 0), (1, 1), (2, 2)]
-    _, arguments, per_rank = calls[0]
+    _, _, per_rank = calls[0]
     assert len(put) == 2
-    assert arguments[-1] is True
-    sent_begun = [(replace(completion, replica=0),) for [completion] in begun]  # it is sent without
-    received = [
-        (until, [each.prompt_id for each in decode_prompts(sent)]) for until, sent in map(decode_until, per_rank)
-    ]
-    first = (Until(1, 1, (sent_begun[0], sent_begun[2])), ["train:0", "train:2"])
-    assert received == [first, first, *[(Until(1, 0, (sent_begun[1],)), ["train:1"])] * 2]
+    received = [(until, [each.prompt_id for each in sent]) for sent, until in map(unpack, per_rank)]
+    first = (Until(1, 1, (begun[0], begun[2])), ["train:0", "train:2"])
+    assert received == [first, first, *[(Until(1, 0, (begun[1],)), ["train:1"])] * 2]
 
 
 # -- runs --
@@ -460,7 +447,7 @@ def test_the_same_seed_gives_the_same_run(parts, tmp_path, uninterrupted):
 def test_a_resumed_run_goes_on_with_the_tokens_of_the_saved_one(parts, tmp_path, uninterrupted, stop_after):
     with open_run(parts, tmp_path, **oversampling_settings(8)) as run:
         asked = itertools.count(1)
-        train(replace(run, should_stop=lambda: next(asked) == stop_after), None)
+        train(changed(run, should_stop=lambda: next(asked) == stop_after), None)
     saved = latest_checkpoint(tmp_path)
     assert saved.step == stop_after
     assert saved.progress["buffer"]["work"]
@@ -473,7 +460,7 @@ def test_a_resumed_run_goes_on_with_the_tokens_of_the_saved_one(parts, tmp_path,
 def test_a_run_without_oversampling_samples_again_what_was_carried(parts, tmp_path):
     with open_run(parts, tmp_path, **oversampling_settings(8)) as run:
         asked = itertools.count(1)
-        train(replace(run, should_stop=lambda: next(asked) == 2), None)
+        train(changed(run, should_stop=lambda: next(asked) == 2), None)
     carried = [each["prompt_id"] for each in latest_checkpoint(tmp_path).progress["buffer"]["work"]]
     settings = full_settings(4) | {"sampling": oversampling_settings(4)["sampling"]}
     stream = io.StringIO()
@@ -540,9 +527,9 @@ def test_a_step_with_no_complete_group_is_an_error_of_the_engine(parts, tmp_path
     class NoneComplete(FakeEngine):
         """The groups of one replica failed, and the others had none to complete."""
 
-        def generate(self, prompts, sampling, *, step, **options):
-            if step == 0:  # a validation
-                return super().generate(prompts, sampling, step=step, **options)
+        def generate(self, prompts, sampling, **options):
+            if newest_draw(prompts) == 0:  # a validation
+                return super().generate(prompts, sampling, **options)
             unfinished = [Completion((), (), "unfinished", "", 0)] * sampling.n
             return [[] if index % 2 else unfinished for index in range(len(prompts))]
 

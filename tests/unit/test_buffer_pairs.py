@@ -14,6 +14,7 @@ from support.fake_runs import (
     INTERVALS,
     SAMPLING,
     RecordingEngine,
+    changed,
     latest_checkpoint,
     lines_of,
     open_run,
@@ -111,9 +112,9 @@ def test_settings_of_the_buffer_compose_also_in_a_run_that_resumes(
     settings = settings_of(parts, staleness, oversampling, filtering, estimator)
     with open_run(parts, tmp_path / "cut", **settings) as run:
         asked = itertools.count(1)
-        assert train(replace(run, should_stop=lambda: next(asked) == 3), None).step == 3
+        assert train(changed(run, should_stop=lambda: next(asked) == 3), None) == 3
     with open_run(parts, tmp_path / "cut", **settings) as run:
-        assert train(run, latest_checkpoint(tmp_path / "cut")).step == STEPS
+        assert train(run, latest_checkpoint(tmp_path / "cut")) == STEPS
     check_rows(tmp_path / "cut", staleness, oversampling, filtering)
     if STALENESS[staleness]["max_staleness"] <= 1:
         with open_run(parts, tmp_path / "whole", **settings) as run:

@@ -21,11 +21,11 @@ from trigon.assemble.options import (
 )
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
+from trigon.loop import Intervals
 from trigon.models.dtypes import DTYPES
 from trigon.rollout.filtering import GroupFilter
-from trigon.run import Intervals
-from trigon.train_groups import AdvantageSettings
 from trigon.training.step import LossTerms
+from trigon.training.train_groups import AdvantageSettings
 from trigon.types import SamplingParams
 
 
@@ -222,6 +222,7 @@ def test_a_frequency_of_0_or_minus_1_is_never(never):
         save_every=0,
         generations_shown=3,
         train_samples_every=0,
+        token_groups=config.trainer.rollout_tokens,
     )
 
 

@@ -28,7 +28,6 @@ def load(*overrides: str) -> LoadedConfig:
         (("algorithm.max_staleness=1",), "set worker.hybrid_engine=false, or max_staleness=0"),
         ((*SEPARATE, "worker.rollout.partial=continue"), "Set max_staleness=2, or partial=finish"),
         (("worker.rollout.partial=continue",), "needs worker.hybrid_engine=false and algorithm.max_staleness above 1"),
-        ((*SEPARATE, "worker.rollout.name=transformers"), "needs worker.rollout.name=vllm, not transformers"),
         (
             (*SEPARATE, "worker.rollout.n_gpus_per_node=3", "worker.rollout.tensor_parallel_size=2"),
             r"there are 1 x 3 = 3 workers \(worker.rollout.nnodes x worker.rollout.n_gpus_per_node\), which it must",

@@ -14,9 +14,8 @@ from support.episodes import Answer, LocalEnvironments, Observed, drawing, load_
 from support.models import processors_of
 from support.rollout import NO_WEIGHTS
 from trigon.distributed.engines import WorkersRolloutEngine
-from trigon.distributed.serialization import decode_completions, encode_completions
-from trigon.distributed.worker import Worker
-from trigon.distributed.worker_engines import WorkerEngines
+from trigon.distributed.messages import pack, unpack
+from trigon.distributed.worker import Worker, WorkerEngines
 from trigon.distributed.worker_group import WorkerGroup
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.settings import EnvironmentSettings, find_environment
@@ -90,7 +89,7 @@ def engine(processors, environments, complete, *, tokens_per_step=1, **changes):
 
 def generate(fake, prompts=PROMPTS, sampling=SAMPLING, *, version=3, **options):
     with fake.awake(NO_WEIGHTS, version=version):
-        return fake.generate(prompts, sampling, step=5, **options)
+        return fake.generate(prompts, sampling, **options)
 
 
 def interrupted(fake, kind, *, after, prompts=PROMPTS, begun=(), when=None, **options):
@@ -358,7 +357,7 @@ def test_an_error_in_a_call_stops_also_what_it_continues(processors, complete, c
 
 
 def test_the_others_of_a_prompt_that_fails_are_stopped(processors, complete):
-    failing = sample_seed(SAMPLING.seed, step=5, prompt_id="train:1", sample=0)
+    failing = sample_seed(SAMPLING.seed, draw=0, prompt_id="train:1", sample=0)
     environments = LocalEnvironments(answer)
     fake = engine(
         processors,
@@ -481,7 +480,7 @@ def test_unfinished_episodes_with_images_are_sent_as_they_are(processors, comple
     rows = interrupted(fake, "stop", after=1)
     while not any(isinstance(each.vision, EncodedMedia) and len(each.turns) > 1 for each in rows[2]):
         rows = interrupted(fake, "stop", after=1, begun=begun_of(rows))
-    assert decode_completions(encode_completions(rows)) == rows
+    assert unpack(pack(rows)) == rows
 
 
 def test_a_prompt_that_has_ended_before_is_complete(processors, complete):
@@ -582,7 +581,7 @@ def test_begun_episodes_return_to_the_replica_that_has_them(processors, complete
 
         def sample(numbers, until=None):
             chosen = [prompts[number] for number in numbers]
-            return dict(zip(numbers, rollout.generate(chosen, SAMPLING, step=5, until=until), strict=True))
+            return dict(zip(numbers, rollout.generate(chosen, SAMPLING, until=until), strict=True))
 
         whole = sample(range(6))
         assert [row[0].replica for row in whole.values()] == [0, 1, 0, 1, 0, 1]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from trigon.distributed.processed_media import ProcessedMedia
+from trigon.distributed.worker_group import ProcessedMedia
 from trigon.types import Completion, EncodedMedia, Prompt, Rollout, RolloutGroup, Score, Vision
 
 TEXT = Prompt("p", (1, 2, 3), None, "", None, {}, ())

@@ -8,10 +8,8 @@ import torch
 
 from trigon.assemble.run import check_environment
 from trigon.config.schema import Config
-from trigon.distributed.recent_files import RecentFiles
-from trigon.distributed.serialization import encode_train
-from trigon.distributed.worker import Worker
-from trigon.distributed.worker_engines import WorkerEngines
+from trigon.distributed.messages import pack
+from trigon.distributed.worker import Worker, WorkerEngines
 from trigon.errors import ConfigError
 from trigon.metrics import Max, Min, Sum, merge
 from trigon.system.gpu_memory import gpu_memory_metrics
@@ -43,7 +41,7 @@ def test_a_worker_reports_the_memory_of_its_gpu(gpu):
     worker = Worker(0)
     trainer = SimpleNamespace(step_recording=lambda groups, recorded: ({"actor/loss": Max(1.0)}, {}))
     worker._engines = WorkerEngines(trainer, None, None, None, replica_rank=0)
-    metrics, _ = worker.step(encode_train([], RecentFiles(keeps_content=False)), {})
+    metrics, _ = worker.step(pack([]), {})
     largest = merge(metrics, {"perf/max_memory_allocated_gb": Max(41.0)})
     assert {name: metric for name, metric in largest.items() if "perf/memory" not in name} == {
         "actor/loss": Max(1.0),

@@ -8,9 +8,8 @@ import pytest
 
 from support.fake_runs import SAMPLING
 from support.rollout import NO_WEIGHTS
-from trigon.distributed.serialization import decode_completions, encode_prompts, encode_until
-from trigon.distributed.worker import Worker
-from trigon.distributed.worker_engines import WorkerEngines
+from trigon.distributed.messages import for_sampling, pack, unpack
+from trigon.distributed.worker import Worker, WorkerEngines
 from trigon.rollout.episodes import Episodes
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.protocol import Interruption, Until
@@ -50,7 +49,6 @@ def sample(fake, kind, *, after):
             [prompt(1), prompt(2)],
             LONG,
             until=until,
-            step=4,
             on_progress=on_progress,
             on_group=lambda i, _: ended.append(i),
         )
@@ -128,7 +126,6 @@ def test_a_group_of_which_a_drain_leaves_a_completion_is_announced_when_that_has
             prompts,
             LONG,
             unprocessed=prompts,
-            step=version,
             policy_version=version,
             until=until,
             on_progress=lambda _: interruption.ask("drain"),
@@ -148,12 +145,12 @@ def test_a_worker_is_interrupted_in_the_call_that_is_meant_only(tokenizer, monke
     asks = {1: 2, 2: 2}  # call -> the call that is interrupted while it runs
 
     class Asking(FakeEngine):
-        def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
+        def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
             def progress(k):
                 on_progress(k)
                 worker.interrupt(asks[worker._generation.number], "stop")
 
-            return super().generate(prompts, sampling, step=step, until=until, on_progress=progress, on_group=on_group)
+            return super().generate(prompts, sampling, until=until, on_progress=progress, on_group=on_group)
 
     fake = Asking(
         tokenizer=tokenizer,
@@ -166,8 +163,7 @@ def test_a_worker_is_interrupted_in_the_call_that_is_meant_only(tokenizer, monke
     reasons = []
     with fake.awake(NO_WEIGHTS, version=3):
         for generation in (1, 2):
-            worker.generate(encode_until(until, encode_prompts(prompts)), LONG, 4, generation, True)
-            [(_, payload)] = worker._generation.groups
-            [row] = decode_completions(payload)
-            reasons.append({each.finish_reason for each in row})
+            worker.generate(pack((for_sampling(prompts, with_rows=False), until)), LONG, generation)
+            [(_, message)] = worker._generation.groups
+            reasons.append({each.finish_reason for each in unpack(message)})
     assert reasons == [{"stop"}, {"unfinished"}]

@@ -30,8 +30,7 @@ from trigon.types import TrainGroup, TrainSequence
 
 def test_a_step_samples_with_the_weights_of_the_last_step_and_then_updates(parts, tmp_path):
     with open_run(parts, tmp_path) as run:
-        progress = train(run, None)
-        assert progress.step == 3
+        assert train(run, None) == 3
         assert record_of(run).events == [
             *("awake 0", "sample 4 for 1", "asleep", "learn from 4"),
             *("awake 1", "sample 4 for 2", "asleep", "learn from 4"),
@@ -135,7 +134,7 @@ def test_val_only_validates_the_given_checkpoint_records_it_and_changes_nothing_
     before = (tmp_path / "metrics.jsonl").read_text().splitlines()
     checkpoint = latest_checkpoint(tmp_path)
     with open_run(parts, tmp_path, intervals=replace(INTERVALS, validate_only=True), prompts=None) as run:
-        assert train(run, checkpoint).step == 4
+        assert train(run, checkpoint) == 4
         assert run.trainer.updates == 4
         assert record_of(run).learned == []
         assert record_of(run).events == ["awake 4", "sample 2 for 0", "sample 1 for 0", "asleep"]

@@ -12,9 +12,8 @@ from support.fake_runs import ADVANTAGES, INTERVALS, changed, lines_of, open_run
 from trigon.algorithms.gae import GaeSettings
 from trigon.config.plan import CriticPlan
 from trigon.errors import NotFiniteError
-from trigon.loop import train
+from trigon.loop import Run, train
 from trigon.metrics import Max, Mean, Sum
-from trigon.run import Run
 from trigon.training.fake import FakeCriticEngine, FakeTrainEngine
 from trigon.training.protocol import SKIPPED_GRAD_NORM, TrunkCriticEngine
 
@@ -42,7 +41,7 @@ def test_the_policy_rests_in_the_first_steps_and_is_not_synced_as_new(kit, tmp_p
     critic = FakeCriticEngine()
     with open_run(kit, tmp_path / "run", critic_warmup=2) as run:
         run = with_critic(run, critic)
-        run = replace(run, save_state=save_both(run, critic))
+        run = changed(run, save_state=save_both(run, critic))
         train(run, None)
         assert (run.trainer.updates, critic.updates) == (run.plan.updates_per_step, 12)
         # The step's own completions are compared, so that none are sampled for it.
@@ -60,7 +59,7 @@ def test_rollouts_name_the_step_whose_weights_sampled_them(kit, tmp_path):
     critic = FakeCriticEngine()
     with open_run(kit, tmp_path / "run", critic_warmup=2) as run:
         run = with_critic(run, critic, steps=5)
-        train(replace(run, save_state=save_both(run, critic)), None)
+        train(changed(run, save_state=save_both(run, critic)), None)
     # The policy is first updated in step 3, so that all steps up to it have its first weights.
     versions = {}
     for step in range(1, 6):
@@ -89,12 +88,12 @@ def test_a_resumed_run_continues_with_its_critic(kit, tmp_path):
     with open_run(kit, tmp_path / "run") as run:
         critic = FakeCriticEngine()
         run = with_critic(run, critic, steps=2)
-        train(replace(run, save_state=save_both(run, critic)), None)
-        last = run.store.latest()
+        train(changed(run, save_state=save_both(run, critic)), None)
+        last = run.checkpoints.store.latest()
     resumed = FakeCriticEngine()
     with open_run(kit, tmp_path / "other") as run:
         run = with_critic(run, resumed, steps=3)
-        train(replace(run, save_state=save_both(run, resumed)), last)
+        train(changed(run, save_state=save_both(run, resumed)), last)
     assert resumed.updates == 12
     assert lines_of(tmp_path / "other")[3]["critic/values/mean"] == 8.0
 
@@ -120,8 +119,8 @@ class FakeTrunkCritic(FakeCriticEngine):
 def test_a_critic_on_the_trunk_is_updated_alone_only_while_the_policy_rests(kit, tmp_path, needs_old, passes):
     with open_run(kit, tmp_path / "run", critic_warmup=2) as run:
         critic = FakeTrunkCritic(run.trainer)
-        run = replace(with_critic(run, critic), needs_old_logprobs=needs_old)
-        run = replace(run, save_state=save_both(run, critic))
+        run = changed(with_critic(run, critic), needs_old_logprobs=needs_old)
+        run = changed(run, save_state=save_both(run, critic))
         train(run, None)
         assert isinstance(critic, TrunkCriticEngine)
         assert critic.updates == 2 * run.plan.critic.updates_per_step
@@ -146,5 +145,5 @@ def test_a_critic_whose_gradients_are_not_finite_ends_the_run(kit, tmp_path):
         critic = NeverFinite()
         run = with_critic(run, critic)
         with pytest.raises(NotFiniteError, match=r"updates in a row are not finite.*worker\.critic\.optim\.lr"):
-            train(replace(run, save_state=save_both(run, critic)), None)
+            train(changed(run, save_state=save_both(run, critic)), None)
         assert run.trainer.updates == 1  # of the first step; a minibatch counts once in a step

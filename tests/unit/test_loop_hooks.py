@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from support.fake_runs import INTERVALS, SAMPLING, open_run
-from trigon.hooks import Hooks
 from trigon.loop import train
+from trigon.report.hooks import Hooks
 
 
 def test_hooks_get_the_groups_before_the_update_and_the_metrics_after_the_checkpoint(parts, tmp_path):
@@ -72,7 +72,7 @@ def test_validation_alone_calls_on_step_once(parts, tmp_path):
 def test_on_step_can_save_and_stop(parts, tmp_path, answer, last, saved):
     hooks = Hooks(on_step=lambda step, metrics: answer if step == 2 else None)
     with open_run(parts, tmp_path, hooks=hooks, intervals=replace(INTERVALS, save_every=0)) as run:
-        assert train(run, None).step == last
+        assert train(run, None) == last
     assert sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.glob("global_step_*")) == saved
 
 

@@ -11,6 +11,7 @@ import pytest
 from support.fake_runs import (
     INTERVALS,
     SAMPLING,
+    changed,
     full_settings,
     latest_checkpoint,
     lines_of,
@@ -24,9 +25,9 @@ from trigon.assemble.watchers import make_watch_settings
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.errors import DiskError, WatchError
-from trigon.hooks import Hooks
 from trigon.loop import train
 from trigon.report.console import Console
+from trigon.report.hooks import Hooks
 from trigon.report.watch.meter import MemoryMeter
 from trigon.report.watch.watch import Watch
 from trigon.system.resuming import SameCommand
@@ -65,7 +66,7 @@ def test_a_warning_is_printed_once_and_its_steps_are_in_metrics_jsonl(parts, tmp
     watch = watch_of(equal_reward_steps=3)
     with open_run(parts, tmp_path, complete=always_wrong_from(3), plan=plan_of(steps=8), watch=watch) as run:
         printed = warnings_of(run)
-        assert train(run, None).step == 8
+        assert train(run, None) == 8
     [warning] = printed
     assert warning.startswith("trainer.watch.equal_rewards: since step 3: all completions have the reward 0.5")
     assert [step for step, line in lines_of(tmp_path).items() if "watch/equal_rewards" in line] == [5, 6, 7, 8]
@@ -91,9 +92,9 @@ def test_a_stop_keeps_the_last_good_checkpoint_and_says_how_to_go_on(parts, tmp_
 
     # With another reward it goes on from the good checkpoint.
     with open_run(parts, tmp_path, plan=plan_of(steps=7), intervals=intervals, watch=watch_of()) as run:
-        checkpoint = run.store.latest()
+        checkpoint = run.checkpoints.store.latest()
         assert checkpoint.step == 4
-        assert train(run, checkpoint).step == 7
+        assert train(run, checkpoint) == 7
 
 
 def test_a_stop_without_an_earlier_checkpoint_says_so(parts, tmp_path):
@@ -115,7 +116,7 @@ def test_a_run_that_ends_anyway_is_warned_and_saved(parts, tmp_path, ends):
     asked = iter([False, False, ends == "stop request"])
     with open_run(parts, tmp_path, **settings, watch=watch, should_stop=lambda: next(asked, False)) as run:
         printed = warnings_of(run)
-        assert train(run, None).step == 3
+        assert train(run, None) == 3
     assert saved_steps(tmp_path) == [3]
     assert len(printed) == 1
 
@@ -128,7 +129,7 @@ def test_a_resumed_run_warns_at_the_step_of_the_uninterrupted_one(parts, tmp_pat
         # The plan's length is not that of the interrupted run, whose last step is validated.
         with open_run(parts, folder, **settings, watch=watch_of(equal_reward_steps=3)) as run:
             printed = warnings_of(run)
-            checkpoint = run.store.latest() if saved_steps(folder) else None
+            checkpoint = run.checkpoints.store.latest() if saved_steps(folder) else None
             train(run, checkpoint)
         return [text for text in printed if "trainer.watch" in text]
 
@@ -147,7 +148,7 @@ def test_a_checkpoint_of_before_there_were_watchers_is_resumed(parts, tmp_path):
     old = {key: value for key, value in checkpoint.progress.items() if key != "watch"}
     assert len(old) == len(checkpoint.progress) - 1
     with open_run(parts, tmp_path, **full_settings(4), watch=watch_of()) as run:
-        assert train(run, replace(checkpoint, progress=old)).step == 4
+        assert train(run, replace(checkpoint, progress=old)) == 4
 
 
 # -- memory --
@@ -192,7 +193,7 @@ def test_an_alarm_is_printed_before_a_save_that_fails(parts, tmp_path):
         with open_run(parts, tmp_path, plan=plan_of(steps=60), watch=watch, hooks=hooks) as run:
             printed = warnings_of(run)
             with pytest.raises(DiskError, match="the disk is full"):
-                train(replace(run, save_state=fail), None)
+                train(changed(run, save_state=fail), None)
     assert any(text.startswith("trainer.watch.memory: since step") and "host memory grows" in text for text in printed)
 
 
@@ -214,10 +215,10 @@ def test_a_step_that_begins_beside_a_save_in_progress_is_told(parts, tmp_path):
 
     intervals = replace(INTERVALS, save_every=2)
     with open_run(parts, tmp_path, plan=plan_of(steps=3), intervals=intervals, watch=Recording()) as run:
-        run.store._background = True
-        run = replace(run, save_state=save)
-        assert train(run, None).step == 3
-        assert not run.store.is_saving
+        run.checkpoints.store._background = True
+        run = changed(run, save_state=save)
+        assert train(run, None) == 3
+        assert not run.checkpoints.store.is_saving
     assert told == [False, False, True]
 
 
@@ -228,5 +229,5 @@ def test_the_memory_of_a_flat_run_gives_no_alarm(parts, tmp_path):
         watch = watch_of(meter=meter, memory_steps=MORE_STEPS_THAN_LEFT, equal_rewards="off")
         with open_run(parts, tmp_path, plan=plan_of(steps=80), watch=watch) as run:
             printed = warnings_of(run)
-            assert train(run, None).step == 80
+            assert train(run, None) == 80
     assert printed == []

@@ -326,3 +326,58 @@ def test_under_autocast_gradients_are_those_of_a_bfloat16_computation(temperatur
 def test_a_chunk_has_as_many_rows_as_fit_and_at_least_one(vocabulary: int, device_type: str, rows: int) -> None:
     assert rows_per_chunk(vocabulary, device_type) == rows
     assert rows == 1 or 4 * rows * vocabulary <= CHUNK_BYTES[device_type]
+
+
+# -- bounded logits --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_bounded_logits_have_the_values_and_gradients_of_the_full_table(chunk: int, temperature: float) -> None:
+    states, weight = inputs(torch.float64)
+    reference, cap = reference_predictions(torch.float64), 1.5
+    scores = token_logprobs(
+        states,
+        weight,
+        TARGETS,
+        temperature=temperature,
+        banned_token_ids=BANNED,
+        chunk_tokens=chunk,
+        entropy_gradient=True,
+        against=reference,
+        logit_cap=cap,
+    )
+    allowed = [token for token in range(VOCABULARY) if token not in BANNED]
+
+    def table(states: Tensor, weight: Tensor) -> Tensor:
+        return (cap * torch.tanh(states @ weight[allowed].T / cap) / temperature).log_softmax(-1)
+
+    log_p, log_q = table(states, weight), table(reference.states, reference.head_weight)
+    indices = torch.tensor([allowed.index(token) for token in TARGETS.tolist()])
+    expected = {
+        "logprobs": log_p.gather(1, indices[:, None])[:, 0],
+        "entropy": -(log_p * log_p.exp()).sum(-1),
+        "kl": (log_p.exp() * (log_p - log_q)).sum(-1),
+    }
+    weights = torch.randn(TOKENS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for name, value in expected.items():
+        found = getattr(scores, name)
+        torch.testing.assert_close(found, value, atol=1e-13, rtol=0)
+        gradients = torch.autograd.grad(weights @ found, (states, weight), retain_graph=True)
+        expected_gradients = torch.autograd.grad(weights @ value, (states, weight), retain_graph=True)
+        for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+            torch.testing.assert_close(gradient, expected_gradient, atol=1e-12, rtol=0)
+
+
+def test_a_bound_of_logits_by_hand() -> None:
+    """Logits of plus and minus infinity become plus and minus the bound."""
+    scores = token_logprobs(
+        torch.tensor([[1e30]]),
+        torch.tensor([[1.0], [-1.0]]),
+        torch.tensor([0]),
+        temperature=1.0,
+        banned_token_ids=(),
+        entropy_gradient=False,
+        logit_cap=math.log(3) / 2,
+    )
+    assert scores.logprobs.tolist() == pytest.approx([math.log(3 / 4)])

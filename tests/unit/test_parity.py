@@ -149,9 +149,9 @@ class RecordingEngine(FakeEngine):
 
     calls = ()
 
-    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
-        self.calls = (*self.calls, ([prompt.prompt_id for prompt in prompts], sampling, step))
-        return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
+    def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
+        self.calls = (*self.calls, ([prompt.prompt_id for prompt in prompts], sampling))
+        return super().generate(prompts, sampling, on_progress=on_progress, on_group=on_group)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def engine(tokenizer):
 )
 def test_without_truncation_the_probe_is_the_first_completions_of_the_first_group(engine, lengths, compared):
     groups = [sampled(*([-1.0] * length for length in lengths)), sampled([-3.0], [-4.0])]
-    [probe] = ParityCheck(0.1).probe(groups, engine, UNTRUNCATED, prompt=groups[0].prompt, step=4, version=3)
+    [probe] = ParityCheck(0.1).probe(groups, engine, UNTRUNCATED, prompt=groups[0].prompt, version=3)
     assert probe.first.prompt is groups[0].prompt
     assert probe.first.rollouts == groups[0].rollouts[:compared]
     assert engine.calls == ()
@@ -174,17 +174,15 @@ def test_without_truncation_the_probe_is_the_first_completions_of_the_first_grou
 
 def test_further_completions_are_those_after_the_first_up_to_four_times_their_tokens(engine):
     groups = [sampled([-1.0] * 80, [-1.1] * 80), sampled(*[[-1.2] * 80] * 2), sampled(*[[-1.3] * 80] * 5)]
-    [probe] = ParityCheck(0.1).probe(groups, engine, UNTRUNCATED, prompt=groups[0].prompt, step=4, version=3)
+    [probe] = ParityCheck(0.1).probe(groups, engine, UNTRUNCATED, prompt=groups[0].prompt, version=3)
     assert [group.rollouts for group in probe.further] == [
         groups[0].rollouts[1:],
         groups[1].rollouts,
         groups[2].rollouts[:1],
     ]
-    [probe] = ParityCheck(0.1).probe(groups[:1], engine, UNTRUNCATED, prompt=groups[0].prompt, step=4, version=3)
+    [probe] = ParityCheck(0.1).probe(groups[:1], engine, UNTRUNCATED, prompt=groups[0].prompt, version=3)
     assert [group.rollouts for group in probe.further] == [groups[0].rollouts[1:]]
-    [probe] = ParityCheck(0.1).probe(
-        [sampled([-1.0])], engine, UNTRUNCATED, prompt=sampled([-1.0]).prompt, step=4, version=3
-    )
+    [probe] = ParityCheck(0.1).probe([sampled([-1.0])], engine, UNTRUNCATED, prompt=sampled([-1.0]).prompt, version=3)
     assert probe.further == ()
 
 
@@ -194,11 +192,11 @@ def test_with_truncation_a_short_untruncated_completion_is_sampled(engine, trunc
     sampling = replace(UNTRUNCATED, max_tokens=max_tokens, **truncation)
     with engine.awake(NO_WEIGHTS, version=6):
         [probe] = ParityCheck(0.1).probe(
-            [sampled([-9.0], [-9.0])], engine, sampling, prompt=sampled([-1.0]).prompt, step=7, version=6
+            [sampled([-9.0], [-9.0])], engine, sampling, prompt=sampled([-1.0]).prompt, version=6
         )
     [first, further] = engine.calls
-    assert first == (["train:17"], replace(UNTRUNCATED, n=1, max_tokens=length, one_turn=True), 7)
-    assert further == (["train:17"], replace(UNTRUNCATED, n=5, max_tokens=length, one_turn=True), 7)
+    assert first == (["train:17"], replace(UNTRUNCATED, n=1, max_tokens=length, one_turn=True))
+    assert further == (["train:17"], replace(UNTRUNCATED, n=5, max_tokens=length, one_turn=True))
     [rollout] = probe.first.rollouts
     assert len(rollout.completion.token_ids) == length
     assert rollout.completion.policy_version == 6
@@ -211,7 +209,7 @@ def test_a_probe_has_completions_that_ended_in_this_step_with_enough_tokens_of_i
     [group] = [begun_in_another_step([-1.0] * 70, [-1.0] * 70, [-1.0] * 70, begun=30)]
     older = replace(group.rollouts[0], completion=replace(group.rollouts[0].completion, policy_version=1))
     mixed = replace(group, rollouts=(older, *group.rollouts))
-    [probe] = ParityCheck(0.1).probe([mixed], engine, UNTRUNCATED, prompt=mixed.prompt, step=4, version=3)
+    [probe] = ParityCheck(0.1).probe([mixed], engine, UNTRUNCATED, prompt=mixed.prompt, version=3)
     assert probe.first.rollouts == group.rollouts[:2]  # 2 x 40 tokens
     assert engine.calls == ()
 
@@ -221,8 +219,8 @@ class ReplicatedEngine(RecordingEngine):
 
     num_replicas = 3
 
-    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
-        rows = super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
+    def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
+        rows = super().generate(prompts, sampling, on_progress=on_progress, on_group=on_group)
         return [[replace(completion, replica=index % 3) for completion in row] for index, row in enumerate(rows)]
 
 
@@ -242,7 +240,7 @@ def sampled_by(replica, logprob, *, version=3):
 
 def test_each_replica_is_compared_by_the_first_group_that_it_sampled(replicas):
     groups = [sampled_by(replica, -1.0) for replica in (2, 0, 2, 1, 0)]
-    probes = ParityCheck(0.1).probe(groups, replicas, UNTRUNCATED, prompt=groups[0].prompt, step=4, version=3)
+    probes = ParityCheck(0.1).probe(groups, replicas, UNTRUNCATED, prompt=groups[0].prompt, version=3)
     assert [probe.first.rollouts for probe in probes] == [groups[1].rollouts, groups[3].rollouts, groups[0].rollouts]
     assert replicas.calls == ()
 
@@ -250,10 +248,10 @@ def test_each_replica_is_compared_by_the_first_group_that_it_sampled(replicas):
 def test_a_replica_without_groups_of_this_step_samples_a_short_completion(replicas):
     groups = [sampled_by(2, -1.0), sampled_by(0, -1.0, version=2)]
     with replicas.awake(NO_WEIGHTS, version=3):
-        probes = ParityCheck(0.1).probe(groups, replicas, UNTRUNCATED, prompt=groups[0].prompt, step=4, version=3)
+        probes = ParityCheck(0.1).probe(groups, replicas, UNTRUNCATED, prompt=groups[0].prompt, version=3)
     assert [probe.first.rollouts[0].completion.replica for probe in probes] == [0, 1, 2]
     assert [len(probe.first.rollouts[0].completion.token_ids) for probe in probes] == [16, 16, 1]
-    assert [(prompt_ids, used.n) for prompt_ids, used, _ in replicas.calls] == [(["train:2"] * 3, n) for n in (1, 5)]
+    assert [(prompt_ids, used.n) for prompt_ids, used in replicas.calls] == [(["train:2"] * 3, n) for n in (1, 5)]
     further = [[group.rollouts for group in probe.further] for probe in probes]
     assert [[rollout.completion.replica for rollouts in each for rollout in rollouts] for each in further] == [
         [0] * 4,
@@ -265,7 +263,7 @@ def test_a_replica_without_groups_of_this_step_samples_a_short_completion(replic
 def test_without_completions_of_the_step_every_replica_samples_some_whatever_the_version(replicas):
     prompt = sampled([-1.0]).prompt
     with replicas.awake(NO_WEIGHTS, version=0):
-        probes = ParityCheck(0.1).probe((), replicas, UNTRUNCATED, prompt=prompt, step=3, version=0)
+        probes = ParityCheck(0.1).probe((), replicas, UNTRUNCATED, prompt=prompt, version=0)
     assert [probe.first.rollouts[0].completion.replica for probe in probes] == [0, 1, 2]
     assert {len(probe.first.rollouts[0].completion.token_ids) for probe in probes} == {SAMPLED_PROBE_TOKENS}
 

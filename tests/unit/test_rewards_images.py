@@ -248,11 +248,11 @@ def test_sampled_completions_are_scored_with_the_images_of_the_dataset(prompts, 
     with pool_of(tmp_path, LOOK, max_failed_fraction=0.0) as pool:
         pool.check(dummy_requests(opened[0]), described="a dummy")
         with engine.awake(NO_WEIGHTS, version=0):
-            groups = collect([opened[n] for n in range(3)], engine, pool, SAMPLING, step=1, phase=Phases())
+            groups = collect([opened[n] for n in range(3)], engine, pool, SAMPLING, phase=Phases())
             blank = []
             if process_images:
                 shown = prompts().with_blank_media()[2]
-                blank = collect([shown], engine, pool, SAMPLING, step=1, phase=Phases())
+                blank = collect([shown], engine, pool, SAMPLING, phase=Phases())
     assert [[each.score.overall for each in group.rollouts] for group in groups] == [[0] * 3, [10] * 3, [20] * 3]
     # Enlarged from 50 x 60 pixels.
     assert {each.score.parts["sizes"] for group in groups for each in group.rollouts} == {56 + 84}
@@ -325,7 +325,7 @@ def test_a_function_gets_the_images_that_each_turn_observed(processors, tmp_path
     sampling = replace(SAMPLING, max_tokens=400)
     engine, prompt = play(processors, 7)
     with pool_of(tmp_path, OBSERVED, max_failed_fraction=0.0) as pool, engine.awake(NO_WEIGHTS, version=0):
-        [group] = collect([prompt], engine, pool, sampling, step=1, phase=Phases())
+        [group] = collect([prompt], engine, pool, sampling, phase=Phases())
     # The three turns observed no image, one and two.
     parts = {"overall": 3, "prompt": 5, "1.0": 71, "2.0": 72, "2.1": 72, "sizes": 3 * 56 * 56}
     assert [each.score.parts for each in group.rollouts] == [parts] * 3
@@ -334,7 +334,7 @@ def test_a_function_gets_the_images_that_each_turn_observed(processors, tmp_path
 def test_stored_turns_are_scored_with_the_images_that_they_observed(processors, tmp_path):
     engine, prompt = play(processors, 7)
     with pool_of(tmp_path, OBSERVED) as pool, engine.awake(NO_WEIGHTS, version=0):
-        [group] = collect([prompt], engine, pool, replace(SAMPLING, max_tokens=400), step=1, phase=Phases())
+        [group] = collect([prompt], engine, pool, replace(SAMPLING, max_tokens=400), phase=Phases())
     parts = group.rollouts[0].score.parts | {"prompt": 0}  # rows have the names of its images alone
     rows = rollout_rows([group])
     spec = f"{tmp_path}/reward.py:main"

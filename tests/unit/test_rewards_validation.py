@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from support.fake_runs import ALL_INTERVALS, lines_of, open_run
+from support.fake_runs import ALL_INTERVALS, changed, lines_of, open_run
 from trigon.api import read_arguments
 from trigon.assemble.origin import KEY, Origin
 from trigon.assemble.rewards import open_validation_rewards
@@ -38,7 +38,7 @@ def test_validation_is_scored_by_its_own_function_and_training_by_the_other(part
         closing(pool),
         open_run(parts, tmp_path / "own", intervals=replace(ALL_INTERVALS, save_every=0)) as run,
     ):
-        train(replace(run, val_rewards=pool), None)
+        train(changed(run, val_rewards=pool), None)
     with open_run(parts, tmp_path / "same", intervals=replace(ALL_INTERVALS, save_every=0)) as run:
         train(run, None)
     own, same = lines_of(tmp_path / "own"), lines_of(tmp_path / "same")

@@ -59,7 +59,7 @@ def test_groups_come_in_order_with_their_scores(tokenizer, rewards):
     engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete)
     phases, prompts = Phases(), make_prompts()
     with engine.awake(NO_WEIGHTS, version=0):
-        groups = collect(prompts, engine, rewards, SAMPLING, step=1, phase=phases)
+        groups = collect(prompts, engine, rewards, SAMPLING, phase=phases)
 
     assert [group.prompt for group in groups] == prompts
     assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[1.0] * 3, [0.0] * 3] * 2
@@ -76,7 +76,7 @@ def test_groups_come_in_order_with_their_scores(tokenizer, rewards):
 def test_no_prompts_give_no_groups(tokenizer, rewards):
     engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=lambda *_: "1 1")
     with engine.awake(NO_WEIGHTS, version=0):
-        assert collect([], engine, rewards, SAMPLING, step=1, phase=Phases()) == []
+        assert collect([], engine, rewards, SAMPLING, phase=Phases()) == []
 
 
 class FailingEngine(FakeEngine):
@@ -84,11 +84,11 @@ class FailingEngine(FakeEngine):
 
     failing: tuple[int, ...] = ()
 
-    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
         def forward_group(index, row):
             on_group(index, [] if index in self.failing else row)
 
-        rows = super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=forward_group)
+        rows = super().generate(prompts, sampling, on_progress=on_progress, on_group=forward_group)
         return [[] if index in self.failing else row for index, row in enumerate(rows)]
 
 
@@ -97,7 +97,7 @@ def test_a_prompt_that_the_engine_fails_to_sample_has_no_group(tokenizer, reward
     engine.failing = (0, 2)
     prompts = make_prompts()
     with engine.awake(NO_WEIGHTS, version=0):
-        groups = collect(prompts, engine, rewards, SAMPLING, step=1, phase=Phases())
+        groups = collect(prompts, engine, rewards, SAMPLING, phase=Phases())
     assert [group.prompt for group in groups] == [prompts[1], prompts[3]]
     assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[1.0] * 3, [0.0] * 3]
 
@@ -109,7 +109,7 @@ def test_an_engine_that_fails_for_every_prompt_raises(tokenizer, rewards):
         engine.awake(NO_WEIGHTS, version=0),
         pytest.raises(EngineError, match="failed to sample any of 4 prompts"),
     ):
-        collect(make_prompts(), engine, rewards, SAMPLING, step=1, phase=Phases())
+        collect(make_prompts(), engine, rewards, SAMPLING, phase=Phases())
 
 
 # Writes a file for each completion that it scored, and returns how many completions it scored in
@@ -152,7 +152,7 @@ def test_completions_are_scored_before_the_last_one_is_sampled(tokenizer, tmp_pa
 
     engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete)
     with recording_rewards(tmp_path, contract) as rewards, engine.awake(NO_WEIGHTS, version=0):
-        groups = collect(make_prompts(), engine, rewards, SAMPLING, step=1, phase=Phases())
+        groups = collect(make_prompts(), engine, rewards, SAMPLING, phase=Phases())
     assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[i] * 3 for i in range(4)]
     batch_size = 1 if contract == "sequential" else 3  # a group
     assert {rollout.score.parts["batch_size"] for group in groups for rollout in group.rollouts} == {batch_size}
@@ -168,8 +168,8 @@ def test_reward_workers_remain_usable_after_an_engine_error(tokenizer, rewards):
     prompts = make_prompts()
     with engine.awake(NO_WEIGHTS, version=0):
         with pytest.raises(EngineError, match="out of memory"):
-            collect(prompts, engine, rewards, SAMPLING, step=1, phase=Phases())
-        groups = collect(prompts[:2], engine, rewards, SAMPLING, step=1, phase=Phases())
+            collect(prompts, engine, rewards, SAMPLING, phase=Phases())
+        groups = collect(prompts[:2], engine, rewards, SAMPLING, phase=Phases())
     assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[0.0] * 3, [1.0] * 3]
 
 
@@ -189,7 +189,7 @@ def test_too_many_reward_failures_stop_the_sampling(tokenizer, tmp_path):
         engine.awake(NO_WEIGHTS, version=0),
         pytest.raises(RewardError, match="could not score 1 of 2400 completions"),
     ):
-        collect(prompts, engine, rewards, SAMPLING, step=1, phase=Phases())
+        collect(prompts, engine, rewards, SAMPLING, phase=Phases())
     assert len(sampled) < 2400
 
 
@@ -215,13 +215,13 @@ def complete_with_seed(prompt, version, seed):
 
 def collect_in_parts(prompts, engine, rewards, sampling):
     """Return the groups of two calls, the second of which continues what the first has begun."""
-    first = collect_until(prompts, engine, rewards, sampling, Until(1), step=1, phase=Phases())
+    first = collect_until(prompts, engine, rewards, sampling, Until(1), phase=Phases())
     begun = tuple(completions for _, completions in first.unfinished)
     assert begun
     assert all(len(completions) == sampling.num_completions for completions in begun)
     rest = [prompt for prompt, _ in first.unfinished]
     until = Until(len(rest), begun=begun)
-    second = collect_until(rest, engine, rewards, sampling, until, step=1, phase=Phases())
+    second = collect_until(rest, engine, rewards, sampling, until, phase=Phases())
     assert second.unfinished == []
     return sorted([*first.groups, *second.groups], key=lambda group: group.prompt.prompt_id)
 
@@ -230,14 +230,14 @@ def collect_ended(prompts, engine, rewards, sampling):
     groups = []
     until = Until(len(prompts))
     unfinished = collect_as_they_end(
-        prompts, engine, rewards, sampling, until, step=1, phase=Phases(), on_scored=groups.append, min_counted=0
+        prompts, engine, rewards, sampling, until, phase=Phases(), on_scored=groups.append, min_counted=0
     )
     assert unfinished == []
     return sorted(groups, key=lambda group: group.prompt.prompt_id)
 
 
 def collect_all(prompts, engine, rewards, sampling):
-    return collect(prompts, engine, rewards, sampling, step=1, phase=Phases())
+    return collect(prompts, engine, rewards, sampling, phase=Phases())
 
 
 @pytest.mark.parametrize("contract", ["sequential", "batch", "group"])
@@ -284,11 +284,11 @@ def test_progress_counts_baselines_and_a_group_without_its_baseline_is_not_compl
             return "1 1 " * 20
         return "1 1"
 
-    greedy_seed = sample_seed(7, step=1, prompt_id="train:1", sample=2)
+    greedy_seed = sample_seed(7, draw=0, prompt_id="train:1", sample=2)
     engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete, tokens_per_step=1)
     phases, prompts = Phases(), make_prompts()
     with engine.awake(NO_WEIGHTS, version=0):
-        found = collect_until(prompts, engine, rewards, WITH_BASELINE, Until(3), step=1, phase=phases)
+        found = collect_until(prompts, engine, rewards, WITH_BASELINE, Until(3), phase=phases)
     assert [group.prompt for group in found.groups] == [prompts[0], prompts[2], prompts[3]]
     [(prompt, row)] = found.unfinished
     assert prompt is prompts[1]
@@ -301,7 +301,7 @@ class BrokenEnvironments(FakeEngine):
 
     broken = (("train:2", 1), ("train:3", 2))
 
-    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
         def break_row(index, row):
             broken = [(prompts[index].prompt_id, sample) in self.broken for sample in range(len(row))]
             return [
@@ -312,9 +312,7 @@ class BrokenEnvironments(FakeEngine):
         def forward_group(index, row):
             on_group(index, break_row(index, row))
 
-        rows = super().generate(
-            prompts, sampling, step=step, until=until, on_progress=on_progress, on_group=forward_group
-        )
+        rows = super().generate(prompts, sampling, until=until, on_progress=on_progress, on_group=forward_group)
         return [break_row(index, row) for index, row in enumerate(rows)]
 
 

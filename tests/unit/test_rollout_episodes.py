@@ -55,7 +55,7 @@ def engine(processors, environments, complete=lambda *_: "go on", **changes):
 
 def generate(fake, prompts, sampling=SAMPLING, **callbacks):
     with fake.awake(NO_WEIGHTS, version=3):
-        return fake.generate(prompts, sampling, step=5, **callbacks)
+        return fake.generate(prompts, sampling, **callbacks)
 
 
 def ids(processors, text):
@@ -193,7 +193,7 @@ def test_a_first_turn_has_the_seed_of_a_completion_and_later_ones_others(process
 
     [row] = generate(engine(processors, LocalEnvironments(count_to(3)), complete), [prompt(0)])
     seeds = [[int(turn.text) for turn in completion.turns] for completion in row]
-    first = [sample_seed(7, step=5, prompt_id="train:0", sample=sample) for sample in range(2)]
+    first = [sample_seed(7, draw=0, prompt_id="train:0", sample=sample) for sample in range(2)]
     assert seeds == [[turn_seed(seed, turn) for turn in range(3)] for seed in first]
     assert [turns[0] for turns in seeds] == first
     assert len({seed for turns in seeds for seed in turns}) == 6

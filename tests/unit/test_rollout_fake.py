@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support.rollout import NO_WEIGHTS
+from support.rollout import NO_WEIGHTS, drawn
 from trigon.errors import EngineError
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.seeds import sample_seed
@@ -27,7 +27,7 @@ def engine(tokenizer, complete=lambda prompt, version, seed: f"{prompt.ground_tr
 def test_a_completion_is_the_text_of_the_function_and_a_stop_token(tokenizer):
     fake = engine(tokenizer)
     with fake.awake(NO_WEIGHTS, version=4):
-        [[completion, _]] = fake.generate([prompt()], SAMPLING, step=5)
+        [[completion, _]] = fake.generate([prompt()], SAMPLING)
     assert completion.text == "3 4"
     assert completion.token_ids == (*tokenizer.encode("3 4"), tokenizer.eos_token_id)
     assert completion.sampling_logprobs == (-1.0,) * len(completion.token_ids)
@@ -38,7 +38,7 @@ def test_a_completion_is_the_text_of_the_function_and_a_stop_token(tokenizer):
 def test_a_long_completion_is_cut(tokenizer):
     fake = engine(tokenizer, complete=lambda prompt, version, seed: "one two three " * 20)
     with fake.awake(NO_WEIGHTS, version=0):
-        [[completion, _]] = fake.generate([prompt()], SAMPLING, step=0)
+        [[completion, _]] = fake.generate([prompt()], SAMPLING)
     assert len(completion.token_ids) == 20
     assert completion.finish_reason == "length"
 
@@ -46,8 +46,8 @@ def test_a_long_completion_is_cut(tokenizer):
 def test_each_sample_has_its_own_seed(tokenizer):
     fake = engine(tokenizer, complete=lambda prompt, version, seed: str(seed))
     with fake.awake(NO_WEIGHTS, version=0):
-        [first, second] = fake.generate([prompt("a"), prompt("b")], SAMPLING, step=3)
-    assert first[1].text == str(sample_seed(7, step=3, prompt_id="a", sample=1))[: len(first[1].text)]
+        [first, second] = fake.generate([prompt("a"), prompt("b")], SAMPLING)
+    assert first[1].text == str(sample_seed(7, draw=0, prompt_id="a", sample=1))[: len(first[1].text)]
     assert len({completion.token_ids for completion in first + second}) == 4
 
 
@@ -55,7 +55,7 @@ def test_greedy_decoding_has_log_probabilities_of_zero(tokenizer):
     greedy = SamplingParams(n=1, temperature=0.0, top_p=1.0, top_k=-1, max_tokens=20, ignore_eos=False, seed=7)
     fake = engine(tokenizer)
     with fake.awake(NO_WEIGHTS, version=0):
-        [[completion]] = fake.generate([prompt()], greedy, step=0)
+        [[completion]] = fake.generate([prompt()], greedy)
     assert set(completion.sampling_logprobs) == {0.0}
 
 
@@ -82,7 +82,7 @@ def test_progress_counts_completions(tokenizer):
     counts = []
     fake = engine(tokenizer)
     with fake.awake(NO_WEIGHTS, version=0):
-        fake.generate([prompt("a"), prompt("b"), prompt("c")], SAMPLING, step=0, on_progress=counts.append)
+        fake.generate([prompt("a"), prompt("b"), prompt("c")], SAMPLING, on_progress=counts.append)
     assert counts == [2, 2, 2]
 
 
@@ -96,7 +96,7 @@ def test_on_group_is_called_before_the_next_prompt_is_sampled(tokenizer):
     fake = engine(tokenizer, complete)
     with fake.awake(NO_WEIGHTS, version=0):
         rows = fake.generate(
-            [prompt("a"), prompt("b")], SAMPLING, step=0, on_group=lambda index, row: events.append((index, row))
+            [prompt("a"), prompt("b")], SAMPLING, on_group=lambda index, row: events.append((index, row))
         )
     assert events == ["a", "a", (0, rows[0]), "b", "b", (1, rows[1])]
 
@@ -104,11 +104,11 @@ def test_on_group_is_called_before_the_next_prompt_is_sampled(tokenizer):
 def test_generate_raises_while_the_engine_sleeps(tokenizer):
     fake = engine(tokenizer)
     with pytest.raises(EngineError, match="sleeps"):
-        fake.generate([prompt()], SAMPLING, step=0)
+        fake.generate([prompt()], SAMPLING)
     with fake.awake(NO_WEIGHTS, version=0):
         pass
     with pytest.raises(EngineError, match="sleeps"):
-        fake.generate([prompt()], SAMPLING, step=0)
+        fake.generate([prompt()], SAMPLING)
 
 
 def traced_engine(tokenizer, folder, **names):
@@ -136,13 +136,13 @@ def num_decode_steps(trace):
 def test_decode_steps_of_the_first_call_of_a_traced_step_are_traced(tokenizer, tmp_path, names, length, traced, name):
     fake, sampling = traced_engine(tokenizer, tmp_path, **names), replace(SAMPLING, max_tokens=length)
     with fake.awake(NO_WEIGHTS, version=0):
-        fake.generate([prompt("a"), prompt("b")], sampling, step=1)
+        fake.generate(drawn([prompt("a"), prompt("b")], 1), sampling)
         assert list(tmp_path.iterdir()) == []
-        fake.generate([prompt("a"), prompt("b")], sampling, step=2)
+        fake.generate(drawn([prompt("a"), prompt("b")], 2), sampling)
         assert [path.name for path in tmp_path.iterdir()] == [name]
         assert num_decode_steps(tmp_path / name) == traced
         (tmp_path / name).unlink()
-        fake.generate([prompt("a")], sampling, step=2)  # a further round of sampling, or a validation
+        fake.generate(drawn([prompt("a")], 2), sampling)  # a further round of sampling, or a validation
         assert list(tmp_path.iterdir()) == []
 
 
@@ -152,5 +152,5 @@ def test_a_traced_call_that_is_interrupted_writes_its_trace(tokenizer, tmp_path)
 
     fake = traced_engine(tokenizer, tmp_path, rank=None)
     with fake.awake(NO_WEIGHTS, version=0), pytest.raises(KeyboardInterrupt):
-        fake.generate([prompt()], SAMPLING, step=2, on_progress=interrupt)
+        fake.generate(drawn([prompt()], 2), SAMPLING, on_progress=interrupt)
     assert num_decode_steps(tmp_path / "step_000002.decode.json") == 1

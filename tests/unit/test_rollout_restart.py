@@ -46,11 +46,11 @@ class FailingEngine:
         finally:
             self.events.append("asleep")
 
-    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
+    def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
         rows = []
         for index in range(len(prompts)):
             self.happens(f"sample {index}")
-            rows.append([Completion((index,), (-1.0,), "stop", f"start {self.starts}", step)] * sampling.n)
+            rows.append([Completion((index,), (-1.0,), "stop", f"start {self.starts}", 1)] * sampling.n)
             on_progress(sampling.n)
             on_group(index, rows[-1])
         return rows
@@ -69,9 +69,7 @@ class FailingEngine:
 def sample(engine):
     """Return the completions of the prompts, how many were reported as done, and the groups."""
     done, groups = [], []
-    rows = engine.generate(
-        PROMPTS, SAMPLING, step=1, on_progress=done.append, on_group=lambda *group: groups.append(group)
-    )
+    rows = engine.generate(PROMPTS, SAMPLING, on_progress=done.append, on_group=lambda *group: groups.append(group))
     return rows, done, groups
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from trigon.metrics import values
-from trigon.rollout.statistics import describe_groups, describe_learned, describe_validation
+from trigon.rollout.statistics import describe_groups, describe_validation
+from trigon.training.train_groups import describe_learned
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 
 

@@ -110,7 +110,7 @@ def test_memory_comes_back_in_the_order_in_which_it_is_needed(rollout, llm_engin
     prompt = Prompt("train:0", (1, 2, 3), None, "", None, {}, ())
     for version in (0, 0):  # a sleep drops the weights, so that the same version is loaded again
         with rollout.awake(handle_of({}), version=version):
-            [completions] = rollout.generate([prompt], SAMPLING, step=1)
+            [completions] = rollout.generate([prompt], SAMPLING)
         assert len(completions) == 2
     awake = ["wake ['weights']", "restore", "load 0", "wake ['kv_cache']", *RESET]
     assert llm_engine.calls == [*awake, *RESET, *RESET, "sleep"] * 2
@@ -155,7 +155,7 @@ def test_the_first_weights_of_a_restarted_engine_are_compared_at_any_version(
 
 def test_vllm_computes_with_one_thread_beside_a_gpu(rollout, llm_engine, several_threads):
     with rollout.awake(handle_of({}), version=0):
-        rollout.generate([Prompt("train:0", (1, 2, 3), None, "", None, {}, ())], SAMPLING, step=1)
+        rollout.generate([Prompt("train:0", (1, 2, 3), None, "", None, {}, ())], SAMPLING)
     assert llm_engine.threads == {1}
     assert torch.get_num_threads() == 3
 
@@ -258,7 +258,7 @@ def test_the_error_of_the_watchdog_ends_the_run_and_starts_no_engine_anew(rollou
         monkeypatch.setattr(llm_engine, "step", interrupted)
         monkeypatch.setattr(llm_engine, "abort_request", Mock(side_effect=AssertionError("vLLM is not called again")))
         with pytest.raises(WorkerError) as caught, rollout.awake(handle_of({}), version=0):
-            rollout.generate([Prompt("train:0", (1, 2, 3), None, "", None, {}, ())], SAMPLING, step=1)
+            rollout.generate([Prompt("train:0", (1, 2, 3), None, "", None, {}, ())], SAMPLING)
     else:
         monkeypatch.setattr(engine, "stop_llm_engine", lambda engine: None)
         monkeypatch.setattr(engine, "start_llm_engine", interrupted)

@@ -27,8 +27,8 @@ from trigon.algorithms.kl import AdaptiveKl
 from trigon.errors import RewardError
 from trigon.loop import train
 from trigon.metrics import values
-from trigon.train_groups import kl_of_tokens, prepare_groups
 from trigon.training.fake import FakeTrainEngine
+from trigon.training.train_groups import GroupPreparation, kl_of_tokens
 from trigon.types import Prompt
 
 
@@ -111,7 +111,8 @@ def test_a_completion_that_was_not_scored_does_not_count_in_reward_metrics(parts
 def test_a_kl_in_the_reward_is_subtracted_before_advantages(parts, tmp_path):
     changes = full_settings(1) | {"kl": AdaptiveKl(coefficient=0.1, target=0.1, horizon=0.0), "intervals": INTERVALS}
     with open_run(parts, tmp_path, **changes) as run:
-        assert train(run, None).kl.coefficient == 0.1
+        train(run, None)
+        assert run.preparation.state()["kl_coefficient"] == 0.1
     rows = rollouts_of(tmp_path)["step_000001.jsonl"]
     [line] = lines_of(tmp_path).values()
     assert line["actor/kl_penalty"] == pytest.approx(0.5)  # -1.0 - (-1.5), of every token
@@ -144,17 +145,19 @@ def untimed(name, *, total=None):
 
 def test_the_kl_of_a_step_is_the_mean_over_its_completions_whatever_their_length():
     prompt = Prompt("test:0", (5, 6), None, "", None, {}, ())
-    prepared = prepare_groups(
-        [group_of(prompt, [(7,), (8,) * 99])],
+    preparation = GroupPreparation(
         replace(ADVANTAGES, kl_in_reward="kl"),
-        trainer=FakeTrainEngine(),
+        FakeTrainEngine(),
         reference=ShortReference(),
-        needs_old_logprobs=True,
+        critic=None,
         kl=AdaptiveKl(coefficient=0.1, target=0.4, horizon=10.0),
+        needs_old_logprobs=True,
         phase=untimed,
     )
-    assert values(prepared.metrics)["actor/kl_penalty"] == 0.5  # over all tokens it would be 0.01
-    assert prepared.kl.coefficient == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))  # 0.5 is above the target
+    _, metrics = preparation.prepare([group_of(prompt, [(7,), (8,) * 99])])
+    assert values(metrics)["actor/kl_penalty"] == 0.5  # over all tokens it would be 0.01
+    # 0.5 is above the target
+    assert preparation.state()["kl_coefficient"] == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
 
 
 def test_cut_completions_do_not_train_but_count_in_their_group(parts, tmp_path):

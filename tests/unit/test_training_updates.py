@@ -10,7 +10,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support.fake_runs import INTERVALS, RecordingTrainer, latest_checkpoint, lines_of, open_run, plan_of, saved_steps
+from support.fake_runs import (
+    INTERVALS,
+    RecordingTrainer,
+    changed,
+    latest_checkpoint,
+    lines_of,
+    open_run,
+    plan_of,
+    saved_steps,
+)
 from trigon.errors import NotFiniteError
 from trigon.loop import train
 from trigon.metrics import Max, Mean, Sum
@@ -195,11 +204,11 @@ def test_minibatches_of_other_steps_count_with_several_epochs_too(parts, tmp_pat
 def test_the_row_goes_on_in_a_resumed_run(parts, tmp_path):
     with open_run(parts, tmp_path, **SAVING) as run:
         asked = iter([False, True])
-        assert train(replace(skipping(run, 1, 2), should_stop=lambda: next(asked)), None).step == 2
+        assert train(changed(skipping(run, 1, 2), should_stop=lambda: next(asked)), None) == 2
     with open_run(parts, tmp_path, **SAVING) as run, pytest.raises(NotFiniteError, match="3 updates in a row"):
         train(skipping(run, 3), latest_checkpoint(tmp_path))
     with open_run(parts, tmp_path, **SAVING) as run:
-        assert train(skipping(run, 4, 5), latest_checkpoint(tmp_path)).step == 6
+        assert train(skipping(run, 4, 5), latest_checkpoint(tmp_path)) == 6
 
 
 def test_a_run_without_a_checkpoint_says_to_start_again(parts, tmp_path):
@@ -234,4 +243,4 @@ def test_a_command_that_does_not_find_the_last_checkpoint_is_told_its_name(parts
 
 def test_with_zero_the_run_goes_on(parts, tmp_path):
     with open_run(parts, tmp_path, max_skipped_updates=0, **SAVING) as run:
-        assert train(skipping(run, *range(1, 7)), None).step == 6
+        assert train(skipping(run, *range(1, 7)), None) == 6

@@ -17,8 +17,8 @@ from trigon.algorithms.kl import AdaptiveKl
 from trigon.config.names import AdvantageEstimator
 from trigon.errors import RewardError
 from trigon.rewards.verifiers import environment
-from trigon.train_groups import prepare_groups
 from trigon.training.fake import FakeTrainEngine
+from trigon.training.train_groups import GroupPreparation
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, Turn
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
@@ -89,15 +89,16 @@ def with_baselines(groups):
 
 def train_groups(groups, estimator, *, weights=None):
     groups = with_baselines(groups) if estimator == "remax" else groups
-    return prepare_groups(
-        groups,
+    preparation = GroupPreparation(
         replace(ADVANTAGES, estimator=estimator, gamma=GAMMA, weights=weights),
-        trainer=FakeTrainEngine(),
+        FakeTrainEngine(),
         reference=None,
-        needs_old_logprobs=False,
+        critic=None,
         kl=AdaptiveKl(coefficient=0.0, target=0.1, horizon=0.0),
+        needs_old_logprobs=False,
         phase=untimed,
-    ).groups
+    )
+    return preparation.prepare(groups)[0]
 
 
 def advantages(episodes, estimator):

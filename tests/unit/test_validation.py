@@ -12,7 +12,7 @@ from trigon.data.stream import mix
 from trigon.errors import BadRow
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.fake import FakeEngine
-from trigon.rollout.validation import VALIDATION_SEED_STEP, Evaluator
+from trigon.rollout.validation import Evaluator
 from trigon.types import SamplingParams
 
 SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=30, ignore_eos=False, seed=7)
@@ -25,13 +25,13 @@ def reward(completion):
 
 
 class RecordingEngine(FakeEngine):
-    """A fake engine that records the step and the prompts of each call."""
+    """A fake engine that records the draws and the prompts of each call."""
 
     calls = ()
 
-    def generate(self, prompts, sampling, *, step, until=None, on_progress=None, on_group=None):
-        self.calls = (*self.calls, (step, [prompt.prompt_id for prompt in prompts]))
-        return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
+    def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
+        self.calls = (*self.calls, ({prompt.draw for prompt in prompts}, [prompt.prompt_id for prompt in prompts]))
+        return super().generate(prompts, sampling, on_progress=on_progress, on_group=on_group)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_every_prompt_is_sampled_and_scored_in_order(prompts, engine, rewards):
     ]
     assert all(group.prompt.vision is not None for group in groups)
     ids = [group.prompt.prompt_id for group in groups]
-    assert engine.calls == tuple((VALIDATION_SEED_STEP, part) for part in (ids[:2], ids[2:4], ids[4:]))
+    assert engine.calls == tuple(({0}, part) for part in (ids[:2], ids[2:4], ids[4:]))
     assert phases.announced[-1] == ("validation", 5, 5)
     assert [name for name, _, _ in phases.announced[:-1]] == ["gen", "reward"] * 3
 

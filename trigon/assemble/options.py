@@ -17,13 +17,13 @@ from trigon.config.defaults import (
 from trigon.config.plan import Plan, shares_trunk, workers_per_machine
 from trigon.config.schema import Config
 from trigon.data.videos import FrameSampling
+from trigon.loop import Intervals
 from trigon.models.lora import LoraSettings
 from trigon.rollout.buffer import BufferSettings
 from trigon.rollout.filtering import GroupFilter
-from trigon.run import Intervals
 from trigon.system.cpus import count_usable_cpus
-from trigon.train_groups import AdvantageSettings
 from trigon.training.step import LossTerms
+from trigon.training.train_groups import AdvantageSettings
 from trigon.training.value_terms import ValueTerms
 from trigon.types import SamplingParams
 
@@ -100,6 +100,7 @@ def make_intervals(config: Config, *, can_validate: bool) -> Intervals:
         save_every=max(trainer.save_freq, 0),
         generations_shown=trainer.val_generations_to_log,
         train_samples_every=max(trainer.train_samples_freq, 0),
+        token_groups=trainer.rollout_tokens,
     )
 
 

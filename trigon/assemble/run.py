@@ -9,10 +9,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from trigon.assemble.auto_micro_batch import tune_plan
 from trigon.assemble.critic import check_trained_critic
@@ -65,11 +63,10 @@ from trigon.config.plan import (
 from trigon.config.schema import Config
 from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source
-from trigon.data.stream import Prompts, PromptStream
+from trigon.data.stream import Prompts
 from trigon.data.tokens import TokenTexts
 from trigon.errors import CheckpointError
-from trigon.hooks import Hooks
-from trigon.loop import train
+from trigon.loop import Checkpoints, Run, Stop, Validation, train
 from trigon.models.load import Processors
 from trigon.report.console import Console
 from trigon.report.image_store import ImageStore
@@ -78,10 +75,8 @@ from trigon.report.loggers.registry import check_loggers, make_loggers, open_log
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps
-from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import RolloutBuffer
 from trigon.rollout.parity import ParityCheck
-from trigon.run import Run
 from trigon.system.gpu_memory import require_free_memory
 from trigon.system.grace import Grace
 from trigon.system.processes import Started
@@ -89,6 +84,7 @@ from trigon.system.secrets import mask
 from trigon.system.temporary import remove_dead_folders
 from trigon.system.watchdog import HangWatch
 from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
+from trigon.training.train_groups import GroupPreparation
 from trigon.training.updates import Updater
 
 
@@ -110,7 +106,7 @@ def run_training(
     """Train from the beginning or from the last checkpoint, and print a summary.
 
     warnings: of the configuration, to be printed. should_stop: called after each step; True saves a
-    checkpoint and ends the run. defer_interrupts, grace: see Run. export_to: folder in which the
+    checkpoint and ends the run. defer_interrupts, grace: see Stop. export_to: folder in which the
     last checkpoint is written as a Hugging Face model; None, or a stopped run: not exported.
     logger_environment: settings of the loggers in trainer.logger. loggers: further ones, which
     this function opens. opened: datasets and reward workers; None: they are opened here.
@@ -202,33 +198,66 @@ def run_training(
         folder.record_start(dump_config(config), origin.describe_start())
         folder.write_local_sources(local_sources(config))
 
-        run = make_run(
-            config,
-            plan,
-            engines,
-            processors,
-            prompts,
-            val_prompts,
-            rewards,
-            val_rewards,
-            store,
-            report,
-            made_from={KEY: origin.state()},
-            should_stop=should_stop,
-            defer_interrupts=defer_interrupts,
-            grace=Grace() if grace is None else grace,
-            hooks=objects.hooks,
-        )
-        save_bytes = staged_bytes(config, engines.sizes, engines.critic_sizes)
         pools = [pool for pool in (rewards, val_rewards) if pool is not None]
-        watchers = open_watchers(config, plan, pools, workers, save_bytes=save_bytes)
-        run = replace(run, watch=stack.enter_context(watchers))
+        save_bytes = staged_bytes(config, engines.sizes, engines.critic_sizes)
+        parity = ParityCheck(resolve_parity_tolerance(config))
+        run = Run(
+            plan=plan,
+            intervals=make_intervals(config, can_validate=val_prompts is not None),
+            buffer=None
+            if prompts is None
+            else RolloutBuffer(
+                prompts,
+                engines.rollout,
+                rewards,
+                make_sampling_params(config),
+                make_buffer_settings(config, plan),
+                report,
+                parity,
+            ),
+            trainer=engines.trainer,
+            critic=engines.critic,
+            parity=parity,
+            preparation=GroupPreparation(
+                make_advantage_settings(config),
+                engines.trainer,
+                reference=engines.reference,
+                critic=engines.critic,
+                kl=make_initial_kl(config),
+                needs_old_logprobs=needs_old_logprobs(config, plan),
+                phase=report.phase,
+            ),
+            updater=Updater(
+                plan,
+                engines.trainer,
+                engines.critic,
+                report,
+                engines.tracer,
+                critic_warmup=critic_warmup(config),
+                max_skipped=config.trainer.max_skipped_updates,
+                traced_steps=config.trainer.profile_steps,
+            ),
+            validation=Validation(
+                open_evaluator(config, val_prompts, report),
+                engines.rollout,
+                rewards if val_rewards is None else val_rewards,
+            ),
+            checkpoints=Checkpoints(
+                store,
+                partial(save_state, engines.trainer, config, processors, engines.critic),
+                made_from={KEY: origin.state()},
+            ),
+            report=report,
+            stop=Stop(should_stop, defer_interrupts, Grace() if grace is None else grace, resolve_same_command(config)),
+            hooks=objects.hooks,
+            watch=stack.enter_context(open_watchers(config, plan, pools, workers, save_bytes=save_bytes)),
+        )
         # The garbage collector need not scan again what has been imported and built by now.
         stack.callback(gc.unfreeze)
         gc.freeze()
-        progress = train(run, checkpoint)
-        stopped = progress.step < plan.total_steps
-        last = last_checkpoint(folder, checkpoint, progress.step)
+        step = train(run, checkpoint)
+        stopped = step < plan.total_steps
+        last = last_checkpoint(folder, checkpoint, step)
         exported = None
         # A run that a hook has stopped is as its user wants it.
         if export_to is not None and last is not None and not (stopped and should_stop()):
@@ -236,7 +265,7 @@ def run_training(
                 exported = export_checkpoint(last, export_to, dtype=None)
         next_steps = suggest_next_steps(config, folder.path, last, exported, stopped=stopped)
         report.summary(exported=exported, next_steps=next_steps)
-        return RunOutcome(folder.path, progress.step, stopped, last, exported)
+        return RunOutcome(folder.path, step, stopped, last, exported)
 
 
 def check_environment(config: Config) -> None:
@@ -405,70 +434,3 @@ def show_overview(config: Config, plan: Plan, engines: Engines, val_prompts: Pro
         has_reference=engines.reference is not None,
     )
     report.overview(rows)
-
-
-def make_run(
-    config: Config,
-    plan: Plan,
-    engines: Engines,
-    processors: Processors,
-    prompts: PromptStream | None,
-    val_prompts: Prompts | None,
-    rewards: RewardPool,
-    val_rewards: RewardPool | None,
-    store: CheckpointStore,
-    report: Reporter,
-    *,
-    made_from: Mapping[str, Any],
-    should_stop: Callable[[], bool],
-    defer_interrupts: Callable[[], AbstractContextManager[None]],
-    grace: Grace,
-    hooks: Hooks,
-) -> Run:
-    """Return the parts of the training loop."""
-    parity = ParityCheck(resolve_parity_tolerance(config))
-    return Run(
-        plan=plan,
-        intervals=make_intervals(config, can_validate=val_prompts is not None),
-        buffer=None
-        if prompts is None
-        else RolloutBuffer(
-            prompts,
-            engines.rollout,
-            rewards,
-            make_sampling_params(config),
-            make_buffer_settings(config, plan),
-            report,
-            parity,
-        ),
-        rollout=engines.rollout,
-        val_rewards=rewards if val_rewards is None else val_rewards,
-        trainer=engines.trainer,
-        updater=Updater(
-            plan,
-            engines.trainer,
-            engines.critic,
-            report,
-            engines.tracer,
-            critic_warmup=critic_warmup(config),
-            max_skipped=config.trainer.max_skipped_updates,
-            traced_steps=config.trainer.profile_steps,
-        ),
-        reference=engines.reference,
-        advantage_settings=make_advantage_settings(config),
-        kl=make_initial_kl(config),
-        needs_old_logprobs=needs_old_logprobs(config, plan),
-        evaluator=open_evaluator(config, val_prompts, report),
-        token_groups=config.trainer.rollout_tokens,
-        parity=parity,
-        store=store,
-        save_state=partial(save_state, engines.trainer, config, processors, engines.critic),
-        report=report,
-        made_from=made_from,
-        should_stop=should_stop,
-        defer_interrupts=defer_interrupts,
-        same_command=resolve_same_command(config),
-        grace=grace,
-        hooks=hooks,
-        critic=engines.critic,
-    )

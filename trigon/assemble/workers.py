@@ -26,7 +26,7 @@ from trigon.training.budget import Budgets, Lengths
 from trigon.training.parallel import SingleProcess
 
 if TYPE_CHECKING:
-    from trigon.distributed.worker_engines import Opened, WorkerEngines
+    from trigon.distributed.worker import Opened, WorkerEngines
     from trigon.distributed.worker_group import WorkerGroup
     from trigon.training.fsdp import TorchProcessGroup
 
@@ -154,7 +154,7 @@ def open_worker_engines(
     process_group: TorchProcessGroup,
 ) -> WorkerEngines:
     """Build the engines of one worker of a pool. Runs in all its workers at the same time."""
-    from trigon.distributed.worker_engines import WorkerEngines
+    from trigon.distributed.worker import WorkerEngines
 
     # A single learner does not shard the model, for which the group of several would ask.
     learns_alone = pool.learns and process_group.size == 1

@@ -25,15 +25,6 @@ def describe_samplers(config: Config) -> tuple[str, str]:
     return f"there are {nodes} x {per_node} = {size} workers ({keys})", divisors
 
 
-def _check_engine(config: Config) -> list[str]:
-    if config.worker.hybrid_engine or config.worker.rollout.name == "vllm":
-        return []
-    return [
-        f"{_SEPARATE} needs worker.rollout.name=vllm, not {config.worker.rollout.name}, which loads no weights "
-        "from other processes"
-    ]
-
-
 def _check_max_staleness(config: Config) -> list[str]:
     staleness = config.algorithm.max_staleness
     if staleness == 0:
@@ -57,7 +48,6 @@ def _check_partial(config: Config) -> list[str]:
 
 
 POOL_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
-    _check_engine,
     _check_max_staleness,
     _check_partial,
 )

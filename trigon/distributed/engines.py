@@ -3,8 +3,8 @@
 Prompts are dealt to the sampling replicas in turn, except for those of which an earlier call has
 begun completions: these stay with their replica, which may have kept their episodes. Groups are
 distributed over ranks by their tokens, and stay on a rank that has their pixels where the balance
-allows it. Only serialized tokens, log-probabilities and media files pass through the driver;
-weights and pixels never do.
+allows it. Tokens, log-probabilities and media files pass through the driver; weights and pixels
+never do.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from trigon.data.packing import tokens_of
-from trigon.distributed.balance import deal
-from trigon.distributed.heartbeat import Heartbeat, HeartbeatRequest
-from trigon.distributed.pairs import split_pairs
-from trigon.distributed.serialization import (
-    decode_completions,
-    decode_logprobs,
-    encode_prompts,
-    encode_train,
-    encode_until,
-)
-from trigon.distributed.shares import FilesOfRanks, call_by_group, partition, put_shares, update_costs
-from trigon.distributed.worker import Worker
+from trigon.distributed.balance import deal, partition_near
+from trigon.distributed.messages import Message, for_sampling, for_scoring, for_update, pack, without_observed_images
+from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
 from trigon.distributed.worker_group import DISK_SECONDS, WorkerGroup
 from trigon.errors import EngineError
 from trigon.metrics import Metrics, merge
 from trigon.rollout.protocol import InterruptKind, OnGroup, Until
-from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TokenLogprobs, TrainGroup, WeightsHandle
+from trigon.training.update_plan import has_gradient
+from trigon.types import (
+    Completion,
+    Prompt,
+    RolloutGroup,
+    SamplingParams,
+    TokenLogprobs,
+    TrainGroup,
+    WeightsHandle,
+    parts_of,
+)
 
 Item = TypeVar("Item")
-Group = TypeVar("Group", RolloutGroup, TrainGroup)
 
 
 class WorkerWeights(WeightsHandle):
@@ -51,26 +51,80 @@ class WorkerWeights(WeightsHandle):
     __slots__ = ()
 
 
-class WorkersTrainEngine:
+class _SharedRows:
+    """Deals groups to the ranks of a worker group, and collects what the ranks return.
+
+    ranks_per_row: consecutive ranks that compute each row together, and receive the same groups.
+    """
+
+    def __init__(self, worker_group: WorkerGroup, *, ranks_per_row: int = 1) -> None:
+        self._worker_group = worker_group
+        self._ranks_per_row = ranks_per_row
+
+    def compute(
+        self, method: Callable[[Worker, Message], Message], groups: Sequence[RolloutGroup], *, phase: str
+    ) -> list[Any]:
+        """Call a method on all workers, each with a share of groups; return results by group."""
+        shares = self._partition(groups, [tokens_of(group) for group in groups])
+        payloads = self._put(shares, [pack(for_scoring([groups[i] for i in share])) for share in shares], groups, phase)
+        results = self._worker_group.call_all(method, per_rank=payloads, phase=phase)
+        received = [self._worker_group.receive(result, phase=phase) for result in results]
+        return restore_order(shares, received[:: self._ranks_per_row])
+
+    def put_update(
+        self, groups: Sequence[TrainGroup], costs: Sequence[int], *, phase: str
+    ) -> tuple[list[list[int]], list[Any]]:
+        """Return the indices of each share's groups, and Ray's reference of each rank's message."""
+        shares = self._partition(groups, costs)
+        messages = [pack(for_update([groups[i] for i in share])) for share in shares]
+        return shares, self._put(shares, messages, groups, phase)
+
+    def _partition(
+        self, groups: Sequence[RolloutGroup] | Sequence[TrainGroup], costs: Sequence[int]
+    ) -> list[list[int]]:
+        """Return the indices of each share's groups: balanced by cost, most where their pixels are.
+
+        The first share is the one of the first ranks_per_row ranks.
+        """
+        processed, size = self._worker_group.processed, self._ranks_per_row
+        homes = [{rank // size for rank in processed.ranks_of(group)} for group in groups]
+        return partition_near(costs, homes, len(self._worker_group.workers) // size)
+
+    def _put(
+        self,
+        shares: Sequence[Sequence[int]],
+        messages: Sequence[Message],
+        groups: Sequence[RolloutGroup] | Sequence[TrainGroup],
+        phase: str,
+    ) -> list[Any]:
+        """Put the message of each share, and return Ray's reference for each rank."""
+        references = []
+        for number, (share, message) in enumerate(zip(shares, messages, strict=True)):
+            ranks = range(number * self._ranks_per_row, (number + 1) * self._ranks_per_row)
+            for index in share:
+                self._worker_group.processed.add(parts_of(groups[index]), ranks)
+            references += [self._worker_group.put(message, phase=phase)] * self._ranks_per_row
+        return references
+
+
+class WorkersTrainEngine(_SharedRows):
     """Trains on all workers. Implements TrainEngine.
 
     regularized: whether groups without advantages have a gradient, too, because of a regularization
     term of the loss.
-    ranks_per_row: consecutive ranks that compute each row together, and get the same groups.
     """
 
     def __init__(self, worker_group: WorkerGroup, *, regularized: bool, ranks_per_row: int = 1) -> None:
-        self._worker_group = worker_group
+        super().__init__(worker_group, ranks_per_row=ranks_per_row)
         self._regularized = regularized
-        self._ranks_per_row = ranks_per_row
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
-        return call_by_group(self._worker_group, Worker.logprobs, groups, self._ranks_per_row, phase="logprobs")
+        return self.compute(Worker.logprobs, groups, phase="logprobs")
 
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See TrainEngine."""
-        return call_by_group(self._worker_group, Worker.full_kl, groups, self._ranks_per_row, phase="full_kl")
+        return self.compute(Worker.full_kl, groups, phase="full_kl")
 
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
         """See TrainEngine. The metrics include the bytes moved since the last update."""
@@ -82,20 +136,17 @@ class WorkersTrainEngine:
         """See TrainEngine. Of the ranks that compute rows together, the first one records."""
         worker_group = self._worker_group
         costs = update_costs(groups, regularized=self._regularized)
-        shares = partition(worker_group, groups, costs, self._ranks_per_row)
-        payloads = put_shares(worker_group, encode_train, groups, shares, self._ranks_per_row, phase="update")
+        shares, payloads = self.put_update(groups, costs, phase="update")
         own = {
             number * self._ranks_per_row: [place for place, index in enumerate(share) if index in recorded]
             for number, share in enumerate(shares)
         }
         results = worker_group.call_all(Worker.step, own, per_rank=payloads, phase="update")
         outputs: dict[int, list[TokenLogprobs]] = {}
-        for share, (_, encoded) in zip(shares, results[:: self._ranks_per_row], strict=True):
-            for place, message in encoded.items():
-                pairs = zip(*decode_logprobs(worker_group.count_received(message, phase="update")), strict=True)
-                outputs[share[place]] = [TokenLogprobs(logprobs, entropy, None) for logprobs, entropy in pairs]
-        metrics = [each for each, _ in results]
-        return merge(*metrics, worker_group.traffic.pop_metrics()), outputs
+        for share, (_, message) in zip(shares, results[:: self._ranks_per_row], strict=True):
+            found = worker_group.receive(message, phase="update")
+            outputs |= {share[place]: of_group for place, of_group in found.items()}
+        return merge(*(metrics for metrics, _ in results), worker_group.traffic.pop_metrics()), outputs
 
     def weights(self) -> WorkerWeights:
         """See TrainEngine."""
@@ -121,26 +172,17 @@ class WorkersTrainEngine:
         """Do nothing: the workers end with the context that started them."""
 
 
-class WorkersCritic:
-    """Trains a critic on all workers. Implements CriticEngine.
-
-    ranks_per_row: as for WorkersTrainEngine.
-    """
-
-    def __init__(self, worker_group: WorkerGroup, *, ranks_per_row: int = 1) -> None:
-        self._worker_group = worker_group
-        self._ranks_per_row = ranks_per_row
+class WorkersCritic(_SharedRows):
+    """Trains a critic on all workers. Implements CriticEngine."""
 
     def values(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See CriticEngine."""
-        return call_by_group(self._worker_group, Worker.values, groups, self._ranks_per_row, phase="values")
+        return self.compute(Worker.values, groups, phase="values")
 
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
         """See CriticEngine. The metrics include the bytes moved since the last update."""
         worker_group = self._worker_group
-        costs = [tokens_of(group) for group in groups]
-        shares = partition(worker_group, groups, costs, self._ranks_per_row)
-        payloads = put_shares(worker_group, encode_train, groups, shares, self._ranks_per_row, phase="update")
+        _, payloads = self.put_update(groups, [tokens_of(group) for group in groups], phase="update")
         metrics = worker_group.call_all(Worker.critic_step, per_rank=payloads, phase="update_critic")
         return merge(*metrics, worker_group.traffic.pop_metrics())
 
@@ -163,27 +205,16 @@ class WorkersTrunkCritic(WorkersCritic):
 
     def logprobs_and_values(self, groups: Sequence[RolloutGroup]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
         """See TrunkCriticEngine."""
-        scored = call_by_group(
-            self._worker_group, Worker.logprobs_and_values, groups, self._ranks_per_row, phase="logprobs"
-        )
-        return split_pairs(scored)
+        pairs = self.compute(Worker.logprobs_and_values, groups, phase="logprobs")
+        return [logprobs for logprobs, _ in pairs], [values for _, values in pairs]
 
 
-class WorkersReference:
-    """Computes log-probabilities of the reference on all workers. Implements LogprobEngine.
-
-    ranks_per_row: as for WorkersTrainEngine.
-    """
-
-    def __init__(self, worker_group: WorkerGroup, *, ranks_per_row: int = 1) -> None:
-        self._worker_group = worker_group
-        self._ranks_per_row = ranks_per_row
+class WorkersReference(_SharedRows):
+    """Computes log-probabilities of the reference on all workers. Implements LogprobEngine."""
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
-        return call_by_group(
-            self._worker_group, Worker.reference_logprobs, groups, self._ranks_per_row, phase="reference_logprobs"
-        )
+        return self.compute(Worker.reference_logprobs, groups, phase="reference_logprobs")
 
 
 class WorkersTracer:
@@ -243,7 +274,6 @@ class WorkersRolloutEngine:
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         *,
-        step: int,
         until: Until | None = None,
         on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
@@ -259,15 +289,11 @@ class WorkersRolloutEngine:
         parts = None if until is None else until.of_shares(shares)
         payloads = []
         for replica, share in enumerate(shares):
-            ranks = range(replica * replica_size, (replica + 1) * replica_size)
-            files = FilesOfRanks([worker_group.files[rank] for rank in ranks])
-            share_prompts = [prompts[index] for index in share]
-            payload = encode_prompts(share_prompts, files, with_rows=self._sends_rows)
-            if parts is not None:
-                payload = encode_until(parts[replica], payload)
-            payloads.append(worker_group.put(payload, phase="rollout"))
-            files.add(share_prompts)
-            worker_group.processed.add(share_prompts, ranks)
+            own = [prompts[index] for index in share]
+            part = None if parts is None else without_observed_images(parts[replica])
+            message = pack((for_sampling(own, with_rows=self._sends_rows), part))
+            payloads.append(worker_group.put(message, phase="rollout"))
+            worker_group.processed.add(own, range(replica * replica_size, (replica + 1) * replica_size))
         self._generation = generation = next(self._generations)
         progress = _GenerationProgress(
             worker_group,
@@ -280,9 +306,7 @@ class WorkersRolloutEngine:
         worker_group.call_all(
             Worker.generate,
             sampling,
-            step,
             generation,
-            until is not None,
             per_rank=[payloads[rank // replica_size] for rank in range(num_workers)],
             phase="rollout",
             listener=progress,
@@ -376,14 +400,32 @@ class _GenerationProgress:
         if self._on_progress is not None:
             # That a worker answers is no progress of its sampling.
             self._on_progress(num_finished or None)
-        for index_in_share, payload in heartbeat.groups:
+        for index_in_share, message in heartbeat.groups:
             index = self._shares[rank][index_in_share]
-            [decoded] = decode_completions(self._worker_group.count_received(payload, phase="rollout"))
-            completions = [replace(completion, replica=rank // self._replica_size) for completion in decoded]
+            received = self._worker_group.receive(message, phase="rollout")
+            completions = [replace(completion, replica=rank // self._replica_size) for completion in received]
             self.completions[index] = completions
             self._worker_group.processed.add(completions, [rank])
             if self._on_group is not None and not any(each.is_unfinished for each in completions):
                 self._on_group(index, completions)
+
+
+def update_costs(groups: Sequence[TrainGroup], *, regularized: bool) -> list[int]:
+    """Return the cost of each group in an update: its tokens, or 1 if it has no gradient."""
+    return [tokens_of(group) if has_gradient(group, regularized=regularized) else 1 for group in groups]
+
+
+def restore_order(shares: Sequence[Sequence[int]], results: Sequence[Sequence[Item]]) -> list[Item]:
+    """Return the results of all shares in the order of the items.
+
+    shares: for each part of results, the indices of its items.
+    """
+    by_index = {
+        index: result
+        for share, part in zip(shares, results, strict=True)
+        for index, result in zip(share, part, strict=True)
+    }
+    return [by_index[index] for index in sorted(by_index)]
 
 
 def _nothing_to_write() -> None:

@@ -67,7 +67,6 @@ class SamplersRolloutEngine:
         self._versions: dict[int, int] = {}  # of the weights that each replica has
         self._members: tuple[int, ...] = ()  # replicas of the transfer group
         self._version = -1  # that was asked for last
-        self._step = 0  # the last one for which was sampled
         self._is_awake = False
         self._sent_bytes = 0  # since the last pop_metrics
 
@@ -84,8 +83,6 @@ class SamplersRolloutEngine:
                 f"A rollout engine of several workers cannot load {type(weights).__name__}. Give it the weights() of "
                 "the train engine of the workers that learn."
             )
-        if version > self._version >= 0:
-            self._samplers.complete_step()
         self._version = version
         self._learners.processed.forget()
         self._learners.call_all(Worker.start_step, phase="weights")
@@ -101,7 +98,6 @@ class SamplersRolloutEngine:
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         *,
-        step: int,
         until: Until | None = None,
         on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
@@ -114,7 +110,6 @@ class SamplersRolloutEngine:
         Raises: LostSamplersError if all replicas are lost without until, and the learners may not
         have the weights any more.
         """
-        self._note_step(step)
         if until is not None and self._is_awake and not self._able():
             self._sync(self._version)
         replicas = range(self.num_replicas) if until is None else self._able()
@@ -143,7 +138,6 @@ class SamplersRolloutEngine:
                     self._engine_of(replica).generate,
                     [prompts[index] for index in share.indices],
                     sampling,
-                    step=step,
                     until=parts[replica],
                 )
                 for replica, share in shares.items()
@@ -151,6 +145,8 @@ class SamplersRolloutEngine:
             for replica, rows in self._sample_until(shares, calls, until, receive, on_progress).items():
                 for index, row in zip(shares[replica].indices, rows, strict=True):
                     completions.setdefault(index, self._noted(row, replica))
+            if completions:
+                self._samplers.complete_call()
             return [
                 completions.get(index, self._begun(until, index, sampling.num_completions))
                 for index in range(len(prompts))
@@ -166,12 +162,13 @@ class SamplersRolloutEngine:
             taken = _take(shares, able)
             calls = {
                 replica: partial(
-                    self._engine_of(replica).generate, [prompts[index] for index in share.indices], sampling, step=step
+                    self._engine_of(replica).generate, [prompts[index] for index in share.indices], sampling
                 )
                 for replica, share in taken.items()
             }
             done = self._sample(taken, calls, receive, on_progress)
             shares = {replica: share for replica, share in shares.items() if replica not in done}
+        self._samplers.complete_call()
         return [completions[index] for index in range(len(prompts))]
 
     def pop_metrics(self) -> Metrics:
@@ -193,12 +190,6 @@ class SamplersRolloutEngine:
         """Do nothing: the workers end with the context that started them."""
 
     # -- completions --
-
-    def _note_step(self, step: int) -> None:
-        """Note the step for which is sampled; that before it is completed."""
-        if step > self._step:  # the version stays the same while a critic warms up
-            self._samplers.complete_step()
-            self._step = step
 
     def _able(self) -> list[int]:
         """Return the replicas that can sample: they have the weights that were asked for last."""

@@ -20,7 +20,7 @@ from trigon.types import Phase
 Result = TypeVar("Result")
 
 MAX_REPLACEMENTS = 3
-"""How often lost replicas are replaced until a step is completed; then the run ends."""
+"""How often lost replicas are replaced until completions are sampled; then the run ends."""
 
 REPLACE = "restart rollout engine: replace lost samplers"
 """The name of the phase in which replicas are replaced, which may take as long as a start."""
@@ -81,7 +81,7 @@ class SamplerPool:
         self.phase: Phase = _no_phase if phase is None else phase
         self._same_command = same_command
         self._open: Callable[[WorkerGroup], object] | None = None
-        self._num_rounds = 0  # of replacements since the last completed step
+        self._num_rounds = 0  # of replacements since completions were last sampled
         self._num_replaced = 0  # replicas since the last pop_replaced
         self._losses: list[str] = []  # what was lost and is not replaced yet
         self._starting: list[WorkerGroup] = []  # in place of lost ones
@@ -173,10 +173,11 @@ class SamplerPool:
         while lost := [number for number, group in enumerate(self.groups) if group is None]:
             losses, self._losses = "; ".join(self._losses), []
             if self._num_rounds >= MAX_REPLACEMENTS:
+                goes_on = self._same_command.from_last("goes on from the last checkpoint")
                 raise WorkerError(
-                    f"{losses}\nSamplers were replaced {self._num_rounds} times since the last completed step, and "
-                    f"have failed again. To go on: {self._same_command.from_last('goes on from the last checkpoint')}. "
-                    "docs/troubleshooting.md (The rollout engine fails) says what to look for"
+                    f"{losses}\nSamplers were replaced {self._num_rounds} times since completions were last sampled, "
+                    f"and have failed again. To go on: {goes_on}. docs/troubleshooting.md (The rollout engine fails) "
+                    "says what to look for"
                 )
             self._num_rounds += 1
             self.warn(f"{losses}. Sampler {', '.join(map(str, lost))} is replaced, and the run goes on")
@@ -193,8 +194,8 @@ class SamplerPool:
                     self.groups[number] = future.result()
                     self._num_replaced += 1
 
-    def complete_step(self) -> None:
-        """Note that a step is completed: replicas may be replaced as often again."""
+    def complete_call(self) -> None:
+        """Note that completions were sampled: replicas may be replaced as often again."""
         self._num_rounds = 0
 
     def pop_replaced(self) -> int:

@@ -1,9 +1,9 @@
 """The worker process: a rank of the sharded trainer, a rollout engine, or both on the same device.
 
 With both, weight syncs from the trainer to the rollout engine stay inside the process; otherwise
-weights come from the workers that train (weight_transfer.py). Calls carry serialized bytes
-(serialization.py). Does not depend on how engines are built: the function that builds them is
-an argument.
+weights come from the workers that train (weight_transfer.py). Calls carry messages
+(messages.py). Does not depend on how engines are built: the function that builds them is an
+argument.
 """
 
 from __future__ import annotations
@@ -23,25 +23,13 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import ray
-from torch import Tensor
 
+from trigon.data.media_processing import MediaProcessor
 from trigon.distributed.cluster import set_environment
-from trigon.distributed.heartbeat import Heartbeat, HeartbeatRequest
-from trigon.distributed.pairs import join_pairs
+from trigon.distributed.messages import Message, pack, unpack
 from trigon.distributed.preflight import NodeReport
-from trigon.distributed.recent_files import RecentFiles
 from trigon.distributed.rendezvous import listen_at, open_store
-from trigon.distributed.serialization import (
-    decode_prompts,
-    decode_rollouts,
-    decode_train,
-    decode_until,
-    encode_completions,
-    encode_logprobs,
-    group_parts,
-)
 from trigon.distributed.weight_transfer import TransferAddress, TransferMember
-from trigon.distributed.worker_engines import Opened, OpenWorkerEngines, WorkerEngines
 from trigon.metrics import Metrics
 from trigon.report.watch.meter import measure_worker
 from trigon.rollout.protocol import Interruption, InterruptKind, RolloutEngine, require_local_weights
@@ -57,10 +45,9 @@ from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.fsdp import Rendezvous, TorchProcessGroup
 from trigon.training.memory import host_memory_for, memory_of
-from trigon.training.protocol import TunableEngine
-from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TrainGroup
+from trigon.training.protocol import LogprobEngine, Sizes, TunableEngine
+from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams
 
-Group = TypeVar("Group", RolloutGroup, TrainGroup)
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -70,13 +57,76 @@ class JoinRanks(Protocol):
     def __call__(self, rendezvous: Rendezvous) -> tuple[TorchProcessGroup, NodeReport]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class HeartbeatRequest:
+    """What a heartbeat should include besides memory use.
+
+    with_stack: the Python stack of the method that is running. generation: the number of a call of
+    Worker.generate whose progress is requested; 0 for none. skip_groups: how many of its finished
+    groups the driver already has.
+    """
+
+    with_stack: bool = False
+    generation: int = 0
+    skip_groups: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The state of a worker.
+
+    memory_bytes, max_memory_bytes: resident memory, current and peak. stack: the innermost call
+    last; "" unless requested. num_samples: completions finished so far in the requested generation.
+    groups: its finished groups in the order in which they finished, less skip_groups: the index of
+    the prompt and the message with its completions.
+    """
+
+    memory_bytes: int
+    max_memory_bytes: int
+    stack: str
+    num_samples: int
+    groups: tuple[tuple[int, Message], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkerEngines:
+    """The engines of one worker.
+
+    trainer, rollout: None in a worker that only samples, or only trains. reference: None if no loss
+    term needs one. images: loads the pixels of prompts to be sampled; trainer and reference load
+    from it themselves. None for a text model. replica_rank: this worker's index among the ranks
+    that sample the same prompts together (tensor parallelism); only index 0 returns the
+    completions. has_episodes: rollout has environments or tools, which of these ranks only index 0
+    has, and loads the pixels of prompts itself. critic: None but for the
+    estimator gae.
+    """
+
+    trainer: TunableEngine | None
+    reference: LogprobEngine | None
+    rollout: RolloutEngine | None
+    images: MediaProcessor | None
+    replica_rank: int
+    has_episodes: bool = False
+    critic: LocalCriticEngine | None = None
+
+
+Opened = tuple[Sizes, Sizes | None]
+"""The sizes of the trainer's model and of the critic's on a rank; None without a critic."""
+
+
+class OpenWorkerEngines(Protocol):
+    """Builds a worker's engines. Called in the worker, on all ranks at once."""
+
+    def __call__(self, process_group: TorchProcessGroup) -> WorkerEngines: ...
+
+
 @dataclass(slots=True)
 class _Generation:
     """The progress of one call of Worker.generate. number: as in HeartbeatRequest; 0 for none."""
 
     number: int
     num_samples: int = 0
-    groups: list[tuple[int, bytes]] = field(default_factory=list)
+    groups: list[tuple[int, Message]] = field(default_factory=list)
     interruption: Interruption = field(default_factory=Interruption)
 
 
@@ -106,7 +156,6 @@ class Worker:
         self._tracer: LocalTracer
         self._engines: WorkerEngines | None = None
         self._transfer: TransferMember
-        self._files = RecentFiles(keeps_content=True)
         # Sampling does not use the trainer: its state can be saved meanwhile.
         self._trainer_in_use = threading.Lock()
         set_gc_threshold()
@@ -226,19 +275,12 @@ class Worker:
 
     # -- sampling --
 
-    def generate(
-        self,
-        prompts: bytes,
-        sampling: SamplingParams,
-        step: int,
-        generation: int,
-        stops: bool = False,
-    ) -> None:
+    def generate(self, message: Message, sampling: SamplingParams, generation: int) -> None:
         """Sample completions, which the heartbeats that request this generation number return.
 
-        Of the ranks that sample the same prompts together, only the first returns completions.
-        stops: before all completions have ended; encode_until then encoded the prompts, and groups
-        that are not finished follow those that are.
+        message: prompts, and when the call stops before all completions have ended (Until, or
+        None); groups that are not finished then follow those that are. Of the ranks that sample the
+        same prompts together, only the first returns completions.
         """
         self._generation = progress = _Generation(generation)
         returns_completions = self._require_engines.replica_rank == 0
@@ -247,16 +289,18 @@ class Worker:
             progress.num_samples += num_finished or 0
 
         def on_group(index: int, completions: Sequence[Completion]) -> None:
-            progress.groups.append((index, encode_completions([completions])))
+            progress.groups.append((index, pack(completions)))
 
-        until = None
-        if stops:
-            until, prompts = decode_until(prompts)
+        prompts, until = unpack(message)
+        if until is not None:
             until = replace(until, interruption=progress.interruption)
-        loaded = self._load_pixels(decode_prompts(prompts, self._files))
         report_progress, report_group = (on_progress, on_group) if returns_completions else (None, None)
         rows = self._rollout.generate(
-            loaded, sampling, step=step, until=until, on_progress=report_progress, on_group=report_group
+            self._with_pixels(prompts),
+            sampling,
+            until=until,
+            on_progress=report_progress,
+            on_group=report_group,
         )
         finished = {index for index, _ in progress.groups}
         for index, row in enumerate(rows if returns_completions else []):
@@ -290,49 +334,44 @@ class Worker:
 
     # -- training --
 
-    def logprobs(self, groups: bytes) -> bytes:
+    def logprobs(self, groups: Message) -> Message:
         """Compute the policy's log-probabilities of this rank's groups."""
         return self._compute(self._trainer.logprobs, groups)
 
-    def full_kl(self, groups: bytes) -> bytes:
+    def full_kl(self, groups: Message) -> Message:
         """Compute the full-vocabulary KL divergence from the reference for this rank's groups."""
         return self._compute(self._trainer.full_kl, groups)
 
-    def reference_logprobs(self, groups: bytes) -> bytes:
+    def reference_logprobs(self, groups: Message) -> Message:
         """Compute the reference's log-probabilities of this rank's groups."""
         assert self._require_engines.reference is not None
         return self._compute(self._require_engines.reference.logprobs, groups)
 
-    def step(self, groups: bytes, recorded: Mapping[int, Sequence[int]]) -> tuple[Metrics, dict[int, bytes]]:
-        """Make one optimizer update, with this rank's share of the groups. Collective.
-
-        recorded: for each rank, indices among its groups; see TrainEngine.step_recording.
-        Returns: this rank's metrics; those of all ranks, merged, are the metrics of the update. And
-        for each recorded group the log-probabilities of its completions, then the entropies.
-        """
-        with self._trainer_in_use:
-            share = self._keep_files(decode_train(groups, self._files))
-            metrics, outputs = self._trainer.step_recording(share, recorded.get(self._rank, ()))
-        encoded = {
-            index: encode_logprobs([[each.logprobs for each in group], [each.entropy for each in group]])
-            for index, group in outputs.items()
-        }
-        return {**metrics, **self._measure()}, encoded
-
-    def values(self, groups: bytes) -> bytes:
+    def values(self, groups: Message) -> Message:
         """Compute the critic's values of this rank's groups."""
         return self._compute(self._critic.values, groups)
 
-    def logprobs_and_values(self, groups: bytes) -> bytes:
-        """Compute what logprobs and values do, for each group first the log-probabilities."""
+    def logprobs_and_values(self, groups: Message) -> Message:
+        """Compute the log-probabilities and the values of each of this rank's groups, as a pair."""
         critic = self._critic
         assert isinstance(critic, LocalTrunkCritic), "this critic has a model of its own"
-        return self._compute(lambda own: join_pairs(*critic.logprobs_and_values(own)), groups)
+        return self._compute(lambda own: list(zip(*critic.logprobs_and_values(own), strict=True)), groups)
 
-    def critic_step(self, groups: bytes) -> Metrics:
+    def step(self, groups: Message, recorded: Mapping[int, Sequence[int]]) -> tuple[Metrics, Message]:
+        """Make one optimizer update, with this rank's share of the groups. Collective.
+
+        recorded: for each rank, indices among its groups; see TrainEngine.step_recording.
+        Returns: this rank's metrics; the metrics of all ranks, merged, are those of the update. And
+        the outputs for each recorded group, by its index.
+        """
+        with self._trainer_in_use:
+            metrics, outputs = self._trainer.step_recording(unpack(groups), recorded.get(self._rank, ()))
+        return {**metrics, **self._measure()}, pack(outputs)
+
+    def critic_step(self, groups: Message) -> Metrics:
         """Make one update of the critic, as step does of the policy. Collective."""
         with self._trainer_in_use:
-            metrics = self._critic.step(self._keep_files(decode_train(groups, self._files)))
+            metrics = self._critic.step(unpack(groups))
         return {**metrics, **self._measure()}
 
     # -- traces --
@@ -426,24 +465,18 @@ class Worker:
         images = self._require_engines.images
         return {**({} if images is None else images.pop_metrics()), **gpu_memory_metrics(), **measure_worker()}
 
-    def _compute(self, compute: Callable[[Sequence[RolloutGroup]], list[list[Tensor]]], groups: bytes) -> bytes:
-        """Return the encoded result of a function of groups: a tensor for each completion."""
+    def _compute(self, compute: Callable[[Sequence[RolloutGroup]], list[Any]], groups: Message) -> Message:
+        """Return the result of a function of groups, which has one item for each group."""
         with self._trainer_in_use:
-            return encode_logprobs(compute(self._keep_files(decode_rollouts(groups, self._files))))
+            return pack(compute(unpack(groups)))
 
-    def _load_pixels(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Keep the files of a message's prompts, and return the prompts with their pixels.
+    def _with_pixels(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """Return prompts with their pixels.
 
-        With episodes as they are: environments get the files, and the engine loads the pixels.
+        With episodes as they are: environments read the files, and the engine loads the pixels.
         """
-        self._files.add(prompts)
         images = self._require_engines.images
         return prompts if images is None or self._require_engines.has_episodes else images.process(prompts)
-
-    def _keep_files(self, groups: list[Group]) -> list[Group]:
-        """Keep the files of a message's groups, and return the groups."""
-        self._files.add(group_parts(groups))
-        return groups
 
 
 def ray_actor_class(worker_class: type[Worker]) -> Any:

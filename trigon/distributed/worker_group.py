@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +18,15 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from trigon.distributed.cluster import WorkerHandle
-from trigon.distributed.heartbeat import Heartbeat, HeartbeatRequest
-from trigon.distributed.processed_media import ProcessedMedia
-from trigon.distributed.recent_files import RecentFiles
-from trigon.distributed.worker import Worker
+from trigon.distributed.messages import Message, StoredFiles, unpack
+from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
 from trigon.errors import LostWorkerError, PeerError, TrigonError, WorkerError
 from trigon.metrics import Metric, Sum
 from trigon.system.resuming import SAME_COMMAND, SameCommand
 from trigon.system.stacks import descendants, dump_stacks, register_stacks
+from trigon.types import Completion, EncodedMedia, Prompt, RolloutGroup, TrainGroup, TrainSequence, parts_of
+
+Part = Prompt | Completion | TrainSequence
 
 W = TypeVar("W", bound=Worker)
 First = TypeVar("First")
@@ -56,6 +57,34 @@ class HeartbeatListener(Protocol):
     def receive(self, rank: int, heartbeat: Heartbeat) -> None:
         """Process a heartbeat. Called by the thread that made the call."""
         ...
+
+
+class ProcessedMedia:
+    """The ranks that have processed the media of each prompt and completion since the weight sync.
+
+    The driver sends a group to a worker that has its pixels where it can. What they have is
+    forgotten at each weight sync, so that what a step computes does not depend on the steps before
+    it: a run that is resumed has not seen them.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[tuple[str, ...], set[int]] = {}  # by the hashes of a part's files
+
+    def ranks_of(self, group: RolloutGroup | TrainGroup) -> Collection[int]:
+        """Return the ranks that have all pixels of a group; none for a group without media."""
+        media = [part.vision.hashes for part in parts_of(group) if isinstance(part.vision, EncodedMedia)]
+        return set.intersection(*(self._ranks.get(hashes, set()) for hashes in media)) if media else ()
+
+    def add(self, parts: Iterable[Part], ranks: Iterable[int]) -> None:
+        """Record that these ranks have these prompts or completions, whose media they process."""
+        ranks = tuple(ranks)
+        for part in parts:
+            if isinstance(part.vision, EncodedMedia):
+                self._ranks.setdefault(part.vision.hashes, set()).update(ranks)
+
+    def forget(self) -> None:
+        """Forget everything."""
+        self._ranks.clear()
 
 
 @dataclass(slots=True)
@@ -101,8 +130,8 @@ class WorkerGroup:
     same_command: goes on with the run when a worker has died.
     role: what its workers are in messages, where a run has several groups. is_closed: set from
     another thread, ends a call that waits.
-    files: the media files that each worker has, by rank; updated by those who encode messages.
-    processed: which workers have the pixels of which prompts; updated likewise.
+    files: the media files that messages to the workers refer to.
+    processed: which workers have the pixels of which prompts; updated by those who send groups.
     """
 
     workers: Sequence[WorkerHandle]
@@ -113,12 +142,9 @@ class WorkerGroup:
     role: str = ""
     is_closed: bool = False
     traffic: Traffic = field(default_factory=Traffic)
-    files: list[RecentFiles] = field(init=False)
+    files: StoredFiles = field(default_factory=StoredFiles)
     processed: ProcessedMedia = field(default_factory=ProcessedMedia)
     _heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.files = [RecentFiles(keeps_content=False) for _ in self.workers]
 
     @overload
     def call_all(
@@ -161,7 +187,7 @@ class WorkerGroup:
             method: looked up on the Ray actors by its name.
             arguments: the same for all ranks; after the value of per_rank, if there is one.
             per_rank: the method's first argument, one value for each rank. Ray replaces a reference
-                from put() by its bytes.
+                from put() by its message.
             phase: the name of the call in metrics and errors.
             listener: requests and receives heartbeats during the call. Heartbeats that have not
                 been received when the call ends are dropped.
@@ -218,18 +244,19 @@ class WorkerGroup:
         """
         self._submit(method, arguments, None)
 
-    def put(self, payload: bytes, *, phase: str) -> Any:
-        """Put bytes into Ray's object store and count them.
+    def put(self, message: Message, *, phase: str) -> Any:
+        """Put a message into Ray's object store, and count its bytes.
 
-        Returns: Ray's reference; a method called with it receives the bytes.
+        Returns: Ray's reference; a method called with it receives the message.
         """
-        self.traffic.count(phase, sent=len(payload))
-        return ray.put(payload)
+        stored, num_bytes = self.files.store(message)
+        self.traffic.count(phase, sent=num_bytes)
+        return ray.put(stored)
 
-    def count_received(self, payload: bytes, *, phase: str) -> bytes:
-        """Count the bytes that a worker has returned, and return them."""
-        self.traffic.count(phase, received=len(payload))
-        return payload
+    def receive(self, message: Message, *, phase: str) -> Any:
+        """Count the bytes of a message that a worker has returned, and return its value."""
+        self.traffic.count(phase, received=message.num_bytes)
+        return unpack(message)
 
     def _submit(
         self, method: Callable[..., Any], arguments: Sequence[Any], per_rank: Sequence[Any] | None

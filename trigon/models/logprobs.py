@@ -86,12 +86,14 @@ def token_logprobs(
     banned_token_ids: Sequence[int],
     entropy_gradient: bool,
     against: Predictions | None = None,
+    logit_cap: float | None = None,
     chunk_tokens: int | None = None,
 ) -> TokenLogprobs:
     """Return the log-probability and entropy of each target token.
 
-    The distribution is softmax(states @ head_weight.T / temperature). Banned tokens are excluded
-    from it, as the sampler excludes them: their logits are minus infinity.
+    The distribution is softmax(logits / temperature), where logits are states @ head_weight.T or,
+    with a cap, cap * tanh(states @ head_weight.T / cap). Banned tokens are excluded from it, as the
+    sampler excludes them: their logits are minus infinity.
 
     The product is computed in the dtype of states, or in that of autocast if it is enabled;
     everything after it in float32 (float64 for float64). The gradient of head_weight is accumulated
@@ -106,7 +108,9 @@ def token_logprobs(
         entropy_gradient: whether gradient flows through the entropy.
         against: a reference's predictions of the same targets. If given, the exact
             KL(policy || reference) over the vocabulary is returned as well, at the same
-            temperature.
+            temperature and with the same cap.
+        logit_cap: bound of the logits' absolute values (Gemma 2, arXiv:2408.00118, section 2);
+            None: they are not bounded.
         chunk_tokens: rows of logits in a chunk; None for rows_per_chunk.
     Returns: logprobs [S] and entropy [S], and kl [S] or None, in float32 (float64 for float64).
         Gradient flows into states and head_weight, from logprobs, kl and, if asked for, entropy.
@@ -115,7 +119,7 @@ def token_logprobs(
     # Fixed here: autocast is off in the backward, which has to recompute exactly the same logits.
     product_dtype = compute_dtype(states.device, states.dtype)
     settings = _Settings(
-        temperature, chunk_tokens or rows_per_chunk(len(head_weight), states.device.type), product_dtype
+        temperature, logit_cap, chunk_tokens or rows_per_chunk(len(head_weight), states.device.type), product_dtype
     )
     with autocast_off(states.device):
         logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -131,9 +135,10 @@ def token_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """How logits are computed. product_dtype: of the product with the head."""
+    """How logits are computed. product_dtype: dtype of the product with the head."""
 
     temperature: float
+    logit_cap: float | None
     chunk_tokens: int
     product_dtype: torch.dtype
 
@@ -183,10 +188,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         head = weight.to(settings.product_dtype)
         grad_states, grad_weight = _empty_gradients(ctx, states, weight)
         buffer, second_buffer = _logits_buffer(states, head, settings), _logits_buffer(states, head, settings)
+        slope = None if settings.logit_cap is None else _logits_buffer(states, head, settings)
         for rows in _chunks(len(states), settings.chunk_tokens):
             # d logprob / d logit_j = [j is the target] - p_j
             # d entropy / d logit_j = -p_j (log p_j + entropy) = -p_j (z_j - mean of z under p)
-            gaps = _logits(states[rows], head, banned, settings, buffer).sub_(top[rows, None])
+            gaps = _logits(states[rows], head, banned, settings, buffer, slope).sub_(top[rows, None])
             unnormalized = torch.exp(gaps, out=second_buffer[: len(gaps)])
             per_logprob = (grad_logprobs[rows] / total[rows])[:, None]
             if ctx.entropy_gradient:
@@ -197,7 +203,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             else:
                 grad_logits = unnormalized.mul_(-per_logprob)
             grad_logits.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
-            _accumulate_gradients(grad_logits, states, head, rows, settings, grad_states, grad_weight)
+            _accumulate_gradients(grad_logits, states, head, rows, settings, slope, grad_states, grad_weight)
         return (
             grad_states,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -237,13 +243,14 @@ class _ChunkedKl(torch.autograd.Function):
         head, ref_head = weight.to(settings.product_dtype), ref_weight.to(settings.product_dtype)
         grad_states, grad_weight = _empty_gradients(ctx, states, weight)
         buffer = _logits_buffer(states, head, settings)
+        slope = None if settings.logit_cap is None else _logits_buffer(states, head, settings)
         for rows in _chunks(len(states), settings.chunk_tokens):
             # d KL / d logit_j = p_j (log p_j - log q_j - KL)
-            log_p = _logits(states[rows], head, banned, settings, buffer).log_softmax(1)
+            log_p = _logits(states[rows], head, banned, settings, buffer, slope).log_softmax(1)
             log_q = _logits(ref_states[rows], ref_head, banned, settings, buffer).log_softmax(1)
             factor = _log_ratio(log_p, log_q, banned).sub_(kl[rows, None]).mul_(grad_kl[rows, None])
             grad_logits = log_p.exp_().mul_(factor)
-            _accumulate_gradients(grad_logits, states, head, rows, settings, grad_states, grad_weight)
+            _accumulate_gradients(grad_logits, states, head, rows, settings, slope, grad_states, grad_weight)
         return (
             grad_states,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -266,12 +273,18 @@ def _accumulate_gradients(
     head: Tensor,
     rows: slice,
     settings: _Settings,
+    slope: Tensor | None,
     grad_states: Tensor | None,
     grad_weight: Tensor | None,
 ) -> None:
-    """Write the states' gradient of these rows, and add to the weight's. Overwrites grad_logits."""
+    """Write the states' gradient of these rows, and add to the weight's. Overwrites grad_logits.
+
+    slope: the derivative of the cap at these rows; None without a cap.
+    """
     if settings.temperature != 1.0:
         grad_logits.div_(settings.temperature)
+    if slope is not None:
+        grad_logits.mul_(slope[: len(grad_logits)])
     grad_product = grad_logits.to(settings.product_dtype)
     if grad_states is not None:
         grad_states[rows] = grad_product @ head
@@ -330,16 +343,28 @@ def _logits_buffer(states: Tensor, head: Tensor, settings: _Settings) -> Tensor:
     return torch.empty(rows, len(head), dtype=_float32_or_wider(states), device=states.device)
 
 
-def _logits(states: Tensor, head: Tensor, banned: Tensor, settings: _Settings, buffer: Tensor) -> Tensor:
-    """Return the logits [rows, V] of a chunk, in the buffer.
+def _logits(
+    states: Tensor,
+    head: Tensor,
+    banned: Tensor,
+    settings: _Settings,
+    buffer: Tensor,
+    slope: Tensor | None = None,
+) -> Tensor:
+    """Return the logits [rows, V] of a chunk, divided by the temperature, in the buffer.
 
-    head: the weight in the dtype of the product.
+    head: the weight in the dtype of the product. slope: receives the derivative of the cap.
     """
     logits = buffer[: len(states)]
     if settings.product_dtype == buffer.dtype:
         torch.mm(states.to(buffer.dtype), head.T, out=logits)
     else:
         logits.copy_(states.to(settings.product_dtype) @ head.T)
+    if settings.logit_cap is not None:
+        logits.div_(settings.logit_cap).tanh_()
+        if slope is not None:  # 1 - tanh^2
+            torch.mul(logits, logits, out=slope[: len(logits)]).neg_().add_(1.0)
+        logits.mul_(settings.logit_cap)
     if settings.temperature != 1.0:
         logits.div_(settings.temperature)
     logits.index_fill_(1, banned, -torch.inf)

@@ -244,7 +244,11 @@ class Policy(nn.Module):
         Args:
             offload: keep the inputs of the layers in host memory; see activation_offload.py.
         """
-        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        options = {"use_reentrant": False}
+        if hasattr(self.model, "activation_checkpointing_enable"):  # transformers 5.24, which warns of the older name
+            self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         if offload:
             self._offload = ActivationOffload()
             self._offload.checkpoint_layers(self.layers())

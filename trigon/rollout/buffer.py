@@ -396,10 +396,12 @@ class RolloutBuffer:
             self._found.count(_DROPPED_TOKENS, count_sampled(completions))
         return len(dropped)
 
-    def _draw(self, num_prompts: int, known: set[str], phase: Phase) -> list[Work]:
-        """Return new work. known: ids of the step's prompts so far; the new ones are added."""
+    def _draw(self, step: int, num_prompts: int, known: set[str], phase: Phase) -> list[Work]:
+        """Return new work for a step. known: ids of its prompts so far; the new ones are added."""
         with phase("data"):
-            return [Work(_with_unique_id(prompt, known)) for prompt in self._prompts.take(num_prompts)]
+            return [
+                Work(replace(_with_unique_id(prompt, known), draw=step)) for prompt in self._prompts.take(num_prompts)
+            ]
 
     def _awake(self, weights: WeightsHandle, version: int) -> AbstractContextManager[None]:
         return awake(self._rollout, weights, version=version, phase=self._report.phase)
@@ -442,7 +444,7 @@ class RolloutBuffer:
             # that each replica samples a few tokens with them.
             with report.phase("parity") if settings.max_staleness > 0 else nullcontext():
                 probes = self._parity.probe(
-                    ended, self._rollout, self._sampling, prompt=batch.groups[0].prompt, step=step, version=version
+                    ended, self._rollout, self._sampling, prompt=batch.groups[0].prompt, version=version
                 )
         return replace(batch, probes=probes)
 
@@ -525,7 +527,7 @@ class RolloutBuffer:
             num_fresh = max(0, num_sampled - len(begun)) if rounds == 1 or group_filter is not None else len(fresh)
             left = fresh[num_fresh:]
             chosen = [*begun, *fresh[:num_fresh]]
-            chosen += self._draw(max(0, num_sampled - len(chosen)), known, phase)
+            chosen += self._draw(step, max(0, num_sampled - len(chosen)), known, phase)
             found.unfinished = []
             has_progress = self._sample_round(step, chosen, quota, found, phase, is_first=step == 1 and rounds == 1)
             found.unfinished = [
@@ -555,7 +557,7 @@ class RolloutBuffer:
             num_required = len(work) if step == settings.total_steps else oldest
             until = Until(min(quota, len(work)), num_required, tuple(each.completions for each in work))
         prompts = [each.prompt for each in work]
-        collected = collect_until(prompts, self._rollout, self._rewards, self._sampling, until, step=step, phase=phase)
+        collected = collect_until(prompts, self._rollout, self._rewards, self._sampling, until, phase=phase)
         groups, unfinished = collected.groups, collected.unfinished
         if is_first:
             warn_if_rewards_are_equal(groups, self._report.warn)
@@ -711,7 +713,7 @@ class RolloutBuffer:
             most = min(most, settings.groups_per_step * (settings.total_steps - step + 1))
         known = {group.prompt.prompt_id for group in self._ready}
         known |= {each.prompt.prompt_id for each in self._unfinished}
-        new = self._draw(max(0, most - len(self._ready) - len(self._unfinished)), known, report.phase)
+        new = self._draw(step, max(0, most - len(self._ready) - len(self._unfinished)), known, report.phase)
         carried = describe_carried([each for each in self._unfinished if each.completions])
         self._found.metrics = merge(self._found.metrics, carried)
         self._unfinished.sort(key=lambda each: find_oldest_version(each.completions, version))
@@ -719,7 +721,7 @@ class RolloutBuffer:
         first = work[0].prompt if work else self._ready[0].prompt
         with self._awake(weights, version), report.phase("parity"):
             # None of the groups has these weights yet, so each replica samples a few tokens.
-            probes = self._parity.probe((), self._rollout, self._sampling, prompt=first, step=step, version=version)
+            probes = self._parity.probe((), self._rollout, self._sampling, prompt=first, version=version)
         self._found.metrics = merge(self._found.metrics, self._rollout.pop_metrics())
         if work:
             self._flight = self._fly(step, version, work)
@@ -740,7 +742,6 @@ class RolloutBuffer:
                     self._rewards,
                     self._sampling,
                     until,
-                    step=step,
                     phase=phase,
                     on_scored=ended.append,
                     min_counted=settings.groups_per_step * self._sampling.n,

@@ -27,7 +27,6 @@ def collect(
     rewards: RewardPool,
     sampling: SamplingParams,
     *,
-    step: int,
     phase: Phase,
 ) -> list[RolloutGroup]:
     """Sample the completions of each prompt, score them, and return the groups in order.
@@ -38,7 +37,7 @@ def collect(
     Raises: EngineError and RewardError as engine and pool do; EngineError if the engine failed for
     every prompt.
     """
-    return collect_until(prompts, rollout, rewards, sampling, None, step=step, phase=phase).groups
+    return collect_until(prompts, rollout, rewards, sampling, None, phase=phase).groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +59,6 @@ def collect_until(
     sampling: SamplingParams,
     until: Until | None,
     *,
-    step: int,
     phase: Phase,
 ) -> Collected:
     """Do what collect does until enough groups are complete; both parts are in order of prompts.
@@ -74,7 +72,7 @@ def collect_until(
             scored[index] = scoring.add(index, prompts[index], completions)
 
         with phase("gen", total=_count_pending(prompts, sampling, until)) as advance:
-            rows = rollout.generate(prompts, sampling, step=step, until=until, on_progress=advance, on_group=add)
+            rows = rollout.generate(prompts, sampling, until=until, on_progress=advance, on_group=add)
         _require_some(rows)
         with phase("reward") as advance:
             scoring.finish(on_progress=advance)
@@ -96,7 +94,6 @@ def collect_as_they_end(
     sampling: SamplingParams,
     until: Until,
     *,
-    step: int,
     phase: Phase,
     on_scored: Callable[[RolloutGroup], None],
     min_counted: int,
@@ -131,7 +128,7 @@ def collect_as_they_end(
                 hand_over()
                 advance(num_finished)
 
-            rows = rollout.generate(prompts, sampling, step=step, until=until, on_progress=on_progress, on_group=add)
+            rows = rollout.generate(prompts, sampling, until=until, on_progress=on_progress, on_group=add)
         with phase("reward") as advance:
             scoring.finish(on_progress=advance)
         hand_over()

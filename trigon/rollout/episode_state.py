@@ -30,7 +30,7 @@ class Episode:
         begun                              | b  b        of a turn that an earlier call has begun
 
     number: identifies the episode for its environment. prompt: with pixel values. unprocessed: the
-    same prompt with files. seed: of the completion, in the call that samples it. greedy: as in
+    same prompt with files. seed: seed of the completion (seeds.sample_seed). greedy: as in
     TurnRequest.
     token_ids, logprobs, turns, media: as in Completion, of what has been observed and of the turns
     that have ended. observed: the pixel values of media, one for each observation with images.
@@ -83,12 +83,12 @@ class Episode:
         self.asked = None
         self.is_waiting, self.outcome = is_waiting, outcome
 
-    def enter(self, prompt_index: int, prompt: Prompt, unprocessed: Prompt, *, seed: int) -> None:
+    def enter(self, prompt_index: int, prompt: Prompt, unprocessed: Prompt) -> None:
         """Continue in another call, which processes the observed images again.
 
         Args: as the fields.
         """
-        self.prompt_index, self.prompt, self.unprocessed, self.seed = prompt_index, prompt, unprocessed, seed
+        self.prompt_index, self.prompt, self.unprocessed = prompt_index, prompt, unprocessed
 
     def unfinished(self, *, policy_version: int) -> Completion:
         """Return all turns so far, with what was sampled of the next one.
@@ -136,7 +136,7 @@ class Episode:
             token_ids=self.prompt.token_ids + self.token_ids + self.begun.token_ids,
             visions=(*([] if of_prompt is None else [of_prompt]), *self.observed),
             max_tokens=max_tokens,
-            seed=turn_seed(self.seed, turn),
+            seed=turn_seed(self.seed, turn, num_begun=len(self.begun.token_ids)),
             stop=stop,
             begun=self.begun.token_ids,
             greedy=self.greedy,

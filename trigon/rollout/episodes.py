@@ -103,7 +103,6 @@ class Episodes:
         sampling: SamplingParams,
         *,
         unprocessed: Sequence[Prompt],
-        step: int,
         policy_version: int,
         on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
@@ -133,10 +132,9 @@ class Episodes:
                 so_far = begun.get((prompt_index, sample))
                 if so_far is not None and not so_far.is_unfinished:
                     continue
-                seed = sample_seed(sampling.seed, step=step, prompt_id=prompt.prompt_id, sample=sample)
                 episode = kept.get((prompt.prompt_id, sample))
                 if episode is not None:
-                    episode.enter(prompt_index, prompt, unprocessed[prompt_index], seed=seed)
+                    episode.enter(prompt_index, prompt, unprocessed[prompt_index])
                     continued.append(episode)
                     continue
                 episode = Episode(
@@ -145,7 +143,7 @@ class Episodes:
                     sample=sample,
                     prompt=prompt,
                     unprocessed=unprocessed[prompt_index],
-                    seed=seed,
+                    seed=sample_seed(sampling.seed, draw=prompt.draw, prompt_id=prompt.prompt_id, sample=sample),
                     greedy=sample == sampling.n,  # the baseline
                 )
                 if so_far is not None and settings is None:
@@ -158,7 +156,7 @@ class Episodes:
         others = {episode.number: episode for episode in self._kept.values()}
         with (
             closing(_Run(settings, turns, new, continued, others, groups, rules)) as run,
-            self.tracer.call(step) as trace,
+            self.tracer.call(newest_draw(prompts)) as trace,
         ):
             run.finish(trace, on_progress, on_group, until)
             self._kept |= {(episode.prompt.prompt_id, episode.sample): episode for episode in run.pop_left()}
@@ -629,3 +627,8 @@ def find_long_opening(num_tokens: int, max_tokens: int) -> str | None:
         "(data.max_response_length, or max_tokens of worker.rollout.val_override_config): raise it, or make the "
         "observation smaller"
     )
+
+
+def newest_draw(prompts: Sequence[Prompt]) -> int:
+    """Return the step for which the last of these prompts was drawn; 0 for a validation."""
+    return max((prompt.draw for prompt in prompts), default=0)

@@ -67,7 +67,6 @@ class ParityCheck:
         sampling: SamplingParams,
         *,
         prompt: Prompt,
-        step: int,
         version: int,
     ) -> list[Probe]:
         """Return completions of every replica to compare. The rollout engine must be awake.
@@ -93,7 +92,7 @@ class ParityCheck:
                     by_replica.setdefault(replica, []).append(sampled)
             probes = {replica: _probe_of_groups(sampled) for replica, sampled in by_replica.items()}
         if len(probes) < rollout.num_replicas:
-            for probe in _sample_probes(prompt, rollout, sampling, step=step):
+            for probe in _sample_probes(prompt, rollout, sampling):
                 probes.setdefault(probe.first.rollouts[0].completion.replica, probe)
         return [probes[replica] for replica in sorted(probes)]
 
@@ -264,15 +263,15 @@ def _probe_of_groups(groups: Sequence[RolloutGroup]) -> Probe:
     return Probe(first, tuple(further))
 
 
-def _sample_probes(prompt: Prompt, rollout: RolloutEngine, sampling: SamplingParams, *, step: int) -> list[Probe]:
+def _sample_probes(prompt: Prompt, rollout: RolloutEngine, sampling: SamplingParams) -> list[Probe]:
     """Sample a probe of this prompt in every replica, without top-p and top-k."""
     max_tokens = min(SAMPLED_PROBE_TOKENS, sampling.max_tokens)
     untruncated = replace(sampling, n=1, top_p=1.0, top_k=-1, max_tokens=max_tokens, one_turn=True, with_baseline=False)
     prompts = [prompt] * rollout.num_replicas
-    first = rollout.generate(prompts, untruncated, step=step)
+    first = rollout.generate(prompts, untruncated)
     # In a call of their own, since a larger batch may change the last bits of the first ones. Their
     # first sample has the seed of those, and is left out.
-    further = rollout.generate(prompts, replace(untruncated, n=1 + FURTHER_PROBES), step=step)
+    further = rollout.generate(prompts, replace(untruncated, n=1 + FURTHER_PROBES))
     if not all(first):
         raise EngineError(
             f"The rollout engine failed twice to sample {prompt.prompt_id} for the parity check. See the engine's log."

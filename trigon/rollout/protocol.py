@@ -45,7 +45,6 @@ class RolloutEngine(Protocol):
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         *,
-        step: int,
         until: Until | None = None,
         on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
@@ -59,15 +58,14 @@ class RolloutEngine(Protocol):
         kept, with its environment, for the next call with until. If that does not continue it, it
         is stopped. If it was not kept, as in another process, it begins again from its start.
 
-        Sample i of a prompt is seeded by (sampling.seed, step, prompt_id, i) alone, so it does not
-        depend on which other prompts are sampled at the same time. Media placeholder tokens are
-        never sampled.
+        Sample i of a prompt is seeded by (sampling.seed, prompt.draw, prompt_id, i) alone, so it
+        does not depend on which other prompts are sampled at the same time, nor on the step. Media
+        placeholder tokens are never sampled.
         Args:
             until: with what the call begins, and when it stops. When that is depends on the number
                 of forward passes, not on the time that they take, unless it is interrupted, or
-                episodes do not run turn by turn (EpisodeSettings). What completes a completion that
-                an earlier call has begun is seeded as a completion of this step. None: all
-                completions begin now, and are sampled to their ends.
+                episodes do not run turn by turn (EpisodeSettings). None: all completions begin now,
+                and are sampled to their ends.
             on_progress: called with the number of newly finished completions every few tokens or
                 seconds: 0 after tokens that finish none, None if the engine does not know of any
                 progress. It may raise, which ends the call.

@@ -104,7 +104,6 @@ class RestartingEngine:
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         *,
-        step: int,
         until: Until | None = None,
         on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
@@ -130,7 +129,7 @@ class RestartingEngine:
 
             try:
                 rows = self._engine.generate(
-                    prompts, sampling, step=step, until=until, on_progress=report_progress, on_group=report_group
+                    prompts, sampling, until=until, on_progress=report_progress, on_group=report_group
                 )
             except RolloutError as error:
                 self._restart(error, self._contexts)

@@ -26,6 +26,7 @@ def groups_state(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
     return [
         {
             "prompt_id": group.prompt.prompt_id,
+            "draw": group.prompt.draw,
             "rollouts": [_rollout_state(rollout) for rollout in group.rollouts],
             **({} if group.baseline is None else {"baseline": _rollout_state(group.baseline)}),
         }
@@ -50,7 +51,7 @@ def load_groups(
     groups, work = [], []
     for saved in state:
         try:
-            prompt = prompts.rebuild(saved["prompt_id"])
+            prompt = replace(prompts.rebuild(saved["prompt_id"]), draw=saved["draw"])
         except BadRow as problem:
             warn(f"its completions, kept from the saved run, are dropped: {problem}")
             continue
@@ -72,6 +73,7 @@ def work_state(work: Sequence[Work]) -> list[dict[str, Any]]:
     return [
         {
             "prompt_id": each.prompt.prompt_id,
+            "draw": each.prompt.draw,
             "num_carried": each.num_carried,
             "completions": [completion_state(completion) for completion in each.completions],
         }
@@ -110,7 +112,7 @@ def load_work(
             )
             completions = ()
         try:
-            prompt = prompts.rebuild(saved["prompt_id"])
+            prompt = replace(prompts.rebuild(saved["prompt_id"]), draw=saved["draw"])
         except BadRow as problem:
             warn(f"its unfinished completions are dropped: {problem}")
             continue

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-from torch import Tensor
-
-from trigon.algorithms.gae import explained_variance
-from trigon.metrics import Max, Mean, Metric, Metrics, Min, Sum, mean_of, merge
+from trigon.metrics import Max, Mean, Metric, Metrics, Sum, mean_max_min, mean_of, merge
 from trigon.rewards.contract import APPLIES
 from trigon.rollout.protocol import Work
 from trigon.types import Completion, RolloutGroup
@@ -30,47 +25,6 @@ def describe_groups(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
         "group/equal_rewards_fraction": mean_of(float(max(scores) == min(scores)) for scores in group_scores),
         "group/reward_std": mean_of(_std(scores) for scores in group_scores),
         **_solved_fractions(groups),
-    }
-
-
-def describe_learned(
-    groups: Sequence[RolloutGroup], rewards: Tensor, advantages: Sequence[Sequence[Tensor]], valid: Tensor
-) -> dict[str, Metric]:
-    """Return metrics of the groups that the policy learns from.
-
-    Args:
-        rewards: [G, N] float, after the KL penalty if there is one.
-        advantages: [R] float of each completion of each group.
-        valid: [G, N] bool, whether a completion was scored; others are in no metric.
-    """
-    completions = [tokens for group in advantages for tokens in group]
-    lengths = torch.tensor([len(tokens) for tokens in completions])
-    means = torch.segment_reduce(torch.cat(completions), "mean", lengths=lengths).view(valid.shape)
-    return {
-        **_mean_max_min("critic/score", (score for group in groups for score in _scores(group))),
-        **_mean_max_min("critic/rewards", rewards[valid].tolist()),
-        **_mean_max_min("critic/advantages", means[valid].tolist()),
-    }
-
-
-def describe_critic(
-    values: Sequence[Sequence[Tensor]], returns: Sequence[Sequence[Tensor]], valid: Tensor
-) -> dict[str, Metric]:
-    """Return metrics of a critic's values before the update, and of what it learns them to be.
-
-    Args: values, returns: [S] float of each completion of each group; valid: see describe_learned.
-    """
-    scored = valid.flatten().tolist()
-    if not any(scored):
-        return {}
-    before, targets = (
-        torch.cat(list(itertools.compress((tokens for group in each for tokens in group), scored)))
-        for each in (values, returns)
-    )
-    return {
-        **_mean_max_min("critic/values", before.tolist()),
-        **_mean_max_min("critic/returns", targets.tolist()),
-        "critic/vf_explained_var": Mean(explained_variance(before, targets)),
     }
 
 
@@ -115,9 +69,9 @@ def _length_metrics(groups: Sequence[RolloutGroup], *, prefix: str) -> dict[str,
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     cut = mean_of(float(completion.finish_reason == "length") for completion in completions)
     return {
-        **_mean_max_min(f"{prefix}response_length", (completion.num_sampled for completion in completions)),
+        **mean_max_min(f"{prefix}response_length", (completion.num_sampled for completion in completions)),
         f"{prefix}response_length/clip_ratio": cut,
-        **_mean_max_min(f"{prefix}prompt_length", (len(group.prompt.token_ids) for group in groups)),
+        **mean_max_min(f"{prefix}prompt_length", (len(group.prompt.token_ids) for group in groups)),
     }
 
 
@@ -147,13 +101,6 @@ def _solved_fractions(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
         "group/all_right_fraction": mean_of(float(min(group) >= 1.0) for group in non_empty),
         "group/all_wrong_fraction": mean_of(float(max(group) <= 0.0) for group in non_empty),
     }
-
-
-def _mean_max_min(name: str, numbers: Iterable[float]) -> dict[str, Metric]:
-    values = [float(number) for number in numbers]
-    if not values:
-        return {}
-    return {f"{name}/mean": mean_of(values), f"{name}/max": Max(max(values)), f"{name}/min": Min(min(values))}
 
 
 def _std(numbers: Sequence[float]) -> float:

@@ -13,12 +13,6 @@ from trigon.rollout.collect import collect
 from trigon.rollout.protocol import RolloutEngine
 from trigon.types import Phase, Prompt, RolloutGroup, SamplingParams
 
-VALIDATION_SEED_STEP = 0
-"""The step of validation's sampling seeds, at every validation; training steps count from 1.
-
-Two validations therefore differ by their weights only, not by their random numbers.
-"""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluator:
@@ -57,7 +51,7 @@ class Evaluator:
             for start in range(0, total, self.prompts_per_call):
                 indices = range(start, min(start + self.prompts_per_call, total))
                 batch = [prompt for prompt in threads.map(self._build, indices) if prompt is not None]
-                yield collect(batch, rollout, rewards, self.sampling, step=VALIDATION_SEED_STEP, phase=phase)
+                yield collect(batch, rollout, rewards, self.sampling, phase=phase)
                 advance(len(indices))
 
     def image_files(self, prompt_id: str) -> list[bytes]:

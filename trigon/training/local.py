@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -18,7 +19,8 @@ from torch.optim import Optimizer
 
 from trigon.algorithms.reduce import Denominators, count_denominators
 from trigon.algorithms.unread import UnreadMetrics, read_metrics
-from trigon.data.packing import Positions
+from trigon.config.names import OptimizerStrategy
+from trigon.data.packing import Positions, by_owner
 from trigon.errors import ModelError, NotFiniteError
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum
 from trigon.models.features import VisionFeatureCache
@@ -27,12 +29,10 @@ from trigon.training import checkpointing
 from trigon.training.dry_run import update_passes
 from trigon.training.finite import require_finite
 from trigon.training.memory import free_cached_memory
-from trigon.training.optim import make_optimizer, move_states, on_this_rank, update_bytes
+from trigon.training.optim import make_optimizer, move_states, on_this_rank, state_bytes, update_bytes
 from trigon.training.protocol import SKIPPED_GRAD_NORM, LoadPixels, Sizes
-from trigon.training.recorded import RecordedOutputs
 from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
 from trigon.training.settings import Placement, TrainSettings
-from trigon.training.sizes import sizes_of
 from trigon.training.step import LossTerms, Reference, idle_backward, micro_batch_backward, to_device
 from trigon.training.update_plan import AppliedUpdate, UpdatePlan, has_gradient, plan_update
 from trigon.types import LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup
@@ -469,3 +469,51 @@ class LocalTrainEngine:
             self._policy.to(self._device)
         if optimizer and self._offload_optimizer:
             move_states(self._optimizer, self._device)
+
+
+def sizes_of(trained: nn.Module, strategy: OptimizerStrategy, *, makes_updates: bool) -> Sizes:
+    """Return the sizes of a module, some of whose parameters may be frozen, and of its updates."""
+    parameters = list(trained.parameters())
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    updated = list(map(on_this_rank, trainable)) if makes_updates else []
+    return Sizes(
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trainable=sum(parameter.numel() for parameter in trainable),
+        weight_bytes=sum(part.numel() * part.element_size() for part in map(on_this_rank, parameters)),
+        gradient_bytes=sum(part.numel() * part.element_size() for part in updated),
+        optimizer_bytes=sum(state_bytes(part, strategy) for part in updated),
+    )
+
+
+class RecordedOutputs:
+    """Collects the outputs of the rows that contain recorded groups."""
+
+    def __init__(self, plan: UpdatePlan, recorded: Collection[int]) -> None:
+        """Collect of this update. recorded: indices among all groups of this rank."""
+        self._plan = plan
+        self._recorded = {place: index for place, index in enumerate(plan.indices) if index in recorded}
+        self._rows: dict[int, Tensor] = {}  # by the number of the batch: [2, S]
+
+    def receiver(self, number: int) -> Callable[[TokenLogprobs], None] | None:
+        """Return what receives the outputs of a batch; None if it has no recorded group."""
+        if any(group in self._recorded for group, _ in self._plan.batches[number].owners):
+            return partial(self._receive, number)
+        return None
+
+    def by_group(self) -> dict[int, list[TokenLogprobs]]:
+        """Return the outputs of each recorded group that has a gradient, by its index.
+
+        Called after the device has finished the passes. Tensors float32 [R] on the CPU.
+        """
+        batches = [self._plan.batches[number] for number in self._rows]
+        owned = by_owner(batches, list(self._rows.values()))
+        outputs: dict[int, list[TokenLogprobs]] = {index: [] for index in self._recorded.values()}
+        for place, number in sorted(owned):
+            if place in self._recorded:
+                logprobs, entropy = owned[place, number]
+                outputs[self._recorded[place]].append(TokenLogprobs(logprobs, entropy, None))
+        return outputs
+
+    def _receive(self, number: int, outputs: TokenLogprobs) -> None:
+        stacked = torch.stack([outputs.logprobs.detach().float(), outputs.entropy.detach().float()])
+        self._rows[number] = stacked.to("cpu", non_blocking=True)  # into pinned memory

@@ -17,7 +17,7 @@ from trigon.errors import EngineError, RolloutError, WorkerError
 from trigon.metrics import Metrics, Sum, merge
 from trigon.models.load import Processors
 from trigon.rollout.episode_settings import EpisodeSettings
-from trigon.rollout.episodes import Episodes
+from trigon.rollout.episodes import Episodes, newest_draw
 from trigon.rollout.protocol import OnGroup, Until, require_local_weights
 from trigon.rollout.vllm.arguments import ModelRunner, VllmSettings, batched_tokens, engine_arguments
 from trigon.rollout.vllm.inputs import check_prompt, check_sampling
@@ -206,7 +206,6 @@ class VllmEngine:
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         *,
-        step: int,
         until: Until | None = None,
         on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
@@ -247,7 +246,6 @@ class VllmEngine:
             prompts=prompts,
             sampling=sampling,
             unprocessed=unprocessed,
-            step=step,
             policy_version=self._version,
             on_group=on_group,
             until=until,
@@ -263,7 +261,7 @@ class VllmEngine:
                 if self._ranks.is_first:
                     with leading(turns, self._ranks, prompts) as leader:
                         return run(leader, on_progress=on_progress)
-                with self._episodes.tracer.call(step) as trace:
+                with self._episodes.tracer.call(newest_draw(prompts)) as trace:
                     follow(turns, self._ranks, prompts, trace)
                 return [[] for _ in prompts]
             finally:

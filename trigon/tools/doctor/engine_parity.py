@@ -67,9 +67,7 @@ class Session:
             return [
                 [
                     RolloutGroup(prompt, tuple(Rollout(each, Score(0.0, {}, "ok", "")) for each in completions))
-                    for prompt, completions in zip(
-                        prompts, self.rollout.generate(prompts, sampling, step=1), strict=True
-                    )
+                    for prompt, completions in zip(prompts, self.rollout.generate(prompts, sampling), strict=True)
                 ]
                 for _ in range(calls)
             ]

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from trigon.errors import ParityError
-from trigon.rollout.checksums import Checksum, add, read_sums, sum_values
-from trigon.rollout.vllm.weight_check import RankSums, compare
+from trigon.rollout.vllm.weight_check import Checksum, RankSums, add, compare, read_sums, sum_values
 
 GENERATOR = torch.Generator().manual_seed(0)
 Q, K, V = (0.02 * torch.randn(size, 64, generator=GENERATOR) for size in (128, 32, 32))

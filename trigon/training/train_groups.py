@@ -1,25 +1,25 @@
 """From scored groups to the groups that an update learns from.
 
-Computes log-probabilities, KL penalties and advantages. prepare_groups is what the training loop
-calls between sampling and the update; the other functions are its parts. Uses the train engine and
-the reference through their protocols.
+Computes log-probabilities, KL penalties and advantages, between sampling and the update. Uses the
+train engine and the reference through their protocols.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trigon.algorithms.advantages import RewardBatch, estimate_advantages
-from trigon.algorithms.gae import Estimates, GaeSettings, estimate_with_values
+from trigon.algorithms.gae import Estimates, GaeSettings, estimate_with_values, explained_variance
 from trigon.algorithms.kl import AdaptiveKl, kl_per_token
 from trigon.config.names import Estimator, KlEstimator
 from trigon.errors import RewardError
-from trigon.metrics import Mean, Metrics, merge
-from trigon.rollout.statistics import describe_critic, describe_learned
+from trigon.metrics import Mean, Metric, Metrics, mean_max_min, merge
 from trigon.training.protocol import CriticEngine, LogprobEngine, TrainEngine, TrunkCriticEngine
 from trigon.types import Phase, RolloutGroup, TrainGroup, TrainSequence
 
@@ -44,74 +44,88 @@ class AdvantageSettings:
     gae: GaeSettings = field(default_factory=GaeSettings)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedGroups:
-    """What an update learns from. kl: the coefficient of a KL in the reward, for the next step."""
+class GroupPreparation:
+    """Computes what an update needs of a step's groups: log-probabilities, KL and advantages."""
 
-    groups: list[TrainGroup]
-    kl: AdaptiveKl
-    metrics: Metrics
+    def __init__(
+        self,
+        settings: AdvantageSettings,
+        trainer: TrainEngine,
+        *,
+        reference: LogprobEngine | None,
+        critic: CriticEngine | None,
+        kl: AdaptiveKl,
+        needs_old_logprobs: bool,
+        phase: Phase,
+    ) -> None:
+        """Begin with the first step.
 
+        Args:
+            reference: None where no term needs its log-probabilities.
+            critic: for the estimator gae; else None. On the policy's trunk it computes values and
+                log-probabilities in one pass.
+            kl: the initial coefficient of a KL in the reward.
+            needs_old_logprobs: whether the policy's own log-probabilities are computed before the
+                first update: the policy changes between sampling and the last update of a step, or
+                the KL in the reward needs them.
+            phase: times "old", "ref" and "values".
+        """
+        self._settings, self._trainer, self._reference, self._critic = settings, trainer, reference, critic
+        self._kl, self._needs_old_logprobs, self._phase = kl, needs_old_logprobs, phase
 
-def prepare_groups(
-    groups: Sequence[RolloutGroup],
-    settings: AdvantageSettings,
-    *,
-    trainer: TrainEngine,
-    reference: LogprobEngine | None,
-    needs_old_logprobs: bool,
-    kl: AdaptiveKl,
-    phase: Phase,
-    critic: CriticEngine | None = None,
-) -> PreparedGroups:
-    """Compute what an update needs of a step's groups: log-probabilities, KL and advantages.
+    def prepare(self, groups: Sequence[RolloutGroup]) -> tuple[list[TrainGroup], Metrics]:
+        """Return what an update learns from these groups, and metrics of it.
 
-    Args:
-        reference: None where no term needs its log-probabilities.
-        needs_old_logprobs: whether the policy's own log-probabilities are computed before the first
-        update: the policy
-            changes between sampling and the last update of a step, or the KL in the reward needs
-            them.
-        phase: times "old", "ref" and "values".
-        critic: for the estimator gae; else None. On the policy's trunk it computes values and
-            log-probabilities in one pass.
-    """
-    old = ref = penalties = values = None
-    metrics: Metrics = {}
-    if needs_old_logprobs:
-        with phase("old"):
-            if isinstance(critic, TrunkCriticEngine):
-                old, values = critic.logprobs_and_values(groups)
-            else:
-                old = trainer.logprobs(groups)
-    if reference is not None:
-        with phase("ref"):
-            ref = reference.logprobs(groups)
-    if settings.kl_in_reward is not None:
-        with phase("ref"):
-            token_kl = kl_of_tokens(groups, settings.kl_in_reward, trainer, old=old, ref=ref)
-        penalties = [[kl.coefficient * tokens for tokens in group] for group in token_kl]
-        mean_kl = mean_over_completions(token_kl)
-        metrics = {"actor/kl_penalty": mean_kl, "actor/kl_coef": Mean(kl.coefficient)}
-        kl = kl.updated(mean_kl.value, sum(map(len, token_kl)))
-    rewards = build_reward_batch(groups, settings, penalties=penalties, baselines=baselines_of(groups))
-    estimates = None
-    if settings.estimator == "gae":
-        assert critic is not None, "gae needs a critic"
-        if values is None:
-            with phase("values"):
-                values = critic.values(groups)
-        estimates = estimate_with_values(rewards, values, settings.gae, cut=is_cut(groups))
-        metrics = merge(metrics, describe_critic(estimates.values, estimates.returns, rewards.valid))
-        advantages = estimates.advantages
-    else:
-        advantages = estimate_advantages(rewards, settings.estimator, gamma=settings.gamma, weights=settings.weights)
-    trains = rewards.valid & ~is_cut(groups) if settings.mask_overlong else rewards.valid  # [G, N]
-    return PreparedGroups(
-        build_train_groups(groups, advantages, trains, old=old, ref=ref, estimates=estimates),
-        kl,
-        merge(metrics, describe_learned(groups, rewards.totals(), advantages, rewards.valid)),
-    )
+        An adaptive coefficient of the KL changes for the next step.
+        """
+        settings, critic, phase = self._settings, self._critic, self._phase
+        old = ref = penalties = values = None
+        metrics: Metrics = {}
+        if self._needs_old_logprobs:
+            with phase("old"):
+                if isinstance(critic, TrunkCriticEngine):
+                    old, values = critic.logprobs_and_values(groups)
+                else:
+                    old = self._trainer.logprobs(groups)
+        if self._reference is not None:
+            with phase("ref"):
+                ref = self._reference.logprobs(groups)
+        if settings.kl_in_reward is not None:
+            with phase("ref"):
+                token_kl = kl_of_tokens(groups, settings.kl_in_reward, self._trainer, old=old, ref=ref)
+            penalties = [[self._kl.coefficient * tokens for tokens in group] for group in token_kl]
+            mean_kl = mean_over_completions(token_kl)
+            metrics = {"actor/kl_penalty": mean_kl, "actor/kl_coef": Mean(self._kl.coefficient)}
+            self._kl = self._kl.updated(mean_kl.value, sum(map(len, token_kl)))
+        rewards = build_reward_batch(groups, settings, penalties=penalties, baselines=baselines_of(groups))
+        estimates = None
+        if settings.estimator == "gae":
+            assert critic is not None, "gae needs a critic"
+            if values is None:
+                with phase("values"):
+                    values = critic.values(groups)
+            estimates = estimate_with_values(rewards, values, settings.gae, cut=is_cut(groups))
+            metrics = merge(metrics, describe_critic(estimates.values, estimates.returns, rewards.valid))
+            advantages = estimates.advantages
+        else:
+            advantages = estimate_advantages(
+                rewards, settings.estimator, gamma=settings.gamma, weights=settings.weights
+            )
+        trains = rewards.valid & ~is_cut(groups) if settings.mask_overlong else rewards.valid  # [G, N]
+        learned = build_train_groups(groups, advantages, trains, old=old, ref=ref, estimates=estimates)
+        return learned, merge(metrics, describe_learned(groups, rewards.totals(), advantages, rewards.valid))
+
+    def state(self) -> dict[str, Any]:
+        """Return the entries of a checkpoint, as JSON. Read by load_state."""
+        return {"kl_coefficient": self._kl.coefficient}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue with the adaptive coefficient of a saved run.
+
+        A fixed coefficient, and the target, come from the configuration.
+        """
+        if self._kl.horizon > 0:
+            self._kl = replace(self._kl, coefficient=state["kl_coefficient"])
 
 
 def baselines_of(groups: Sequence[RolloutGroup]) -> Tensor | None:
@@ -247,3 +261,45 @@ def build_train_groups(
         )
         for g, group in enumerate(groups)
     ]
+
+
+def describe_learned(
+    groups: Sequence[RolloutGroup], rewards: Tensor, advantages: Sequence[Sequence[Tensor]], valid: Tensor
+) -> dict[str, Metric]:
+    """Return metrics of the groups that the policy learns from.
+
+    Args:
+        rewards: [G, N] float, after the KL penalty if there is one.
+        advantages: [R] float of each completion of each group.
+        valid: [G, N] bool, whether a completion was scored; others are in no metric.
+    """
+    scores = (each.score.overall for group in groups for each in group.rollouts if each.score.outcome == "ok")
+    completions = [tokens for group in advantages for tokens in group]
+    lengths = torch.tensor([len(tokens) for tokens in completions])
+    means = torch.segment_reduce(torch.cat(completions), "mean", lengths=lengths).view(valid.shape)
+    return {
+        **mean_max_min("critic/score", scores),
+        **mean_max_min("critic/rewards", rewards[valid].tolist()),
+        **mean_max_min("critic/advantages", means[valid].tolist()),
+    }
+
+
+def describe_critic(
+    values: Sequence[Sequence[Tensor]], returns: Sequence[Sequence[Tensor]], valid: Tensor
+) -> dict[str, Metric]:
+    """Return metrics of a critic's values before the update, and of what it learns them to be.
+
+    Args: values, returns: [S] float of each completion of each group; valid: see describe_learned.
+    """
+    scored = valid.flatten().tolist()
+    if not any(scored):
+        return {}
+    before, targets = (
+        torch.cat(list(itertools.compress((tokens for group in each for tokens in group), scored)))
+        for each in (values, returns)
+    )
+    return {
+        **mean_max_min("critic/values", before.tolist()),
+        **mean_max_min("critic/returns", targets.tolist()),
+        "critic/vf_explained_var": Mean(explained_variance(before, targets)),
+    }
