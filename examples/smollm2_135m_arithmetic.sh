@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SmolLM2-135M-Instruct, a CPU with two cores and 8 GiB of memory.
 # A pretrained language model learns to answer sums of two one-digit numbers in \boxed{}, in a quarter of an
-# hour on a laptop. docs/laptop.md has the curve, and how to do it without a hub.
+# hour on a laptop. docs/quickstart.md has the curve, and how to do it without a hub.
 # Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/smollm2_135m_arithmetic.sh trainer.max_steps=10
 set -euo pipefail

@@ -15,7 +15,7 @@
         num_cpus: 2                      # processes,
         concurrency: 32                  # with so many requests at a time each
 
-docs/model-rewards.md describes the arguments, and what has to be set with `confinement: strict`.
+docs/rewards.md describes the arguments, and what has to be set with `confinement: strict`.
 Needs the package openai: pip install -e ".[judge]".
 """
 

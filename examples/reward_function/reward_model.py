@@ -8,7 +8,7 @@
         num_cpus: 1             # each reward worker loads the model
         max_memory_gb: 16       # of each: the weights, and what a batch needs
 
-docs/model-rewards.md says how a GPU is used. The model reads text only: the question and the
+docs/rewards.md says how a GPU is used. The model reads text only: the question and the
 completion, as a conversation in its own chat template.
 """
 

@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 STEPS = 16
-SEED = "3"  # whose model begins worst: docs/agents-examples.md
+SEED = "3"  # whose model begins worst: docs/agents.md
 CHANCE = 0.25
 
 

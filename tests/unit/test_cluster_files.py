@@ -1,4 +1,4 @@
-"""docs/multi-node.md, the Docker image and the cluster files agree with the code and each other."""
+"""docs/distributed.md, the Docker image and the cluster files agree with the code and each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trigon.config.schema import TrainerConfig
 from trigon.tools.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-PAGE = "docs/multi-node.md"
+PAGE = "docs/distributed.md"
 DOCKERFILE = "docker/Dockerfile"
 SLURM = "examples/cluster/slurm.sh"
 KUBERAY = "examples/cluster/kuberay.yaml"

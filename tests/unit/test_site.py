@@ -40,7 +40,7 @@ def test_the_navigation_has_every_page_once(tmp_path):
 
 def test_links_that_leave_docs_lead_to_pages_of_the_site(tmp_path):
     build_docs.write_sources(tmp_path / "sources")
-    text = (tmp_path / "sources/multi-node.md").read_text("utf-8")
+    text = (tmp_path / "sources/distributed.md").read_text("utf-8")
     assert "[`examples/cluster/slurm.sh`](files/examples/cluster/slurm.sh.md)" in text
     assert "#!/usr/bin/env bash" in (tmp_path / "sources/files/examples/cluster/slurm.sh.md").read_text("utf-8")
     assert "](architecture.md)" in (tmp_path / "sources/contributing.md").read_text("utf-8")

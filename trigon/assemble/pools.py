@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trigon.distributed.worker_group import WorkerGroup
     from trigon.training.fsdp import Rendezvous, TorchProcessGroup
 
-JOIN_PHASE = "preflight (connecting the ranks; see docs/multi-node.md, network problems)"
+JOIN_PHASE = "preflight (connecting the ranks; see docs/distributed.md, network problems)"
 """The name of the first call in errors, where a rank that hangs is a problem of the network."""
 
 COLLECTIVE_GRACE_SECONDS = 60

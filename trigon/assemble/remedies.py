@@ -2,7 +2,7 @@
 
 One list serves the refusal at the start of a run and `trigon plan`, which compute what each change
 saves (memory.py), and the error of a GPU that runs out of memory while a model computes. The order
-is the one in docs/multi-node.md (Out of memory). What a configuration has already is left out.
+is the one in docs/distributed.md (Out of memory). What a configuration has already is left out.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ _THRESHOLDS = (
 _FIXED_THRESHOLD = IgnoredKey(
     "the rules have fixed thresholds",
     allowed=(),
-    advice="the thresholds are fixed (docs/watchers.md); name a rule that does not fit the task in "
+    advice="the thresholds are fixed (docs/troubleshooting.md); name a rule that does not fit the task in "
     "trainer.watch.ignore, and end a run on a condition of your own with a hook (docs/python.md)",
 )
 

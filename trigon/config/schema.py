@@ -319,7 +319,7 @@ class AlgorithmConfig(Section):
     """Steps by which the weights that sample may be older than the weights that learn.
     With 1, a batch is sampled during the update on the batch before it. Above 1, groups are sampled
     continuously, up to this number of steps ahead, and groups that have become older are sampled
-    again. Both need worker.hybrid_engine=false, see docs/separate-workers.md. Trigon only."""
+    again. Both need worker.hybrid_engine=false, see docs/distributed.md. Trigon only."""
 
     @property
     def compares_groups(self) -> bool:
@@ -576,7 +576,7 @@ class ActorConfig(TrainedConfig):
     ulysses_sequence_parallel_size: int = Field(default=1, ge=1, le=4096)
     """Workers that compute each row of sequences together, a slice of its tokens each. It divides
     the number of workers. Raising it divides the activations of long sequences, which do not fit
-    into one GPU otherwise, and costs communication; see docs/long-sequences.md."""
+    into one GPU otherwise, and costs communication; see docs/distributed.md."""
 
     entropy_coeff: float = Field(default=0.0, ge=0, le=1000)
     """Weight of an entropy bonus in the loss.
@@ -680,7 +680,7 @@ class RolloutConfig(Section):
     """Share of prompts that a step samples beyond the prompts that it learns from.
     Sampling stops once enough groups are complete, and the next step continues the others. Raising
     it shortens the wait for the longest completions, and trains on older ones; see
-    docs/long-tails.md. Trigon only."""
+    docs/distributed.md. Trigon only."""
 
     max_carried_steps: int = Field(default=4, ge=1, le=MAX_COUNT)
     """Steps that may leave a group unfinished; the step after them waits for it. The oldest tokens
@@ -690,7 +690,7 @@ class RolloutConfig(Section):
     """What completions do that are being sampled when new weights arrive. With finish, they end
     with the old weights; once these are max_staleness / 2 versions old, no others begin until the
     new weights are loaded. With continue, they continue with the new weights. It needs
-    max_staleness above 1, see docs/separate-workers.md. Trigon only."""
+    max_staleness above 1, see docs/distributed.md. Trigon only."""
 
     enforce_eager: bool = False
     """Run vLLM without CUDA graphs, which starts faster, needs less memory and samples slower."""
@@ -956,7 +956,7 @@ class WorkerConfig(Section):
     hybrid_engine: bool = True
     """Sample and learn with the same workers, in turns. If false, trainer.nnodes x
     trainer.n_gpus_per_node workers learn, and worker.rollout.nnodes x
-    worker.rollout.n_gpus_per_node others sample; see docs/separate-workers.md."""
+    worker.rollout.n_gpus_per_node others sample; see docs/distributed.md."""
 
     actor: ActorConfig = Field(default_factory=ActorConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
@@ -966,7 +966,7 @@ class WorkerConfig(Section):
 
 
 class WatchConfig(Section):
-    """Rules that find out from a run's metrics that it fails; see docs/watchers.md. Trigon only."""
+    """Rules that find out from a run's metrics that it fails; see docs/troubleshooting.md. Trigon only."""
 
     level: WatchLevel = "warn"
     """What is done when a rule finds something: nothing (off), a warning, or the end of the run.
@@ -992,7 +992,7 @@ class TrainerConfig(Section):
     """Name of the run. A run that is started again under the same name resumes."""
 
     logger: Annotated[tuple[Sink, ...], BeforeValidator(_as_tuple)] = ("console", "file")
-    """Where metrics are written, see docs/loggers.md.
+    """Where metrics are written, see docs/view.md.
     EasyR1's default is console and wandb, which needs an account."""
 
     nnodes: int = Field(default=1, ge=1, le=10_000)

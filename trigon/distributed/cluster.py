@@ -134,7 +134,7 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
                 f"there is no Ray cluster at {address!r}, or it rejects the token of this shell "
                 f"({first_line(error)}). Start one with `ray start --head` here and `ray start --address=...` on the "
                 "other nodes, and run the same command on the head node, with the same RAY_AUTH_MODE and token; see "
-                "docs/multi-node.md"
+                "docs/distributed.md"
             ) from error
         try:
             if address == "local":
@@ -290,7 +290,7 @@ class ReservedWorkers:
                 raise WorkerError(f"{role or 'a worker'}: its process did not start within {seconds:g} s") from error
             raise WorkerError(
                 "a worker process did not start. Every node needs the same installation, in the environment in which "
-                f"`ray start` ran there; see docs/multi-node.md. The error:\n{error}"
+                f"`ray start` ran there; see docs/distributed.md. The error:\n{error}"
             ) from error
         self._workers += workers
         return workers

@@ -144,5 +144,5 @@ def find_token_warning(reports: Sequence[NodeReport]) -> str | None:
         return None
     return (
         f"Ray requires no token on {', '.join(hosts)}: whoever reaches its ports there runs code as you. Restart the "
-        "cluster with RAY_AUTH_MODE=token; see docs/multi-node.md (Security)"
+        "cluster with RAY_AUTH_MODE=token; see docs/distributed.md (Security)"
     )

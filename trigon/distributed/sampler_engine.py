@@ -337,7 +337,7 @@ class SamplersRolloutEngine:
                 if num_failed_joins > _MAX_FAILED_JOINS:
                     raise TransferError(
                         f"{_JOIN_PHASE} failed {num_failed_joins} times: the processes cannot reach each other; "
-                        "see docs/multi-node.md, network problems"
+                        "see docs/distributed.md, network problems"
                     )
                 continue
             if self._send(missing, version):

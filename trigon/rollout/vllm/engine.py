@@ -329,7 +329,7 @@ class VllmEngine:
                 f"The GPU has no room for {memory}, whose memory vLLM gave back for its sleep ({error}). "
                 "Lower worker.rollout.gpu_memory_utilization, or move more of the trainer to host memory: "
                 "worker.actor.offload.offload_params=true worker.actor.offload.offload_optimizer=true; see "
-                "docs/multi-node.md (Out of memory)"
+                "docs/distributed.md (Out of memory)"
             ) from error
 
     def _load(self, weights: LocalWeights, version: int) -> None:

@@ -86,7 +86,7 @@ def start_llm_engine(
         except ValueError as error:  # vLLM's for arguments, sizes of memory among them
             raise EngineError(
                 f"vLLM does not start: {error}\nIts gpu_memory_utilization is worker.rollout.gpu_memory_utilization, "
-                "its max_model_len worker.rollout.max_model_len; what frees memory is in docs/multi-node.md (Out of "
+                "its max_model_len worker.rollout.max_model_len; what frees memory is in docs/distributed.md (Out of "
                 "memory)"
             ) from error
         finally:
