@@ -274,13 +274,21 @@ def validate(run: Run, step: int) -> Metrics:
     assert evaluator is not None, "validation needs prompts"
     with awake(rollout, run.trainer.weights(), version=run.updater.policy_version(step), phase=run.report.phase):
         groups = evaluator.sample(rollout, run.validation.rewards, phase=run.report.phase)
+    shown, token_groups = run.intervals.generations_shown, run.intervals.token_groups
+    return report_validation(run.report, step, groups, evaluator, shown=shown, token_groups=token_groups)
+
+
+def report_validation(
+    report: Reporter, step: int, groups: Sequence[RolloutGroup], evaluator: Evaluator, *, shown: int, token_groups: int
+) -> Metrics:
+    """Report a validation, and return its metrics. shown, token_groups: as in Intervals."""
     metrics = describe_validation(groups)
-    run.report.validation(
+    report.validation(
         step,
         groups,
         values(metrics),
-        shown=run.intervals.generations_shown,
-        token_groups=run.intervals.token_groups,
+        shown=shown,
+        token_groups=token_groups,
         read_images=evaluator.image_files,
     )
     return metrics
