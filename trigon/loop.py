@@ -255,13 +255,21 @@ def validate(run: Run, step: int) -> Metrics:
     assert evaluator is not None, "validation needs prompts"
     with awake(rollout, run.trainer.weights(), version=run.updater.policy_version(step), phase=run.report.phase):
         groups = evaluator.sample(rollout, run.validation.rewards, phase=run.report.phase)
+    shown, token_groups = run.config.trainer.val_generations_to_log, run.config.trainer.rollout_tokens
+    return report_validation(run.report, step, groups, evaluator, shown=shown, token_groups=token_groups)
+
+
+def report_validation(
+    report: Reporter, step: int, groups: Sequence[RolloutGroup], evaluator: Evaluator, *, shown: int, token_groups: int
+) -> Metrics:
+    """Report a validation, and return its metrics. shown: completions for the loggers. token_groups: see Reporter.validation."""
     metrics = describe_validation(groups)
-    run.report.validation(
+    report.validation(
         step,
         groups,
         values(metrics),
-        shown=run.config.trainer.val_generations_to_log,
-        token_groups=run.config.trainer.rollout_tokens,
+        shown=shown,
+        token_groups=token_groups,
         read_images=evaluator.image_files,
     )
     return metrics

@@ -90,7 +90,7 @@ def test_every_prompt_is_sampled_and_scored_in_order(prompts, engine, rewards):
         [0.0, 0.0],
         [1.0, 1.0],
     ]
-    assert all(group.prompt.vision is not None for group in groups)
+    assert all(group.prompt.vision is None for group in groups), "pixels are not kept"
     ids = [group.prompt.prompt_id for group in groups]
     assert engine.calls == tuple(({0}, part) for part in (ids[:2], ids[2:4], ids[4:]))
     assert phases.announced[-1] == ("validation", 5, 5)

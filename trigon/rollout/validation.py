@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trigon.data.stream import Prompts
 from trigon.errors import BadRow
@@ -32,18 +32,11 @@ class Evaluator:
     def sample(self, rollout: RolloutEngine, rewards: RewardPool, *, phase: Phase) -> list[RolloutGroup]:
         """Return a scored group for each prompt, in order. The engine must be awake.
 
-        Prompts that cannot be built, or that the engine fails to sample, have no group.
-        """
-        return [group for batch in self.sample_batches(rollout, rewards, phase=phase) for group in batch]
-
-    def sample_batches(
-        self, rollout: RolloutEngine, rewards: RewardPool, *, phase: Phase
-    ) -> Iterator[list[RolloutGroup]]:
-        """Yield the groups of prompts_per_call prompts at a time, as sample does.
-
-        The pixels of a batch can be freed before the next one is built.
+        Prompts that cannot be built, or that the engine fails to sample, have no group. The prompts
+        of the groups have no pixels, which may be more than memory holds.
         """
         total = len(self.prompts)
+        groups: list[RolloutGroup] = []
         with (
             ThreadPoolExecutor(self.num_workers, thread_name_prefix="validation") as threads,
             phase("validation", total=total) as advance,
@@ -51,8 +44,10 @@ class Evaluator:
             for start in range(0, total, self.prompts_per_call):
                 indices = range(start, min(start + self.prompts_per_call, total))
                 batch = [prompt for prompt in threads.map(self._build, indices) if prompt is not None]
-                yield collect(batch, rollout, rewards, self.sampling, phase=phase)
+                for group in collect(batch, rollout, rewards, self.sampling, phase=phase):
+                    groups.append(replace(group, prompt=replace(group.prompt, vision=None)))
                 advance(len(indices))
+        return groups
 
     def image_files(self, prompt_id: str) -> list[bytes]:
         """Return the images of a prompt as encoded files; none with videos.

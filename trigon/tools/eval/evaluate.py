@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
@@ -43,7 +43,7 @@ from trigon.data.images import ignore_pillow_warnings
 from trigon.data.sources import Source, open_python_rows, open_source
 from trigon.data.stream import Prompts
 from trigon.errors import ConfigError, raises_at_caller
-from trigon.metrics import values
+from trigon.loop import report_validation
 from trigon.models.dtypes import DTYPES
 from trigon.models.load import model_folder
 from trigon.models.weight_files import stored_dtype
@@ -54,7 +54,6 @@ from trigon.report.run import RunRecord, flatten
 from trigon.report.run_folder import RunFolder
 from trigon.rewards.callables import Reward, describe_reward, name_of, reward_source
 from trigon.rewards.pool import RewardPool
-from trigon.rollout.statistics import describe_validation
 from trigon.system.json_files import write_json
 from trigon.system.secrets import ARGUMENTS, ENVIRONMENT_ARGUMENTS, mask
 from trigon.tools.eval.answers import SHIPPED_FORMS, AnswerForm
@@ -75,7 +74,6 @@ from trigon.tools.eval.summary import (
     summarize_by,
 )
 from trigon.tools.eval.tables import show
-from trigon.types import RolloutGroup
 
 _MAX_SHOWN = 60
 """Characters of a setting's value on the console."""
@@ -311,20 +309,9 @@ def sample(
     evaluator = open_evaluator(config, prompts, report)
     assert evaluator is not None
     report.begin()
-    groups: list[RolloutGroup] = []
-    for batch in evaluator.sample_batches(engines.rollout, rewards, phase=report.phase):
-        # Without the pixels, which may be more than memory holds.
-        groups += [replace(group, prompt=replace(group.prompt, vision=None)) for group in batch]
-    metrics = describe_validation(groups)
-    report.validation(
-        step,
-        groups,
-        values(metrics),
-        shown=0,
-        token_groups=config.trainer.rollout_tokens,
-        read_images=evaluator.image_files,
-    )
-    report.record(step, metrics)
+    groups = evaluator.sample(engines.rollout, rewards, phase=report.phase)
+    tokens = config.trainer.rollout_tokens
+    report.record(step, report_validation(report, step, groups, evaluator, shown=0, token_groups=tokens))
     return rollout_rows(groups)
 
 
