@@ -129,7 +129,7 @@ def test_filters_are_clicked_and_typed_and_kept_in_the_address(browser, page):
     browser.wait(COMPLETIONS)
     assert "ValueError: no number" in browser.text(".completion .problem")
     browser.open(f"{page}#rollouts?min_step=nonsense")
-    browser.wait("document.querySelector('.result').innerText.includes('must be a whole number')")
+    browser.wait("document.querySelector('.result').innerText.includes('min_step cannot be')")
 
 
 def test_tokens_have_colours_and_numbers(browser, page):
