@@ -104,7 +104,7 @@ def test_every_ray_command_exists_with_its_options() -> None:
 def test_every_training_command_of_the_page_is_a_valid_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     trainers = [trainer_of(command) for command in re.findall(r"trigon train .*", code_of(PAGE))]
-    assert [(trainer.nnodes, trainer.n_gpus_per_node) for trainer in trainers] == [(1, 8), (2, 8), (1, 8), (2, 1)]
+    assert [(trainer.nnodes, trainer.n_gpus_per_node) for trainer in trainers] == [(1, 8), (2, 8), (1, 8), (2, 1), (1, 8)]
     several = [trainer.save_checkpoint_path for trainer in trainers if trainer.nnodes > 1]
     assert all(path and Path(path).is_absolute() for path in several)  # workers start in another folder
 
