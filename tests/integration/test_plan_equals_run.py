@@ -68,7 +68,8 @@ def test_seconds_of_the_same_run_are_those_that_it_measured(run):
     assert made.seconds["gen"] == pytest.approx(measured["timing_s/gen"])
     growth = made.batches.row_tokens / measured["actor/packed_tokens"]
     assert made.seconds["update_actor"] == pytest.approx(growth * measured["timing_s/update_actor"])
-    assert made.run_seconds == pytest.approx(STEPS * made.step_seconds)
+    validating = made.num_validations * made.validation_seconds  # the one at the end
+    assert made.run_seconds == pytest.approx(STEPS * made.step_seconds + validating)
 
 
 def test_the_checkpoint_has_the_size_of_the_plan(run, planned):
