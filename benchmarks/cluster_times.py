@@ -16,11 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trigon.config.batch_sizes import resolve_group_size
-
 from trigon.assemble.memory import size_of_model
 from trigon.config.options import with_options
-from trigon.config.plan import num_workers, workers_per_copy
 from trigon.config.schema import Config
 from trigon.models.dtypes import DTYPES
 from trigon.tools.plan.lengths import LengthOptions
@@ -79,22 +76,22 @@ class ClusterTimes:
         self.token_seconds = self._token_flops / rate
         free = config.worker.rollout.gpu_memory_utilization * self.plan.memory.hardware.device_bytes
         free -= self._size.parameters * self._item_bytes + 4 * 2**30
-        shared = resolve_group_size(config) if config.worker.rollout.enable_prefix_caching else 1
+        shared = config.group_size if config.worker.rollout.enable_prefix_caching else 1
         tokens = known.mean_prompt / shared + known.response_tokens / 2
         fitting = int(free / (tokens * self._size.key_values * self._item_bytes))
         self.max_sequences = max(1, min(max_sequences, fitting))
 
-        fsdp, shards = config.worker.actor.fsdp, workers_per_copy(config)
+        fsdp, shards = config.worker.actor.fsdp, config.workers_per_copy
         checkpointing = config.worker.actor.model.enable_gradient_checkpointing
         launching = len(self._size.layers) * (4 if checkpointing else 3) * _LAYER_SECONDS
         link, memory = self._gpu.link_rate * LINK_SHARE, self._gpu.memory_rate * _MEMORY_SHARE
         # Of one update without KL, whose forward is that of sampling, and is computed once more.
         operations = flops.update + (flops.prefill + flops.decode if checkpointing else 0)
-        computing = operations / num_workers(config) / (self._gpu.flops * _PASS_SHARE)
+        computing = operations / config.num_workers / (self._gpu.flops * _PASS_SHARE)
         others, trained = (shards - 1) / shards, self._size.all.trained
         # FSDP gathers the weights twice for each pass, and reduces the gradients once.
         gathered = 2 * batches.update_rows * self._size.parameters * DTYPES[fsdp.mp_param_dtype].itemsize * others
-        copies = 2 / shards if num_workers(config) > shards else 0
+        copies = 2 / shards if config.num_workers > shards else 0
         reduced = trained * DTYPES[fsdp.mp_reduce_dtype].itemsize * (others + copies)
         self.update_seconds = max(computing, (gathered + reduced) / link)
         self.update_seconds += batches.update_rows * launching + 8 * 4 * trained / shards / memory

@@ -262,7 +262,10 @@ def validate(run: Run, step: int) -> Metrics:
 def report_validation(
     report: Reporter, step: int, groups: Sequence[RolloutGroup], evaluator: Evaluator, *, shown: int, token_groups: int
 ) -> Metrics:
-    """Report a validation, and return its metrics. shown: completions for the loggers. token_groups: see Reporter.validation."""
+    """Report a validation, and return its metrics.
+
+    shown: completions for the loggers. token_groups: see Reporter.validation.
+    """
     metrics = describe_validation(groups)
     report.validation(
         step,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from trigon.report.metrics import read_metrics
 
 from support.runs import finish, lines, start
 from trigon.config.options import with_options
 from trigon.config.schema import Config
+from trigon.report.run import read_metrics
 from trigon.tools.plan.plan import plan
 
 pytestmark = pytest.mark.extended

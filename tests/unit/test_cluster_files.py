@@ -1,4 +1,4 @@
-"""docs/distributed.md, the Docker image and the cluster files agree with the code and each other."""
+"""docs/distributed.md, the Docker image and the cluster files agree with the code."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def test_every_ray_command_exists_with_its_options() -> None:
 def test_every_training_command_of_the_page_is_a_valid_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     trainers = [trainer_of(command) for command in re.findall(r"trigon train .*", code_of(PAGE))]
-    assert [(trainer.nnodes, trainer.n_gpus_per_node) for trainer in trainers] == [(1, 8), (2, 8), (1, 8), (2, 1), (1, 8)]
+    sizes = [(trainer.nnodes, trainer.n_gpus_per_node) for trainer in trainers]
+    assert sizes == [(1, 8), (2, 8), (1, 8), (2, 1), (1, 8)]
     several = [trainer.save_checkpoint_path for trainer in trainers if trainer.nnodes > 1]
     assert all(path and Path(path).is_absolute() for path in several)  # workers start in another folder
 

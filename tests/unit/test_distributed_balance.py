@@ -6,11 +6,10 @@ import random
 
 import pytest
 import torch
-from trigon.distributed.shares import update_costs
 
 from trigon.data.packing import tokens_of
 from trigon.distributed.balance import TOLERANCE, deal, partition_balanced, partition_near
-from trigon.distributed.engines import deal_prompts
+from trigon.distributed.engines import deal_prompts, update_costs
 from trigon.rollout.protocol import Until
 from trigon.types import (
     Completion,

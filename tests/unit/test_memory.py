@@ -16,10 +16,10 @@ from trigon.assemble.memory import GIB, Hardware, count_memory, size_of_model
 from trigon.assemble.memory_check import check_memory, find_hardware, find_remedies, memory_counter
 from trigon.assemble.remedies import find_remedies_in_pass
 from trigon.config.options import with_options
-from trigon.config.schema import Config
+from trigon.config.schema import Config, LoraConfig
 from trigon.errors import ConfigError
 from trigon.models.load import load_hf_config, load_model
-from trigon.models.lora import LoraSettings, add_lora
+from trigon.models.lora import add_lora
 from trigon.models.sizes import require_tensor_parallel
 from trigon.training.protocol import Sizes
 
@@ -36,6 +36,7 @@ PUBLISHED = {
     "Qwen3-VL-4B-Instruct": 4_437_815_808,
     "Qwen3-VL-8B-Instruct": 8_767_123_696,
     "Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,
+    "Qwen3.5-4B": 4_539_265_536,
 }
 """The number of parameters of each published model."""
 
@@ -77,7 +78,7 @@ def test_sizes_are_those_of_the_model_that_is_trained(tiny_model, family, rank):
     size = size_of_model(configured("Qwen3-4B", {PATH: folder, "worker.actor.model.lora.rank": rank}))
     model = load_model(folder, dtype=torch.float32, device="cpu")
     if rank:
-        add_lora(model, LoraSettings(rank, rank, "all-linear", None), seed=0)
+        add_lora(model, LoraConfig(rank=rank, alpha=rank), seed=0)
     trained = sum(part.numel() for part in model.parameters() if part.requires_grad)
     frozen = sum(part.numel() for part in model.parameters() if not part.requires_grad)
     assert (size.all.trained + size.all.adapters, size.all.frozen) == (trained, frozen)

@@ -12,7 +12,7 @@ import torch
 from test_training_parallel import ThreadRanks
 
 from support.critics import make_critic
-from support.engines import FULL_KL_TERMS, KL_TERMS, TERMS, make_engine, make_rollouts, to_train, weights_of
+from support.engines import CONFIG, FULL_KL, KL, make_engine, make_rollouts, to_train, weights_of, with_loss
 from trigon.data.packing import tokens_of
 from trigon.errors import ConfigError
 from trigon.metrics import values
@@ -217,18 +217,18 @@ def test_rows_are_packed_to_the_budgets(tiny_model):
 
 
 LOSSES = {
-    "plain": TERMS,
-    "kl": KL_TERMS,
-    "full kl": FULL_KL_TERMS,
-    "entropy": replace(TERMS, entropy_coefficient=0.1),
+    "plain": CONFIG,
+    "kl": KL,
+    "full kl": FULL_KL,
+    "entropy": with_loss(entropy_coeff=0.1),
 }
 
 
 @pytest.mark.extended(but=["entropy"])
-@pytest.mark.parametrize("terms", LOSSES.values(), ids=LOSSES)
-def test_a_pass_takes_the_same_memory_each_time_and_a_larger_one_grows_linearly(tiny_model, terms):
+@pytest.mark.parametrize("config", LOSSES.values(), ids=LOSSES)
+def test_a_pass_takes_the_same_memory_each_time_and_a_larger_one_grows_linearly(tiny_model, config):
     folder = tiny_model("qwen2")
-    engine = make_engine(folder, terms=terms, compared_with=folder if terms.kl_estimator == "full" else None)
+    engine = make_engine(folder, config=config, compared_with=folder if config is FULL_KL else None)
     memory = HostMemory(shared_by=1)
     groups = [make_dummy_group(engine.policy, LENGTHS, 26)]
     with engine.dry_run_updates() as update:

@@ -966,7 +966,7 @@ class WorkerConfig(Section):
 
 
 class WatchConfig(Section):
-    """Rules that find out from a run's metrics that it fails; see docs/troubleshooting.md. Trigon only."""
+    """Rules that find a failing run by its metrics: docs/troubleshooting.md. Trigon only."""
 
     level: WatchLevel = "warn"
     """What is done when a rule finds something: nothing (off), a warning, or the end of the run.

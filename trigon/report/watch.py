@@ -2,8 +2,8 @@
 
 A rule raises its alarm when its metric has been out of bounds in several steps in a row, and warns
 once; after as many steps within the bounds the alarm is off. A step in which the metric is missing
-or not finite changes neither. docs/troubleshooting.md says what each rule means, and why its bounds are
-what they are.
+or not finite changes neither. docs/troubleshooting.md says what each rule means, and why its bounds
+are what they are.
 """
 
 from __future__ import annotations
