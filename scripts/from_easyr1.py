@@ -331,7 +331,9 @@ def tables() -> str:
     parts += ["### Older releases and verl", "", "| key | here | comment |", "|---|---|---|"]
     parts += [_row(f"`{old}`", "renamed", f"`{new}`") for old, new in RENAMED.items()]
     known = defaults()
-    parts += [_row(f"`{key}`", *status_of(key, None)) for key in IGNORED if key not in known]
+    # Without what was an option of an earlier version, and of EasyR1 never.
+    others = [key for key, entry in IGNORED.items() if key not in known and entry.allowed != ()]
+    parts += [_row(f"`{key}`", *status_of(key, None)) for key in others]
     parts += [_row(f"`{section}.*`", "error", why) for section, why in VERL_SECTIONS.items()]
     return "\n".join([*parts, ""])
 

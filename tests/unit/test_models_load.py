@@ -256,9 +256,13 @@ def test_sliding_windows_are_allowed_in_families_tested_with_them(tiny_model: Ti
     assert model.config.sliding_window == 8
 
 
-@pytest.mark.parametrize("cap", ["attn_logit_softcapping", "final_logit_softcapping"])
-def test_soft_capped_logits_are_an_error(tiny_model: TinyModel, tmp_path: Path, cap: str) -> None:
-    assert f"{cap} = 30.0" in error_of_config(tiny_model("gemma3_text"), tmp_path, **{cap: 30.0})
+@pytest.mark.parametrize(
+    ("model_type", "cap"), [("gemma3_text", "attn_logit_softcapping"), ("qwen2", "final_logit_softcapping")]
+)
+def test_soft_caps_that_a_family_does_not_have_are_an_error(
+    tiny_model: TinyModel, tmp_path: Path, model_type: str, cap: str
+) -> None:
+    assert f"{cap} = 30.0" in error_of_config(tiny_model(model_type), tmp_path, **{cap: 30.0})
 
 
 def test_attention_to_later_tokens_is_an_error(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -399,6 +399,7 @@ class LogprobHead(nn.Linear):
         banned_token_ids: Sequence[int],
         entropy_gradient: bool,
         against: Predictions | None,
+        logit_cap: float | None,
         chunk_tokens: int | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return logprobs, entropy and kl of the function token_logprobs, with this weight.
@@ -413,6 +414,7 @@ class LogprobHead(nn.Linear):
             banned_token_ids=banned_token_ids,
             entropy_gradient=entropy_gradient,
             against=against,
+            logit_cap=logit_cap,
             chunk_tokens=chunk_tokens,
         )
         return outputs.logprobs, outputs.entropy, outputs.kl

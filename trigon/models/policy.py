@@ -75,6 +75,7 @@ class Policy(nn.Module):
         self.banned_token_ids = tuple(banned_token_ids)
         self._use_head(model)
         self._logprob_chunk = logprob_chunk
+        self._logit_cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         if family.deepstack:
             family.language_model(model)._deepstack_process = add_deepstack
         self._vision = VisionEncoder(model, family)
@@ -142,6 +143,7 @@ class Policy(nn.Module):
             banned_token_ids=self.banned_token_ids,
             entropy_gradient=entropy_gradient,
             against=against,
+            logit_cap=self._logit_cap,
             chunk_tokens=self._logprob_chunk,
         )
         if self._row_ranks is not None:

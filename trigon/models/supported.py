@@ -42,11 +42,12 @@ def require_supported(config: Any, family: ModelFamily) -> None:
             f"The model uses sliding window attention, which is not supported for {family.model_type!r}. Use a "
             "model whose config has use_sliding_window = false, or no sliding_window."
         )
-    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+    caps = ("attn_logit_softcapping", *(() if family.caps_logits else ("final_logit_softcapping",)))
+    for cap in caps:
         if getattr(text_config, cap, None):
             raise ModelError(
-                f"The model has {cap} = {getattr(text_config, cap)}, which neither group attention nor the head "
-                "supports. Use another model, see docs/model-families.md."
+                f"The model has {cap} = {getattr(text_config, cap)}, which is not supported for "
+                f"{family.model_type!r}. Use another model, see docs/model-families.md."
             )
     if getattr(text_config, "use_bidirectional_attention", None):
         raise ModelError("The model attends to later tokens, so it cannot sample. Use a causal language model.")

@@ -44,6 +44,7 @@ class ModelFamily:
     image_wrap: attributes of the tokenizer for the tokens before and after an image, where chat
         templates omit them.
     windows: whether sliding-window attention is tested against transformers and vLLM.
+    caps_logits: whether the model bounds its logits where the config has final_logit_softcapping.
     linear_attention: name of the gated delta net within a decoder layer that has one, see
         linear_attention.py; empty for a family without such layers.
     unused_weights: beginning of the names of tensors that published checkpoints have, and neither
@@ -64,6 +65,7 @@ class ModelFamily:
     vision_layers: str = "blocks"
     image_wrap: tuple[str, str] | None = None
     windows: bool = False
+    caps_logits: bool = False
     linear_attention: str = ""
     unused_weights: str = ""
 

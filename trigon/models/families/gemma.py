@@ -22,10 +22,11 @@ def _gemma3_text(tokenizer: Any) -> Any:
         query_pre_attn_scalar=32,
         sliding_window=8,
         layer_types=["sliding_attention", "full_attention"],
+        final_logit_softcapping=2.0,
     )
 
 
 FAMILIES = (
     ModelFamily(model_type="gemma", tiny=TinyModel(_gemma)),
-    ModelFamily(model_type="gemma3_text", tiny=TinyModel(_gemma3_text), windows=True),
+    ModelFamily(model_type="gemma3_text", tiny=TinyModel(_gemma3_text), windows=True, caps_logits=True),
 )
