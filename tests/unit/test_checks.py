@@ -40,7 +40,8 @@ from trigon.tools.check.rewards import asked_formats, final_answer
 from trigon.tools.check.run import check_run
 from trigon.tools.quickstart.drawings import make_dataset
 
-PAGE = ROOT / "docs" / "check.md"
+PAGE = (ROOT / "docs" / "check.md").read_text(encoding="utf-8").partition("\n## Checking a machine\n")[0]
+"""What the page says about a configuration."""
 QUICKSTART = Path(trigon.tools.quickstart.__file__).with_name("quickstart.yaml")
 
 
@@ -72,7 +73,7 @@ def test_a_good_run_has_no_problem(run):
     assert not report.would_fail
     skipped = {result.name for result in report.results if result.status == "skipped"}
     assert skipped == {"network"}  # one worker opens no port
-    checks = re.findall(r"^\| `([\w ]+)` \|", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    checks = re.findall(r"^\| `([\w ]+)` \|", PAGE, flags=re.MULTILINE)
     assert [result.name for result in report.results] == checks
 
 
@@ -120,7 +121,7 @@ def test_every_kind_of_problem_is_planted_or_has_a_test():
     planted = {kind for kind, _ in FAULTS.values()}
     with_tests = {"devices.used", "network.loopback", "loggers.package", "memory.tight", "model.kernels"}
     videos = {f"rows.{reason}" for reason in ADVICE if reason.startswith("video_")}  # as images, by the code of a run
-    named = re.findall(r"^\| `(\w+\.\w+)` \|", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    named = re.findall(r"^\| `(\w+\.\w+)` \|", PAGE, flags=re.MULTILINE)
     assert planted | with_tests | videos == set(named)
 
 

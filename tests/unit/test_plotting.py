@@ -279,7 +279,7 @@ def test_without_matplotlib_the_error_names_the_extra_and_numbers_are_still_writ
 
 def test_the_command_of_the_quickstarts_page_draws_its_figure(tmp_path, monkeypatch):
     page = (ROOT / "docs/quickstart.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    [command] = re.findall(r"^trigon plot .*$", page, flags=re.MULTILINE)
+    [command] = re.findall(r"^trigon plot .* -o docs/quickstart_curves.svg .*$", page, flags=re.MULTILINE)
     words = shlex.split(command.replace("runs/seed{0,1,2,3}", " ".join(f"runs/seed{n}" for n in range(4))))
     monkeypatch.chdir(tmp_path)
     for seed in range(4):
