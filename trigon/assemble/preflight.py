@@ -19,9 +19,10 @@ from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, 
 from trigon.config.schema import Config, DataConfig
 from trigon.data.rows import UnusableRow, column_value, require_columns, without_column
 from trigon.data.sources import Source, open_source, preview_parquet
-from trigon.errors import RewardError
+from trigon.errors import ConfigError, RewardError
 from trigon.models.folders import require_config_file, require_weight_files
 from trigon.rewards.pool import RewardPool
+from trigon.system.installation import install_command, untested_versions
 from trigon.types import Prompt
 
 if TYPE_CHECKING:
@@ -119,8 +120,12 @@ class Opened:
 def open_early(config: Config, objects: RunObjects, stack: ExitStack) -> Opened:
     """Open local datasets and the reward workers, and check them and the folder of the model.
 
-    stack: closes them. Raises: ModelError, DataError or RewardError.
+    stack: closes them.
+    Raises: ModelError, DataError or RewardError; ConfigError for a library older than is supported.
     """
+    older, _ = untested_versions()
+    if older:
+        raise ConfigError("\n".join(older) + f"\nrun {install_command('cpu')}, or [gpu], in a fresh environment")
     _check_model_folders(config)
     rewards = open_rewards(config, objects)
     stack.callback(rewards.close)

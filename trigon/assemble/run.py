@@ -58,6 +58,7 @@ from trigon.rollout.parity import ParityCheck
 from trigon.system.gpu_memory import require_free_memory
 from trigon.system.grace import Grace
 from trigon.system.hangs import HangWatch
+from trigon.system.installation import untested_versions
 from trigon.system.processes import Started
 from trigon.system.secrets import mask
 from trigon.system.temporary import remove_dead_folders
@@ -125,7 +126,8 @@ def run_training(
             device = device_type(own_device)
             if (hardware := find_hardware(own_device)) is not None:
                 check_hardware(hardware)
-        for warning in find_device_warnings(config, device):
+        _, newer = untested_versions()
+        for warning in (*newer, *find_device_warnings(config, device)):
             console.warn(warning)
         episodes = find_episodes(config, processors, stack, objects.code)
         for pool in filter(None, (rewards, val_rewards)):

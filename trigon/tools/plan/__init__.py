@@ -1,1 +1,1 @@
-"""Plans a run before it starts: batches, memory, operations, time, bytes, disk."""
+"""Plans a run before it starts: batches, memory, operations, disk."""
