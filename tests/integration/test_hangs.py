@@ -40,7 +40,7 @@ from trigon.rollout import transformers as module
 
 class Engine(module.TransformersEngine):
     def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
-        if step == 3:  # the save of step 2 may not be complete, that of step 1 was
+        if prompts[0].draw == 3:  # the save of step 2 may not be complete, that of step 1 was
             globals()[sys.argv[1]]()
         return super().generate(prompts, sampling, on_progress=on_progress, on_group=on_group)
 

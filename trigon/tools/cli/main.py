@@ -24,7 +24,7 @@ from trigon.system.terminal import sanitize
 COMMANDS = {
     "init": ("trigon.tools.cli.init", "write a run, a reward function and a few rows to start from"),
     "check": ("trigon.tools.cli.check", "find what would go wrong in a run, before it is started"),
-    "plan": ("trigon.tools.cli.plan", "what a run will need: memory, operations, disk; without a GPU and without weights"),
+    "plan": ("trigon.tools.cli.plan", "what a run will need: memory, operations, disk; without GPU and weights"),
     "train": ("trigon.tools.cli.train", "train with a YAML file and key=value overrides, those of EasyR1 included"),
     "eval": ("trigon.tools.cli.eval", "evaluate models on a dataset: accuracy, pass@k, --blind, comparisons"),
     "score": ("trigon.tools.cli.score", "score stored rollouts again with one reward function, or compare two"),
