@@ -48,7 +48,7 @@ SYNC_WEIGHTS = 3
 """Most copies of the largest weight that a weight sync holds, as a run's memory is planned: one
 that vLLM collects for a layer, one in the layout of its layer, and one of a conversion."""
 CHECKSUM_BYTES = 512 * 2**20
-"""Temporaries of the checksums of weights; see rollout/checksums.py."""
+"""Temporaries of the checksums of weights; see rollout/vllm/weight_check.py."""
 SMALL_MEMORY = 40 * 2**30
 TINY_MODEL_BYTES = 6 * 2**30
 """GPU memory of vLLM with a tiny model. In more there would be millions of blocks of KV cache, over

@@ -16,7 +16,7 @@ from support.gpu import Figures, Machine, bytes_text
 from trigon.assemble.data import open_processors
 from trigon.assemble.models import DevicePlacement, choose_device, open_models
 from trigon.config.plan import make_plan
-from trigon.config.schema import Config
+from trigon.config.schema import Config, OptimConfig
 from trigon.models.activations import PassFormat, PassOptions, RowLengths, update_bytes
 from trigon.models.attention import configured_kernel
 from trigon.models.sizes import dimensions_of
@@ -54,9 +54,7 @@ def optimizer_memory(machine: Machine, strategy: str) -> Figures:
     parameters = [nn.Parameter(torch.zeros(size, device=device, dtype=dtype)) for size in sizes]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer = optim.make_optimizer(
-        parameters, strategy=strategy, learning_rate=1e-3, betas=(0.9, 0.999), weight_decay=0.01
-    )
+    optimizer = optim.make_optimizer(parameters, OptimConfig(strategy=strategy, lr=1e-3))
     states = sum(optim.state_bytes(parameter, strategy) for parameter in parameters)
     temporaries = optim.update_bytes(parameters, strategy)
     memory = memory_of(device, shared_by=1)

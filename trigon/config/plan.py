@@ -51,7 +51,7 @@ class Plan(ModelPlan):
     in one update.
     max_tokens_per_step: tokens of a step if every prompt and completion had its maximum length,
     each prompt counted once.
-    critic: the updates of the critic. critic_shares_trunk: it is a head on the policy's trunk.
+    critic: the updates of the critic.
     """
 
     num_train_prompts: int
@@ -62,7 +62,6 @@ class Plan(ModelPlan):
     sequences_per_update: int
     max_tokens_per_step: int
     critic: ModelPlan = NO_CRITIC
-    critic_shares_trunk: bool = False
 
 
 def make_plan(config: Config, *, num_train_prompts: int) -> Plan:
@@ -92,7 +91,6 @@ def make_plan(config: Config, *, num_train_prompts: int) -> Plan:
         sequences_per_update=actor.prompts_per_update * config.group_size,
         max_tokens_per_step=per_step * (data.max_prompt_length + config.group_size * data.max_response_length),
         critic=_plan_model(config, config.critic, total_steps) if config.has_critic else NO_CRITIC,
-        critic_shares_trunk=config.shares_trunk,
     )
 
 

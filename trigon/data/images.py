@@ -40,7 +40,7 @@ BUDGET_BYTES = 2**30
 """What all threads of a process may take together. An image that takes more is decoded alone."""
 
 # Bytes per pixel while an image of each format is decoded and made RGB, its 4 bytes per pixel as
-# RGB included: the maxima over modes as tests/unit/test_data_decoding.py measures them.
+# RGB included: the maxima over modes as tests/unit/test_data_images.py measures them.
 # JPEG: all coefficients of a progressive file, also in a camera's file of several pictures
 # (MPO); WebP, AVIF and JPEG 2000: the decoders' own copies.
 _FORMAT_BYTES = {"JPEG": 12, "MPO": 12, "WEBP": 20, "AVIF": 16, "JPEG2000": 26}

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -506,12 +507,17 @@ def _check_parquet_size(path: Path) -> None:
     """Raise DataError if the values of a Parquet file take far more memory than the file.
 
     A damaged file is left to its reader. Decodes columns whose values are repeated, in small
-    batches.
+    batches. A file is read once, until it changes.
     """
+    status = path.stat()
+    _check_size(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=1000)
+def _check_size(path: Path, num_bytes: int, changed: int) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    num_bytes = path.stat().st_size
     allowed = max(MIN_ALLOWED_BYTES, MAX_EXPANSION * num_bytes)
     least = 0
     most: dict[str, int] = defaultdict(int)

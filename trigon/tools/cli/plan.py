@@ -6,13 +6,12 @@ import json
 import re
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 
 from trigon.system.terminal import sanitize
-from trigon.tools.cli.parser import ArgumentParser
+from trigon.tools.cli.parser import ArgumentParser, number
 
 EXIT_DOES_NOT_FIT = 1
 
@@ -73,8 +72,8 @@ def make_parser() -> ArgumentParser:
         metavar="RUN",
         help="folder of a finished run of the same model on as many GPUs, for seconds",
     )
-    tokens, share = partial(_number, least=1, most=1e9), partial(_number, least=1e-3, most=1)
-    or_none, count = partial(_number, least=0, most=1e9), partial(_number, least=1, most=1e12, kind=int)
+    tokens, share = number(1, 1e9), number(1e-3, 1)
+    or_none, count = number(0, 1e9), number(1, 1e12, whole=True)
     for flag, field, kind, metavar, help_text in (
         ("--prompt-length", "prompt_tokens", tokens, "TOKENS", "mean of the prompts, with images"),
         ("--image-tokens", "image_tokens", or_none, "TOKENS", "of a prompt's images; 0: none"),
@@ -103,14 +102,3 @@ def _bytes(text: str) -> int:
     if written is None or float(written[1]) == 0:
         raise ArgumentTypeError(f"{text!r} is not a size, such as 1000G")
     return int(float(written[1]) * _UNITS[written[2].upper()])
-
-
-def _number(text: str, *, least: float, most: float, kind: Callable[[str], float] = float) -> float:
-    """Return a number between two others; kind: int for a whole one."""
-    try:
-        number = kind(text)
-    except ValueError:
-        number = least - 1
-    if not least <= number <= most:
-        raise ArgumentTypeError(f"{text!r} is not a number from {least:g} to {most:g}")
-    return number

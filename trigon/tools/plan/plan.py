@@ -422,7 +422,8 @@ def _assumptions(
     if not config.learns_without_advantage:
         lines.append("every group has a gradient: groups with equal rewards are skipped, and make updates faster")
     if config.has_critic:
-        lines.append("the critic counts in memory and checkpoints, not in operations")
+        critic = "the critic, a head of the policy," if config.shares_trunk else "the critic"
+        lines.append(f"{critic} counts in memory and checkpoints, not in operations")
     if place.device == "cpu" and config.trainer.device == "auto":
         lines.append("devices: this machine has no GPU; name those of the run with --gpus 8xH100-80G")
     if place.host_bytes is None:

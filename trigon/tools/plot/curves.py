@@ -15,7 +15,7 @@ from itertools import accumulate
 from math import isfinite, nan, sqrt
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal, assert_never, get_args
+from typing import Any, Literal, assert_never
 
 from trigon.errors import ConfigError, DataError
 from trigon.report.run import RunRecord, StepMetrics
@@ -24,9 +24,6 @@ from trigon.tools.plot.groups import RunGroup, group_runs
 
 XAxis = Literal["step", "tokens", "hours"]
 Band = Literal["std", "minmax", "ci95"]
-
-X_AXES: tuple[str, ...] = get_args(XAxis)
-BANDS: tuple[str, ...] = get_args(Band)
 
 BAND_MEANING: Mapping[Band, str] = {
     "std": "± one standard deviation",
