@@ -1,14 +1,12 @@
 """Rollout engine and trainer receive the same pixel values, processed once per prompt."""
 
 import hashlib
-import io
 
 import datasets
-import numpy as np
 import torch
-from PIL import Image
 
 from support.builders import make_builder, prompts_of
+from support.images import png
 from trigon.data.packing import pack_rollouts
 from trigon.data.stream import PromptStream
 from trigon.models.load import load_processors
@@ -16,13 +14,6 @@ from trigon.models.positions import prompt_positions
 from trigon.types import Completion, Rollout, RolloutGroup, Score
 
 NUM_COMPLETIONS = 5
-
-
-def png(width, height, seed):
-    stream = io.BytesIO()
-    noise = np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(stream, "PNG")
-    return stream.getvalue()
 
 
 def sampled(prompt):

@@ -1,17 +1,15 @@
 """The rollout protocol, tested on vLLM and transformers, with and without images."""
 
-import io
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from support.builders import make_builder
+from support.images import png
 from support.oracle import load_hugging_face, padded_logprobs
 from support.rollout import drawn, make_transformers_engine, make_vllm_engine, unreadable_weights
 from trigon.errors import EngineError, ParityError
@@ -122,23 +120,16 @@ def sampled(completions):
     return torch.tensor([logprob for completion in completions for logprob in completion.sampling_logprobs])
 
 
-def png(seed, width, height):
-    stream = io.BytesIO()
-    noise = np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(stream, "PNG")
-    return stream.getvalue()
-
-
 def make_prompts(processors):
     """Return short and long prompts with and without images; two differ only in the pixels."""
     builder = make_builder(processors, max_prompt_length=MAX_MODEL_LEN)
     rows = [("Find x.", []), (LONG, []), (LONG + "Count the shapes.", [])]
     if processors.family.has_vision:
         rows += [
-            ("<image>Find x.", [png(0, 84, 84)]),
-            (LONG + "<image>", [png(1, 112, 84)]),
-            (LONG + "<image>", [png(2, 112, 84)]),
-            ("<image>" + LONG + "<image> or <image>?", [png(3, 84, 84), png(4, 56, 140), png(0, 84, 84)]),
+            ("<image>Find x.", [png(84, 84, 0)]),
+            (LONG + "<image>", [png(112, 84, 1)]),
+            (LONG + "<image>", [png(112, 84, 2)]),
+            ("<image>" + LONG + "<image> or <image>?", [png(84, 84, 3), png(56, 140, 4), png(84, 84, 0)]),
         ]
     return [
         builder.build({"problem": text, "answer": "", "images": images}, f"train:{number}")

@@ -20,14 +20,6 @@ def tokens(rows):
     return [[completion.token_ids for completion in row] for row in rows]
 
 
-def bits(rows):
-    """Return all of the completions, in a form that can be compared."""
-    return [
-        [(replace(each, vision=None), each.vision and (each.vision.encoded, each.vision.hashes)) for each in row]
-        for row in rows
-    ]
-
-
 def assert_close(rows, expected):
     """Assert that tokens are equal, and log-probabilities up to the rounding of sums."""
     assert tokens(rows) == tokens(expected)

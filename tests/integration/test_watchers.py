@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support.fake_runs import saved_steps
 from support.runs import CONFIG, lines, log_of, overrides_of, start
 from trigon.report.run import read_metrics
 
@@ -93,10 +94,6 @@ def stopped(process: subprocess.Popen[str], folder: Path, watcher: str) -> tuple
     assert "Traceback" not in log
     [message] = [line for line in log.splitlines() if f"{watcher} stopped the run" in line]
     return message, lines(folder)[-1]["step"]
-
-
-def saved_steps(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*"))
 
 
 @pytest.mark.long

@@ -15,13 +15,13 @@ from support.oracle import (
     make_group,
     make_prompt,
     make_video_prompt,
+    pack_groups,
     padded_logprobs,
 )
-from trigon.data.packing import PackedRow, by_group, pack_rollouts
+from trigon.data.packing import by_group
 from trigon.models.families import family_named, supported_model_types
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.models.positions import positions_of
 from trigon.types import Prompt, RolloutGroup
 
 TEMPERATURE = 0.7
@@ -57,16 +57,11 @@ def make_groups(processors: Processors) -> list[RolloutGroup]:
     ]
 
 
-def pack(groups: Sequence[RolloutGroup], processors: Processors, max_tokens: int) -> list[PackedRow]:
-    positions = positions_of(processors.family, processors.hf_config)
-    return pack_rollouts(groups, max_tokens=max_tokens, positions=positions)
-
-
 def packed_scores(
     policy: Policy, processors: Processors, groups: Sequence[RolloutGroup], max_tokens: int
 ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
     """Return log-probabilities and entropies, for each group and completion."""
-    rows = pack(groups, processors, max_tokens)
+    rows = pack_groups(processors, groups, max_tokens=max_tokens)
     scores = [policy(row.packed, entropy_gradient=True) for row in rows]
     return by_group(rows, [s.logprobs for s in scores]), by_group(rows, [s.entropy for s in scores])
 
@@ -200,7 +195,7 @@ def test_packed_equals_padded_in_hard_cases_alone_and_in_one_row(tiny_model: Tin
 
     # Text, images and a video in one row.
     groups = list(cases.values())
-    assert len(pack(groups, processors, ONE_ROW)) == 1
+    assert len(pack_groups(processors, groups)) == 1
     gradients = packed_gradients(policy, processors, groups, ONE_ROW)
     expected_logprobs, expected_entropy = padded_scores(oracle, processors, groups)
     some_loss(expected_logprobs, expected_entropy).backward()
@@ -297,7 +292,7 @@ def test_a_dummy_run_of_the_vision_tower_only_gives_it_gradients_of_zero(
     tiny_model: TinyModel, model_type: str
 ) -> None:
     policy, processors = make_policy(tiny_model(model_type))
-    (row,) = pack([make_groups(processors)[2]], processors, ONE_ROW)
+    (row,) = pack_groups(processors, [make_groups(processors)[2]])
     tower = processors.family.vision_tower(policy.model)
 
     without_vision = policy(row.packed)

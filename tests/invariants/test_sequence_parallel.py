@@ -14,7 +14,8 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
-from support.engines import ONE_ROW, make_engine, make_rollouts, processors_of, to_train, with_loss
+from support.engines import ONE_ROW, make_engine, make_rollouts, to_train, with_loss
+from support.models import processors_of
 from trigon.algorithms.reduce import count_denominators
 from trigon.data.packing import by_owner, pack_train
 from trigon.models.policy import full_tensor

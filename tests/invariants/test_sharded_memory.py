@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from support.engines import CPU, make_engine, make_rollouts, processors_of, to_train
+from support.engines import CPU, make_engine, make_rollouts, to_train
+from support.models import processors_of
 from trigon.assemble.pools import collective_timeout_seconds
 from trigon.config.schema import Config
 from trigon.models.load import load_model

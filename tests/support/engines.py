@@ -6,12 +6,13 @@ Engines run in a single process or as one of several ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from support.models import processors_of
 from support.options import with_short
 from support.oracle import make_group, make_prompt
 from trigon.config.options import with_options
@@ -19,7 +20,7 @@ from trigon.config.plan import ModelPlan
 from trigon.config.schema import Config, LoraConfig
 from trigon.models.features import VisionFeatureCache
 from trigon.models.kernels import Kernel
-from trigon.models.load import Processors, load_model, load_processors
+from trigon.models.load import load_model
 from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
@@ -154,11 +155,6 @@ def make_engine(
         reference=reference,
         features=VisionFeatureCache(vision_cache_bytes) if policy.has_frozen_vision else None,
     )
-
-
-@cache
-def processors_of(folder: Path) -> Processors:
-    return load_processors(str(folder))
 
 
 def make_rollouts(folder: Path, *, seed: int = 0, images: bool = True) -> list[RolloutGroup]:

@@ -376,6 +376,29 @@ def rollouts_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def rows_by_step(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Return the rollouts that each step learned from."""
+    return {int(name[5:11]): rows for name, rows in rollouts_of(folder).items() if name.startswith("step_")}
+
+
+def runs_of(row: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return the versions of a stored completion, each with its number of tokens."""
+    return [tuple(run) for run in row["policy_versions"]] or [(row["policy_version"], row["num_tokens"])]
+
+
+class StoppingReference:
+    """Scores as another reference, and asks the run to stop in its fourth call."""
+
+    def __init__(self, reference: Any, grace: Grace) -> None:
+        self.reference, self.grace, self.calls = reference, grace, 0
+
+    def logprobs(self, groups: Any) -> Any:
+        self.calls += 1
+        if self.calls == 4:
+            self.grace.request(limited=True)
+        return self.reference.logprobs(groups)
+
+
 def saved_steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*"))
 

@@ -28,21 +28,21 @@ def odd_files(width: int = 600, height: int = 500) -> dict[str, bytes]:
     translucent = photo.copy()
     translucent.putalpha(grey)
     return {
-        "EXIF": _file(photo, "JPEG", exif=rotated),
-        "XMP": _file(photo, "JPEG", xmp=xmp),
-        "RGBA": _file(translucent, "PNG"),
-        "LA": _file(Image.merge("LA", (grey, grey)), "PNG"),
-        "transparent RGB": _file(photo, "PNG", transparency=photo.getpixel((9, 9))),
-        "transparent L": _file(grey, "PNG", transparency=grey.getpixel((9, 9))),
-        "palette": _file(palette, "PNG"),
-        "transparent palette": _file(palette, "PNG", transparency=3),
-        "one bit": _file(photo.convert("1"), "PNG"),
-        "16-bit grey": _file(Image.fromarray((ramp * 65535).astype(np.uint16)), "PNG"),
-        "CMYK": _file(photo.convert("CMYK"), "JPEG"),
+        "EXIF": encoded(photo, "JPEG", exif=rotated),
+        "XMP": encoded(photo, "JPEG", xmp=xmp),
+        "RGBA": encoded(translucent, "PNG"),
+        "LA": encoded(Image.merge("LA", (grey, grey)), "PNG"),
+        "transparent RGB": encoded(photo, "PNG", transparency=photo.getpixel((9, 9))),
+        "transparent L": encoded(grey, "PNG", transparency=grey.getpixel((9, 9))),
+        "palette": encoded(palette, "PNG"),
+        "transparent palette": encoded(palette, "PNG", transparency=3),
+        "one bit": encoded(photo.convert("1"), "PNG"),
+        "16-bit grey": encoded(Image.fromarray((ramp * 65535).astype(np.uint16)), "PNG"),
+        "CMYK": encoded(photo.convert("CMYK"), "JPEG"),
     }
 
 
-def _file(image: Image.Image, file_format: str, **options: object) -> bytes:
+def encoded(image: Image.Image, file_format: str, **options: object) -> bytes:
     stream = io.BytesIO()
     image.save(stream, file_format, **options)
     return stream.getvalue()

@@ -4,8 +4,6 @@ import torch
 
 from trigon.algorithms.group_filter import classify_groups
 
-ALL = torch.ones(1, 4, dtype=torch.bool)
-
 
 def classes_of(values, valid=None, low=0.01, high=0.99):
     values = torch.tensor(values)

@@ -9,6 +9,7 @@ import pytest
 
 from support.fake_runs import (
     RecordingEngine,
+    StoppingReference,
     changed,
     full_settings,
     latest_checkpoint,
@@ -118,16 +119,8 @@ def test_a_step_that_is_left_saves_the_batch_that_it_was_to_learn_from(parts, tm
 
     settings = full_settings(6)
     reference = settings["reference"]
-    calls = []
 
-    class StoppingReference:
-        def logprobs(self, groups):
-            calls.append(len(groups))
-            if len(calls) == 4:
-                grace.request(limited=True)
-            return reference.logprobs(groups)
-
-    settings |= {"reference": StoppingReference(), "grace": grace}
+    settings |= {"reference": StoppingReference(reference, grace), "grace": grace}
     with open_run(parts, tmp_path, **settings, **ahead(parts)) as run:
         assert train(run, None) == 3
     assert saved_steps(tmp_path) == [2, 3]

@@ -16,6 +16,7 @@ from support.fake_runs import (
     SAMPLING,
     Record,
     RecordingEngine,
+    StoppingReference,
     changed,
     full_settings,
     latest_checkpoint,
@@ -25,6 +26,8 @@ from support.fake_runs import (
     prompts_of,
     record_of,
     rollouts_of,
+    rows_by_step,
+    runs_of,
     saved_steps,
     sometimes_right,
 )
@@ -139,14 +142,6 @@ def long_tailed(so_far, version, seed):
     if int(so_far.ground_truth) % 3 == 0:
         return "no idea " * 40
     return so_far.ground_truth if seed % 2 else "no idea"
-
-
-def rows_by_step(folder):
-    return {int(name[5:11]): rows for name, rows in rollouts_of(folder).items() if name.startswith("step_")}
-
-
-def runs_of(row):
-    return [tuple(run) for run in row["policy_versions"]] or [(row["policy_version"], row["num_tokens"])]
 
 
 def learned_prompts(folder):
@@ -274,16 +269,11 @@ def test_groups_of_another_size_are_sampled_again_by_a_run_that_resumes(parts, t
 def test_a_step_that_is_left_saves_the_groups_that_it_was_to_learn_from(parts, tmp_path):
     grace = Grace(1e-9)  # shorter than any save
     settings = full_settings(6) | stream(parts, 3, "continue", steps=6)
-    reference, calls = settings["reference"], []
+    reference = settings["reference"]
 
-    class StoppingReference:
-        def logprobs(self, groups):
-            calls.append(len(groups))
-            if len(calls) == 4:
-                grace.request(limited=True)
-            return reference.logprobs(groups)
-
-    with open_run(parts, tmp_path, **settings | {"reference": StoppingReference(), "grace": grace}) as run:
+    with open_run(
+        parts, tmp_path, **settings | {"reference": StoppingReference(reference, grace), "grace": grace}
+    ) as run:
         assert train(run, None) == 3
     assert saved_steps(tmp_path) == [2, 3]
     saved = latest_checkpoint(tmp_path).progress["buffer"]

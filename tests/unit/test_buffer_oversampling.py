@@ -22,6 +22,8 @@ from support.fake_runs import (
     prompts_of,
     record_of,
     rollouts_of,
+    rows_by_step,
+    runs_of,
 )
 from support.rollout import NO_WEIGHTS
 from trigon.distributed.engines import WorkersRolloutEngine, _GenerationProgress
@@ -386,14 +388,6 @@ def uninterrupted(parts, tmp_path_factory):
     with open_run(parts, folder, **oversampling_settings(8)) as run:
         train(run, None)
         return folder, record_of(run).events
-
-
-def rows_by_step(folder):
-    return {int(name[5:11]): rows for name, rows in rollouts_of(folder).items() if name.startswith("step_")}
-
-
-def runs_of(row):
-    return [tuple(run) for run in row["policy_versions"]] or [(row["policy_version"], row["num_tokens"])]
 
 
 def test_a_step_learns_from_as_many_groups_as_without_and_every_completion_has_ended(uninterrupted):

@@ -22,7 +22,7 @@ FP32 = {"worker.rollout.dtype": "fp32", "worker.actor.fsdp.mp_param_dtype": "fp3
 LORA = {"worker.actor.model.lora.rank": 8}
 
 
-def made(*changes: dict, **kwargs) -> Config:
+def made(*changes: dict) -> Config:
     return with_options(Config(), {name: value for each in changes for name, value in each.items()})
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image, ImageCms
 
+from support.images import encoded
 from trigon.config.schema import DataConfig
 from trigon.data.images import (
     BUDGET_BYTES,
@@ -30,12 +31,6 @@ from trigon.data.rows import UnusableRow
 from trigon.errors import BadRow
 
 MAX_PIXELS = 1_000_000
-
-
-def encoded(image, format, **options):
-    stream = io.BytesIO()
-    image.save(stream, format, **options)
-    return stream.getvalue()
 
 
 def sample_image(width=6, height=4):

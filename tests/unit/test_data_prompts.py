@@ -17,7 +17,7 @@ from PIL import Image
 from support import chat_templates
 from support.builders import make_builder, prompts_of, write_jsonl
 from support.chat_templates import published_template, with_template
-from support.images import png
+from support.images import encoded, png
 from support.models import processors_of
 from support.videos import make_video
 from trigon.assemble.data import open_builder
@@ -126,12 +126,6 @@ def test_relative_paths_start_from_image_dir_or_the_default(processors, tmp_path
 
 
 # Images as files, and blank ones
-
-
-def encoded(image, format, **options):
-    stream = io.BytesIO()
-    image.save(stream, format, **options)
-    return stream.getvalue()
 
 
 def rotated():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, split_dataset
+from trigon.config.paths import is_local_dataset, is_python_object, local_path, split_dataset
 from trigon.config.schema import Config
 from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.report.console import Console
@@ -15,9 +15,9 @@ def hub_names(config: Config) -> list[str]:
     paths = (model.model_path, model.tokenizer_path, critic)
     models = [path for path in paths if path and local_path(path) is None]
     datasets = [
-        location
-        for location, _ in map(split_dataset, (*data.train_files, *data.val_files))
-        if local_path(location, suffixes=DATASET_SUFFIXES) is None and not is_python_object(location)
+        split_dataset(spec)[0]
+        for spec in (*data.train_files, *data.val_files)
+        if not is_local_dataset(spec) and not is_python_object(spec)
     ]
     return list(dict.fromkeys((*models, *datasets)))
 

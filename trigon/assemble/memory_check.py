@@ -115,10 +115,8 @@ def memory_counter(config: Config, hardware: Hardware, size: ModelSize | None = 
 def _sized_by(config: Config) -> tuple[Any, ...]:
     """Return the values of the options that change the sizes of the models, but for their paths."""
     actor, critic = config.worker.actor.model, config.worker.critic
-    return (
-        *(actor.lora.rank, actor.freeze_vision_tower, critic.model.lora.rank, critic.model.freeze_vision_tower),
-        critic.share_trunk,
-    )
+    models = ((each.lora.rank, each.freeze_vision_tower) for each in (actor, critic.model))
+    return (*models, critic.share_trunk)
 
 
 def find_remedies(

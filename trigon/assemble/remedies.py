@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from trigon.config.checks import find_contradictions
 from trigon.config.names import DeviceType
+from trigon.config.options import format_value
 from trigon.config.plan import with_critic_as_actor
 from trigon.config.schema import Config
 
@@ -69,9 +70,7 @@ def can_divide_engine(config: Config) -> bool:
 
 def format_changes(changes: Changes) -> str:
     """Return changes as they are written on a command line."""
-    return " ".join(
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in changes.items()
-    )
+    return " ".join(f"{name}={format_value(value)}" for name, value in changes.items())
 
 
 def _of_passes(config: Config, name: Model, device: DeviceType) -> Iterator[list[Changes]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from trigon.assemble.auto_micro_batch import tune_plan
 from trigon.assemble.critic import check_trained_critic
 from trigon.assemble.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
-from trigon.assemble.engines import Engines, open_engines, save_state, staged_bytes
+from trigon.assemble.engines import Engines, save_state, staged_bytes
 from trigon.assemble.episodes import check_episodes, find_episodes
 from trigon.assemble.hub import announce_downloads
 from trigon.assemble.memory import Hardware
@@ -31,7 +31,7 @@ from trigon.assemble.origin import KEY, Origin
 from trigon.assemble.pools import open_worker_pools
 from trigon.assemble.preflight import Opened, open_early
 from trigon.assemble.watchers import EXPORT, open_hang_watch, open_watchers
-from trigon.assemble.workers import open_workers
+from trigon.assemble.workers import open_run_engines
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.manifest import OnProgress, no_progress
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
@@ -130,7 +130,8 @@ def run_training(
         for warning in (*newer, *find_device_warnings(config, device)):
             console.warn(warning)
         episodes = find_episodes(config, processors, stack, objects.code)
-        for pool in filter(None, (rewards, val_rewards)):
+        pools = [pool for pool in (rewards, val_rewards) if pool is not None]
+        for pool in pools:
             pool.ready()
         all_loggers = [*make_loggers(config.trainer.logger, logger_environment), *loggers]
         report = stack.enter_context(
@@ -158,13 +159,9 @@ def run_training(
         origin.add_data(config, prompts, () if val_prompts is None else val_prompts.contents, plan)
 
         console.print("loading the model and starting the rollout engine")
-        if workers is None:
-            engines = open_engines(
-                config, processors, plan, store, report, stack, shows_videos=shows_videos, episodes=episodes
-            )
-        else:
-            parts = None if episodes is None else episodes[0]
-            engines = open_workers(config, plan, workers, store, report, shows_videos=shows_videos, episodes=parts)
+        engines = open_run_engines(
+            config, processors, plan, workers, store, report, stack, shows_videos=shows_videos, episodes=episodes
+        )
         if config.trainer.tunes_budgets_on(device) and not config.trainer.val_only:
             plan = tune_plan(config, plan, engines, folder, report, console, resumes=checkpoint is not None)
         show_overview(config, plan, engines, val_prompts, report)
@@ -175,7 +172,6 @@ def run_training(
         folder.record_start(dump_config(config), origin.describe_start())
         folder.write_local_sources(local_sources(config))
 
-        pools = [pool for pool in (rewards, val_rewards) if pool is not None]
         save_bytes = staged_bytes(config, engines.sizes, engines.critic_sizes)
         parity = ParityCheck(config.parity_tolerance)
         run = Run(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from trigon.assemble.critic import open_critic
 from trigon.assemble.data import open_images, open_processors
-from trigon.assemble.engines import Engines, check_space, open_rollout
+from trigon.assemble.engines import Engines, check_space, open_engines, open_rollout
 from trigon.assemble.episodes import EpisodeParts, open_episodes
 from trigon.assemble.models import DevicePlacement, open_models
 from trigon.assemble.pools import Pool, Workers, config_for_workers, place_pools
@@ -16,6 +17,7 @@ from trigon.checkpoint.store import CheckpointStore
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
 from trigon.environments.pool import EnvironmentPool
+from trigon.models.load import Processors
 from trigon.report.reporter import Reporter
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.restart import RestartingEngine
@@ -33,6 +35,30 @@ class MakeDecodeTracer(Protocol):
     """Makes the tracer of a worker's rollout engine."""
 
     def __call__(self, *, rank: int) -> DecodeTracer: ...
+
+
+def open_run_engines(
+    config: Config,
+    processors: Processors,
+    plan: Plan,
+    workers: Workers | None,
+    store: CheckpointStore,
+    report: Reporter,
+    stack: ExitStack,
+    *,
+    shows_videos: bool,
+    episodes: tuple[EpisodeParts, EnvironmentPool] | None,
+) -> Engines:
+    """Open the engines of a run in its workers, or in this process if it has none.
+
+    stack, shows_videos, episodes: see open_engines.
+    """
+    if workers is None:
+        return open_engines(
+            config, processors, plan, store, report, stack, shows_videos=shows_videos, episodes=episodes
+        )
+    parts = None if episodes is None else episodes[0]
+    return open_workers(config, plan, workers, store, report, shows_videos=shows_videos, episodes=parts)
 
 
 def open_workers(
@@ -56,9 +82,9 @@ def open_workers(
     from trigon.distributed.worker import Worker
 
     learners = workers.learners
-    open_engines = partial(open_in_group, config, plan, shows_videos, episodes)
+    open_group = partial(open_in_group, config, plan, shows_videos, episodes)
     with report.phase("load model and start rollout engine"):
-        opened = open_pools(workers, place_pools(config), open_engines)
+        opened = open_pools(workers, place_pools(config), open_group)
     sizes = tuple(own for own, _ in opened)
     critic_sizes = tuple(of_critic for _, of_critic in opened if of_critic is not None)
     check_space(config, store, sizes, critic_sizes)
@@ -84,17 +110,17 @@ def open_workers(
 
 
 def open_pools(
-    workers: Workers, pools: tuple[Pool, ...], open_engines: Callable[[Pool, WorkerGroup], list[Opened | None]]
+    workers: Workers, pools: tuple[Pool, ...], open_group: Callable[[Pool, WorkerGroup], list[Opened | None]]
 ) -> list[Opened]:
     """Build the engines of all pools at the same time. Returns: the sizes of the learners' models.
 
-    open_engines: builds those of a group of workers of a pool.
+    open_group: builds those of a group of workers of a pool.
     """
     if workers.samplers is None:
-        opened = open_engines(pools[0], workers.learners)
+        opened = open_group(pools[0], workers.learners)
     else:
-        learning = workers.samplers.submit_one(partial(open_engines, pools[0], workers.learners))
-        workers.samplers.open(partial(open_engines, pools[1]))
+        learning = workers.samplers.submit_one(partial(open_group, pools[0], workers.learners))
+        workers.samplers.open(partial(open_group, pools[1]))
         opened = learning.result()
     return [sizes for sizes in opened if sizes is not None]
 

@@ -28,7 +28,7 @@ from trigon.checkpoint.export_verification import (
     verify_names,
     verify_tensors,
 )
-from trigon.checkpoint.manifest import EXPORTED, MANIFEST, replacing_files, sync_tree
+from trigon.checkpoint.manifest import EXPORT_RECORD, EXPORTED, MANIFEST, replacing_files, sync_tree
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint, removed_on_failure
 from trigon.checkpoint.weights import Lora, MergedWeights, Weights, has_adapter, open_lora, open_weights
 from trigon.config.names import DTYPE_ALIASES
@@ -49,9 +49,6 @@ Part = Literal["model", "adapter", "critic"]
 
 SHARD_BYTES = 5 * 10**9
 """A file of weights holds at most this many bytes, or one tensor."""
-
-EXPORT_RECORD = "trigon_export.json"
-"""Names the exported checkpoint; later exports may replace a folder that has this file."""
 
 RUN_SETTINGS = "run_settings.json"
 """File of an actor folder with the options that evaluations of its model need, by name."""

@@ -21,6 +21,9 @@ from trigon.system.disk import DAMAGED_FILE_SYSTEM, sync_to_disk
 from trigon.system.json_files import read_json_object, write_json
 
 MANIFEST = "manifest.json"
+EXPORT_RECORD = "trigon_export.json"
+"""Names the exported checkpoint; later exports may replace a folder that has this file."""
+
 EXPORTED = "huggingface_model"
 """Folder of the export within a checkpoint, the default of `trigon export`."""
 PROGRESS = "progress.json"
@@ -220,7 +223,7 @@ def _hash_files(
 def exported_step(folder: Path) -> int | None:
     """Return the step of an export, or None if the folder is none."""
     try:
-        record = read_json_object(folder / "trigon_export.json")
+        record = read_json_object(folder / EXPORT_RECORD)
         return int(record["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

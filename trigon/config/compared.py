@@ -93,7 +93,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _resolved(config: Config) -> dict[str, Any]:
-    """Return the values of options whose default follows from others, or that have two for one."""
+    """Return options whose default follows from others, or of which two values mean the same."""
     actor, critic = config.worker.actor, config.worker.critic
     return {
         "algorithm.mismatch_correction": config.mismatch_correction,

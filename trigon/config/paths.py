@@ -100,6 +100,11 @@ def split_dataset(text: str) -> tuple[str, str | None]:
     return location, split
 
 
+def is_local_dataset(spec: str) -> bool:
+    """Return whether a dataset is a file or folder, and neither on a hub nor a Python object."""
+    return not is_python_object(spec) and local_path(split_dataset(spec)[0], suffixes=DATASET_SUFFIXES) is not None
+
+
 def dataset_names(data: Any) -> str | list[str] | None:
     """Return the paths and hub ids that were given as data, or None for a Python object."""
     if isinstance(data, Mapping) and not hasattr(data, "column_names"):  # not a DatasetDict

@@ -25,7 +25,7 @@ from trigon.data.rows import UnusableRow, column_names, column_value
 from trigon.data.text_rows import MAX_DEPTH, read_text_rows
 from trigon.errors import DataError
 from trigon.models.hub import datasets_cache, modelscope_folder, uses_modelscope
-from trigon.system.suggestions import nearest
+from trigon.system.suggestions import nearest_file
 
 _LOADERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
@@ -315,7 +315,7 @@ def _open_files(files: Sequence[Path], folder: Path, name: str, split: str) -> S
     for path in files:
         _check_parquet_size(path)
     patterns = [glob.escape(str(path.resolve())) for path in files]
-    rows = _load(where, _LOADERS[files[0].suffix], split=f"train{slice_}", data_files=patterns)
+    rows = _load(where, "parquet", split=f"train{slice_}", data_files=patterns)
     return _source(where, rows, name, folder)
 
 
@@ -499,7 +499,7 @@ def _inner(feature: Any) -> Any:
 def _nearest(path: Path) -> str:
     if not path.parent.is_dir():
         return f"; {path.parent} does not exist either"
-    name = nearest(path.name, sorted(entry.name for entry in path.parent.iterdir()))
+    name = nearest_file(path)
     return f"; did you mean {path.parent / name}?" if name else ""
 
 

@@ -22,8 +22,9 @@ from trigon.distributed.messages import Message, StoredFiles, unpack
 from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
 from trigon.errors import LostWorkerError, PeerError, TrigonError, WorkerError
 from trigon.metrics import Metric, Sum
+from trigon.system.processes import ProcessTree
 from trigon.system.resuming import SAME_COMMAND, SameCommand
-from trigon.system.stacks import descendants, dump_stacks, register_stacks
+from trigon.system.stacks import dump_stacks, register_stacks
 from trigon.types import Completion, EncodedMedia, Prompt, RolloutGroup, TrainGroup, TrainSequence, parts_of
 
 Part = Prompt | Completion | TrainSequence
@@ -345,8 +346,8 @@ class WorkerGroup:
         if self.stacks_file is None:
             return ""
         register_stacks()  # of the driver, if it has no watchdog
-        workers = [worker.pid for worker in self.workers if worker.is_local]
-        text = dump_stacks(descendants([os.getpid(), *workers]))
+        pids = [os.getpid(), *(worker.pid for worker in self.workers if worker.is_local)]
+        text = dump_stacks(list(dict.fromkeys([*pids, *ProcessTree().below(*pids)])))
         try:
             self.stacks_file.write_text(text, encoding="utf-8")
         except OSError as error:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from trigon.environments.protocol import Environment
 from trigon.errors import EpisodeError
-from trigon.system.suggestions import did_you_mean
+from trigon.system.suggestions import did_you_mean, nearest_file
 from trigon.system.user_code import check_arguments, load_module, read_signature, take, unpickle
 
 CodeKind = Literal["environment", "tool"]
@@ -67,10 +67,9 @@ def find_code(spec: str, kind: CodeKind, *, built_in: Collection[str] = ()) -> C
         return CodeSource(kind, name, module=path)
     file = Path(path).expanduser().absolute()
     if not file.is_file():
-        others = [entry.name for entry in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        raise EpisodeError(
-            f"{option}={spec!r}: there is no file {file}{did_you_mean(file.name, others) or f'; use {form}'}"
-        )
+        near = nearest_file(file, "*.py")
+        hint = f"did you mean {near}?" if near else f"use {form}"
+        raise EpisodeError(f"{option}={spec!r}: there is no file {file}; {hint}")
     return CodeSource(kind, name, file=str(file))
 
 
@@ -90,7 +89,7 @@ def pickle_code(value: Callable[..., Any], kind: CodeKind) -> CodeSource:
 
 
 def load_code(source: CodeSource) -> Any:
-    """Run the source's file, and return what it names; see rewards.user_code.
+    """Run the source's file, and return what it names; see system/user_code.py.
 
     Raises: EpisodeError if the file fails to run, or has no such name.
     """

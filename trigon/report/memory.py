@@ -21,7 +21,7 @@ from types import TracebackType
 from trigon.metrics import Max, Metric, Metrics, Min
 from trigon.system.gpu_memory import gpu_memory_now
 from trigon.system.host_memory import count_usable_bytes
-from trigon.system.processes import ProcessTree, count_resident_bytes
+from trigon.system.processes import ProcessTree, count_resident_bytes, descendants
 
 SECONDS = 1.0
 """Interval at which what is left is read."""
@@ -126,7 +126,7 @@ def measure_worker() -> dict[str, Metric]:
     In GiB. Of several workers, the largest counts, and the least that is left on any machine.
     """
     left = count_usable_bytes()
-    pids = [os.getpid(), *ProcessTree().below(os.getpid())]
+    pids = [os.getpid(), *descendants(os.getpid())]
     return {
         "perf/memory_worker_gb": Max(count_resident_bytes(pids) / 2**30),
         **gpu_memory_now(),

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isfinite, nan
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal, TypeGuard, get_args
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
@@ -27,6 +27,7 @@ IMAGES = "images"
 """The folder of the stored images, below the run folder."""
 
 Split = Literal["train", "filtered", "validation"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 Filtered = Literal["", "low", "high", "unscored", "surplus"]
 
 _FILE_PREFIX: dict[Split, str] = {"train": "step", "filtered": "filtered", "validation": "validation"}

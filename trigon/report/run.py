@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from trigon.errors import CheckpointError, DataError
-from trigon.report.rollouts import RolloutFile, RolloutRow, Split, find_rollouts, read_rollouts
+from trigon.report.rollouts import SPLITS, RolloutFile, RolloutRow, Split, find_rollouts, read_rollouts
 from trigon.system.json_files import parse_json, read_json_object
 
 METRICS = "metrics.jsonl"
@@ -130,9 +130,7 @@ class RunRecord:
         """Return the rollouts files so far, by step."""
         return find_rollouts(self.path)
 
-    def rollouts(
-        self, *, splits: Collection[Split] = ("train", "filtered", "validation")
-    ) -> Iterator[tuple[RolloutFile, RolloutRow]]:
+    def rollouts(self, *, splits: Collection[Split] = SPLITS) -> Iterator[tuple[RolloutFile, RolloutRow]]:
         """Yield each rollout with the file that it is in. Raises: DataError for an invalid line."""
         for file in self.rollout_files():
             if file.split in splits:

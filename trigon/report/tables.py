@@ -9,17 +9,15 @@ import json
 from collections.abc import Collection, Container
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from trigon.report.rollouts import RolloutRow, Split, TokenRecord, read_rollouts, row_to_line
+from trigon.report.rollouts import SPLITS, RolloutRow, Split, TokenRecord, read_rollouts, row_to_line
 from trigon.report.run import RunRecord, StepMetrics, open_run
 from trigon.system.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     import pandas
     import pyarrow
-
-SPLITS: tuple[Split, ...] = get_args(Split)
 
 PARTS = "parts."
 """Begins the names of the columns of the parts of the reward: `parts.accuracy`."""

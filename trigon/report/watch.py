@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from trigon.config.names import WatchRule
 from trigon.config.schema import WatchConfig
-from trigon.metrics import Max, Metric, Metrics, values
+from trigon.metrics import Max, Metric, Metrics, merge, values
 from trigon.report.memory import HOST, MemoryGrowth, MemoryMeter
 from trigon.system.resuming import WEIGHTS_ONLY, SameCommand
 
@@ -303,7 +303,8 @@ class Watch:
         alarms = self._apply_rules(step, numbers)
         alarms += self._check_validation(step, numbers.get(VALIDATION))
         # A worker's part of the memory is in the metrics of the updates.
-        alarms += self._check_memory(step, {**numbers, **values(_merged(metrics, measured))}, numbers.get(HOST.left))
+        of_workers = {key: metrics[key] for key in measured if key in metrics}
+        alarms += self._check_memory(step, {**numbers, **values(merge(of_workers, measured))}, numbers.get(HOST.left))
         on = {MEMORY if alarm.rule == "memory" else f"watch/{alarm.rule}": Max(1.0) for alarm in alarms}
         return Watched(
             {**measured, **on},
@@ -407,12 +408,3 @@ def describe_stop(step: int, alarm: Alarm, saved: Path | None, same_command: Sam
         f"{found}. This step was not saved; the last checkpoint from before step {alarm.first_step} is {saved}: "
         f"{WEIGHTS_ONLY if same_command.saves_weights_only else resume}. {on}"
     )
-
-
-def _merged(metrics: Metrics, measured: Metrics) -> dict[str, Metric]:
-    """Return the measured memory with the workers' part, which is in the metrics of the step."""
-    merged = dict(measured)
-    for key, metric in metrics.items():
-        if key in measured and type(metric) is type(measured[key]):
-            merged[key] = metric.merged(measured[key])  # type: ignore[arg-type]
-    return merged

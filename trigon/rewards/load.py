@@ -18,7 +18,7 @@ from trigon.errors import RewardError
 from trigon.rewards.arguments import resolve_arguments
 from trigon.system.frames import encode_frame
 from trigon.system.secrets import ARGUMENTS, mask
-from trigon.system.suggestions import nearest
+from trigon.system.suggestions import nearest, nearest_file
 from trigon.system.user_code import load_module, take, unpickle
 
 if TYPE_CHECKING:  # reward workers need no options
@@ -81,11 +81,10 @@ def find_source(spec: str) -> RewardSource:
         )
     if file.is_file():
         return RewardSource(file=str(file), module="", function=function)
-    file_names = [entry.name for entry in file.parent.glob("*.py")] if file.parent.is_dir() else []
-    nearest_file = nearest(file.name, file_names)
+    similar = nearest_file(file, "*.py")
     nearest_shipped = nearest(path, SHIPPED_REWARDS)
-    if nearest_file:
-        hint = f"did you mean {file.parent / nearest_file}?"
+    if similar:
+        hint = f"did you mean {file.parent / similar}?"
     elif nearest_shipped:
         hint = f"did you mean the shipped {nearest_shipped!r}?"
     else:

@@ -135,7 +135,7 @@ class RewardPool:
         self._is_async = False
         self._takes_images = False
         self._scoring: Scoring | None = None  # the current one
-        self._env = tuple(passed_variables)
+        self._passed_variables = tuple(passed_variables)
         self._timeout_seconds = timeout_seconds
         self._max_failed_fraction = max_failed_fraction
         self._num_workers = num_workers
@@ -230,7 +230,7 @@ class RewardPool:
         num_separate: int = 0,
         min_counted: int = 0,
     ) -> Iterator[Scoring]:
-        """See scoring."""
+        """As scoring. batch_size: completions of a call, for the batch contract."""
         with self._lock:
             unit = self._wait_until_loaded()
             scoring = self._scoring = Scoring(
@@ -434,7 +434,7 @@ class RewardPool:
 
     def _fail(self, indices: Sequence[int], call: Call, result: _Result) -> None:
         assert self._scoring is not None
-        error = explain_withheld(call.explain(result.error), self._env)
+        error = explain_withheld(call.explain(result.error), self._passed_variables)
         self._scoring.fail(indices, "failed", error, result.traceback)
 
     def _replace(self, child: Child) -> tuple[Ending, list[Call]]:

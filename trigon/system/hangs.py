@@ -291,13 +291,13 @@ def _processes_of_run(driver: int, others: Sequence[Started]) -> list[int]:
     return ProcessTree().below(driver, without=(os.getpid(), *running))
 
 
-def _line(content: list[object]) -> bytes:
+def _line(content: object) -> bytes:
     return json.dumps(content).encode() + b"\n"
 
 
 def _tell(message: dict[str, object]) -> None:
     with suppress(OSError):  # the driver has ended
-        os.write(1, json.dumps(message).encode() + b"\n")
+        os.write(1, _line(message))
 
 
 def _kill(pid: int) -> None:

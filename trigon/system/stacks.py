@@ -14,8 +14,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trigon.system.processes import ProcessTree
-
 SIGNAL = getattr(signal, "SIGRTMIN", 34) + 9
 """The signal at which a process writes its stacks. Sent only where there is a handler for it."""
 
@@ -32,11 +30,6 @@ def register_stacks() -> None:
     if _file is None and hasattr(os, "memfd_create"):
         _file = os.memfd_create(_NAME)
         faulthandler.register(SIGNAL, file=_file, all_threads=True)
-
-
-def descendants(pids: Sequence[int]) -> list[int]:
-    """Return these processes and all that they have started, directly or not."""
-    return list(dict.fromkeys([*pids, *ProcessTree().below(*pids)]))
 
 
 def dump_stacks(pids: Sequence[int]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
+from pathlib import Path
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
@@ -24,6 +25,12 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
     """Return "; did you mean grpo?" with the nearest known name, or "" if there is none."""
     suggestion = nearest(name, known, cutoff=cutoff)
     return f"; did you mean {suggestion}?" if suggestion else ""
+
+
+def nearest_file(path: Path, pattern: str = "*") -> str | None:
+    """Return the name of a path's folder that is most similar to the path's own, or None."""
+    names = sorted(entry.name for entry in path.parent.glob(pattern)) if path.parent.is_dir() else []
+    return nearest(path.name, names)
 
 
 def nearest_key(key: str, known: Iterable[str]) -> str:

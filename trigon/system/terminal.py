@@ -27,5 +27,10 @@ def sanitize(text: str, *, max_characters: int) -> str:
     return f"{shown} ... ({num_cut:,} more characters)" if num_cut > 0 else shown
 
 
+def shorten(text: str, limit: int) -> str:
+    """Return text of at most limit characters, with dots in place of what is left out."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 def _as_text(match: re.Match[str]) -> str:
     return ascii(match.group())[1:-1]

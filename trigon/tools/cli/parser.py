@@ -23,7 +23,7 @@ _inspecting: ContextVar[bool] = ContextVar("inspecting", default=False)
 
 
 def number(low: float, high: float = math.inf, *, whole: bool = False) -> Callable[[str], float]:
-    """Return a type of arguments: numbers from low to high, with both."""
+    """Return a type of arguments: numbers from low to high, both included."""
 
     def read(text: str) -> float:
         try:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, get_args
 from trigon.config.names import SHIPPED_REWARDS
 from trigon.errors import ConfigError
 from trigon.report.console import Console, format_duration, format_number
-from trigon.report.rollouts import to_json_line
+from trigon.report.rollouts import SPLITS, to_json_line
 from trigon.system.confinement.options import ConfinementLevel
 from trigon.tools.cli.parser import ArgumentParser, count, number
-from trigon.tools.eval.score_settings import MAX_MEMORY_GB, OVERALL, SPLITS, TIMEOUT_SECONDS
+from trigon.tools.eval.score_settings import MAX_MEMORY_GB, OVERALL, TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
     from trigon.tools.eval.score_results import Agreement, Bin, RewardSummary, ScoreResult

@@ -16,7 +16,7 @@ from typing import Any
 
 from trigon.api import check_keywords
 from trigon.assemble.data import open_builder, open_evaluator, open_processors, scan_datasets
-from trigon.assemble.engines import Engines, open_engines
+from trigon.assemble.engines import Engines
 from trigon.assemble.episodes import check_episodes, find_episodes
 from trigon.assemble.memory_check import find_hardware
 from trigon.assemble.models import choose_device
@@ -31,7 +31,7 @@ from trigon.assemble.run import (
     open_reporter,
     open_store,
 )
-from trigon.assemble.workers import open_workers
+from trigon.assemble.workers import open_run_engines
 from trigon.config.files import locate_sources
 from trigon.config.load import as_overrides, check_overrides, dump_config
 from trigon.config.names import Dtype
@@ -56,6 +56,7 @@ from trigon.rewards.callables import Reward, describe_reward, name_of, reward_so
 from trigon.rewards.pool import RewardPool
 from trigon.system.json_files import write_json
 from trigon.system.secrets import ARGUMENTS, ENVIRONMENT_ARGUMENTS, mask
+from trigon.system.terminal import shorten
 from trigon.tools.eval.answers import SHIPPED_FORMS, AnswerForm
 from trigon.tools.eval.models import ModelSource, context_length, exported_folder, find_model, recorded_of
 from trigon.tools.eval.output import BLIND, EXPORTED, RESULT, check_output, label, open_output, remove_earlier
@@ -252,7 +253,6 @@ def evaluate_model(
         elif (hardware := find_hardware(choose_device(config))) is not None:
             check_hardware(hardware)
         episodes = find_episodes(config, processors, stack, request.code)
-        rewards.ready()
         specs = config.data.val_files
         builder = open_builder(config, processors, schemas=() if episodes is None else episodes[0].schemas)
         prompts = scan_datasets(config, specs, (), builder, report, max_rows=request.limit, opened=request.opened)
@@ -262,13 +262,9 @@ def evaluate_model(
         check_columns([prompts[0].row], request.by)  # all rows of a table have the same columns
         plan, store = make_plan(config, num_train_prompts=0), open_store(config, folder, console)
         shows_videos = prompts.shows_videos
-        if workers is None:
-            engines = open_engines(
-                config, processors, plan, store, report, stack, shows_videos=shows_videos, episodes=episodes
-            )
-        else:
-            parts = None if episodes is None else episodes[0]
-            engines = open_workers(config, plan, workers, store, report, shows_videos=shows_videos, episodes=parts)
+        engines = open_run_engines(
+            config, processors, plan, workers, store, report, stack, shows_videos=shows_videos, episodes=episodes
+        )
         with engines.rollout.awake(engines.trainer.weights(), version=source.step):
             take = partial(sample, config, engines, rewards, source.step)
             rows = take(prompts, report)
@@ -356,7 +352,7 @@ def show_settings(settings: Mapping[str, Any]) -> str:
 
 def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+    return shorten(text, _MAX_SHOWN)
 
 
 def _name_in_config(code: str | Callable[..., Any]) -> str:
@@ -411,10 +407,10 @@ def describe_settings(config: Config, request: _Request) -> dict[str, Any]:
         "data": list(config.data.val_files),
         "limit": request.limit,
         "format_prompt": config.data.format_prompt,
-        "reward_function": describe_rewards(config.worker.reward.of_validation),
+        "reward_function": describe_rewards(reward.of_validation),
         "reward_function_kwargs": mask(ARGUMENTS, reward.reward_function_kwargs),
-        **(episodes if config.worker.rollout.has_episodes else {}),
-        "engine": config.worker.rollout.name,
+        **(episodes if rollout.has_episodes else {}),
+        "engine": rollout.name,
         "n": sampling.n,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trigon.checkpoint.manifest import EXPORTED, exported_step
+from trigon.checkpoint.manifest import EXPORT_RECORD, EXPORTED, exported_step
 from trigon.config.paths import local_path, nearest_path
 from trigon.errors import DataError, ModelError
 from trigon.report.run import CONFIG, is_run, open_run
@@ -127,7 +127,7 @@ def recorded_of(source: ModelSource) -> dict[str, Any]:
         from trigon.models.load import folder_without_weights
 
         folder = folder_without_weights(source.path)
-    path = folder / "actor" / "run_settings.json" if source.kind == "checkpoint" else folder / "trigon_export.json"
+    path = folder / "actor" / "run_settings.json" if source.kind == "checkpoint" else folder / EXPORT_RECORD
     if not path.is_file():
         return {}
     try:

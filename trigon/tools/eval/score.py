@@ -19,7 +19,7 @@ from trigon.data.chat_template import IMAGE_MARKER
 from trigon.data.media_files import encoded_files
 from trigon.errors import ConfigError, DataError, raises_at_caller
 from trigon.report.console import Console
-from trigon.report.rollouts import RolloutRow, Split, TurnRecord, find_rollouts, read_rollouts
+from trigon.report.rollouts import SPLITS, RolloutRow, Split, TurnRecord, find_rollouts, read_rollouts
 from trigon.report.run import RunRecord, is_run, open_run
 from trigon.rewards.contract import RewardRequest, turn_input
 from trigon.rewards.pool import RewardPool
@@ -27,7 +27,7 @@ from trigon.system.confinement.options import Confinement, ConfinementLevel
 from trigon.system.cpus import count_usable_cpus
 from trigon.system.secrets import ARGUMENTS, mask
 from trigon.tools.eval.score_results import ScoredCompletion, ScoreResult, compare_scores, summarize_reward
-from trigon.tools.eval.score_settings import MAX_MEMORY_GB, OVERALL, SPLITS, TIMEOUT_SECONDS
+from trigon.tools.eval.score_settings import MAX_MEMORY_GB, OVERALL, TIMEOUT_SECONDS
 from trigon.types import EncodedMedia, FinishReason, Score
 
 if TYPE_CHECKING:

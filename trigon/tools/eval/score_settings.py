@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from trigon.report.rollouts import Split
-
-SPLITS: tuple[Split, ...] = ("train", "filtered", "validation")
 OVERALL = "overall"
 TIMEOUT_SECONDS = 10.0
 """Default time limit of a completion, that of worker.reward.timeout_seconds."""

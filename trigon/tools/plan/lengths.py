@@ -10,23 +10,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
-from trigon.assemble.data import NO_SOURCES, open_builder
+from trigon.assemble.data import NO_SOURCES, open_builder, read_processors
 from trigon.assemble.episodes import load_episodes
-from trigon.config.paths import (
-    DATASET_SUFFIXES,
-    is_python_object,
-    local_path,
-    path_exists,
-    read_template,
-    split_dataset,
-)
+from trigon.config.options import with_options
+from trigon.config.paths import is_local_dataset, is_python_object, path_exists, split_dataset
 from trigon.config.schema import Config
 from trigon.data.rows import UnusableRow, require_columns
 from trigon.data.sources import Source, open_source
 from trigon.errors import ConfigError, TrigonError
-from trigon.models.load import Processors, load_processors
+from trigon.models.load import Processors
 from trigon.models.sizes import GroupLengths, VisionDimensions, dimensions_of
 from trigon.tools.plan.model import processor_folder
 
@@ -143,9 +138,9 @@ def find_lengths(
     prompts: tuple[PromptLengths, ...] = ()
     num_prompts, reason = None, "given"
     if options.prompt_tokens is None and options.image_tokens is None:
-        reason = _why_not_measurable(config, opened, download=download)
-        if not reason:
-            prompts, num_prompts, note = _measure(config, opened, download=download)
+        folder, reason = _find_tokenizer(config, opened, download=download)
+        if folder is not None:
+            prompts, num_prompts, note = _measure(config, opened, folder)
             reason = "" if prompts else f"no row of {', '.join(data.train_files)} can be used"
             sources.append(f"prompts: measured in {', '.join(data.train_files)}{note}")
     if not prompts:
@@ -253,41 +248,33 @@ def _square_grid(tokens: float, merge: int) -> Grid:
 # -- the dataset -----------------------------------------------------------------------------------
 
 
-def _why_not_measurable(config: Config, opened: Mapping[str, Source], *, download: bool) -> str:
-    """Return why prompts cannot be measured on this machine; "" if they can."""
+def _find_tokenizer(config: Config, opened: Mapping[str, Source], *, download: bool) -> tuple[Path | None, str]:
+    """Return the folder of the tokenizer; None, and why, if prompts cannot be measured here."""
     data, model = config.data, config.worker.actor.model
     if not data.train_files:
-        return "there are no data.train_files"
+        return None, "there are no data.train_files"
     for spec in data.train_files:
         if spec in opened:
             continue
         if is_python_object(spec):
-            return f"{spec} was a Python object of another program"
-        if not _is_local(spec):
+            return None, f"{spec} was a Python object of another program"
+        if not is_local_dataset(spec):
             if not download:
-                return f"{spec} is on the hub (--download reads it)"
+                return None, f"{spec} is on the hub (--download reads it)"
         elif not path_exists(split_dataset(spec)[0]):
-            return f"{spec} is not on this machine"
-    if processor_folder(model.tokenizer_path or model.model_path or "", download=download) is None:
-        return "the model's tokenizer is not on this machine (--download reads it)"
-    return ""
+            return None, f"{spec} is not on this machine"
+    folder = processor_folder(model.tokenizer_path or model.model_path or "", download=download)
+    return folder, "" if folder is not None else "the model's tokenizer is not on this machine (--download reads it)"
 
 
-def _measure(
-    config: Config, opened: Mapping[str, Source], *, download: bool
-) -> tuple[tuple[PromptLengths, ...], int, str]:
+def _measure(config: Config, opened: Mapping[str, Source], folder: Path) -> tuple[tuple[PromptLengths, ...], int, str]:
     """Return the prompts that an epoch draws, or an even part of them, their number, and a note.
 
-    A row that is drawn more than once is there more than once.
+    folder: of the tokenizer. A row that is drawn more than once is there more than once.
     """
-    data, model = config.data, config.worker.actor.model
-    processors = load_processors(
-        str(processor_folder(model.tokenizer_path or model.model_path or "", download=download)),
-        trust_remote_code=model.trust_remote_code,
-        chat_template=read_template(data.override_chat_template),
-        min_pixels=data.min_pixels,
-        max_pixels=data.max_pixels,
-    )
+    data = config.data
+    paths = {"worker.actor.model.model_path": str(folder), "worker.actor.model.tokenizer_path": None}
+    processors = read_processors(with_options(config, paths))
     schemas, note = _tool_schemas(config, processors)
     builder = open_builder(config, processors, schemas=schemas)
     sources = [opened.get(spec) or open_source(spec) for spec in data.train_files]
@@ -346,10 +333,6 @@ def _weighted(config: Config) -> list[tuple[str, float]]:
 def _count_rows(specs: Sequence[str], *, download: bool, opened: Mapping[str, Source]) -> int | None:
     """Return the rows of datasets that are at hand, or None."""
     named = [spec for spec in specs if spec not in opened]
-    if any(map(is_python_object, named)) or (not download and not all(map(_is_local, named))):
+    if any(map(is_python_object, named)) or (not download and not all(map(is_local_dataset, named))):
         return None
     return sum(len((opened.get(spec) or open_source(spec)).rows) for spec in specs)
-
-
-def _is_local(spec: str) -> bool:
-    return local_path(split_dataset(spec)[0], suffixes=DATASET_SUFFIXES) is not None

@@ -233,12 +233,13 @@ def plan(
     known = find_lengths(
         config, hf_config, given, measured=None if run is None else run.lengths, download=download, opened=opened
     )
+    knows_steps = bool(known.num_prompts or config.trainer.max_steps)
     steps = make_plan(
-        # Of an unknown number of steps the warm-up may be a part.
-        config if known.num_prompts or config.trainer.max_steps else with_options(config, {"trainer.critic_warmup": 0}),
+        # A warm-up cannot be too long for a number of steps that is not known.
+        config if knows_steps else with_options(config, {"trainer.critic_warmup": 0}),
         num_train_prompts=known.num_prompts or config.prompts_per_step,
     )
-    num_steps = steps.total_steps if known.num_prompts or config.trainer.max_steps else None
+    num_steps = steps.total_steps if knows_steps else None
     keep_rate = given.keep_rate or (None if run is None else run.lengths.keep_rate) or KEEP_RATE
     batches = make_batches(config, steps, known, budgets=budgets, keep_rate=keep_rate)
     seconds = None

@@ -10,6 +10,7 @@ from typing import Any
 
 from trigon.assemble.memory import format_gib
 from trigon.assemble.remedies import format_changes
+from trigon.system.terminal import shorten
 from trigon.tools.plan.plan import RunPlan
 
 _WIDE = 110
@@ -140,7 +141,7 @@ def _memory(plan: RunPlan, width: int) -> list[str]:
     ]
     if not plan.memory.counts_passes:
         lines += _wrap("Activations of this family are not counted.", width)
-    return [line if len(line) <= width else line[: width - 3] + "..." for line in lines]
+    return [shorten(line, width) for line in lines]
 
 
 def _changes(plan: RunPlan, width: int) -> list[str]:

@@ -13,6 +13,7 @@ from trigon.config.options import format_value, options
 from trigon.errors import ConfigError
 from trigon.report.run import RunRecord, distinct_names, flatten
 from trigon.system.suggestions import nearest_key
+from trigon.system.terminal import shorten
 
 SEED = "seed"
 NONE = "none"
@@ -168,4 +169,4 @@ def _text(value: Any) -> str:
 
 def _shown(value: Any) -> str:
     text = format_value(tuple(value) if isinstance(value, list) else value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return shorten(text, 40)

@@ -17,6 +17,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from trigon import __version__
+from trigon.checkpoint.manifest import EXPORT_RECORD
 from trigon.config.options import format_value, options
 from trigon.errors import DataError
 from trigon.report.rollouts import read_rollouts
@@ -168,7 +169,7 @@ def metadata(facts: RunFacts, name: str, license_id: str | None) -> ModelCardDat
 
 def _dataset_type(source: str) -> str:
     """Return an identifier of a dataset; of a local file lower-case letters and hyphens."""
-    return source if re.fullmatch(r"[\w.-]+/[\w.-]+", source) else re.sub(r"[^a-z0-9]+", "-", source.lower())
+    return source if _HUB_ID.fullmatch(source) else re.sub(r"[^a-z0-9]+", "-", source.lower())
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def read_facts(
     known = {option.name: option for option in options().values()}
     given = flatten(config, mappings=known)
     values = {name: option.default for name, option in known.items()} | given
-    record = json.loads((exported / "trigon_export.json").read_text(encoding="utf-8"))
+    record = json.loads((exported / EXPORT_RECORD).read_text(encoding="utf-8"))
     model = str(values["worker.actor.model.model_path"])
     sources = sources_of(run, values["data.train_files"])
     changed = {

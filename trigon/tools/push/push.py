@@ -16,6 +16,7 @@ from huggingface_hub import HfApi, ModelCard, constants, get_token, try_to_load_
 # HTTPError is that of its HTTP client, which differs from version to version.
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined]
 
+from trigon.checkpoint.manifest import exported_step
 from trigon.errors import CheckpointError, ConfigError, DataError, PushError
 from trigon.report.run import SOURCES, RunRecord
 from trigon.system.json_files import write_json
@@ -85,7 +86,7 @@ def push(
     on_progress(f"pushing to {api.endpoint}/{full_name}")
     with _hub_errors(full_name):
         created = api.create_repo(full_name, private=private or None, exist_ok=True)
-        step = json.loads((folder / "trigon_export.json").read_text(encoding="utf-8"))["step"]
+        step = exported_step(folder)
         commit = api.upload_folder(
             repo_id=created.repo_id, folder_path=folder, commit_message=f"Step {step} of {run.path.resolve().name}"
         )
@@ -135,7 +136,7 @@ def write_folder(
         warn=warn,
         on_progress=on_progress,
     )
-    step = int(json.loads((folder / "trigon_export.json").read_text(encoding="utf-8"))["step"])
+    step = exported_step(folder)
     side_files = run.path / f"global_step_{step}" / "actor" / "huggingface" / "config.json"
     has_vision = "vision_config" in json.loads(side_files.read_text(encoding="utf-8"))
     if is_adapter and base is not None:
