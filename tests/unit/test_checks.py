@@ -255,6 +255,14 @@ def test_the_published_shape_of_qwen3_5_9b_is_accepted_without_its_weights(run, 
     assert size.tensor_parallel_sizes == (1, 2, 4, 8, 16)
 
 
+def test_an_unsupported_model_type_is_named_with_the_nearest_supported_one(run, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_omni_moe", "thinker_config": {"vision_config": {}}}')
+    run.options["worker.actor.model.model_path"] = str(tmp_path)
+    [problem] = found_by(check_model, run).problems
+    assert problem.kind == "model.unusable"
+    assert {"qwen3_omni_moe", "qwen3_vl_moe", "docs/model-families.md"} <= {*re.findall(r"[\w/.-]*\w", problem.message)}
+
+
 def test_a_tracker_that_is_not_installed(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     run.options["trainer.logger"] = "[console, wandb]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -28,11 +29,27 @@ def test_the_error_for_an_unknown_model_type_lists_the_supported_ones_and_the_do
 
 
 @pytest.mark.parametrize(
-    ("unknown", "nearest"), [("qwen3_5_moe", "qwen3_moe"), ("qwen2_audio", "qwen2_moe"), ("llama4", "llama")]
+    ("unknown", "nearest"),
+    [("qwen2_audio", "qwen2_moe"), ("llama4", "llama"), ("internvl_chat", "internvl"), ("mixtral", "mistral")],
 )
 def test_the_error_names_the_nearest_supported_type(unknown: str, nearest: str) -> None:
     with pytest.raises(ModelError, match=rf"The nearest supported type is '{nearest}'\."):
         family_named(unknown)
+
+
+@pytest.mark.parametrize("unknown", ["qwen3_omni", "qwen3_omni_moe", "qwen4_exp", "qwen2_5_omni"])
+def test_a_model_with_a_vision_tower_is_not_advised_to_become_a_text_model(unknown: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        family_named(unknown, with_vision=True)
+    nearest = re.search(r"nearest supported type is '(\w+)'", str(caught.value))
+    assert nearest is not None
+    assert nearest[1].startswith("qwen")
+    assert family_named(nearest[1]).has_vision
+
+
+def test_nothing_is_suggested_for_a_series_without_a_supported_type() -> None:
+    with pytest.raises(ModelError, match=r"'gpt_oss' are not supported\. Supported types"):
+        family_named("gpt_oss")
 
 
 def test_media_token_ids_are_read_from_the_config() -> None:

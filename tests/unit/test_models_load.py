@@ -13,7 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trigon.errors import ModelError
-from trigon.models.load import copy_side_files, load_model, load_processors, model_folder, require_weights
+from trigon.models.load import (
+    copy_side_files,
+    family_of_folder,
+    load_model,
+    load_processors,
+    model_folder,
+    require_weights,
+)
 from trigon.models.side_files import pixel_limits, write_side_files
 
 TinyModel = Callable[..., Path]
@@ -168,6 +175,15 @@ def test_an_unsupported_model_is_an_error_before_anything_is_loaded(copied: Path
     edit_json(copied / "config.json", model_type="mamba")
     with pytest.raises(ModelError, match=r"'mamba' are not supported\. Supported types: .*llama"):
         load_processors(str(copied))
+
+
+@pytest.mark.parametrize("part", ["", "thinker_config"])
+def test_an_unsupported_model_with_a_vision_tower_is_compared_with_such_models(tmp_path: Path, part: str) -> None:
+    config = {"vision_config": {}}
+    content = {"model_type": "qwen3_moe_omni", **({part: config} if part else config)}
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"nearest supported type is 'qwen3_\w*vl_moe'.*docs/model-families\.md"):
+        family_of_folder(tmp_path)
 
 
 def test_a_model_is_loaded_with_all_weights_in_eval_mode(tiny_model: TinyModel) -> None:

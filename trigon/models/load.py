@@ -331,7 +331,10 @@ def copy_side_files(folder: Path, destination: Path) -> tuple[str, ...]:
 def family_of_folder(folder: Path) -> ModelFamily:
     """Return the family of the model in a folder. Raises: ModelError if it is not supported."""
     # Read as JSON: the error of AutoConfig for an unknown type does not list the supported ones.
-    return family_named(str(_read_json(folder / "config.json").get("model_type", "")))
+    content = _read_json(folder / "config.json")
+    # Omni models have the config of their vision tower within that of a part.
+    parts = [content, *(part for part in content.values() if isinstance(part, Mapping))]
+    return family_named(str(content.get("model_type", "")), with_vision=any("vision_config" in part for part in parts))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
