@@ -13,7 +13,6 @@ from trigon.config.names import SINGLE_COMPLETION_ESTIMATORS, AdvantageEstimator
 
 ESTIMATORS = get_args(AdvantageEstimator)
 COMPARING = sorted(set(ESTIMATORS) - set(SINGLE_COMPLETION_ESTIMATORS))
-USING_BATCH_STATISTICS = ("reinforce_plus_plus", "grpo_batch", "reinforce_plus_plus_baseline", "gdpo")
 
 
 def reward_batch(rewards, *, valid=None, lengths=None, penalties=None, parts=None, baselines=None):
@@ -48,68 +47,59 @@ def close(*expected):
 # -- by hand ---------------------------------------------------------------------------------------
 
 
-def test_grpo_divides_by_the_unbiased_standard_deviation_of_the_group():
+ROOT = math.sqrt
+PARTS = {"accuracy": [[0.0, 0.0, 1.0, 1.0]], "format": [[0.0, 1.0, 0.0, 1.0]]}
+BY_HAND = {
     # mean 2, differences -1 -1 1 1, unbiased std sqrt(4/3)
-    a = 1.0 / math.sqrt(4 / 3)
-    assert completion_advantages([[1.0, 1.0, 3.0, 3.0]], "grpo") == close([-a, -a, a, a])
-
-
-def test_dr_grpo_only_subtracts_the_mean():
-    assert completion_advantages([[0.0, 1.0, 0.0, 3.0]], "dr_grpo") == close([-1.0, 0.0, -1.0, 2.0])
-
-
-def test_grpo_batch_divides_by_the_standard_deviation_of_all_rewards():
+    "grpo": ("grpo", [[1.0, 1.0, 3.0, 3.0]], {}, [[-ROOT(3 / 4), -ROOT(3 / 4), ROOT(3 / 4), ROOT(3 / 4)]]),
+    "dr_grpo": ("dr_grpo", [[0.0, 1.0, 0.0, 3.0]], {}, [[-1.0, 0.0, -1.0, 2.0]]),
     # rewards 0 2 4 6: mean 3, squares 9 1 1 9, unbiased std sqrt(20/3); centered -1 1 -1 1
-    a = 1.0 / math.sqrt(20 / 3)
-    assert completion_advantages([[0.0, 2.0], [4.0, 6.0]], "grpo_batch") == close([-a, a], [-a, a])
-
-
-def test_rloo_subtracts_the_mean_of_the_other_rewards():
+    "grpo_batch": ("grpo_batch", [[0.0, 2.0], [4.0, 6.0]], {}, [[-ROOT(3 / 20), ROOT(3 / 20)]] * 2),
     # 1 - (0 + 5) / 2, 0 - (1 + 5) / 2, 5 - (1 + 0) / 2
-    assert completion_advantages([[1.0, 0.0, 5.0]], "rloo") == close([-1.5, -3.0, 4.5])
-
-
-def test_grpo_passk_gives_the_best_its_lead_over_the_second_best():
-    # mean 2, differences -1 -1 2, unbiased std sqrt(6/2); lead 4 - 1
-    assert completion_advantages([[1.0, 1.0, 4.0]], "grpo_passk") == close([0.0, 0.0, 3.0 / math.sqrt(3.0)])
-    assert completion_advantages([[1.0, 4.0, 4.0]], "grpo_passk") == close([0.0, 0.0, 0.0])
-
-
-def test_opo_weights_its_baseline_by_length():
-    # baseline (1 x 1 + 3 x 0) / 4
-    assert completion_advantages([[1.0, 0.0]], "opo", lengths=[[1, 3]]) == close([0.75, -0.25])
-
-
-def test_reinforce_plus_plus_baseline_divides_centered_rewards_by_the_batch_deviation():
+    "rloo": ("rloo", [[1.0, 0.0, 5.0]], {}, [[-1.5, -3.0, 4.5]]),
+    # mean 2, differences -1 -1 2, unbiased std sqrt(6/2); the best leads the second by 4 - 1
+    "grpo_passk": ("grpo_passk", [[1.0, 1.0, 4.0]], {}, [[0.0, 0.0, 3.0 / ROOT(3.0)]]),
+    "grpo_passk without a lead": ("grpo_passk", [[1.0, 4.0, 4.0]], {}, [[0.0] * 3]),
+    # the baseline is weighted by length: (1 x 1 + 3 x 0) / 4
+    "opo": ("opo", [[1.0, 0.0]], {"lengths": [[1, 3]]}, [[0.75, -0.25]]),
     # centered -1 1 -2 2: squares 1 1 4 4, 10 / 3
-    a = 1.0 / math.sqrt(10 / 3)
-    found = completion_advantages([[0.0, 2.0], [0.0, 4.0]], "reinforce_plus_plus_baseline")
-    assert found == close([-a, a], [-2 * a, 2 * a])
-
-
-def test_gdpo_normalizes_each_part_before_adding_them_up():
-    # accuracy 0 0 1 1 normalizes to -s -s s s with s = sqrt(3)/2, format 0 1 0 1 to -s s -s s; sums
-    # -2s 0 0 2s; rms of these four over n - 1: sqrt(8 s^2 / 3) = sqrt(2)
-    s = math.sqrt(3) / 2
-    parts = {"accuracy": [[0.0, 0.0, 1.0, 1.0]], "format": [[0.0, 1.0, 0.0, 1.0]]}
-    a = 2 * s / math.sqrt(2)
-    assert completion_advantages([[9.0] * 4], "gdpo", parts=parts) == close([-a, 0.0, 0.0, a])
+    "reinforce_plus_plus_baseline": (
+        "reinforce_plus_plus_baseline",
+        [[0.0, 2.0], [0.0, 4.0]],
+        {},
+        [[-ROOT(3 / 10), ROOT(3 / 10)], [-2 * ROOT(3 / 10), 2 * ROOT(3 / 10)]],
+    ),
+    # accuracy becomes -s -s s s with s = sqrt(3)/2, format -s s -s s; sums -2s 0 0 2s; rms of
+    # these four over n - 1: sqrt(8 s^2 / 3) = sqrt(2)
+    "gdpo": ("gdpo", [[9.0] * 4], {"parts": PARTS}, [[-ROOT(3 / 2), 0.0, 0.0, ROOT(3 / 2)]]),
     # accuracy alone counts: -s -s s s over sqrt(4 s^2 / 3) = 1
-    assert completion_advantages([[9.0] * 4], "gdpo", parts=parts, weights={"accuracy": 2.0}) == close([-s, -s, s, s])
+    "gdpo weighted": (
+        "gdpo",
+        [[9.0] * 4],
+        {"parts": PARTS, "weights": {"accuracy": 2.0}},
+        [[-ROOT(3) / 2, -ROOT(3) / 2, ROOT(3) / 2, ROOT(3) / 2]],
+    ),
+    "remax": ("remax", [[1.0, 0.0], [0.5, 2.0]], {"baselines": [1.0, 0.5]}, [[0.0, -1.0], [0.0, 1.5]]),
+    "remax without a greedy reward": (
+        "remax",
+        [[1.0, 0.0], [1.0, 0.0]],
+        {"baselines": [math.nan, 0.5]},
+        [[0.0, 0.0], [0.5, -0.5]],
+    ),
+    "penalties": ("dr_grpo", [[1.0, 1.0]], {"penalties": [[[0.5, 0.5], [0.25, 0.25]]]}, [[-0.25, 0.25]]),
+}
 
 
-def test_gdpo_distinguishes_parts_with_equal_sums():
-    # (1, 0) and (0, 1) have equal sums, but the first part spreads more widely over its group
-    parts = {"a": [[1.0, 0.0, 0.0, 0.0]], "b": [[0.0, 1.0, 1.0, 0.0]]}
-    row = completion_advantages([[1.0, 1.0, 1.0, 0.0]], "gdpo", parts=parts)[0]
-    assert row[0] > row[1]
+@pytest.mark.parametrize(("estimator", "rewards", "others", "expected"), BY_HAND.values(), ids=BY_HAND)
+def test_advantages_by_hand(estimator, rewards, others, expected):
+    assert completion_advantages(rewards, estimator, **others) == close(*expected)
 
 
-@pytest.mark.parametrize("spread", [1.0, 1e-3, 1e-4, 1e-5, 1e-6])
+@pytest.mark.parametrize("spread", [1.0, 1e-3, 1e-6])
 @pytest.mark.parametrize("offset", [0.0, 0.01])
 def test_gdpo_is_its_formula_for_parts_of_any_spread(spread, offset):
     random = torch.Generator().manual_seed(7)
-    for _ in range(100):
+    for _ in range(30):
         drawn = torch.randn(2, 3, 4, generator=random, dtype=torch.float64) * torch.tensor([1.0, spread])[:, None, None]
         parts = (drawn + offset).float()
         exact = parts.double()
@@ -142,11 +132,6 @@ def test_reinforce_plus_plus_whitens_all_tokens_of_the_batch_together():
     assert found[0][1] == pytest.approx([(3 - mean) / std], rel=1e-5)
 
 
-def test_remax_subtracts_the_reward_of_the_greedy_completion():
-    found = completion_advantages([[1.0, 0.0], [0.5, 2.0]], "remax", baselines=[1.0, 0.5])
-    assert found == close([0.0, -1.0], [0.0, 1.5])
-
-
 def test_a_token_is_credited_with_what_follows_it():
     # reward 2 at the end of three tokens; penalties 0.1, 0.2, 0.3 with their tokens: rewards to go
     penalties = [[[0.1, 0.2, 0.3]]]
@@ -164,16 +149,11 @@ def test_a_discount_credits_the_last_tokens_most():
     assert found[0][0] + found[0][1] == pytest.approx([(value - mean) / std for value in returns], rel=1e-5)
 
 
-def test_penalties_are_subtracted_from_the_reward_of_the_completion():
-    penalties = [[[0.5, 0.5], [0.25, 0.25]]]
-    assert completion_advantages([[1.0, 1.0]], "dr_grpo", penalties=penalties) == close([-0.25, 0.25])
-
-
 # -- edges -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("size", [2, 3, 5, 7, 8, 12, 16, 48, 64])
+@pytest.mark.parametrize("size", [2, 3, 7, 12, 64])
 @pytest.mark.parametrize("estimator", COMPARING)
 def test_a_group_of_equal_rewards_has_exactly_zero_advantage(size, estimator):
     lengths = [list(range(1, size + 1)), [2] * size]
@@ -209,26 +189,12 @@ def test_a_group_with_nothing_to_compare_has_zero_advantage(valid, estimator):
     assert completion_advantages([[1.0, 2.0, 3.0, 4.0]], estimator, valid=[valid]) == [[0.0] * 4]
 
 
-def test_remax_gives_zero_if_the_greedy_completion_was_not_scored():
-    found = completion_advantages([[1.0, 0.0], [1.0, 0.0]], "remax", baselines=[math.nan, 0.5])
-    assert found == close([0.0, 0.0], [0.5, -0.5])
-
-
 @pytest.mark.parametrize("estimator", COMPARING)
 def test_a_group_of_one_is_rejected(estimator):
     with pytest.raises(ValueError, match="at least 2"):
         completion_advantages([[1.0], [2.0]], estimator)
-
-
-@pytest.mark.parametrize("estimator", sorted(SINGLE_COMPLETION_ESTIMATORS))
-def test_a_group_of_one_suffices_for_estimators_that_do_not_compare_within_groups(estimator):
-    assert (
-        completion_advantages([[1.0], [3.0]], estimator)[0][0] != completion_advantages([[1.0], [3.0]], estimator)[1][0]
-    )
-
-
-def test_completions_of_one_token_have_one_advantage():
-    assert [len(tokens) for tokens in advantages([[0.0, 1.0]], "reinforce_plus_plus", lengths=[[1, 4]])[0]] == [1, 4]
+    for other in SINGLE_COMPLETION_ESTIMATORS:
+        assert len(completion_advantages([[1.0], [2.0]], other)) == 2
 
 
 # -- invariants ------------------------------------------------------------------------------------
@@ -254,30 +220,6 @@ def test_the_order_of_groups_and_completion_advantages_does_not_matter(estimator
     permuted = run(rewards[groups][:, members], lengths[groups][:, members])
     torch.testing.assert_close(permuted, original[groups][:, members], rtol=1e-4, atol=1e-5)
     assert original.abs().max() > 0.1
-
-
-@pytest.mark.parametrize("estimator", sorted(set(COMPARING) - set(USING_BATCH_STATISTICS)))
-def test_a_group_does_not_depend_on_the_others(estimator):
-    rewards, lengths = some_rewards(3, 4)
-    together = completion_advantages(rewards.tolist(), estimator, lengths=lengths.tolist())
-    alone = [
-        completion_advantages([r], estimator, lengths=[n])[0]
-        for r, n in zip(rewards.tolist(), lengths.tolist(), strict=True)
-    ]
-    assert together == close(*alone)
-
-
-@pytest.mark.parametrize("estimator", sorted(set(ESTIMATORS) - {"grpo_passk", "opo", "remax", "reinforce_plus_plus"}))
-def test_each_group_sums_to_zero(estimator):
-    rewards, lengths = some_rewards(5, 6)
-    found = torch.tensor(completion_advantages(rewards.tolist(), estimator, lengths=lengths.tolist()))
-    torch.testing.assert_close(found.sum(1), torch.zeros(5), rtol=0, atol=1e-5)
-
-
-def test_rloo_is_the_centered_reward_times_a_constant():
-    rewards, _ = some_rewards(4, 5)
-    centered = torch.tensor(completion_advantages(rewards.tolist(), "dr_grpo"))
-    torch.testing.assert_close(torch.tensor(completion_advantages(rewards.tolist(), "rloo")), centered * 5 / 4)
 
 
 def test_half_precision_rewards_are_compared_in_float32():

@@ -33,6 +33,7 @@ def test_mismatch_by_hand():
     assert metrics["mismatch/weight_max"].value == pytest.approx(1.0)
     # (1 + 1/2)^2 / (2 (1 + 1/4))
     assert metrics["mismatch/effective_share"].value == pytest.approx(0.9)
+    assert mismatch_metrics(torch.zeros(2), torch.zeros(2), torch.tensor([], dtype=torch.int64)) == {}
 
 
 def test_metrics_of_two_halves_merge_to_those_of_the_batch():
@@ -41,10 +42,6 @@ def test_metrics_of_two_halves_merge_to_those_of_the_batch():
     halves = read(*(mismatch_metrics(engine[s], trainer[s], torch.arange(2)) for s in (slice(2), slice(2, 4))))
     for key, metric in full.items():
         assert halves[key].value == pytest.approx(metric.value), key
-
-
-def test_without_selected_tokens_there_are_no_metrics():
-    assert mismatch_metrics(torch.zeros(2), torch.zeros(2), torch.tensor([], dtype=torch.int64)) == {}
 
 
 def weights(ratios, kind, level, *, low=0.5, high=2.0, lengths=None, mask=None):
@@ -61,34 +58,23 @@ def weights(ratios, kind, level, *, low=0.5, high=2.0, lengths=None, mask=None):
     return pytest.approx(found.tolist(), abs=1e-6), bounded.tolist()
 
 
-def test_truncate_caps_the_weight_of_a_token():
-    assert weights([0.1, 1.0, 1.5, 3.0], "truncate", "token") == ([0.1, 1.0, 1.5, 2.0], [0.0, 0.0, 0.0, 1.0])
+TOKENS = [0.4, 1.0, 1.5, 3.0]
+SEQUENCES = [1.0, 4.0, 9.0, 1.0]  # geometric means sqrt(1 x 4) = 2 and sqrt(9 x 1) = 3
 
 
-def test_mask_excludes_tokens_on_both_sides():
-    assert weights([0.4, 0.6, 1.5, 3.0], "mask", "token") == ([0.0, 0.6, 1.5, 0.0], [1.0, 0.0, 0.0, 1.0])
-
-
-def test_reject_excludes_a_sequence_with_one_token_outside():
-    ratios, lengths = [1.0, 3.0, 1.5, 0.7], [2, 2]
-    assert weights(ratios, "reject", "token", lengths=lengths) == ([0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0])
-
-
-def test_the_weight_of_a_sequence_is_its_geometric_mean():
-    # sqrt(1 x 4) = 2; sqrt(9 x 1) = 3
-    ratios, lengths = [1.0, 4.0, 9.0, 1.0], [2, 2]
-    assert weights(ratios, "truncate", "sequence", high=2.5, lengths=lengths) == (
-        [2.0, 2.0, 2.5, 2.5],
-        [0.0, 0.0, 1.0, 1.0],
-    )
-    assert weights(ratios, "mask", "sequence", high=2.5, lengths=lengths) == (
-        [2.0, 2.0, 0.0, 0.0],
-        [0.0, 0.0, 1.0, 1.0],
-    )
-    assert weights(ratios, "reject", "sequence", high=2.5, lengths=lengths) == (
-        [1.0, 1.0, 0.0, 0.0],
-        [0.0, 0.0, 1.0, 1.0],
-    )
+@pytest.mark.parametrize(
+    ("kind", "level", "ratios", "expected", "bounded"),
+    [
+        ("truncate", "token", TOKENS, [0.4, 1.0, 1.5, 2.5], [0.0, 0.0, 0.0, 1.0]),
+        ("mask", "token", TOKENS, [0.0, 1.0, 1.5, 0.0], [1.0, 0.0, 0.0, 1.0]),
+        ("reject", "token", [1.0, 3.0, 1.5, 0.7], [0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]),
+        ("truncate", "sequence", SEQUENCES, [2.0, 2.0, 2.5, 2.5], [0.0, 0.0, 1.0, 1.0]),
+        ("mask", "sequence", SEQUENCES, [2.0, 2.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]),
+        ("reject", "sequence", SEQUENCES, [1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]),
+    ],
+)
+def test_correction_weights_by_hand(kind, level, ratios, expected, bounded):
+    assert weights(ratios, kind, level, high=2.5, lengths=[2, 2]) == (expected, bounded)
 
 
 @pytest.mark.parametrize("kind", ["truncate", "mask", "reject"])
@@ -96,12 +82,6 @@ def test_the_weight_of_a_sequence_does_not_depend_on_its_length(kind):
     short, long = weights([1.05], kind, "sequence"), weights([1.05] * 500, kind, "sequence")
     assert long[0] == [short[0].expected[0]] * 500
     assert long[1] == [0.0] * 500
-
-
-@pytest.mark.parametrize("kind", ["truncate", "mask", "reject"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_equal_probabilities_need_no_correction(kind, level):
-    assert weights([1.0, 1.0, 1.0], kind, level) == ([1.0, 1.0, 1.0], [0.0, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

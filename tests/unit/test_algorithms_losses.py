@@ -105,23 +105,6 @@ def test_gspo_token_has_the_sequences_ratio_and_the_tokens_gradient():
     assert gradient == pytest.approx([-root, -3 * root])
 
 
-def test_gspo_and_gspo_token_agree_for_one_advantage_per_sequence():
-    ratios, lengths = [0.9, 1.1, 1.3, 0.7, 1.05], [3, 2]
-    for advantages in ([1.0] * 5, [-1.0] * 5):
-        by_sequence, by_token = (
-            run(ratios, advantages, settings(kind), lengths=lengths) for kind in ("gspo", "gspo_token")
-        )
-        assert by_sequence[0] == pytest.approx(by_token[0])
-        assert by_sequence[1] == pytest.approx(by_token[1], abs=1e-6)
-
-
-def test_gspo_of_sequences_of_one_token_is_the_clipped_loss():
-    ratios, advantages = [0.5, 1.2, 1.5, 5.0, 0.5], [1.0, 1.0, 1.0, -1.0, -1.0]
-    gspo = run(ratios, advantages, settings("gspo"), lengths=[1] * 5)
-    assert gspo[0] == pytest.approx(run(ratios, advantages, CLIPPED)[0])
-    assert gspo[1] == pytest.approx(run(ratios, advantages, CLIPPED)[1])
-
-
 # -- cispo -----------------------------------------------------------------------------------------
 
 

@@ -7,36 +7,31 @@ import torch
 
 from trigon.algorithms.reduce import Denominators, count_denominators, reduce_loss, sequence_means
 
-SIX_IN_TWO = Denominators(tokens=6, sequences=2)
-NOTHING = Denominators(tokens=0, sequences=0)
+AVERAGINGS = ("token", "seq", "seq_fixed")
 PER_TOKEN = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-SEQUENCES = torch.tensor([0, 0, 0, 0, 1, 1])
+LENGTHS = [4, 2]
 
 
-def test_token_averaging_by_hand():
-    loss = reduce_loss(
-        PER_TOKEN,
-        torch.ones(6),
-        SEQUENCES,
-        2,
-        averaging="token",
-        fixed_length=1,
-        denominators=SIX_IN_TWO,
+def reduced(values, averaging, *, lengths, denominators, mask=None, fixed_length=8):
+    return reduce_loss(
+        values,
+        torch.ones_like(values) if mask is None else mask,
+        torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+        len(lengths),
+        averaging=averaging,
+        fixed_length=fixed_length,
+        denominators=denominators,
     )
-    assert loss.item() == pytest.approx(21 / 6)
 
 
-def test_sequence_averaging_is_the_mean_of_sequence_means():
-    loss = reduce_loss(
-        PER_TOKEN,
-        torch.ones(6),
-        SEQUENCES,
-        2,
-        averaging="seq",
-        fixed_length=1,
-        denominators=SIX_IN_TWO,
-    )
-    assert loss.item() == pytest.approx((2.5 + 5.5) / 2)
+@pytest.mark.parametrize(
+    ("averaging", "expected"), [("token", 21 / 6), ("seq", (2.5 + 5.5) / 2), ("seq_fixed", (10 + 11) / 8 / 2)]
+)
+def test_averages_by_hand(averaging, expected):
+    loss = reduced(PER_TOKEN, averaging, lengths=LENGTHS, denominators=Denominators(tokens=6, sequences=2))
+    assert loss.item() == pytest.approx(expected)
+    masked = reduced(PER_TOKEN, averaging, lengths=LENGTHS, mask=torch.zeros(6), denominators=Denominators(0, 0))
+    assert masked.item() == 0.0  # not nan
 
 
 @pytest.mark.parametrize(
@@ -48,37 +43,31 @@ def test_sequence_averaging_is_the_mean_of_sequence_means():
     ],
 )
 def test_the_weight_of_a_token_by_hand(averaging, weights):
-    lengths = torch.tensor([10, 2, 6, 2])
-    index = torch.arange(4).repeat_interleave(lengths)
+    lengths = [10, 2, 6, 2]
     values = torch.zeros(20, requires_grad=True)
-    reduce_loss(
-        values, torch.ones(20), index, 4, averaging=averaging, fixed_length=8, denominators=Denominators(20, 4)
-    ).backward()
-    assert values.grad.tolist() == pytest.approx(torch.tensor(weights)[index].tolist())
+    reduced(values, averaging, lengths=lengths, denominators=Denominators(20, 4)).backward()
+    assert values.grad.tolist() == pytest.approx(
+        [weight for weight, n in zip(weights, lengths, strict=True) for _ in range(n)]
+    )
 
 
-@pytest.mark.parametrize("averaging", ["token", "seq", "seq_fixed"])
+@pytest.mark.parametrize("averaging", AVERAGINGS)
 def test_micro_batching_does_not_change_the_gradient(averaging):
     generator = torch.Generator().manual_seed(0)
     lengths = [10, 2, 6, 2]
     values = torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
     mask = (torch.rand(sum(lengths), generator=generator) > 0.2).double()
-    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    spans = list(itertools.pairwise(starts))
-    denominators = count_denominators([mask[a:b] for a, b in spans])
+    spans = [slice(*span) for span in itertools.pairwise(torch.tensor([0, *lengths]).cumsum(0).tolist())]
+    denominators = count_denominators([mask[span] for span in spans])
 
     def gradient(batches):
         leaf = values.clone().requires_grad_()
         for batch in batches:
-            part = torch.cat([leaf[slice(*spans[i])] for i in batch])
-            part_mask = torch.cat([mask[slice(*spans[i])] for i in batch])
-            index = torch.cat([torch.full((lengths[i],), k) for k, i in enumerate(batch)])
-            reduce_loss(
-                part.square(),
-                part_mask,
-                index,
-                len(batch),
-                averaging=averaging,
+            reduced(
+                torch.cat([leaf[spans[i]] for i in batch]).square(),
+                averaging,
+                lengths=[lengths[i] for i in batch],
+                mask=torch.cat([mask[spans[i]] for i in batch]),
                 fixed_length=7,
                 denominators=denominators,
             ).backward()
@@ -91,52 +80,15 @@ def test_micro_batching_does_not_change_the_gradient(averaging):
 
 def test_masked_tokens_contribute_nothing_even_when_not_finite():
     values = torch.tensor([1.0, float("nan"), float("inf")], requires_grad=True)
-    loss = reduce_loss(
-        values,
-        torch.tensor([1.0, 0.0, 0.0]),
-        torch.zeros(3, dtype=torch.int64),
-        1,
-        averaging="token",
-        fixed_length=1,
-        denominators=Denominators(1, 1),
-    )
+    loss = reduced(values, "token", lengths=[3], mask=torch.tensor([1.0, 0.0, 0.0]), denominators=Denominators(1, 1))
     loss.backward()
     assert loss.item() == 1.0
     assert values.grad.tolist() == [1.0, 0.0, 0.0]
 
 
-def test_a_fully_masked_update_has_zero_loss_not_nan():
-    for averaging in ("token", "seq", "seq_fixed"):
-        loss = reduce_loss(
-            PER_TOKEN,
-            torch.zeros(6),
-            SEQUENCES,
-            2,
-            averaging=averaging,
-            fixed_length=7,
-            denominators=NOTHING,
-        )
-        assert loss.item() == 0.0
-
-
-def test_denominators_count_trainable_tokens_and_sequences_only():
+def test_denominators_and_means_count_trainable_tokens_and_sequences_only():
     counted = count_denominators([torch.tensor([1.0, 0.0, 1.0]), torch.zeros(4), torch.ones(2)])
     assert counted == Denominators(tokens=4, sequences=2)
-
-
-def test_fixed_length_averaging_divides_each_sum_by_the_same_length():
-    loss = reduce_loss(
-        PER_TOKEN,
-        torch.ones(6),
-        SEQUENCES,
-        2,
-        averaging="seq_fixed",
-        fixed_length=8,
-        denominators=SIX_IN_TWO,
-    )
-    assert loss.item() == pytest.approx((10 + 11) / 8 / 2)
-
-
-def test_sequence_means_count_trainable_tokens_only():
-    means = sequence_means(PER_TOKEN, torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.0]), SEQUENCES, 2)
+    index = torch.tensor([0, 0, 0, 0, 1, 1])
+    means = sequence_means(PER_TOKEN, torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.0]), index, 2)
     assert means.tolist() == [2.5, 0.0]

@@ -31,6 +31,9 @@ def test_metrics_of_all_micro_batches_are_read_at_once_and_merged() -> None:
         "sum": Sum(5.0),
     }
     assert others == [7.0, math.inf]
+    with HostWaits() as recorded:
+        assert read_metrics([]) == ({}, [])
+    assert recorded.waits == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -39,12 +42,6 @@ def test_numbers_are_read_exactly_whatever_else_is_read(dtype: torch.dtype) -> N
     metrics, [other] = read_metrics([{"sum": Unread(Sum, (value,))}], torch.tensor(2.0**-60))
     assert metrics["sum"].value == float(value)
     assert other == 2.0**-60
-
-
-def test_without_tensors_nothing_is_read() -> None:
-    with HostWaits() as recorded:
-        assert read_metrics([]) == ({}, [])
-    assert recorded.waits == []
 
 
 def test_a_number_with_gradient_is_refused() -> None:

@@ -1,12 +1,10 @@
 """The public names, and how the arguments of trigon.train become a configuration and objects."""
 
-import inspect
 import json
 import shutil
 import subprocess
 import sys
 import threading
-import typing
 from pathlib import Path
 
 import pytest
@@ -31,46 +29,11 @@ def read(**given):
     return read_arguments(**arguments, keyword_options=given)
 
 
-def test_every_public_name_is_there_documented_and_typed():
-    assert set(trigon.__all__) <= set(dir(trigon))
-    for name in trigon.__all__:
-        value = getattr(trigon, name)
-        if callable(value):
-            assert inspect.getdoc(value), name
-        if inspect.isfunction(value):
-            parameters = inspect.signature(value).parameters.values()
-            assert all(each.annotation is not each.empty for each in parameters), name
-    assert typing.get_type_hints(trigon.load_run)["return"] is trigon.RunTables
-    with pytest.raises(AttributeError, match="module 'trigon' has no attribute 'trian'"):
-        _ = trigon.trian
-
-
 def test_no_module_hides_a_public_name():
     """An imported module trigon.evaluate would be the attribute of this name from then on."""
     package = Path(trigon.__file__).parent
     modules = {path.stem for path in package.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert modules & set(trigon.__all__) == set()
-
-
-def test_a_run_is_planned_from_options_alone(tiny_vlm):
-    options = {
-        "worker.actor.model.model_path": str(tiny_vlm),
-        "worker.reward.reward_function": "math",
-        "data.train_files": "owner/data",
-        "trainer.val_before_train": False,
-        **REQUIRED,
-    }
-    plan = trigon.plan(
-        options=options,
-        gpus="2xH100-80G",
-        num_prompts=64,
-        prompt_tokens=100,
-        response_tokens=50,
-        trainer={"max_steps": 3},
-    )
-    assert isinstance(plan, trigon.RunPlan)
-    with pytest.raises(TypeError, match=r"plan\(\) has no argument 'gpu'; did you mean gpus"):
-        trigon.plan(gpu="8xH100-80G")
 
 
 def make_plan(model, **given):
@@ -95,18 +58,6 @@ def test_a_run_of_python_objects_is_planned_without_calling_or_pickling_them(tin
         make_plan(tiny_vlm, data=[{"question": "?", "answer": "1"}])
 
 
-def test_rows_of_python_objects_are_counted_where_they_are_not_measured(tiny_vlm, tmp_path):
-    rows = [{"prompt": "What?", "answer": "1"}] * 20
-    counted = "training prompts: all rows of python:train, usable or not"
-    given = make_plan(tiny_vlm, data=rows, prompt_tokens=100)
-    assert given.num_prompts == 20
-    assert counted in given.lengths.sources
-    shutil.copy(tiny_vlm / "config.json", tmp_path)  # and no tokenizer
-    assumed = make_plan(tmp_path, data=rows, options={"data.train_weights": [2]})
-    assert assumed.num_prompts == 40
-    assert counted in assumed.lengths.sources
-
-
 def test_the_configuration_of_a_run_of_python_objects_is_planned(tiny_vlm, tmp_path, capsys):
     rows = [{"prompt": "What?", "answer": "1"}] * 20
     file = tmp_path / "config.yaml"
@@ -121,6 +72,8 @@ def test_the_configuration_of_a_run_of_python_objects_is_planned(tiny_vlm, tmp_p
 
 
 def test_problems_of_a_planned_configuration_are_errors(tiny_vlm):
+    with pytest.raises(TypeError, match=r"plan\(\) has no argument 'gpu'; did you mean gpus"):
+        trigon.plan(gpu="8xH100-80G")
     with pytest.raises(ConfigError, match=r"data\.train_files is not set"):
         make_plan(tiny_vlm)
     with pytest.raises(ConfigError, match=r"worker\.rollout\.n is 0"):
@@ -152,15 +105,6 @@ def test_python_objects_have_names_in_the_configuration():
     assert [(term.name, term.weight) for term in given.reward] == [("accuracy", 2.0), ("accuracy_2", 1.0)]
 
 
-def test_names_stay_names(tmp_path):
-    given = read(data=["owner/a", "owner/b"], val_data="owner/c@test", reward="r1v", model="owner/m")
-    config = given.loaded.config
-    assert (config.data.train_files, config.data.val_files) == (("owner/a", "owner/b"), ("owner/c@test",))
-    assert (config.worker.reward.reward_function, config.worker.actor.model.model_path) == ("r1v", "owner/m")
-    assert (given.data, given.reward) == ({}, None)
-    assert read(model=tmp_path).loaded.config.worker.actor.model.model_path == str(tmp_path)
-
-
 def test_without_validation_data_there_is_no_validation_before_training(tmp_path):
     assert not read().loaded.config.validates_first
     (tmp_path / "run.yaml").write_text("data: {val_files: owner/data}")
@@ -184,21 +128,14 @@ def test_later_arguments_replace_earlier_ones(tmp_path):
     assert config.worker.actor.model.model_path == "owner/model"
 
 
-def test_loggers_are_names_and_objects():
+def test_loggers_are_names_and_objects_and_the_latter_leave_the_names_of_the_configuration(tmp_path):
     mine = object()
     given = read(loggers=["console", mine, "tensorboard"])
-    assert given.loaded.config.trainer.logger == ("console", "tensorboard")
-    assert given.loggers == [mine]
-    assert read().loaded.config.trainer.logger == ("console", "file")
-
-
-def test_loggers_that_are_objects_leave_the_names_of_the_configuration(tmp_path):
-    mine = object()
+    assert (given.loaded.config.trainer.logger, given.loggers) == (("console", "tensorboard"), [mine])
     assert read(loggers=[mine]).loaded.config.trainer.logger == ("console", "file")
     (tmp_path / "run.yaml").write_text("trainer: {logger: [console, wandb]}")
     given = read(config=tmp_path / "run.yaml", loggers=(mine,))
-    assert given.loaded.config.trainer.logger == ("console", "wandb")
-    assert given.loggers == [mine]
+    assert (given.loaded.config.trainer.logger, given.loggers) == (("console", "wandb"), [mine])
     assert read(config=tmp_path / "run.yaml", loggers="file").loaded.config.trainer.logger == ("file",)
 
 
@@ -216,12 +153,7 @@ def test_keyword_arguments_of_the_reward_function_count_for_its_contract():
         ({"mdoel": "x"}, TypeError, r"train\(\) has no argument 'mdoel'; did you mean model\?"),
         ({"max_steps": 3}, TypeError, r"no argument 'max_steps'; if trainer.max_steps is meant, give options="),
         ({"data": {"max_prompt_length": 3}}, ConfigError, "data is a dict; give rows as a list of dicts, and options"),
-        ({"trainer": {"max_stesp": 3}}, ConfigError, r"trainer.max_stesp \(arguments in Python\) is unknown; did you"),
-        ({"trainer.max_steps": 0}, ConfigError, r"trainer.max_steps is 0 \(arguments in Python\), but must be"),
         ({"loggers": threading.Lock()}, ConfigError, r"loggers is a lock; give a list of names .* loggers=\['console'"),
-        ({"loggers": {"console": 1}}, ConfigError, "loggers is a dict; give a list"),
-        ({"loggers": ["wandbb"]}, ConfigError, "trainer.logger is .*wandbb"),
-        ({"options": {"worker.rollout.n": 1}}, ConfigError, "grpo compares the completions"),
     ],
 )
 def test_wrong_arguments_are_errors_that_say_what_to_write(arguments, error, message):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -35,9 +34,3 @@ def test_status_0_needs_an_answer_for_every_package(tmp_path, capsys, dependenci
     report.write_text("" if dependencies is None else json.dumps({"dependencies": dependencies}))
     assert audit_report.main(str(constraints), str(report)) == status
     assert line in capsys.readouterr().out
-
-
-def test_the_workflow_and_make_run_the_script():
-    root = Path(audit_report.__file__).parents[1]
-    assert "run: scripts/audit.sh" in (root / ".github/workflows/audit.yml").read_text()
-    assert "\tscripts/audit.sh\n" in (root / "Makefile").read_text()
