@@ -6,7 +6,9 @@ Data, reward workers, checkpoints and reports are those of a run.
 from __future__ import annotations
 
 import io
+import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -28,7 +30,7 @@ from trigon.config.schema import AlgorithmConfig, Config
 from trigon.data.dataset import open_prompts
 from trigon.data.stream import Prompts, PromptStream, mix
 from trigon.data.tokens import TokenTexts
-from trigon.loop import Checkpoints, Run, Stop, Validation
+from trigon.loop import Checkpoints, Run, Stop, Validation, train
 from trigon.models.load import Processors
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
@@ -95,6 +97,16 @@ class RecordingEngine(FakeEngine):
         until_text = "" if until is None else f" until {until.num_groups}"
         self.record.events.append(f"sample {len(prompts)} for {newest_draw(prompts)}{until_text}")
         return super().generate(prompts, sampling, until=until, on_progress=on_progress, on_group=on_group)
+
+
+class SplitEngine(RecordingEngine):
+    """A recording engine that samples after awake(), too, as samplers on GPUs of their own."""
+
+    @contextmanager
+    def awake(self, weights, *, version):
+        with super().awake(weights, version=version):
+            yield
+        self._awake = True
 
 
 class RecordingTrainer(FakeTrainEngine):
@@ -349,6 +361,18 @@ def changed(run: Run, **changes: Any) -> Run:
     return assembled(run.report.parts, changes)
 
 
+def train_in(
+    folder: Path, parts: SharedParts, *, resumes: bool = False, stop_after: int | None = None, **settings: Any
+) -> Run:
+    """Return the run that has trained in the folder, from its latest checkpoint if it resumes."""
+    with open_run(parts, folder, **settings) as run:
+        asked = itertools.count(1)
+        stopping = {} if stop_after is None else {"should_stop": lambda: next(asked) == stop_after}
+        last = train(changed(run, **stopping), latest_checkpoint(folder) if resumes else None)
+        assert last == (run.plan.total_steps if stop_after is None else stop_after)
+        return run
+
+
 def prompts_of(run: Run) -> PromptStream:
     """Return the training prompts of a run."""
     assert run.buffer is not None
@@ -384,6 +408,21 @@ def rows_by_step(folder: Path) -> dict[int, list[dict[str, Any]]]:
 def runs_of(row: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Return the versions of a stored completion, each with its number of tokens."""
     return [tuple(run) for run in row["policy_versions"]] or [(row["policy_version"], row["num_tokens"])]
+
+
+def check_ages(folder: Path, oldest: int) -> None:
+    """Check that no token is older than this, and that the metrics say how old they are."""
+    for step, rows in rows_by_step(folder).items():
+        ages: Counter[int] = Counter()
+        for row in rows:
+            assert row["finish_reason"] in {"stop", "length"}
+            assert sum(count for _, count in runs_of(row)) == row["num_tokens"]
+            for version, count in runs_of(row):
+                ages[step - 1 - version] += count
+        assert 0 <= min(ages) <= max(ages) <= oldest
+        line = lines_of(folder)[step]
+        assert line["staleness/max"] == max(ages)
+        assert abs(line["staleness/mean"] - sum(age * count for age, count in ages.items()) / ages.total()) < 1e-6
 
 
 class StoppingReference:

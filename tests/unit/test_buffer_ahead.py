@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 
 import pytest
 
 from support.fake_runs import (
-    RecordingEngine,
+    SplitEngine,
     StoppingReference,
-    changed,
     full_settings,
     latest_checkpoint,
     lines_of,
@@ -20,6 +18,7 @@ from support.fake_runs import (
     rollouts_of,
     saved_steps,
     sometimes_right,
+    train_in,
 )
 from trigon.errors import LostSamplersError, RewardError
 from trigon.loop import train
@@ -32,16 +31,10 @@ from trigon.training.fake import FAKE_LOGPROB
 from trigon.types import Completion, Rollout, RolloutGroup, Score
 
 
-class AlwaysAwake(RecordingEngine):
-    """An engine that samples after awake(), too; in one step it fails as `failure`, once."""
+class FailingEngine(SplitEngine):
+    """In one step it fails as `failure`, once."""
 
     failure: tuple[int, Exception] | None = None
-
-    @contextmanager
-    def awake(self, weights, *, version):
-        with super().awake(weights, version=version):
-            yield
-        self._awake = True
 
     def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
         if self.failure is not None and self.failure[0] == newest_draw(prompts):
@@ -52,7 +45,7 @@ class AlwaysAwake(RecordingEngine):
 
 def ahead(parts, *, complete=sometimes_right, failure=None):
     """Return the settings of a run that samples one step ahead."""
-    rollout = AlwaysAwake(
+    rollout = FailingEngine(
         tokenizer=parts.processors.tokenizer,
         stop_token_id=parts.processors.stop_token_ids[0],
         complete=complete,
@@ -66,9 +59,12 @@ def ahead(parts, *, complete=sometimes_right, failure=None):
 def uninterrupted(parts, tmp_path_factory):
     """Return the folder of a run of six steps, which samples one step ahead."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    with open_run(parts, folder, **full_settings(6), **ahead(parts)) as run:
-        train(run, None)
+    train_in(folder, parts, **full_settings(6), **ahead(parts))
     return folder
+
+
+def prompts_by_file(folder):
+    return {name: [row["prompt_id"] for row in rows] for name, rows in rollouts_of(folder).items()}
 
 
 def versions_of(folder):
@@ -88,91 +84,54 @@ def test_a_batch_is_sampled_with_the_weights_before_the_step_that_is_made_meanwh
 
 
 def test_a_batch_ahead_draws_the_prompts_that_a_batch_in_line_draws(parts, tmp_path, uninterrupted):
-    with open_run(parts, tmp_path, **full_settings(6)) as run:
-        train(run, None)
-    drawn = [
-        {name: [row["prompt_id"] for row in rows] for name, rows in rollouts_of(folder).items()}
-        for folder in (tmp_path, uninterrupted)
-    ]
-    assert drawn[0] == drawn[1]
-    epochs = [
-        [line["data/epoch"] for step, line in lines_of(folder).items() if step] for folder in (tmp_path, uninterrupted)
-    ]
+    train_in(tmp_path, parts, **full_settings(6))
+    assert prompts_by_file(tmp_path) == prompts_by_file(uninterrupted)
+    epochs = [[line.get("data/epoch") for line in lines_of(folder).values()] for folder in (tmp_path, uninterrupted)]
     assert epochs[0] == epochs[1]
 
 
-@pytest.mark.parametrize("stopped_after", [1, 2, 3, 5])
+@pytest.mark.parametrize("stopped_after", [1, 3])
 def test_a_run_that_resumes_has_the_same_batches_as_one_without_a_stop(parts, tmp_path, uninterrupted, stopped_after):
-    with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
-        asked = iter([False] * (stopped_after - 1) + [True])
-        assert train(changed(run, should_stop=lambda: next(asked)), None) == stopped_after
-    checkpoint = latest_checkpoint(tmp_path)
-    assert len(checkpoint.progress["buffer"]["ready"]) == 4
-    with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
-        assert train(run, checkpoint) == 6
+    train_in(tmp_path, parts, stop_after=stopped_after, **full_settings(6), **ahead(parts))
+    assert len(latest_checkpoint(tmp_path).progress["buffer"]["ready"]) == 4
+    train_in(tmp_path, parts, resumes=True, **full_settings(6), **ahead(parts))
     assert lines_of(tmp_path) == lines_of(uninterrupted)
     assert rollouts_of(tmp_path) == rollouts_of(uninterrupted)
 
 
 def test_a_step_that_is_left_saves_the_batch_that_it_was_to_learn_from(parts, tmp_path, uninterrupted):
-    grace = Grace(1e-9)  # shorter than any save
-
-    settings = full_settings(6)
-    reference = settings["reference"]
-
-    settings |= {"reference": StoppingReference(reference, grace), "grace": grace}
+    grace, settings = Grace(1e-9), full_settings(6)  # shorter than any save
+    settings |= {"reference": StoppingReference(settings["reference"], grace), "grace": grace}
     with open_run(parts, tmp_path, **settings, **ahead(parts)) as run:
         assert train(run, None) == 3
     assert saved_steps(tmp_path) == [2, 3]
-    with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
-        train(run, latest_checkpoint(tmp_path))
+    train_in(tmp_path, parts, resumes=True, **full_settings(6), **ahead(parts))
     assert lines_of(tmp_path) == lines_of(uninterrupted)
     assert rollouts_of(tmp_path) == rollouts_of(uninterrupted)
 
 
 def test_a_step_is_recorded_and_saved_before_the_error_of_the_batch_ahead_ends_the_run(parts, tmp_path):
-    settings = {"plan": plan_of(steps=6), **{"save_freq": 2}}
-    with (
-        open_run(parts, tmp_path, **settings, **ahead(parts, failure=(3, RewardError("as asked")))) as run,
-        pytest.raises(RewardError, match="as asked"),
-    ):
-        train(run, None)
+    settings = {"plan": plan_of(steps=6), "save_freq": 2}
+    with pytest.raises(RewardError, match="as asked"):
+        train_in(tmp_path, parts, **settings, **ahead(parts, failure=(3, RewardError("as asked"))))
     assert sorted(lines_of(tmp_path)) == [1, 2]
     assert saved_steps(tmp_path) == [2]
     assert latest_checkpoint(tmp_path).progress["buffer"]["ready"] == []
-    with open_run(parts, tmp_path, **settings, **ahead(parts)) as run:
-        assert train(run, latest_checkpoint(tmp_path)) == 6
+    train_in(tmp_path, parts, resumes=True, **settings, **ahead(parts))
     assert versions_of(tmp_path) == [{0}, {0}, {2}, {2}, {3}, {4}]
 
 
 def test_a_batch_whose_samplers_were_lost_is_sampled_again_with_the_newest_weights(parts, tmp_path, uninterrupted):
-    settings = full_settings(6) | ahead(parts, failure=(4, LostSamplersError("all are lost")))
-    with open_run(parts, tmp_path, **settings) as run:
-        assert train(run, None) == 6
+    failure = (4, LostSamplersError("all are lost"))
+    train_in(tmp_path, parts, **full_settings(6), **ahead(parts, failure=failure))
     assert versions_of(tmp_path) == [{0}, {0}, {1}, {3}, {3}, {4}]
-    prompts = [
-        [row["prompt_id"] for row in rollouts_of(folder)["step_000004.jsonl"]] for folder in (tmp_path, uninterrupted)
-    ]
-    assert prompts[0] == prompts[1]
-
-
-def test_a_run_in_line_samples_a_batch_again_that_was_sampled_ahead(parts, tmp_path, uninterrupted):
-    with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
-        train(changed(run, should_stop=lambda: True), None)
-    with open_run(parts, tmp_path, **full_settings(3)) as run:
-        train(run, latest_checkpoint(tmp_path))
-    assert versions_of(tmp_path) == [{0}, {1}, {2}]
-    for name in ("step_000002.jsonl", "step_000003.jsonl"):
-        drawn = [{row["prompt_id"] for row in rollouts_of(folder)[name]} for folder in (tmp_path, uninterrupted)]
-        assert drawn[0] == drawn[1]
+    assert prompts_by_file(tmp_path) == prompts_by_file(uninterrupted)
 
 
 def test_groups_ahead_are_learned_from_by_a_run_with_smaller_steps(parts, tmp_path):
-    with open_run(parts, tmp_path, **full_settings(6), **ahead(parts)) as run:
-        train(changed(run, should_stop=lambda: True), None)
+    train_in(tmp_path, parts, stop_after=1, **full_settings(6), **ahead(parts))
     settings = full_settings(4) | {"plan": plan_of(steps=4, per_step=2, per_update=2)}
-    with open_run(parts, tmp_path, **settings, **ahead(parts)) as run:
-        assert train(run, latest_checkpoint(tmp_path)) == 4
+    train_in(tmp_path, parts, resumes=True, **settings, **ahead(parts))
     # Of the four groups of version 0 two are too old for the third step, which samples them again.
     assert versions_of(tmp_path) == [{0}, {0}, {2}, {2}]
     assert [len(rows) for name, rows in rollouts_of(tmp_path).items() if name.startswith("step")] == [12, 6, 6, 6]

@@ -15,9 +15,9 @@ import pytest
 from support.fake_runs import (
     SAMPLING,
     Record,
-    RecordingEngine,
+    SplitEngine,
     StoppingReference,
-    changed,
+    check_ages,
     full_settings,
     latest_checkpoint,
     lines_of,
@@ -27,9 +27,9 @@ from support.fake_runs import (
     record_of,
     rollouts_of,
     rows_by_step,
-    runs_of,
     saved_steps,
     sometimes_right,
+    train_in,
 )
 from trigon.errors import EngineError, LostSamplersError, RewardError
 from trigon.loop import train
@@ -43,8 +43,8 @@ PER_STEP = 4
 STREAM_SAMPLING = replace(SAMPLING, max_tokens=200)
 
 
-class StreamingEngine(RecordingEngine):
-    """An engine that samples after awake(), too.
+class StreamingEngine(SplitEngine):
+    """An engine on GPUs of its own.
 
     pause_after: forward passes, after which a call waits until it is interrupted, or for so many
     steps of the learner as pause_steps; but not for long, since the learner may wait for it.
@@ -68,7 +68,6 @@ class StreamingEngine(RecordingEngine):
         assert self.is_idle, "weights are sent while completions run"
         with super().awake(weights, version=version):
             yield
-        self._awake = True
 
     def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
         if until is None:  # probes, and validations
@@ -146,8 +145,8 @@ def long_tailed(so_far, version, seed):
 
 def learned_prompts(folder):
     """Return how often each row of the dataset was learned from."""
-    rows = [row for rows in rows_by_step(folder).values() for row in rows[:: SAMPLING.n]]
-    return Counter(row["prompt_id"].partition("#")[0] for row in rows)
+    names = [{row["prompt_id"] for row in rows} for rows in rows_by_step(folder).values()]
+    return Counter(name.partition("#")[0] for of_step in names for name in of_step)
 
 
 def drawn_prompts(parts, folder, steps):
@@ -156,33 +155,15 @@ def drawn_prompts(parts, folder, steps):
         return Counter(each.prompt_id.partition("#")[0] for each in prompts_of(run).take(steps * PER_STEP))
 
 
-def check_ages(folder, k):
-    """Check that no token is older than k, and that the metrics say how old they are."""
-    for step, rows in rows_by_step(folder).items():
-        assert len(rows) == PER_STEP * SAMPLING.n
-        ages = Counter()
-        for row in rows:
-            assert row["finish_reason"] in {"stop", "length"}
-            assert sum(count for _, count in runs_of(row)) == row["num_tokens"]
-            for version, count in runs_of(row):
-                ages[step - 1 - version] += count
-        assert 0 <= min(ages) <= max(ages) <= k
-        line = lines_of(folder)[step]
-        assert line["staleness/max"] == max(ages)
-        assert line["staleness/mean"] == pytest.approx(sum(a * c for a, c in ages.items()) / ages.total())
-
-
 @pytest.mark.parametrize("partial", ["finish", "continue"])
 def test_samplers_that_are_faster_stay_max_staleness_steps_ahead(parts, tmp_path, partial):
-    with open_run(parts, tmp_path, **stream(parts, 3, partial, steps=8, waits=True)) as run:
-        assert train(run, None) == 8
-        events = record_of(run).events
+    run = train_in(tmp_path, parts, **stream(parts, 3, partial, steps=8, waits=True))
     # Steps 1 to 4 have weights 0, and each step later begins as many groups as it learns from.
     versions = [{row["policy_version"] for row in rows} for rows in rows_by_step(tmp_path).values()]
     assert versions == [{0}, {0}, {0}, {0}, {1}, {2}, {3}, {4}]
     sampled = [event for event in run.validation.rollout.record.events if "until" in event]
     assert sampled == ["sample 16 for 1 until 16", *[f"sample 4 for {step} until 4" for step in range(2, 6)]]
-    assert events.count("learn from 4") == 8
+    assert record_of(run).events.count("learn from 4") == 8
     lines = lines_of(tmp_path)
     assert all(lines[step]["staleness/dropped_groups"] == 0 for step in range(1, 9))
     assert [lines[step]["rollout/waiting_groups"] for step in (6, 7, 8)] == [8, 4, 0]
@@ -191,10 +172,7 @@ def test_samplers_that_are_faster_stay_max_staleness_steps_ahead(parts, tmp_path
 
 
 def test_completions_that_continue_have_the_version_of_each_token(parts, tmp_path):
-    with open_run(
-        parts, tmp_path, **stream(parts, 8, "continue", steps=6, complete=long_tailed, pause_after=30)
-    ) as run:
-        assert train(run, None) == 6
+    train_in(tmp_path, parts, **stream(parts, 8, "continue", steps=6, complete=long_tailed, pause_after=30))
     check_ages(tmp_path, 8)
     rows = [row for rows in rows_by_step(tmp_path).values() for row in rows]
     several = [row for row in rows if row["policy_versions"]]
@@ -209,9 +187,8 @@ def test_completions_that_continue_have_the_version_of_each_token(parts, tmp_pat
 
 def test_completions_that_finish_have_one_version_and_steps_go_on_meanwhile(parts, tmp_path):
     options = {"complete": long_tailed, "pause_after": 40, "pause_steps": 2}
-    with open_run(parts, tmp_path, **stream(parts, 8, "finish", steps=6, **options)) as run:
-        assert train(run, None) == 6
-        awake = [event for event in run.validation.rollout.record.events if event.startswith("awake")]
+    run = train_in(tmp_path, parts, **stream(parts, 8, "finish", steps=6, **options))
+    awake = [event for event in run.validation.rollout.record.events if event.startswith("awake")]
     check_ages(tmp_path, 8)
     assert all(not row["policy_versions"] for rows in rows_by_step(tmp_path).values() for row in rows)
     assert len(awake) < 6  # the weights were not sent in each step
@@ -222,114 +199,71 @@ def test_completions_that_finish_have_one_version_and_steps_go_on_meanwhile(part
 
 @pytest.mark.parametrize("partial", ["finish", "continue"])
 def test_groups_that_become_too_old_are_counted_and_begin_again(parts, tmp_path, partial):
-    options = {"complete": long_tailed, "pause_after": 30}
-    with open_run(parts, tmp_path, **stream(parts, 2, partial, steps=8, **options)) as run:
-        assert train(run, None) == 8
+    train_in(tmp_path, parts, **stream(parts, 2, partial, steps=8, complete=long_tailed, pause_after=30))
     check_ages(tmp_path, 2)
     lines = list(lines_of(tmp_path).values())
     # Completions that finish end before the groups that began with them are used up.
-    assert (sum(line["staleness/dropped_groups"] for line in lines) > 0) == (partial == "continue")
-    assert (sum(line["staleness/dropped_tokens"] for line in lines) > 0) == (partial == "continue")
+    for unit in ("groups", "tokens"):
+        assert (sum(line[f"staleness/dropped_{unit}"] for line in lines) > 0) == (partial == "continue")
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 8)
 
 
 @pytest.mark.parametrize("partial", ["finish", "continue"])
-@pytest.mark.parametrize("stopped_after", [1, 3])
-def test_a_run_that_resumes_learns_from_each_prompt_once(parts, tmp_path, partial, stopped_after):
+def test_a_run_that_resumes_learns_from_each_prompt_once(parts, tmp_path, partial):
     settings = full_settings(6) | stream(parts, 4, partial, steps=6, complete=long_tailed, pause_after=30)
-    with open_run(parts, tmp_path, **settings) as run:
-        asked = itertools.count(1)
-        assert train(changed(run, should_stop=lambda: next(asked) == stopped_after), None) == stopped_after
+    train_in(tmp_path, parts, stop_after=3, **settings)
     saved = latest_checkpoint(tmp_path).progress["buffer"]
-    assert len(saved["ready"]) + len(saved["work"]) == min(5, 7 - stopped_after) * PER_STEP - PER_STEP
+    assert len(saved["ready"]) + len(saved["work"]) == 3 * PER_STEP
     tokens = sum(len(each["token_ids"]) for group in saved["work"] for each in group["completions"])
     assert (tokens > 0) == (partial == "continue")
-    with open_run(parts, tmp_path, **settings) as run:
-        assert train(run, latest_checkpoint(tmp_path)) == 6
+    train_in(tmp_path, parts, resumes=True, **settings)
     check_ages(tmp_path, 4)
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 6)
-
-
-def test_groups_of_another_size_are_sampled_again_by_a_run_that_resumes(parts, tmp_path):
-    with open_run(parts, tmp_path, **stream(parts, 3, "finish", steps=4, waits=True)) as run:
-        train(changed(run, should_stop=lambda: True), None)
-    assert len(latest_checkpoint(tmp_path).progress["buffer"]["ready"]) == 3 * PER_STEP
-    shown = io.StringIO()
-    settings = stream(parts, 3, "finish", steps=4) | {"sampling": replace(STREAM_SAMPLING, n=2)}
-    with open_run(parts, tmp_path, **settings) as run:
-        run.report._console = Console(stream=shown, progress=False)
-        assert train(run, latest_checkpoint(tmp_path)) == 4
-    assert "12 groups that the saved run had sampled ahead are sampled again" in " ".join(shown.getvalue().split())
-    learned = {step: Counter(row["prompt_id"] for row in rows) for step, rows in rows_by_step(tmp_path).items()}
-    assert [set(counts.values()) for counts in learned.values()] == [{3}, {2}, {2}, {2}]
-    names = Counter(name.partition("#")[0] for counts in learned.values() for name in counts)
-    assert names == drawn_prompts(parts, tmp_path / "other", 4)
 
 
 def test_a_step_that_is_left_saves_the_groups_that_it_was_to_learn_from(parts, tmp_path):
     grace = Grace(1e-9)  # shorter than any save
     settings = full_settings(6) | stream(parts, 3, "continue", steps=6)
-    reference = settings["reference"]
-
-    with open_run(
-        parts, tmp_path, **settings | {"reference": StoppingReference(reference, grace), "grace": grace}
-    ) as run:
+    left = {"reference": StoppingReference(settings["reference"], grace), "grace": grace}
+    with open_run(parts, tmp_path, **settings | left) as run:
         assert train(run, None) == 3
     assert saved_steps(tmp_path) == [2, 3]
     saved = latest_checkpoint(tmp_path).progress["buffer"]
     assert len(saved["ready"]) + len(saved["work"]) == 3 * PER_STEP
-    with open_run(parts, tmp_path, **settings) as run:
-        assert train(run, latest_checkpoint(tmp_path)) == 6
+    train_in(tmp_path, parts, resumes=True, **settings)
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 6)
 
 
-@pytest.mark.parametrize("partial", ["finish", "continue"])
-def test_what_a_lost_sampler_had_is_sampled_again(parts, tmp_path, partial):
-    settings = stream(parts, 3, partial, steps=6, complete=long_tailed, pause_after=30, losses=(0, 2))
-    with open_run(parts, tmp_path, **settings) as run:
-        assert train(run, None) == 6
+@pytest.mark.parametrize(
+    ("partial", "failures"),
+    [
+        ("finish", {"losses": (0, 2), "complete": long_tailed, "pause_after": 30}),
+        ("continue", {"losses": (0, 2), "complete": long_tailed, "pause_after": 30}),
+        ("continue", {"failures": {1: LostSamplersError("all are lost")}, "waits": True}),
+    ],
+)
+def test_what_lost_samplers_had_is_sampled_again(parts, tmp_path, partial, failures):
+    train_in(tmp_path, parts, **stream(parts, 3, partial, steps=6, **failures))
     check_ages(tmp_path, 3)
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 6)
 
 
-def test_a_flight_whose_samplers_were_all_lost_is_flown_again(parts, tmp_path):
-    failures = {1: LostSamplersError("all are lost")}
-    with open_run(parts, tmp_path, **stream(parts, 2, "continue", steps=5, waits=True, failures=failures)) as run:
-        assert train(run, None) == 5
-    assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 5)
-
-
 def test_a_step_is_saved_before_the_error_of_what_is_sampled_meanwhile_ends_the_run(parts, tmp_path):
     settings = stream(parts, 2, "continue", steps=5, waits=True, failures={1: RewardError("as asked")})
-    settings |= {**{"save_freq": 2}}
-    with open_run(parts, tmp_path, **settings) as run, pytest.raises(RewardError, match="as asked"):
-        train(run, None)
+    with pytest.raises(RewardError, match="as asked"):
+        train_in(tmp_path, parts, **settings, save_freq=2)
     assert saved_steps(tmp_path) == [2]
-    with open_run(parts, tmp_path, **stream(parts, 2, "continue", steps=5)) as run:
-        assert train(run, latest_checkpoint(tmp_path)) == 5
+    train_in(tmp_path, parts, resumes=True, **stream(parts, 2, "continue", steps=5))
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 5)
-
-
-def test_a_prompt_that_fails_is_counted_and_another_one_takes_its_place(parts, tmp_path):
-    def complete(so_far, version, seed):
-        return None if so_far.ground_truth == "12" else so_far.ground_truth
-
-    with open_run(parts, tmp_path, **stream(parts, 2, "finish", steps=4, complete=complete)) as run:
-        assert train(run, None) == 4
-    failed = sum(line["rollout/num_skipped"] for line in lines_of(tmp_path).values())
-    assert failed >= 1
-    assert learned_prompts(tmp_path).total() == 16
-    assert "train:2" not in learned_prompts(tmp_path)
 
 
 def test_an_engine_that_fails_for_every_prompt_ends_the_run(parts, tmp_path):
-    settings = stream(parts, 2, "continue", steps=2, fails=True)
-    with open_run(parts, tmp_path, **settings) as run, pytest.raises(EngineError, match="any of 8 prompts"):
-        train(run, None)
+    with pytest.raises(EngineError, match="any of 8 prompts"):
+        train_in(tmp_path, parts, **stream(parts, 2, "continue", steps=2, fails=True))
 
 
 @pytest.mark.parametrize("failing", [{1}, {1, 2}])
-def test_a_flight_of_few_prompts_may_fail_once(parts, tmp_path, failing):
+def test_a_prompt_that_fails_is_replaced_and_a_flight_of_few_prompts_may_fail_once(parts, tmp_path, failing):
     drawn, later = drawn_prompts(parts, tmp_path / "other", 3), drawn_prompts(parts, tmp_path / "later", 4)
     once = next(name for name, count in drawn.items() if count == later[name] == 1)
     failed = str(10 + int(once.removeprefix("train:")))
@@ -339,43 +273,39 @@ def test_a_flight_of_few_prompts_may_fail_once(parts, tmp_path, failing):
 
     # Calls: 12 prompts, of which one fails; one in its place; one in the place of that.
     settings = stream(parts, 2, "finish", steps=3, complete=complete, waits=True, failing=failing)
-    with open_run(parts, tmp_path, **settings) as run:
-        if len(failing) == 2:
-            with pytest.raises(EngineError, match="any of 1 prompts"):
-                train(run, None)
-            return
-        assert train(run, None) == 3
-        assert [event for event in run.validation.rollout.record.events if "until" in event][1:] == [
-            "sample 1 for 3 until 1",
-        ]
+    if len(failing) == 2:
+        with pytest.raises(EngineError, match="any of 1 prompts"):
+            train_in(tmp_path, parts, **settings)
+        return
+    run = train_in(tmp_path, parts, **settings)
+    calls = [event for event in run.validation.rollout.record.events if "until" in event]
+    assert calls[1:] == ["sample 1 for 3 until 1"]
     assert sum(line["rollout/num_skipped"] for line in lines_of(tmp_path).values()) == 2
     assert learned_prompts(tmp_path).total() == 12
+    assert once not in learned_prompts(tmp_path)
 
 
 def test_a_validation_has_the_newest_weights_and_waits_for_what_runs(parts, tmp_path):
     settings = full_settings(4) | stream(parts, 3, "continue", steps=4, complete=long_tailed, pause_after=30)
-    with open_run(parts, tmp_path, **settings) as run:
-        train(run, None)
+    train_in(tmp_path, parts, **settings)
     for step in (2, 4):
         validated = rollouts_of(tmp_path)[f"validation_{step:06d}.jsonl"]
         assert {row["policy_version"] for row in validated} == {step}
 
 
-def test_a_batch_sampled_one_step_ahead_goes_on_in_a_run_that_samples_further_ahead(parts, tmp_path):
-    with open_run(parts, tmp_path, **stream(parts, 1, "finish", steps=4, tokens_per_step=None)) as run:
-        train(changed(run, should_stop=lambda: True), None)
-    ahead = [group["prompt_id"] for group in latest_checkpoint(tmp_path).progress["buffer"]["ready"]]
-    with open_run(parts, tmp_path, **stream(parts, 3, "continue", steps=4)) as run:
-        assert train(run, latest_checkpoint(tmp_path)) == 4
-    assert sorted(row["prompt_id"] for row in rows_by_step(tmp_path)[2][:: SAMPLING.n]) == sorted(ahead)
-    assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 4)
-
-
-def test_a_run_that_samples_in_line_samples_older_groups_again(parts, tmp_path):
-    with open_run(parts, tmp_path, **stream(parts, 3, "continue", steps=4)) as run:
-        train(changed(run, should_stop=lambda: True), None)
+@pytest.mark.parametrize("change", ["in line", "another size"])
+def test_groups_that_a_resumed_run_cannot_use_are_sampled_again(parts, tmp_path, change):
+    train_in(tmp_path, parts, stop_after=1, **stream(parts, 3, "finish", steps=4, waits=True))
+    assert len(latest_checkpoint(tmp_path).progress["buffer"]["ready"]) == 3 * PER_STEP
+    settings = {"plan": plan_of(steps=2)}
+    if change == "another size":
+        settings = stream(parts, 3, "finish", steps=4) | {"sampling": replace(STREAM_SAMPLING, n=2)}
     shown = io.StringIO()
-    with open_run(parts, tmp_path, plan=plan_of(steps=2)) as run:
+    with open_run(parts, tmp_path, **settings) as run:
         run.report._console = Console(stream=shown, progress=False)
-        assert train(run, latest_checkpoint(tmp_path)) == 2
+        train(run, latest_checkpoint(tmp_path))
     assert "12 groups that the saved run had sampled ahead are sampled again" in " ".join(shown.getvalue().split())
+    learned = {step: Counter(row["prompt_id"] for row in rows) for step, rows in rows_by_step(tmp_path).items()}
+    sizes = [set(counts.values()) for counts in learned.values()]
+    assert sizes == [{3}, *[{run.buffer._sampling.n}] * (run.plan.total_steps - 1)]
+    assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", run.plan.total_steps)

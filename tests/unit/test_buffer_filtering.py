@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from support.fake_runs import (
     FILTER,
     SAMPLING,
-    changed,
     latest_checkpoint,
     learned_rewards,
     lines_of,
@@ -23,9 +21,10 @@ from support.fake_runs import (
     plan_of,
     record_of,
     rollouts_of,
+    rows_by_step,
     surplus_settings,
+    train_in,
 )
-from trigon.checkpoint.store import Checkpoint
 from trigon.config.schema import AlgorithmConfig
 from trigon.data.stream import PromptStream, mix
 from trigon.data.tokens import TokenTexts
@@ -40,21 +39,27 @@ from trigon.rollout.seeds import sample_seed
 from trigon.types import Completion, EncodedMedia, Prompt, Rollout, RolloutGroup, Score, Turn
 
 
-def test_filtered_groups_are_replaced_by_others(parts, tmp_path):
-    with open_run(parts, tmp_path, **FILTER, complete=mixed_by_prompt) as run:
-        train(run, None)
-        events = [event for event in record_of(run).events if event.startswith(("sample", "learn"))]
-        assert {event for event in events if event.startswith("learn")} == {"learn from 4"}
-        assert sum(event.startswith("sample") for event in events) > 3
+def test_filtered_groups_are_replaced_by_others_and_recorded(parts, tmp_path):
+    run = train_in(tmp_path, parts, **FILTER, complete=mixed_by_prompt)
+    events = record_of(run).events
+    assert {event for event in events if event.startswith("learn")} == {"learn from 4"}
     assert all(len(set(rewards)) == 2 for rewards in learned_rewards(tmp_path))
+    recorded = []
     for step, line in lines_of(tmp_path).items():
-        rounds = events.count(f"sample 4 for {step}")
-        assert line["filter/rounds"] == rounds
-        shares = [line[f"filter/{name}_fraction"] for name in ("kept", "low", "high")]
-        assert sum(shares) == pytest.approx(1.0)
-        assert shares[1] > 0 or shares[2] > 0
+        names = [f"{prefix}_{step:06d}.jsonl" for prefix in ("step", "filtered")]
+        rows = [row for name in names for row in rollouts_of(tmp_path).get(name, [])]
+        assert line["filter/rounds"] == events.count(f"sample 4 for {step}")
+        assert len(rows) == line["filter/rounds"] * 4 * SAMPLING.n  # everything that was sampled
+        kinds = [row["filtered"] for row in rows]
+        assert sum(line[f"filter/{kind}_fraction"] for kind in ("kept", "low", "high")) == pytest.approx(1.0)
+        for kind in ("low", "high"):
+            assert kinds.count(kind) / len(kinds) == pytest.approx(line[f"filter/{kind}_fraction"])
+        assert kinds.count("surplus") == line["filter/dropped_groups"] * SAMPLING.n
         # group/ metrics describe everything that was sampled, filtered out or not.
         assert line["group/all_wrong_fraction"] == pytest.approx(line["filter/low_fraction"])
+        recorded += rows
+    assert {row["filtered"] for row in recorded} >= {"", "low", "high", "surplus"}
+    assert all(row["row"]["answer"] == row["ground_truth"] for row in recorded)
 
 
 @pytest.mark.parametrize(("complete", "num_warnings"), [(lambda p, v, s: "no", 1), (mixed_by_prompt, 0)])
@@ -78,65 +83,31 @@ def test_equal_rewards_in_the_first_step_are_warned_of_once(parts, tmp_path, com
         assert "(a str) and the completion 'no'" in printed
 
 
-def test_filtered_groups_are_recorded_in_files_of_their_own(parts, tmp_path):
-    with open_run(parts, tmp_path, **FILTER, complete=mixed_by_prompt) as run:
-        train(run, None)
-        sampled = [event.split() for event in record_of(run).events if event.startswith("sample")]
-    rows = {
-        step: [
-            row
-            for prefix in ("step", "filtered")
-            for row in rollouts_of(tmp_path).get(f"{prefix}_{step:06d}.jsonl", [])
-        ]
-        for step in lines_of(tmp_path)
-    }
-    for step, line in lines_of(tmp_path).items():
-        num_prompts = sum(int(count) for _, count, _, at in sampled if int(at) == step)
-        assert len(rows[step]) == num_prompts * SAMPLING.n  # everything that was sampled
-        kinds = [row["filtered"] for row in rows[step]]
-        for kind in ("low", "high"):
-            assert kinds.count(kind) / len(kinds) == pytest.approx(line[f"filter/{kind}_fraction"])
-        assert kinds.count("surplus") == line["filter/dropped_groups"] * SAMPLING.n
-    recorded = [row for step in rows.values() for row in step]
-    assert {row["filtered"] for row in recorded} >= {"", "low", "high", "surplus"}
-    assert all(row["row"]["answer"] == row["ground_truth"] for row in recorded)
-    assert {row["ground_truth_type"] for row in recorded} == {"str"}
-
-
 def test_a_round_without_groups_counts_towards_max_rounds(parts, tmp_path):
     with (
-        open_run(parts, tmp_path, **(FILTER | {"max_try_make_batch": 3}), complete=lambda p, v, s: "no") as run,
         pytest.raises(DataError, match=r"0 of 4 groups in 3 rounds.*100% of those sampled were at or below"),
     ):
-        train(run, None)
-    assert record_of(run).events.count("sample 4 for 1") == 3
+        train_in(tmp_path, parts, **(FILTER | {"max_try_make_batch": 3}), complete=lambda p, v, s: "no")
     [(name, rows)] = rollouts_of(tmp_path).items()
     assert (name, len(rows), {row["filtered"] for row in rows}) == ("filtered_000001.jsonl", 12 * SAMPLING.n, {"low"})
 
 
 def test_a_step_with_too_few_groups_learns_from_those_it_has(parts, tmp_path):
     group_filter = FILTER | {"max_try_make_batch": 1}
-    with open_run(parts, tmp_path, plan=plan_of(steps=2), **group_filter, complete=mixed_by_prompt) as run:
-        train(run, None)
-        learned = [len(groups) for groups in record_of(run).learned]
+    run = train_in(tmp_path, parts, plan=plan_of(steps=2), **group_filter, complete=mixed_by_prompt)
+    learned = [len(groups) for groups in record_of(run).learned]
     assert 0 < min(learned) < 4
     assert [line["filter/groups"] for line in lines_of(tmp_path).values()] == learned
 
 
 def test_an_unknown_filter_key_is_named_with_the_nearest(parts, tmp_path):
-    with (
-        open_run(parts, tmp_path, **(FILTER | {"filter_key": "acuracy"})) as run,
-        pytest.raises(RewardError, match=r"filter_key=acuracy.*only accuracy, overall; did you mean accuracy"),
-    ):
-        train(run, None)
+    with pytest.raises(RewardError, match=r"filter_key=acuracy.*only accuracy, overall; did you mean accuracy"):
+        train_in(tmp_path, parts, **(FILTER | {"filter_key": "acuracy"}))
 
 
 def test_a_step_that_crosses_an_epoch_samples_its_prompts_again_under_new_ids(parts, tmp_path):
     # About half of the 10 prompts pass the filter, so a step of 8 draws some of them twice.
-    with open_run(
-        parts, tmp_path, plan=plan_of(steps=1, per_step=8, per_update=8), **FILTER, complete=mixed_by_prompt
-    ) as run:
-        train(run, None)
+    train_in(tmp_path, parts, plan=plan_of(steps=1, per_step=8, per_update=8), **FILTER, complete=mixed_by_prompt)
     names = [row["prompt_id"] for row in rollouts_of(tmp_path)["step_000001.jsonl"][::3]]
     assert len(set(names)) == len(names) == 8
     assert any("#2" in name for name in names)
@@ -144,99 +115,57 @@ def test_a_step_that_crosses_an_epoch_samples_its_prompts_again_under_new_ids(pa
 
 def test_filter_bounds_equal_the_numbers_that_a_reward_function_returns(parts, tmp_path):
     # 0.1 cannot be represented in float32.
-    reward = "def main(answer: dict):\n    return {'overall': 0.1}\n"
-    (tmp_path / "tenth.py").write_text(reward)
-    rewards = RewardPool(
-        f"{tmp_path / 'tenth.py'}:main", kwargs={}, num_workers=1, timeout_seconds=10, max_failed_fraction=0.5
-    )
+    (tmp_path / "tenth.py").write_text("def main(answer: dict):\n    return {'overall': 0.1}\n")
+    source = f"{tmp_path / 'tenth.py'}:main"
     group_filter = FILTER | {"filter_key": "overall", "filter_low": 0.1, "max_try_make_batch": 1}
     with (
-        open_run(parts, tmp_path / "run", **group_filter, rewards=rewards) as run,
+        closing(RewardPool(source, kwargs={}, num_workers=1, timeout_seconds=10, max_failed_fraction=0.5)) as rewards,
         pytest.raises(DataError, match="100% of those sampled were at or below"),
     ):
-        train(run, None)
-    rewards.close()
-
-
-def test_a_surplus_is_never_older_than_one_step(parts, tmp_path):
-    group_filter = FILTER | {
-        "filter_low": -1.0,
-        "filter_high": 2.0,
-        "mini_rollout_batch_size": 10,
-        "filter_surplus": "keep",
-    }
-    with open_run(parts, tmp_path, plan=plan_of(steps=4), **group_filter) as run:
-        train(run, None)
-    for step in range(1, 5):
-        rows = rollouts_of(tmp_path)[f"step_{step:06d}.jsonl"]
-        assert {step - 1 - row["policy_version"] for row in rows} <= {0, 1}
-    assert lines_of(tmp_path)[1]["filter/dropped_groups"] == 2.0  # 10 found, 4 learned from, 4 kept
+        train_in(tmp_path / "run", parts, **group_filter, rewards=rewards)
 
 
 @pytest.mark.faults
-def test_a_saved_surplus_is_dropped_if_the_resumed_run_cannot_use_it(parts, tmp_path):
-    def saved(folder: Path) -> Checkpoint:
-        with open_run(parts, folder, **surplus_settings(6)) as run:
-            train(changed(run, should_stop=lambda: True), None)
-        assert latest_checkpoint(folder).progress["buffer"]["ready"] != []
-        return latest_checkpoint(folder)
-
-    checkpoint = saved(tmp_path / "other n")
-    other_n = surplus_settings(6) | {"sampling": replace(SAMPLING, n=2), "plan": plan_of(steps=2, per_update=2)}
-    with open_run(parts, tmp_path / "other n", **other_n) as run:
-        train(run, checkpoint)
-        assert {len(group.sequences) for groups in record_of(run).learned for group in groups} == {2}
-
-    checkpoint = saved(tmp_path / "unfiltered")
-    with open_run(parts, tmp_path / "unfiltered", **(surplus_settings(2) | {"online_filtering": False})) as run:
-        train(run, checkpoint)
-    rows = rollouts_of(tmp_path / "unfiltered")["step_000002.jsonl"]
-    assert {row["policy_version"] for row in rows} == {1}
-
-    checkpoint = saved(tmp_path / "other data")
-    other = PromptStream(
-        mix(parts.prompts.parts, [2]),
-        batch_size=4,
-        seed=3,
-        shuffle=True,
-        prefetch=False,
-        num_workers=1,
-        accepted_changes=("data.train_weights",),
-    )
-    with closing(other), open_run(parts, tmp_path / "other data", **surplus_settings(2), prompts=other) as run:
-        train(run, checkpoint)
-    rows = rollouts_of(tmp_path / "other data")["step_000002.jsonl"]
-    assert {row["policy_version"] for row in rows} == {1}
+@pytest.mark.parametrize("change", ["other n", "unfiltered", "other data"])
+def test_a_saved_surplus_is_dropped_if_the_resumed_run_cannot_use_it(parts, tmp_path, change):
+    train_in(tmp_path, parts, stop_after=1, **surplus_settings(6))
+    assert latest_checkpoint(tmp_path).progress["buffer"]["ready"] != []
+    settings = surplus_settings(2)
+    with ExitStack() as stack:
+        if change == "other n":
+            settings |= {"sampling": replace(SAMPLING, n=2), "plan": plan_of(steps=2, per_update=2)}
+        elif change == "unfiltered":
+            settings |= {"online_filtering": False}
+        else:
+            accepted = {"num_workers": 1, "accepted_changes": ("data.train_weights",)}
+            options = {"batch_size": 4, "seed": 3, "shuffle": True, "prefetch": False}
+            stream = PromptStream(mix(parts.prompts.parts, [2]), **options, **accepted)
+            settings |= {"prompts": stack.enter_context(closing(stream))}
+        run = train_in(tmp_path, parts, resumes=True, **settings)
+    assert {row["policy_version"] for row in rows_by_step(tmp_path)[2]} == {1}
+    sizes = {len(group.sequences) for groups in record_of(run).learned for group in groups}
+    assert sizes == {2 if change == "other n" else SAMPLING.n}
 
 
 def test_a_surplus_is_used_in_the_next_step_also_after_an_interruption(parts, tmp_path):
-    with open_run(parts, tmp_path / "whole", **surplus_settings(6)) as run:
-        train(run, None)
-    whole = rollouts_of(tmp_path / "whole")
-    ages = [step - 1 - row["policy_version"] for step in range(1, 7) for row in whole[f"step_{step:06d}.jsonl"]]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train_in(whole, parts, **surplus_settings(6))
+    ages = [step - 1 - row["policy_version"] for step, rows in rows_by_step(whole).items() for row in rows]
     assert set(ages) == {0, 1}, "no group was kept, so the test shows nothing"
+    train_in(cut, parts, stop_after=4, **surplus_settings(6))
+    assert latest_checkpoint(cut).progress["buffer"]["ready"] != []
+    train_in(cut, parts, resumes=True, **surplus_settings(6))
+    assert rollouts_of(cut) == rollouts_of(whole)
+    assert lines_of(cut) == lines_of(whole)
 
-    with open_run(parts, tmp_path / "cut", **surplus_settings(6)) as run:
-        asked = iter([False, False, False, True])
-        train(changed(run, should_stop=lambda: next(asked)), None)
-    assert latest_checkpoint(tmp_path / "cut").progress["buffer"]["ready"] != []
-    with open_run(parts, tmp_path / "cut", **surplus_settings(6)) as run:
-        train(run, latest_checkpoint(tmp_path / "cut"))
-    assert rollouts_of(tmp_path / "cut") == whole
-    assert lines_of(tmp_path / "cut") == lines_of(tmp_path / "whole")
+
+REMAX = AlgorithmConfig(disable_kl=True, adv_estimator="remax")
 
 
 def test_remax_compares_with_a_greedy_completion(parts, tmp_path):
-    with open_run(
-        parts,
-        tmp_path,
-        plan=plan_of(steps=1),
-        algorithm=AlgorithmConfig(disable_kl=True, adv_estimator="remax"),
-        complete=mixed_by_prompt,
-    ) as run:
-        train(run, None)
-        assert record_of(run).events[:3] == ["awake 0", "sample 4 for 1", "asleep"]
-        [groups] = record_of(run).learned
+    run = train_in(tmp_path, parts, plan=plan_of(steps=1), algorithm=REMAX, complete=mixed_by_prompt)
+    assert record_of(run).events[:3] == ["awake 0", "sample 4 for 1", "asleep"]
+    [groups] = record_of(run).learned
     # The fake engine's greedy completion uses the seed of its one sample; every reward is 0.5 or
     # 1.5.
     for group, rewards in zip(groups, learned_rewards(tmp_path), strict=True):
@@ -256,10 +185,7 @@ def test_a_completion_without_a_baseline_does_not_train(parts, tmp_path):
         is_greedy = seed == sample_seed(SAMPLING.seed, draw=1, prompt_id=prompt.prompt_id, sample=SAMPLING.n)
         return "crash" if is_greedy and drawn.index(prompt.prompt_id) == 1 else mixed_by_prompt(prompt, version, seed)
 
-    settings = {"algorithm": AlgorithmConfig(disable_kl=True, adv_estimator="remax"), "complete": complete}
-    with open_run(parts, tmp_path, plan=plan_of(steps=1), **settings) as run:
-        train(run, None)
-        [groups] = record_of(run).learned
+    [groups] = record_of(train_in(tmp_path, parts, plan=plan_of(steps=1), algorithm=REMAX, complete=complete)).learned
     trains = [{float(sequence.loss_mask[0]) for sequence in group.sequences} for group in groups]
     assert trains == [{1.0}, {0.0}, {1.0}, {1.0}]
     assert lines_of(tmp_path)[1]["reward_function/num_missing_baselines"] == 1.0
@@ -291,5 +217,3 @@ def test_episodes_kept_for_the_next_step_keep_their_turns_and_images():
     [loaded], _ = load_groups(state, Prompts(), n=3, with_baseline=False, warn=pytest.fail)
     assert [each.completion for each in loaded.rollouts] == [episode, failed, plain]
     assert loaded.rollouts[0].completion.vision.encoded == files
-    other = EncodedMedia((b"first", b"third"), ("0", "1"))
-    assert replace(episode, vision=other) != episode

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -11,16 +10,13 @@ import pytest
 from support.fake_runs import (
     FILTER,
     SAMPLING,
-    RecordingEngine,
-    changed,
-    latest_checkpoint,
+    SplitEngine,
     lines_of,
-    open_run,
     plan_of,
     rollouts_of,
+    train_in,
 )
 from trigon.config.schema import AlgorithmConfig
-from trigon.loop import train
 from trigon.training.fake import FAKE_LOGPROB
 
 EXTENDED = pytest.mark.extended
@@ -44,16 +40,6 @@ KINDS = [
 ]
 
 
-class AlwaysAwake(RecordingEngine):
-    """An engine that samples after awake(), too."""
-
-    @contextmanager
-    def awake(self, weights, *, version):
-        with super().awake(weights, version=version):
-            yield
-        self._awake = True
-
-
 def complete(so_far, version, seed):
     """Complete some prompts in many tokens, some always right, and the others by seed."""
     number = int(so_far.ground_truth)
@@ -63,7 +49,7 @@ def complete(so_far, version, seed):
 
 
 def settings_of(parts, staleness, oversampling, filtering, estimator):
-    rollout = AlwaysAwake(
+    rollout = SplitEngine(
         tokenizer=parts.processors.tokenizer,
         stop_token_id=parts.processors.stop_token_ids[0],
         complete=complete,
@@ -78,7 +64,7 @@ def settings_of(parts, staleness, oversampling, filtering, estimator):
         **FILTERS[filtering],
         "algorithm": AlgorithmConfig(disable_kl=True, adv_estimator=estimator),
         "plan": plan_of(steps=STEPS),
-        **{"save_freq": 1},
+        "save_freq": 1,
         "sampling": replace(SAMPLING, max_tokens=40),
     }
 
@@ -109,14 +95,10 @@ def test_settings_of_the_buffer_compose_also_in_a_run_that_resumes(
     parts, tmp_path, staleness, oversampling, filtering, estimator
 ):
     settings = settings_of(parts, staleness, oversampling, filtering, estimator)
-    with open_run(parts, tmp_path / "cut", **settings) as run:
-        asked = itertools.count(1)
-        assert train(changed(run, should_stop=lambda: next(asked) == 3), None) == 3
-    with open_run(parts, tmp_path / "cut", **settings) as run:
-        assert train(run, latest_checkpoint(tmp_path / "cut")) == STEPS
+    train_in(tmp_path / "cut", parts, stop_after=3, **settings)
+    train_in(tmp_path / "cut", parts, resumes=True, **settings)
     check_rows(tmp_path / "cut", staleness, oversampling, filtering)
     if STALENESS[staleness]["max_staleness"] <= 1:
-        with open_run(parts, tmp_path / "whole", **settings) as run:
-            train(run, None)
+        train_in(tmp_path / "whole", parts, **settings)
         assert rollouts_of(tmp_path / "cut") == rollouts_of(tmp_path / "whole")
         assert lines_of(tmp_path / "cut") == lines_of(tmp_path / "whole")

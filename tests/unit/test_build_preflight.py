@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,10 +11,9 @@ from pyarrow import parquet
 
 from trigon.api import read_arguments
 from trigon.assemble.objects import RunObjects
-from trigon.assemble.preflight import FirstCall, Opened, open_early
+from trigon.assemble.preflight import open_early
 from trigon.data.sources import open_python_rows
 from trigon.errors import DataError, ModelError, RewardError
-from trigon.types import Prompt
 
 ROWS = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(5)]
 
@@ -71,34 +69,6 @@ def test_what_is_right_or_cannot_be_known_yet_passes(model):
     assert open_run(model) == ["python:train"]
     assert open_run(model, reward="fails at 1") == ["python:train"]  # one row alone
     assert open_run(model, data="owner/data", val_data=ROWS) == ["python:validation"]
-
-
-class CountedRewards:
-    """Reward workers that count the calls of their function."""
-
-    def __init__(self, *, takes_images=False, seconds=0.0):
-        self.calls, self._takes_images, self._seconds = 0, takes_images, seconds
-
-    def ready(self):
-        pass
-
-    def takes_images(self):
-        return self._takes_images
-
-    def check(self, requests, *, described):
-        self.calls += 1
-        time.sleep(self._seconds)
-
-
-@pytest.mark.parametrize("options", [{}, {"takes_images": True}, {"seconds": 0.3}], ids=str)
-def test_a_reward_function_is_called_once_before_the_models_are_loaded(options):
-    prompts = [Prompt(f"train:{index}", (), None, "1 + 1?", "2", {}, ()) for index in range(3)]
-    rewards, val_rewards = CountedRewards(**options), CountedRewards(**options)
-    first, val_first = (FirstCall(each, iter(prompts)) for each in (rewards, val_rewards))
-    first.wait(0.1)
-    opened = Opened({}, rewards, val_rewards, first, val_first)
-    opened.call_rewards(prompts, prompts)
-    assert (rewards.calls, val_rewards.calls) == (1, 1)
 
 
 SCRIPT = """

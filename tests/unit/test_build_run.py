@@ -1,6 +1,5 @@
 """The parts of a run that need no model: what loggers are told, the evaluator, early errors."""
 
-import io
 import json
 import shutil
 from contextlib import nullcontext
@@ -11,14 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trigon.assemble.data import open_evaluator
-from trigon.assemble.hub import announce_downloads
 from trigon.assemble.run import describe_run, run_training
 from trigon.checkpoint.store import Checkpoint, CheckpointStore
-from trigon.config.load import load_config
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ConfigError, DataError, RewardError
-from trigon.report.console import Console
 from trigon.report.delivery import LoggerEnvironment
 
 
@@ -37,87 +32,23 @@ def test_loggers_are_told_from_which_step_a_run_reports(val_only, resumed, first
     assert describe_run(config, Path("/runs/x"), checkpoint).first_step == first_step
 
 
-def test_without_validation_prompts_there_is_no_evaluator():
-    assert open_evaluator(Config(trainer={"val_freq": 5}), None, None) is None
-
-
-def start_run(folder: Path, *, model: Path, reward: str) -> None:
-    """Start a run on two rows. It can only fail: its reward function or its model is of no use."""
-    rows = [{"problem": f"What is {n} + 0?", "answer": str(n)} for n in range(4)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text(reward)
-    overrides = [
-        f"data.train_files={folder / 'rows.jsonl'}",
-        "data.prompt_key=problem",
-        f"worker.actor.model.model_path={model}",
-        f"worker.reward.reward_function={folder / 'reward.py'}:compute_score",
-        f"trainer.save_checkpoint_path={folder / 'run'}",
-        "worker.rollout.name=transformers",
-        "worker.rollout.n=2",
-        "data.rollout_batch_size=2",
-        "worker.actor.global_batch_size=2",
-        "data.max_prompt_length=64",
-        "data.max_response_length=8",
-        "trainer.device=cpu",
-        "trainer.n_gpus_per_node=1",
-        "trainer.val_before_train=false",
-        "trainer.val_freq=-1",
-        "trainer.logger=[file]",
-    ]
-    run_training(
-        load_config(None, overrides).config,
-        warnings=(),
-        logger_environment=LoggerEnvironment(),
-        should_stop=lambda: False,
-        defer_interrupts=nullcontext,
-        export_to=None,
-    )
-
-
-@pytest.fixture
-def damaged_model(tiny_model, tmp_path) -> Path:
-    """A model whose tokenizer can be loaded, and whose weights cannot."""
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model("qwen2"), folder)
-    (folder / "model.safetensors").write_bytes(b"no weights")
-    return folder
-
-
-def test_a_model_that_does_not_fit_is_an_error_before_it_is_loaded(tmp_path, damaged_model):
-    content = json.loads((damaged_model / "config.json").read_text(encoding="utf-8"))
-    (damaged_model / "config.json").write_text(json.dumps(content | {"hidden_size": 2**17, "intermediate_size": 2**20}))
-    reward = "def compute_score(predict_str, ground_truth):\n    return 0.0\n"
-    with pytest.raises(ConfigError, match=r"(?s)this run needs at least .* during update, and there are .*\n.*weights"):
-        start_run(tmp_path, model=damaged_model, reward=reward)
-
-
-def test_a_reward_function_that_fails_is_an_error_before_the_model_is_loaded(tmp_path, damaged_model):
-    reward = "def compute_score(predict_str, ground_truth):\n    return None\n"
-    with pytest.raises(RewardError, match=r"no score for a dummy completion of rows:0, .*: returned None, expected"):
-        start_run(tmp_path, model=damaged_model, reward=reward)
-
-
 @pytest.fixture
 def run(tiny_vlm, tmp_path, monkeypatch):
     """Return a function that starts a run whose model has unreadable weights: loading it fails."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    model = shutil.copytree(tiny_vlm, tmp_path / "model")
-    for weights in model.glob("*.safetensors"):
-        weights.write_bytes(b"nothing")
-    (tmp_path / "reward.py").write_text("def compute_score(predict_str, ground_truth):\n    return 0.0\n")
 
-    def start(rows, *, lora_rank=0, **data):
+    def start(rows, *, source=tiny_vlm, change=None, score="0.0", lora_rank=0, **data):
+        model = shutil.copytree(source, tmp_path / "model")
+        for weights in model.glob("*.safetensors"):
+            weights.write_bytes(b"nothing")
+        content = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        (model / "config.json").write_text(json.dumps(content | (change or {})))
+        (tmp_path / "reward.py").write_text(f"def compute_score(predict_str, ground_truth):\n    return {score}\n")
         path = tmp_path / "train.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sizes = {"rollout_batch_size": 2, "min_pixels": None, "max_pixels": None}
         config = Config(
-            data={
-                "train_files": (str(path),),
-                "prompt_key": "problem",
-                "rollout_batch_size": 2,
-                "min_pixels": None,
-                "max_pixels": None,
-                **data,
-            },
+            data={"train_files": (str(path),), "prompt_key": "problem", **sizes, **data},
             worker={
                 "actor": {"model": {"model_path": str(model), "lora": {"rank": lora_rank}}, "global_batch_size": 2},
                 "reward": {"reward_function": f"{tmp_path}/reward.py:compute_score", "num_cpus": 1},
@@ -134,6 +65,17 @@ def run(tiny_vlm, tmp_path, monkeypatch):
         )
 
     return start
+
+
+def test_a_model_that_does_not_fit_is_an_error_before_it_is_loaded(run, tiny_model):
+    too_large = {"hidden_size": 2**17, "intermediate_size": 2**20}
+    with pytest.raises(ConfigError, match=r"(?s)this run needs at least .* during update, and there are .*\n.*weights"):
+        run(rows(1, 2, 3), source=tiny_model("qwen2"), change=too_large)
+
+
+def test_a_reward_function_that_fails_is_an_error_before_the_model_is_loaded(run):
+    with pytest.raises(RewardError, match=r"no score for a dummy completion of train:0, .*: returned None, expected"):
+        run(rows(1, 2, 3), score="None")
 
 
 def rows(*numbers):
@@ -200,18 +142,3 @@ def test_skipped_rows_are_listed_in_the_run_folder(run, tmp_path):
         (str(tmp_path / "train.jsonl"), 0, "prompt"),
         (str(tmp_path / "train.jsonl"), 1, "markers"),
     ]
-
-
-def test_hubs_are_named_before_they_are_asked():
-    stream = io.StringIO()
-    config = Config(
-        data={"train_files": ("owner/rows@train", "rows.jsonl"), "val_files": ("owner/rows@test",)},
-        worker={"actor": {"model": {"model_path": "owner/model"}}},
-    )
-    announce_downloads(config, Console(stream=stream, progress=False))
-    assert "reading owner/model, owner/rows from https://huggingface.co" in stream.getvalue()
-    assert "HF_ENDPOINT" in stream.getvalue()
-    announce_downloads(
-        Config(data={"train_files": ("./rows",)}), Console(stream=(local := io.StringIO()), progress=False)
-    )
-    assert local.getvalue() == ""
