@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,9 @@ from trigon.types import SamplingParams
 MAX_MODEL_LEN = 1024
 SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=600, ignore_eos=False, seed=5)
 SCENES = [
-    *(
-        pytest.param(("vllm", model_type), id=f"vllm-{model_type}", marks=pytest.mark.vllm)
-        for model_type in ("qwen2", "qwen2_5_vl", "qwen3_vl")
-    ),
+    pytest.param(("vllm", "qwen2"), id="vllm-qwen2", marks=[pytest.mark.vllm, pytest.mark.long]),
+    pytest.param(("vllm", "qwen2_5_vl"), id="vllm-qwen2_5_vl", marks=pytest.mark.vllm),
+    pytest.param(("vllm", "qwen3_vl"), id="vllm-qwen3_vl", marks=pytest.mark.vllm),
     pytest.param(("transformers", "qwen2_5_vl"), id="transformers-qwen2_5_vl"),
 ]
 QUESTION = "Which of the shapes in the drawing has the most sides? " * 3
@@ -54,6 +54,11 @@ class Scene:
     prompts: list
     is_vllm: bool
     outputs: list = field(default_factory=list)
+
+    @cached_property
+    def expected(self):
+        """What a call gives that nothing disturbs."""
+        return self.generate()
 
     def generate(self, prompts=None, sampling=SAMPLING, *, delay=None, version=0, engine=None, **callbacks):
         self.environments.delay = delay
@@ -218,9 +223,9 @@ def test_logprobs_of_episodes_equal_a_forward_of_the_whole_sequence(scene, monke
 def test_results_are_the_same_bits_however_long_environments_take(scene):
     rows = [
         scene.generate(delay=lambda row, number, seed=seed: random.Random(f"{seed} {row} {number}").randrange(9))
-        for seed in range(3)
+        for seed in range(2)
     ]
-    assert bits(rows[0]) == bits(rows[1]) == bits(rows[2])
+    assert bits(rows[0]) == bits(rows[1]) == bits(scene.expected)
     assert len({completion.token_ids for row in rows[0] for completion in row}) == 2 * len(scene.prompts)
 
 
@@ -272,7 +277,7 @@ def test_another_image_in_a_later_turn_gives_other_log_probabilities(scene):
 def test_a_request_lost_in_a_later_turn_is_repeated_with_the_same_tokens(scene, monkeypatch):
     if not scene.is_vllm:
         pytest.skip("it loses no requests")
-    expected = scene.generate()
+    expected = scene.expected
     scene.engine.pop_metrics()
     llm_engine, lost = scene.engine._llm_engine, []
     step = llm_engine.step
@@ -298,7 +303,7 @@ def test_a_request_lost_in_a_later_turn_is_repeated_with_the_same_tokens(scene, 
 def test_a_prompt_whose_turn_is_lost_twice_has_no_completions(scene, monkeypatch):
     if not scene.is_vllm:
         pytest.skip("it loses no requests")
-    expected = scene.generate()
+    expected = scene.expected
     llm_engine = scene.engine._llm_engine
     step, groups = llm_engine.step, []
 
@@ -320,14 +325,14 @@ def test_a_prompt_whose_turn_is_lost_twice_has_no_completions(scene, monkeypatch
     assert scene.environments.running == {}
 
 
-@pytest.mark.extended(but=["vllm-qwen2", "vllm-qwen2_5_vl"])
+@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
 @pytest.mark.faults
 def test_an_engine_that_fails_in_a_later_turn_is_started_anew_with_the_same_bits(scene, monkeypatch):
-    if not scene.is_vllm or scene.processors.family.has_vision:
-        pytest.skip("once, with vLLM and a text model")
+    if not scene.is_vllm:
+        pytest.skip("it is not started anew")
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    expected = scene.generate()
+    expected = scene.expected
     scene.engine.pop_metrics()
     execute, has_failed = CPUModelRunner.execute_model, []
 
@@ -345,13 +350,15 @@ def test_an_engine_that_fails_in_a_later_turn_is_started_anew_with_the_same_bits
     assert len(warnings) == 1
     assert scene.environments.running == {}
     metrics = values(restarting.pop_metrics())
-    assert (metrics["rollout/engine_restarts"], metrics["rollout/num_turns"]) == (1, 2.5)
+    num_turns = [len(each.turns) for row in expected for each in row]
+    assert metrics["rollout/engine_restarts"] == 1
+    assert metrics["rollout/num_turns"] == pytest.approx(sum(num_turns) / len(num_turns))
 
 
 @pytest.mark.extended(but=["vllm-qwen2_5_vl"])
 @pytest.mark.faults
 def test_an_interrupted_call_does_not_affect_the_next_one(scene):
-    expected = scene.generate()
+    expected = scene.expected
     calls = []
 
     def interrupt(done):

@@ -98,14 +98,6 @@ def prompts(processors):
     ]
 
 
-def test_how_vllm_runs_on_the_cpu(engine):
-    assert engine.runs_with == RunsWith(model_runner="v1", async_scheduling=False, graphs=False)
-
-
-def test_starting_the_engine_does_not_change_the_process(started):
-    assert started[2] == set()
-
-
 def test_starting_on_a_machine_with_several_gpus_touches_only_the_one_in_use(monkeypatch):
     states, restored = iter((torch.zeros(1), torch.ones(1))), []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -118,11 +110,59 @@ def test_starting_on_a_machine_with_several_gpus_touches_only_the_one_in_use(mon
     assert restored == [(3, 0.0)]
 
 
-def test_sampling_does_not_change_the_process_or_its_random_generators(engine, weights, prompts):
+def test_starting_and_sampling_change_neither_the_process_nor_call_the_image_processor(
+    started, weights, prompts, processors, monkeypatch
+):
+    engine, _, changed = started
+    assert changed == set()
+    assert engine.runs_with == RunsWith(model_runner="v1", async_scheduling=False, graphs=False)
+    config = engine._llm_engine.vllm_config
+    blocks_each = -(-256 // config.cache_config.block_size)
+    assert config.cache_config.num_gpu_blocks > config.scheduler_config.max_num_seqs * blocks_each
+    assert config.cache_config.kv_cache_memory_bytes < 2**30
+    calls = []
+    monkeypatch.setattr(type(processors.image_processor), "preprocess", lambda *args, **kwargs: calls.append(args))
     before = process_state()
     with engine.awake(handle_of(weights), version=0):
         engine.generate(prompts, SAMPLING)
     assert process_state() == before
+    assert calls == []
+
+
+def with_placeholders(prompt, change):
+    ids = prompt.token_ids
+    changed = {
+        "one too few": ids[:5] + ids[6:],
+        "one too many": (*ids, ids[1]),
+        "not contiguous": ids[:5] + ids[-1:] + ids[5:],
+        "none": ids[12:],
+    }
+    return replace(prompt, token_ids=changed[change])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *((each, "placeholders do not match") for each in ("one too few", "one too many", "not contiguous", "none")),
+        ("two images", r"train:0: it has 2 images"),
+        (0.001, "temperature"),
+        (2.1, "temperature"),
+    ],
+)
+def test_what_cannot_be_sampled_raises_and_leaves_the_engine_usable(engine, weights, prompts, change, message):
+    wrong, sampling = prompts[0], SAMPLING
+    if change == "two images":
+        wrong = replace(wrong, token_ids=wrong.token_ids * 2, vision=vision(0, images=2))
+    elif isinstance(change, float):
+        sampling = replace(SAMPLING, temperature=change)
+    else:
+        wrong = with_placeholders(wrong, change)
+    with engine.awake(handle_of(weights), version=0):
+        with pytest.raises(EngineError, match=message):
+            engine.generate([wrong], sampling)
+        with pytest.raises(EngineError, match="awake with the weights of step 0"):
+            engine.awake(handle_of(weights), version=1).__enter__()
+        assert len(engine.generate(prompts, SAMPLING)) == 3
 
 
 def test_a_trace_has_the_decode_steps_after_the_prompts_and_changes_no_token(engine, weights, prompts, traces):
@@ -135,15 +175,6 @@ def test_a_trace_has_the_decode_steps_after_the_prompts_and_changes_no_token(eng
     # The step that computes the prompts samples the first of four tokens.
     assert [event.get("name") for event in events].count("decode step") == 3
     assert any(event.get("name", "").startswith("aten::") for event in events)
-
-
-def test_the_image_processor_is_not_called(engine, weights, prompts, processors, monkeypatch):
-    calls = []
-    kind = type(processors.image_processor)
-    monkeypatch.setattr(kind, "preprocess", lambda *args, **kwargs: calls.append(args))
-    with engine.awake(handle_of(weights), version=0):
-        engine.generate(prompts, SAMPLING)
-    assert calls == []
 
 
 def test_the_same_text_with_another_image_has_other_log_probabilities(engine, weights, prompts):
@@ -179,105 +210,20 @@ def test_more_requests_than_run_at_a_time(engine, weights, prompts):
     assert {len(row) for row in completions} == {3}
 
 
-def test_the_cache_holds_all_sequences_that_run_at_a_time_in_less_than_a_gibibyte(engine):
-    config = engine._llm_engine.vllm_config
-    blocks = config.cache_config.num_gpu_blocks
-    each = -(-256 // config.cache_config.block_size)
-    assert blocks > config.scheduler_config.max_num_seqs * each
-    assert config.cache_config.kv_cache_memory_bytes < 2**30
-
-
-def fail_requests(engine, monkeypatch, *, prompt, times):
-    """Let vLLM report the first requests of a prompt that finish, `times` of them, as failed."""
-    step, left = engine._llm_engine.step, times
-
-    def failing_step():
-        nonlocal left
-        outputs = step()
-        for output in outputs:
-            if left and output.finished and output.request_id.startswith(f"{prompt}."):
-                output.outputs[0].finish_reason = "error"
-                left -= 1
-        return outputs
-
-    monkeypatch.setattr(engine._llm_engine, "step", failing_step)
-
-
-def test_a_failed_request_is_repeated_with_the_same_result(engine, weights, prompts, monkeypatch):
-    with engine.awake(handle_of(weights), version=0):
-        expected = engine.generate(prompts, SAMPLING)
-        fail_requests(engine, monkeypatch, prompt=1, times=3)
-        repeated = engine.generate(prompts, SAMPLING)
-    ids = [[completion.token_ids for completion in row] for row in expected]
-    assert [[completion.token_ids for completion in row] for row in repeated] == ids
-
-
-def test_a_prompt_whose_request_fails_twice_has_no_completions_and_others_have_all(
-    engine, weights, prompts, monkeypatch
-):
-    with engine.awake(handle_of(weights), version=0):
-        fail_requests(engine, monkeypatch, prompt=1, times=100)
-        groups = []
-        rows = engine.generate(prompts, SAMPLING, on_group=lambda *group: groups.append(group))
-        assert [len(row) for row in rows] == [3, 0, 3]
-        assert len(groups) == 3
-        assert dict(groups) == dict(enumerate(rows))
-        monkeypatch.undo()
-        assert [len(row) for row in engine.generate(prompts, SAMPLING)] == [3, 3, 3]
-
-
-def test_an_awake_engine_rejects_another_version(engine, weights):
-    with (
-        engine.awake(handle_of(weights), version=0),
-        pytest.raises(EngineError, match="awake with the weights of step 0"),
-        engine.awake(handle_of(weights), version=1),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("temperature", [0.001, 2.1])
-def test_an_unsupported_temperature_raises(engine, weights, prompts, temperature):
-    with engine.awake(handle_of(weights), version=0), pytest.raises(EngineError, match="temperature"):
-        engine.generate(prompts, replace(SAMPLING, temperature=temperature))
-
-
-def test_too_many_images_raise(engine, weights, prompts):
-    two = replace(prompts[0], token_ids=prompts[0].token_ids * 2, vision=vision(0, images=2))
-    with engine.awake(handle_of(weights), version=0), pytest.raises(EngineError, match=r"train:0: it has 2 images"):
-        engine.generate([two], SAMPLING)
-
-
-WRONG_PLACEHOLDERS = {
-    "one too few": lambda ids: ids[:5] + ids[6:],
-    "one too many": lambda ids: (*ids, ids[1]),
-    "not contiguous": lambda ids: ids[:5] + ids[-1:] + ids[5:],
-    "none": lambda ids: ids[12:],
-}
-
-
-@pytest.mark.parametrize("token_ids", WRONG_PLACEHOLDERS.values(), ids=WRONG_PLACEHOLDERS.keys())
-def test_placeholders_that_do_not_match_the_images_raise(engine, weights, prompts, token_ids):
-    wrong = replace(prompts[0], token_ids=token_ids(prompts[0].token_ids))
-    with engine.awake(handle_of(weights), version=0):
-        with pytest.raises(EngineError, match=r"train:0: \d+ image placeholders do not match images of \[9\] tokens"):
-            engine.generate([wrong], SAMPLING)
-        assert len(engine.generate(prompts, SAMPLING)) == 3  # the engine is still usable
-
-
-def test_a_new_engine_gives_the_same_bits_and_a_closed_one_raises(tiny_model, prompts):
+@pytest.fixture(scope="module")
+def small(tiny_model, prompts):
+    """Return a model's folder, processors and weights, and what an engine samples from it."""
     folder = tiny_model("qwen2", tie_word_embeddings=True)
     processors = load_processors(str(folder))
     weights = weights_of(folder, processors)
-    runs = []
-    for _ in range(2):
-        engine = make_vllm_engine(folder, processors)
-        with engine.awake(handle_of(weights), version=0):
-            runs.append(engine.generate(prompts[2:], SAMPLING))
-        engine.close()
-        engine.close()
-        with pytest.raises(EngineError, match="closed"), engine.awake(handle_of(weights), version=0):
-            pass
-    assert runs[0] == runs[1]
+    engine = make_vllm_engine(folder, processors)
+    with engine.awake(handle_of(weights), version=0):
+        sampled = engine.generate(prompts[2:], SAMPLING)
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match="closed"), engine.awake(handle_of(weights), version=0):
+        pass
+    return folder, processors, weights, sampled
 
 
 def with_a_missing_tensor(weights):
@@ -314,14 +260,12 @@ def with_an_error(weights):
         (with_an_error, "the trainer died"),
     ],
 )
-def test_wrong_weights_raise_and_make_the_engine_unusable(tiny_model, prompts, read, message):
-    folder = tiny_model("qwen2", tie_word_embeddings=True)
-    processors = load_processors(str(folder))
-    weights = weights_of(folder, processors)
+def test_a_new_engine_gives_the_same_bits_and_wrong_weights_raise_and_make_it_unusable(small, prompts, read, message):
+    folder, processors, weights, sampled = small
     engine = make_vllm_engine(folder, processors)
     try:
         with engine.awake(handle_of(weights), version=0):
-            engine.generate(prompts[2:], SAMPLING)
+            assert engine.generate(prompts[2:], SAMPLING) == sampled
         wrong = LocalWeights(lambda dtype=None: read(weights))
         with pytest.raises(EngineError, match=message), engine.awake(wrong, version=1):
             pass
@@ -376,10 +320,8 @@ def load_a_wrong_key(monkeypatch):
         (load_a_wrong_key, r"2 differ \(model\.layers\.0\.self_attn"),
     ],
 )
-def test_parameters_that_are_not_the_trainers_weights_raise(tiny_model, monkeypatch, defect, parameter):
-    folder = tiny_model("qwen2", tie_word_embeddings=True)
-    processors = load_processors(str(folder))
-    weights = weights_of(folder, processors)
+def test_parameters_that_are_not_the_trainers_weights_raise(small, monkeypatch, defect, parameter):
+    folder, processors, weights, _ = small
     changed = {name: weight + 1e-6 * torch.sign(weight) for name, weight in weights.items()}
     engine = make_vllm_engine(folder, processors, weight_check_freq=2)
     try:
@@ -396,10 +338,9 @@ def test_parameters_that_are_not_the_trainers_weights_raise(tiny_model, monkeypa
         engine.close()
 
 
-def test_weights_are_read_in_the_dtype_of_vllm_with_the_same_completions(tiny_model, prompts):
+def test_weights_are_read_in_the_dtype_of_vllm_with_the_same_completions(small, prompts):
     """The checksums of all parameters are compared at each load."""
-    folder = tiny_model("qwen2", tie_word_embeddings=True)
-    processors = load_processors(str(folder))
+    folder, processors, *_ = small
     model = load_model(str(folder), dtype=torch.float32, device="cpu")
     policy = Policy(model, processors.family, temperature=1.0, banned_token_ids=())
     dtypes = []

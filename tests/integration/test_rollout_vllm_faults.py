@@ -72,14 +72,23 @@ def handle_of(weights, read=None):
     return LocalWeights(tensors)
 
 
-def lose(engine, monkeypatch, *, prompt, times):
-    """Abort running requests of a prompt without the engine's knowledge, `times` of them."""
+def lose(engine, monkeypatch, *, prompt, times, how="abort"):
+    """Let running requests of a prompt be lost, `times` of them.
+
+    how: "abort" without the engine's knowledge, or "error": vLLM reports that they have failed.
+    """
     llm_engine = engine._llm_engine
     step, left = llm_engine.step, times
 
     def step_and_lose():
         nonlocal left
         outputs = step()
+        if how == "error":
+            for output in outputs:
+                if left and output.finished and output.request_id.startswith(f"{prompt}."):
+                    output.outputs[0].finish_reason = "error"
+                    left -= 1
+            return outputs
         running = [state.external_req_id for state in llm_engine.output_processor.request_states.values()]
         for name in running:
             if left and name.startswith(f"{prompt}."):
@@ -90,12 +99,12 @@ def lose(engine, monkeypatch, *, prompt, times):
     monkeypatch.setattr(llm_engine, "step", step_and_lose)
 
 
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize(("how", "times"), [("abort", 1), ("abort", 3), ("error", 3)])
 def test_lost_requests_are_repeated_with_the_same_completions_and_counted(
-    engine, weights, prompts, expected, monkeypatch, times
+    engine, weights, prompts, expected, monkeypatch, how, times
 ):
     engine.pop_metrics()
-    lose(engine, monkeypatch, prompt=1, times=times)
+    lose(engine, monkeypatch, prompt=1, times=times, how=how)
     done, groups = [], []
     with engine.awake(handle_of(weights), version=7):
         rows = engine.generate(prompts, SAMPLING, on_progress=done.append, on_group=lambda *group: groups.append(group))
@@ -109,10 +118,11 @@ def test_lost_requests_are_repeated_with_the_same_completions_and_counted(
     assert values(engine.pop_metrics()) == {"rollout/retried_requests": 0}
 
 
+@pytest.mark.parametrize("how", ["abort", "error"])
 def test_a_request_that_is_lost_twice_leaves_its_prompt_without_completions(
-    engine, weights, prompts, expected, monkeypatch
+    engine, weights, prompts, expected, monkeypatch, how
 ):
-    lose(engine, monkeypatch, prompt=1, times=100)
+    lose(engine, monkeypatch, prompt=1, times=100, how=how)
     groups = []
     with engine.awake(handle_of(weights), version=7):
         rows = engine.generate(prompts, SAMPLING, on_group=lambda *group: groups.append(group))
