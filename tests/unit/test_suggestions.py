@@ -1,24 +1,26 @@
 """Suggestions of the nearest known name."""
 
+import pytest
+
 from trigon.system.suggestions import did_you_mean, nearest, nearest_key
 
 LOSSES = ("default", "gspo", "gspo_token", "cispo", "sapo")
 
 
-def test_the_most_similar_name_is_suggested():
-    assert nearest("csipo", LOSSES) == "cispo"
-    assert nearest("gspo-token", LOSSES) == "gspo_token"
-    assert nearest("something else", LOSSES) is None
-
-
-def test_a_name_that_starts_with_a_known_one_suggests_it():
-    assert nearest("sequence", ("token", "seq", "seq_fixed")) == "seq"
-    assert nearest("abc", ("",)) is None
-
-
-def test_a_higher_cutoff_suggests_less():
-    assert nearest("problems", ["prob"], cutoff=0.6) == "prob"
-    assert nearest("xproblems", ["prob"], cutoff=0.9) is None
+@pytest.mark.parametrize(
+    ("name", "known", "cutoff", "expected"),
+    [
+        ("csipo", LOSSES, None, "cispo"),
+        ("gspo-token", LOSSES, None, "gspo_token"),
+        ("something else", LOSSES, None, None),
+        ("sequence", ("token", "seq", "seq_fixed"), None, "seq"),  # it starts with a known one
+        ("abc", ("",), None, None),
+        ("problems", ["prob"], 0.6, "prob"),
+        ("xproblems", ["prob"], 0.9, None),
+    ],
+)
+def test_the_most_similar_name_is_suggested_if_it_is_similar_enough(name, known, cutoff, expected):
+    assert nearest(name, known, **({} if cutoff is None else {"cutoff": cutoff})) == expected
 
 
 def test_a_hint_is_empty_without_a_similar_name():

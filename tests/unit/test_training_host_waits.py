@@ -34,7 +34,6 @@ from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.models.transfer import to_device
-from trigon.training.host_waits import host_waits
 from trigon.training.local import LocalTrainEngine
 from trigon.training.placement import Placement
 
@@ -47,7 +46,6 @@ CORRECTED = with_loss(
     mismatch_high=2.0,
 )
 FEW_TOKENS, FEWER_TOKENS = 45, 20  # of a row; the groups of make_rollouts take 2 rows, and 6 or 7
-GPU = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -201,15 +199,3 @@ def test_work_of_the_device_and_copies_from_pinned_memory_do_not_wait():
     assert recorded.waits == []
     assert isinstance(z, OnDevice)
     assert z.host.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_an_update_on_a_gpu_waits_once(tiny_model):
-    folder = tiny_model("qwen2_5_vl")
-    groups = to_train(make_rollouts(folder))
-    waits = []
-    for max_tokens in (FEW_TOKENS, FEWER_TOKENS):
-        engine = make_engine(folder, max_tokens=max_tokens, device=GPU)
-        engine.step(groups)  # kernels are loaded, and pinned memory is allocated
-        waits.append(host_waits(lambda engine=engine: engine.step(groups)))
-    assert [len(each) for each in waits] == [1, 1], waits

@@ -29,6 +29,7 @@ def engine_after_updates(folder, **options):
     return engine
 
 
+@pytest.mark.extended(cases=["qwen2"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_adapters_alone_are_saved_and_continue_bit_for_bit(tiny_model, tmp_path, model_type):
     folder = tiny_model(model_type)
@@ -57,6 +58,7 @@ def test_adapters_alone_are_saved_and_continue_bit_for_bit(tiny_model, tmp_path,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.extended(cases=["qwen2"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_base_weights_do_not_change(tiny_model, tmp_path, model_type, dtype):
     folder = tiny_model(model_type)
@@ -90,6 +92,7 @@ def test_every_adapter_learns_under_gradient_checkpointing_those_of_the_tower_to
     }
 
 
+@pytest.mark.extended(cases=["qwen2"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_reference_scores_as_the_base_model_after_any_number_of_updates(tiny_model, model_type):
     folder = tiny_model(model_type)

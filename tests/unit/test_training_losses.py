@@ -23,6 +23,7 @@ from trigon.types import TrainGroup
 FAMILIES = ["qwen2", "qwen2_5_vl"]
 
 
+@pytest.mark.extended(cases=["qwen2"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_without_old_logprobs_the_ratio_is_exactly_one_and_old_logprobs_give_the_same_update(tiny_model, model_type):
     folder = tiny_model(model_type)
@@ -61,6 +62,7 @@ OFF_POLICY = {
 }
 
 
+@pytest.mark.extended(but=["gspo", "cispo", "mask", "k3", "full"])
 @pytest.mark.parametrize("config", [pytest.param(config, id=name) for name, config in OFF_POLICY.items()])
 def test_with_every_loss_neither_the_token_budget_nor_the_order_of_groups_changes_the_update(tiny_model, config):
     folder = tiny_model("qwen2")
@@ -87,24 +89,21 @@ def test_with_every_loss_neither_the_token_budget_nor_the_order_of_groups_change
             assert split_metrics[key] == pytest.approx(metrics[key], rel=2e-4, abs=1e-6), key
 
 
-def test_token_and_seq_averaging_by_hand(tiny_model):
+@pytest.mark.parametrize(
+    ("averaging", "loss"),
+    [
+        ("token", -(14 * 1.0 - 12 * 0.75 + 7 * 0.25) / 33),
+        ("seq", -(1.0 - 0.75 + 0.25) / 3),
+        ("seq_fixed", -(14 * 1.0 - 12 * 0.75 + 7 * 0.25) / 16 / 9),  # 16 tokens, 9 completions
+    ],
+)
+def test_averaging_by_hand(tiny_model, averaging, loss):
     # At a ratio of 1 the loss of a token is -A. Completions of 3, 7, 1 | 5, 2, 4 | 6, 3, 2 tokens
     # have the advantages 1, -0.75, 0.25.
     folder = tiny_model("qwen2")
-    groups = to_train(make_rollouts(folder))
-    by_token = values(make_engine(folder).step(groups))["actor/pg_loss"]
-    assert by_token == pytest.approx(-(14 * 1.0 - 12 * 0.75 + 7 * 0.25) / 33, abs=1e-6)
-    by_sequence = values(make_engine(folder, config=with_loss(loss_avg_mode="seq")).step(groups))["actor/pg_loss"]
-    assert by_sequence == pytest.approx(-(1.0 - 0.75 + 0.25) / 3, abs=1e-6)
-
-
-def test_fixed_length_averaging_by_hand(tiny_model):
-    # As above, with sums over completions divided by 16 tokens and 9 completions.
-    folder = tiny_model("qwen2")
-    metrics = values(
-        make_engine(folder, config=with_loss(loss_avg_mode="seq_fixed")).step(to_train(make_rollouts(folder)))
-    )
-    assert metrics["actor/pg_loss"] == pytest.approx(-(14 * 1.0 - 12 * 0.75 + 7 * 0.25) / 16 / 9, abs=1e-6)
+    engine = make_engine(folder, config=with_loss(loss_avg_mode=averaging))
+    metrics = values(engine.step(to_train(make_rollouts(folder))))
+    assert metrics["actor/pg_loss"] == pytest.approx(loss, abs=1e-6)
 
 
 def test_a_second_update_on_the_same_completions_is_off_policy_and_clipped(tiny_model):
@@ -153,12 +152,6 @@ def test_a_rejected_completion_has_no_gradient(tiny_model):
     assert max_relative_error(weights_of(engine), before) > 0
 
 
-def test_a_kl_in_the_loss_needs_reference_logprobs(tiny_model):
-    folder = tiny_model("qwen2")
-    with pytest.raises(AssertionError, match="reference"):
-        make_engine(folder, config=KL).step(to_train(make_rollouts(folder)))
-
-
 def test_the_kl_from_the_policy_itself_is_zero_and_does_not_change_the_update(tiny_model):
     folder = tiny_model("qwen2")
     rollouts = make_rollouts(folder)
@@ -169,15 +162,20 @@ def test_the_kl_from_the_policy_itself_is_zero_and_does_not_change_the_update(ti
     assert max_relative_error(weights_of(engine), weights_of(plain)) < 1e-6
 
 
-def test_the_kl_from_another_policy_falls_when_it_is_trained_on(tiny_model):
-    folder = tiny_model("qwen2")
+@pytest.mark.parametrize("config", [KL, FULL_KL], ids=["low_var_kl", "full"])
+def test_the_kl_from_another_policy_falls_when_it_is_trained_on(tiny_model, config):
+    folder, other = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
     rollouts = make_rollouts(folder)
-    engine = make_engine(folder, config=with_loss(KL, kl_coef=1.0))
-    ref = make_engine(tiny_model("qwen2", seed=1)).logprobs(rollouts)
+    is_full = config is FULL_KL
+    engine = make_engine(folder, config=with_loss(config, kl_coef=1.0), compared_with=other if is_full else None)
+    ref = None if is_full else make_engine(other).logprobs(rollouts)
     groups = to_train(rollouts, ref=ref, advantages=(0.0, 0.0, 0.0))
+    full = torch.cat([tokens for row in engine.full_kl(rollouts) for tokens in row]).mean() if is_full else None
     distances = [values(engine.step(groups))["actor/kl_loss"] for _ in range(4)]
     assert distances == sorted(distances, reverse=True)
     assert distances[0] > distances[-1] > 0
+    if full is not None:
+        assert distances[0] == pytest.approx(float(full), rel=1e-5)
 
 
 def test_the_kl_metric_is_without_its_coefficient(tiny_model):
@@ -188,18 +186,6 @@ def test_the_kl_metric_is_without_its_coefficient(tiny_model):
     metrics = values(engine.step(to_train(rollouts, ref=ref)))
     assert metrics["actor/kl_loss"] == pytest.approx(0.5, abs=1e-5)
     assert metrics["actor/pg_loss"] == pytest.approx(-(14 * 1.0 - 12 * 0.75 + 7 * 0.25) / 33, abs=1e-6)
-
-
-def test_the_full_kl_falls_when_it_is_trained_on(tiny_model):
-    folder = tiny_model("qwen2")
-    rollouts = make_rollouts(folder)
-    engine = make_engine(folder, config=with_loss(FULL_KL, kl_coef=1.0), compared_with=tiny_model("qwen2", seed=1))
-    groups = to_train(rollouts, advantages=(0.0, 0.0, 0.0))
-    before = engine.full_kl(rollouts)
-    distances = [values(engine.step(groups))["actor/kl_loss"] for _ in range(4)]
-    assert distances[0] == pytest.approx(float(torch.cat([t for row in before for t in row]).mean()), rel=1e-5)
-    assert distances == sorted(distances, reverse=True)
-    assert distances[0] > distances[-1] > 0
 
 
 def test_the_full_kl_of_new_adapters_is_zero(tiny_model):

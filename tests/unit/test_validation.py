@@ -97,19 +97,14 @@ def test_every_prompt_is_sampled_and_scored_in_order(prompts, engine, rewards):
     assert [name for name, _, _ in phases.announced[:-1]] == ["gen", "reward"] * 3
 
 
-def test_the_images_of_prompts_are_the_files_of_the_dataset(prompts, tmp_path):
-    evaluator = Evaluator(prompts, SAMPLING, 2, 2, fail)
-    assert evaluator.image_files(prompts[1].prompt_id) == [(tmp_path / "1.png").read_bytes()]
-    (tmp_path / "3.png").unlink()
-    with pytest.raises(BadRow, match=r"validation:3"):
-        evaluator.image_files("validation:3")
-
-
-def test_several_datasets_have_their_own_images(prompts, tmp_path):
+def test_the_images_of_prompts_are_the_files_of_their_dataset(prompts, tmp_path):
     mixed = mix([*prompts.parts, *prompts.parts])
     evaluator = Evaluator(mixed, SAMPLING, 2, 2, fail)
     for index in (2, 7):
         assert evaluator.image_files(mixed[index].prompt_id) == [(tmp_path / "2.png").read_bytes()]
+    (tmp_path / "3.png").unlink()
+    with pytest.raises(BadRow, match=r"validation.*:3"):
+        evaluator.image_files(mixed[3].prompt_id)
 
 
 def test_completions_are_the_same_each_time_and_for_any_batch_size(prompts, engine, rewards):
@@ -130,11 +125,3 @@ def test_a_prompt_whose_image_was_deleted_is_skipped_with_a_warning(prompts, eng
     assert "skipped in this validation" in warning
     assert "1.png" in warning
     assert phases.announced[-1] == ("validation", 5, 5)
-
-
-def test_there_are_no_groups_if_all_images_were_deleted(prompts, engine, rewards, tmp_path):
-    for number in range(5):
-        (tmp_path / f"{number}.png").unlink()
-    warnings = []
-    assert evaluate(Evaluator(prompts, SAMPLING, 2, 1, warnings.append), engine, rewards) == []
-    assert len(warnings) == 5

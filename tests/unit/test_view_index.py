@@ -68,12 +68,6 @@ def test_a_filter_finds_the_groups_that_it_describes(folder, tmp_path, filters, 
     assert found(open_index(folder, tmp_path / "cache"), **filters) == expected
 
 
-def test_a_search_counts_the_completions_that_match(folder, tmp_path):
-    index = open_index(folder, tmp_path / "cache")
-    assert index.find(RolloutFilter(text="I count 3.")).num_rollouts == 6
-    assert index.find(RolloutFilter(min_reward=1.0, split="train")).num_rollouts == 2 * (2 + 4)
-
-
 @pytest.mark.parametrize(
     ("sort", "first"),
     [("best", "train:2"), ("worst", "train:0"), ("spread", "train:1"), ("longest", "train:9"), ("mismatch", "train:0")],
@@ -83,6 +77,7 @@ def test_groups_are_sorted_as_asked(folder, tmp_path, sort, first):
     rows = index.summaries(index.find(RolloutFilter(sort=sort, max_step=2)).ids)
     assert rows[0]["prompt_id"] == first
     assert len(rows) == 9
+    assert index.find(RolloutFilter(min_reward=1.0, split="train")).num_rollouts == 2 * (2 + 4)
 
 
 def test_a_group_is_read_whole_from_its_file(folder, tmp_path):

@@ -5,20 +5,20 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
+from support.processes import wait_until
 from support.view_runs import make_row, served, write_image, write_run, write_step
 from trigon.errors import ConfigError
 from trigon.report.run_folder import RunFolder
 from trigon.tools.view.export import as_one_script
 from trigon.tools.view.files import STATIC, read_image, shrink
-from trigon.tools.view.server import address, default_cache, is_loopback, listen, make_app
+from trigon.tools.view.server import address, is_loopback, listen, make_app
 
 
 class Answer:
@@ -32,13 +32,6 @@ class Answer:
 
     def json(self):
         return json.loads(self.content)
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    end = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -227,11 +220,6 @@ def test_a_port_in_use_is_an_error():
         assert address(first, "127.0.0.1") == f"http://127.0.0.1:{port}/"
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} cannot be listened on .* choose another --port"):
             listen("127.0.0.1", port)
-
-
-def test_the_cache_is_where_the_system_keeps_caches():
-    assert default_cache(Path("/home/a"), None) == Path("/home/a/.cache/trigon/view")
-    assert default_cache(Path("/home/a"), "/cache") == Path("/cache/trigon/view")
 
 
 def test_the_page_never_makes_markup_of_data():

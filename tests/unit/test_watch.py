@@ -8,10 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from trigon.config.load import load_config
 from trigon.config.names import WatchRule
 from trigon.config.schema import WatchConfig
-from trigon.errors import ConfigError
 from trigon.metrics import Mean
 from trigon.report.watch import RULES, Watch, Watched
 
@@ -189,16 +187,3 @@ def test_a_resumed_run_says_the_same_at_the_same_steps():
     watch = open_watch()
     watch.load_state({})  # a checkpoint without a state
     assert run_steps(watch, [{}] * 3) == {}
-
-
-@pytest.mark.parametrize(
-    ("option", "remedy"),
-    [
-        ("trainer.watch.entropy=stop", "trainer.watch.ignore=entropy"),
-        ("trainer.watch.max_kl=2", "trainer.watch.ignore"),
-    ],
-)
-def test_an_option_that_is_gone_names_what_to_use(option, remedy):
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, [option])
-    assert remedy in str(caught.value)
