@@ -138,6 +138,20 @@ def running(settings):
         pool.close()
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    with running(settings_of(tmp_path_factory.mktemp("shared"))) as pool:
+        yield pool
+
+
+@pytest.fixture
+def pool(shared):
+    """Yield a pool whose episodes end with the test."""
+    yield shared
+    for number in list(shared._episodes):
+        shared.stop(number)
+
+
 def outcomes(pool, count):
     """Return so many outcomes, by the number of their episode."""
     found = []
@@ -205,11 +219,17 @@ FAULTS = {
 @pytest.mark.faults
 def test_a_failure_costs_its_episode_and_no_other(tmp_path):
     actions = [action for fault in FAULTS for action in (fault, "go")]
+    resets = {
+        "hang": "no result of reset within 1 s; its process was killed",
+        "raise": "OSError: no browser (counter.py:",
+    }
     with running(settings_of(tmp_path, timeout_seconds=1.0)) as pool:
         started(pool, len(actions))
         for number, action in enumerate(actions):
             pool.step(number, action)
-        found = outcomes(pool, len(actions))
+        for number, how in enumerate(resets, len(actions)):
+            pool.start(number, {"reset": how})
+        found = outcomes(pool, len(actions) + len(resets))
         for number, action in enumerate(actions):
             outcome = found[number]
             if action in FAULTS:
@@ -219,38 +239,21 @@ def test_a_failure_costs_its_episode_and_no_other(tmp_path):
             else:
                 assert outcome == Outcome(number, Observation((Message("user", "go 1"),)), 0.5, False)
                 assert step(pool, "on", number).reward == 1.0
+        for number, error in enumerate(resets.values(), len(actions)):
+            assert found[number].error.startswith(error)
+        assert step(pool, "end later", 1).error == ""
+        time.sleep(1)  # it dies between its turns
+        assert step(pool, "go", 1).error == "its process exited with code 4"
 
 
 @pytest.mark.faults
-def test_a_reset_that_hangs_or_raises_fails_its_episode(tmp_path):
-    with running(settings_of(tmp_path, timeout_seconds=1.0)) as pool:
-        for number, how in enumerate(("hang", "raise", "go")):
-            pool.start(number, {"reset": how})
-        found = outcomes(pool, 3)
-        assert found[0].error == "no result of reset within 1 s; its process was killed"
-        assert found[1].error.startswith("OSError: no browser (counter.py:")
-        assert found[2].error == ""
-
-
-@pytest.mark.faults
-def test_an_episode_that_dies_between_its_turns_fails_at_the_next(tmp_path):
-    with running(settings_of(tmp_path)) as pool:
-        started(pool, 2)
-        assert step(pool, "end later").error == ""
-        time.sleep(1)
-        assert step(pool, "go").error == "its process exited with code 4"
-        assert step(pool, "go", 1).error == ""
-
-
-@pytest.mark.faults
-def test_the_death_of_the_fork_server_costs_the_episodes_that_run(tmp_path):
-    with running(settings_of(tmp_path)) as pool:
-        started(pool, 3)
-        assert "fork server of its process" in step(pool, "kill the server").error
-        assert "fork server of its process" in step(pool, "go", 1).error
-        for number in range(3):
-            pool.stop(number)
-        assert {outcome.error for outcome in started(pool, 3).values()} == {""}
+def test_the_death_of_the_fork_server_costs_the_episodes_that_run(pool):
+    started(pool, 3)
+    assert "fork server of its process" in step(pool, "kill the server").error
+    assert "fork server of its process" in step(pool, "go", 1).error
+    for number in range(3):
+        pool.stop(number)
+    assert {outcome.error for outcome in started(pool, 3).values()} == {""}
 
 
 @pytest.mark.faults
@@ -288,11 +291,10 @@ def test_the_largest_episode_is_killed_when_memory_runs_out(tmp_path):
 
 
 @pytest.mark.faults
-def test_much_output_is_logged_in_part_and_harms_nothing(tmp_path, caplog):
-    with running(settings_of(tmp_path)) as pool:
-        started(pool, 1)
-        assert step(pool, "print much").error == ""
-        wait_until(lambda: "more than 65536 bytes printed" in caplog.text)
+def test_much_output_is_logged_in_part_and_harms_nothing(pool, caplog):
+    started(pool, 1)
+    assert step(pool, "print much").error == ""
+    wait_until(lambda: "more than 65536 bytes printed" in caplog.text)
     assert "[environment] line 0 " in caplog.text
     assert len(caplog.text) < 300_000
 
@@ -329,23 +331,21 @@ def test_64_steps_run_at_the_same_time_in_processes_of_their_own(tmp_path):
         assert {outcome.observation.messages[0].text for outcome in found.values()} == {"all were here"}
 
 
-def test_thousands_of_steps(tmp_path):
-    with running(settings_of(tmp_path)) as pool:
-        started(pool, 4)
-        for turn in range(1000):
-            for number in range(4):
-                pool.step(number, "go")
-            found = outcomes(pool, 4)
-            assert {outcome.reward for outcome in found.values()} == {(turn + 1) / 2}
-        own = descendants(os.getpid())
-    assert len(own) <= 4 + 4  # the episodes; supervisor, process 1, fork server, and what tests have running
+def test_hundreds_of_steps(pool):
+    before = len(descendants(os.getpid()))
+    started(pool, 4)
+    for turn in range(250):
+        for number in range(4):
+            pool.step(number, "go")
+        found = outcomes(pool, 4)
+        assert {outcome.reward for outcome in found.values()} == {(turn + 1) / 2}
+    assert len(descendants(os.getpid())) <= before + 4
 
 
-def test_the_code_is_loaded_once_and_every_episode_starts_from_the_same_state(tmp_path):
-    with running(settings_of(tmp_path)) as pool:
-        started(pool, 3)
-        processes = [step(pool, "process", number).observation.messages[0].text.split() for number in range(3)]
-        drawn = {step(pool, "draw", number).observation.messages[0].text for number in range(3)}
+def test_the_code_is_loaded_once_and_every_episode_starts_from_the_same_state(pool):
+    started(pool, 3)
+    processes = [step(pool, "process", number).observation.messages[0].text.split() for number in range(3)]
+    drawn = {step(pool, "draw", number).observation.messages[0].text for number in range(3)}
     assert len({own for own, _ in processes}) == 3
     assert len({loaded for _, loaded in processes}) == 1
     assert len(drawn) == 1
@@ -368,16 +368,15 @@ def test_episodes_beyond_the_limit_wait_for_a_process(tmp_path):
         assert sorted(outcomes(pool, 1)) == [4]
 
 
-def test_a_stopped_episode_says_nothing_more(tmp_path):
-    with running(settings_of(tmp_path)) as pool:
-        started(pool, 2)
+def test_a_stopped_episode_says_nothing_more(pool):
+    started(pool, 2)
+    pool.step(0, "go")
+    pool.step(1, "hang")
+    pool.stop(0)
+    pool.stop(1)
+    assert pool.poll(0.5) == []
+    with pytest.raises(KeyError):
         pool.step(0, "go")
-        pool.step(1, "hang")
-        pool.stop(0)
-        pool.stop(1)
-        assert pool.poll(0.5) == []
-        with pytest.raises(KeyError):
-            pool.step(0, "go")
 
 
 def described(settings):
@@ -584,73 +583,61 @@ def test_crop_shows_the_region_enlarged_and_counts_its_results_as_images(tools):
     tools.stop(0)
 
 
-@pytest.mark.extended(cases=["strict"])
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        ("6 * 7", "42"),
-        ("x = 6\nprint(x)\nx * 7", "6\n42"),
-        ("x = 6", "(no output)"),
-        ("print('<image>')", "< image>"),
-        ("import os; sorted(os.listdir())", "['image_0.png']"),
-        ("from PIL import Image; Image.open('image_0.png').size", "(100, 50)"),
-        ("open('a.txt', 'w').write('abc'); open('a.txt').read()", "'abc'"),
-        ("import sys; sys.exit(3)", "(no output)"),
-    ],
-)
-def test_python_shows_what_is_printed_and_the_last_value(python, code, text):
-    assert python(code) == text
+SHOWN = {
+    "6 * 7": "42",
+    "x = 6\nprint(x)\nx * 7": "6\n42",
+    "x = 6": "(no output)",
+    "print('<image>')": "< image>",
+    "import os; sorted(os.listdir())": "['image_0.png']",
+    "from PIL import Image; Image.open('image_0.png').size": "(100, 50)",
+    "open('a.txt', 'w').write('abc'); open('a.txt').read()": "'abc'",
+    "import sys; sys.exit(3)": "(no output)",
+}
 
 
 @pytest.mark.extended(cases=["strict"])
-@pytest.mark.faults
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("1 / 0", 'File "code", line 1, in <module>\nZeroDivisionError'),
-        ("x = ", "SyntaxError"),
-        ("bytearray(64 << 30)", "MemoryError"),
-        ("print('x' * 50_000)", "(40,000 characters are left out)"),
-        ("open('big', 'wb').write(bytes(100 << 20))", "File too large"),
-        ("import ctypes; ctypes.string_at(0)", "ended by signal 11"),
-        ("import socket; socket.socket()", "PermissionError"),
-        ("import urllib.request; urllib.request.urlopen('http://127.0.0.1:1')", "Operation not permitted"),
-        ("open('/etc/changed', 'w')", "Read-only file system"),
-        ("open('/proc/self/environ').read()", "FileNotFoundError"),
-        ("while True: print('x' * 1000)", "printed more than 16 MiB"),
-    ],
-)
-def test_python_keeps_its_limits(python, code, expected):
-    assert expected in python(code)
-    assert python("1 + 1") == "2"
+def test_python_shows_what_is_printed_and_the_last_value(python):
+    assert {code: python(code) for code in SHOWN} == SHOWN
+
+
+LIMITS = {
+    "1 / 0": 'File "code", line 1, in <module>\nZeroDivisionError',
+    "x = ": "SyntaxError",
+    "bytearray(64 << 30)": "MemoryError",
+    "print('x' * 50_000)": "(40,000 characters are left out)",
+    "open('big', 'wb').write(bytes(100 << 20))": "File too large",
+    "import ctypes; ctypes.string_at(0)": "ended by signal 11",
+    "import socket; socket.socket()": "PermissionError",
+    "import urllib.request; urllib.request.urlopen('http://127.0.0.1:1')": "Operation not permitted",
+    "open('/etc/changed', 'w')": "Read-only file system",
+    "open('/proc/self/environ').read()": "FileNotFoundError",
+    "while True: print('x' * 1000)": "printed more than 16 MiB",
+    # Neither the ground truth nor the variables of the run.
+    "import gc, os\n''.join(['the ground ', 'truth']) in str(gc.get_objects()), sorted(os.environ)": (
+        "(False, ['HOME', 'LANG', "
+    ),
+}
 
 
 @pytest.mark.extended(cases=["strict"])
 @pytest.mark.faults
-def test_python_finds_neither_the_ground_truth_nor_the_variables_of_the_run(python):
-    code = "import gc, os\n''.join(['the ground ', 'truth']) in str(gc.get_objects()), sorted(os.environ)"
-    assert python(code).startswith("(False, ['HOME', 'LANG', ")
+def test_python_keeps_its_limits(python):
+    for code, expected in LIMITS.items():
+        assert expected in python(code), code
+        assert python("1 + 1") == "2"
 
 
 @pytest.mark.faults
-def test_tools_do_not_get_the_row(tmp_path):
+def test_tools_do_not_get_the_row_and_python_reads_no_file_beside_them(needs_python, tmp_path):
     (tmp_path / "tools.py").write_text(
         'def look() -> bool:\n    "Look for the ground truth."\n    import gc\n'
         '    return "".join(["the ground", " truth"]) in str(gc.get_objects())\n'
     )
-    with running(EnvironmentSettings(environment=None, tools=find_tools([f"{tmp_path}/tools.py:look"]))) as pool:
-        started(pool, 1, answer="the ground truth")
-        assert step(pool, call("look")).observation.messages[0].text == "false"
-
-
-@pytest.mark.faults
-def test_python_reads_no_file_beside_the_tools(needs_python, tmp_path):
-    (tmp_path / "tools.py").write_text("def look() -> bool:\n    'Look.'\n    return True\n")
     (tmp_path / "answers.json").write_text("[42]")
     tools = find_tools(["python", f"{tmp_path}/tools.py:look"])
     with running(EnvironmentSettings(environment=None, tools=tools)) as pool:
-        started(pool, 1)
-        assert step(pool, call("look")).observation.messages[0].text == "true"
+        started(pool, 1, answer="the ground truth")
+        assert step(pool, call("look")).observation.messages[0].text == "false"
         read = step(pool, call("python", code=f"open('{tmp_path}/answers.json').read()"))
         assert "FileNotFoundError" in read.observation.messages[0].text
 

@@ -16,7 +16,7 @@ import pytest
 
 from support.pages import ROOT, Block, sessions
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(2700)]
+pytestmark = pytest.mark.timeout(2700)
 
 FOLDERS = ("examples", "scripts", "trigon")
 """Folders of the repository, from whose top the commands of the pages are run."""
