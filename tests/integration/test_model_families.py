@@ -29,8 +29,9 @@ from support.rollout import make_transformers_engine, make_vllm_engine
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import CheckpointStore
 from trigon.models.families import family_named, supported_model_types
-from trigon.models.load import Processors, copy_side_files, load_hf_config, load_model, load_processors
+from trigon.models.load import Processors, auto_class, copy_side_files, load_hf_config, load_model, load_processors
 from trigon.models.policy import Policy
+from trigon.models.weight_files import save_weights
 from trigon.rollout.protocol import RolloutEngine
 from trigon.training.state import save_tensors
 from trigon.types import LocalWeights, Prompt, RolloutGroup, SamplingParams
@@ -40,6 +41,7 @@ SAMPLING = SamplingParams(n=3, temperature=TEMPERATURE, top_p=1.0, top_k=-1, max
 TIED = (
     "qwen2_5_vl",
     "qwen3_vl_moe",
+    "qwen3_next",
     "qwen2",
     "qwen3_moe",
     "llama",
@@ -180,26 +182,31 @@ def max_difference(policy: Policy, processors: Processors, prompts: Sequence[Pro
     return float((concatenated(packed_logprobs(policy, processors, groups)) - torch.tensor(sampled)).abs().max())
 
 
-@pytest.fixture(scope="module")
-def wide(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a tiny Qwen3.5 with one key head and two value heads of 128.
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def wide(
+    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Return the folder of a tiny model with linear attention, with heads of 128.
 
     On a CPU vLLM computes linear attention in bfloat16 and with heads of 128 only.
     """
-    from transformers import AutoModelForImageTextToText
-
-    tiny, folder = tiny_model("qwen3_5"), tmp_path_factory.mktemp("wide")
+    tiny, folder = tiny_model(request.param), tmp_path_factory.mktemp("wide")
     copy_side_files(tiny, folder)
-    config = load_hf_config(tiny)
+    family, config = family_named(request.param), load_hf_config(tiny)
     for name, value in (("key_head_dim", 128), ("value_head_dim", 128), ("num_key_heads", 1), ("num_value_heads", 2)):
-        setattr(config.text_config, f"linear_{name}", value)
+        setattr(config.get_text_config(), f"linear_{name}", value)
+    config.save_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    initialize = family_named("qwen3_5").tiny.initialize
-    assert initialize is not None
-    initialize(model)
-    model.save_pretrained(folder)
+        model = auto_class(family).from_config(config, dtype=torch.float32)
+    assert family.tiny.initialize is not None
+    family.tiny.initialize(model)
+    tensors = {
+        name: tensor.detach().contiguous()
+        for parameter_name, parameter in model.named_parameters()
+        for name, tensor in family.checkpoint_tensors(parameter_name, parameter)
+    }
+    save_weights(tensors, folder / "model.safetensors")
     return folder
 
 

@@ -23,18 +23,21 @@ from trigon.types import RolloutGroup
 TinyModel = Callable[..., Path]
 
 
-@pytest.fixture(scope="module")
-def exact(tiny_model: TinyModel) -> tuple[Policy, Processors]:
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def exact(request: pytest.FixtureRequest, tiny_model: TinyModel) -> tuple[Policy, Processors]:
     """Return a policy in float64, so that a difference is a leak and not rounding."""
-    folder = str(tiny_model("qwen3_5"))
+    folder = str(tiny_model(request.param))
     processors = load_processors(folder)
     model = load_model(folder, dtype=torch.float64, device="cpu")
+    if processors.family.experts != "none":
+        model.set_experts_implementation("eager")  # the default takes no float64
     policy = Policy(model, processors.family, temperature=1.0, banned_token_ids=processors.banned_token_ids)
     return policy, processors
 
 
 def some_group(processors: Processors, seed: int, lengths: Sequence[int], *, words: int = 6) -> RolloutGroup:
-    return make_group(make_prompt(processors, [(8, 6)], seed=seed, words_before=words), lengths, seed=10 + seed)
+    grids = [(8, 6)] if processors.family.has_vision else []
+    return make_group(make_prompt(processors, grids, seed=seed, words_before=words), lengths, seed=10 + seed)
 
 
 def logprobs_and_gradient(

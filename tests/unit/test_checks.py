@@ -233,13 +233,23 @@ def test_gpus_of_a_cluster_are_not_compared_with_those_of_this_machine(run):
     assert kinds_of(found_by(check_devices, run, replace(MACHINE, has_cluster=True))) == []
 
 
-def test_the_published_shape_of_qwen3_5_9b_is_accepted_without_its_weights(run, tiny_model, tmp_path):
+@pytest.mark.parametrize(
+    ("model_type", "width", "billions", "key_values", "parallel_sizes"),
+    [
+        ("qwen3_5", 4096, "9.41", 2 * 8 * 4 * 256, (1, 2, 4, 8, 16)),
+        ("qwen3_5_moe", 2048, "35.11", 2 * 10 * 2 * 256, (1, 2, 4, 8, 16)),  # Qwen3.5-35B-A3B
+    ],
+)
+def test_the_published_shape_of_qwen3_5_is_accepted_without_its_weights(
+    run, tiny_model, tmp_path, model_type, width, billions, key_values, parallel_sizes
+):
     import transformers
 
-    tiny, folder = tiny_model("qwen3_5"), tmp_path / "published"
+    tiny, folder = tiny_model(model_type), tmp_path / "published"
     copy_side_files(tiny, folder)
     tokens = {key: value for key, value in read_json_object(tiny / "config.json").items() if key.endswith("token_id")}
-    config = transformers.Qwen3_5Config(vision_config={"out_hidden_size": 4096}, **tokens)  # the others are its own
+    kind = transformers.AutoConfig.for_model(model_type).__class__
+    config = kind(vision_config={"out_hidden_size": width}, **tokens)  # the other sizes are its own
     config.text_config.rope_parameters |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
     config.save_pretrained(folder)
     run.options |= {"worker.actor.model.model_path": str(folder), "trainer.device": "auto"}
@@ -248,11 +258,11 @@ def test_the_published_shape_of_qwen3_5_9b_is_accepted_without_its_weights(run, 
     assert kinds_of(result) == ["model.unusable", "model.kernels"]  # the first: there are no weights
     assert "no weights" in result.problems[0].message
     assert "flash-linear-attention" in result.problems[1].advice
-    assert result.summary.startswith("qwen3_5, 9.41 billion weights")
+    assert result.summary.startswith(f"{model_type}, {billions} billion weights")
     assert kinds_of(found_by(check_model, run)) == ["model.unusable"]
     size = model.require_size()
-    assert size.key_values == 2 * 8 * 4 * 256  # one layer of four has keys and values
-    assert size.tensor_parallel_sizes == (1, 2, 4, 8, 16)
+    assert size.key_values == key_values  # one layer of four has keys and values
+    assert size.tensor_parallel_sizes == parallel_sizes
 
 
 def test_an_unsupported_model_type_is_named_with_the_nearest_supported_one(run, tmp_path):

@@ -109,7 +109,14 @@ def test_stacked_experts_are_transposed() -> None:
     assert written.tolist() == [[[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]], [[6.0, 9.0], [7.0, 10.0], [8.0, 11.0]]]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "qwen3_vl_moe"])
+def test_stacked_experts_stay_as_they_are() -> None:
+    stack = torch.arange(12.0).view(2, 2, 3)
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    [(written_name, written)] = family_named("qwen3_5_moe").checkpoint_tensors(name, stack)
+    assert (written_name, written.tolist()) == (name, stack.tolist())
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"])
 def test_other_weights_of_an_moe_model_are_unchanged(model_type: str) -> None:
     weight = torch.zeros(2, 3)
     for name in ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.gate.weight"):

@@ -79,7 +79,7 @@ def use_liger(model: nn.Module) -> int:
         part: Any = module
         if kind.endswith("RMSNorm") and getattr(part, "weight", None) is not None:
             # These families scale by 1 + weight, in float32.
-            offset, casting = (1.0, "gemma") if kind.startswith(("Gemma", "Qwen3_5")) else (0.0, "llama")
+            offset, casting = (1.0, "gemma") if kind.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) else (0.0, "llama")
             part.forward = partial(_rms_norm, part, liger_rms_norm, offset=offset, casting=casting)
             count += 1
         elif all(hasattr(part, name) for name in ("gate_proj", "up_proj", "down_proj")) and _is_silu(part):

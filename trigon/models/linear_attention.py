@@ -70,7 +70,7 @@ def linear_attention(layer: Any, hidden_states: Tensor, metadata: AttentionMetad
     Returns: [1, L, D].
     """
     states, ranks = hidden_states[0], metadata.row_ranks
-    mixed, b, a = layer.in_proj_qkv(states), layer.in_proj_b(states), layer.in_proj_a(states)
+    mixed, gate, b, a = _projected(layer, states)
     kernel, log_rate, bias = layer.conv1d.weight, layer.A_log, layer.dt_bias
     widths = [layer.key_dim, layer.key_dim, layer.value_dim]
     heads = [layer.num_k_heads, layer.num_k_heads, layer.num_v_heads]
@@ -92,10 +92,22 @@ def linear_attention(layer: Any, hidden_states: Tensor, metadata: AttentionMetad
     ]
     if ranks is not None:
         output = heads_for_tokens(output[None], len(states), ranks)[0]
-    gate = layer.in_proj_z(states).view(output.shape)
     normed = layer.norm(output.reshape(-1, layer.head_v_dim), gate.reshape(-1, layer.head_v_dim))
     projected: Tensor = layer.out_proj(normed.view(1, len(states), -1))
     return projected
+
+
+def _projected(layer: Any, states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the queries, keys and values in one, [L, C]; the output gate; beta and decay, [L, H].
+
+    states: [L, D].
+    """
+    if hasattr(layer, "in_proj_qkv"):
+        return layer.in_proj_qkv(states), layer.in_proj_z(states), layer.in_proj_b(states), layer.in_proj_a(states)
+    # Qwen3-Next has two matrices, in which the parts of each key head are consecutive.
+    fused = layer.in_proj_qkvz(states)[None], layer.in_proj_ba(states)[None]
+    query, key, value, gate, b, a = (part[0] for part in layer.fix_query_key_value_ordering(*fused))
+    return torch.cat([part.flatten(1) for part in (query, key, value)], 1), gate, b, a
 
 
 def _heads(mixed: Tensor, widths: Sequence[int], heads: Sequence[int]) -> list[Tensor]:

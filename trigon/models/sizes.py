@@ -50,6 +50,7 @@ _HAS_GATED_VISION_MLP = {
     "qwen3_vl": False,
     "qwen3_vl_moe": False,
     "qwen3_5": False,
+    "qwen3_5_moe": False,
 }
 
 # The norms of these families keep other tensors than activations.py counts.
@@ -171,10 +172,8 @@ def text_dimensions(text: Any) -> TextDimensions:
     experts = int(getattr(text, "num_experts", None) or 0)
     moe_layers = 0
     if experts:
-        moe_layers = sum(
-            layer not in (text.mlp_only_layers or ()) and (layer + 1) % text.decoder_sparse_step == 0
-            for layer in range(layers)
-        )
+        dense, every = getattr(text, "mlp_only_layers", None) or (), getattr(text, "decoder_sparse_step", 1)
+        moe_layers = sum(layer not in dense and (layer + 1) % every == 0 for layer in range(layers))
     return TextDimensions(
         layers=layers,
         moe_layers=moe_layers,
@@ -182,9 +181,9 @@ def text_dimensions(text: Any) -> TextDimensions:
         heads=text.num_attention_heads,
         key_heads=text.num_key_value_heads,
         head_dim=head_dim(text),
-        mlp=text.intermediate_size,
+        mlp=text.intermediate_size if moe_layers < layers else 0,
         expert_mlp=text.moe_intermediate_size if experts else 0,
-        shared_mlp=text.shared_expert_intermediate_size if text.model_type == "qwen2_moe" else 0,
+        shared_mlp=(getattr(text, "shared_expert_intermediate_size", None) or 0) if experts else 0,
         experts=experts,
         experts_per_token=text.num_experts_per_tok if experts else 0,
         vocabulary=text.vocab_size,

@@ -33,9 +33,9 @@ class ModelFamily:
         after the previous one. "seconds": positions are proportional to seconds. "timestamps": each
         temporal patch is a separate block that follows its time as text. "none": no videos.
     experts: how a checkpoint stores the experts of a layer, which in memory are two stacks,
-        gate_up_proj [E, 2I, D] and down_proj [E, D, I]. "none": there are no experts. "separate":
-        each of the 3E matrices by itself. "transposed": stacks with the last two dimensions
-        swapped.
+        gate_up_proj [E, 2I, D] and down_proj [E, D, I]. "none": there are no experts. "stacked":
+        these stacks. "transposed": stacks with the last two dimensions swapped. "separate": each of
+        the 3E matrices by itself.
     tile_tower: `model_type` of a vision tower that takes square tiles of one size instead of
         patches of images of any size; empty for a tower that takes patches. An image is then one or
         several tiles; "time" in its grid_thw counts them.
@@ -59,7 +59,7 @@ class ModelFamily:
     rope: Literal["1d", "mrope"] = "1d"
     deepstack: bool = False
     video: Literal["none", "patches", "seconds", "timestamps"] = "none"
-    experts: Literal["none", "separate", "transposed"] = "none"
+    experts: Literal["none", "stacked", "transposed", "separate"] = "none"
     tile_tower: str = ""
     projector_path: str = ""
     vision_layers: str = "blocks"
@@ -110,8 +110,8 @@ class ModelFamily:
     def checkpoint_tensors(self, parameter_name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a parameter as published checkpoints store them and vLLM expects.
 
-        Stacked experts yield several tensors, any other parameter one. The tensors are views of the
-        parameter: writing to them changes it.
+        The experts of a layer may yield several tensors, any other parameter yields one. The
+        tensors are views of the parameter: writing to them changes it.
 
         Args:
             parameter_name: in memory, or as returned by checkpoint_name.
@@ -123,6 +123,8 @@ class ModelFamily:
             yield name, parameter
             return
         match self.experts:
+            case "stacked":
+                yield name, parameter
             case "transposed":
                 yield name, parameter.transpose(1, 2)
             case "separate":
@@ -211,7 +213,7 @@ def qwen_vision_family(
     video: Literal["patches", "seconds", "timestamps"],
     deepstack: bool = False,
     checkpoint_prefixes: tuple[tuple[str, str], ...] = (),
-    experts: Literal["none", "transposed"] = "none",
+    experts: Literal["none", "stacked", "transposed"] = "none",
     linear_attention: str = "",
     unused_weights: str = "",
 ) -> ModelFamily:

@@ -1,4 +1,4 @@
-"""Qwen3.5: in most layers gated linear attention, in the others attention with an output gate.
+"""Qwen3.5, dense and MoE: gated linear attention, and in some layers attention with an output gate.
 
 Its vision tower and its processors are those of Qwen3-VL, without deepstack.
 """
@@ -7,50 +7,59 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import transformers  # its classes are imported on first use
 
 from trigon.models.families.family import qwen_vision_family
 from trigon.models.families.qwen3_vl import processor
-from trigon.models.families.tiny import ROPE, VISION, TinyModel, media_tokens, text_options
+from trigon.models.families.tiny import (
+    EXPERTS,
+    LINEAR,
+    ROPE,
+    VISION,
+    TinyModel,
+    media_tokens,
+    slow_decay,
+    text_options,
+)
 
 
-def _config(tokenizer: Any) -> Any:
-    # Layers of both kinds, with twice as many value heads as key heads. Positions rotate half of a
-    # head; in the published models a quarter of 256.
-    text = text_options(tokenizer) | {
-        "head_dim": 32,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 24,
-        "rope_parameters": {
-            **ROPE,
-            "mrope_section": [3, 3, 2],
-            "mrope_interleaved": True,
-            "partial_rotary_factor": 0.5,
-        },
-    }
+def _config(kind: Any, tokenizer: Any, text: dict[str, Any]) -> Any:
+    # Positions rotate half of a head; in the published models a quarter of 256.
+    rope = {**ROPE, "mrope_section": [3, 3, 2], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+    text = {**text, **LINEAR, "head_dim": 32, "rope_parameters": rope}
     vision = {**VISION, "hidden_size": 48, "patch_size": 16, "num_position_embeddings": 36}
-    return transformers.Qwen3_5Config(text_config=text, vision_config=vision, **media_tokens(tokenizer))
+    return kind(text_config=text, vision_config=vision, **media_tokens(tokenizer))
 
 
-def _remember(model: Any) -> None:
-    """Make states decay slowly: with transformers' initial values they last a token or two."""
-    for layer in model.model.language_model.layers:
-        if hasattr(layer, "linear_attn"):
-            heads = layer.linear_attn.num_v_heads
-            layer.linear_attn.A_log.data = torch.linspace(-4.0, -1.0, heads)
-            layer.linear_attn.dt_bias.data = torch.linspace(1.0, -1.0, heads)
+def _dense(tokenizer: Any) -> Any:
+    return _config(transformers.Qwen3_5Config, tokenizer, text_options(tokenizer))
+
+
+def _moe(tokenizer: Any) -> Any:
+    text = {**text_options(tokenizer), **EXPERTS, "shared_expert_intermediate_size": 64}
+    del text["intermediate_size"]  # no layer is dense
+    return _config(transformers.Qwen3_5MoeConfig, tokenizer, text)
+
+
+def _initialize(model: Any) -> None:
+    slow_decay(model.model.language_model.layers)
 
 
 FAMILIES = (
     qwen_vision_family(
         "qwen3_5",
-        TinyModel(_config, processor, initialize=_remember),
+        TinyModel(_dense, processor, initialize=_initialize),
         video="timestamps",
         linear_attention="linear_attn",
         unused_weights="mtp.",  # layers that predict more than one token
+    ),
+    # transformers 5.19 writes each expert by itself.
+    qwen_vision_family(
+        "qwen3_5_moe",
+        TinyModel(_moe, processor, initialize=_initialize, saves_published_names=False),
+        video="timestamps",
+        experts="stacked",
+        linear_attention="linear_attn",
+        unused_weights="mtp.",
     ),
 )

@@ -6,9 +6,11 @@ of its family. transformers is imported when a tiny model is made, not before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 MIN_IMAGE_TOKENS = 4
 MAX_IMAGE_TOKENS = 64
@@ -16,6 +18,15 @@ TILE_SIZE = 56
 INITIAL_STD = 0.05
 ROPE_THETA = 10_000.0
 ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": ROPE_THETA}
+
+LINEAR: Mapping[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+"""Layers of linear attention and of attention, the first with two value heads for each key head."""
 
 EXPERTS: Mapping[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 """Two of four experts for each token, so that some experts get no token of a short row."""
@@ -50,6 +61,18 @@ class TinyModel:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     saves_published_names: bool = True
     initialize: Callable[[Any], None] | None = None
+
+
+def slow_decay(layers: Iterable[Any]) -> None:
+    """Make the states of linear attention decay slowly.
+
+    With the initial values of transformers they last a token or two. layers: of the decoder.
+    """
+    for layer in layers:
+        if hasattr(layer, "linear_attn"):
+            heads = layer.linear_attn.num_v_heads
+            layer.linear_attn.A_log.data = torch.linspace(-4.0, -1.0, heads)
+            layer.linear_attn.dt_bias.data = torch.linspace(1.0, -1.0, heads)
 
 
 def text_options(tokenizer: Any) -> dict[str, Any]:
