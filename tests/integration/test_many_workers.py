@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 import shutil
-import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from support.clusters import MARK, marked, two_ray_nodes
+from support.clusters import MARK, kill_worker, marked, two_ray_nodes
 from support.runs import (
+    NO_VALIDATION,
     assert_learned,
     comparable,
     finish,
@@ -30,8 +29,6 @@ from support.runs import (
     wait_for,
 )
 
-pytestmark = pytest.mark.alone
-
 STEPS = 4
 # Metrics that depend on the packing, which differs between numbers of workers, and one that engines
 # with tensor parallelism do not have: they are not started anew.
@@ -42,8 +39,7 @@ def train(
     made: Path, folder: Path, *overrides: str, steps: int = STEPS, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
     """Start a run without validation."""
-    no_validation = ("data.val_files=", "trainer.val_before_train=false", "trainer.val_freq=-1")
-    return start(made, folder, *no_validation, *overrides, steps=steps, environment=environment)
+    return start(made, folder, *NO_VALIDATION, *overrides, steps=steps, environment=environment)
 
 
 @pytest.fixture(scope="module")
@@ -83,28 +79,6 @@ def from_step(folder: Path, step: int, destination: Path) -> Path:
     return destination
 
 
-def kill_worker(process: subprocess.Popen[str], folder: Path, mark: str, *, method: str, after: int) -> None:
-    """Kill a worker that executes this method, after `after` steps are in metrics.jsonl."""
-    workers: list[int] = []
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log_of(folder).read_text()[-4000:]
-        if num_lines(folder) >= after and workers:
-            for pid in workers:
-                try:
-                    title = Path(f"/proc/{pid}/cmdline").read_bytes()
-                except FileNotFoundError:
-                    continue
-                if f"ray::Worker.{method}".encode() in title:
-                    os.kill(pid, signal.SIGKILL)
-                    return
-            time.sleep(0.001)
-        else:
-            workers = [pid for pid, command in marked(mark).items() if command.startswith("ray::Worker")]
-            time.sleep(0.05)
-    raise AssertionError(f"no worker was seen in {method}")
-
-
 def test_two_workers_have_the_numbers_of_one(one_worker, two_workers):
     assert_close(lines(two_workers), lines(one_worker), tolerance=1e-5)
     assert rollouts(two_workers).keys() == rollouts(one_worker).keys()
@@ -116,6 +90,9 @@ def test_two_workers_have_the_numbers_of_one(one_worker, two_workers):
     # no weights (3 MB).
     moved = [line["metrics"]["moved/sent_bytes"] for line in lines(two_workers)[1:3]]
     assert all(0 < sent < 30_000 for sent in moved), moved
+    # Four prompts with an image each; sampled, scored by two models, learned from twice.
+    assert sum(images_processed(two_workers)) <= 1.25 * 4 * STEPS
+    assert max(images_processed(two_workers)) <= 6
 
 
 def token_values(folder: Path) -> list[list[float]]:
@@ -132,14 +109,8 @@ def images_processed(folder: Path) -> list[float]:
     return [line["metrics"]["perf/images_processed"] for line in parsed]
 
 
-def test_two_workers_process_each_image_about_once_a_step(two_workers):
-    """Four prompts with an image each; sampled, scored by two models, learned from twice."""
-    assert sum(images_processed(two_workers)) <= 1.25 * 4 * STEPS
-    assert max(images_processed(two_workers)) <= 6
-
-
+@pytest.mark.alone
 @pytest.mark.long
-@pytest.mark.extended
 def test_workers_that_compute_rows_together_have_the_numbers_of_those_that_do_not(made, two_workers, tmp_path):
     folder = tmp_path / "run"
     options = ("trainer.n_gpus_per_node=2", "worker.actor.ulysses_sequence_parallel_size=2")
@@ -162,6 +133,7 @@ def test_one_worker_resumes_from_a_checkpoint_of_two(made, two_workers, tmp_path
     assert_close(lines(folder), lines(two_workers), tolerance=1e-5)
 
 
+@pytest.mark.alone
 @pytest.mark.long
 @pytest.mark.vllm
 def test_four_workers_with_tensor_parallelism_and_two_copies_resume_from_a_checkpoint_of_two(
@@ -173,6 +145,7 @@ def test_four_workers_with_tensor_parallelism_and_two_copies_resume_from_a_check
     assert_close(lines(folder), lines(two_workers), tolerance=1e-4)
 
 
+@pytest.mark.alone
 @pytest.mark.long
 @pytest.mark.vllm
 def test_runs_with_tensor_parallelism_share_no_memory_and_leave_none_behind(made, tmp_path):
@@ -190,6 +163,7 @@ def test_runs_with_tensor_parallelism_share_no_memory_and_leave_none_behind(made
     assert segments() == before
 
 
+@pytest.mark.alone
 @pytest.mark.long
 @pytest.mark.faults
 @pytest.mark.timeout(1200)  # starts two workers five times
@@ -222,6 +196,7 @@ def test_a_killed_worker_ends_the_run_in_any_phase_and_the_next_run_resumes_exac
     assert rollouts(folder) == rollouts(two_workers)
 
 
+@pytest.mark.alone
 @pytest.mark.long
 @pytest.mark.faults
 def test_ctrl_c_reaches_the_driver_alone_and_a_second_one_ends_all_processes(made, tmp_path):
@@ -246,29 +221,14 @@ def test_ctrl_c_reaches_the_driver_alone_and_a_second_one_ends_all_processes(mad
     assert marked(mark) == {}
 
 
-@pytest.fixture(scope="module")
-def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Start two Ray nodes with one CPU each, and yield the environment of a run on them."""
-    with two_ray_nodes(tmp_path_factory.mktemp("nodes")) as environment:
-        yield environment
-
-
+@pytest.mark.alone
 @pytest.mark.long
 @pytest.mark.vllm
-def test_a_cluster_of_two_nodes_has_the_numbers_of_one_worker(made, one_worker, two_nodes, tmp_path):
+def test_a_cluster_of_two_nodes_has_the_numbers_of_one_worker(made, one_worker, tmp_path):
     folder = tmp_path / "run"
     sizes = ("trainer.nnodes=2", "worker.rollout.tensor_parallel_size=2")
-    finish(train(made, folder, *sizes, steps=2, environment=two_nodes), folder)
+    with two_ray_nodes(tmp_path) as nodes:
+        finish(train(made, folder, *sizes, steps=2, environment=nodes), folder)
     assert_close(lines(folder), lines(one_worker)[:2], tolerance=1e-5)
     # Both ranks of a replica need the pixels to sample; for training, either of them has them.
     assert images_processed(folder) == [8.0, 8.0]
-
-
-@pytest.mark.extended
-def test_the_error_of_a_cluster_that_is_too_small_names_what_is_required_and_available(made, two_nodes, tmp_path):
-    folder = tmp_path / "run"
-    process = train(made, folder, "trainer.nnodes=2", "trainer.n_gpus_per_node=3", environment=two_nodes)
-    assert process.wait(timeout=120) == 2
-    log = log_of(folder).read_text()
-    assert "ConfigError: trainer.nnodes=2 and trainer.n_gpus_per_node=3 ask for 2 nodes with 3 CPUs" in log
-    assert "has 1 CPUs" in log

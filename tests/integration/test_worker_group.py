@@ -20,7 +20,8 @@ import pytest
 import torch
 from ray import cloudpickle
 
-from support.sockets import descendants, listeners
+from support.processes import descendants
+from support.sockets import listeners
 from trigon.distributed.cluster import Layout, WorkerHandle, open_cluster, start_workers
 from trigon.distributed.engines import WorkersRolloutEngine, WorkersTrainEngine
 from trigon.distributed.messages import pack
@@ -41,8 +42,6 @@ from trigon.types import (
     TrainGroup,
     TrainSequence,
 )
-
-pytestmark = pytest.mark.alone
 
 SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=20, ignore_eos=False, seed=7)
 
@@ -161,20 +160,15 @@ def worker_group(workers: list[WorkerHandle]) -> WorkerGroup:
     return WorkerGroup(workers, "cpu", deadline_seconds=60.0, same_command=same_command)
 
 
-def failure(
-    workers: list[WorkerHandle], how: str, *, until: Path = Path("/"), deadline_seconds: float = 60.0
-) -> TrigonError:
+def failure(workers: list[WorkerHandle], how: str) -> TrigonError:
     """Make workers fail in the phase "update", and return the error that the driver raises."""
     with pytest.raises(TrigonError) as caught:
-        WorkerGroup(workers, "cpu", deadline_seconds).call_all(TestWorker.fail, how, until, phase="update")
+        WorkerGroup(workers, "cpu", deadline_seconds=60.0).call_all(TestWorker.fail, how, Path("/"), phase="update")
     return caught.value
 
 
-def test_results_are_in_the_order_of_ranks(worker_group):
+def test_results_are_in_the_order_of_ranks_and_arguments_the_same_for_all_or_one_for_each(worker_group):
     assert worker_group.call_all(TestWorker.rank, phase="rank") == [0, 1]
-
-
-def test_arguments_are_the_same_for_all_ranks_or_one_for_each(worker_group):
     assert worker_group.call_all(TestWorker.double, 3, 1, phase="double") == [7, 7]
     assert worker_group.call_all(TestWorker.double, 1, per_rank=[3, 5], phase="double") == [7, 11]
     with pytest.raises(AssertionError):
@@ -190,8 +184,7 @@ def make_prompts(*names: str, draw: int = 0) -> list[Prompt]:
 
 @pytest.mark.parametrize("replica_size", [1, 2])
 def test_finished_groups_arrive_while_others_are_still_sampled(worker_group, tmp_path, replica_size):
-    worker_group.call_all(TestWorker.open_echo_engine, tmp_path, replica_size, phase="open")
-    engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=replica_size)
+    engine, _ = open_engine(worker_group, tmp_path, replica_size)
     prompts = make_prompts("first", "second", "lost", "late", "last", "very last", draw=7)
     for name in ("first", "second", "lost"):
         (tmp_path / name).touch()
@@ -233,9 +226,7 @@ def with_file(prompt: Prompt, number: int) -> Prompt:
 @pytest.mark.parametrize("replica_size", [1, 2])
 def test_a_file_is_sent_once_to_each_worker_that_needs_it(worker_group, tmp_path, replica_size):
     """Real messages to real workers; moved/*_bytes counts them."""
-    worker_group.call_all(TestWorker.open_echo_engine, tmp_path, replica_size, phase="open")
-    engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=replica_size)
-    trainer = WorkersTrainEngine(worker_group, regularized=False)
+    engine, trainer = open_engine(worker_group, tmp_path, replica_size)
     prompts = [with_file(prompt, number) for number, prompt in enumerate(make_prompts("first", "second", "a", "b"), 1)]
     for prompt in prompts:
         (tmp_path / prompt.prompt_id).touch()
@@ -275,87 +266,59 @@ def test_a_file_is_sent_once_to_each_worker_that_needs_it(worker_group, tmp_path
     assert num_files_sent() == {}
 
 
-def test_an_error_in_on_group_ends_the_call(worker_group, tmp_path):
-    worker_group.call_all(TestWorker.open_echo_engine, tmp_path, 1, phase="open")
-    (tmp_path / "first").touch()
-
-    def on_group(index, row):
-        raise EngineError(f"stopped at {index}")
-
-    engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=1)
-    with pytest.raises(EngineError, match="stopped at 0"):
-        engine.generate(make_prompts("first", "second", "third"), SAMPLING, on_group=on_group)
-    for name in ("second", "third"):
-        (tmp_path / name).touch()  # otherwise the workers would wait for ever
-    rows = engine.generate(make_prompts("third", "second", draw=2), SAMPLING)
-    assert [[completion.token_ids for completion in row] for row in rows] == [[(1, 2, 3, 2)] * 2, [(2, 2, 3, 2)] * 2]
-
-
-def open_engine(worker_group: WorkerGroup, folder: Path) -> tuple[WorkersRolloutEngine, WorkersTrainEngine]:
-    worker_group.call_all(TestWorker.open_echo_engine, folder, 1, phase="open")
+def open_engine(
+    worker_group: WorkerGroup, folder: Path, replica_size: int = 1
+) -> tuple[WorkersRolloutEngine, WorkersTrainEngine]:
+    worker_group.call_all(TestWorker.open_echo_engine, folder, replica_size, phase="open")
     return (
-        WorkersRolloutEngine(worker_group, tensor_parallel_size=1),
+        WorkersRolloutEngine(worker_group, tensor_parallel_size=replica_size),
         WorkersTrainEngine(worker_group, regularized=False),
     )
 
 
-def test_workers_sleep_after_the_context(worker_group, tmp_path):
+def test_workers_sleep_after_the_context_also_if_an_error_ends_it_while_others_sample(worker_group, tmp_path):
     engine, trainer = open_engine(worker_group, tmp_path)
+
+    def versions() -> list[int | None]:
+        return worker_group.call_all(TestWorker.awake_version, phase="version")
+
     with engine.awake(trainer.weights(), version=5):
-        assert worker_group.call_all(TestWorker.awake_version, phase="version") == [5, 5]
-    assert worker_group.call_all(TestWorker.awake_version, phase="version") == [None, None]
-
-
-def test_workers_sleep_after_an_error_in_the_context(worker_group, tmp_path):
-    engine, trainer = open_engine(worker_group, tmp_path)
-    with pytest.raises(ZeroDivisionError), engine.awake(trainer.weights(), version=5):
-        raise ZeroDivisionError
-    assert worker_group.call_all(TestWorker.awake_version, phase="version") == [None, None]
-
-
-def test_an_error_in_the_context_does_not_wait_for_a_busy_worker(worker_group, tmp_path):
-    engine, trainer = open_engine(worker_group, tmp_path)
+        assert versions() == [5, 5]
+    assert versions() == [None, None]
 
     def on_group(index, row):
-        raise ZeroDivisionError
+        raise EngineError(f"stopped at {index}")
 
     (tmp_path / "first").touch()
-    with pytest.raises(ZeroDivisionError), engine.awake(trainer.weights(), version=5):
+    with pytest.raises(EngineError, match="stopped at 0"), engine.awake(trainer.weights(), version=6):
         engine.generate(make_prompts("first", "second", "third"), SAMPLING, on_group=on_group)
     for name in ("second", "third"):  # until now, both workers were sampling
         (tmp_path / name).touch()
-    assert worker_group.call_all(TestWorker.awake_version, phase="version") == [None, None]
+    assert versions() == [None, None]
+    rows = engine.generate(make_prompts("third", "second", draw=2), SAMPLING)
+    assert [[completion.token_ids for completion in row] for row in rows] == [[(1, 2, 3, 2)] * 2, [(2, 2, 3, 2)] * 2]
 
 
-@pytest.mark.parametrize("how", ["trigon error", "peer's error"])
-def test_a_trigon_error_keeps_its_type_and_gets_the_rank_whose_it_is(workers, how):
+@pytest.mark.parametrize(
+    ("how", "kind", "facts"),
+    [
+        ("trigon error", CheckpointError, ("there is no weights/",)),
+        ("peer's error", CheckpointError, ("there is no weights/",)),
+        ("other error", WorkerError, ("in fail", "KeyError: 'surprise'")),
+    ],
+)
+def test_an_error_has_the_rank_whose_it_is_and_its_own_type_or_its_traceback(workers, how, kind, facts):
     error = failure(workers, how)
-    assert type(error) is CheckpointError
-    host = f"{workers[1].host} (process {workers[1].pid})"
-    assert str(error) == f"rank 1 on {host}, in update: there is no weights/"
+    assert type(error) is kind
+    assert str(error).startswith(f"rank 1 on {workers[1].host} (process {workers[1].pid}), in update: ")
+    assert all(fact in str(error) for fact in facts)
 
 
-def test_any_other_error_includes_its_traceback(workers):
-    error = failure(workers, "other error")
-    assert type(error) is WorkerError
-    assert str(error).startswith("rank 1 on ")
-    assert "in fail" in str(error)
-    assert "KeyError: 'surprise'" in str(error)
-
-
-def test_a_call_that_hangs_ends_at_the_deadline_with_the_stack_of_the_worker(workers, tmp_path):
-    started = time.monotonic()
-    message = str(failure(workers, "hang", until=tmp_path / "released", deadline_seconds=3.0))
-    (tmp_path / "released").touch()
-    assert time.monotonic() - started < 30
-    assert message.startswith("update was not done after 3 s (trainer.worker_timeout_seconds); ranks [1] of 2 hang:")
-    assert "in wait_for\n" in message
-
-
-def test_a_call_can_have_an_earlier_deadline_than_others(workers, worker_group, tmp_path):
-    with pytest.raises(WorkerError, match=r"^joining was not done after 2 s; ranks \[1\] of 2 hang:"):
+def test_a_call_that_hangs_ends_at_its_deadline_with_the_stack_of_the_worker(workers, worker_group, tmp_path):
+    with pytest.raises(WorkerError, match=r"^joining was not done after 2 s; ranks \[1\] of 2 hang:") as caught:
         worker_group.call_all(TestWorker.fail, "hang", tmp_path / "released", phase="joining", max_deadline_seconds=2.0)
     (tmp_path / "released").touch()
+    assert "in wait_for\n" in str(caught.value)
 
 
 @pytest.mark.extended
@@ -368,7 +331,7 @@ def test_no_server_of_ray_answers_without_the_token(workers):
         "raylet, objects": "ObjectManagerService/Push",
         "driver and workers": "CoreWorkerService/PushTask",
     }
-    found = listeners(descendants(os.getpid()))
+    found = listeners([os.getpid(), *descendants(os.getpid())])
     assert all(each.is_local for each in found)
     codes: dict[int, dict[str, str]] = {}
     for port in {each.port for each in found}:
@@ -410,6 +373,7 @@ def test_the_stacks_of_a_worker_that_hangs_in_c_code_are_in_a_file(workers, tmp_
     survivor = WorkerGroup(workers[:1], "cpu", deadline_seconds=3.0, stacks_file=file)
     with pytest.raises(WorkerError) as caught:
         survivor.call_all(TestWorker.hang_in_c, phase="update")
+    assert "update was not done after 3 s (trainer.worker_timeout_seconds); ranks [0] of 1" in str(caught.value)
     assert "does not respond: its process is stopped, or blocked outside of Python" in str(caught.value)
     assert f"The stacks of all processes on this machine are in {file}" in str(caught.value)
     _, _, stacks = file.read_text().partition(f"== process {workers[0].pid}: ray::")

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from support.runs import log_of, num_lines
+
 MARK = "TRIGON_TEST_RUN"
 """The environment variable with the mark of a run."""
 
@@ -29,6 +31,24 @@ def marked(mark: str) -> dict[int, str]:
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     return processes
+
+
+def kill_worker(process: subprocess.Popen[str], folder: Path, mark: str, *, method: str, after: int) -> None:
+    """Kill a worker of a run that executes this method, when `after` steps are made."""
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log_of(folder).read_text()[-4000:]
+        found_at = time.monotonic()
+        workers = [pid for pid, command in marked(mark).items() if command.startswith("ray::")]
+        while num_lines(folder) >= after and time.monotonic() < found_at + 1.0:
+            for pid in workers:
+                with suppress(FileNotFoundError):  # it has ended meanwhile
+                    if f"ray::Worker.{method}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        os.kill(pid, signal.SIGKILL)
+                        return
+            time.sleep(0.002)
+        time.sleep(0.02)
+    raise AssertionError(f"no worker was seen in {method}")
 
 
 @contextmanager

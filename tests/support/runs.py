@@ -39,6 +39,9 @@ def make_tiny(folder: Path) -> Path:
     return folder
 
 
+NO_VALIDATION = ("data.val_files=", "trainer.val_before_train=false", "trainer.val_freq=-1")
+"""Options of a run without validation."""
+
 STEPS = 6
 CONFIG = ROOT / "trigon" / "tools" / "quickstart" / "quickstart.yaml"
 
