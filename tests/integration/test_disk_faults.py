@@ -12,7 +12,7 @@ import pytest
 
 from support.faulty_disk import CHANGES, CREATE, OPEN, SYNC, WRITE, FaultyDisk
 from support.processes import descendants
-from support.runs import finish, lines, log_of, num_lines, start, wait_for
+from support.runs import NO_VALIDATION, finish, lines, log_of, num_lines, start, wait_for
 from trigon.checkpoint.store import CheckpointStore
 
 pytestmark = pytest.mark.faults
@@ -20,9 +20,7 @@ pytestmark = pytest.mark.faults
 OPTIONS = (
     "worker.rollout.name=transformers",
     "trainer.save_freq=1",
-    "data.val_files=",
-    "trainer.val_before_train=false",
-    "trainer.val_freq=-1",
+    *NO_VALIDATION,
     "data.max_response_length=4",
 )
 

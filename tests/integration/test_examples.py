@@ -335,11 +335,9 @@ def option_values(config: Config) -> Iterator[tuple[str, object]]:
     but=[
         "baselines/qwen2_5_vl_3b_clevr",
         "grpo_trainer/run_qwen2_5_vl-7b",
-        "qwen2_5_vl_7b_multi_image",
         "qwen2_5_vl_7b_visual_search_crop",
         "qwen3_14b_dapo17k_dapo",
         "qwen3_5_4b_geo3k_grpo",
-        "qwen3_vl_4b_geo3k_grpo",
     ]
 )
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)

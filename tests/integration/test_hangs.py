@@ -12,7 +12,7 @@ import pytest
 
 from support.hangs import HANGS
 from support.processes import descendants, is_running, wait_until
-from support.runs import CONFIG, finish, log_of, num_lines, overrides_of, start, wait_for
+from support.runs import CONFIG, NO_VALIDATION, finish, log_of, num_lines, overrides_of, start, wait_for
 
 pytestmark = [
     pytest.mark.faults,
@@ -24,9 +24,7 @@ LIMIT = 15  # seconds; longer than any part of a step here, on a busy machine as
 OPTIONS = (
     f"trainer.worker_timeout_seconds={LIMIT}",
     "trainer.save_freq=1",
-    "data.val_files=",
-    "trainer.val_freq=-1",
-    "trainer.val_before_train=false",
+    *NO_VALIDATION,
 )
 
 # A run whose rollout engine hangs in the third step.

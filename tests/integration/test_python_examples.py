@@ -45,19 +45,6 @@ def test_the_example_with_images_and_hooks_trains(made: Path, tmp_path: Path) ->
     assert set(json.loads(row)["parts"]) == {"overall", "accuracy", "brevity", "brevity/is_short"}
 
 
-def test_the_page_has_the_example() -> None:
-    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    example = page.split("```python")[1].split("```")[0]
-    compile(example, "docs/python.md", "exec")
-    assert len([line for line in example.splitlines() if line.strip()]) <= 15
-    program = (ROOT / "examples" / "python" / "grpo.py").read_text(encoding="utf-8")
-    assert [
-        line
-        for line in ("rows = [", "def reward(response, ground_truth):", '"rollout_batch_size": 16')
-        if line not in program
-    ] == []
-
-
 def outputs_of(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 

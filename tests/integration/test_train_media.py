@@ -8,9 +8,9 @@ from typing import Any
 
 import datasets
 import pytest
-from test_rollout_engines import png
 
-from support.runs import assert_learned, finish, lines, rollouts, start
+from support.images import png
+from support.runs import NO_VALIDATION, assert_learned, finish, lines, rollouts, start
 from support.videos import make_video
 
 STEPS = 2
@@ -21,9 +21,7 @@ def train(made: Path, folder: Path, train_file: Path, *overrides: str) -> None:
         made,
         folder,
         f"data.train_files={train_file}",
-        "data.val_files=[]",
-        "trainer.val_before_train=false",
-        "trainer.val_freq=-1",
+        *NO_VALIDATION,
         "data.prompt_key=problem",
         "worker.rollout.limit_images=0",
         *overrides,
@@ -69,8 +67,8 @@ def test_a_run_on_videos(made: Path, tmp_path: Path, workers: int) -> None:
 def test_a_run_on_text_one_image_and_three(made: Path, tmp_path: Path) -> None:
     rows = [
         {"problem": "What is 1 + 2?", "answer": "3", "images": []},
-        {"problem": "<image>How many sides?", "answer": "3", "images": [png(0, 84, 84)]},
-        {"problem": "<image>, <image> or <image>?", "answer": "3", "images": [png(i, 56, 84) for i in (1, 2, 3)]},
+        {"problem": "<image>How many sides?", "answer": "3", "images": [png(84, 84)]},
+        {"problem": "<image>, <image> or <image>?", "answer": "3", "images": [png(56, 84, i) for i in (1, 2, 3)]},
         {"problem": "What is 2 + 2?", "answer": "4", "images": []},
     ]
     path = tmp_path / "train.parquet"
@@ -83,7 +81,7 @@ def test_a_run_on_text_one_image_and_three(made: Path, tmp_path: Path) -> None:
     assert sorted({len(row["images"]) for row in train_rollouts(tmp_path / "run")}) == [0, 1, 3]
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_a_run_on_two_files_with_weights(made: Path, tmp_path: Path) -> None:
     for name, count in (("one", 2), ("two", 8)):
         text = "".join(json.dumps({"problem": f"{name} + {i}?", "answer": str(i)}) + "\n" for i in range(count))

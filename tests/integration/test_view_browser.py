@@ -184,25 +184,6 @@ def test_coloured_tokens_stay_in_their_turns_beside_what_was_observed(browser, t
 
 
 @pytest.mark.extended
-def test_validations_are_drawn_as_they_are_and_other_metrics_smoothed(browser, tmp_path):
-    folder = tmp_path / "run"
-    values = [0.125, 0.875, 0.25, 0.6875]
-    with RunFolder(folder) as run:
-        for step, value in enumerate(values, start=1):
-            run.append_metrics(step, {"val/reward_score": value, "reward/overall": value})
-    with served([folder], tmp_path / "cache") as (url, _):
-        browser.open(url)
-        browser.wait(CHARTS)
-        drawn = browser.run(
-            "Object.fromEntries([...document.querySelectorAll('.chart')].map(e => "
-            "[e.querySelector('.name').textContent, e.querySelector('.plot').data.map(trace => [...trace.y])]))"
-        )
-    assert drawn["val/reward_score"] == [values]
-    assert drawn["reward/overall"][0] == values
-    assert drawn["reward/overall"][1][-1] != values[-1]
-
-
-@pytest.mark.extended
 def test_a_run_is_live_while_a_process_writes_to_it(browser, tmp_path):
     folder = write_run(tmp_path / "run", num_steps=1)
     with served([folder], tmp_path / "cache") as (url, _):

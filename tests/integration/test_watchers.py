@@ -32,30 +32,12 @@ def compute_score(reward_input):
     return {"overall": 1.0 / (1 + reward_input["response_length"])}
 """
 
-ONES = """
-REWARD_TYPE = "sequential"
-
-def compute_score(reward_input):
-    response = reward_input["response"]
-    return {"overall": response.count("1") / max(len(response), 1)}
-"""
-
 LEAK = """
 REWARD_TYPE = "sequential"
 KEPT = []
 
 def compute_score(reward_input):
     KEPT.append(bytearray(b"x") * (MEBIBYTES << 20))
-    return {"overall": sum(map(ord, reward_input["response"])) % 7 / 7}
-"""
-
-
-FAILS = """
-REWARD_TYPE = "sequential"
-
-def compute_score(reward_input):
-    if sum(map(ord, reward_input["response"])) % 4 == 0:
-        raise ValueError("as asked")
     return {"overall": sum(map(ord, reward_input["response"])) % 7 / 7}
 """
 
@@ -114,7 +96,7 @@ def test_a_constant_reward_stops_a_run_and_the_same_command_with_another_reward_
     assert "watch/equal_rewards" not in lines(folder)[-1]["metrics"]
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_a_reward_for_short_completions_stops_at_a_collapse_of_their_length(made, tmp_path):
     folder = tmp_path / "run"
     options = (*LEARNS_FAST, "worker.actor.optim.lr=3e-3", "trainer.watch.level=stop", "trainer.save_freq=1")
@@ -127,29 +109,6 @@ def test_a_reward_for_short_completions_stops_at_a_collapse_of_their_length(made
     first_short = next(step for step, length in enumerate(lengths, 1) if length < 0.1 * sorted(lengths[:3])[1])
     assert f"the last checkpoint from before step {last - 4} is {folder / f'global_step_{last - 5}'}" in message
     assert first_short <= last - 4
-
-
-@pytest.mark.long
-def test_a_learning_rate_that_is_too_large_stops_when_the_entropy_is_gone(made, tmp_path):
-    folder = tmp_path / "run"
-    options = (*LEARNS_FAST, "worker.actor.optim.lr=5e-3", "trainer.watch.level=stop", "trainer.save_freq=-1")
-    options += ("trainer.watch.ignore=[loss,kl,length,equal_rewards]",)
-    message, _last = stopped(launch(made, folder, ONES, *options, steps=80), folder, "entropy")
-    assert "actor/entropy is" in message
-    assert saved_steps(folder) == []
-
-
-@pytest.mark.long
-def test_failing_rewards_warn_once_and_the_run_goes_on(made, tmp_path):
-    folder = tmp_path / "run"
-    options = ("worker.reward.max_failed_fraction=1", "trainer.val_freq=-1")
-    process = launch(made, folder, FAILS, *options, "data.rollout_batch_size=8", "worker.rollout.n=8", steps=8)
-    assert process.wait(timeout=580) == 0, log_of(folder).read_text()[-3000:]
-    log = log_of(folder).read_text()
-    assert log.count("reward_failures: since step") == 1
-    failed = [line["metrics"]["reward_function/failed_fraction"] for line in lines(folder)[1:]]
-    assert min(failed) > 0.05
-    assert lines(folder)[-1]["metrics"]["watch/reward_failures"] == 1.0
 
 
 @pytest.mark.extended

@@ -202,6 +202,7 @@ def test_measuring_does_not_change_training(tiny_vlm, options):
     assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
+@pytest.mark.extended
 def test_a_critic_has_budgets_of_its_own(tiny_model):
     engine, critic = make_engine(tiny_model("qwen2")), make_critic(tiny_model("qwen2"))
     lengths = replace(LENGTHS, critic_update_tokens=500)
@@ -334,6 +335,5 @@ def test_offloaded_activations_are_limited_by_the_host_memory(tiny_model):
     assert found.host_bytes == 1350 * per_token
     assert measured(2500 * per_token, found) is found  # a little less is free than in the run before
     assert measured(2000 * per_token, found).update_tokens == 1000
-    assert measured(None).update_tokens == HostMemory.max_tokens
     with pytest.raises(ConfigError, match=r"100 tokens, take up to .* host memory.*enable_activation_offload=false"):
         measured(190 * per_token)
