@@ -13,9 +13,7 @@ import pytest
 
 from support.rewards import requests, reward_pool
 from trigon.errors import RewardError
-from trigon.rewards import callables
 from trigon.rewards.callables import describe_reward, reward_source
-from trigon.rewards.pool import RewardPool
 
 
 def parts_of(reward, *responses, kwargs=None):
@@ -85,22 +83,6 @@ def test_several_functions_are_summed_by_weight_and_name_their_parts():
     ]
 
 
-def test_files_shipped_names_and_a_function_named_overall_can_be_summed(tmp_path):
-    def overall(response, ground_truth):
-        return 1.0
-
-    (tmp_path / "mine.py").write_text("def score(response, ground_truth): return 3.0")
-    terms = [(f"{tmp_path}/mine.py:score", 1), ("math", 10), (overall, 0.0)]
-    [parts] = parts_of(terms, r"<think>x</think>\boxed{4}")
-    assert (parts["overall"], parts["score"], parts["math"], parts["math/accuracy"]) == (13.0, 3.0, 1.0, 1.0)
-    assert parts["overall_2"] == 1.0
-
-
-def test_the_term_that_fails_is_named():
-    with pytest.raises(AssertionError, match=r"word returned 'right', expected a number, or a dict with 'overall'"):
-        parts_of([(lambda completion: 1, 1), (in_main("def word(x): return 'right'", "word"), 1)], "4")
-
-
 class Client:
     def __init__(self):
         self.options = {"lock": threading.Lock()}
@@ -123,30 +105,6 @@ def test_the_object_that_cannot_be_pickled_is_named():
         reward_source(lambda completion: items, kwargs={})
 
 
-def test_what_is_too_large_is_an_error(monkeypatch):
-    monkeypatch.setattr(callables, "MAX_PICKLE_BYTES", 1 << 20)
-    table = b"x" * (2 << 20)
-    with pytest.raises(RewardError, match=r"has 2 MiB with the variables that it uses, .* at most 1 MiB are sent"):
-        reward_source(lambda completion: len(table), kwargs={})
-
-
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        (3, "reward is 3; give a function"),
-        ([], r"reward is \[\]; give a function"),
-        ([("math", "much")], "reward has 'much' as the weight of 'math'; it is a number"),
-        ([(len, float("nan"))], "reward has nan as the weight of 'len'"),
-        ([3], "reward has 3; each entry is a function"),
-        (lambda data_source, solution: 1, r"takes \(data_source, solution\), which fits no contract"),
-        ("rewadr.py:f", "there is no file"),
-    ],
-)
-def test_what_is_no_reward_is_an_error(reward, message):
-    with pytest.raises(RewardError, match=message):
-        reward_source(reward, kwargs={})
-
-
 def test_async_functions_and_objects_travel_alone_and_in_sums():
     async def judge(completion):
         await asyncio.sleep(0)
@@ -164,29 +122,33 @@ def test_async_functions_and_objects_travel_alone_and_in_sums():
     first, second = parts_of(mixed, "4", "four")
     assert first == {"overall": 13.5, "judge": 1, "Judge": 1, "Judge/same": 1, "all_of_them": 1, "lambda": 1}
     assert second == {"overall": 48, "judge": 4, "Judge": 4, "Judge/same": 0, "all_of_them": 1, "lambda": 4}
-    assert parts_of([judge, (Judge(), 0.5)], "four") == [{"overall": 6, "judge": 4, "Judge": 4, "Judge/same": 0}]
 
 
-def test_one_of_several_may_be_a_dict_with_a_name_and_arguments():
+def test_one_of_several_may_be_a_file_or_a_dict_with_a_name_and_arguments(tmp_path):
     def scaled(response, ground_truth, scale):
         return scale * (response == ground_truth)
 
+    def overall(response, ground_truth):
+        return 1.0
+
+    (tmp_path / "mine.py").write_text("def score(response, ground_truth): return 3.0")
     entry = {"function": scaled, "name": "right", "weight": 0.5, "kwargs": {"scale": 4}}
-    assert parts_of([entry, (scaled_by_2, 1)], "4") == [{"overall": 4, "right": 4, "scaled_by_2": 2}]
+    terms = [entry, (f"{tmp_path}/mine.py:score", 1), ("math", 10), (overall, 0.0)]
+    assert parts_of(terms, "4") == [
+        {"overall": 5, "right": 4, "score": 3, "math": 0, "math/accuracy": 0, "math/format": 0, "overall_2": 1}
+    ]
     assert describe_reward([entry, "math"]) == "0.5 * right + 1 * math"
-    assert describe_reward(lambda completion: 1) == "lambda"
-    with pytest.raises(RewardError, match="each entry is a function"):
-        reward_source([{"function": scaled, "wieght": 1}], kwargs={})
-
-
-def scaled_by_2(response, ground_truth):
-    return 2 * (response == ground_truth)
-
-
-def test_keyword_arguments_of_several_functions_are_an_error():
-    source = reward_source([(len, 1), (len, 2)], kwargs={"a": 1})
-    with pytest.raises(RewardError, match=r"arguments of a single reward function, and there are 2; give each its own"):
-        RewardPool(source, kwargs={"a": 1}, num_workers=1, timeout_seconds=1, max_failed_fraction=0)
+    wrong = {
+        "reward is 3; give a function": 3,
+        "each entry is a function": [{"function": scaled, "wieght": 1}],
+        "'much' as the weight of 'math'": [("math", "much")],
+        "nan as the weight of 'len'": [(len, float("nan"))],
+        "fits no contract": lambda data_source, solution: 1,
+        "there is no file": "rewadr.py:f",
+    }
+    for message, reward in wrong.items():
+        with pytest.raises(RewardError, match=message):
+            reward_source(reward, kwargs={})
 
 
 def test_a_function_whose_module_a_worker_lacks_is_an_error_with_the_module(monkeypatch, tmp_path):

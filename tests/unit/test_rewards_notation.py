@@ -3,6 +3,8 @@ r"""What the comparison of final answers must tell apart, and what it must not: 
 Each case is also tried with answer and ground truth exchanged.
 """
 
+import itertools
+
 import pytest
 
 from trigon.rewards.verifiers import dapo, geoqa, math, r1v
@@ -20,11 +22,6 @@ DIFFERENT = {
         ("[0, 360]", "360"),
         ("(0,100]", "[0,100)"),
         ("(1,000)", "1000"),
-        ("[100,200]", "100200"),
-        (r"\{1,200\}", "1200"),
-        (r"\left(1,200\right)", "1200"),
-        (r"\langle 1,200\rangle", "1200"),
-        ("(3,100)", "(3100)"),
     ],
     "a comma before a space, or not before three digits, separates": [
         ("1, 200", "1200"),
@@ -32,7 +29,6 @@ DIFFERENT = {
         ("1,23", "123"),
         ("1,2345", "12345"),
         ("1{,}2", "12"),
-        ("1,000", "1"),
     ],
     "Greek letters and other symbols count": [
         (r"2\psi", "2"),
@@ -40,11 +36,6 @@ DIFFERENT = {
         (r"3\hbar", "3"),
         (r"\Gamma(5)", "5"),
         (r"\zeta(2)", "2"),
-        (r"\Omega", r"\omega"),
-        (r"\chi", r"\xi"),
-        (r"\ell+1", "1"),
-        (r"\aleph_0", "0"),
-        (r"f\circ g", "fg"),
     ],
     "commands with brackets count": [
         (r"\lfloor x\rfloor", "x"),
@@ -53,8 +44,6 @@ DIFFERENT = {
         (r"\binom{5}{2}", "52"),
         (r"\binom{52}{3}", r"\binom{5}{23}"),
         (matrix("pmatrix"), matrix("vmatrix")),
-        (matrix("vmatrix"), matrix("Vmatrix")),
-        (matrix("cases"), matrix("pmatrix")),
     ],
     "relations and logic count": [
         (r"x\ll y", r"x\gg y"),
@@ -63,13 +52,6 @@ DIFFERENT = {
         (r"A\subset B", r"A\supset B"),
         (r"A\subset B", r"A\subseteq B"),
         (r"A\subset B", "AB"),
-        (r"p\land q", r"p\lor q"),
-        (r"p\land q", "pq"),
-        (r"p\implies q", r"q\implies p"),
-        (r"\neg p", "p"),
-        (r"x\leftarrow y", r"x\rightarrow y"),
-        (r"x\equiv 1\pmod{3}", r"x\equiv 13"),
-        (r"x \mid y", r"x \nmid y"),
     ],
     "unknown commands count": [
         (r"\foo", r"\bar"),
@@ -93,7 +75,6 @@ DIFFERENT = {
         ("xⁿ", "xn"),
     ],
     "a repeating decimal": [
-        (r"0.\overline{3}", "0.3"),
         (r"0.\overline{3}", "0.33333"),
         (r"0.1\overline{6}", r"0.\overline{16}"),
         (r"1.\bar{3}", "1.3"),
@@ -106,9 +87,6 @@ DIFFERENT = {
         (r"1 \text{ and } 2", "1"),
         (r"1\mbox{ or }2", "1"),
         ("1 or 2", "1"),
-        (r"x=1\text{ or }x=2", "2"),
-        ("1,2", "1"),
-        (r"\pm 2", "2"),
     ],
     "another choice": [
         ("B. 12", "C"),
@@ -117,24 +95,14 @@ DIFFERENT = {
         ("A. or B", "A"),
         ("(A) (B)", "A"),
         ("A. B. C.", "A"),
-        ("A, B", "A"),
-        ("A: B", "A"),
-        ("B. 12", "B. 13"),
     ],
     "what has to be written out, and order where it counts": [
-        ("2+2", "4"),
-        ("2^{10}", "1024"),
         ("10^3+1", "1001"),
         ("310^2", "31000"),
         ("10^{-3}", "1000"),
         ("(3,5)", "(5,3)"),
         ("[3,5]", "[5,3]"),
         ("3,5", "5,5"),
-        ("3,5,5", "5,3"),
-        ("x=1,y=2", "1,2"),
-        ("2:3", "3:2"),
-        ("4:6", "2:3"),
-        ("2:3:4", "2:3"),
     ],
     "nothing": [("", ""), (" ", ""), ("", "0"), ("$$", ""), (r"\%", "%^\\circ"), (r"\text{}", "$")],
 }
@@ -147,19 +115,12 @@ EQUAL = {
         (r"1,\!234", "1234"),
         ("1,234.5", "1234.5"),
         (r"\(1,000\)", "1000"),
-        (r"\$1,000", "1000"),
-        ("1,000, 2,000", "1000, 2000"),
-        (r"\frac{1,000}{3}", r"\frac{1000}{3}"),
-        ("[0,1{,}000]", "[0,1000]"),
     ],
     "powers of ten": [
-        ("10^3", "1000"),
         ("10^{6}", "1,000,000"),
         (r"3\times10^6", "3000000"),
         (r"1.5 \cdot 10^3", "1500"),
         ("-10^2", "-100"),
-        ("3 million", "3000000"),
-        (r"2 \times 10^{-3}", "0.002"),
     ],
     "a choice with its text": [
         ("B. 12", "B"),
@@ -168,9 +129,6 @@ EQUAL = {
         ("B: twelve apples", "B"),
         (r"\text{(B) }12", "B"),
         (r"\textbf{(B)}\ 12", "B"),
-        (r"\text{B. } x^2", "B"),
-        ("B.", "B"),
-        ("b) 12", "B"),
     ],
     "lists and sets have no order": [
         ("3, 5", "5, 3"),
@@ -180,12 +138,6 @@ EQUAL = {
         (r"x = 3 \text{ or } x = 5", "5, 3"),
         (r"x = -3 \text{ or } 3", "-3, 3"),
         (r"1\text{ or }2", "2 or 1"),
-        (r"1\text{ or }2", "x=1, x=2"),
-        (r"1\text{ and }2", "1,2"),
-        (r"2\text{ or }-2", r"\pm 2"),
-        (r"1+\sqrt2, 1-\sqrt2", r"1\pm\sqrt{2}"),
-        (r"\pm 2", "2, -2"),
-        ("x=1,y=2", "y=2,x=1"),
     ],
     "ratios": [
         ("2/3", "2:3"),
@@ -193,7 +145,6 @@ EQUAL = {
         ("2 : 3", "2:3"),
         (r"2\colon 3", "2:3"),
         (r"\sqrt{2}:1", r"\sqrt2/1"),
-        ("2:3:4", "2 : 3 : 4"),
     ],
     "symbols, as a command and as a character": [
         (r"\psi", "ψ"),
@@ -204,17 +155,6 @@ EQUAL = {
         (r"A\subset B", "A ⊂ B"),
         (r"\forall x", "∀x"),
         (r"p\land q", r"p \wedge q"),
-        (r"\neg p", r"\lnot p"),
-        (r"\lfloor x \rfloor", "⌊x⌋"),
-        (r"x\leq 2", "x ≤ 2"),
-        (r"x\ne 2", "x≠2"),
-        (r"\phi", r"\varphi"),
-        (r"\mathbb{R}", "ℝ"),
-        (r"x^{n}", "xⁿ"),
-        (r"\foo{x}", r"\foo{ x }"),
-        (r"\vec{a}+\vec{b}", r"\vec{b}+\vec{a}"),
-        (r"\overline{AB}", "AB"),
-        (r"\dbinom{5}{2}", r"\binom 52"),
     ],
     "layout": [
         (r"\mathrm{B}", "B"),
@@ -222,8 +162,6 @@ EQUAL = {
         (r"\displaystyle\frac{1}{2}", r"\frac12"),
         (r"5\;\mathrm{cm}", "5"),
         (r"30\circ", "30"),
-        (r"30^{\circ}", "30"),
-        ("１２", "12"),
     ],
     "repeating decimals": [
         (r"0.\overline{3}", r"\frac13"),
@@ -231,8 +169,6 @@ EQUAL = {
         (r"0.\dot{3}", "1/3"),
         (r"0.\dot{1}4285\dot{7}", "1/7"),
         (r"0.1\overline{6}", "1/6"),
-        (r"1.\overline{3}", r"1\frac13"),
-        (r"-2.\overline{45}", r"-\frac{27}{11}"),
     ],
     "units": [(r"5\text{ apples}", "5"), (r"5\text{ cm}^2", "5"), (r"x=5\text{ m}.", "5")],
 }
@@ -258,10 +194,6 @@ def test_equal_answers_are_recognized(answer, truth):
     ("answer", "truth", "right"),
     [
         ("1,2", "12", False),
-        ("1, 234", "1234", False),
-        ("(0,100)", "100", False),
-        ("(1,000)", "(1000)", False),
-        ("1{,}2", "12", False),
         ("1,234", "1234", True),
         ("$1{,}234$", "1234", True),
         (r"0.\overline{3}", "0.3", False),
@@ -277,17 +209,14 @@ def test_dapo_compares_text_by_the_same_rules(answer, truth, right):
     assert dapo.accuracy_reward(f"Answer: {answer}", truth) == (1.0 if right else -1.0)
 
 
-ONE_OR_TWO = [r"1\text{ or }2", r"1 \text{ or } 2", "1 or 2", r"x=1\text{ or }x=2"]
-
-
-@pytest.mark.parametrize("answer", [r"1\text{ or }2", "1 or 2", r"\text{1 or 2}"])
-def test_an_answer_that_leaves_two_values_open_is_not_the_list_of_both(answer):
-    assert accuracies(answer, "1,2") == accuracies(answer, "1, 2") == [0.0, 0.0, 0.0, -1.0]
-
-
-@pytest.mark.parametrize("truth", ["1", "2", "12", "1.0"])
-@pytest.mark.parametrize("answer", ONE_OR_TWO)
-def test_an_answer_that_names_two_values_is_not_one_of_them(answer, truth):
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        *itertools.product([r"1\text{ or }2", "1 or 2", r"x=1\text{ or }x=2"], ["1", "2", "12", "1.0"]),
+        *itertools.product([r"1\text{ or }2", "1 or 2", r"\text{1 or 2}"], ["1,2", "1, 2"]),
+    ],
+)
+def test_an_answer_that_names_two_values_is_neither_one_of_them_nor_the_list_of_both(answer, truth):
     assert accuracies(answer, truth) == [0.0, 0.0, 0.0, -1.0]
 
 

@@ -6,18 +6,11 @@ from functools import partial
 import pytest
 
 from support.fake_runs import ALL_INTERVALS, changed, lines_of, open_run
-from trigon.api import read_arguments
-from trigon.assemble.origin import KEY, Origin
 from trigon.assemble.rewards import open_validation_rewards
-from trigon.checkpoint.store import Checkpoint
-from trigon.config.load import dump_config
-from trigon.errors import CheckpointError, ConfigError
 from trigon.loop import train
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
-from trigon.system.secrets import VAL_REWARD, mask
-from trigon.tools.eval.settings import given_options
-from trigon.tools.plan.call import load_planned
+from trigon.system.secrets import VAL_REWARD
 
 STRICT = "def main(response, ground_truth, bonus=0): return {'overall': 10 + bonus, 'strict': 1}"
 
@@ -67,59 +60,3 @@ def test_the_option_opens_workers_of_its_own_with_arguments_in_the_list(load, tm
         "math",
         "r1v",
     )
-
-
-def test_a_missing_file_and_secrets_of_arguments_are_treated_as_those_of_training(load, tmp_path):
-    with pytest.raises(ConfigError, match=r"val_reward_function: there is no strct\.py"):
-        load(f"{VAL_REWARD}=strct.py:main")
-    value = {"function": "math", "kwargs": {"api_key": "sk-a1b2c3d4e5f6a1b2c3d4e5f6"}}
-    assert "sk-" not in str(mask("", {"worker": {"reward": {"val_reward_function": (value,)}}}))
-    (tmp_path / "config.yaml").write_text(dump_config(load(f"{VAL_REWARD}=[math]")))
-    assert load_planned(tmp_path / "config.yaml", []).config.worker.reward.val_reward_function is None
-
-
-def test_an_evaluation_with_a_reward_function_uses_that_one():
-    assert given_options([], reward="math")["worker.reward.val_reward_function"] is None
-    assert not any("val_reward" in name for name in given_options([], n=4))
-
-
-@pytest.mark.faults
-def test_a_resumed_run_notices_another_one(load, tmp_path):
-    def origin(checkpoint=None, *overrides):
-        result = Origin(load(*overrides), checkpoint, lambda line: None)
-        result.add_options(None)
-        return result
-
-    own = f"{VAL_REWARD}={tmp_path}/strict.py:main"
-    with_own, without = (Checkpoint(7, tmp_path, {KEY: origin(None, *each).state()}, None) for each in ([own], []))
-    assert origin(with_own, own).accepted == origin(without).accepted == []
-    with pytest.raises(CheckpointError, match=r"val_reward_function was null, and is now .*strict\.py:main"):
-        origin(without, own)
-    with pytest.raises(CheckpointError, match=r"val_reward_function was .*strict\.py:main, and is now null"):
-        origin(with_own)
-    (tmp_path / "strict.py").write_text(STRICT.replace("10", "11"))
-    with pytest.raises(CheckpointError, match=r"val_reward_function has other content than before \(code\)"):
-        origin(with_own, own)
-    earlier = {name: value for name, value in without.progress[KEY]["contents"].items() if name != VAL_REWARD}
-    record = {**without.progress[KEY], "contents": earlier}
-    assert origin(Checkpoint(7, tmp_path, {KEY: record}, None), own).accepted == []  # of a version without it
-
-
-def test_a_python_function_is_given_as_that_of_training_is():
-    def strict(response, ground_truth):
-        return 1.0
-
-    given = read_arguments(
-        model="owner/model",
-        data=[{"prompt": "?", "answer": "1"}],
-        reward="math",
-        val_data=[{"prompt": "?", "answer": "1"}],
-        val_reward=[(strict, 2)],
-        config=None,
-        loggers=None,
-        options={"worker.rollout.n": 4, "data.rollout_batch_size": 8, "worker.actor.global_batch_size": 8},
-        keyword_options={},
-    )
-    assert given.loaded.config.worker.reward.val_reward_function == "python:2 * strict"
-    assert given.reward is None
-    assert [(term.name, term.weight) for term in given.val_reward] == [("strict", 2.0)]

@@ -1,17 +1,19 @@
-"""The math, r1v and dapo verifiers, on completions scored by hand; example files equal them."""
+"""The verifiers of answers in text, on completions scored by hand; example files equal them."""
 
 import importlib.util
+from decimal import Decimal
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from trigon.rewards.verifiers import dapo, math, r1v
+from trigon.rewards.verifiers import counting, dapo, geoqa, math, r1v, vqa
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "reward_function"
 
 
 def reward_input(response, ground_truth, response_length=10):
-    return {"response": response, "ground_truth": ground_truth, "response_length": response_length}
+    return {"response": response, "ground_truth": ground_truth, "response_length": response_length, "row": {}}
 
 
 MATH = [
@@ -26,11 +28,7 @@ MATH = [
     (r"<think>3 + 4</think>\boxed{7", "7", 0, 0),  # not closed
     ("< think >3 + 4< / think >\n\\boxed{7}", "7", 1, 1),  # spaces in tags are allowed
     (r"<think>a</think>\boxed{1} or \boxed{2}", "2", 1, 1),  # the last box counts
-    (r"<think>a</think>\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1, 1),
     (r"<think>a</think>\boxed{0.5}", r"\frac{1}{2}", 1, 1),
-    (r"<think>a</think>\boxed{2\sqrt{3}}", r"2 \sqrt { 3 }", 1, 1),
-    (r"<think>a</think>\boxed{x+1}", "1+x", 1, 1),
-    (r"<think>a</think>\boxed{60^\circ}", "60", 1, 1),
     ("<think>\na\n\nb\n</think>\n\\boxed{7}\n", 7, 1, 1),  # a ground truth that is a number
     ("3 + 4</think>\n\\boxed{7}", "7", 1, 1),  # after a prompt that ends in <think>
     ("\n3 + 4\n< / think >\\boxed{8}", "7", 0, 1),
@@ -40,25 +38,6 @@ MATH = [
     ("", "7", 0, 0),
     ("no box at all", "None", 0, 0),
 ]
-
-
-@pytest.mark.parametrize(("response", "ground_truth", "accuracy", "format_score"), MATH)
-def test_math_by_hand(response, ground_truth, accuracy, format_score):
-    assert math.compute_score(reward_input(response, ground_truth)) == {
-        "overall": pytest.approx(0.9 * accuracy + 0.1 * format_score),
-        "accuracy": float(accuracy),
-        "format": float(format_score),
-    }
-
-
-def test_the_weight_of_the_format_is_an_argument():
-    without_think = reward_input(r"\boxed{7}", "7")
-    assert math.compute_score(without_think, format_weight=0.25)["overall"] == 0.75
-
-
-def test_tidy_only_removes_white_space_around_angle_brackets_and_slashes():
-    assert math.tidy(" a  b < think >\t1 / 2 </ think > c ") == " a  b<think>1/2</think>c "
-
 
 R1V = [
     ("<think>3 + 4</think><answer>7</answer>", "7", 1, 1),
@@ -76,29 +55,161 @@ R1V = [
     ("", "7", 0, 0),
 ]
 
+COUNTING = [
+    ("<think>one, two, three</think><answer>3</answer>", "3", 1, 1),
+    ("<think>one, two, three</think> <answer> 3 </answer>", "<answer> 3 </answer>", 1, 1),  # tags in the ground truth
+    ("<think>a</think><answer>4</answer>", "3", 0, 1),
+    ("<think>a</think><answer>There are 3 cubes.</answer>", 3, 1, 1),
+    ("<think>a</think><answer>three</answer>", 3.0, 1, 1),
+    ("<think>a</think><answer>none</answer>", "0", 1, 1),
+    ("<think>a</think><answer>3 or 4</answer>", "3", 0, 1),  # two numbers
+    ("<think>a</think><answer>1</answer><answer>3</answer>", "3", 0, 1),  # the first answer counts
+    ("<think>3</think><answer></answer>", "3", 0, 1),
+    ("<answer>3</answer>", "3", 1, 0),
+    ("3", "3", 1, 0),
+    ("", "3", 0, 0),
+]
 
-@pytest.mark.parametrize(("response", "ground_truth", "accuracy", "format_score"), R1V)
-def test_r1v_by_hand(response, ground_truth, accuracy, format_score):
-    assert r1v.compute_score(reward_input(response, ground_truth)) == {
-        "overall": 0.5 * accuracy + 0.5 * format_score,
+GEOQA = [
+    ("<think>a</think><answer>145°</answer>", "145", 1, 1),
+    ("<think>a</think><answer>145°</answer>", "<answer> 145° </answer>", 1, 1),
+    ("<think>a</think><answer>35°</answer>", 145, 0, 1),
+    ("<think>a</think><answer>145°</answer><answer>35°</answer>", "35", 0, 1),  # the first answer counts
+    ("145°", "145", 1, 0),
+    ("<think>a</think><answer></answer>", "145", 0, 1),
+    ("<think>a</think><answer></answer>", "", 0, 1),  # an empty answer is never right
+    ("", "145", 0, 0),
+]
+
+VQA = [
+    ("<think>a</think><answer>B</answer>", "B", 1, 1),
+    ("<think>a</think><answer>C</answer>", "B", 0, 1),
+    ("<think>a</think><answer>C</answer><answer>B</answer>", "B", 0, 1),  # the first answer counts
+    ("B", "<answer>B</answer>", 1, 0),
+    ("", "B", 0, 0),
+]
+
+CASES = {"math": MATH, "r1v": R1V, "counting": COUNTING, "geoqa": GEOQA, "vqa": VQA}
+WEIGHTS = {"math": 0.1, "r1v": 0.5, "counting": 0.5, "geoqa": 0.5, "vqa": 0.1}
+"""Of the format; accuracy has the rest."""
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "ground_truth", "accuracy", "format_score"),
+    [(name, *case) for name, cases in CASES.items() for case in cases],
+)
+def test_scores_by_hand(name, response, ground_truth, accuracy, format_score):
+    verifier, weight = import_module(f"trigon.rewards.verifiers.{name}"), WEIGHTS[name]
+    assert verifier.compute_score(reward_input(response, ground_truth)) == {
+        "overall": pytest.approx((1 - weight) * accuracy + weight * format_score),
         "accuracy": float(accuracy),
         "format": float(format_score),
     }
+
+
+GEOQA_ANSWERS = [
+    # answer, ground truth, equal
+    ("145", "145°", True),
+    (r"145^\circ", "145°", True),
+    ("145 degrees", "145°", True),
+    ("∠A = 145°", "145°", True),
+    ("35°", "145°", False),
+    ("6 cm.", "6cm", True),
+    ("60 m", "6 m", False),
+    ("√3", r"\sqrt{3}", True),
+    ("√(2)/2", r"\frac{\sqrt{2}}{2}", True),
+    ("6√3", "6√2", False),
+    (r"25\pi\text{ cm}^2", "25π cm²", True),
+    ("10²", "10^2", True),
+    ("102", "10²", False),
+    ("５", "5", True),
+    ("0.5", r"\frac{1}{2}", True),
+    ("cm", "7", False),
+    ("°", "°", False),  # empty without the unit
+    ("1" * 600, "1" * 600, False),
+]
+
+VQA_ANSWERS = [
+    ("A red car.", "a red car", True),
+    ("The Two red cars", "2 red cars", True),
+    ("red car", "blue car", False),
+    ("1,000.50", "1000.5", True),
+    ("007", "7", True),
+    ("−3", "-3", True),
+    ("50%", "50", True),
+    ("well-lit", "well lit", True),
+    ("Ｙｅｓ", "yes", True),
+    ("STRASSE", "straße", True),
+    ("+", "-", False),
+    ("the", "an", False),
+    ("9" * 1001, "9" * 1001, False),
+    ("", "x", False),
+    # multiple choice
+    ("b", "B", True),
+    ("B. a dog", "B", True),
+    ("The answer is (C).", "C", True),
+    ("C", "B", False),
+    ("A dog", "A", False),  # an article rather than a letter
+    ("A or B", "A", False),
+    ("(A) and (B)", "A", False),
+    ("It is definitely not option B", "B", False),
+    ("B. a dog and a cat", "B", True),
+    ("", "A", False),
+    # several right answers
+    (".5", "0.5", True),
+    ("sofa", ["couch", "sofa"], True),
+    ("chair", ["couch", "sofa"], False),
+    ("2", 2, True),
+    ("yes", True, False),  # the text of True is "True"
+]
+
+
+@pytest.mark.parametrize(
+    ("verifier", "answer", "ground_truth", "equal"),
+    [(geoqa, *case) for case in GEOQA_ANSWERS] + [(vqa, *case) for case in VQA_ANSWERS],
+)
+def test_answers_by_hand(verifier, answer, ground_truth, equal):
+    assert verifier.accuracy_reward(f"<think>a</think><answer>{answer}</answer>", ground_truth) == float(equal)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("3.", 3),
+        ("x=3", 3),
+        ("1,000", 1000),
+        ("1,00", None),
+        ("thirty-one", None),
+        ("a dozen and one", None),
+        ("1.2.3", None),
+        ("−3", -3),
+        ("３", 3),  # full width
+        ("3 of the 3", 3),
+        ("one of two", None),
+        ("one of the 3", 3),  # digits first
+        ("nan", None),
+        ("1e3", None),
+        ("9" * 200, Decimal("9" * 200)),
+        ("9" * 201, None),
+    ],
+)
+def test_the_number_in_a_text(text, count):
+    assert counting.read_count(text) == count
+
+
+@pytest.mark.parametrize("ground_truth", ["several", "", "3 or 4"])
+def test_a_ground_truth_without_a_count_is_an_error(ground_truth):
+    with pytest.raises(ValueError, match="is not a count"):
+        counting.compute_score(reward_input("<think>a</think><answer>3</answer>", ground_truth))
 
 
 @pytest.mark.parametrize(
     ("response", "ground_truth", "accuracy"),
     [
         ("So.\nAnswer: 34", "34", 1.0),
-        ("So.\nanswer : $34$", "34", 1.0),
         ("Answer: 33\nAnswer: 34", "34", 1.0),  # the last one counts
         ("Answer: 34\nAnswer: 33", "34", -1.0),
-        ("Answer: x = 34", "34", 1.0),
-        ("Answer: 1,234", "1234", 1.0),
         (r"Answer: \boxed{34}", "34", 1.0),
-        (r"Answer: $\frac12$", r"\frac{1}{2}", 1.0),
-        (r"Answer: 34\text{ cm}", "34", 1.0),
-        (r"Answer: 60^\circ", "60", 1.0),
         ("Answer: 34", 34, 1.0),
         ("34", "34", -1.0),
         ("Answer: 34" + " " * 300, "34", -1.0),  # only the last 300 characters are read
@@ -110,15 +221,11 @@ def test_dapo_accuracy_by_hand(response, ground_truth, accuracy):
 
 
 @pytest.mark.parametrize(
-    ("length", "penalty"), [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (101, -1.0)]
+    ("length", "buffer", "penalty"),
+    [(80, 20, 0.0), (81, 20, -0.05), (99, 20, -0.95), (100, 20, -1.0), (101, 20, -1.0), (100, 0, 0.0), (101, 0, -1.0)],
 )
-def test_dapo_penalty_grows_over_the_buffer(length, penalty):
-    assert dapo.overlong_punishment(length, max_response_length=100, overlong_buffer_length=20) == penalty
-
-
-def test_dapo_penalty_without_a_buffer_applies_beyond_the_limit():
-    assert dapo.overlong_punishment(100, max_response_length=100, overlong_buffer_length=0) == 0.0
-    assert dapo.overlong_punishment(101, max_response_length=100, overlong_buffer_length=0) == -1.0
+def test_dapo_penalty_grows_over_the_buffer(length, buffer, penalty):
+    assert dapo.overlong_punishment(length, max_response_length=100, overlong_buffer_length=buffer) == penalty
 
 
 def test_dapo_adds_accuracy_and_the_weighted_penalty():
@@ -144,19 +251,23 @@ def example(name):
     return module
 
 
-def test_the_example_files_equal_the_shipped_verifiers():
-    limits = {"max_response_length": 100, "overlong_buffer_length": 20, "overlong_penalty_factor": 0.5}
-    reward_inputs = [reward_input(response, truth) for response, truth, _, _ in MATH + R1V]
-    reward_inputs += [reward_input("Answer: 34", "34", response_length=length) for length in (10, 90, 200)]
-    assert example("math").compute_score(reward_inputs, 0.3) == [
-        math.compute_score(single, 0.3) for single in reward_inputs
-    ]
-    assert [example("r1v").compute_score(single) for single in reward_inputs] == [
-        r1v.compute_score(single) for single in reward_inputs
-    ]
-    assert example("dapo").compute_score(reward_inputs, **limits) == [
-        dapo.compute_score(single, **limits) for single in reward_inputs
-    ]
+@pytest.mark.parametrize("name", ["math", "r1v", "dapo", "counting", "geoqa", "vqa", "android_gui"])
+def test_the_example_files_equal_the_shipped_verifiers(name):
+    shipped, kwargs = import_module(f"trigon.rewards.verifiers.{name}"), {}
+    cases = [(response, truth) for response, truth, _, _ in CASES.get(name, MATH)]
+    if name == "dapo":
+        kwargs = {"max_response_length": 100, "overlong_buffer_length": 20, "overlong_penalty_factor": 0.5}
+        cases = [("Answer: 34", "34")]
+    elif name == "android_gui":
+        cases = [(response, [0.5, 0.5]) for response, _ in cases]
+        cases.append(('<think>a</think><answer>{"action": "click", "point": [560, 580]}</answer>', [0.5, 0.5]))
+    inputs = [reward_input(*case, response_length=length) for case in cases for length in (10, 90, 200)]
+    example_scores = (
+        example(name).compute_score(inputs, **kwargs)
+        if name in ("math", "dapo")
+        else [example(name).compute_score(single, **kwargs) for single in inputs]
+    )
+    assert example_scores == [pytest.approx(shipped.compute_score(single, **kwargs)) for single in inputs]
 
 
 @pytest.mark.parametrize("text", [" \n" * 100_000, "</think>\\boxed{" * 20_000, "<think>" * 40_000, "<" * 200_000])

@@ -10,11 +10,10 @@ from trigon.assemble.rewards import open_rewards
 from trigon.checkpoint.store import Checkpoint
 from trigon.config.load import dump_config, load_config
 from trigon.config.schema import WeightedReward, describe_rewards, reward_specs
-from trigon.errors import CheckpointError, ConfigError, RewardError
+from trigon.errors import CheckpointError, ConfigError
 from trigon.report.run import RunRecord
 from trigon.rewards.contract import RewardRequest
 from trigon.system.secrets import MASKED, REWARD, hide
-from trigon.tools.eval.score import run_kwargs
 from trigon.tools.plan.call import load_planned
 from trigon.tools.push.card import _describe_reward
 
@@ -80,12 +79,6 @@ def test_yaml_and_the_command_line_take_the_same_list_and_texts_stay_texts(load,
     assert (describe_rewards(from_file), describe_rewards("math")) == ("1 * math + 2 * r1v", "math")
 
 
-def test_the_configuration_that_a_run_writes_is_read_to_an_equal_one(load, tmp_path):
-    config = load(override(entries(tmp_path)))
-    (tmp_path / "config.yaml").write_text(dump_config(config))
-    assert load_config(tmp_path / "config.yaml", []).config == config
-
-
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
@@ -101,18 +94,6 @@ def test_a_list_that_is_none_is_a_problem_that_says_what_is_one(load, value, pro
     with pytest.raises(ConfigError) as caught:
         load(f"{REWARD}={value}")
     assert problem in str(caught.value)
-
-
-def test_arguments_besides_a_list_are_refused(load):
-    with pytest.raises(ConfigError, match="give each its own"):
-        load(f"{REWARD}=[math, r1v]", "worker.reward.reward_function_kwargs.format_weight=0.5")
-
-
-def test_an_unknown_argument_of_one_function_names_it(load, tmp_path):
-    value = entries(tmp_path)
-    value[1]["kwargs"] = {"limt": 3}
-    with pytest.raises(RewardError, match=r"does not accept 'limt' of kwargs of 'brief'; did you mean limit"):
-        scores_of(load(override(value)), "4")
 
 
 def test_a_secret_argument_is_written_nowhere_and_asked_for_again(load, tmp_path, monkeypatch):
@@ -135,22 +116,6 @@ def test_a_secret_argument_is_written_nowhere_and_asked_for_again(load, tmp_path
         "kwargs": {"api_key": "(hidden)", "key": "env:JUDGE_KEY"},
     }  # fmt: skip
     assert _describe_reward(written) == "1 * rewards.py:exact + 0.5 * rewards.py:brief + -2 * rewards.py:judge"
-
-
-def test_the_value_of_a_variable_reaches_one_function_and_a_missing_one_is_an_error(load, tmp_path, monkeypatch):
-    config = load(override(entries(tmp_path, key="env:JUDGE_KEY")))
-    with pytest.raises(RewardError, match="'style': key is env:JUDGE_KEY, but the environment variable"):
-        open_rewards(config)
-    monkeypatch.setenv("JUDGE_KEY", "four")
-    assert scores_of(config, "4")[0].parts["style"] == 4
-
-
-def test_the_arguments_of_a_stored_run_are_found_by_function(load, tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "config.yaml").write_text(dump_config(load(override(entries(tmp_path, limit=7)))))
-    assert run_kwargs(RunRecord(folder), f"{tmp_path}/rewards.py:brief") == {"limit": 7}
-    assert run_kwargs(RunRecord(folder), "math") == {}
 
 
 @pytest.mark.faults
@@ -209,10 +174,3 @@ def test_a_function_that_returns_none_does_not_apply_and_the_others_weigh_as_muc
     assert table.overall == 2 * (0.5 - value)
     assert "accuracy" not in table.parts
     assert (none.outcome, "no function applies" in none.error) == ("failed", True)
-
-
-def test_a_single_function_that_returns_none_has_failed(load, tmp_path):
-    path = tmp_path / "some.py"
-    path.write_text(NONE_FOR_SOME)
-    config = load(f"{REWARD}={path}:accuracy", "worker.reward.max_failed_fraction=1")
-    assert [score.outcome for score in scores_of(config, "all", "table")] == ["ok", "failed"]
