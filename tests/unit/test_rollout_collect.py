@@ -1,14 +1,13 @@
 """collect() samples and scores groups, in order; scoring overlaps with sampling."""
 
 import time
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
+from support.rewards import reward_pool
 from support.rollout import NO_WEIGHTS, Phases
-from trigon.errors import EngineError, RewardError
-from trigon.rewards.pool import RewardPool
+from trigon.errors import EngineError
 from trigon.rollout.collect import collect, collect_as_they_end, collect_until
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.protocol import Until
@@ -17,32 +16,41 @@ from trigon.types import Prompt, SamplingParams, Score
 
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=20, ignore_eos=False, seed=7)
 
+# The length of a response, what its request says, and the number of completions in its call. A
+# file shows that it was scored.
 REWARD = """
-REWARD_TYPE = "sequential"
+import pathlib
 
-def reward(completion):
-    names = {"response", "response_length", "ground_truth", "prompt", "finish_reason", "row", "turns", "image_sizes"}
-    assert set(completion) == names
-    digit, _, seed = completion["response"].partition(" ")
-    return {
-        "overall": float(digit == completion["ground_truth"]),
+REWARD_TYPE = {contract!r}
+
+def score(completion, batch_size):
+    pathlib.Path({folder!r}, "scored " + completion["ground_truth"]).touch()
+    return {{
+        "overall": len(completion["response"]),
         "length": completion["response_length"],
-        "seed": float(seed),
         "stopped": completion["finish_reason"] == "stop",
-        "has_prompt": completion["prompt"] == "How many?",
         "level": completion["row"]["level"],
-    }
+        "batch_size": batch_size,
+    }}
+
+def main(completions):
+    if REWARD_TYPE == "sequential":
+        return score(completions, 1)
+    return [score(completion, len(completions)) for completion in completions]
 """
 
 
-@pytest.fixture
-def rewards(tmp_path):
-    (tmp_path / "reward.py").write_text(REWARD)
-    pool = RewardPool(
-        f"{tmp_path / 'reward.py'}:reward", kwargs={}, num_workers=1, timeout_seconds=10, max_failed_fraction=0.0
-    )
-    yield pool
-    pool.close()
+def open_rewards(folder, contract="sequential"):
+    return reward_pool(folder, REWARD.format(contract=contract, folder=str(folder)), max_failed_fraction=0.0)
+
+
+def complete_with_seed(prompt, version, seed):
+    return "x" * (1 + seed % 9)
+
+
+def make_engine(tokenizer, complete=complete_with_seed, *, kind=FakeEngine, tokens_per_step=None):
+    stop = tokenizer.eos_token_id
+    return kind(tokenizer=tokenizer, stop_token_id=stop, complete=complete, tokens_per_step=tokens_per_step)
 
 
 def make_prompts():
@@ -52,31 +60,26 @@ def make_prompts():
     ]
 
 
-def test_groups_come_in_order_with_their_scores(tokenizer, rewards):
+@pytest.mark.parametrize("contract", ["sequential", "batch"])
+def test_groups_come_in_order_and_are_scored_before_the_last_one_is_sampled(tokenizer, tmp_path, contract):
     def complete(prompt, version, seed):
-        return f"{2 * (int(prompt.ground_truth) // 2)} {seed % 1000}"  # correct for prompts with an even number
+        if prompt.ground_truth == "3":  # the test's time limit ends the wait if nothing is scored
+            while not (tmp_path / "scored 0").exists():
+                time.sleep(0.005)
+        return complete_with_seed(prompt, version, seed)
 
-    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete)
-    phases, prompts = Phases(), make_prompts()
-    with engine.awake(NO_WEIGHTS, version=0):
+    phases, prompts, engine = Phases(), make_prompts(), make_engine(tokenizer, complete)
+    with open_rewards(tmp_path, contract) as rewards, engine.awake(NO_WEIGHTS, version=0):
         groups = collect(prompts, engine, rewards, SAMPLING, phase=phases)
-
     assert [group.prompt for group in groups] == prompts
-    assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[1.0] * 3, [0.0] * 3] * 2
-    assert all(rollout.score.outcome == "ok" for group in groups for rollout in group.rollouts)
     for level, group in enumerate(groups):
         for rollout in group.rollouts:
-            completion, parts = rollout.completion, rollout.score.parts
-            assert completion.text.split()[1] == str(int(parts["seed"]))
-            assert (parts["stopped"], parts["has_prompt"], parts["level"]) == (1.0, 1.0, level)
-            assert parts["length"] == len(completion.token_ids)
+            completion, score = rollout.completion, rollout.score
+            assert (score.outcome, score.overall) == ("ok", len(completion.text))
+            assert (score.parts["stopped"], score.parts["level"]) == (1.0, level)
+            assert score.parts["length"] == len(completion.token_ids)
+            assert score.parts["batch_size"] == (1 if contract == "sequential" else 3)  # a group
     assert phases.announced == [("gen", 12, 12), ("reward", None, 0)]
-
-
-def test_no_prompts_give_no_groups(tokenizer, rewards):
-    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=lambda *_: "1 1")
-    with engine.awake(NO_WEIGHTS, version=0):
-        assert collect([], engine, rewards, SAMPLING, phase=Phases()) == []
 
 
 class FailingEngine(FakeEngine):
@@ -92,125 +95,22 @@ class FailingEngine(FakeEngine):
         return [[] if index in self.failing else row for index, row in enumerate(rows)]
 
 
-def test_a_prompt_that_the_engine_fails_to_sample_has_no_group(tokenizer, rewards):
-    engine = FailingEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=lambda *_: "1 1")
-    engine.failing = (0, 2)
-    prompts = make_prompts()
-    with engine.awake(NO_WEIGHTS, version=0):
-        groups = collect(prompts, engine, rewards, SAMPLING, phase=Phases())
-    assert [group.prompt for group in groups] == [prompts[1], prompts[3]]
-    assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[1.0] * 3, [0.0] * 3]
-
-
-def test_an_engine_that_fails_for_every_prompt_raises(tokenizer, rewards):
-    engine = FailingEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=lambda *_: "1 1")
-    engine.failing = (0, 1, 2, 3)
-    with (
-        engine.awake(NO_WEIGHTS, version=0),
-        pytest.raises(EngineError, match="failed to sample any of 4 prompts"),
-    ):
-        collect(make_prompts(), engine, rewards, SAMPLING, phase=Phases())
-
-
-# Writes a file for each completion that it scored, and returns how many completions it scored in
-# one call.
-RECORDING_REWARD = """
-import pathlib
-
-REWARD_TYPE = {contract!r}
-
-def score(completion, batch_size):
-    if completion["ground_truth"] in {failing!r}:
-        raise ValueError("no")
-    (pathlib.Path({folder!r}) / ("scored " + completion["ground_truth"])).touch()
-    return {{"overall": float(completion["ground_truth"]), "batch_size": batch_size}}
-
-def reward(completions):
-    if REWARD_TYPE == "sequential":
-        return score(completions, 1)
-    return [score(completion, len(completions)) for completion in completions]
-"""
-
-
-def recording_rewards(folder, contract, *, failing=(), max_failed_fraction=0.0):
-    (folder / "recording.py").write_text(
-        RECORDING_REWARD.format(contract=contract, failing=failing, folder=str(folder))
-    )
-    spec = f"{folder / 'recording.py'}:reward"
-    return closing(
-        RewardPool(spec, kwargs={}, num_workers=1, timeout_seconds=20, max_failed_fraction=max_failed_fraction)
-    )
-
-
-@pytest.mark.parametrize("contract", ["sequential", "batch"])
-def test_completions_are_scored_before_the_last_one_is_sampled(tokenizer, tmp_path, contract):
-    def complete(prompt, version, seed):
-        if prompt.ground_truth == "3":  # the test's time limit ends the wait if nothing is scored
-            while not (tmp_path / "scored 0").exists():
-                time.sleep(0.005)
-        return "1"
-
-    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete)
-    with recording_rewards(tmp_path, contract) as rewards, engine.awake(NO_WEIGHTS, version=0):
-        groups = collect(make_prompts(), engine, rewards, SAMPLING, phase=Phases())
-    assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[i] * 3 for i in range(4)]
-    batch_size = 1 if contract == "sequential" else 3  # a group
-    assert {rollout.score.parts["batch_size"] for group in groups for rollout in group.rollouts} == {batch_size}
-
-
-def test_reward_workers_remain_usable_after_an_engine_error(tokenizer, rewards):
-    def complete(prompt, version, seed):
-        if prompt.ground_truth == "2":
-            raise EngineError("out of memory")
-        return "1 1"
-
-    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete)
-    prompts = make_prompts()
-    with engine.awake(NO_WEIGHTS, version=0):
-        with pytest.raises(EngineError, match="out of memory"):
+def test_a_prompt_that_the_engine_fails_to_sample_has_no_group(tokenizer, tmp_path):
+    engine, prompts = make_engine(tokenizer, kind=FailingEngine), make_prompts()
+    with open_rewards(tmp_path) as rewards, engine.awake(NO_WEIGHTS, version=0):
+        engine.failing = (0, 1, 2, 3)
+        with pytest.raises(EngineError, match="failed to sample any of 4 prompts"):
             collect(prompts, engine, rewards, SAMPLING, phase=Phases())
-        groups = collect(prompts[:2], engine, rewards, SAMPLING, phase=Phases())
-    assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[0.0] * 3, [1.0] * 3]
+        engine.failing = (0, 2)
+        groups = collect(prompts, engine, rewards, SAMPLING, phase=Phases())  # reward workers remain usable
+        assert collect([], engine, rewards, SAMPLING, phase=Phases()) == []
+    assert [group.prompt for group in groups] == [prompts[1], prompts[3]]
+    assert [score.overall for group in groups for score in (each.score for each in group.rollouts)] == [
+        len(rollout.completion.text) for group in groups for rollout in group.rollouts
+    ]
 
-
-@pytest.mark.extended
-def test_too_many_reward_failures_stop_the_sampling(tokenizer, tmp_path):
-    sampled = []
-
-    def complete(prompt, version, seed):
-        sampled.append(prompt.prompt_id)
-        time.sleep(0.01)
-        return "1"
-
-    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete)
-    prompts = make_prompts() * 200
-    with (
-        recording_rewards(tmp_path, "sequential", failing=("0",)) as rewards,
-        engine.awake(NO_WEIGHTS, version=0),
-        pytest.raises(RewardError, match="could not score 1 of 2400 completions"),
-    ):
-        collect(prompts, engine, rewards, SAMPLING, phase=Phases())
-    assert len(sampled) < 2400
-
-
-# Returns the reward of a completion, the number of completions in its call, and for whom it was.
-BASELINE_REWARD = """
-REWARD_TYPE = {contract!r}
-
-def score(completion, batch_size):
-    return {{"overall": float(len(completion["response"])), "batch_size": batch_size}}
-
-def reward(completions):
-    if REWARD_TYPE == "sequential":
-        return score(completions, 1)
-    return [score(completion, len(completions)) for completion in completions]
-"""
 
 WITH_BASELINE = replace(SAMPLING, n=2, with_baseline=True)
-
-
-def complete_with_seed(prompt, version, seed):
-    return "x" * (1 + seed % 9)
 
 
 def collect_in_parts(prompts, engine, rewards, sampling):
@@ -240,26 +140,16 @@ def collect_all(prompts, engine, rewards, sampling):
     return collect(prompts, engine, rewards, sampling, phase=Phases())
 
 
-@pytest.mark.parametrize("contract", ["sequential", "batch", "group"])
-@pytest.mark.parametrize("collects", [collect_all, collect_in_parts, collect_ended])
+EVERY_WAY = pytest.mark.parametrize(
+    ("contract", "collects"),
+    [("sequential", collect_all), ("batch", collect_in_parts), ("group", collect_in_parts), ("group", collect_ended)],
+)
+
+
+@EVERY_WAY
 def test_the_greedy_completion_of_a_group_is_its_baseline_and_scored_by_itself(tokenizer, tmp_path, contract, collects):
-    (tmp_path / "reward.py").write_text(BASELINE_REWARD.format(contract=contract))
-    engine = FakeEngine(
-        tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete_with_seed, tokens_per_step=1
-    )
-    prompts = make_prompts()
-    with (
-        closing(
-            RewardPool(
-                f"{tmp_path / 'reward.py'}:reward",
-                kwargs={},
-                num_workers=1,
-                timeout_seconds=20,
-                max_failed_fraction=0.0,
-            )
-        ) as rewards,
-        engine.awake(NO_WEIGHTS, version=0),
-    ):
+    engine, prompts = make_engine(tokenizer, tokens_per_step=1), make_prompts()
+    with open_rewards(tmp_path, contract) as rewards, engine.awake(NO_WEIGHTS, version=0):
         plain = collect_all(prompts, engine, rewards, replace(WITH_BASELINE, with_baseline=False))
         groups = collects(prompts, engine, rewards, WITH_BASELINE)
     assert [group.prompt for group in groups] == prompts
@@ -278,16 +168,15 @@ def test_the_greedy_completion_of_a_group_is_its_baseline_and_scored_by_itself(t
             assert [rollout.score.parts["batch_size"] for rollout in group.rollouts] == [2.0, 2.0]
 
 
-def test_progress_counts_baselines_and_a_group_without_its_baseline_is_not_complete(tokenizer, rewards):
+def test_progress_counts_baselines_and_a_group_without_its_baseline_is_not_complete(tokenizer, tmp_path):
     def complete(prompt, version, seed):
         if prompt.ground_truth == "1" and seed == greedy_seed:
             return "1 1 " * 20
         return "1 1"
 
     greedy_seed = sample_seed(7, draw=0, prompt_id="train:1", sample=2)
-    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete, tokens_per_step=1)
-    phases, prompts = Phases(), make_prompts()
-    with engine.awake(NO_WEIGHTS, version=0):
+    engine, phases, prompts = make_engine(tokenizer, complete, tokens_per_step=1), Phases(), make_prompts()
+    with open_rewards(tmp_path) as rewards, engine.awake(NO_WEIGHTS, version=0):
         found = collect_until(prompts, engine, rewards, WITH_BASELINE, Until(3), phase=phases)
     assert [group.prompt for group in found.groups] == [prompts[0], prompts[2], prompts[3]]
     [(prompt, row)] = found.unfinished
@@ -316,17 +205,10 @@ class BrokenEnvironments(FakeEngine):
         return [break_row(index, row) for index, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize("contract", ["sequential", "batch", "group"])
-@pytest.mark.parametrize("collects", [collect_all, collect_in_parts, collect_ended])
+@EVERY_WAY
 def test_completions_whose_environment_failed_are_not_scored(tokenizer, tmp_path, contract, collects):
-    (tmp_path / "reward.py").write_text(BASELINE_REWARD.format(contract=contract))
-    engine = BrokenEnvironments(
-        tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete_with_seed, tokens_per_step=1
-    )
-    pool = RewardPool(
-        f"{tmp_path / 'reward.py'}:reward", kwargs={}, num_workers=1, timeout_seconds=20, max_failed_fraction=0.0
-    )
-    with closing(pool) as rewards, engine.awake(NO_WEIGHTS, version=0):
+    engine = make_engine(tokenizer, kind=BrokenEnvironments, tokens_per_step=1)
+    with open_rewards(tmp_path, contract) as rewards, engine.awake(NO_WEIGHTS, version=0):
         groups = collects(make_prompts(), engine, rewards, WITH_BASELINE)
     for group in groups:
         for sample, rollout in enumerate([*group.rollouts, group.baseline]):

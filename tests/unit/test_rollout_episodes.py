@@ -12,7 +12,7 @@ from support.models import processors_of
 from support.rollout import NO_WEIGHTS
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.vision import image_processor_of
-from trigon.errors import DataError, EngineError
+from trigon.errors import DataError
 from trigon.metrics import values
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.seeds import sample_seed, turn_seed
@@ -80,24 +80,6 @@ def test_an_episode_is_its_observations_and_turns_in_order(processors):
     assert other == completion
 
 
-def test_the_engine_gets_all_tokens_so_far_and_environments_the_actions(processors):
-    seen, actions = [], []
-
-    def complete(so_far, version, seed):
-        seen.append(so_far.token_ids)
-        return f"move {len(seen)}"
-
-    def answer(row, done):
-        actions.append(list(done))
-        return Answer(0, Observed("next"), None, done=len(done) == 3)
-
-    greedy = SamplingParams(n=1, temperature=0.0, top_p=1.0, top_k=-1, max_tokens=200, ignore_eos=False, seed=7)
-    [[completion]] = generate(engine(processors, LocalEnvironments(answer), complete), [prompt()], greedy)
-    assert seen == [(1, 2, 3, *completion.token_ids[: turn.start]) for turn in completion.turns]
-    assert actions[-1] == ["move 1", "move 2", "move 3"]
-    assert completion.sampling_logprobs == (0.0,) * completion.num_sampled
-
-
 def test_the_greedy_completion_of_a_prompt_is_an_episode_of_its_own(processors):
     environments = LocalEnvironments(count_to(2))
     fake = engine(processors, environments, recorded(log := []))
@@ -109,17 +91,6 @@ def test_the_greedy_completion_of_a_prompt_is_an_episode_of_its_own(processors):
     assert len(log) == 12
     plain = generate(engine(processors, LocalEnvironments(count_to(2)), recorded([])), [prompt(0), prompt(1)])
     assert [row[:2] for row in rows] == plain
-
-
-def test_tools_answer_turns_after_a_prompt_that_has_its_generation_prompt(processors):
-    def answer(row, actions):
-        return Answer(0, Observed("4") if len(actions) == 1 else None, done=len(actions) == 2)
-
-    [[completion, _]] = generate(engine(processors, LocalEnvironments(answer), opens=False), [prompt()])
-    assert completion.turns[0].start == 0
-    assert [turn.observation for turn in completion.turns] == ["", "4"]
-    assert [turn.reward for turn in completion.turns] == [None, None]
-    assert completion.finish_reason == "stop"
 
 
 CALL = '<tool_call>{"name": "crop", "arguments": {}}</tool_call>'
@@ -169,22 +140,6 @@ def test_a_turn_ends_with_its_calls_and_what_comes_after_is_dropped_and_counted(
     assert len(first.text) <= len(kept) + 2
     assert (actions[1], last.text) == ([first.text], "done")
     assert len(completion.sampling_logprobs) == len(sampled) + last.end - last.start
-
-
-def test_a_turn_that_is_cut_after_its_call_goes_on(processors):
-    """Its limit of tokens was reached by what the model invented."""
-
-    def answer(row, done):
-        return Answer(0, Observed("4") if len(done) == 1 else None, done=len(done) == 2)
-
-    def complete(so_far, version, seed):
-        return f"{CALL} and so on" + " and on" * 300 if len(so_far.token_ids) == 3 else "done"
-
-    fake = engine(
-        processors, LocalEnvironments(answer), complete, opens=False, tool_format="hermes", max_turn_tokens=200
-    )
-    [[completion]] = generate(fake, [prompt()], replace(SAMPLING, n=1, max_tokens=1000))
-    assert (completion.finish_reason, [turn.observation for turn in completion.turns]) == ("stop", ["", "4"])
 
 
 def test_a_first_turn_has_the_seed_of_a_completion_and_later_ones_others(processors):
@@ -293,26 +248,24 @@ def test_an_environment_that_fails_costs_its_episode_alone(processors, after):
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("answer", "error"),
+    ("opening", "answer", "error"),
     [
-        (Answer(0, Observed("impossible")), "an observation that cannot be shown"),
-        (Answer(0, None), "is not done, but returned no observation"),
+        (Answer(0, Observed("Go.")), Answer(0, Observed("impossible")), "an observation that cannot be shown"),
+        (Answer(0, Observed("Go.")), Answer(0, None), "is not done, but returned no observation"),
+        (Answer(0, Observed("Go.")), Answer(0, Observed("Look.", (drawing(1),))), "image 0 is truncated"),
+        (Answer(0, Observed("Go."), done=True), None, "done before the first turn"),
     ],
 )
-def test_an_observation_that_cannot_be_shown_costs_its_episode(processors, answer, error):
-    environments = LocalEnvironments(lambda row, actions: answer if actions else Answer(0, Observed("Go.")))
-    [[first, second]] = generate(engine(processors, environments), [prompt()])
+def test_an_observation_that_cannot_be_shown_costs_its_episode(vision_processors, opening, answer, error):
+    def load(media):
+        raise DataError("image 0 is truncated")
+
+    environments = LocalEnvironments(lambda row, actions: answer if actions else opening)
+    [[first, second]] = generate(engine(vision_processors, environments, load_pixels=load), [prompt()])
     assert error in first.error
     assert first == second
-    assert len(first.turns) == 1
+    assert (len(first.turns), first.vision) == (1, None)
     assert environments.running == {}
-
-
-@pytest.mark.faults
-def test_an_environment_that_is_done_before_the_first_turn_fails(processors):
-    environments = LocalEnvironments(lambda row, actions: Answer(0, Observed("Go."), done=True))
-    [[completion, _]] = generate(engine(processors, environments), [prompt()])
-    assert "done before the first turn" in completion.error
 
 
 @pytest.mark.faults
@@ -370,14 +323,6 @@ def test_turn_by_turn_the_engine_gets_the_same_requests_in_the_same_order(proces
     assert generate(fake, prompts) == results[0]  # of an engine whose results do not depend on the batch
     assert environments.most == (max_episodes or 14)
     assert max_episodes == 1 or log != logs[1]
-
-
-def test_all_first_turns_come_before_all_second_ones_in_the_order_of_prompts(processors):
-    log = []
-    fake = engine(processors, LocalEnvironments(count_to(2), delays(0)), recorded(log))
-    generate(fake, [prompt(number) for number in range(3)])
-    names = [f"train:{number}" for number in range(3) for _ in range(2)]
-    assert [name for name, *_ in log] == names * 2
 
 
 def test_continuously_an_environment_does_not_hold_up_others(processors):
@@ -443,26 +388,3 @@ def test_a_step_processes_each_observed_image_once_also_when_those_of_the_last_s
             for _ in range(3):  # passes of the trainer
                 media.process_images(completion.vision, "a completion")
             assert values(fake.pop_metrics())["perf/images_processed"] == 2
-
-
-@pytest.mark.faults
-def test_an_image_that_cannot_be_processed_costs_its_episode(vision_processors):
-    def load(media):
-        raise DataError("image 0 is truncated")
-
-    environments = LocalEnvironments(
-        lambda row, actions: Answer(0, Observed("Look.", (drawing(1),) if actions else ()))
-    )
-    fake = engine(vision_processors, environments, load_pixels=load)
-    [[completion, _]] = generate(fake, [prompt()])
-    assert completion.error == "image 0 is truncated"
-    assert completion.vision is None
-    assert len(completion.turns) == 1
-    assert environments.running == {}
-
-
-@pytest.mark.faults
-def test_images_of_a_prompt_that_are_left_as_pixels_only_raise(vision_processors):
-    asked = Prompt("train:0", (1, 2), load_pixels(vision_processors, drawing(1)), "", "", {}, ("a.png",))
-    with pytest.raises(EngineError, match=r"train:0: environments get the images of a prompt as files"):
-        generate(engine(vision_processors, LocalEnvironments(count_to(1))), [asked])

@@ -4,14 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 
 from support.rollout import NO_WEIGHTS, drawn
-from trigon.errors import EngineError
 from trigon.rollout.fake import FakeEngine
-from trigon.rollout.seeds import sample_seed
 from trigon.system.trace import NUM_DECODE_STEPS, DecodeTracer
-from trigon.types import LocalWeights, Prompt, SamplingParams, WeightsHandle
+from trigon.types import Prompt, SamplingParams
 
 SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=20, ignore_eos=False, seed=7)
 
@@ -24,91 +21,20 @@ def engine(tokenizer, complete=lambda prompt, version, seed: f"{prompt.ground_tr
     return FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete)
 
 
-def test_a_completion_is_the_text_of_the_function_and_a_stop_token(tokenizer):
-    fake = engine(tokenizer)
+@pytest.mark.parametrize(
+    ("text", "temperature", "logprob", "reason"),
+    [("3 4", 1.0, -1.0, "stop"), ("3 4", 0.0, 0.0, "stop"), ("one two three " * 20, 1.0, -1.0, "length")],
+    ids=["sampled", "greedy", "cut"],
+)
+def test_a_completion_is_the_text_of_the_function_and_a_stop_token(tokenizer, text, temperature, logprob, reason):
+    fake, counts = engine(tokenizer, complete=lambda prompt, version, seed: text), []
     with fake.awake(NO_WEIGHTS, version=4):
-        [[completion, _]] = fake.generate([prompt()], SAMPLING)
-    assert completion.text == "3 4"
-    assert completion.token_ids == (*tokenizer.encode("3 4"), tokenizer.eos_token_id)
-    assert completion.sampling_logprobs == (-1.0,) * len(completion.token_ids)
-    assert completion.finish_reason == "stop"
-    assert completion.policy_version == 4
-
-
-def test_a_long_completion_is_cut(tokenizer):
-    fake = engine(tokenizer, complete=lambda prompt, version, seed: "one two three " * 20)
-    with fake.awake(NO_WEIGHTS, version=0):
-        [[completion, _]] = fake.generate([prompt()], SAMPLING)
-    assert len(completion.token_ids) == 20
-    assert completion.finish_reason == "length"
-
-
-def test_each_sample_has_its_own_seed(tokenizer):
-    fake = engine(tokenizer, complete=lambda prompt, version, seed: str(seed))
-    with fake.awake(NO_WEIGHTS, version=0):
-        [first, second] = fake.generate([prompt("a"), prompt("b")], SAMPLING)
-    assert first[1].text == str(sample_seed(7, draw=0, prompt_id="a", sample=1))[: len(first[1].text)]
-    assert len({completion.token_ids for completion in first + second}) == 4
-
-
-def test_greedy_decoding_has_log_probabilities_of_zero(tokenizer):
-    greedy = SamplingParams(n=1, temperature=0.0, top_p=1.0, top_k=-1, max_tokens=20, ignore_eos=False, seed=7)
-    fake = engine(tokenizer)
-    with fake.awake(NO_WEIGHTS, version=0):
-        [[completion]] = fake.generate([prompt()], greedy)
-    assert set(completion.sampling_logprobs) == {0.0}
-
-
-def test_weights_are_read_once_for_each_version(tokenizer):
-    fake = engine(tokenizer)
-    reads = []
-
-    def read(dtype=None):
-        reads.append("updates")
-        yield "updates", torch.zeros(1)
-
-    for version in (0, 0, 1):
-        with fake.awake(LocalWeights(read), version=version):
-            pass
-    assert len(reads) == 2
-
-
-def test_weights_of_another_process_are_rejected(tokenizer):
-    with pytest.raises(EngineError, match=r"cannot load WeightsHandle.*weights\(\) of a train engine"):
-        engine(tokenizer).awake(WeightsHandle(), version=0)
-
-
-def test_progress_counts_completions(tokenizer):
-    counts = []
-    fake = engine(tokenizer)
-    with fake.awake(NO_WEIGHTS, version=0):
-        fake.generate([prompt("a"), prompt("b"), prompt("c")], SAMPLING, on_progress=counts.append)
-    assert counts == [2, 2, 2]
-
-
-def test_on_group_is_called_before_the_next_prompt_is_sampled(tokenizer):
-    events = []
-
-    def complete(prompt, version, seed):
-        events.append(prompt.prompt_id)
-        return "3"
-
-    fake = engine(tokenizer, complete)
-    with fake.awake(NO_WEIGHTS, version=0):
-        rows = fake.generate(
-            [prompt("a"), prompt("b")], SAMPLING, on_group=lambda index, row: events.append((index, row))
+        [[completion, _]] = fake.generate(
+            [prompt()], replace(SAMPLING, temperature=temperature), on_progress=counts.append
         )
-    assert events == ["a", "a", (0, rows[0]), "b", "b", (1, rows[1])]
-
-
-def test_generate_raises_while_the_engine_sleeps(tokenizer):
-    fake = engine(tokenizer)
-    with pytest.raises(EngineError, match="sleeps"):
-        fake.generate([prompt()], SAMPLING)
-    with fake.awake(NO_WEIGHTS, version=0):
-        pass
-    with pytest.raises(EngineError, match="sleeps"):
-        fake.generate([prompt()], SAMPLING)
+    assert completion.token_ids == (*tokenizer.encode(text), tokenizer.eos_token_id)[:20]
+    assert completion.sampling_logprobs == (logprob,) * len(completion.token_ids)
+    assert (completion.finish_reason, completion.policy_version, counts) == (reason, 4, [2])
 
 
 def traced_engine(tokenizer, folder, **names):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from trigon.errors import EngineError, RolloutError
 from trigon.metrics import Sum, values
 from trigon.rollout.restart import RESTART, RestartingEngine
 from trigon.system.hangs import FOLLOWS
-from trigon.system.resuming import SAME_COMMAND, SameCommand
+from trigon.system.resuming import SAME_COMMAND
 from trigon.types import Completion, Prompt, SamplingParams
 
 pytestmark = pytest.mark.faults
@@ -126,55 +125,17 @@ def test_a_second_failure_ends_the_run(failures, message):
         sample(restarting)
     assert str(caught.value).startswith(message)
     assert engine.events.count("restart") == 1
+    other = FailingEngine()
+    restarting = RestartingEngine(other, warn=lambda text: None, same_command=SAME_COMMAND)
+    with pytest.raises(EngineError, match="too long"), restarting.awake(NO_WEIGHTS, version=4):
+        raise EngineError("a prompt is too long")  # does not start it again
+    assert other.events == ["load 4", "asleep"]
 
 
-@pytest.mark.parametrize(
-    ("same_command", "text"),
-    [
-        (SAME_COMMAND, "the same command goes on from the last checkpoint. docs/"),
-        (
-            SameCommand(Path("/runs/x"), finds_last=False),
-            "the same command with trainer.load_checkpoint_path=/runs/x/global_step_... goes on from the last "
-            "checkpoint. docs/",
-        ),
-    ],
-)
-def test_the_last_failure_says_which_command_goes_on(same_command, text):
-    engine = RestartingEngine(FailingEngine("load 4", "sample 2"), warn=print, same_command=same_command)
-    with pytest.raises(RolloutError) as caught, engine.awake(NO_WEIGHTS, version=4):
-        sample(engine)
-    assert f"To go on: {text}" in str(caught.value)
-
-
-def test_the_restart_is_a_phase_of_its_own_with_the_limits_of_a_start():
-    engine = FailingEngine("sample 1")
-
-    @contextmanager
-    def phase(name):
-        engine.events.append(f"begin {name}")
-        yield
-        engine.events.append(f"end {name}")
-
-    restarting = RestartingEngine(engine, warn=lambda text: None, same_command=SAME_COMMAND, phase=phase)
-    with restarting.awake(NO_WEIGHTS, version=4):
-        sample(restarting)
-    begin = engine.events.index(f"begin {RESTART}")
-    assert engine.events[begin - 1 : begin + 4] == [
-        *("asleep", f"begin {RESTART}", "restart", f"end {RESTART}", "load 4"),
-    ]
+def test_the_restart_is_a_phase_with_the_limits_of_a_start():
     config = Config.model_validate({"trainer": {"worker_timeout_seconds": 60.0}})
     assert limit_of(config, False, RESTART) == limit_of(config, False, "start rollout engine") == SLOW_SECONDS
     assert limit_of(config, True, RESTART) == SLOW_SECONDS  # what it reads is on the disk by then
     assert limit_of(config, False, "gen") == 60.0
     assert limit_of(config, False, EXPORT) is None
     assert limit_of(config, False, f"{FOLLOWS}{EXPORT}") == 60.0
-
-
-def test_other_errors_do_not_start_it_anew():
-    engine = FailingEngine()
-    restarting = RestartingEngine(engine, warn=lambda text: None, same_command=SAME_COMMAND)
-    with pytest.raises(EngineError, match="too long"), restarting.awake(NO_WEIGHTS, version=4):
-        raise EngineError("a prompt is too long")
-    assert engine.events == ["load 4", "asleep"]
-    restarting.close()
-    assert engine.events[-1] == "close"

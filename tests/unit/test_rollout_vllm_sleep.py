@@ -67,11 +67,6 @@ def test_every_waking_restores_the_values_of_the_start():
         assert model.embeds[1].eq(0.0).all()
 
 
-def test_memory_that_a_sleep_keeps_is_not_copied():
-    model = Model()
-    assert find_state(model, lambda _: False).num_bytes == 0
-
-
 @pytest.fixture
 def process_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
