@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from support.fake_runs import changed, lines_of, open_run, open_shared_parts, plan_of, record_of
+from support.fake_runs import changed, lines_of, open_run, plan_of, record_of, rows_by_step
 from trigon.config.plan import ModelPlan
 from trigon.config.schema import AlgorithmConfig
 from trigon.errors import NotFiniteError
@@ -21,12 +20,6 @@ TWO_UPDATES = ModelPlan(2, 2, 4, 100, 0, 100, 100)
 """Two prompts in an update, and two passes over the four prompts of a step."""
 
 
-@pytest.fixture(scope="module")
-def kit(tiny_model, tmp_path_factory: pytest.TempPathFactory):
-    with open_shared_parts(tiny_model("qwen2"), tmp_path_factory.mktemp("kit")) as parts:
-        yield parts
-
-
 def with_critic(run: Run, critic: FakeCriticEngine, *, steps: int = 3) -> Run:
     return changed(
         run,
@@ -37,35 +30,25 @@ def with_critic(run: Run, critic: FakeCriticEngine, *, steps: int = 3) -> Run:
     )
 
 
-def test_the_policy_rests_in_the_first_steps_and_is_not_synced_as_new(kit, tmp_path):
+def test_the_policy_rests_in_the_first_steps_and_is_not_synced_as_new(parts, tmp_path):
     critic = FakeCriticEngine()
-    with open_run(kit, tmp_path / "run", critic_warmup=2) as run:
-        run = with_critic(run, critic)
+    with open_run(parts, tmp_path / "run", critic_warmup=2) as run:
+        run = with_critic(run, critic, steps=4)
         run = changed(run, save_state=save_both(run, critic))
         train(run, None)
-        assert (run.trainer.updates, critic.updates) == (run.plan.updates_per_step, 12)
+        assert (run.trainer.updates, critic.updates) == (2 * run.plan.updates_per_step, 16)
         # The step's own completions are compared, so that none are sampled for it.
         sampled = [event for event in record_of(run).events if event.startswith("sample")]
-        assert sampled == ["sample 4 for 1", "sample 4 for 2", "sample 4 for 3"]
+        assert sampled == [f"sample 4 for {step}" for step in (1, 2, 3, 4)]
     lines = {step: line for step, line in lines_of(tmp_path / "run").items() if step > 0}
+    versions = [{row["policy_version"] for row in rows} for rows in rows_by_step(tmp_path / "run").values()]
+    assert versions == [{0}, {0}, {0}, {3}]  # the policy is first updated in step 3
     assert [("actor/grad_norm" in line, line["critic/values/mean"]) for line in lines.values()] == [
         (False, 0.0),
         (False, 4.0),
         (True, 8.0),
+        (True, 12.0),
     ]
-
-
-def test_rollouts_name_the_step_whose_weights_sampled_them(kit, tmp_path):
-    critic = FakeCriticEngine()
-    with open_run(kit, tmp_path / "run", critic_warmup=2) as run:
-        run = with_critic(run, critic, steps=5)
-        train(changed(run, save_state=save_both(run, critic)), None)
-    # The policy is first updated in step 3, so that all steps up to it have its first weights.
-    versions = {}
-    for step in range(1, 6):
-        lines = (tmp_path / "run" / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
-        versions[step] = {json.loads(line)["policy_version"] for line in lines}
-    assert versions == {1: {0}, 2: {0}, 3: {0}, 4: {3}, 5: {4}}
 
 
 def save_both(run: Run, critic: FakeCriticEngine):
@@ -84,14 +67,14 @@ def save_both(run: Run, critic: FakeCriticEngine):
     return save
 
 
-def test_a_resumed_run_continues_with_its_critic(kit, tmp_path):
-    with open_run(kit, tmp_path / "run") as run:
+def test_a_resumed_run_continues_with_its_critic(parts, tmp_path):
+    with open_run(parts, tmp_path / "run") as run:
         critic = FakeCriticEngine()
         run = with_critic(run, critic, steps=2)
         train(changed(run, save_state=save_both(run, critic)), None)
         last = run.checkpoints.store.latest()
     resumed = FakeCriticEngine()
-    with open_run(kit, tmp_path / "other") as run:
+    with open_run(parts, tmp_path / "other") as run:
         run = with_critic(run, resumed, steps=3)
         train(changed(run, save_state=save_both(run, resumed)), last)
     assert resumed.updates == 12
@@ -116,8 +99,8 @@ class FakeTrunkCritic(FakeCriticEngine):
 
 
 @pytest.mark.parametrize(("needs_old", "passes"), [(True, ["both"] * 3), (False, ["values"] * 3)])
-def test_a_critic_on_the_trunk_is_updated_alone_only_while_the_policy_rests(kit, tmp_path, needs_old, passes):
-    with open_run(kit, tmp_path / "run", critic_warmup=2) as run:
+def test_a_critic_on_the_trunk_is_updated_alone_only_while_the_policy_rests(parts, tmp_path, needs_old, passes):
+    with open_run(parts, tmp_path / "run", critic_warmup=2) as run:
         critic = FakeTrunkCritic(run.trainer)
         run = changed(with_critic(run, critic), needs_old_logprobs=needs_old)
         run = changed(run, save_state=save_both(run, critic))
@@ -140,8 +123,8 @@ class NeverFinite(FakeCriticEngine):
         }
 
 
-def test_a_critic_whose_gradients_are_not_finite_ends_the_run(kit, tmp_path):
-    with open_run(kit, tmp_path / "run") as run:
+def test_a_critic_whose_gradients_are_not_finite_ends_the_run(parts, tmp_path):
+    with open_run(parts, tmp_path / "run") as run:
         critic = NeverFinite()
         run = with_critic(run, critic)
         with pytest.raises(NotFiniteError, match=r"updates in a row are not finite.*worker\.critic\.optim\.lr"):

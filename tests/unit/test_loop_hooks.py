@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from support.fake_runs import SAMPLING, changed, open_run
+from support.fake_runs import SAMPLING, lines_of, open_run, rollouts_of, saved_steps
 from trigon.loop import train
 from trigon.report.hooks import Hooks
 
@@ -34,48 +34,31 @@ def test_hooks_get_the_groups_before_the_update_and_the_metrics_after_the_checkp
     assert [kind for kind, *_ in calls] == ["step", *("rollouts", "step") * 3]
 
 
-def test_an_error_in_on_step_ends_the_run_with_its_traceback_and_the_saved_steps_stay(parts, tmp_path):
+def test_an_error_in_a_hook_ends_the_run_with_its_traceback_and_what_was_written_stays(parts, tmp_path):
     def on_step(step, metrics):
-        if step == 2:
-            raise LookupError("my own check")
+        raise LookupError("my own check")
 
-    with open_run(parts, tmp_path, hooks=Hooks(on_step=on_step)) as run:
-        with pytest.raises(LookupError, match="my own check") as caught:
-            train(run, None)
-        assert caught.traceback[-1].name == "on_step"
-    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2]
-
-
-def test_an_error_in_on_rollouts_ends_the_run_before_the_update_and_the_rollouts_are_on_disk(parts, tmp_path):
     def on_rollouts(groups):
         raise LookupError("suspicious rewards")
 
-    with open_run(parts, tmp_path, hooks=Hooks(on_rollouts=on_rollouts)) as run:
+    with open_run(parts, tmp_path / "step", hooks=Hooks(on_step=on_step)) as run:
+        with pytest.raises(LookupError, match="my own check") as caught:
+            train(run, None)
+        assert caught.traceback[-1].name == "on_step"
+    assert list(lines_of(tmp_path / "step")) == [1]
+    with open_run(parts, tmp_path / "rollouts", hooks=Hooks(on_rollouts=on_rollouts)) as run:
         with pytest.raises(LookupError, match="suspicious rewards"):
             train(run, None)
         assert run.trainer.record.learned == []
-    assert (tmp_path / "rollouts" / "step_000001.jsonl").is_file()
-
-
-def test_validation_alone_calls_on_step_once(parts, tmp_path):
-    calls = []
-    with open_run(parts, tmp_path, hooks=Hooks(on_step=lambda step, metrics: calls.append((step, metrics)))) as run:
-        train(changed(run, val_only=True), None)
-    [(step, metrics)] = calls
-    assert step == 0
-    assert "val/reward_score" in metrics
+    assert list(rollouts_of(tmp_path / "rollouts")) == ["step_000001.jsonl"]
+    hooks = Hooks(on_step=lambda step, metrics: "sotp")
+    with open_run(parts, tmp_path / "misspelt", hooks=hooks) as run, pytest.raises(ValueError, match="'sotp'"):
+        train(run, None)
 
 
 @pytest.mark.parametrize(("answer", "last", "saved"), [("stop", 2, [2]), ("save", 3, [2, 3]), (True, 3, [3])])
 def test_on_step_can_save_and_stop(parts, tmp_path, answer, last, saved):
     hooks = Hooks(on_step=lambda step, metrics: answer if step == 2 else None)
-    with open_run(parts, tmp_path, hooks=hooks, **({"save_freq": 0})) as run:
+    with open_run(parts, tmp_path, hooks=hooks, save_freq=0) as run:
         assert train(run, None) == last
-    assert sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.glob("global_step_*")) == saved
-
-
-def test_a_misspelt_answer_of_on_step_is_an_error(parts, tmp_path):
-    run = open_run(parts, tmp_path, hooks=Hooks(on_step=lambda step, metrics: "sotp"))
-    with run as opened, pytest.raises(ValueError, match="'sotp'; it may return 'stop', 'save'"):
-        train(opened, None)
+    assert saved_steps(tmp_path) == saved

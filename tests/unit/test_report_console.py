@@ -7,11 +7,12 @@ import re
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 
+from support.samples import ROW
 from trigon.report.console import Console, format_duration, format_number
-from trigon.report.rollouts import RolloutRow
 from trigon.system.terminal import sanitize
 
 
@@ -32,7 +33,6 @@ def stream():
     ("text", "shown"),
     [
         ("plain \\boxed{4}\n\tnext", "plain \\boxed{4}\n\tnext"),
-        ("\x1b[31mred\x1b[0m", r"\x1b[31mred\x1b[0m"),
         ("\x1b]0;new title\x07rest", r"\x1b]0;new title\x07rest"),
         ("\x9b31mred", r"\x9b31mred"),
         ("over\rwrite\x08\x07\x00", r"over\rwrite\x08\x07\x00"),
@@ -57,20 +57,12 @@ def test_long_text_is_cut_and_the_cut_is_shown():
     assert len(shown) < 60_000
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        *[(0.8125, "0.8125"), (0.33333333, "0.3333"), (63.24, "63.2"), (12345.678, "12,346"), (12345.0, "12,345")],
-        *[(0.0004, "4.0e-04"), (1e-6, "1.0e-06"), (-0.5, "-0.5"), (0.0, "0"), (float("nan"), "nan")],
-    ],
-)
-def test_small_numbers_are_not_rounded_to_zero(value, shown):
-    assert format_number(value) == shown
-
-
-def test_durations_have_the_largest_units_that_fit():
-    shown = {0.04: "0.0 s", 3.21: "3.2 s", 59.9: "59.9 s", 250: "4 min 10 s", 7500: "2 h 5 min"}
-    assert {seconds: format_duration(seconds) for seconds in shown} == shown
+def test_numbers_and_durations_by_hand():
+    numbers = {0.8125: "0.8125", 63.24: "63.2", 12345.678: "12,346", 0.0004: "4.0e-04", -0.5: "-0.5", 0.0: "0"}
+    assert {value: format_number(value) for value in numbers} == numbers
+    assert format_number(float("nan")) == "nan"
+    durations = {0.04: "0.0 s", 59.9: "59.9 s", 250: "4 min 10 s", 7500: "2 h 5 min"}
+    assert {seconds: format_duration(seconds) for seconds in durations} == durations
 
 
 def cells(line):
@@ -103,15 +95,6 @@ def test_a_step_is_a_row_below_the_names_of_its_metrics(stream):
     assert header.index("reward") + len("reward") == second.index("0.5000") + len("0.5000")
 
 
-def test_the_names_come_again_where_the_columns_change_and_every_twenty_steps(stream):
-    console = Console(stream=stream)
-    console.step(1, 99, {"reward/overall": 1.0}, seconds_left=None)
-    for step in range(2, 24):
-        console.step(step, 99, {"reward/overall": 1.0, "actor/entropy": 0.5}, seconds_left=None)
-    headers = [number for number, line in enumerate(stream.getvalue().splitlines()) if "reward" in line]
-    assert headers == [0, 2, 23]
-
-
 def test_the_rows_of_special_steps(stream):
     console = Console(stream=stream)
     console.step(0, 60, {"val/reward_score": 1.0, "timing_s/step": 2.0}, seconds_left=None)
@@ -121,13 +104,15 @@ def test_the_rows_of_special_steps(stream):
     _header, row, trouble = stream.getvalue().splitlines()
     assert cells(row) == ["60/60", "1.0000"]  # no time left
     assert trouble.strip() == "rewards timed out: 2"
-
-
-def test_step_lines_can_be_disabled_but_warnings_cannot(stream):
-    console = Console(stream=stream, step_lines=False, progress=False)
-    console.step(1, 2, {}, seconds_left=None)
-    console.warn("[disk] is nearly full\x1b[2J")
-    assert stream.getvalue() == "warning: [disk] is nearly full\\x1b[2J\n"
+    quiet = Console(stream=stream, step_lines=False, progress=False)
+    stream.truncate(0)
+    quiet.step(1, 2, {}, seconds_left=None)
+    quiet.table("Overview\x1b[2J", ("name\x1b[2J", "value"), [("[red]prompts[/red]\x1b[2J", "512")])
+    quiet.warn("[disk] is nearly full\x1b[2J")
+    text = stream.getvalue()
+    assert "[red]prompts[/red]" in text
+    assert text.endswith("warning: [disk] is nearly full\\x1b[2J\n")
+    assert "\x1b" not in text
 
 
 def progress(stream, *, total, waits, enabled=True, becomes=None):
@@ -158,33 +143,10 @@ def test_without_a_terminal_progress_is_a_plain_line_every_ten_seconds(stream, p
     assert progress(stream, **phase) == printed
 
 
-def test_tables_do_not_parse_markup_or_escapes_in_cells(stream):
-    Console(stream=stream).table("Overview\x1b[2J", ("name\x1b[2J", "value"), [("[red]prompts[/red]\x1b[2J", "512")])
-    text = stream.getvalue()
-    assert "[red]prompts[/red]" in text
-    assert "512" in text
-    assert "\x1b" not in text
-
-
 def test_completions_are_shown_with_prompt_ground_truth_and_reward(stream):
-    row = RolloutRow(
-        prompt_id="val:3",
-        sample=0,
-        prompt="<image> How many?",
-        response="[/bold]\x1b[31m4\nthen 5",
-        reward=0.5,
-        parts={"accuracy": 1.0, "format": 0.0},
-        outcome="ok",
-        error="",
-        finish_reason="stop",
-        num_tokens=3,
-        policy_version=7,
-        images=(),
-        ground_truth=4,
-        ground_truth_type="int",
-        row={},
-        filtered="",
-    )
+    parts = {"accuracy": 1.0, "format": 0.0}
+    row = replace(ROW, prompt_id="val:3", prompt="<image> How many?", ground_truth=4, reward=0.5, parts=parts)
+    row = replace(row, response="[/bold]\x1b[31m4\nthen 5")
     Console(stream=stream).completions("validation after step 5", [row])
     assert stream.getvalue() == (
         "validation after step 5 | val:3\n"
@@ -194,25 +156,6 @@ def test_completions_are_shown_with_prompt_ground_truth_and_reward(stream):
         "  ground truth  4\n"
         "  reward        0.5 (accuracy 1, format 0)\n"
     )
-
-
-ON_A_TERMINAL = """
-    import time
-    from trigon.report.console import Console
-    console = Console(bars_after_seconds=0.3)
-    with console.progress("short", 4) as advance:
-        advance(2)
-        time.sleep(0.1)
-    for _ in range(2):
-        with console.progress("outer [red] /a/long/path/to/a/dataset/of/drawings/train.jsonl", 4) as outer:
-            with console.progress("inner", None) as inner:
-                inner(3)
-                time.sleep(0.5)
-            outer(2)
-            console.print("between")
-            time.sleep(0.3)
-    console.print("the end")
-"""
 
 
 def run_on_a_terminal(script: str, *, columns: int) -> str:
@@ -268,12 +211,3 @@ def test_on_a_terminal_a_step_is_one_line_and_others_wrap_between_words(columns,
     assert lines[2].strip() == "rewards timed out: 3"
     words = " ".join(lines).split()
     assert words.count("attention") == 30
-
-
-def test_on_a_terminal_bars_are_shown_after_a_while_nested_and_removed_at_the_end():
-    plain = run_on_a_terminal(ON_A_TERMINAL, columns=100)
-    assert "short" not in plain
-    assert "outer ...dataset/of/drawings/train.jsonl" in plain  # the start and the end of a long name
-    assert "2/4" in plain
-    assert plain.count("between") == 2
-    assert plain.rstrip().endswith("the end")

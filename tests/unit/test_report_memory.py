@@ -6,21 +6,17 @@ import os
 import random
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import ray
 
-from trigon.assemble.watchers import open_watchers
-from trigon.config.plan import make_plan
-from trigon.config.schema import Config, WatchConfig
+from trigon.config.schema import WatchConfig
 from trigon.distributed.cluster import object_store_metrics
 from trigon.metrics import Max, Min
 from trigon.report.memory import (
     HOST,
-    KINDS,
     LEAST_STEPS,
     WARM_UP_STEPS,
     WORKER,
@@ -30,7 +26,7 @@ from trigon.report.memory import (
     fit_slope,
     measure_worker,
 )
-from trigon.report.watch import MEMORY, Watch
+from trigon.report.watch import Watch
 from trigon.system.host_memory import count_usable_bytes
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
@@ -79,21 +75,6 @@ def test_the_least_that_was_left_in_a_step_is_what_counts(monkeypatch):
         assert meter.measure()["perf/memory_free_gb"] == Min(6.0)
 
 
-def test_a_thread_reads_what_is_left_and_ends_with_the_meter(monkeypatch):
-    seen = threading.Event()
-
-    def read() -> int:
-        if threading.current_thread().name == "memory":
-            seen.set()
-        return 1 << 30
-
-    monkeypatch.setattr("trigon.report.memory.count_usable_bytes", read)
-    monkeypatch.setattr("trigon.report.memory.SECONDS", 0.01)
-    with MemoryMeter():
-        assert seen.wait(10)
-    assert all(thread.name != "memory" for thread in threading.enumerate())
-
-
 @pytest.mark.parametrize(
     "error", [ray.exceptions.RaySystemError("Ray has failed"), RuntimeError("Failed to connect to GCS")]
 )
@@ -106,18 +87,6 @@ def test_a_ray_that_does_not_answer_ends_no_step(monkeypatch, error):
     assert object_store_metrics() == {"perf/object_store_used_gb": Max(1.0), "perf/object_store_free_gb": Min(3.0)}
     monkeypatch.setattr(ray, "available_resources", fail)
     assert object_store_metrics() == {}
-
-
-@needs_proc
-@pytest.mark.parametrize(("watch", "asked"), [({"level": "off"}, False), ({"ignore": ["memory"]}, False), ({}, True)])
-def test_ray_is_asked_only_where_memory_is_watched(monkeypatch, watch, asked):
-    monkeypatch.setattr("trigon.distributed.cluster.object_store_metrics", lambda: {"asked": Max(1.0)})
-    config = Config(trainer={"watch": watch, "max_steps": 3, "n_gpus_per_node": 4})
-    workers = SimpleNamespace(local_process_ids=list)
-    plan = make_plan(config, num_train_prompts=1000)
-    with open_watchers(config, plan, [SimpleNamespace(process_ids=())], workers, save_bytes=3 << 30) as watch:
-        assert ("asked" in watch.observe(1, {}).metrics) is asked
-        assert (watch._memory._save_gb, watch._memory._num_workers) == (3.0, 4)
 
 
 def memory_steps(growth_gb: list[float], *, free_gb: float = 100.0, noise=0.01):
@@ -141,7 +110,6 @@ def memory_steps(growth_gb: list[float], *, free_gb: float = 100.0, noise=0.01):
         # Without the warm-up the eighth step would stop: 23 GiB left, and 5 GiB more at each step.
         pytest.param([5.0] * 7 + [0.0] * 50, 58.0, 0.01, id="end of the warm-up"),
         pytest.param([0.0] * 50 + [20.0] + [0.0] * 100, 100.0, 0.01, id="jump"),
-        pytest.param([2.0 * 0.5**step for step in range(150)], 100.0, 0.0, id="caches"),
         pytest.param([0.02] * 100, 1000.0, 0.005, id="50,000 steps left"),
     ],
 )
@@ -167,16 +135,6 @@ def test_leaks_stop_before_nothing_is_left_and_slow_ones_warn():
     assert not any(found and found[1] for found in memory_steps(jumps))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_every_kind_of_memory_is_watched(kind):
-    memory = MemoryGrowth(1000)
-    for step in range(1, 40):
-        memory.add(step, {kind.used[0]: 0.5 * step, kind.left: 20.0 - 0.5 * step})
-    growth, must_stop = memory.find()
-    assert growth.kind is kind
-    assert must_stop is (kind.name != "Ray's object store")  # whose objects go to disk
-
-
 def first_stop(watch: Watch, steps, *, saving: bool = False):
     """Return the first step that stops, and what was said in each step until then."""
     said = {}
@@ -186,22 +144,6 @@ def first_stop(watch: Watch, steps, *, saving: bool = False):
         if said[step].stop is not None:
             return step, said
     raise AssertionError
-
-
-@pytest.mark.parametrize("level", ["warn", "stop"])
-def test_an_object_store_that_fills_warns_and_hides_no_other_memory(level):
-    [store] = [kind for kind in KINDS if not kind.ends_run]
-    steps = [
-        {store.used[0]: 0.5 * step, store.left: max(20 - 0.5 * step, 0.0)}
-        | ({} if step <= 60 else {HOST.used[0]: (step - 60) / 3, HOST.left: 20 - (step - 60) / 3})
-        for step in range(1, 120)
-    ]
-    stop, said = first_stop(Watch(WatchConfig(level=level), memory=MemoryGrowth(10_000)), steps)
-    first = next(watched for watched in said.values() if watched.new).new[0]
-    assert ("objects are written to disk" in first.text, first.stops) == (True, False)
-    assert "host memory grows" in said[stop].stop.text
-    assert said[stop].stop.saves
-    assert MEMORY in said[stop].metrics
 
 
 def test_the_memory_that_a_save_needs_has_to_be_left_when_the_run_stops():
@@ -254,9 +196,3 @@ def test_the_slope_by_hand_and_with_outliers():
     assert (slope.value, slope.low, slope.high) == pytest.approx((0.5, 0.5, 0.5))
     with pytest.raises(ValueError, match="three points"):
         fit_slope([0, 1], [0, 1])
-
-
-def test_the_interval_holds_the_true_slope_about_as_often_as_it_says():
-    rng = random.Random(0)
-    slopes = [fit_slope(range(30), [0.2 * x + rng.gauss(0, 1) for x in range(30)]) for _ in range(200)]
-    assert 180 <= sum(slope.low <= 0.2 <= slope.high for slope in slopes) <= 199

@@ -64,20 +64,6 @@ def test_metrics_are_one_sorted_json_line_per_step(folder):
     assert math.isnan(second.metrics["a"])
 
 
-def test_skipped_rows_are_listed_and_replace_those_of_an_earlier_start(tmp_path):
-    file = tmp_path / "skipped_rows.jsonl"
-    with RunFolder(tmp_path) as folder:
-        folder.write_skipped_rows("a.jsonl", [(3, "markers", "a:3: no marker")])
-        assert folder.write_skipped_rows("b.jsonl@test", [(0, "overlong", "b:0: long")]) == file
-    assert [json.loads(line) for line in file.read_text().splitlines()] == [
-        {"dataset": "a.jsonl", "row": 3, "reason": "markers", "message": "a:3: no marker"},
-        {"dataset": "b.jsonl@test", "row": 0, "reason": "overlong", "message": "b:0: long"},
-    ]
-    with RunFolder(tmp_path) as folder:
-        folder.write_skipped_rows("a.jsonl", [])
-    assert not file.exists()
-
-
 def test_an_incomplete_last_line_is_not_read_and_is_removed_before_appending(tmp_path):
     with RunFolder(tmp_path) as folder:
         folder.append_metrics(1, {"a": 1.0})
@@ -87,12 +73,9 @@ def test_an_incomplete_last_line_is_not_read_and_is_removed_before_appending(tmp
     with RunFolder(tmp_path) as folder:
         folder.append_metrics(2, {"a": 2.0})
     assert read_metrics(tmp_path) == [StepMetrics(1, {"a": 1.0}), StepMetrics(2, {"a": 2.0})]
-
-
-def test_another_line_that_cannot_be_parsed_is_an_error_that_shows_it(folder):
-    (folder.path / "metrics.jsonl").write_text('garbage\n{"step": 2, "metrics": {}}\n')
+    (tmp_path / "metrics.jsonl").write_text('garbage\n{"step": 2, "metrics": {}}\n')
     with pytest.raises(CheckpointError, match="garbage"):
-        folder.read_metrics()
+        read_metrics(tmp_path)
 
 
 def write(folder, steps):
@@ -118,8 +101,10 @@ def test_a_resumed_run_leaves_the_files_of_an_uninterrupted_one(tmp_path):
         write(folder, range(1, 6))
     with (tmp_path / "resumed" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6')
+    (tmp_path / "resumed" / "rollouts" / "notes.jsonl").write_text("of the user")
     with RunFolder(tmp_path / "resumed") as folder:
         folder.rewind(3)
+        (folder.path / "rollouts" / "notes.jsonl").unlink()
         write(folder, range(4, 7))
     assert contents(tmp_path / "resumed") == contents(tmp_path / "uninterrupted")
 
@@ -137,15 +122,6 @@ def test_a_run_that_starts_from_the_beginning_moves_earlier_reports(folder):
     assert len(list((moved / "rollouts").iterdir())) == 2
     write(folder, [1])
     assert folder.rewind(0) == folder.path / "set_aside" / "report.2"
-
-
-def test_resuming_keeps_the_validation_before_the_first_step_and_files_of_the_user(folder):
-    folder.append_metrics(0, {"val/reward_score": 0.5})
-    write(folder, [1, 2])
-    (folder.path / "rollouts" / "notes.jsonl").write_text("notes")
-    folder.rewind(1)
-    assert [line.step for line in folder.read_metrics()] == [0, 1]
-    assert sorted(file.name for file in (folder.path / "rollouts").iterdir()) == ["notes.jsonl", "step_000001.jsonl"]
 
 
 def test_a_rollout_is_written_with_prompt_score_and_ground_truth(folder):
@@ -182,7 +158,7 @@ def test_a_rollout_is_written_with_prompt_score_and_ground_truth(folder):
 
 
 @pytest.mark.parametrize(
-    "text", ["two\nlines\r\n", "\u2028 \x85 \x1b[31m", "答案 🙂", "half a pair \ud83d", "\x00", "x" * 1_000_000]
+    "text", ["two\nlines\r\n\u2028 \x85 \x1b[31m \x00", "答案 🙂 half a pair \ud83d", "x" * 1_000_000]
 )
 def test_any_text_stays_on_one_line_and_is_read_back_unchanged(folder, text):
     path = folder.write_rollouts(1, "train", rollout_rows([group(text)]))
@@ -203,12 +179,6 @@ def test_rows_and_ground_truths_of_any_type_are_valid_json(folder):
     assert record["row"] == {"level": 3, "extra": {"source": "book"}, "sound": {"bytes": "1000 bytes"}}
     assert record["ground_truth"] == {"choices": [1, None], "set": "{1}", "day": "2026-01-02"}
     assert (record["ground_truth_type"], record["reward"], record["parts"]) == ("dict", None, {"accuracy": None})
-
-
-def test_two_runs_cannot_use_the_same_folder(tmp_path):
-    with RunFolder(tmp_path), pytest.raises(ConfigError, match=rf"another run \(process {os.getpid()} on "):
-        RunFolder(tmp_path)
-    RunFolder(tmp_path).close()
 
 
 def test_the_lock_of_a_killed_run_is_released(tmp_path):

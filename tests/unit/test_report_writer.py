@@ -95,7 +95,7 @@ def no_images(prompt_id):
     return []
 
 
-def test_each_distinct_image_is_stored_once_as_its_file(folder, recorder):
+def test_each_distinct_image_is_stored_once_as_its_file(folder, recorder, warned):
     images = {"train:1": [RED, BLUE], "train:2": [RED]}
     read = []
 
@@ -114,15 +114,17 @@ def test_each_distinct_image_is_stored_once_as_its_file(folder, recorder):
     assert [(folder.path / name).read_bytes() for name in names] == [RED, BLUE]
     assert len(list((folder.path / "images").iterdir())) == 2
     assert sorted(read) == ["train:1", "train:2"]  # not again in the second step
-
-
-def test_prompts_of_training_and_validation_may_have_the_same_id(folder, recorder):
-    recorder.rollouts(1, "train", rollout_rows([group("data:1")]), lambda _: [RED])
-    recorder.rollouts(1, "validation", rollout_rows([group("data:1")]), lambda _: [BLUE])
+    recorder.rollouts(1, "validation", rows[:1], lambda _: [BLUE, BLUE])  # another prompt of the same id
     recorder.flush()
-    [train] = {row.image_files for row in written(folder, "step_000001.jsonl")}
-    [validation] = {row.image_files for row in written(folder, "validation_000001.jsonl")}
-    assert train != validation
+    assert written(folder, "validation_000001.jsonl")[0].image_files == (names[1], names[1])
+
+    def fail(prompt_id):
+        raise BadRow("the file is gone")
+
+    recorder.rollouts(3, "train", rollout_rows([group("train:4")]), fail)
+    recorder.flush()
+    assert [row.image_files for row in written(folder, "step_000003.jsonl")] == [(), ()]
+    assert warned == ["the images of train:4 are not recorded: the file is gone"]
 
 
 def test_a_large_image_is_reduced_and_found_again_by_a_resumed_run(tmp_path):
@@ -140,16 +142,6 @@ def test_a_large_image_is_reduced_and_found_again_by_a_resumed_run(tmp_path):
     (tmp_path / name).write_bytes(b"")  # as a machine that lost power may leave it
     ImageStore(tmp_path, max_side=200).add(stream.getvalue(), where="x")
     assert (tmp_path / name).stat().st_size > 0
-
-
-def test_images_that_cannot_be_read_are_a_warning(folder, recorder, warned):
-    def read_images(prompt_id):
-        raise BadRow("the file is gone")
-
-    recorder.rollouts(1, "train", rollout_rows([group("train:1")]), read_images)
-    recorder.flush()
-    assert [row.image_files for row in written(folder, "step_000001.jsonl")] == [(), ()]
-    assert warned == ["the images of train:1 are not recorded: the file is gone"]
 
 
 def test_the_run_goes_on_while_files_are_written_but_not_further_than_some_files(folder, recorder):
@@ -217,13 +209,6 @@ def test_a_restarted_run_moves_the_images_with_the_rollouts_and_stores_them_agai
     assert (folder.path / store.add(RED, where="x")).read_bytes() == RED
 
 
-def test_advantages_are_means_over_tokens_and_missing_where_nothing_is_learned():
-    groups = [group("train:1", lengths=(3, 2))]
-    rows = rollout_rows(groups, learned=[learned(groups[0], mask=(1.0, 0.0))])
-    assert [row.advantage for row in rows] == [2.0, None]
-    assert [row.advantage for row in rollout_rows(groups)] == [None, None]
-
-
 def test_tokens_have_the_values_of_the_update(folder, recorder):
     groups = [group("train:1", lengths=(2, 1))]
     third = torch.tensor([1 / 3, 2 / 3])
@@ -232,6 +217,7 @@ def test_tokens_have_the_values_of_the_update(folder, recorder):
     rows = rollout_rows(groups, learned=trained, recorded={0: scored})
     recorder.rollouts(1, "train", rows, no_images)
     recorder.flush()
+    assert [row.advantage for row in rows] == [1.5, None]
     first, second = [row.tokens for row in written(folder, "step_000001.jsonl")]
     assert (first.ids, first.texts, first.sampling_logprobs) == ([5, 6], ["<5>", "<6>"], [-0.5, -0.5])
     assert (first.advantages, first.old_logprobs, first.entropy) == (
@@ -248,6 +234,7 @@ def test_old_logprobs_are_those_of_the_loss_where_it_has_them():
     trained = [learned(groups[0], old=-0.125)]
     rows = rollout_rows(groups, learned=trained, recorded={0: scored})
     assert [row.tokens.old_logprobs for row in rows] == [[-0.125], [-0.125]]
+    assert [row.advantage for row in rows] == [1.0, 1.0]
     without = rollout_rows(groups, recorded={0: None})
     assert [(row.tokens.old_logprobs, row.tokens.entropy) for row in without] == [(None, None)] * 2
     assert replace(without[0], tokens=None) == rollout_rows(groups)[0]
