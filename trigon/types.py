@@ -363,6 +363,7 @@ class GroupSpan:
 
     prompt: (start, end). completions: (start, end) of each, contiguous, directly after the prompt.
     sampled: for each completion, the ranges of its sampled tokens; if none are given, all of them.
+    repeats_prompt: whether another row, or this one, has the prompt already with other completions.
 
     Example: a prompt of 3 tokens with completions of 2 and 4 at the start of the row, of which the
     second observed its middle two tokens:
@@ -372,6 +373,7 @@ class GroupSpan:
     prompt: tuple[int, int]
     completions: tuple[tuple[int, int], ...]
     sampled: tuple[tuple[tuple[int, int], ...], ...] = ()
+    repeats_prompt: bool = False
 
     def __post_init__(self) -> None:
         if not self.sampled:
@@ -434,11 +436,14 @@ class TokenLogprobs:
     entropy: of the next-token distribution, in nats; with gradient only if requested.
     kl: exact KL of the next-token distribution from a second policy's, in nats, with gradient; None
     without a second policy.
+    router_probabilities: [E], the sum over tokens and MoE layers of the probability of each expert,
+    with gradient; each prompt counts once. None unless requested.
     """
 
     logprobs: Tensor
     entropy: Tensor
     kl: Tensor | None
+    router_probabilities: Tensor | None = None
 
 
 NamedTensors = Iterator[tuple[str, "Tensor"]]

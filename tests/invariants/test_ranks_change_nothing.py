@@ -340,6 +340,7 @@ VL, TIED, TEXT = ("qwen2_5_vl", False), ("qwen3_vl", True), ("qwen2", False)
 MOE, TILES, LINEAR = ("qwen3_vl_moe", False), ("internvl", False), ("qwen3_5", False)
 TWO_RANKS = {"sequence_parallel_size": 2}
 LORA = {"lora_rank": 2, "max_tokens": ONE_GROUP}
+ROUTER = {"config": with_loss(router_aux_loss_coef=1.0)}
 BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens": ONE_GROUP}
 
 
@@ -352,6 +353,8 @@ BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens":
         "linear attention on 2",
         "lora",
         "moe on 2",
+        "router loss on 2",
+        "rows on 2, router loss",
         "rows on 2",
         "rows on 2 of 4, hybrid",
         "rows on 2, lora, frozen tower",
@@ -376,6 +379,7 @@ BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens":
             "full kl, lora": (VL, ON_TWO, FULL, LORA | {"config": FULL_KL}),
             "text on 4": (TEXT, ON_FOUR, FULL, {"max_tokens": ONE_GROUP}),
             "moe on 2": (MOE, ON_TWO, FULL, {"max_tokens": ONE_GROUP}),
+            "router loss on 2": (MOE, ON_TWO, FULL, ROUTER | {"max_tokens": ONE_GROUP, "checkpointing": True}),
             "linear attention on 2": (LINEAR, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "checkpointing": True}),
             "tiles on 2": (TILES, ON_TWO, FULL, {"max_tokens": ONE_GROUP}),
             "layers kept gathered": (VL, ON_TWO, GATHERED, {"max_tokens": ONE_GROUP}),
@@ -398,6 +402,7 @@ BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens":
             "rows on 2 of 4, frozen tower": (TIED, TWO_BY_TWO, FULL, {"freeze": True} | TWO_RANKS),
             "rows on 2, lora, frozen tower": (VL, TOGETHER, GATHERED, LORA | {"freeze": True} | TWO_RANKS),
             "rows on 2, moe": (MOE, TOGETHER, FULL, {"max_tokens": ONE_GROUP} | TWO_RANKS),
+            "rows on 2, router loss": (MOE, TOGETHER, FULL, ROUTER | {"max_tokens": ONE_GROUP} | TWO_RANKS),
             "rows on 2, tiles": (TILES, TOGETHER, FULL, TWO_RANKS),
             "lora, frozen tower, gathered": (TIED, ON_TWO, GATHERED, LORA | {"freeze": True}),
         }.items()

@@ -7,7 +7,7 @@ accumulation do not change the sum beyond rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -26,6 +26,39 @@ class Denominators:
 
     tokens: int
     sequences: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertShares:
+    """How the tokens of an update are spread over the experts of MoE layers, on all ranks.
+
+    fractions: [E] float32, the fraction of the tokens that use each expert; they add up to the
+    number of experts per token. tokens: how many tokens these are, once for each MoE layer.
+    """
+
+    fractions: Tensor
+    tokens: float
+
+
+def expert_shares(assignments: Sequence[float], *, experts_per_token: int) -> ExpertShares:
+    """Return the shares of experts. assignments: how often each is used, over tokens and layers."""
+    tokens = sum(assignments) / experts_per_token
+    return ExpertShares(torch.tensor(assignments) / max(tokens, 1.0), tokens)
+
+
+def load_balancing_loss(probabilities: Tensor, shares: ExpertShares) -> Tensor:
+    """Return a micro-batch's share of the load-balancing loss of an update.
+
+    The loss is the number of experts times the sum, over the experts, of the fraction of the tokens
+    that use an expert and its mean probability: the number of experts per token if all are used
+    alike, and more otherwise. The fractions have no gradient. Switch Transformer, arXiv:2101.03961,
+    equations 4 to 6; as load_balancing_loss_func of transformers, over all MoE layers together.
+
+    Args: probabilities: [E], the sum of each expert's probabilities over tokens and MoE layers.
+        shares: of the whole update, on the same device.
+    Returns: a scalar with gradient.
+    """
+    return len(probabilities) * (shares.fractions * probabilities).sum() / max(shares.tokens, 1.0)
 
 
 def count_denominators(loss_masks: Iterable[Tensor]) -> Denominators:

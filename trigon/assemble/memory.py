@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from trigon.assemble.models import check_parallel_sizes, check_sequence_parallel, open_trained_policy
+from trigon.assemble.models import check_policy, check_sequence_parallel, open_trained_policy
 from trigon.assemble.options import PIXEL_CACHE_BYTES, model_path
 from trigon.assemble.remedies import Changes, can_divide_engine, format_changes
 from trigon.config.names import DeviceType
@@ -214,7 +214,7 @@ def format_gib(num_bytes: int) -> str:
 
 def size_of_model(config: Config) -> ModelSize:
     """Return the sizes of policy and critic, from the config.json of their models."""
-    size = _size_of(config, Policy, check=check_parallel_sizes)
+    size = _size_of(config, Policy, check=check_policy)
     if config.shares_trunk:
         hf_config = load_hf_config(
             model_folder(model_path(config)),

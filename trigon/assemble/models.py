@@ -14,6 +14,7 @@ from trigon.config.plan import Plan
 from trigon.config.schema import Config, TrainedConfig
 from trigon.errors import ConfigError
 from trigon.models.dtypes import DTYPES
+from trigon.models.families import family_of
 from trigon.models.features import VisionFeatureCache
 from trigon.models.fused import require_liger
 from trigon.models.kernels import Kernel, resolve_kernel
@@ -121,9 +122,19 @@ def check_sequence_parallel(config: Config, hf_config: Any) -> None:
         )
 
 
-def check_parallel_sizes(config: Config, hf_config: Any) -> None:
-    """Raise ConfigError if the policy cannot be divided over workers that learn, or that sample."""
+def check_policy(config: Config, hf_config: Any) -> None:
+    """Raise ConfigError for an option that does not fit the policy.
+
+    If it cannot be divided over workers that learn, or that sample; and for an option of MoE models
+    if it is none.
+    """
     check_sequence_parallel(config, hf_config)
+    coefficient = config.worker.actor.router_aux_loss_coef
+    if coefficient and family_of(hf_config).experts == "none":
+        raise ConfigError(
+            f"worker.actor.router_aux_loss_coef is {coefficient}, but a {hf_config.model_type} model has no experts; "
+            "set it to 0, or use an MoE model"
+        )
     size = config.worker.rollout.tensor_parallel_size
     if size > 1:
         require_tensor_parallel(hf_config, size, num_workers=config.num_samplers)

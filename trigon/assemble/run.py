@@ -20,7 +20,7 @@ from trigon.assemble.episodes import check_episodes, find_episodes
 from trigon.assemble.hub import announce_downloads
 from trigon.assemble.memory import Hardware
 from trigon.assemble.memory_check import check_memory, find_hardware
-from trigon.assemble.models import check_parallel_sizes, choose_device, choose_kernel, device_type
+from trigon.assemble.models import check_policy, choose_device, choose_kernel, device_type
 from trigon.assemble.objects import NO_OBJECTS, RunObjects, RunOutcome
 from trigon.assemble.options import (
     make_sampling_params,
@@ -115,7 +115,7 @@ def run_training(
         announce_downloads(config, console)
         origin.add_model()
         processors = open_processors(config)
-        check_parallel_sizes(config, processors.hf_config)
+        check_policy(config, processors.hf_config)
         check_hardware = partial(check_run_memory, config, console)
         workers = None
         if config.has_workers:

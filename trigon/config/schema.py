@@ -582,6 +582,11 @@ class ActorConfig(TrainedConfig):
     """Weight of an entropy bonus in the loss.
     Raising it keeps completions varied and costs a little time."""
 
+    router_aux_loss_coef: float = Field(default=0.0, ge=0, le=1000)
+    """Weight of the load-balancing loss of an MoE model, see docs/model-families.md. Raising it
+    spreads the tokens more evenly over the experts, against the policy loss. Above 0 an update
+    makes one more pass, without gradient."""
+
     model: ModelConfig = Field(default_factory=ModelConfig)
 
     @property
@@ -1305,7 +1310,9 @@ class Config(Section):
     @property
     def learns_without_advantage(self) -> bool:
         """Whether the loss of a token whose advantage is zero can have a gradient."""
-        return self.algorithm.kl_in_loss is not None or self.worker.actor.entropy_coeff > 0 or self.shares_trunk
+        actor = self.worker.actor
+        regularizes = actor.entropy_coeff > 0 or actor.router_aux_loss_coef > 0
+        return self.algorithm.kl_in_loss is not None or regularizes or self.shares_trunk
 
     @property
     def mismatch_correction(self) -> Literal["off", CorrectionKind]:

@@ -288,7 +288,7 @@ def _build_row(
             position_ids.append(completion_positions(prompt_positions[part.group], length, own))
             visions.append(pixels_of(completion))
             owners.append((part.group, index))
-        spans.append(GroupSpan(prompt_span, tuple(completion_spans), tuple(sampled)))
+        spans.append(GroupSpan(prompt_span, tuple(completion_spans), tuple(sampled), part.completions[0] > 0))
     return PackedRow(
         packed=PackedGroups(
             token_ids=torch.tensor(token_ids, dtype=torch.int64),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trigon.models.kernels import Kernel, KeyLayout, Segments, TokenIndices, make_block_mask
+from trigon.models.routing import RowRouting
 from trigon.models.sequence_parallel import RowRanks
 from trigon.models.transfer import to_device
 from trigon.types import GroupSpan
@@ -143,13 +144,21 @@ class AttentionMetadata:
         spans: the groups of the row, in order and without gaps.
         kernel: the kernel that the language model attends with.
         row_ranks: the ranks that hold a slice of the row each; None if this rank holds the row.
+        routing: what the pass asks of the routers of MoE layers; None: what transformers does.
     """
 
     def __init__(
-        self, spans: Sequence[GroupSpan], device: torch.device, kernel: Kernel, *, row_ranks: RowRanks | None = None
+        self,
+        spans: Sequence[GroupSpan],
+        device: torch.device,
+        kernel: Kernel,
+        *,
+        row_ranks: RowRanks | None = None,
+        routing: RowRouting | None = None,
     ) -> None:
         self.kernel = kernel
         self.row_ranks = row_ranks
+        self.routing = routing
         self._spans = tuple(spans)
         self._device = device
         self._masks: dict[int | None, tuple[GroupMasks, ...]] = {}

@@ -25,6 +25,7 @@ from trigon.models.folders import require_config_file, require_weight_files
 from trigon.models.hub import IGNORED_FILES, modelscope_folder, uses_modelscope
 from trigon.models.kernels import Kernel
 from trigon.models.linear_attention import use_group_linear_attention
+from trigon.models.routing import use_row_routing
 from trigon.models.supported import require_supported
 from trigon.models.vision_encoder import use_patch_projection
 from trigon.system.json_files import read_json_object
@@ -293,9 +294,10 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def patch_model(model: Any, family: ModelFamily, attention_kernel: Kernel = "sdpa") -> None:
-    """Replace attention and patch projection of a model; weights and their names do not change."""
+    """Replace attention, routers and patch projection of a model; its weights do not change."""
     use_group_attention(model, family, attention_kernel)
     use_group_linear_attention(model, family)
+    use_row_routing(model, family)
     use_patch_projection(model, family)
 
 

@@ -31,7 +31,15 @@ from trigon.models.logprobs import (
     use_logprob_head,
 )
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
-from trigon.models.sequence_parallel import RowRanks, RowSlice, complete_results, require_divisible_heads, slice_of
+from trigon.models.routing import RouterLoad, RowRouting
+from trigon.models.sequence_parallel import (
+    RowRanks,
+    RowSlice,
+    complete_results,
+    require_divisible_heads,
+    slice_of,
+    sum_over_row,
+)
 from trigon.models.sizes import GroupLengths, peak_tflops, update_flops
 from trigon.models.transfer import to_device
 from trigon.models.vision_encoder import VisionEncoder, add_deepstack
@@ -50,7 +58,7 @@ class Policy(nn.Module):
 
     head_methods: ClassVar[tuple[str, ...]] = HEAD_METHODS
     """The methods of the head, besides forward, that use its weight."""
-    row_methods: ClassVar[tuple[str, ...]] = ()
+    row_methods: ClassVar[tuple[str, ...]] = ("router_assignments",)
     """The methods, besides forward, that compute a row."""
     head_dtype: ClassVar[torch.dtype | None] = None
     """The dtype in which a sharded head is gathered; None: that of the other weights."""
@@ -90,6 +98,7 @@ class Policy(nn.Module):
         run_dummy_vision: bool = False,
         against: Predictions | None = None,
         states_only: bool = False,
+        router_load: bool = False,
     ) -> TokenLogprobs | Predictions:
         """Return the log-probability and entropy of a row's S sampled tokens.
 
@@ -105,15 +114,17 @@ class Policy(nn.Module):
             against: a reference's predictions of these tokens, to compute the KL as well; with
                 sequence parallelism those of this rank's slice.
             states_only: return the factors of the logits instead (see predictions).
+            router_load: return TokenLogprobs.router_probabilities too.
         Returns: the TokenLogprobs of token_logprobs, on the model's device; or the Predictions.
         Raises: ModelError if the images do not match the placeholder tokens of the row.
         """
-        states, row = self.row_states(packed, run_dummy_vision=run_dummy_vision)
+        load = RouterLoad() if router_load else None
+        states, row = self.row_states(packed, run_dummy_vision=run_dummy_vision, load=load)
         if states_only:
             _, sources = target_and_source_positions(packed.spans)
             predicting, _ = self.states_at(sources, states, row)
             return Predictions(predicting, self.head.full_weight())
-        return self.score_states(states, row, packed, entropy_gradient=entropy_gradient, against=against)
+        return self.score_states(states, row, packed, entropy_gradient=entropy_gradient, against=against, load=load)
 
     def states_at(self, places: Tensor, states: Tensor, row: RowSlice) -> tuple[Tensor, Tensor]:
         """Return the states at those of a row's places that this rank holds, and which these are.
@@ -132,8 +143,9 @@ class Policy(nn.Module):
         *,
         entropy_gradient: bool = False,
         against: Predictions | None = None,
+        load: RouterLoad | None = None,
     ) -> TokenLogprobs:
-        """Return what forward does, given the states of row_states."""
+        """Return what forward does, given the states, and perhaps the load, of row_states."""
         targets, sources = target_and_source_positions(packed.spans)
         predicting, held = self.states_at(sources, states, row)
         logprobs, entropy, kl = self.head.token_logprobs(
@@ -150,7 +162,26 @@ class Policy(nn.Module):
             columns = [logprobs, entropy] if kl is None else [logprobs, entropy, kl]
             logprobs, entropy, *kls = self.of_row(columns, held, len(targets))
             kl = kls[0] if kls else None
-        return TokenLogprobs(logprobs=logprobs, entropy=entropy, kl=kl)
+        return TokenLogprobs(
+            logprobs=logprobs,
+            entropy=entropy,
+            kl=kl,
+            router_probabilities=None if load is None else self._over_layers(load.probabilities),
+        )
+
+    @torch.no_grad()
+    def router_assignments(self, packed: PackedGroups, *, run_dummy_vision: bool = False) -> Tensor:
+        """Return how many tokens of a row use each expert, over all MoE layers: [E] float32.
+
+        Each prompt counts once. Collective, like forward.
+        """
+        load = RouterLoad()
+        self.row_states(packed, run_dummy_vision=run_dummy_vision, load=load)
+        return self._over_layers(load.assignments)
+
+    def _over_layers(self, sums: Mapping[int, Tensor]) -> Tensor:
+        """Return the sum over the layers, and over the ranks of a row."""
+        return sum_over_row(torch.stack([*sums.values()]).sum(0), self._row_ranks)
 
     def of_row(self, columns: Sequence[Tensor], held: Tensor, num_tokens: int) -> list[Tensor]:
         """Return the values of all tokens of a row, given those of this rank's slice.
@@ -165,8 +196,13 @@ class Policy(nn.Module):
         results = complete_results(stacked, to_device(held, stacked.device), num_tokens, self._row_ranks)
         return [column.clone() for column in results]  # FSDP warns of views
 
-    def row_states(self, packed: PackedGroups, *, run_dummy_vision: bool) -> tuple[Tensor, RowSlice]:
-        """Return the last hidden states of this rank's slice of a row, [T, D]; see forward."""
+    def row_states(
+        self, packed: PackedGroups, *, run_dummy_vision: bool, load: RouterLoad | None = None
+    ) -> tuple[Tensor, RowSlice]:
+        """Return the last hidden states of this rank's slice of a row, [T, D]; see forward.
+
+        load: receives that of the experts, from this rank's slice.
+        """
         language, ranks = self.family.language_model(self.model), self._row_ranks
         device = computing_device(language.embed_tokens.weight)
         row = slice_of(packed, ranks)
@@ -190,11 +226,28 @@ class Policy(nn.Module):
             position_ids=position_ids[:, None] if self.family.rope == "mrope" else position_ids,
             use_cache=False,
             attention_metadata=AttentionMetadata(
-                packed.spans, device, configured_kernel(language.config), row_ranks=ranks
+                packed.spans,
+                device,
+                configured_kernel(language.config),
+                row_ranks=ranks,
+                routing=self._row_routing(packed, row, load, device),
             ),
             **deepstack_arguments,
         ).last_hidden_state[0]
         return states, row
+
+    def _row_routing(
+        self, packed: PackedGroups, row: RowSlice, load: RouterLoad | None, device: torch.device
+    ) -> RowRouting | None:
+        """Return what the pass asks of the routers; None if nothing."""
+        if load is None:
+            return None
+        counted = torch.zeros(row.start + len(row.token_ids))
+        counted[: len(packed.token_ids)] = 1.0
+        for span in packed.spans:
+            if span.repeats_prompt:
+                counted[slice(*span.prompt)] = 0.0
+        return RowRouting(recorded=None, counted=to_device(counted[row.start :], device), load=load)
 
     _use_head = staticmethod(use_logprob_head)
 
@@ -238,6 +291,16 @@ class Policy(nn.Module):
         """The head."""
         head: LogprobHead = self.model.lm_head
         return head
+
+    @property
+    def num_experts(self) -> int:
+        """The experts of an MoE layer; 0 without such layers."""
+        return int(getattr(self.model.config.get_text_config(), "num_experts", None) or 0)
+
+    @property
+    def experts_per_token(self) -> int:
+        """The experts of an MoE layer that a token uses; 0 without such layers."""
+        return int(getattr(self.model.config.get_text_config(), "num_experts_per_tok", None) or 0)
 
     @property
     def has_tied_head(self) -> bool:

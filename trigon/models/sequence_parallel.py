@@ -261,6 +261,29 @@ class _CompleteResults(torch.autograd.Function):
         return gradients[0].index_select(1, indices), None, None, None
 
 
+def sum_over_row(own: Tensor, ranks: RowRanks | None) -> Tensor:
+    """Return the sum of a tensor over the ranks of a row, on each of them.
+
+    Its gradient flows into the tensor of each rank once, as that of complete_results.
+    """
+    if ranks is None:
+        return own
+    total: Tensor = _SumOverRow.apply(own, ranks.group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _SumOverRow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
+        total = own.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None
+
+
 def _exchange(tensor: Tensor, ranks: RowRanks) -> Tensor:
     """Return, as [ranks, ...], what each rank has at this rank's place of the first dimension."""
     counts = (1,) * ranks.size

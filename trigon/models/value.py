@@ -19,6 +19,7 @@ from trigon.models.families import ModelFamily
 from trigon.models.logprobs import Predictions, target_and_source_positions
 from trigon.models.lora import adapters_of
 from trigon.models.policy import Policy
+from trigon.models.routing import RouterLoad
 from trigon.models.sequence_parallel import RowSlice
 from trigon.types import NamedTensors, PackedGroups, TokenLogprobs
 
@@ -114,7 +115,7 @@ class ActorCritic(Policy):
     The head is no part of the policy's weights: those of a weight sync, an export and a checkpoint.
     """
 
-    row_methods = ("values", "with_values")
+    row_methods = (*Policy.row_methods, "values", "with_values")
 
     def __init__(
         self,
@@ -147,14 +148,16 @@ class ActorCritic(Policy):
         against: Predictions | None = None,
         trunk_gradient: float = 1.0,
         with_next: bool = False,
+        router_load: bool = False,
     ) -> tuple[TokenLogprobs, Tensor]:
         """Return what Policy.forward and ValueModel.forward do, from one pass through the trunk.
 
         trunk_gradient: factor of the values' gradient where it goes from the head into the trunk.
         The head has all of it.
         """
-        states, row = self.row_states(packed, run_dummy_vision=run_dummy_vision)
-        outputs = self.score_states(states, row, packed, entropy_gradient=entropy_gradient, against=against)
+        load = RouterLoad() if router_load else None
+        states, row = self.row_states(packed, run_dummy_vision=run_dummy_vision, load=load)
+        outputs = self.score_states(states, row, packed, entropy_gradient=entropy_gradient, against=against, load=load)
         scaled = _scale_gradient(states, trunk_gradient)
         return outputs, _row_values(self, self.value_head, scaled, row, packed, with_next=with_next)
 

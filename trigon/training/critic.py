@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from trigon.algorithms.reduce import Denominators
+from trigon.algorithms.reduce import Denominators, ExpertShares
 from trigon.algorithms.unread import UnreadMetrics
 from trigon.config.plan import ModelPlan
 from trigon.config.schema import Config, CriticConfig
@@ -172,8 +172,10 @@ class LocalCriticEngine(LocalTrainEngine):
         *,
         run_dummy_vision: bool,
         gradient_scale: float,
+        shares: ExpertShares | None = None,
         on_outputs: Callable[[TokenLogprobs], None] | None = None,
     ) -> UnreadMetrics:
+        assert shares is None, "the loss of a critic does not balance experts"
         assert on_outputs is None, "a critic computes no log-probabilities"
         return value_backward(
             self._values,
@@ -189,6 +191,10 @@ class LocalCriticEngine(LocalTrainEngine):
         with self._scorer.precision():
             values = self._values(idle_row(self._policy), run_dummy_vision=run_dummy_vision)
         torch.autograd.backward(values.sum() * 0.0)
+
+    @property
+    def _balances_experts(self) -> bool:
+        return False
 
     @property
     def _is_regularized(self) -> bool:

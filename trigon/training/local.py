@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from trigon.algorithms.reduce import Denominators, count_denominators
+from trigon.algorithms.reduce import Denominators, ExpertShares, count_denominators
 from trigon.algorithms.unread import UnreadMetrics, read_metrics
 from trigon.config.plan import ModelPlan
 from trigon.config.schema import Config, TrainedConfig
@@ -33,7 +33,14 @@ from trigon.training.optim import Schedule, make_optimizer, move_states, on_this
 from trigon.training.placement import Placement
 from trigon.training.protocol import SKIPPED_GRAD_NORM, LoadPixels, Sizes
 from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
-from trigon.training.step import Reference, idle_backward, micro_batch_backward, to_device
+from trigon.training.step import (
+    ROUTER_LOSS,
+    Reference,
+    count_expert_shares,
+    idle_backward,
+    micro_batch_backward,
+    to_device,
+)
 from trigon.training.update_plan import AppliedUpdate, UpdatePlan, has_gradient, plan_update
 from trigon.types import LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup
 
@@ -196,6 +203,7 @@ class LocalTrainEngine:
                 process_group=self._process_group,
             )
             outputs = RecordedOutputs(plan, recorded)
+            shares = self._count_expert_shares(plan)
             unread: list[UnreadMetrics] = []
             for index, run_dummy_vision in enumerate(plan.passes):
                 self._process_group.before_forward(self._policy, sync_gradients=plan.syncs_gradients(index))
@@ -208,6 +216,7 @@ class LocalTrainEngine:
                         plan.denominators,
                         run_dummy_vision=run_dummy_vision,
                         gradient_scale=float(self._process_group.size),  # FSDP averages gradients over the ranks
+                        shares=shares,
                         on_outputs=outputs.receiver(index),
                     )
                 )
@@ -226,6 +235,7 @@ class LocalTrainEngine:
         *,
         run_dummy_vision: bool,
         gradient_scale: float,
+        shares: ExpertShares | None = None,
         on_outputs: Callable[[TokenLogprobs], None] | None = None,
     ) -> UnreadMetrics:
         return micro_batch_backward(
@@ -237,8 +247,27 @@ class LocalTrainEngine:
             reference=self._full_kl_reference(),
             run_dummy_vision=run_dummy_vision,
             gradient_scale=gradient_scale,
+            shares=shares,
             on_outputs=on_outputs,
         )
+
+    def _count_expert_shares(self, plan: UpdatePlan) -> ExpertShares | None:
+        """Return the shares of the experts in an update; None without a load-balancing loss.
+
+        They depend on all micro-batches, and are needed before the first backward.
+        """
+        if not self._balances_experts:
+            return None
+        shares = count_expert_shares(
+            self._policy,
+            [batch.packed for batch in plan.batches],
+            plan.passes,
+            precision=self._scorer.precision,
+            process_group=self._process_group,
+            experts_per_token=self._policy.experts_per_token,
+            counts_row=self._counts_row,
+        )
+        return replace(shares, fractions=shares.fractions.to(self._device))
 
     def _idle_backward(self, run_dummy_vision: bool) -> None:
         against = self._full_kl_reference()
@@ -311,16 +340,17 @@ class LocalTrainEngine:
         return self._policy.update_work(groups, name=self.name)
 
     def _loss_metrics(self, trained: Trained, applied: AppliedUpdate, batch_metrics: Metrics) -> dict[str, Metric]:
-        """Return the loss of the update, the norm of its gradient, and its learning rate.
+        """Return the losses of the update, the norm of its gradient, and its learning rate.
 
         batch_metrics: of this rank's micro-batches, merged.
         """
-        own_loss = batch_metrics.get(trained.loss_key, Sum(0.0)).value if self._counts_row else 0.0
-        [loss] = self._process_group.all_reduce_sum([own_loss])
+        keys = [trained.loss_key, *([ROUTER_LOSS] if trained.name == "actor" and self._balances_experts else [])]
+        own = [batch_metrics.get(key, Sum(0.0)).value if self._counts_row else 0.0 for key in keys]
+        losses = self._process_group.all_reduce_sum(own)
         return {
             # The summands of the micro-batches add up to the loss of one update; updates of a step
             # are averaged.
-            trained.loss_key: Mean(loss),
+            **{key: Mean(loss) for key, loss in zip(keys, losses, strict=True)},
             f"{trained.name}/grad_norm": Mean(applied.grad_norm) if applied.is_finite else Mean(0.0, 0.0),
             f"{trained.name}/lr": Mean(applied.learning_rate),
         }
@@ -477,6 +507,11 @@ class LocalTrainEngine:
     def _saved(self) -> checkpointing.Saved:
         """What a checkpoint has."""
         return self._policy
+
+    @property
+    def _balances_experts(self) -> bool:
+        """Whether the loss has a term that spreads the tokens over the experts."""
+        return self._config.worker.actor.router_aux_loss_coef > 0
 
     @property
     def _is_regularized(self) -> bool:

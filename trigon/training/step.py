@@ -17,7 +17,7 @@ from torch import Tensor
 from trigon.algorithms.importance import correction_weights, mismatch_metrics
 from trigon.algorithms.kl import kl_per_token
 from trigon.algorithms.losses import policy_loss
-from trigon.algorithms.reduce import Denominators, reduce_loss
+from trigon.algorithms.reduce import Denominators, ExpertShares, expert_shares, load_balancing_loss, reduce_loss
 from trigon.algorithms.unread import Unread, UnreadMetrics
 from trigon.algorithms.value_loss import value_loss
 from trigon.config.names import KlEstimator
@@ -30,6 +30,9 @@ from trigon.models.policy import Policy
 from trigon.models.value import ActorCritic
 from trigon.training.parallel import ProcessGroup, passes_in_step
 from trigon.types import GroupSpan, MicroBatch, PackedGroups, RolloutGroup, TokenLogprobs
+
+ROUTER_LOSS = "actor/router_aux_loss"
+"""The metric of the load-balancing loss."""
 
 Precision = Callable[[], AbstractContextManager[object]]
 """Returns the context in which the policy computes: autocast, or nullcontext."""
@@ -70,6 +73,7 @@ def micro_batch_backward(
     reference: Reference | None,
     run_dummy_vision: bool,
     gradient_scale: float,
+    shares: ExpertShares | None = None,
     on_outputs: Callable[[TokenLogprobs], None] | None = None,
 ) -> UnreadMetrics:
     """Add the gradient of one micro-batch to the parameters, and return its metrics.
@@ -77,8 +81,9 @@ def micro_batch_backward(
     Nothing here makes the host wait for a GPU, so that it prepares the next micro-batch, its images
     included, while the GPU computes this one.
 
-    The loss is the policy loss + kl_coef * KL - entropy_coeff * entropy. A critic on the policy's
-    trunk adds its loss, whose gradient reaches the trunk times vf_coef, and its head whole.
+    The loss is the policy loss + kl_coef * KL - entropy_coeff * entropy + router_aux_loss_coef *
+    the load-balancing loss of the experts. A critic on the policy's trunk adds its loss, whose
+    gradient reaches the trunk times vf_coef, and its head whole.
     Means are weighted by the trainable tokens; "actor/pg_loss" is this micro-batch's summand of the
     update's loss.
 
@@ -87,12 +92,18 @@ def micro_batch_backward(
         reference: required if the KL term is the full KL; None otherwise.
         run_dummy_vision: see Policy.forward.
         gradient_scale: factor of the gradient; the metrics are not scaled.
+        shares: of the experts in the whole update, on the device; None without the last term.
         on_outputs: receives what the forward pass returned, which still has its gradient.
     """
     against = None if reference is None else reference.predictions(batch.packed, run_dummy_vision=run_dummy_vision)
     with precision():
         outputs, values = _pass_with_gradient(
-            policy, batch.packed, config, run_dummy_vision=run_dummy_vision, against=against
+            policy,
+            batch.packed,
+            config,
+            run_dummy_vision=run_dummy_vision,
+            against=against,
+            router_load=shares is not None,
         )
     if on_outputs is not None:
         on_outputs(outputs)
@@ -100,6 +111,11 @@ def micro_batch_backward(
     # exactly 1.
     old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     loss, metrics = _total_loss(outputs, old, batch, config, denominators)
+    if shares is not None:
+        assert outputs.router_probabilities is not None
+        balance = load_balancing_loss(outputs.router_probabilities, shares)
+        loss = loss + config.worker.actor.router_aux_loss_coef * balance
+        metrics[ROUTER_LOSS] = Unread(Sum, (balance.detach(),))
     if values is not None:
         of_values, value_metrics = reduced_value_loss(values, batch, config.worker.critic, denominators)
         loss, metrics = loss + of_values, metrics | value_metrics
@@ -108,13 +124,23 @@ def micro_batch_backward(
 
 
 def _pass_with_gradient(
-    policy: Policy, packed: PackedGroups, config: Config, *, run_dummy_vision: bool, against: Predictions | None
+    policy: Policy,
+    packed: PackedGroups,
+    config: Config,
+    *,
+    run_dummy_vision: bool,
+    against: Predictions | None,
+    router_load: bool = False,
 ) -> tuple[TokenLogprobs, Tensor | None]:
     """Return the outputs of a row, and its values if the loss has a term of them."""
     entropy_gradient = config.worker.actor.entropy_coeff > 0
     if not config.shares_trunk:
         outputs: TokenLogprobs = policy(
-            packed, run_dummy_vision=run_dummy_vision, entropy_gradient=entropy_gradient, against=against
+            packed,
+            run_dummy_vision=run_dummy_vision,
+            entropy_gradient=entropy_gradient,
+            against=against,
+            router_load=router_load,
         )
         return outputs, None
     assert isinstance(policy, ActorCritic), "the value loss needs a value head"
@@ -124,6 +150,7 @@ def _pass_with_gradient(
         entropy_gradient=entropy_gradient,
         against=against,
         trunk_gradient=config.worker.critic.vf_coef,
+        router_load=router_load,
     )
 
 
@@ -245,6 +272,36 @@ def idle_backward(
         outputs, values = _pass_with_gradient(policy, row, config, run_dummy_vision=run_dummy_vision, against=None)
     total = outputs.logprobs.sum() if values is None else outputs.logprobs.sum() + values.sum()
     torch.autograd.backward(total * 0.0)
+
+
+def count_expert_shares(
+    policy: Policy,
+    rows: Sequence[PackedGroups],
+    passes: Sequence[bool],
+    *,
+    precision: Precision,
+    process_group: ProcessGroup,
+    experts_per_token: int,
+    counts_row: bool,
+) -> ExpertShares:
+    """Return the shares of the experts in an update, over all ranks, from passes without gradient.
+
+    Args:
+        rows: of this rank. passes: of all ranks together, see passes_in_step.
+        counts_row: False on ranks whose rows another rank counts.
+    Returns: on the CPU.
+    """
+    totals = torch.zeros(policy.num_experts)
+    with torch.no_grad(), precision():
+        for index, run_dummy_vision in enumerate(passes):
+            is_idle = index >= len(rows)
+            row = idle_row(policy) if is_idle else rows[index]
+            counted = policy.router_assignments(row, run_dummy_vision=run_dummy_vision)
+            if counts_row and not is_idle:
+                totals = totals.to(counted.device) + counted
+    process_group.reshard(policy)
+    assignments = process_group.all_reduce_sum(totals.tolist())
+    return expert_shares(assignments, experts_per_token=experts_per_token)
 
 
 def score_rollouts(

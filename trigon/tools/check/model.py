@@ -17,7 +17,7 @@ from trigon.assemble.critic import require_same_tokens
 from trigon.assemble.data import open_builder, read_processors
 from trigon.assemble.episodes import EpisodeParts, check_chat_template, check_episodes, load_episodes
 from trigon.assemble.memory import size_of_model
-from trigon.assemble.models import check_parallel_sizes
+from trigon.assemble.models import check_policy
 from trigon.assemble.options import max_completion_tokens
 from trigon.config.options import with_options
 from trigon.config.paths import local_path
@@ -93,7 +93,7 @@ def check_model(result: Result, config: Config, *, on_gpus: bool = False) -> Mod
         )
     try:
         require_same_tokens(local, processors)
-        check_parallel_sizes(local, processors.hf_config)
+        check_policy(local, processors.hf_config)
         size = size_of_model(local)
     except (ModelError, ConfigError) as error:
         result.fail("model.unusable", str(error))
