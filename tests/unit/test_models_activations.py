@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import sys
-from pathlib import Path
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -18,9 +17,6 @@ from trigon.models.attention import GROUP_ATTENTION
 from trigon.models.sizes import model_size
 from trigon.training.dry_run import as_rollouts, dummy_group
 from trigon.training.memory import HostMemory
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from shared import SHORT, VOCABULARY, make_folder
 
 GROUPS, PROMPT, COMPLETIONS, RESPONSE = 2, 100, 4, 60
 
@@ -90,41 +86,21 @@ def check(peaks) -> None:
 
 @pytest.mark.extended(but=["qwen2_5_vl-autocast-checkpointing"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize("formats", FORMATS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_arithmetic_of_a_pass_agrees_with_its_measured_peak(tiny_model, family, formats, checkpointing):
-    dtype, compute_dtype = FORMATS[formats]
-    engine = make_engine(tiny_model(family), dtype=dtype, compute_dtype=compute_dtype, checkpointing=checkpointing)
-    check(measure(engine, checkpointing=checkpointing, compute_dtype=compute_dtype))
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("part", ["frozen vision", "lora", "tied"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize("formats", ["float32", "autocast"])
-def test_frozen_parts_adapters_and_tied_heads_are_counted(tiny_model, part, formats, checkpointing):
+@pytest.mark.parametrize(
+    ("case", "formats"),
+    [*product(FAMILIES, FORMATS), *product(["frozen vision", "lora", "tied"], ["float32", "autocast"])],
+)
+def test_the_arithmetic_of_a_pass_agrees_with_its_measured_peak(tiny_model, case, formats, checkpointing):
     dtype, compute_dtype = FORMATS[formats]
     engine = make_engine(
-        tiny_model("qwen2_5_vl", tie_word_embeddings=part == "tied"),
+        tiny_model(case if case in FAMILIES else "qwen2_5_vl", tie_word_embeddings=case == "tied"),
         dtype=dtype,
         compute_dtype=compute_dtype,
         checkpointing=checkpointing,
-        freeze=part == "frozen vision",
-        lora_rank=4 if part == "lora" else 0,
+        freeze=case == "frozen vision",
+        lora_rank=4 if case == "lora" else 0,
     )
-    has_adapters = part == "lora"
-    check(measure(engine, checkpointing=checkpointing, compute_dtype=compute_dtype, has_adapters=has_adapters))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize("formats", FORMATS)
-def test_the_arithmetic_agrees_for_a_model_of_40_million_parameters(tmp_path, formats, checkpointing):
-    dtype, compute_dtype = FORMATS[formats]
-    model = make_folder(tmp_path, vocabulary=VOCABULARY, shape=SHORT)
-    engine = make_engine(model, dtype=dtype, compute_dtype=compute_dtype, checkpointing=checkpointing)
-    assert 35e6 < engine.sizes().parameters < 45e6
-    check(measure(engine, checkpointing=checkpointing, compute_dtype=compute_dtype))
+    check(measure(engine, checkpointing=checkpointing, compute_dtype=compute_dtype, has_adapters=case == "lora"))
 
 
 LAYERS = 24
@@ -175,6 +151,7 @@ def fake_varlen(
     return _KeepsWhatTheKernelKeeps.apply(query, key, value)
 
 
+@pytest.mark.extended(but=["checkpointing"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_a_kernel_of_variable_lengths_is_counted(tiny_model, monkeypatch, checkpointing):
     stand_in(monkeypatch, fake_varlen)

@@ -11,15 +11,6 @@ import torch
 from trigon.errors import ModelError
 from trigon.models.families import family_named, family_of
 
-VISION_CONFIG = SimpleNamespace(
-    model_type="qwen2_5_vl",
-    image_token_id=5,
-    video_token_id=6,
-    vision_start_token_id=7,
-    vision_end_token_id=8,
-    vision_config=SimpleNamespace(spatial_merge_size=2),
-)
-
 
 def test_the_error_for_an_unknown_model_type_lists_the_supported_ones_and_the_documentation() -> None:
     with pytest.raises(
@@ -52,20 +43,6 @@ def test_nothing_is_suggested_for_a_series_without_a_supported_type() -> None:
         family_named("gpt_oss")
 
 
-def test_media_token_ids_are_read_from_the_config() -> None:
-    family = family_of(VISION_CONFIG)
-    assert family.media_token_ids(VISION_CONFIG) == (5, 6, 7, 8)
-    assert family.image_token_id(VISION_CONFIG) == 5
-    assert family.spatial_merge(VISION_CONFIG) == 2
-
-
-def test_a_text_family_has_no_media_tokens_and_no_image_token() -> None:
-    family = family_named("qwen2")
-    assert family.media_token_ids(SimpleNamespace()) == ()
-    with pytest.raises(ModelError, match="'qwen2' model has no vision tower"):
-        family.image_token_id(SimpleNamespace())
-
-
 @pytest.mark.parametrize(
     ("model_type", "in_memory", "in_checkpoint"),
     [
@@ -93,19 +70,12 @@ def test_stacked_experts_become_one_tensor_for_each_expert_and_projection() -> N
         "model.layers.1.mlp.experts.1.gate_proj.weight": [[6.0, 7.0, 8.0]],
         "model.layers.1.mlp.experts.1.up_proj.weight": [[9.0, 10.0, 11.0]],
     }
-    parts["model.layers.1.mlp.experts.0.up_proj.weight"].zero_()
-    assert stack[0].tolist() == [[0.0, 1.0, 2.0], [0.0, 0.0, 0.0]]
     assert list(dict(family.checkpoint_tensors("model.layers.1.mlp.experts.down_proj", stack))) == [
         "model.layers.1.mlp.experts.0.down_proj.weight",
         "model.layers.1.mlp.experts.1.down_proj.weight",
     ]
-
-
-def test_stacked_experts_are_transposed() -> None:
-    stack = torch.arange(12.0).view(2, 2, 3)
     name = "model.language_model.layers.0.mlp.experts.down_proj"
-    [(written_name, written)] = family_named("qwen3_vl_moe").checkpoint_tensors(name, stack)
-    assert written_name == name
+    [(_, written)] = family_named("qwen3_vl_moe").checkpoint_tensors(name, stack)  # which is transposed
     assert written.tolist() == [[[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]], [[6.0, 9.0], [7.0, 10.0], [8.0, 11.0]]]
 
 
@@ -114,12 +84,3 @@ def test_stacked_experts_stay_as_they_are() -> None:
     name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     [(written_name, written)] = family_named("qwen3_5_moe").checkpoint_tensors(name, stack)
     assert (written_name, written.tolist()) == (name, stack.tolist())
-
-
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"])
-def test_other_weights_of_an_moe_model_are_unchanged(model_type: str) -> None:
-    weight = torch.zeros(2, 3)
-    for name in ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.gate.weight"):
-        [(written_name, written)] = family_named(model_type).checkpoint_tensors(name, weight)
-        assert written_name == name
-        assert written is weight

@@ -21,15 +21,8 @@ from trigon.types import PackedGroups, Rollout, RolloutGroup, Score
 TinyModel = Callable[..., Path]
 GRIDS = [(6, 10), (4, 4)]  # neither is a multiple of a window of Qwen2.5-VL
 COUNTED = [
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "qwen2",
-    "qwen3",
-    "qwen2_moe",
-    "qwen3_moe",
-    "gemma3_text",
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+    *("qwen3", "qwen2_moe", "gemma3_text"),
 ]
 
 
@@ -82,6 +75,7 @@ def rectangles(processors: Processors, lengths: list[GroupLengths]) -> int:
     return 4 * text.num_hidden_layers * width * pairs
 
 
+@pytest.mark.extended(but=["qwen2_5_vl", "qwen3_vl_moe", "qwen2_moe", "gemma3_text"])
 @pytest.mark.parametrize("model_type", COUNTED)
 def test_forward_and_update_flops_equal_those_that_torch_counts(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, model_type: str
@@ -120,7 +114,7 @@ def test_forward_and_update_flops_equal_those_that_torch_counts(
         assert both == frozen - 3 * flops.attention - of_images
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl"])
 def test_what_completions_observe_is_counted_without_logits_and_with_its_images(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, model_type: str
 ) -> None:
@@ -161,7 +155,7 @@ def _attention_of_images(processors: Processors, lengths: list[GroupLengths]) ->
     return 4 * width * (full + 2 * windows)
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
+@pytest.mark.parametrize("window", [None, 1, 8])
 def test_attention_counts_the_pairs_of_the_mask(tiny_model: TinyModel, window: int | None) -> None:
     processors = processors_of(tiny_model("mistral"))
     config = processors.hf_config
@@ -174,41 +168,16 @@ def test_attention_counts_the_pairs_of_the_mask(tiny_model: TinyModel, window: i
     assert flops.attention == 2 * 4 * pairs * 4 * 32  # layers, operations, pairs, heads, head dimension
 
 
-def test_the_frames_of_a_video_do_not_attend_to_each_other(tiny_model: TinyModel) -> None:
-    config = processors_of(tiny_model("qwen2_5_vl")).hf_config
-    video, image = (
-        forward_flops(config, [GroupLengths(prompt=40, completions=(5,), grids=((time, 6, 10),))]) for time in (4, 1)
-    )
-    assert video is not None
-    assert image is not None
-    assert (video.vision, video.patch_embedding) == (4 * image.vision, 4 * image.patch_embedding)
-
-
-@pytest.mark.parametrize("model_type", ["internvl", "llava"])
-def test_a_family_that_is_not_described_is_not_counted(tiny_model: TinyModel, model_type: str) -> None:
-    config = processors_of(tiny_model(model_type)).hf_config
-    lengths = [GroupLengths(prompt=20, completions=(5,))]
-    assert forward_flops(config, lengths) is None
-    assert update_flops(config, lengths) is None
-
-
 def test_peak_tflops_by_device_name() -> None:
     peaks = {
         "NVIDIA H100 80GB HBM3": 989,
-        "NVIDIA H200": 989,
-        "NVIDIA H800": 989,
-        "NVIDIA A100-SXM4-80GB": 312,
         "NVIDIA A100 80GB PCIe": 312,
-        "NVIDIA A100-PCIE-40GB": 312,
-        "NVIDIA A800-SXM4-80GB": 312,
         "NVIDIA L40S": 362,
-        "NVIDIA L20": 119.5,
         "NVIDIA GeForce RTX 4090": 165,
         # MIG slices, and slower variants of similar names.
         "NVIDIA A100-SXM4-80GB MIG 1g.10gb": None,
         "NVIDIA H100 PCIe": None,
         "NVIDIA GeForce RTX 4090 D": None,
         "NVIDIA L40": None,
-        "Tesla T4": None,
     }
     assert {name: peak_tflops(name) for name in peaks} == peaks
