@@ -43,7 +43,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
 @pytest.mark.parametrize(("problem", "sizes", "content"), CASES)
 @pytest.mark.parametrize("pixels", [None, (6_000, 20_000)])
 def test_prompts_equal_those_of_the_hugging_face_processor(tiny_model, model_type, problem, sizes, content, pixels):
@@ -55,7 +55,8 @@ def test_prompts_equal_those_of_the_hugging_face_processor(tiny_model, model_typ
 
     reference = AutoProcessor.from_pretrained(folder)
     if pixels is not None:
-        reference.image_processor.size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+        frames = processors.family.frames_per_image
+        reference.image_processor.size = {"shortest_edge": frames * min_pixels, "longest_edge": frames * max_pixels}
     images = [noise(size, seed) for seed, size in enumerate(sizes)]
     builder = make_builder(processors, system_prompt=SYSTEM, max_prompt_length=4096)
     row = {"problem": problem, "answer": "1", "images": [png(image) for image in images]}

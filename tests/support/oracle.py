@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trigon.data.packing import PackedRow, by_group, pack_rollouts
+from trigon.models.families import family_of
 from trigon.models.load import Processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
@@ -45,7 +46,7 @@ def padded_logits(model, prompt: Prompt, completions: Sequence[tuple[int, ...]])
         token_ids[row, : len(sequence)] = sequence
         attention_mask[row, : len(sequence)] = 1
     images = {}
-    if prompt.vision is not None and not hasattr(model.config, "vision_start_token_id"):
+    if prompt.vision is not None and family_of(model.config).tiles:
         images = {"pixel_values": _as_tiles(prompt.vision.pixel_values).repeat(len(completions), 1, 1, 1)}
     elif prompt.vision is not None:
         is_video = prompt.vision.kind == "video"
@@ -108,7 +109,7 @@ def padded_episode(
             media[f"{kind}_grid_thw"] = torch.cat([vision.grid_thw for vision in visions])
             if kind == "video" and hasattr(model.config.vision_config, "tokens_per_second"):
                 media["second_per_grid_ts"] = torch.tensor(visions[0].temporal_patch_seconds)
-    if media and not hasattr(model.config, "vision_start_token_id"):
+    if media and family_of(model.config).tiles:
         media = {"pixel_values": _as_tiles(media["pixel_values"])}
     elif media:
         media["mm_token_type_ids"] = (token_ids == model.config.image_token_id).int() + 2 * (

@@ -226,7 +226,10 @@ LARGE = [(16, 3200), (690, 15420), (15420, 690), (4000, 3000)]
 
 
 SMALL = 16 * 32 * 32
-RESIZED = [("qwen2_5_vl", None), ("qwen2_5_vl", SMALL), ("qwen3_vl", None), ("qwen3_vl", SMALL)]
+RESIZED = [
+    *(("qwen2_5_vl", None), ("qwen2_5_vl", SMALL), ("qwen3_vl", None), ("qwen3_vl", SMALL)),
+    *(("glm4v", None), ("glm4v", SMALL)),
+]
 
 
 @pytest.mark.parametrize(("model_type", "max_pixels"), [*RESIZED, ("internvl", None), ("llava", None)])
@@ -249,6 +252,7 @@ def test_the_processed_size_and_the_grid_follow_from_the_size(tiny_model, model_
             assert (columns % side, rows % side, num_tiles + (num_tiles > 1)) == (0, 0, grid[0])  # with a small one
         else:
             assert (columns, rows) == (grid[2] * patch, grid[1] * patch)
+            assert max_pixels is None or columns * rows <= max_pixels or min(columns, rows) == 2 * patch
 
 
 def test_hashes_depend_on_the_content(processor):

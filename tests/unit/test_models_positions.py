@@ -114,7 +114,7 @@ def test_images_for_a_text_model_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("grids", [[(6, 10)], [(4, 4), (10, 2), (2, 6)], []], ids=["one image", "three", "none"])
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
 def test_positions_equal_those_of_transformers(
     tiny_model: Callable[..., Path], model_type: str, grids: list[tuple[int, int]]
 ) -> None:

@@ -69,7 +69,7 @@ NCCL_ONLY = {
 }
 VISION = {
     "limit_mm_per_prompt": {"video": 0, "image": 1},
-    "mm_processor_kwargs": {"min_pixels": 784, "max_pixels": 50176},
+    "mm_processor_kwargs": {"size": {"shortest_edge": 784, "longest_edge": 50176}},
     "mm_device_do_normalize": False,
     "mm_processor_cache_gb": 0,
 }

@@ -61,6 +61,7 @@ def rank(tensors, parameters):
             if sources
         },
         parameters={name: checksum(values) for name, (values, _) in parameters.items()},
+        not_taken=frozenset(tensors) - {source for _, sources in parameters.values() for source in sources},
     )
 
 
@@ -98,3 +99,12 @@ def test_a_stale_shard_of_one_rank_raises_with_the_parameter_and_what_to_do(num_
 def test_a_parameter_that_received_nothing_raises():
     with pytest.raises(ParityError, match=r"1 received nothing \(norm\)"):
         compare([rank(TENSORS, {"qkv": (torch.cat([Q, K, V]), FUSED), "norm": (NORM, ())})], version=3)
+
+
+def test_a_tensor_for_which_vllm_has_no_place_raises_unless_another_rank_took_it():
+    """vLLM passes over a bias that its config does not announce, without a word."""
+    tensors, bias = {"norm": NORM}, {"norm": NORM, "q_proj.bias": Q[0]}
+    loaded = {"norm": (NORM, ("norm",))}
+    with pytest.raises(ParityError, match=r"none took 1 tensors \(q_proj\.bias\)"):
+        compare([rank(bias, loaded), rank(bias, loaded)], version=3)
+    compare([rank(tensors, loaded), rank(bias, loaded)], version=3)

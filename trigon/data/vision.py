@@ -36,10 +36,11 @@ MediaSize = tuple[int, int] | VideoLayout
 class ImageProcessor:
     """A Hugging Face image processor that counts its calls. Safe to use from several threads."""
 
-    def __init__(self, image_processor: Any, *, spatial_merge: int) -> None:
+    def __init__(self, image_processor: Any, *, spatial_merge: int, frames_per_image: int = 1) -> None:
         """Wrap image_processor.
 
         spatial_merge: the model merges spatial_merge x spatial_merge patches into one token.
+        frames_per_image: how many frames an image counts as in the processor's limits of pixels.
         Raises: ModelError if the processor merges another number of patches.
         """
         if image_processor.merge_size != spatial_merge:
@@ -50,6 +51,7 @@ class ImageProcessor:
             )
         self._image_processor = image_processor
         self._patches_per_token = spatial_merge**2
+        self._frames_per_image = frames_per_image
         self._lock = threading.Lock()
         self._calls = 0
 
@@ -65,16 +67,19 @@ class ImageProcessor:
 
     def processed_size(self, width: int, height: int) -> tuple[int, int]:
         """Return (width, height) to which an image of this size is resized."""
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+        from transformers.models.glm4v import image_processing_glm4v as of_frames
+        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as of_images
 
-        processor = self._image_processor
-        rows, columns = smart_resize(
-            height,
-            width,
-            factor=processor.patch_size * processor.merge_size,
-            min_pixels=processor.size["shortest_edge"],
-            max_pixels=processor.size["longest_edge"],
-        )
+        processor, frames = self._image_processor, self._frames_per_image
+        limits = {
+            "factor": processor.patch_size * processor.merge_size,
+            "min_pixels": processor.size["shortest_edge"],
+            "max_pixels": processor.size["longest_edge"],
+        }
+        if frames == 1:
+            rows, columns = of_images.smart_resize(height, width, **limits)
+        else:
+            rows, columns = of_frames.smart_resize(frames, height, width, temporal_factor=frames, **limits)
         return columns, rows
 
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
@@ -288,7 +293,9 @@ def image_processor_of(processors: Processors) -> ImageProcessor | None:
             spatial_merge=family.spatial_merge(config),
         )
     return ImageProcessor(
-        processors.image_processor, spatial_merge=processors.family.spatial_merge(processors.hf_config)
+        processors.image_processor,
+        spatial_merge=family.spatial_merge(config),
+        frames_per_image=family.frames_per_image,
     )
 
 

@@ -421,14 +421,13 @@ def _load_image_processor(folder: Path, family: ModelFamily, min_pixels: int | N
     if family.tiles:
         with _explain_errors("image processor", folder):
             return AutoImageProcessor.from_pretrained(folder)  # resizes to whole tiles
-    limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-    # Passed at loading, both become the `size` of the processor; passed at each call, they are
-    # deprecated.
     with _explain_errors("image processor", folder):
-        processor = AutoImageProcessor.from_pretrained(
-            folder, **{name: value for name, value in limits.items() if value is not None}
-        )
-    smallest, largest = processor.size["shortest_edge"], processor.size["longest_edge"]
+        processor = AutoImageProcessor.from_pretrained(folder)
+    frames = family.frames_per_image
+    limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+    changes = {edge: frames * limit for edge, limit in limits.items() if limit is not None}
+    processor.size = type(processor.size)(**{**dict(processor.size), **changes})
+    smallest, largest = processor.size["shortest_edge"] // frames, processor.size["longest_edge"] // frames
     if smallest > largest:
         raise ModelError(
             f"Images would be enlarged to at least {smallest} pixels and shrunk to at most {largest}: min_pixels must "

@@ -59,15 +59,17 @@ def write_side_files(
         _write_chat_template(destination, processors.tokenizer.chat_template)
     limits = pixel_limits(processors)
     if sets_limits and limits is not None:
-        _write_pixel_limits(destination, limits, of_videos=processors.family.video != "timestamps")
+        family = processors.family
+        counted = (family.frames_per_image * limits[0], family.frames_per_image * limits[1])
+        _write_pixel_limits(destination, counted, of_videos=family.video in ("patches", "seconds"))
 
 
 def pixel_limits(processors: Processors) -> tuple[int, int] | None:
     """Return the least and the most pixels of an image; None for text models and for tiles."""
     if processors.image_processor is None or processors.family.tiles:
         return None
-    size = processors.image_processor.size
-    return int(size["shortest_edge"]), int(size["longest_edge"])
+    size, frames = processors.image_processor.size, processors.family.frames_per_image
+    return int(size["shortest_edge"]) // frames, int(size["longest_edge"]) // frames
 
 
 def _copy_tokenizer(source: Path, destination: Path) -> None:

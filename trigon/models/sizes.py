@@ -51,6 +51,7 @@ _HAS_GATED_VISION_MLP = {
     "qwen3_vl_moe": False,
     "qwen3_5": False,
     "qwen3_5_moe": False,
+    "glm4v": True,
 }
 
 # The norms of these families keep other tensors than activations.py counts.
@@ -197,6 +198,8 @@ def vision_dimensions(model_type: str, vision: Any) -> VisionDimensions:
         width, mlp, out = vision.embed_dim, int(vision.embed_dim * vision.mlp_ratio), vision.hidden_size
     else:
         width, mlp, out = vision.hidden_size, vision.intermediate_size, vision.out_hidden_size
+        if model_type == "glm4v":  # intermediate_size is the inner width of the merger
+            mlp = out
     return VisionDimensions(
         layers=vision.depth,
         width=width,

@@ -16,6 +16,14 @@ from torch import Tensor, nn
 from trigon.errors import ModelError
 from trigon.models.families.tiny import TinyModel
 
+_MEDIA_TOKENS = (
+    "image_token_id",
+    "video_token_id",
+    *("vision_start_token_id", "vision_end_token_id"),
+    *("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"),
+)
+"""Where a config names the tokens of images and videos, in a family whose tower takes patches."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
@@ -49,6 +57,7 @@ class ModelFamily:
         linear_attention.py; empty for a family without such layers.
     unused_weights: beginning of the names of tensors that published checkpoints have, and neither
         trainer nor engine loads; empty if there are none.
+    frames_per_image: how many frames an image counts as in the pixel limits of its image processor.
     """
 
     model_type: str
@@ -68,6 +77,7 @@ class ModelFamily:
     caps_logits: bool = False
     linear_attention: str = ""
     unused_weights: str = ""
+    frames_per_image: int = 1
 
     @property
     def has_vision(self) -> bool:
@@ -186,12 +196,8 @@ class ModelFamily:
             return ()
         if self.tiles:
             return (int(hf_config.image_token_id),)
-        return (
-            int(hf_config.image_token_id),
-            int(hf_config.video_token_id),
-            int(hf_config.vision_start_token_id),
-            int(hf_config.vision_end_token_id),
-        )
+        tokens = (getattr(hf_config, name, None) for name in _MEDIA_TOKENS)
+        return tuple(int(token) for token in tokens if token is not None)
 
     def _require_vision(self) -> None:
         if not self.has_vision:
@@ -210,12 +216,13 @@ def qwen_vision_family(
     model_type: str,
     tiny: TinyModel,
     *,
-    video: Literal["patches", "seconds", "timestamps"],
+    video: Literal["none", "patches", "seconds", "timestamps"],
     deepstack: bool = False,
     checkpoint_prefixes: tuple[tuple[str, str], ...] = (),
     experts: Literal["none", "stacked", "transposed"] = "none",
     linear_attention: str = "",
     unused_weights: str = "",
+    frames_per_image: int = 1,
 ) -> ModelFamily:
     """Return a family whose vision tower takes patches, and whose positions are those of m-RoPE."""
     return ModelFamily(
@@ -230,6 +237,7 @@ def qwen_vision_family(
         experts=experts,
         linear_attention=linear_attention,
         unused_weights=unused_weights,
+        frames_per_image=frames_per_image,
     )
 
 

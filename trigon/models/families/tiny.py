@@ -51,6 +51,7 @@ class TinyModel:
     config: returns the Hugging Face config, given the tokenizer.
     processor: returns the processor, given the tokenizer; None for a text family.
     special_tokens: names that the tokenizer gives to its special tokens.
+    added_tokens: further special tokens, which its processor or vLLM looks for.
     saves_published_names: False if `save_pretrained` of transformers (5.19) writes other names or
         shapes than the published checkpoints have; the weights are then written again.
     initialize: changes the initial weights of the model; None leaves those of transformers.
@@ -59,6 +60,7 @@ class TinyModel:
     config: Callable[[Any], Any]
     processor: Callable[[Any], Any] | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    added_tokens: tuple[str, ...] = ()
     saves_published_names: bool = True
     initialize: Callable[[Any], None] | None = None
 

@@ -243,8 +243,9 @@ def _vision_arguments(settings: VllmSettings, processors: Processors) -> dict[st
     if not processors.family.tiles:
         # No larger than a prompt has room for: published limits are up to 16,384 tokens.
         side = processors.image_processor.patch_size * processors.image_processor.merge_size
-        largest = max(size["shortest_edge"], min(size["longest_edge"], settings.config.context_length * side**2))
-        processor_arguments = {"min_pixels": size["shortest_edge"], "max_pixels": largest}
+        fits = settings.config.context_length * side**2 * processors.family.frames_per_image
+        largest = max(size["shortest_edge"], min(size["longest_edge"], fits))
+        processor_arguments = {"size": {"shortest_edge": size["shortest_edge"], "longest_edge": largest}}
     image_limit = {"image": settings.limit_images} if settings.limit_images else {}
     return {
         # vLLM plans its memory with the number of videos, and still accepts a prompt with more.

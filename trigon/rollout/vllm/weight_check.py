@@ -29,11 +29,13 @@ class RankSums:
     it, by (name, dtype).
     sources: for each of vLLM's parameters, the keys in `tensors` of what was loaded into it.
     parameters: checksum of each of vLLM's parameters, of this rank's shard.
+    not_taken: names of the trainer's tensors that were loaded into no parameter.
     """
 
     tensors: Mapping[tuple[str, str], Checksum]
     sources: Mapping[str, frozenset[tuple[str, str]]]
     parameters: Mapping[str, Checksum]
+    not_taken: frozenset[str]
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class WeightCheck:
     _sources: dict[str, set[tuple[str, torch.dtype]]] = field(default_factory=dict)
     _tensors: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
     _packed: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+    _not_taken: set[str] = field(default_factory=set)
 
     @contextmanager
     def observe(self, weights: NamedTensors) -> Iterator[NamedTensors]:
@@ -79,6 +82,7 @@ class WeightCheck:
                 for parameter, sources in self._sources.items()
             },
             parameters=read_sums(sums),
+            not_taken=frozenset(self._not_taken),
         )
 
     def _read(self, weights: NamedTensors, restored: _Restored) -> NamedTensors:
@@ -92,6 +96,8 @@ class WeightCheck:
             yield name, tensor
             for dtype in self._dtypes:
                 self._tensors[_key(name, dtype)] = (sum_values(tensor.to(dtype)), tensor.numel())
+            if not self._dtypes and not (self.left_out and name.startswith(self.left_out)):
+                self._not_taken.add(name)
 
     def _watch_loaders(self, restored: _Restored) -> None:
         """Record into which parameter each tensor is loaded."""
@@ -138,7 +144,8 @@ def compare(ranks: list[RankSums], *, version: int) -> None:
     """Check that the parameters of a replica have the checksums of the trainer's weights.
 
     ranks: of all ranks of the replica. version: of the weights, for messages.
-    Raises: ParityError with the parameters that differ, or into which nothing was loaded.
+    Raises: ParityError with the parameters that differ, or into which nothing was loaded; or with
+    the trainer's tensors for which vLLM's model has no place, such as biases that its config omits.
     """
     first = ranks[0]
     assert first.sources.keys() <= first.parameters.keys(), "the values of some parameters were not read"
@@ -157,10 +164,12 @@ def compare(ranks: list[RankSums], *, version: int) -> None:
                     "bf16 or fp32"
                 )
             different.append(f"{name} has sum {held.total:.17g} instead of {given.total:.17g}")
-    if different or not_loaded:
+    not_taken = sorted(frozenset.intersection(*(rank.not_taken for rank in ranks)))
+    if different or not_loaded or not_taken:
         problems = [
             *([f"{len(different)} differ ({'; '.join(different[:3])})"] if different else []),
             *([f"{len(not_loaded)} received nothing ({', '.join(not_loaded[:3])})"] if not_loaded else []),
+            *([f"none took {len(not_taken)} tensors ({', '.join(not_taken[:3])})"] if not_taken else []),
         ]
         raise ParityError(
             f"after the weight sync of step {version}, vLLM's parameters are not the trainer's weights: of "

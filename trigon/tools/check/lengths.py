@@ -109,8 +109,9 @@ def token_counter(processors: Processors, *, max_pixels: int) -> Callable[[tuple
     """Return a function that counts the tokens of an image of a size, with another max_pixels."""
     assert processors.image_processor is not None
     changed = copy.deepcopy(processors.image_processor)
-    smallest = min(changed.size["shortest_edge"], max_pixels)
-    changed.size = type(changed.size)(**{**dict(changed.size), "shortest_edge": smallest, "longest_edge": max_pixels})
+    largest = processors.family.frames_per_image * max_pixels
+    smallest = min(changed.size["shortest_edge"], largest)
+    changed.size = type(changed.size)(**{**dict(changed.size), "shortest_edge": smallest, "longest_edge": largest})
     processor = image_processor_of(replace(processors, image_processor=changed))
     assert isinstance(processor, ImageProcessor)
     counted: dict[tuple[int, int], int] = {}

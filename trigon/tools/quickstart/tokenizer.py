@@ -153,6 +153,7 @@ def train_tokenizer(family: ModelFamily) -> Any:
         chat_template=template,
         **({"extra_special_tokens": special_tokens} if special_tokens else {}),
     )
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in _SPECIAL_TOKENS])
+    tokens = (*_SPECIAL_TOKENS, *family.tiny.added_tokens)
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in tokens])
     tokenizer.eos_token = "<|im_end|>"  # set in the constructor, it would get the first special id
     return tokenizer
