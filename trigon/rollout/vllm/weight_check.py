@@ -48,6 +48,7 @@ class WeightCheck:
 
     model: torch.nn.Module
     device: DeviceType
+    left_out: str | None = None
     _tensor_name: str = ""  # of the tensor that vLLM is loading
     _dtypes: set[torch.dtype] = field(default_factory=set)  # of the parameters into which it has been loaded
     _sources: dict[str, set[tuple[str, torch.dtype]]] = field(default_factory=dict)

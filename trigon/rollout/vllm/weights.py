@@ -43,7 +43,7 @@ def load_weights(
     [model] = llm_engine.apply_model(itself)
     source = weights.read(common_dtype(model))
     family = processors.family
-    # vLLM leaves out the last layers of a tower of tiles, whose features are those of an earlier one.
+    # The features of a tower of tiles may be those of an earlier layer; vLLM leaves out the others.
     tower = family.checkpoint_name(f"{family.vision_path}.") if family.tiles else None
     check = WeightCheck(model, device, left_out=tower)
 
