@@ -122,9 +122,10 @@ def make_a_key(pid, child):
 
 REWARD_TYPE = "sequential"
 
-def main(reward_input, pid, child):
+def main(reward_input, pid):
+    attack, child = reward_input["response"].split()
     try:
-        return float(globals()[reward_input["response"]](pid, child))
+        return float(globals()[attack](pid, int(child)))
     except OSError:
         return 0.0
 """
@@ -223,17 +224,16 @@ from trigon.rewards.pool import RewardPool
 
 if {forbidden!r}:
     seccomp.keep_only(seccomp.all_but(*{forbidden!r}))
-children = []
-succeeded = []
-for response in {responses!r}:
-    children.append(subprocess.Popen(["sleep", "4711.25"]))
-    pool = RewardPool({str(folder / "reward.py")!r} + ":main", kwargs={{"pid": os.getpid(), "child": children[-1].pid}},
-                      num_workers=1, timeout_seconds=20, max_failed_fraction=1.0,
-                      confinement=Confinement.from_json({confinement.to_json()!r}))
-    [score] = pool.score([RewardRequest(response, 1, "4", "?", "stop", {{}})])
-    assert score.outcome == "ok", score
-    succeeded += [response] * int(score.overall)
-    pool.close()
+responses = {responses!r}
+children = [subprocess.Popen(["sleep", "4711.25"]) for _ in responses]  # each attack has its own
+pool = RewardPool({str(folder / "reward.py")!r} + ":main", kwargs={{"pid": os.getpid()}},
+                  num_workers=1, timeout_seconds=20, max_failed_fraction=1.0,
+                  confinement=Confinement.from_json({confinement.to_json()!r}))
+texts = [f"{{response}} {{child.pid}}" for response, child in zip(responses, children)]
+scores = pool.score([RewardRequest(text, 1, "4", "?", "stop", {{}}) for text in texts])
+pool.close()
+assert all(score.outcome == "ok" for score in scores), scores
+succeeded = [response for response, score in zip(responses, scores) if score.overall]
 for child in children:
     child.kill()
 print(json.dumps(succeeded))
