@@ -28,7 +28,7 @@ from trigon.distributed.worker import Worker, ray_actor_class
 from trigon.distributed.worker_group import WorkerGroup
 from trigon.errors import ConfigError, WorkerError
 
-pytestmark = [pytest.mark.alone, pytest.mark.extended]
+pytestmark = pytest.mark.extended
 
 NUM_GPUS = 4
 

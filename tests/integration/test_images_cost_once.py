@@ -37,9 +37,10 @@ class CountingProcessor:
         return getattr(self.processor, name)
 
 
-@pytest.mark.extended(but=["2-transformers"])
-@pytest.mark.parametrize("engine_name", [pytest.param("vllm", marks=pytest.mark.vllm), "transformers"])
-@pytest.mark.parametrize("n", [2, 5])
+@pytest.mark.parametrize(
+    ("engine_name", "n"),
+    [pytest.param("vllm", 5, marks=[pytest.mark.vllm, pytest.mark.extended]), ("transformers", 2)],
+)
 def test_one_image_processor_call_for_each_prompt_of_a_step(engine_name, n, tiny_vlm, tmp_path):
     loaded = load_processors(str(tiny_vlm))
     counting = CountingProcessor(loaded.image_processor)

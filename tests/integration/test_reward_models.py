@@ -72,9 +72,8 @@ def expected_logits(folder, response):
         return model(input_ids=token_ids).logits[0]
 
 
-@pytest.mark.parametrize("pad_token", [True, False])
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_batches_have_the_rewards_of_each_conversation_alone(make_classifier, pad_token, batch_size):
+@pytest.mark.parametrize(("batch_size", "pad_token"), [(1, True), (4, True), (4, False)])
+def test_batches_have_the_rewards_of_each_conversation_alone(make_classifier, batch_size, pad_token):
     folder = make_classifier(pad_token=pad_token)
     rewards = score(folder, *RESPONSES, batch_size=batch_size)
     assert rewards == pytest.approx([expected_logits(folder, each).item() for each in RESPONSES], abs=1e-5)

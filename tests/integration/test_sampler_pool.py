@@ -42,7 +42,7 @@ from trigon.rollout.protocol import Interruption, Until
 from trigon.training.parallel import SingleProcess
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.extended
 
 SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=20, ignore_eos=False, seed=7)
 NUM_TENSORS = 4
@@ -273,7 +273,6 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
         samplers.close()
 
 
-@pytest.mark.extended
 def test_every_rank_of_every_replica_gets_the_weights_and_each_byte_is_sent_once(pools):
     pools.learn()
     with pools.awake():
@@ -287,7 +286,6 @@ def test_every_rank_of_every_replica_gets_the_weights_and_each_byte_is_sent_once
     assert pools.engine.pop_metrics()["moved/weights_sent_bytes"].value == 0
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("how", ["die", "rollout"])
 def test_the_prompts_of_a_lost_replica_are_sampled_by_the_other_one(pools, how):
     pools.learn()
@@ -305,7 +303,6 @@ def test_the_prompts_of_a_lost_replica_are_sampled_by_the_other_one(pools, how):
     assert pools.engine.pop_metrics()["rollout/engine_restarts"].value == 1
 
 
-@pytest.mark.extended
 def test_replicas_that_are_all_lost_are_replaced_while_the_learners_have_the_weights(pools):
     pools.learn()
     with pools.awake():
@@ -314,7 +311,6 @@ def test_replicas_that_are_all_lost_are_replaced_while_the_learners_have_the_wei
         assert pools.sample(step=9) == pools.expected()
 
 
-@pytest.mark.extended
 def test_replicas_that_are_all_lost_after_the_weights_have_changed_are_an_error(pools):
     with pools.awake():
         pass
@@ -327,7 +323,6 @@ def test_replicas_that_are_all_lost_after_the_weights_have_changed_are_an_error(
         assert pools.sample() == pools.expected()
 
 
-@pytest.mark.extended
 def test_calls_that_are_interrupted_return_what_is_begun_and_what_a_lost_replica_had_as_it_was(pools):
     pools.learn()
     with pools.awake():
@@ -362,7 +357,6 @@ def test_calls_that_are_interrupted_return_what_is_begun_and_what_a_lost_replica
         assert pools.sample() == pools.expected()
 
 
-@pytest.mark.extended
 def test_an_error_of_what_gets_the_groups_interrupts_the_replicas(pools):
     pools.learn()
     with pools.awake():
@@ -383,7 +377,6 @@ def test_an_error_of_what_gets_the_groups_interrupts_the_replicas(pools):
         assert pools.sample() == pools.expected()
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("how", ["die", "rollout"])
 def test_a_replica_that_is_lost_during_a_weight_sync_is_replaced(pools, how):
     pools.learn()
@@ -394,7 +387,6 @@ def test_a_replica_that_is_lost_during_a_weight_sync_is_replaced(pools, how):
     assert pools.warnings
 
 
-@pytest.mark.extended
 def test_weights_are_not_sent_again_to_a_replica_that_has_them_when_another_one_is_lost(pools):
     pools.learn()
     pools.plan_fault("synced", "die later")
@@ -409,7 +401,6 @@ def test_weights_are_not_sent_again_to_a_replica_that_has_them_when_another_one_
         assert pools.sample() == pools.expected()
 
 
-@pytest.mark.extended
 def test_a_replica_that_dies_while_it_is_idle_is_replaced_before_the_next_sampling(pools):
     os.kill(pools.samplers.group(1).workers[1].pid, signal.SIGKILL)
     pools.learn()
@@ -423,7 +414,6 @@ def test_a_replica_that_dies_while_it_is_idle_is_replaced_before_the_next_sampli
     assert "sampler 0 rank 0" in pools.warnings[0]
 
 
-@pytest.mark.extended
 def test_a_replica_that_dies_before_it_connects_holds_the_others_up_for_seconds_only(pools):
     pools.learn()
     pools.samplers.lose(1, LostWorkerError("it died before"))
@@ -436,7 +426,6 @@ def test_a_replica_that_dies_before_it_connects_holds_the_others_up_for_seconds_
     timer.join()
 
 
-@pytest.mark.extended
 def test_an_error_that_another_replica_would_make_too_ends_the_call(pools):
     pools.learn()
     with pools.awake():
@@ -447,7 +436,6 @@ def test_an_error_that_another_replica_would_make_too_ends_the_call(pools):
         assert pools.sample() == pools.expected()
 
 
-@pytest.mark.extended
 def test_a_replacement_is_tried_again_whatever_its_error(pools):
     pools.learn()
     pools.samplers.lose(0, LostWorkerError("it died"))
@@ -467,7 +455,6 @@ def test_a_replacement_is_tried_again_whatever_its_error(pools):
         assert pools.sample() == pools.expected()
 
 
-@pytest.mark.extended
 def test_pools_for_which_the_cluster_is_too_small_together_are_refused_at_once(pools):
     available = int(ray.cluster_resources()["CPU"])
     layouts = [Layout(1, available, "cpu"), Layout(1, 1, "cpu")]
@@ -477,7 +464,6 @@ def test_pools_for_which_the_cluster_is_too_small_together_are_refused_at_once(p
     check_total(layouts[:1], [("a.nodes", "a.gpus")])
 
 
-@pytest.mark.extended
 def test_a_replica_that_cannot_be_replaced_is_an_error_that_says_so(pools):
     pools.learn()
     with pools.awake():

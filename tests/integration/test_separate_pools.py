@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import signal
-import subprocess
-import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
-from support.clusters import MARK, marked, two_ray_nodes
-from support.runs import assert_learned, finish, lines, log_of, num_lines, rollouts, start
+from support.clusters import MARK, kill_worker, two_ray_nodes
+from support.runs import NO_VALIDATION, assert_learned, finish, lines, log_of, rollouts, start
 
 pytestmark = [pytest.mark.alone, pytest.mark.vllm]
 
 SEPARATE = ("worker.hybrid_engine=false", "worker.rollout.n_gpus_per_node=2")
 OF_POOLS = ("moved/", "staleness/", "rollout/engine_restarts")
 """Prefixes of metrics that depend on the pools, or on a kill, and not on what is learned."""
-
-
-def train(
-    made: Path, folder: Path, *overrides: str, steps: int, environment: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
-    """Start a run without validation."""
-    no_validation = ("data.val_files=", "trainer.val_before_train=false", "trainer.val_freq=-1")
-    return start(made, folder, *no_validation, *overrides, steps=steps, environment=environment)
 
 
 def learned(folder: Path) -> list[dict]:
@@ -42,31 +29,6 @@ def learned(folder: Path) -> list[dict]:
         }
         for line in lines(folder)
     ]
-
-
-def kill(process: subprocess.Popen[str], folder: Path, mark: str, *, method: str, after: int, pid: int = 0) -> int:
-    """Kill a worker that executes this method, or pid meanwhile, when `after` steps are made.
-
-    Returns: the worker that executed it.
-    """
-    deadline = time.monotonic() + 240
-    workers: list[int] = []
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log_of(folder).read_text()[-4000:]
-        started = time.monotonic()
-        workers = [worker for worker, command in marked(mark).items() if command.startswith("ray::")]
-        while num_lines(folder) >= after and time.monotonic() < started + 1.0:
-            for worker in workers:
-                try:
-                    title = Path(f"/proc/{worker}/cmdline").read_bytes()
-                except FileNotFoundError:
-                    continue
-                if f"ray::Worker.{method}".encode() in title:
-                    os.kill(pid or worker, signal.SIGKILL)
-                    return worker
-            time.sleep(0.002)
-        time.sleep(0.02)
-    raise AssertionError(f"no worker was seen in {method}")
 
 
 def count_weight_bytes(folder: Path) -> int:
@@ -82,11 +44,11 @@ def count_weight_bytes(folder: Path) -> int:
 def test_separate_pools_have_the_numbers_of_shared_workers_also_when_samplers_are_killed(made, tmp_path):
     shared, separate, mark = tmp_path / "shared", tmp_path / "separate", secrets.token_hex(8)
     options = ("trainer.n_gpus_per_node=2", "trainer.save_freq=-1")
-    finish(train(made, shared, *options, steps=3), shared)
+    finish(start(made, shared, *NO_VALIDATION, *options, steps=3), shared)
     assert_learned(shared)
     traced = "trainer.profile_steps=[1]"
-    process = train(made, separate, *options, *SEPARATE, traced, steps=3, environment={MARK: mark})
-    kill(process, separate, mark, method="generate", after=1)  # the other replica samples its prompts
+    process = start(made, separate, *NO_VALIDATION, *options, *SEPARATE, traced, steps=3, environment={MARK: mark})
+    kill_worker(process, separate, mark, method="generate", after=1)  # the other replica samples its prompts
     finish(process, separate)
     assert learned(separate) == learned(shared)
     assert rollouts(separate) == rollouts(shared)
@@ -107,11 +69,19 @@ def test_transformers_samples_on_workers_of_its_own_with_the_same_numbers(made, 
     shared, separate, all_the_time = (tmp_path / name for name in ("shared", "separate", "all the time"))
     options = ("worker.rollout.name=transformers", "trainer.save_freq=-1")
     pools = (*options, "worker.hybrid_engine=false")
-    finish(train(made, shared, *options, steps=3), shared)
-    finish(train(made, separate, *pools, steps=3), separate)
+    finish(start(made, shared, *NO_VALIDATION, *options, steps=3), shared)
+    finish(start(made, separate, *NO_VALIDATION, *pools, steps=3), separate)
     assert learned(separate) == learned(shared)
     finish(
-        train(made, all_the_time, *pools, "algorithm.max_staleness=4", "worker.rollout.partial=continue", steps=3),
+        start(
+            made,
+            all_the_time,
+            *NO_VALIDATION,
+            *pools,
+            "algorithm.max_staleness=4",
+            "worker.rollout.partial=continue",
+            steps=3,
+        ),
         all_the_time,
     )
     parity = [line["metrics"]["parity/logprobs_diff_max"] for line in lines(all_the_time)]
@@ -125,39 +95,21 @@ def test_transformers_samples_on_workers_of_its_own_with_the_same_numbers(made, 
 def test_a_run_that_samples_ahead_resumes_exactly_whoever_is_killed(made, tmp_path):
     whole, killed, mark = tmp_path / "whole", tmp_path / "killed", secrets.token_hex(8)
     options = (*SEPARATE, "algorithm.max_staleness=1")
-    finish(train(made, whole, *options, steps=4), whole)
+    finish(start(made, whole, *NO_VALIDATION, *options, steps=4), whole)
     assert_learned(whole)
     assert [line["metrics"]["staleness/max"] for line in lines(whole)] == [0, 1, 1, 1]
 
-    process = train(made, killed, *options, steps=4, environment={MARK: mark})
-    kill(process, killed, mark, method="step", after=2)  # the learner, after the checkpoint of step 2
+    process = start(made, killed, *NO_VALIDATION, *options, steps=4, environment={MARK: mark})
+    kill_worker(process, killed, mark, method="step", after=2)  # the learner, after the checkpoint of step 2
     assert process.wait(timeout=120) == 1
     assert "in update: the process died" in log_of(killed).read_text()
 
-    process = train(made, killed, *options, steps=4, environment={MARK: mark})
-    kill(process, killed, mark, method="generate", after=2)  # a sampler, while the learner works
+    process = start(made, killed, *NO_VALIDATION, *options, steps=4, environment={MARK: mark})
+    kill_worker(process, killed, mark, method="generate", after=2)  # a sampler, while the learner works
     finish(process, killed)
     assert "resuming after step 2" in log_of(killed).read_text()
     assert learned(killed) == learned(whole)
     assert rollouts(killed) == rollouts(whole)
-
-
-@pytest.mark.long
-@pytest.mark.faults
-def test_a_sampler_that_is_killed_while_the_learner_works_is_replaced(made, tmp_path):
-    folder, mark = tmp_path / "run", secrets.token_hex(8)
-    one = ("worker.hybrid_engine=false", "trainer.save_freq=-1")
-    process = train(made, folder, *one, steps=3, environment={MARK: mark})
-    sampler = 0
-    while not sampler:
-        assert process.poll() is None, log_of(folder).read_text()[-4000:]
-        for worker, command in marked(mark).items():
-            if "ray::Worker.generate" in command:
-                sampler = worker
-    kill(process, folder, mark, method="step", after=0, pid=sampler)
-    finish(process, folder)
-    assert num_lines(folder) == 3
-    assert sum(line["metrics"]["rollout/engine_restarts"] for line in lines(folder)) == 1
 
 
 @pytest.mark.long
@@ -166,7 +118,7 @@ def test_pools_on_two_nodes_with_tensor_parallelism_learn(made, tmp_path):
     with two_ray_nodes(tmp_path, num_cpus=2) as environment:
         options = ("worker.hybrid_engine=false", "trainer.n_gpus_per_node=2", "trainer.save_freq=-1")
         samplers = ("worker.rollout.n_gpus_per_node=2", "worker.rollout.tensor_parallel_size=2")
-        finish(train(made, folder, *options, *samplers, steps=2, environment=environment), folder)
+        finish(start(made, folder, *NO_VALIDATION, *options, *samplers, steps=2, environment=environment), folder)
     assert_learned(folder)
     assert "4 workers" in log_of(folder).read_text()
 
@@ -182,8 +134,8 @@ def test_samplers_that_work_all_the_time_go_on_with_new_weights_and_lose_no_prom
         "worker.rollout.n=2",
         "data.max_response_length=320",  # of a model that ends after about 100 tokens
     )
-    process = train(made, folder, *options, steps=8, environment={MARK: mark})
-    kill(process, folder, mark, method="generate", after=3)  # the only sampler
+    process = start(made, folder, *NO_VALIDATION, *options, steps=8, environment={MARK: mark})
+    kill_worker(process, folder, mark, method="generate", after=3)  # the only sampler
     finish(process, folder)
     assert_learned(folder)
     metrics = [line["metrics"] for line in lines(folder)]
