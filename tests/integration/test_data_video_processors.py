@@ -23,7 +23,7 @@ from trigon.models.positions import completion_positions, positions_of
 from trigon.system.torchvision_stub import declare_operators
 from trigon.types import EncodedMedia, Prompt, Vision
 
-MODELS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"]
+MODELS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 SAMPLING = FrameSampling(fps=2.0, max_frames=6)
 
 # Sides are longer than the video lasts, since transformers continues text positions differently
