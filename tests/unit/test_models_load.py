@@ -13,14 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trigon.errors import ModelError
-from trigon.models.load import (
-    copy_side_files,
-    family_of_folder,
-    load_model,
-    load_processors,
-    model_folder,
-    require_weights,
-)
+from trigon.models.load import family_of_folder, load_model, load_processors, model_folder, require_weights
 from trigon.models.side_files import pixel_limits, write_side_files
 
 TinyModel = Callable[..., Path]
@@ -42,31 +35,28 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_local_folder_is_used_as_it_is(tiny_vlm: Path) -> None:
-    assert model_folder(str(tiny_vlm)) == tiny_vlm
-
-
 @pytest.mark.parametrize("model_path", ["no/such-model", "/no/such/folder", "not a name!"])
-def test_a_model_that_cannot_be_found_is_an_error(model_path: str) -> None:
+def test_a_model_that_cannot_be_found_is_an_error(model_path: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="neither a folder on this machine nor"):
         model_folder(model_path)
-
-
-def test_a_folder_without_a_config_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"contains no config\.json"):
         model_folder(str(tmp_path))
 
 
-def test_a_folder_without_weights_is_an_error_that_says_so(copied: Path) -> None:
-    (copied / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"has a config\.json but no weights.* Use a folder written by"):
-        load_model(str(copied), dtype=torch.float32, device="cpu")
-    with pytest.raises(ModelError, match=r"no weights"):
+def test_folders_without_usable_weights_are_errors_that_say_so(copied: Path, tmp_path: Path) -> None:
+    weights = copied / "model.safetensors"
+    torch.save(load_file(weights), copied / "pytorch_model.bin")
+    require_weights(str(copied))
+    for content in (b"no weights", b"\x08" + bytes(7) + b"{}      "):
+        weights.write_bytes(content)
+        with pytest.raises(ModelError, match=r"weights|model .*cannot be loaded"):
+            load_model(str(copied), dtype=torch.float32, device="cpu")
+    weights.unlink()
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin only.*save_pretrained"):  # which can run code
         require_weights(str(copied))
-
-
-def test_a_folder_of_a_checkpoint_is_an_error_that_names_the_export(copied: Path, tmp_path: Path) -> None:
-    (copied / "model.safetensors").unlink()
+    (copied / "pytorch_model.bin").unlink()
+    with pytest.raises(ModelError, match=r"has a config\.json but no weights"):
+        load_model(str(copied), dtype=torch.float32, device="cpu")
     checkpoint = tmp_path / "a run" / "global_step_5"
     shutil.copytree(copied, checkpoint / "actor" / "huggingface")
     for folder, exported in {
@@ -80,20 +70,13 @@ def test_a_folder_of_a_checkpoint_is_an_error_that_names_the_export(copied: Path
         assert f"`trigon export '{exported}'`" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"no weights", b"\x08" + bytes(7) + b"{}      "])
-def test_damaged_weights_are_an_error(copied: Path, content: bytes) -> None:
-    (copied / "model.safetensors").write_bytes(content)
-    with pytest.raises(ModelError, match=r"weights|model .*cannot be loaded"):
-        load_model(str(copied), dtype=torch.float32, device="cpu")
-
-
 @pytest.mark.parametrize(
     ("model_type", "files", "message"),
     [
-        ("qwen2_5_vl", ["tokenizer.json"], "no vocabulary for its tokenizer"),
         ("qwen2_5_vl", ["tokenizer.json", "tokenizer_config.json"], "no vocabulary for its tokenizer"),
         ("llama", ["tokenizer.json", "tokenizer_config.json"], "tokenizer .*cannot be loaded"),
         ("qwen2_5_vl", ["processor_config.json"], "image processor .*cannot be loaded"),
+        ("qwen2_5_vl", ["chat_template.jinja"], "has no chat template"),
     ],
 )
 def test_missing_files_of_tokenizer_and_processors_are_errors(
@@ -106,43 +89,18 @@ def test_missing_files_of_tokenizer_and_processors_are_errors(
         load_processors(str(folder))
 
 
-def test_processors_have_stop_tokens_and_banned_tokens(tiny_vlm: Path) -> None:
-    processors = load_processors(str(tiny_vlm))
-    config = processors.hf_config
-    assert processors.family.model_type == "qwen2_5_vl"
-    assert processors.stop_token_ids == tuple(
-        processors.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    )
-    assert processors.banned_token_ids == tuple(
-        processors.tokenizer.convert_tokens_to_ids(
-            ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
-        )
-    )
-    assert processors.image_processor.patch_size == config.vision_config.patch_size
-
-
-def test_a_text_model_has_no_image_processor_and_bans_nothing(tiny_model: TinyModel) -> None:
-    processors = load_processors(str(tiny_model("llama")))
-    assert processors.image_processor is None
-    assert processors.banned_token_ids == ()
-
-
-def test_a_single_stop_token_needs_no_list(copied: Path) -> None:
+def test_processors_have_stop_tokens_and_banned_tokens(copied: Path, tiny_model: TinyModel) -> None:
+    processors = load_processors(str(copied))
+    ids = processors.tokenizer.convert_tokens_to_ids
+    assert processors.stop_token_ids == tuple(ids(["<|im_end|>", "<|endoftext|>"]))
+    media = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    assert processors.banned_token_ids == tuple(ids(media))
     edit_json(copied / "generation_config.json", eos_token_id=7)
     assert load_processors(str(copied)).stop_token_ids == (7,)
-
-
-def test_without_a_generation_config_the_stop_token_is_that_of_the_tokenizer(copied: Path) -> None:
     (copied / "generation_config.json").unlink()
-    processors = load_processors(str(copied))
-    assert processors.stop_token_ids == (processors.tokenizer.eos_token_id,)
-
-
-def test_pixel_limits_are_those_of_the_processor_unless_given(tiny_vlm: Path) -> None:
-    own = load_processors(str(tiny_vlm)).image_processor
-    given = load_processors(str(tiny_vlm), min_pixels=28 * 28 * 6).image_processor
-    assert given.size["shortest_edge"] == 28 * 28 * 6
-    assert given.size["longest_edge"] == own.size["longest_edge"]
+    assert load_processors(str(copied)).stop_token_ids == (processors.tokenizer.eos_token_id,)
+    text = load_processors(str(tiny_model("llama")))
+    assert (text.image_processor, text.banned_token_ids) == (None, ())
 
 
 def test_pixel_limits_decide_how_many_patches_an_image_has(tiny_vlm: Path) -> None:
@@ -152,29 +110,11 @@ def test_pixel_limits_decide_how_many_patches_an_image_has(tiny_vlm: Path) -> No
     small, large = Image.new("RGB", (56, 56)), Image.new("RGB", (840, 840))
     grid = processor(images=[small, large], return_tensors="pt")["image_grid_thw"]
     assert grid.tolist() == [[1, 6, 6], [1, 6, 6]]
-
-
-def test_min_pixels_above_max_pixels_is_an_error(tiny_vlm: Path) -> None:
+    own = load_processors(str(tiny_vlm)).image_processor
+    given = load_processors(str(tiny_vlm), min_pixels=28 * 28 * 6).image_processor
+    assert (given.size["shortest_edge"], given.size["longest_edge"]) == (28 * 28 * 6, own.size["longest_edge"])
     with pytest.raises(ModelError, match="min_pixels must not exceed max_pixels"):
         load_processors(str(tiny_vlm), min_pixels=28 * 28 * 9, max_pixels=28 * 28 * 6)
-
-
-def test_a_chat_template_can_be_replaced(tiny_vlm: Path) -> None:
-    processors = load_processors(str(tiny_vlm), chat_template="{{ messages[0].content }}!")
-    text = processors.tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
-    assert text == "Hello!"
-
-
-def test_a_model_without_a_chat_template_is_an_error(copied: Path) -> None:
-    (copied / "chat_template.jinja").unlink()
-    with pytest.raises(ModelError, match="has no chat template"):
-        load_processors(str(copied))
-
-
-def test_an_unsupported_model_is_an_error_before_anything_is_loaded(copied: Path) -> None:
-    edit_json(copied / "config.json", model_type="mamba")
-    with pytest.raises(ModelError, match=r"'mamba' are not supported\. Supported types: .*llama"):
-        load_processors(str(copied))
 
 
 @pytest.mark.parametrize("part", ["", "thinker_config"])
@@ -194,11 +134,8 @@ def test_a_model_is_loaded_with_all_weights_in_eval_mode(tiny_model: TinyModel) 
     assert weights.keys() == on_disk.keys()
     assert all(torch.equal(weights[name], on_disk[name]) for name in on_disk)
     assert not model.training
-
-
-def test_a_tied_head_is_not_a_missing_weight(tiny_model: TinyModel) -> None:
-    model = load_model(str(tiny_model("qwen2", tie_word_embeddings=True)), dtype=torch.float32, device="cpu")
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tied = load_model(str(tiny_model("qwen2", tie_word_embeddings=True)), dtype=torch.float32, device="cpu")
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
 
 
 @pytest.mark.parametrize(
@@ -224,31 +161,6 @@ def test_weights_that_do_not_fit_are_an_error(
         load_model(str(copied), dtype=torch.float32, device="cpu")
 
 
-def test_the_config_can_be_overridden(tiny_vlm: Path) -> None:
-    changes = {"text_config": {"rms_norm_eps": 0.5}}
-    model = load_model(str(tiny_vlm), dtype=torch.float32, device="cpu", override_config=changes)
-    assert model.model.language_model.norm.variance_epsilon == 0.5
-
-
-def test_overriding_an_unknown_key_is_an_error_with_the_nearest_key(tiny_vlm: Path) -> None:
-    changes = {"text_config": {"rms_norm_epz": 0.5}}
-    with pytest.raises(ModelError, match=r"sets text_config\.rms_norm_epz.*mean text_config\.rms_norm_eps"):
-        load_model(str(tiny_vlm), dtype=torch.float32, device="cpu", override_config=changes)
-
-
-def test_dropout_is_an_error(tiny_vlm: Path) -> None:
-    changes = {"text_config": {"attention_dropout": 0.1}}
-    with pytest.raises(ModelError, match=r"attention_dropout = 0\.1"):
-        load_model(str(tiny_vlm), dtype=torch.float32, device="cpu", override_config=changes)
-
-
-def test_a_sliding_window_is_an_error_in_a_family_not_tested_with_one(tiny_model: TinyModel, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny_model("qwen2"), tmp_path / "model"))
-    edit_json(folder / "config.json", use_sliding_window=True, sliding_window=8, max_window_layers=1, layer_types=None)
-    with pytest.raises(ModelError, match="sliding window attention, which is not supported"):
-        load_model(str(folder), dtype=torch.float32, device="cpu")
-
-
 def error_of_config(folder: Path, tmp_path: Path, **changes: Any) -> str:
     """Return the error message for a model with this config."""
     model = Path(shutil.copytree(folder, tmp_path / "model"))
@@ -258,50 +170,50 @@ def error_of_config(folder: Path, tmp_path: Path, **changes: Any) -> str:
     return str(error.value)
 
 
-def test_a_window_as_long_as_the_longest_sequence_is_allowed(tiny_model: TinyModel, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny_model("qwen2"), tmp_path / "model"))
-    edit_json(
-        folder / "config.json", use_sliding_window=True, sliding_window=4096, max_window_layers=0, layer_types=None
-    )
-    assert load_model(str(folder), dtype=torch.float32, device="meta").config.sliding_window == 4096
-
-
-@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text"])
-def test_sliding_windows_are_allowed_in_families_tested_with_them(tiny_model: TinyModel, model_type: str) -> None:
-    model = load_model(str(tiny_model(model_type)), dtype=torch.float32, device="meta")
-    assert model.config.sliding_window == 8
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+WINDOW = {"use_sliding_window": True, "layer_types": None}
 
 
 @pytest.mark.parametrize(
-    ("model_type", "cap"), [("gemma3_text", "attn_logit_softcapping"), ("qwen2", "final_logit_softcapping")]
+    ("model_type", "changes", "fact"),
+    [
+        ("qwen2", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30.0"),
+        ("qwen2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "attends to later tokens"),
+        ("qwen2", {"layer_types": ["linear_attention", "full_attention"]}, "layers of type linear_attention"),
+        ("qwen2", WINDOW | {"sliding_window": 8, "max_window_layers": 1}, "sliding window attention"),
+        ("llama", {"rope_parameters": DYNAMIC}, "of type 'dynamic'"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {**DYNAMIC, "rope_type": "default"}, "full_attention": DYNAMIC}},
+            "of type 'dynamic'",
+        ),
+        ("qwen2_5_vl", {"model_type": "mamba"}, "'mamba' are not supported"),
+    ],
 )
-def test_soft_caps_that_a_family_does_not_have_are_an_error(
-    tiny_model: TinyModel, tmp_path: Path, model_type: str, cap: str
+def test_models_that_would_be_computed_wrongly_are_refused(
+    tiny_model: TinyModel, tmp_path: Path, model_type: str, changes: dict[str, Any], fact: str
 ) -> None:
-    assert f"{cap} = 30.0" in error_of_config(tiny_model(model_type), tmp_path, **{cap: 30.0})
+    assert fact in error_of_config(tiny_model(model_type), tmp_path, **changes)
 
 
-def test_attention_to_later_tokens_is_an_error(tiny_model: TinyModel, tmp_path: Path) -> None:
-    error = error_of_config(tiny_model("gemma3_text"), tmp_path, use_bidirectional_attention=True)
-    assert "attends to later tokens" in error
-
-
-def test_other_layers_than_attention_are_an_error(tiny_model: TinyModel, tmp_path: Path) -> None:
-    layers = ["linear_attention", "full_attention"]
-    assert "layers of type linear_attention" in error_of_config(tiny_model("qwen2"), tmp_path, layer_types=layers)
-
-
-def test_rotary_embeddings_that_depend_on_the_length_of_a_row_are_an_error(
+def test_sliding_windows_are_allowed_where_they_change_nothing_or_are_tested(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
-    assert "of type 'dynamic'" in error_of_config(tiny_model("llama"), tmp_path, rope_parameters=rope)
+    folder = Path(shutil.copytree(tiny_model("qwen2"), tmp_path / "model"))
+    edit_json(folder / "config.json", **WINDOW, sliding_window=4096, max_window_layers=0)
+    for model, window in ((folder, 4096), (tiny_model("mistral"), 8), (tiny_model("gemma3_text"), 8)):
+        assert load_model(str(model), dtype=torch.float32, device="meta").config.sliding_window == window
 
 
-def test_rotary_embeddings_are_checked_for_each_type_of_layer(tiny_model: TinyModel, tmp_path: Path) -> None:
-    plain = {"rope_type": "default", "rope_theta": 10_000.0}
-    ropes = {"sliding_attention": plain, "full_attention": plain | {"rope_type": "dynamic", "factor": 2.0}}
-    assert "of type 'dynamic'" in error_of_config(tiny_model("gemma3_text"), tmp_path, rope_parameters=ropes)
+def test_the_config_can_be_overridden(tiny_vlm: Path) -> None:
+    def load(**changes: float) -> Any:
+        return load_model(str(tiny_vlm), dtype=torch.float32, device="cpu", override_config={"text_config": changes})
+
+    assert load(rms_norm_eps=0.5).model.language_model.norm.variance_epsilon == 0.5
+    with pytest.raises(ModelError, match=r"sets text_config\.rms_norm_epz.*mean text_config\.rms_norm_eps"):
+        load(rms_norm_epz=0.5)
 
 
 def test_square_experts_that_transformers_would_not_transpose_are_an_error(
@@ -310,32 +222,6 @@ def test_square_experts_that_transformers_would_not_transpose_are_an_error(
     folder = tiny_model("qwen3_vl_moe")
     text = json.loads((folder / "config.json").read_text())["text_config"]
     assert "square" in error_of_config(folder, tmp_path, text_config=text | {"moe_intermediate_size": 64})
-
-
-def test_calling_the_model_without_its_policy_is_an_error(tiny_model: TinyModel) -> None:
-    model = load_model(str(tiny_model("llama")), dtype=torch.float32, device="cpu")
-    with pytest.raises(RuntimeError, match="Call its Policy"):
-        model(input_ids=torch.tensor([[1, 2, 3]]))
-
-
-def test_side_files_are_copied_unchanged_and_weights_are_not(copied: Path, tmp_path: Path) -> None:
-    (copied / "model.safetensors.index.json").write_text("{}")
-    (copied / ".cache").mkdir()
-    (copied / ".cache" / "note.json").write_text("{}")
-    (copied / "more").mkdir()
-    (copied / "more" / "template.jinja").write_text("x")
-    names = copy_side_files(copied, tmp_path / "copy")
-    assert names == (
-        "chat_template.jinja",
-        "config.json",
-        "generation_config.json",
-        "more/template.jinja",
-        "processor_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    )
-    for name in names:
-        assert (tmp_path / "copy" / name).read_bytes() == (copied / name).read_bytes()
 
 
 LIMITS = {"min_pixels": 30_000, "max_pixels": 40_000}
@@ -361,8 +247,9 @@ def as_version_4_wrote_it(folder: Path, key: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
 
 
-@pytest.mark.parametrize("files", ["version 5", "min_pixels", "size"])
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("model_type", "files"), [("qwen2_5_vl", "version 5"), ("qwen2_5_vl", "min_pixels"), ("qwen3_vl", "size")]
+)
 def test_side_files_have_the_limits_and_templates_of_the_run(
     tiny_model: TinyModel, tmp_path: Path, model_type: str, files: str
 ) -> None:
@@ -395,12 +282,6 @@ def test_side_files_have_the_limits_and_templates_of_the_run(
     assert pixel_limits(again) == pixel_limits(processors) == (30_000, 40_000)
 
 
-def test_side_files_of_a_run_that_changes_nothing_are_the_models(copied: Path, tmp_path: Path) -> None:
-    write_side_files(copied, tmp_path / "copy", load_processors(str(copied)))
-    for file in (tmp_path / "copy").iterdir():
-        assert file.read_bytes() == (copied / file.name).read_bytes()
-
-
 @pytest.mark.parametrize("overrides", [{}, {"tie_word_embeddings": False}])
 def test_a_tied_config_with_a_head_of_its_own_is_refused_unless_it_says_so(
     tiny_model: TinyModel, tmp_path: Path, overrides: dict[str, bool]
@@ -426,26 +307,14 @@ def test_a_tied_config_with_a_head_of_its_own_is_refused_unless_it_says_so(
         assert torch.equal(load("cpu").lm_head.weight, tensors["lm_head.weight"])
 
 
-def test_weights_in_a_format_that_can_run_code_are_refused_with_the_remedy(copied: Path) -> None:
-    torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
-    require_weights(str(copied))
-    (copied / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin only.*save_pretrained"):
-        require_weights(str(copied))
-
-
 HOSTILE_SIZES = [
     ("text_config", {"hidden_size": -5}),
-    ("text_config", {"hidden_size": 10**12}),
     ("text_config", {"hidden_size": "x"}),
     ("text_config", {"num_hidden_layers": 10**12, "layer_types": None}),
     ("text_config", {"num_attention_heads": 0}),
-    ("text_config", {"num_attention_heads": 50_000}),
     ("text_config", {"num_key_value_heads": -1}),
-    ("text_config", {"vocab_size": 0}),
     ("text_config", {"intermediate_size": 10**15}),
     ("vision_config", {"depth": 10**12}),
-    ("vision_config", {"depth": -1}),
     ("vision_config", {"hidden_size": -64}),
     ("vision_config", {"patch_size": 0}),
     ("vision_config", {"num_heads": 0}),
@@ -460,9 +329,9 @@ def test_sizes_that_no_model_has_are_errors(tiny_vlm: Path, tmp_path: Path, part
     assert next(iter(sizes)) in message or "cannot be loaded" in message
 
 
-@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation", "_experts_implementation"])
-def test_a_config_cannot_choose_code_of_a_hub(copied: Path, key: str) -> None:
-    edit_json(copied / "config.json", **{key: "someone/kernels"})
+def test_a_config_cannot_choose_code_of_a_hub(copied: Path) -> None:
+    keys = ("_attn_implementation", "attn_implementation", "_experts_implementation")
+    edit_json(copied / "config.json", **dict.fromkeys(keys, "someone/kernels"))
     for device in ("cpu", "meta"):
         model = load_model(str(copied), dtype=torch.float32, device=device)
         assert "someone" not in str(model.config._attn_implementation)

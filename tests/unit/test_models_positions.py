@@ -27,68 +27,59 @@ def positions_of(token_ids: list[int], grids: list[list[int]] | None) -> list[li
     return prompt_positions(torch.tensor(token_ids), grid_thw, VLM, CONFIG).tolist()
 
 
-def test_the_image_drawn_in_the_module_docstring() -> None:
-    assert positions_of([1] + [99] * 6 + [2, 3], [[1, 4, 6]]) == [
-        [0, 1, 1, 1, 1, 1, 1, 4, 5],
-        [0, 1, 1, 1, 2, 2, 2, 4, 5],
-        [0, 1, 2, 3, 1, 2, 3, 4, 5],
-    ]
+@pytest.mark.parametrize(
+    ("token_ids", "grids", "expected"),
+    [
+        (
+            [1] + [99] * 6 + [2, 3],
+            [[1, 4, 6]],
+            [[0, 1, 1, 1, 1, 1, 1, 4, 5], [0, 1, 1, 1, 2, 2, 2, 4, 5], [0, 1, 2, 3, 1, 2, 3, 4, 5]],
+        ),
+        ([99, 99, 99, 1], [[1, 6, 2]], [[0, 0, 0, 3], [0, 1, 2, 3], [0, 0, 0, 3]]),
+        ([99, 99, 99, 1], [[1, 2, 4], [1, 2, 2]], [[0, 0, 2, 3], [0, 0, 2, 3], [0, 1, 2, 3]]),
+        ([1, 2, 3], None, [[0, 1, 2]] * 3),
+    ],
+    ids=["drawn in the module's docstring", "tall image", "adjacent images", "text"],
+)
+def test_positions_of_images_by_hand(
+    token_ids: list[int], grids: list[list[int]] | None, expected: list[list[int]]
+) -> None:
+    assert positions_of(token_ids, grids) == expected
 
 
-def test_text_after_a_tall_image_continues_after_its_height() -> None:
-    assert positions_of([99, 99, 99, 1], [[1, 6, 2]]) == [[0, 0, 0, 3], [0, 1, 2, 3], [0, 0, 0, 3]]
+PATCHES = replace(VLM, video="patches")
 
 
-def test_two_images_may_be_adjacent() -> None:
-    assert positions_of([99, 99, 99, 1], [[1, 2, 4], [1, 2, 2]]) == [[0, 0, 2, 3], [0, 0, 2, 3], [0, 1, 2, 3]]
-
-
-def test_without_images_all_three_positions_count_tokens() -> None:
-    assert positions_of([1, 2, 3], None) == [[0, 1, 2]] * 3
-
-
-def test_the_video_drawn_in_the_module_docstring() -> None:
-    token_ids = torch.tensor([1] + [98] * 6 + [2])
-    positions = prompt_positions(token_ids, torch.tensor([[3, 2, 4]]), VLM, CONFIG, temporal_patch_seconds=(1.0,))
-    assert positions.tolist() == [
-        [0, 1, 1, 3, 3, 5, 5, 6],
-        [0, 1, 1, 1, 1, 1, 1, 6],
-        [0, 1, 2, 1, 2, 1, 2, 6],
-    ]
-
-
-def test_fractional_positions_are_truncated_after_summing() -> None:
-    token_ids, grid_thw = torch.tensor([98] * 4 + [1]), torch.tensor([[4, 2, 2]])
-    positions = prompt_positions(token_ids, grid_thw, VLM, CONFIG, temporal_patch_seconds=(0.75,))
-    assert positions[0].tolist() == [0, 1, 3, 4, 5]
-
-
-def test_a_family_without_seconds_counts_temporal_patches() -> None:
-    token_ids, grid_thw = torch.tensor([98] * 3 + [1]), torch.tensor([[3, 2, 2]])
-    family = replace(VLM, video="patches")
-    positions = prompt_positions(token_ids, grid_thw, family, CONFIG, temporal_patch_seconds=(9.0,))
-    assert positions.tolist() == [[0, 1, 2, 3], [0, 0, 0, 3], [0, 0, 0, 3]]
-
-
-def test_each_video_has_its_own_seconds_per_temporal_patch() -> None:
-    token_ids, grid_thw = torch.tensor([98, 98, 1, 98, 98]), torch.tensor([[2, 2, 2], [2, 2, 2]])
-    positions = prompt_positions(token_ids, grid_thw, VLM, CONFIG, temporal_patch_seconds=(2.0, 0.5))
-    assert positions[0].tolist() == [0, 4, 5, 6, 7]
-
-
-def test_with_timestamps_in_the_text_each_temporal_patch_has_positions_like_an_image() -> None:
-    token_ids = torch.tensor([1, 98, 98, 1, 98, 98, 1])
-    positions = prompt_positions(
-        token_ids, torch.tensor([[2, 2, 4]]), family_named("qwen3_vl"), CONFIG, temporal_patch_seconds=(9.0,)
+@pytest.mark.parametrize(
+    ("family", "token_ids", "grids", "seconds", "expected"),
+    [
+        (VLM, [1] + [98] * 6 + [2], [[3, 2, 4]], (1.0,), [[0, 1, 1, 3, 3, 5, 5, 6], [0, 1, 1, 1, 1, 1, 1, 6]]),
+        (VLM, [98] * 4 + [1], [[4, 2, 2]], (0.75,), [[0, 1, 3, 4, 5]]),  # truncated after summing
+        (VLM, [98, 98, 1, 98, 98], [[2, 2, 2]] * 2, (2.0, 0.5), [[0, 4, 5, 6, 7]]),
+        (PATCHES, [98] * 3 + [1], [[3, 2, 2]], (9.0,), [[0, 1, 2, 3], [0, 0, 0, 3], [0, 0, 0, 3]]),
+        # With timestamps in the text, each temporal patch has positions like an image.
+        (
+            family_named("qwen3_vl"),
+            [1, 98, 98, 1, 98, 98, 1],
+            [[2, 2, 4]],
+            (9.0,),
+            [[0, 1, 1, 3, 4, 4, 6], [0, 1, 1, 3, 4, 4, 6], [0, 1, 2, 3, 4, 5, 6]],
+        ),
+    ],
+    ids=["drawn in the module's docstring", "fractions", "two videos", "without seconds", "timestamps"],
+)
+def test_positions_of_videos_by_hand(family, token_ids, grids, seconds, expected) -> None:
+    found = prompt_positions(
+        torch.tensor(token_ids), torch.tensor(grids), family, CONFIG, temporal_patch_seconds=seconds
     )
-    assert positions.tolist() == [[0, 1, 1, 3, 4, 4, 6], [0, 1, 1, 3, 4, 4, 6], [0, 1, 2, 3, 4, 5, 6]]
-
-
-def test_a_text_model_has_one_position_per_token() -> None:
-    assert prompt_positions(torch.tensor([1, 2]), None, family_named("llama"), SimpleNamespace()).tolist() == [[0, 1]]
+    assert found[: len(expected)].tolist() == expected
 
 
 def test_a_completion_continues_after_the_largest_position() -> None:
+    text = family_named("llama")
+    assert prompt_positions(torch.tensor([1, 2]), None, text, SimpleNamespace()).tolist() == [[0, 1]]
+    with pytest.raises(ModelError, match="'llama' model has no vision tower"):
+        prompt_positions(torch.tensor([1]), torch.tensor([[1, 2, 2]]), text, SimpleNamespace())
     prompt = torch.tensor([[0, 0, 0], [0, 1, 2], [0, 0, 0]])
     assert completion_positions(prompt, 2).tolist() == [[3, 4]] * 3
 
@@ -106,11 +97,6 @@ def test_placeholders_that_do_not_match_the_images_are_an_error(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         positions_of(token_ids, grids)
-
-
-def test_images_for_a_text_model_are_an_error() -> None:
-    with pytest.raises(ModelError, match="'llama' model has no vision tower"):
-        prompt_positions(torch.tensor([1]), torch.tensor([[1, 2, 2]]), family_named("llama"), SimpleNamespace())
 
 
 @pytest.mark.parametrize("grids", [[(6, 10)], [(4, 4), (10, 2), (2, 6)], []], ids=["one image", "three", "none"])

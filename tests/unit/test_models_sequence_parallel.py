@@ -31,16 +31,22 @@ def test_slices_of_a_row_are_equally_long_and_the_last_is_padded_with_zeros():
     assert [each.position_ids.tolist() for each in slices] == [[[0, 1, 2, 3]], [[4, 5, 6, 0]]]
     assert [each.start for each in slices] == [0, 4]
     assert slices[1].held(torch.tensor([5, 3, 4])).tolist() == [0, 2]
-
-
-def test_one_rank_holds_all_of_its_row():
-    whole = slice_of(ROW, None)
-    assert whole.token_ids is ROW.token_ids
-    assert whole.start == 0
-
-
-def test_a_row_that_is_shorter_than_the_ranks_gives_slices_of_padding():
     assert [slice_of(ROW, ranks(rank, 8)).token_ids.tolist() for rank in (6, 7)] == [[16], [0]]
+    assert slice_of(ROW, None).token_ids is ROW.token_ids
+
+
+@pytest.mark.parametrize(
+    ("heads", "allowed", "refused", "fact"),
+    [
+        ({"num_attention_heads": 12}, 4, 8, "has 12 attention heads.*1 or 2 or 4$"),
+        ({"num_attention_heads": 8, "linear_num_key_heads": 2}, 2, 4, "has 2 key heads of linear attention.*1 or 2$"),
+    ],
+)
+def test_heads_that_cannot_be_divided_are_refused_with_the_numbers_of_the_model(heads, allowed, refused, fact):
+    config = SimpleNamespace(**heads)
+    require_divisible_heads(config, allowed, model_type="qwen3_5", num_workers=8)
+    with pytest.raises(ConfigError, match=fact):
+        require_divisible_heads(config, refused, model_type="qwen3_5", num_workers=8)
 
 
 def test_images_are_dealt_out_by_their_patches_and_features_go_where_their_tokens_are():
@@ -66,17 +72,3 @@ def test_with_a_cache_an_image_has_the_same_owner_in_every_row():
 
     one, other = image((1, 2, 2), hashes=("a",)), image((1, 2, 2), hashes=("b",))
     assert owner(one) == owner(one, other) == owner(other, one) == owner(other, other, one)
-
-
-def test_heads_that_cannot_be_divided_are_refused_with_the_numbers_of_the_model():
-    config = SimpleNamespace(num_attention_heads=12)
-    require_divisible_heads(config, 4, model_type="qwen2", num_workers=8)
-    with pytest.raises(ConfigError, match=r"size is 8, but the qwen2 model has 12 attention heads.*1 or 2 or 4$"):
-        require_divisible_heads(config, 8, model_type="qwen2", num_workers=8)
-
-
-def test_the_heads_of_linear_attention_are_divided_too():
-    config = SimpleNamespace(num_attention_heads=8, linear_num_key_heads=2)
-    require_divisible_heads(config, 2, model_type="qwen3_5", num_workers=8)
-    with pytest.raises(ConfigError, match=r"has 2 key heads of linear attention.*1 or 2$"):
-        require_divisible_heads(config, 4, model_type="qwen3_5", num_workers=8)

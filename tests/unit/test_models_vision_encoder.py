@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from trigon.models.families import family_of
 from trigon.models.load import load_model
 from trigon.models.tiles import to_patches, to_tiles
-from trigon.models.vision_encoder import PatchProjection, use_patch_projection
+from trigon.models.vision_encoder import PatchProjection
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -40,26 +39,13 @@ def test_a_loaded_model_uses_it_with_unchanged_weight_names(tiny_model, model_ty
     assert all(f"{name}.weight" in dict(model.named_parameters()) for name in found)
 
 
-def test_a_convolution_with_overlapping_inputs_is_not_replaced(tiny_model):
-    model = load_model(str(tiny_model("qwen2_5_vl")), dtype=torch.float32, device="cpu")
-    family = family_of(model.config)
-    tower = family.vision_tower(model)
-    tower.patch_embed.proj = nn.Conv3d(3, 64, (2, 14, 14), stride=1)
-    use_patch_projection(model, family)
-    assert type(tower.patch_embed.proj) is nn.Conv3d
-
-
 def test_the_tile_drawn_in_the_module_docstring() -> None:
     tile = torch.tensor([[1, 2, 5, 6], [3, 4, 7, 8], [9, 10, 13, 14], [11, 12, 15, 16]]).view(1, 1, 4, 4)
     patches = to_patches(tile, 2)
     assert patches.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
     assert torch.equal(to_tiles(patches, torch.tensor([[1, 2, 2]]), 2), tile)
-
-
-def test_the_values_of_a_patch_are_ordered_by_channel() -> None:
-    tile = torch.arange(12).view(1, 3, 2, 2)
-    assert to_patches(tile, 2).tolist() == [list(range(12))]
-    assert to_patches(tile, 1).tolist() == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+    channels = torch.arange(12).view(1, 3, 2, 2)
+    assert to_patches(channels, 1).tolist() == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
 
 
 def test_tiles_of_several_images_are_restored_in_order() -> None:
