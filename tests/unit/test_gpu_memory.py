@@ -11,7 +11,7 @@ from trigon.config.schema import Config
 from trigon.distributed.messages import pack
 from trigon.distributed.worker import Worker, WorkerEngines
 from trigon.errors import ConfigError
-from trigon.metrics import Max, Min, Sum, merge
+from trigon.metrics import Max, Min, merge
 from trigon.system.gpu_memory import gpu_memory_metrics
 from trigon.training.parallel import SingleProcess
 
@@ -50,18 +50,6 @@ def test_a_worker_reports_the_memory_of_its_gpu(gpu):
         "perf/max_memory_allocated_gb": Max(41.0),
         "perf/max_memory_reserved_gb": Max(44.0),
     }
-
-
-def test_each_rank_of_a_replica_reports_its_memory_and_the_first_one_the_requests():
-    metrics = {"rollout/retried_requests": Sum(1.0), "perf/gpu_memory_free_gb": Min(3.0)}
-    for rank, expected in ((0, metrics), (1, {"perf/gpu_memory_free_gb": Min(3.0)})):
-        worker = Worker(rank)
-        rollout = SimpleNamespace(pop_metrics=lambda: metrics)
-        worker._engines = WorkerEngines(None, None, rollout, None, replica_rank=rank)
-        assert worker.pop_rollout_metrics() == expected
-
-
-def test_a_process_that_uses_no_gpu_reports_none(gpu):
     gpu(in_use=False)  # the driver of several workers
     assert gpu_memory_metrics() == {}
 

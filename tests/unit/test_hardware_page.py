@@ -9,7 +9,7 @@ import pytest
 
 from hardware_page import DEVICE_BYTES, document
 from support.published import CONFIGS
-from support.recipes import EXAMPLES, RECIPES, arguments_of, name_of
+from support.recipes import RECIPES, arguments_of, name_of
 from trigon.assemble.memory import GIB, Hardware
 from trigon.assemble.memory_check import check_memory
 from trigon.config.load import load_config, split_arguments
@@ -47,26 +47,3 @@ def test_a_recipe_fits_the_gpus_that_its_first_line_names(path, tmp_path, monkey
     gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
     assert text.splitlines()[1] == f"# {model.removesuffix('-Instruct')}, {gpus} x 80 GB."
     fits(config, model.removesuffix("-Base"))
-
-
-def test_the_example_configuration_fits_the_gpu_that_its_first_line_names(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    file = EXAMPLES / "config.yaml"
-    config = load_config(file, []).config
-    organization, _, model = config.worker.actor.model.model_path.partition("/")
-    gpus = config.trainer.n_gpus_per_node
-    assert organization == "Qwen"
-    assert (
-        file.read_text(encoding="utf-8")
-        .splitlines()[0]
-        .startswith(f"# {model.removesuffix('-Instruct')}, {gpus} x 80 GB")
-    )
-    fits(config, model)
-
-
-def test_the_model_of_easyr1s_own_file_fits_its_eight_gpus(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    config = load_config(ROOT / "tests" / "unit" / "data" / "easyr1_current.yaml", []).config
-    assert config.worker.actor.model.model_path == "Qwen/Qwen2.5-7B-Instruct"
-    assert config.trainer.n_gpus_per_node == 8
-    fits(config, "Qwen2.5-7B-Instruct")

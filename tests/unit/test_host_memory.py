@@ -24,16 +24,24 @@ def usable(tmp_path: Path, memberships: str, **files: object) -> int | None:
     return count_usable_bytes(meminfo=tmp_path / "meminfo", memberships=tmp_path / "cgroup", mount=tmp_path / "mount")
 
 
-def test_without_control_groups_what_the_machine_has_available_counts(tmp_path):
-    assert usable(tmp_path, "0::/\n") == 32 * GIB
-    assert usable(tmp_path, "0::/job\n", **{"job__memory.max": "max", "job__memory.current": 5}) == 32 * GIB
+JOB = {"job__memory.max": 8 * GIB, "job__memory.current": 3 * GIB}
+STAT = {"job__memory.stat": f"anon {GIB}\nfile {2 * GIB}\ninactive_file {GIB}"}
 
 
-def test_the_limit_of_a_control_group_of_version_2_counts_less_what_is_used(tmp_path):
-    files = {"job__memory.max": 8 * GIB, "job__memory.current": 3 * GIB}
-    assert usable(tmp_path, "0::/job/task\n", **files) == 5 * GIB
-    stat = {"job__memory.stat": f"anon {GIB}\nfile {2 * GIB}\ninactive_file {GIB}"}
-    assert usable(tmp_path, "0::/job/task\n", **files, **stat) == 6 * GIB
+@pytest.mark.parametrize(
+    ("memberships", "files", "expected"),
+    [
+        ("0::/\n", {}, 32 * GIB),
+        ("0::/job\n", {"job__memory.max": "max", "job__memory.current": 5}, 32 * GIB),
+        ("0::/job/task\n", JOB, 5 * GIB),
+        ("0::/job/task\n", JOB | STAT, 6 * GIB),
+        ("0::/job\n", {"job__memory.max": GIB, "job__memory.current": 2 * GIB}, 0),
+    ],
+    ids=["no group", "no limit", "less what is used", "files that can be freed count as free", "above its limit"],
+)
+def test_the_limit_of_a_control_group_of_version_2_counts(tmp_path, memberships, files, expected):
+    assert usable(tmp_path, memberships, **files) == expected
+    assert count_usable_bytes(meminfo=tmp_path / "missing") is None
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(8 * GIB, 6 * GIB), (2**63 - 4096, 32 * GIB)])
@@ -44,10 +52,6 @@ def test_the_limit_of_a_control_group_of_version_1_counts(tmp_path, limit, expec
         "memory__job__memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}",
     }
     assert usable(tmp_path, "4:memory:/job\n7:cpu,cpuacct:/job\n", **files) == expected
-
-
-def test_a_group_that_uses_more_than_its_limit_leaves_nothing(tmp_path):
-    assert usable(tmp_path, "0::/job\n", **{"job__memory.max": GIB, "job__memory.current": 2 * GIB}) == 0
 
 
 @pytest.mark.parametrize(
@@ -65,13 +69,3 @@ def test_all_host_memory_is_what_the_control_group_allows(tmp_path, memberships,
         file.write_text(f"{text}\n")
         assert count_total_bytes(**paths) == expected
     assert count_total_bytes(**{**paths, "meminfo": tmp_path / "absent"}) is None
-
-
-def test_the_number_is_unknown_without_meminfo(tmp_path):
-    assert count_usable_bytes(meminfo=tmp_path / "missing") is None
-    (tmp_path / "empty").write_text("")
-    assert count_usable_bytes(meminfo=tmp_path / "empty") is None
-
-
-def test_this_machine_has_memory():
-    assert (count_usable_bytes() or 0) > 2**20

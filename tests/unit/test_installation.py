@@ -1,31 +1,13 @@
 """The install command in messages, for a clone and for a published package."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from trigon.system import installation
-from trigon.system.installation import DISTRIBUTION, install_command, untested_versions
+from trigon.system.installation import install_command, untested_versions
 
 ROOT = Path(__file__).parents[2]
-ASK = "from trigon.system.installation import install_command; print(install_command('gpu'))"
-
-
-@pytest.fixture
-def published(tmp_path):
-    """Return a folder as pip leaves it after installing a wheel: the package, and its metadata
-    without a URL.
-    """
-    package = tmp_path / "trigon"
-    (package / "system").mkdir(parents=True)
-    for name in ("__init__.py", "system/__init__.py", "system/installation.py"):
-        (package / name).write_bytes((ROOT / "trigon" / name).read_bytes())
-    metadata = tmp_path / "trigon_rl-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 1.0\n")
-    return tmp_path
 
 
 def test_a_clone_is_installed_again_with_the_extra(monkeypatch, tmp_path):
@@ -33,20 +15,6 @@ def test_a_clone_is_installed_again_with_the_extra(monkeypatch, tmp_path):
     assert install_command("wandb") == 'pip install -e ".[wandb]"'
     monkeypatch.chdir(tmp_path)
     assert install_command("wandb") == f'pip install -e "{ROOT}[wandb]"'
-
-
-def test_a_published_package_is_installed_by_the_name_that_it_has_on_the_index(published):
-    printed = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(published)!r}); {ASK}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert printed.stdout.strip() == 'pip install "trigon-rl[gpu]"'
-
-
-def test_the_distribution_has_the_name_of_the_project_file():
-    assert f'name = "{DISTRIBUTION}"' in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,13 @@ from support.fake_runs import (
     latest_checkpoint,
     lines_of,
     open_run,
-    plan_of,
     record_of,
     rollouts_of,
     saved_steps,
     sometimes_right,
+    train_in,
 )
 from trigon.checkpoint.store import CheckpointStore
-from trigon.config.schema import AlgorithmConfig
 from trigon.errors import CheckpointError, DiskError
 from trigon.loop import train
 from trigon.system.grace import Grace
@@ -31,8 +30,7 @@ from trigon.types import Prompt
 def uninterrupted(parts, tmp_path_factory):
     """Return the folder of a run of six steps."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    with open_run(parts, folder, **full_settings(6)) as run:
-        train(run, None)
+    train_in(folder, parts, **full_settings(6))
     return folder
 
 
@@ -53,71 +51,53 @@ def test_a_stop_request_finishes_the_step_saves_and_resumes_as_if_uninterrupted(
 
 
 @pytest.mark.faults
-def test_a_step_that_cannot_be_finished_in_time_is_left_and_the_step_before_it_saved(parts, tmp_path, uninterrupted):
+@pytest.mark.parametrize(
+    ("version", "saved"), [(3, [2, 3]), (2, [2])], ids=["the step before is saved", "a validation after a save"]
+)
+def test_a_step_that_cannot_be_finished_in_time_is_left(parts, tmp_path, uninterrupted, version, saved):
     grace = Grace(1e-9)  # shorter than any save
 
-    def request_in_step_4(prompt: Prompt, version: int, seed: int) -> str:
-        if version == 3:
+    def request(prompt: Prompt, sampling_version: int, seed: int) -> str:
+        if sampling_version == version:
             grace.request(limited=True)
-        return sometimes_right(prompt, version, seed)
+        return sometimes_right(prompt, sampling_version, seed)
 
-    with open_run(parts, tmp_path, complete=request_in_step_4, grace=grace, **full_settings(6)) as run:
-        assert train(run, None) == 3
-        assert run.trainer.updates == 6
-    assert saved_steps(tmp_path) == [2, 3]
-    assert sorted(lines_of(tmp_path)) == [0, 1, 2, 3]
-
-    with open_run(parts, tmp_path, **full_settings(6)) as run:
-        train(run, latest_checkpoint(tmp_path))
-    assert lines_of(tmp_path) == lines_of(uninterrupted)
-    assert rollouts_of(tmp_path) == rollouts_of(uninterrupted)
+    with open_run(parts, tmp_path, complete=request, grace=grace, **full_settings(6)) as run:
+        assert train(run, None) == version
+        assert run.trainer.updates == 2 * version
+    assert saved_steps(tmp_path) == saved
+    assert sorted(lines_of(tmp_path)) == list(range(version + 1))
+    if version == 3:  # with version 2 it is the validation that is left, which a resumed run does not repeat
+        resume_as_if_uninterrupted(parts, tmp_path, uninterrupted)
 
 
-def test_a_step_that_is_left_after_a_checkpoint_saves_nothing_more(parts, tmp_path):
-    grace = Grace(1e-9)
-
-    def request_in_step_3(prompt: Prompt, version: int, seed: int) -> str:
-        if version == 2:
-            grace.request(limited=True)
-        return sometimes_right(prompt, version, seed)
-
-    with open_run(parts, tmp_path, complete=request_in_step_3, grace=grace, **full_settings(6)) as run:
-        assert train(run, None) == 2
-    assert saved_steps(tmp_path) == [2]
+def resume_as_if_uninterrupted(parts, folder, uninterrupted):
+    with open_run(parts, folder, **full_settings(6)) as run:
+        assert train(run, latest_checkpoint(folder)) == 6
+    assert lines_of(folder) == lines_of(uninterrupted)
+    assert rollouts_of(folder) == rollouts_of(uninterrupted)
 
 
-def test_a_run_that_died_between_two_saves_repeats_the_lost_steps(parts, tmp_path, uninterrupted):
+@pytest.mark.parametrize("ends", ["dies between two saves", "was shorter"])
+def test_a_run_that_ended_early_repeats_the_lost_steps_and_continues(parts, tmp_path, uninterrupted, ends):
     def die_in_step_4(prompt: Prompt, version: int, seed: int) -> str:
         if version == 3:
             raise RuntimeError("the machine failed")
         return sometimes_right(prompt, version, seed)
 
-    with (
-        open_run(parts, tmp_path, complete=die_in_step_4, **full_settings(6)) as run,
-        pytest.raises(RuntimeError, match="failed"),
-    ):
-        train(run, None)
-    assert saved_steps(tmp_path) == [2]
-    assert sorted(lines_of(tmp_path)) == [0, 1, 2, 3]
-
-    with open_run(parts, tmp_path, **full_settings(6)) as run:
-        train(run, latest_checkpoint(tmp_path))
-    assert lines_of(tmp_path) == lines_of(uninterrupted)
-    assert rollouts_of(tmp_path) == rollouts_of(uninterrupted)
-
-
-def test_a_longer_run_continues_a_shorter_one(parts, tmp_path, uninterrupted):
-    with open_run(parts, tmp_path, **full_settings(4)) as run:
-        train(run, None)
-    with open_run(parts, tmp_path, **full_settings(6)) as run:
-        train(run, latest_checkpoint(tmp_path))
-    assert lines_of(tmp_path) == lines_of(uninterrupted)
-    assert rollouts_of(tmp_path) == rollouts_of(uninterrupted)
+    if ends == "was shorter":
+        train_in(tmp_path, parts, **full_settings(4))
+    else:
+        with (
+            open_run(parts, tmp_path, complete=die_in_step_4, **full_settings(6)) as run,
+            pytest.raises(RuntimeError, match="failed"),
+        ):
+            train(run, None)
+    resume_as_if_uninterrupted(parts, tmp_path, uninterrupted)
 
 
 def test_a_finished_run_is_left_unchanged(parts, tmp_path):
-    with open_run(parts, tmp_path) as run:
-        train(run, None)
+    train_in(tmp_path, parts)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     with open_run(parts, tmp_path) as run:
         assert train(run, latest_checkpoint(tmp_path)) == 3
@@ -126,8 +106,7 @@ def test_a_finished_run_is_left_unchanged(parts, tmp_path):
 
 
 def test_resuming_from_an_older_checkpoint_moves_the_later_ones_away(parts, tmp_path, uninterrupted):
-    with open_run(parts, tmp_path, **full_settings(4)) as run:
-        train(run, None)
+    train_in(tmp_path, parts, **full_settings(4))
     store = CheckpointStore(tmp_path, keep=-1, warn=lambda text: None)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "global_step_4").rename(tmp_path / "elsewhere" / "global_step_4")
@@ -140,12 +119,6 @@ def test_resuming_from_an_older_checkpoint_moves_the_later_ones_away(parts, tmp_
     assert (tmp_path / "set_aside" / "global_step_4").is_dir()
     assert saved_steps(tmp_path) == [2, 4, 6]
     assert lines_of(tmp_path) == lines_of(uninterrupted)
-
-
-def test_a_checkpoint_of_the_fake_engine_can_be_resumed_like_a_real_one(parts, tmp_path):
-    with open_run(parts, tmp_path) as run:
-        train(run, None)
-    assert CheckpointStore(tmp_path, keep=-1).latest(resumable=True).step == 3
 
 
 def test_a_run_with_background_saves_ends_with_its_last_checkpoint_written(parts, tmp_path, uninterrupted):
@@ -180,19 +153,8 @@ def test_an_adaptive_kl_coefficient_moves_by_its_error_at_every_step(uninterrupt
     assert latest_checkpoint(uninterrupted).progress["kl_coefficient"] == pytest.approx(0.1 * 1.024**6)
 
 
-def test_a_fixed_kl_coefficient_comes_from_the_configuration_after_resuming(parts, tmp_path):
-    with open_run(parts, tmp_path, algorithm=AlgorithmConfig(disable_kl=True, kl_coef=0.1)) as run:
-        train(run, None)
-    with open_run(
-        parts, tmp_path, plan=plan_of(steps=4), algorithm=AlgorithmConfig(disable_kl=True, kl_coef=0.2)
-    ) as run:
-        train(run, latest_checkpoint(tmp_path))
-        assert run.preparation.state()["kl_coefficient"] == 0.2
-
-
 def test_a_damaged_data_position_is_refused(parts, tmp_path):
-    with open_run(parts, tmp_path) as run:
-        train(run, None)
+    train_in(tmp_path, parts)
     checkpoint = latest_checkpoint(tmp_path)
     other = {**checkpoint.progress, "prompts": {**checkpoint.progress["prompts"], "seed": 99}}
     with open_run(parts, tmp_path) as run, pytest.raises(CheckpointError, match="seed"):

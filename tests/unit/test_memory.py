@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-
 import pytest
 import torch
 import yaml
@@ -13,7 +10,7 @@ from support.engines import make_engine
 from support.published import CONFIGS, configured
 from trigon.assemble.engines import staged_bytes
 from trigon.assemble.memory import GIB, Hardware, count_memory, size_of_model
-from trigon.assemble.memory_check import check_memory, find_hardware, find_remedies, memory_counter
+from trigon.assemble.memory_check import check_memory, find_remedies, memory_counter
 from trigon.assemble.remedies import find_remedies_in_pass
 from trigon.config.options import with_options
 from trigon.config.schema import Config, LoraConfig
@@ -45,7 +42,6 @@ WEIGHTS = PUBLISHED[VL_7B]
 EIGHT = {"trainer.n_gpus_per_node": 8}
 OFFLOAD = {"worker.actor.offload.offload_params": True, "worker.actor.offload.offload_optimizer": True}
 SEPARATE = {"worker.hybrid_engine": False, "worker.rollout.n_gpus_per_node": 4}
-TWO_MACHINES = {**SEPARATE, "worker.rollout.nnodes": 2, "worker.rollout.n_gpus_per_node": 8}
 PATH = "worker.actor.model.model_path"
 UTILIZATION = "worker.rollout.gpu_memory_utilization"
 PARALLEL = "worker.rollout.tensor_parallel_size"
@@ -65,13 +61,11 @@ def parts_of(memory, phase, pool="GPU", workers="all"):
 # -- sizes -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_sizes_of_published_models_are_exact(name):
-    assert size_of_model(configured(name)).all.trained == PUBLISHED[name]
-    assert {path.name for path in CONFIGS.iterdir()} == PUBLISHED.keys()
+def test_the_sizes_of_published_models_are_exact():
+    assert {path.name: size_of_model(configured(path.name)).all.trained for path in CONFIGS.iterdir()} == PUBLISHED
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe", "internvl", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "gemma3_text"])
 @pytest.mark.parametrize("rank", [0, 4])
 def test_sizes_are_those_of_the_model_that_is_trained(tiny_model, family, rank):
     folder = str(tiny_model(family))
@@ -111,9 +105,6 @@ def test_weights_gradients_and_states_are_those_of_the_train_engine(tiny_model, 
     [
         ("Qwen2.5-VL-3B-Instruct", (1, 2, 4)),  # 16 heads in decoder and tower, whose MLPs have 3,420 columns
         ("Qwen2.5-VL-7B-Instruct", (1, 2, 4)),  # 28 heads, and 16 in the tower
-        ("Qwen2.5-VL-32B-Instruct", (1, 2, 4, 8)),  # 40 heads
-        ("Qwen2.5-VL-72B-Instruct", (1, 2, 4, 8, 16)),
-        ("Qwen2.5-7B-Instruct", (1, 2, 4)),  # 28 heads, but 18,944 columns
         ("Qwen3-VL-30B-A3B-Instruct", (1, 2, 4, 8, 16)),
     ],
 )
@@ -125,13 +116,6 @@ def test_sizes_of_tensor_parallelism_divide_heads_and_mlps_of_decoder_and_tower(
         else:
             with pytest.raises(ConfigError, match=rf"tensor_parallel_size is {size}, .*1 or 2 or 4"):
                 require_tensor_parallel(hf_config, size, num_workers=64)
-
-
-@pytest.mark.parametrize("option", ["rollout.tensor_parallel_size", "actor.ulysses_sequence_parallel_size"])
-def test_heads_that_the_workers_cannot_divide_are_refused_with_the_sizes_that_can(option):
-    config = configured(VL_7B, {**EIGHT, f"worker.{option}": 8})
-    with pytest.raises(ConfigError, match=rf"{option} is 8, .* 28 attention heads.*1 or 2 or 4$"):
-        size_of_model(config)
 
 
 # -- phases ----------------------------------------------------------------------------------------
@@ -161,54 +145,6 @@ def test_the_memory_of_a_run_in_numbers():
     ]
 
 
-def test_offloaded_parts_are_in_host_memory_while_completions_are_sampled():
-    four = {"trainer.n_gpus_per_node": 4}
-    on_gpu, offloaded = (count(configured(VL_7B, {**four, **each})) for each in ({}, OFFLOAD))
-    states = 8 * WEIGHTS // 4
-    assert parts_of(on_gpu, "sampling")["optimizer states"] == states
-    assert parts_of(offloaded, "sampling").keys() & {"weights", "optimizer states"} == set()
-    assert parts_of(offloaded, "sampling", "host")["optimizer states"] == 4 * states
-    assert parts_of(offloaded, "update")["optimizer states"] == states
-
-
-@pytest.mark.parametrize("parallel", [1, 4])
-def test_vllm_has_a_share_of_the_gpu_with_its_weights_over_the_tensor_parallel_ranks(parallel):
-    config = configured(VL_7B, {**EIGHT, UTILIZATION: 0.5, PARALLEL: parallel})
-    parts, weights = parts_of(count(config), "sampling"), -(-2 * WEIGHTS // parallel)
-    assert (parts["vLLM's weights"], parts["vLLM's KV cache and workspace"]) == (weights, 40 * GIB - weights)
-
-
-def test_a_longer_row_and_no_checkpointing_need_more():
-    rows = {"worker.actor.micro_batch_size_per_device_for_update": 8, "trainer.auto_micro_batch": False}
-    plain, longer, kept = (
-        parts_of(count(configured(VL_7B, {**EIGHT, **changes})), "update")["activations"]
-        for changes in ({}, rows, {"worker.actor.model.enable_gradient_checkpointing": False})
-    )
-    assert plain < longer < 9 * plain
-    assert kept > 4 * plain
-
-
-@pytest.mark.parametrize(
-    ("response", "kept", "offloaded", "host"), [(30_720, 13.0, 7.3, 56.0), (63_488, 26.1, 14.7, 112.0)]
-)
-def test_offloaded_inputs_of_layers_are_those_of_the_page_on_long_sequences(response, kept, offloaded, host):
-    changes = {**EIGHT, "worker.actor.model.freeze_vision_tower": True, "data.max_response_length": response}
-    memory = [count(configured(VL_7B, {**changes, ACTIVATION_OFFLOAD: offloads})) for offloads in (False, True)]
-    activations = [parts_of(each, "update")["activations"] for each in memory]
-    assert [round(each / GIB, 1) for each in activations] == [kept, offloaded]
-    assert parts_of(memory[1], "update", "host")["inputs of layers"] == host * GIB
-    assert parts_of(memory[0], "update", "host") == {}
-
-
-def test_one_input_of_a_layer_is_on_the_device_while_logits_are_computed():
-    config = configured("Qwen2.5-7B-Instruct", EIGHT)
-    kept, offloaded = (
-        parts_of(count(with_options(config, {ACTIVATION_OFFLOAD: offloads})), "update")["activations"]
-        for offloads in (False, True)
-    )
-    assert kept - offloaded == 27 * (2048 + 2048) * 3584 * 2  # of 28 layers
-
-
 # -- separate workers ------------------------------------------------------------------------------
 
 
@@ -231,39 +167,6 @@ def test_learners_have_no_engine_and_samplers_nothing_else():
     assert parts_of(divided, "sampling", workers="samplers")["vLLM's weights"] == WEIGHTS // 2
 
 
-def test_host_memory_is_added_where_both_pools_may_be_on_one_machine():
-    one, two = (
-        count(configured("Qwen2.5-7B-Instruct", {"trainer.n_gpus_per_node": 2, **each}))
-        for each in (SEPARATE, TWO_MACHINES)
-    )
-    assert {each.workers for each in one.phases if each.pool == "host"} == {"all"}
-    saved = parts_of(one, "save", "host")
-    assert (saved["processes"], saved["workers that sample"]) == (2 * 2 * GIB, 4 * 2 * GIB)
-    assert "workers that sample" not in parts_of(two, "save", "host", "learners")
-    assert parts_of(two, "sampling", "host", "samplers") == {"processes": 8 * 2 * GIB}
-
-
-def test_samplers_that_stream_hold_the_pixels_of_all_groups_that_may_be_outstanding():
-    one, streamed = (
-        parts_of(count(configured(VL_7B, {**TWO_MACHINES, **each})), "sampling", "host", "samplers")
-        for each in ({"algorithm.max_staleness": 1}, {"algorithm.max_staleness": 4})
-    )
-    of_prompt = 4 * 2048 * 1176 * 4  # patches of a token, values of a patch
-    assert streamed["images of prompts being sampled"] == 8 * 5 * 512 // 16 * of_prompt
-    assert streamed["caches of images"] == one["caches of images"]
-    assert "images of prompts being sampled" not in one
-
-
-def test_on_the_cpu_samplers_have_weights_and_a_cache_in_host_memory():
-    config = configured("Qwen2.5-3B-Instruct", {**SEPARATE, "trainer.n_gpus_per_node": 2})
-    memory = count(config, Hardware("cpu", 0, 64 * GIB))
-    weights, parts = 4 * 2 * 3_085_938_688, parts_of(memory, "update", "host")
-    assert parts["workers that sample"] == weights + 4 * (1 + 2) * GIB
-    assert not {"rollout engine's weights", "vLLM's KV cache"} & parts.keys()
-    [update] = [phase for phase in memory.phases if phase.phase == "update"]
-    assert [part.certain for part in update.parts if part.name == "workers that sample"] == [weights]
-
-
 # -- refusals --------------------------------------------------------------------------------------
 
 
@@ -282,7 +185,6 @@ def warned(config, hardware=H100):
             H100,
             ["123.6 GiB during update", "80.0 GiB", "30.9 GiB  weights", "30.9 GiB  gradients", "61.8 GiB  optimizer"],
         ),
-        ("Qwen2.5-VL-3B-Instruct", {UTILIZATION: 0.9}, H100, ["during sampling", "offload_optimizer=true: "]),
         (
             "Qwen2.5-VL-32B-Instruct",
             {**EIGHT, "worker.actor.offload.offload_optimizer": True, "worker.actor.fsdp.torch_dtype": "bf16"},
@@ -309,6 +211,10 @@ def test_a_run_that_cannot_fit_is_refused_with_the_arithmetic_and_what_helps(nam
         warned(configured(name, changes), hardware)
     for fact in (*facts, "trainer.check_memory=false"):
         assert fact in str(refused.value)
+    if changes.get("trainer.n_gpus_per_node") == 32:  # max_staleness above 1 excludes the remedy
+        with pytest.raises(ConfigError) as refused:
+            warned(configured(name, {**changes, "algorithm.max_staleness": 2}), hardware)
+        assert "tensor_parallel_size" not in str(refused.value)
 
 
 def test_remedies_are_the_same_arithmetic_with_the_change():
@@ -326,38 +232,14 @@ def test_remedies_are_the_same_arithmetic_with_the_change():
             warned(with_options(config, remedy.changes))
 
 
-def test_samplers_that_stream_are_not_advised_to_divide_their_engine():
-    changes = {**SEPARATE, "trainer.n_gpus_per_node": 32, UTILIZATION: 0.9, "algorithm.max_staleness": 2}
-    with pytest.raises(ConfigError, match="each GPU of the samplers") as refused:
-        warned(configured("Qwen2.5-VL-32B-Instruct", changes), Hardware("cuda", 40 * GIB, 2000 * GIB))
-    assert "tensor_parallel_size" not in str(refused.value)  # which is refused with max_staleness above 1
-
-
-def test_a_run_near_the_limit_is_warned_and_not_refused():
+def test_a_run_near_the_limit_is_warned_and_not_refused(tiny_model):
     config = configured("Qwen2.5-VL-3B-Instruct", OFFLOAD)
     [warning] = warned(config, Hardware("cuda", 66 * GIB, 2000 * GIB))
     assert "update is expected to need 6" in warning
     assert warned(config, Hardware("cuda", 141 * GIB, 2000 * GIB)) == []
-
-
-def test_a_family_whose_passes_are_not_counted_is_announced(tiny_model):
+    assert warned(configured("Qwen2.5-VL-72B-Instruct", {"trainer.check_memory": False})) == []
     [warning] = warned(configured("Qwen3-4B", {PATH: str(tiny_model("gemma3_text"))}))
     assert "not counted" in warning
-
-
-def test_the_check_can_be_turned_off():
-    assert warned(configured("Qwen2.5-VL-72B-Instruct", {"trainer.check_memory": False})) == []
-
-
-def test_a_model_that_this_machine_cannot_hold_is_refused(tiny_model, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model("qwen2"), folder)
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(content | {"hidden_size": 2**17, "intermediate_size": 2**20}))
-    hardware = find_hardware(torch.device("cpu"))
-    assert hardware is not None
-    with pytest.raises(ConfigError, match=r"(?s)during update.*rollout engine's"):
-        warned(configured("Qwen3-4B", {PATH: str(folder)}), hardware)
 
 
 def test_a_save_copies_what_all_workers_of_a_machine_save():
@@ -386,7 +268,6 @@ ROWS = {"trainer.auto_micro_batch": False, "worker.actor.micro_batch_size_per_de
     ("changes", "first"),
     [
         (ROWS, ["trainer.auto_micro_batch=true", "for_update=1", "enable_activation_offload=true"]),
-        ({}, ["enable_activation_offload=true", "data.max_response_length=1024", "adamw_bf16"]),
         (
             {
                 **EIGHT,

@@ -8,7 +8,7 @@ import math
 import pytest
 from PIL import Image
 
-from trigon.metrics import Max, Mean, Sum, values
+from trigon.metrics import Max, Mean, Sum
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
@@ -25,28 +25,22 @@ class Clock:
 
 
 class MemoryLogger:
-    """A logger that stores its calls, or fails at each of them."""
+    """A logger that stores its calls."""
 
-    def __init__(self, name="memory", *, failing=False):
-        self.name, self.failing = name, failing
-        self.logged, self.shown, self.sizes, self.closed = [], [], [], False
+    name = "memory"
 
-    def _maybe_fail(self):
-        if self.failing:
-            raise ConnectionError("no network")
+    def __init__(self):
+        self.logged, self.shown, self.sizes = [], [], []
 
     def log_metrics(self, step, metrics):
-        self._maybe_fail()
         self.logged.append((step, dict(metrics)))
 
     def log_samples(self, step, split, samples):
-        self._maybe_fail()
         self.shown.append((step, split, [sample.row.prompt_id for sample in samples]))
         self.sizes.append([[image.size for image in sample.images] for sample in samples])
 
     def close(self):
-        self._maybe_fail()
-        self.closed = True
+        pass
 
 
 def group(prompt_id):
@@ -108,10 +102,11 @@ def test_a_step_is_reported_to_folder_console_and_loggers_with_its_timings(folde
     with report.phase("validation"):
         clock.now += 10.0
     clock.now += 0.25
-    report.step(1, 5, {"reward/overall": Mean(3.0, 4.0)}, num_tokens=6000, num_response_tokens=1000)
+    metrics = {"reward/overall": Mean(3.0, 4.0), "actor/grad_norm": Mean(0.0, 0.0)}
+    report.step(1, 5, metrics, num_tokens=6000, num_response_tokens=1000)
 
     (line,) = folder.read_metrics()
-    assert line.step == 1
+    assert math.isnan(line.metrics.pop("actor/grad_norm"))
     assert {key: value for key, value in line.metrics.items() if "memory" not in key} == {
         "reward/overall": 0.75,
         "timing_s/gen": 3.0,
@@ -127,8 +122,8 @@ def test_a_step_is_reported_to_folder_console_and_loggers_with_its_timings(folde
     }
     assert 0.01 < line.metrics["perf/cpu_memory_used_gb"] < 100
     report.close()
-    assert logger.logged == [(1, line.metrics)]
-    assert stream.getvalue().splitlines()[-1].split() == ["1/5", "0.7500", "750", "14.0", "56.0", "s"]
+    assert logger.logged[0][1].items() >= line.metrics.items()
+    assert stream.getvalue().splitlines()[-1].split() == ["1/5", "0.7500", "nan", "750", "14.0", "56.0", "s"]
 
 
 def test_the_outermost_phase_is_timed_also_if_it_raises_and_a_save_belongs_to_the_next_step(folder, stream, clock):
@@ -175,38 +170,6 @@ def test_all_but_waiting_is_progress_for_the_watchdog_and_the_check_is_called_ea
     assert checks == [0, 0, 1, 2, 2, 3]  # the first as the phase begins
 
 
-def test_the_reporter_adds_only_timing_and_perf_keys(folder, stream, clock):
-    report = reporter(folder, stream, clock)
-    with report.phase("gen"):
-        clock.now += 1.0
-    report.step(1, 1, {"reward/overall": Mean(1.0)}, num_tokens=10, num_response_tokens=5)
-    own = folder.read_metrics()[0].metrics.keys() - {"reward/overall"}
-    assert all(key.startswith(("timing_s/", "timing_per_token_ms/", "perf/")) for key in own)
-
-
-def test_without_token_counts_no_throughput_is_reported(folder, stream, clock):
-    report = reporter(folder, stream, clock)
-    clock.now += 1.0
-    report.step(0, 5, {})
-    assert not [key for key in folder.read_metrics()[0].metrics if "token" in key or "throughput" in key]
-    assert "left" not in stream.getvalue()
-
-
-@pytest.mark.parametrize("call", ["log_metrics", "log_samples", "close"])
-def test_a_logger_that_fails_is_reported_once_and_training_continues(folder, stream, clock, call):
-    bad, good = MemoryLogger("wandb", failing=True), MemoryLogger()
-    report = reporter(folder, stream, clock, bad, good)
-    if call == "log_samples":
-        report.validation(1, [group("val:1")], {}, shown=1, token_groups=0, read_images=read_images)
-    if call != "close":
-        report.step(1, 2, {"a": Mean(1.0)})
-        report.step(2, 2, {"a": Mean(1.0)})
-    report.close()
-    assert [step for step, _ in good.logged] == ([] if call == "close" else [1, 2])
-    assert good.closed
-    assert stream.getvalue().count("the logger wandb failed: ConnectionError: no network. It is no longer used") == 1
-
-
 @pytest.mark.faults
 def test_lines_that_cannot_be_written_wait_and_the_run_goes_on(folder, stream, clock):
     report = reporter(folder, stream, clock)
@@ -239,24 +202,6 @@ def test_all_validation_completions_are_written_and_the_first_are_shown(folder, 
     assert "validation after step 5: 4 completions  accuracy 0.85  format 1  reward 0.9\n" in stream.getvalue()
 
 
-def test_a_validation_is_printed_once_with_a_sample(folder, stream, clock):
-    report = reporter(folder, stream, clock)
-    metrics = {"val/reward_score": Mean(0.6875)}
-    for step in (0, 1):  # before the first step, and after one
-        report.validation(step, [group("val:1")], values(metrics), shown=0, token_groups=0, read_images=read_images)
-        report.step(step, 1, metrics)
-    report.close()
-    assert stream.getvalue().count("0.6875") == 2
-    assert stream.getvalue().count("How many?") == 2
-
-
-def test_rollouts_are_written_into_the_folder(folder, stream, clock):
-    report = reporter(folder, stream, clock)
-    report.rollouts(7, [group("train:1")], learned=None, recorded={}, read_images=read_images)
-    report.flush()
-    assert len((folder.path / "rollouts" / "step_000007.jsonl").read_text().splitlines()) == 2
-
-
 def test_the_summary_includes_the_steps_before_a_resume(folder, stream, clock, tmp_path):
     before = {"val/accuracy_reward": 0.25, "val/format_reward": 0.5, "val/reward_score": 0.3}
     after = {"val/accuracy_reward": 0.875, "val/format_reward": 1.0, "val/reward_score": 0.9}
@@ -278,21 +223,3 @@ def test_the_summary_includes_the_steps_before_a_resume(folder, stream, clock, t
     assert "trained on" not in text  # nothing is learned from prompts
     for part in (f"run:      {folder.path}\n", f"model:    {tmp_path / 'model'}\n", "next:\n  trigon train more=1\n"):
         assert part in text
-
-
-def test_the_summary_of_few_steps(folder, stream, clock):
-    reporter(folder, stream, clock).summary(exported=None, next_steps=[])
-    assert "Validation" not in stream.getvalue()
-    assert f"run:      {folder.path}" in stream.getvalue()
-    folder.append_metrics(1, {"timing_s/step": 8.0})
-    folder.append_metrics(2, {"val/accuracy_reward": 0.875, "val/reward_score": 0.9, "timing_s/step": 8.0})
-    reporter(folder, stream, clock).summary(exported=None, next_steps=[])
-    words = [line.split() for line in stream.getvalue().replace("│", " ").replace("┃", " ").splitlines()]
-    assert ["step", "2"] in words  # a single validation has a single column
-    assert ["accuracy", "0.875"] in words
-
-
-def test_a_number_that_is_not_finite_is_reported_as_nan(folder, stream, clock):
-    reporter(folder, stream, clock).step(1, 1, {"actor/grad_norm": Mean(0.0, 0.0)})
-    assert math.isnan(folder.read_metrics()[0].metrics["actor/grad_norm"])
-    assert "nan" in stream.getvalue().split()

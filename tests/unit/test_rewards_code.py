@@ -1,14 +1,11 @@
 """When two reward functions are the same code: files, modules beside them, Python functions."""
 
-import re
 import subprocess
 import sys
-import textwrap
 import types
 
 import pytest
 
-from trigon.rewards.callables import reward_source
 from trigon.rewards.code import code_digest, function_digest
 from trigon.rewards.load import find_source
 
@@ -59,33 +56,14 @@ def digest(folder, function="compute_score"):
         ("unrelated.py", "1", "2", True),
     ],
 )
-def test_a_file_is_its_code_with_the_modules_beside_it(folder, file, old, new, is_same):
+def test_a_file_is_its_code_with_the_modules_beside_it(folder, tmp_path_factory, file, old, new, is_same):
     before = digest(folder)
+    folder = folder.rename(tmp_path_factory.mktemp("moved") / "copy")
+    assert digest(folder) == before != digest(folder, "other")
     text = (folder / file).read_text()
     assert old in text
     (folder / file).write_text(text.replace(old, new))
     assert (digest(folder) == before) == is_same
-
-
-def test_another_folder_is_the_same_code_and_another_function_of_a_file_is_not(folder, tmp_path_factory):
-    moved = tmp_path_factory.mktemp("moved") / "copy"
-    before = digest(folder)
-    folder.rename(moved)
-    assert digest(moved) == before
-    assert digest(moved, "other") != before
-
-
-def test_a_file_that_is_no_python_is_compared_by_its_bytes(tmp_path):
-    write(tmp_path / "reward.py", "def (:\n")
-    before = digest(tmp_path)
-    assert digest(tmp_path) == before
-    write(tmp_path / "reward.py", "def (: \n")
-    assert digest(tmp_path) != before
-
-
-def test_shipped_functions_are_their_names():
-    assert code_digest(find_source("math")) == code_digest(find_source("math"))
-    assert code_digest(find_source("math")) != code_digest(find_source("r1v"))
 
 
 CELL = """
@@ -145,34 +123,6 @@ def test_a_python_function_is_its_code_and_what_it_uses(name):
         assert (other != same) == is_used, change
 
 
-def test_functions_that_refer_to_themselves_and_objects_that_cannot_be_pickled_have_a_digest():
-    source = textwrap.dedent("""
-        import threading
-        lock, table = threading.Lock(), []
-        table.append(table)
-        def reward(response, ground_truth):
-            with lock:
-                return reward(response[1:], table) if response else 0.0
-    """)
-    module = types.ModuleType("__main__")
-    exec(source, vars(module))
-    assert re.fullmatch(r"py3\.\d+:[0-9a-f]{32}", function_digest(module.reward))
-
-
-def test_an_object_that_raises_makes_code_that_cannot_be_compared():
-    class Odd:
-        def __repr__(self):
-            raise ValueError("not today")
-
-    held = {Odd(): 1}
-
-    def reward(response, ground_truth):
-        return float(len(held))
-
-    assert function_digest(reward) == ""
-    assert code_digest(reward_source([reward, "math"], kwargs={})) == ""
-
-
 def test_the_digest_of_a_function_is_the_same_in_another_process():
     script = f"""
 import sys
@@ -193,15 +143,3 @@ print(code_digest(reward_source([(reward, 2.0), (scorer, 1.0), ("math", 0.5)], k
         for number in (1, 2)
     }
     assert len(found) == 1
-
-
-def test_terms_are_compared_with_their_weights(folder):
-    def terms(*weights):
-        specs = (f"{folder / 'reward.py'}:compute_score", "math")
-        return code_digest(reward_source(list(zip(specs, weights, strict=True)), kwargs={}))
-
-    before = terms(1.0, 2.0)
-    assert terms(1.0, 2.0) == before
-    assert terms(1.0, 3.0) != before
-    (folder / "reward.py").write_text(REWARD.replace("  # beside this file", ""))
-    assert terms(1.0, 2.0) == before
