@@ -17,13 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.gpu import Figures, Machine, bytes_text
+from support.gpu import Figures, Machine
 from trigon.assemble.data import open_processors
 from trigon.assemble.engines import open_rollout
 from trigon.assemble.models import DevicePlacement, choose_device, open_models
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.rollout.protocol import RolloutEngine
+from trigon.system.terminal import format_bytes
 from trigon.tools.quickstart.model import make_tiny
 from trigon.training.local import LocalTrainEngine
 from trigon.training.parallel import SingleProcess
@@ -140,7 +141,7 @@ def compare_engines(machine: Machine, variant: Variant) -> Figures:
             figures["seconds of wake-up and weight sync"] = f"{time.monotonic() - start:.2f}"
             if on_gpu:
                 temporaries = torch.cuda.max_memory_allocated() - allocated
-                figures["temporaries of the weight sync"] = bytes_text(temporaries)
+                figures["temporaries of the weight sync"] = format_bytes(temporaries)
                 largest = max(weight.nbytes for weight in session.trainer.policy.parameters())
                 excess = (temporaries - CHECKSUM_BYTES) / largest
                 figures.at_most("as a multiple of the largest weight", excess, SYNC_WEIGHTS)
@@ -154,7 +155,7 @@ def compare_engines(machine: Machine, variant: Variant) -> Figures:
         compare(figures, "text only, after another sleep", session.differences(text))
         if on_gpu:
             figures["GPU memory in use asleep"] = (
-                f"{bytes_text(asleep)} at the start, {bytes_text(used_bytes())} at the end"
+                f"{format_bytes(asleep)} at the start, {format_bytes(used_bytes())} at the end"
             )
     layers = config.get_text_config().num_hidden_layers
     figures["layers"] = f"{layers}, {dtype}"

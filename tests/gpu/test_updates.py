@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from support.engines import to_train
-from support.gpu import Figures, Machine, bytes_text
+from support.gpu import Figures, Machine
 from trigon.assemble.data import open_processors
 from trigon.assemble.models import DevicePlacement, choose_device, open_models
 from trigon.config.plan import make_plan
@@ -20,6 +20,7 @@ from trigon.config.schema import Config, OptimConfig
 from trigon.models.activations import PassFormat, PassOptions, RowLengths, update_bytes
 from trigon.models.attention import configured_kernel
 from trigon.models.sizes import dimensions_of
+from trigon.system.terminal import format_bytes
 from trigon.training import optim
 from trigon.training.dry_run import dummy_group
 from trigon.training.host_waits import host_waits
@@ -60,8 +61,8 @@ def optimizer_memory(machine: Machine, strategy: str) -> Figures:
     memory = memory_of(device, shared_by=1)
     first, second = memory.peak_bytes(optimizer.step), memory.peak_bytes(optimizer.step)
     figures = Figures()
-    figures["first update"] = f"{bytes_text(first)}, computed {bytes_text(states + temporaries)}"
-    figures["further updates"] = f"{bytes_text(second)}, computed {bytes_text(temporaries)}"
+    figures["first update"] = f"{format_bytes(first)}, computed {format_bytes(states + temporaries)}"
+    figures["further updates"] = f"{format_bytes(second)}, computed {format_bytes(temporaries)}"
     error = abs(first - (states + temporaries)) / (states + temporaries)
     figures.at_most("error of the first", error, OPTIMIZER_TOLERANCE)
     # Relative to the weights, since computed bytes may be 0.
@@ -98,7 +99,7 @@ def update(machine: Machine) -> Figures:
         metrics = trainer.step(train_groups[:count])
         if machine.on_gpu:
             torch.cuda.synchronize()
-            figures[f"peak memory with {count} groups"] = bytes_text(torch.cuda.max_memory_allocated())
+            figures[f"peak memory with {count} groups"] = format_bytes(torch.cuda.max_memory_allocated())
         seconds = time.monotonic() - start
         figures[f"tokens/s with {count} groups"] = f"{metrics['actor/packed_tokens'].value / seconds:.0f}"
     if machine.on_gpu:
@@ -143,7 +144,7 @@ def compare_pass(figures: Figures, trainer: LocalTrainEngine, device: torch.devi
             on_cpu=device.type == "cpu",
         ),
     ).total
-    figures["memory of a pass"] = f"{bytes_text(measured)}, computed {bytes_text(computed)}"
+    figures["memory of a pass"] = f"{format_bytes(measured)}, computed {format_bytes(computed)}"
     figures.at_most("error of the computed memory", abs(measured - computed) / measured, PASS_TOLERANCE)
 
 

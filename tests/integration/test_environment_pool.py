@@ -286,7 +286,7 @@ def test_the_largest_episode_is_killed_when_memory_runs_out(tmp_path):
     with running(settings_of(tmp_path, confinement=confinement)) as pool:
         started(pool, 2)
         pool.step(0, "hold memory")
-        assert "GiB of memory, the most of all running episodes" in outcomes(pool, 1)[0].error
+        assert "of memory, the most of all running forks" in outcomes(pool, 1)[0].error
         assert step(pool, "go", 1).error == ""
 
 

@@ -20,9 +20,10 @@ import pytest
 import torch
 from ray import cloudpickle
 
+from support.clusters import start_workers
 from trigon.assemble.pools import join_ranks, place_pools
 from trigon.config.schema import Config
-from trigon.distributed.cluster import Layout, has_gpus, open_cluster, start_workers
+from trigon.distributed.cluster import Layout, has_gpus, open_cluster
 from trigon.distributed.local_ray import reload_auth_token
 from trigon.distributed.worker import Worker, ray_actor_class
 from trigon.distributed.worker_group import WorkerGroup

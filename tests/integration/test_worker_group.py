@@ -20,9 +20,10 @@ import pytest
 import torch
 from ray import cloudpickle
 
+from support.clusters import start_workers
 from support.processes import descendants
 from support.sockets import listeners
-from trigon.distributed.cluster import Layout, WorkerHandle, open_cluster, start_workers
+from trigon.distributed.cluster import Layout, WorkerHandle, open_cluster
 from trigon.distributed.engines import WorkersRolloutEngine, WorkersTrainEngine
 from trigon.distributed.messages import pack
 from trigon.distributed.worker import HeartbeatRequest, Worker, WorkerEngines, ray_actor_class

@@ -12,8 +12,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from support.runs import log_of, num_lines
+from trigon.distributed.cluster import Layout, WorkerHandle, reserve
 
 MARK = "TRIGON_TEST_RUN"
 """The environment variable with the mark of a run."""
@@ -85,3 +87,10 @@ def two_ray_nodes(folder: Path, *, num_cpus: int = 1) -> Iterator[dict[str, str]
             for node in nodes:
                 node.wait()
             time.sleep(0.1)
+
+
+@contextmanager
+def start_workers(layout: Layout, actor_class: Any, run_name: str) -> Iterator[list[WorkerHandle]]:
+    """Run all workers of a layout, and kill them when the context ends, inside open_cluster()."""
+    with reserve(layout) as reserved:
+        yield reserved.start(range(layout.size), actor_class, run_name, loopback=layout.nodes == 1)

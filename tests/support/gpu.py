@@ -51,11 +51,6 @@ class Figures:
             self.wrong.append(f"{name} is {value:.3g}, and must be {bound:.3g}")
 
 
-def bytes_text(num_bytes: float) -> str:
-    """Return bytes as text: "12.3 GiB"."""
-    return f"{num_bytes / 2**30:.2f} GiB"
-
-
 def in_own_process(function: Callable[..., Figures], *arguments: Any, seconds: float) -> Figures:
     """Return what a function of a test module returns in a new process, which is then ended.
 

@@ -21,9 +21,11 @@ from trigon.data.images import (
     BUDGET_BYTES,
     BYTES_PER_PIXEL,
     ByteBudget,
+    OpenedFile,
     decoding_bytes,
     encoded_image,
     file_for_display,
+    image_content,
     image_size,
     open_image,
 )
@@ -599,3 +601,12 @@ def test_memory_is_given_back_after_an_error():
     with budget.reserve(10):
         pass
     assert BYTES_PER_PIXEL * DataConfig().max_image_pixels <= BUDGET_BYTES  # the largest image of the default fits
+
+
+def test_an_opened_file_that_no_row_may_have_is_its_own_content():
+    whole = encoded(sample_image(), "PNG")
+    empty_profile = b"\x00\x00\x00\x00iCCP" + struct.pack(">I", zlib.crc32(b"iCCP"))
+    damaged = whole[:-12] + empty_profile + whole[-12:]  # Pillow raises IndexError at the end of its pixels
+    for file in (damaged, encoded(sample_image(), "EPS"), encoded(sample_image(), "PCX")):  # EPS: Ghostscript
+        assert image_content(OpenedFile(bytes=file, path=None)) == file
+    assert image_content(OpenedFile(bytes=whole, path=None)) == image_content(sample_image())

@@ -58,7 +58,7 @@ def test_a_run_has_the_memory_of_the_smallest_device_and_node():
         replace(REPORT, device_bytes=device, host_bytes=host) for device, host in ((80, 900), (40, None), (60, 500))
     ]
     assert smallest_hardware("cuda", reports) == Hardware("cuda", 40, 500)
-    assert smallest_hardware("cpu", [REPORT]) is None
+    assert smallest_hardware("cpu", [REPORT]) == Hardware("cpu", 0, None)
 
 
 def test_a_node_without_problems(folders):

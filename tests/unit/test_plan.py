@@ -72,18 +72,18 @@ def test_the_batches_of_a_step_by_hand(geo3k):
 def test_rows_are_those_of_the_token_budget():
     batches = planned({"trainer.auto_micro_batch": False, MICRO: 1}).batches
     # A group of 434 + 5 * 290 = 1,884 tokens: two of the 16 groups of a GPU fit into 4,096 tokens.
-    assert (batches.update_budget, batches.update_rows) == (4096, 8)
+    assert (geo3k.plan.tokens_per_update_pass, batches.update_rows) == (4096, 8)
     assert batches.score_rows == 64 * 1884 // (16 * 4096) + 1  # the default budget, 16 sequences
 
 
 def test_a_measured_budget_is_the_largest_that_fits(geo3k):
-    longest, hardware = 4096, Hardware("cuda", int(GPUS["H100-80G"] * GIB), 2**60)
+    longest, hardware = 4096, Hardware("cuda", int(GPUS["H100-80G"] * GIB), None)
     config = with_options(
         Config(), {**SETTINGS, MODEL: str(SHIPPED / "Qwen2.5-VL-7B-Instruct"), "trainer.n_gpus_per_node": 8}
     )
     size, used = size_of_model(config), []
-    assert geo3k.batches.update_budget % longest == 0
-    for micro in (geo3k.batches.update_budget // longest, geo3k.batches.update_budget // longest + 1):
+    assert geo3k.plan.tokens_per_update_pass % longest == 0
+    for micro in (geo3k.plan.tokens_per_update_pass // longest, geo3k.plan.tokens_per_update_pass // longest + 1):
         memory = count_memory(with_options(config, {"trainer.auto_micro_batch": False, MICRO: micro}), size, hardware)
         used += [phase.expected for phase in memory.phases if phase.phase == "update"]
     assert used[0] <= 0.9 * hardware.device_bytes < used[1]
@@ -161,7 +161,7 @@ def test_a_share_of_the_gpu_that_cannot_hold_vllm_does_not_fit():
 
 
 def test_host_memory_is_a_limit_only_if_it_is_known(geo3k):
-    assert not geo3k.knows_host_memory
+    assert geo3k.memory.hardware.host_bytes is None
     assert planned(OFFLOAD, host_memory=100 * GIB).verdict == "does not fit"
 
 

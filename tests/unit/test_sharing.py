@@ -22,7 +22,7 @@ from trigon.report.run import RunRecord, open_run
 from trigon.report.run_folder import RunFolder
 from trigon.system.secrets import HIDDEN, hide
 from trigon.tools.cli.main import main
-from trigon.tools.push.card import CURVES, RunFacts, hub_id, hub_id_of, model_card, read_facts
+from trigon.tools.push.card import CURVES, RunFacts, hub_id, model_card, read_facts, read_options
 from trigon.tools.push.push import PushSettings, base_license, public_base
 
 BASE = "Qwen/Qwen2.5-VL-3B-Instruct"
@@ -65,7 +65,7 @@ def facts_of(
     exported.mkdir(exist_ok=True)
     record = {"trigon_version": "0.1.0", "step": step, "dtype": "bfloat16"}
     (exported / "trigon_export.json").write_text(json.dumps(record))
-    return read_facts(run, exported, base_model=base, has_vision=True, is_adapter=False)
+    return read_facts(read_options(run), exported, base_model=base, has_vision=True, is_adapter=False)
 
 
 @pytest.fixture
@@ -233,9 +233,9 @@ def test_a_local_path_is_no_hub_id_wherever_the_push_runs(tmp_path, monkeypatch)
     assert local == {name: str(start / name) for name in ("demo/model", "demo/data")}
     run = write_run(tmp_path / "run", local=local, model_path="demo/model", train_files=files, val_files=files[:1])
     monkeypatch.chdir(tmp_path)
-    assert public_base(run, PushSettings()) is None
-    assert public_base(run, PushSettings(base="demo/model")) == "demo/model"
-    assert base_license(run, PushSettings()) == "mit"
+    assert public_base(read_options(run), PushSettings()) is None
+    assert public_base(read_options(run), PushSettings(base="demo/model")) == "demo/model"
+    assert base_license(read_options(run), PushSettings()) == "mit"
     facts = facts_of(run, tmp_path / "exported", base=None)
     assert (facts.datasets, facts.dataset_names, facts.val_names) == (
         ("demo/public",),
@@ -251,9 +251,9 @@ def test_a_run_that_does_not_say_what_was_local_has_no_hub_ids_but_of_the_cache(
     for content in ("[]", "{"):
         (run.path / "local_sources.json").write_text(content)
         with pytest.raises(DataError, match=r"local_sources\.json cannot be read"):
-            public_base(run, PushSettings())
+            public_base(read_options(run), PushSettings())
     (run.path / "local_sources.json").unlink()
-    assert public_base(run, PushSettings()) is None
-    assert public_base(run, PushSettings(base=BASE)) == BASE
-    assert hub_id_of(run, "hiyouga/geometry3k", "datasets") is None
-    assert hub_id_of(run, "/a/models--Qwen--Qwen3-4B/snapshots/0a", "models") == "Qwen/Qwen3-4B"
+    assert public_base(read_options(run), PushSettings()) is None
+    assert public_base(read_options(run), PushSettings(base=BASE)) == BASE
+    assert read_options(run).hub_id("hiyouga/geometry3k", "datasets") is None
+    assert read_options(run).hub_id("/a/models--Qwen--Qwen3-4B/snapshots/0a", "models") == "Qwen/Qwen3-4B"

@@ -15,8 +15,8 @@ from trigon.config.schema import Config
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
-from trigon.report.summary import format_bytes
 from trigon.system.secrets import mask
+from trigon.system.terminal import format_bytes
 from trigon.training.budget import Budgets, Lengths
 
 

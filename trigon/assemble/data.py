@@ -112,13 +112,10 @@ def scan_dataset(
     """
     listing = ""
     with report.phase(f"scan {spec}") as advance:
-        done = 0
 
-        def on_progress(rows_done: int, rows: int) -> None:
-            nonlocal done
-            advance.set_total(rows)
-            advance(rows_done - done)
-            done = rows_done
+        def on_progress(num_more: int, num_rows: int) -> None:
+            advance.set_total(num_rows)
+            advance(num_more)
 
         def on_skipped(rows: Sequence[SkippedRow]) -> None:
             nonlocal listing

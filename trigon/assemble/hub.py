@@ -11,8 +11,7 @@ from trigon.report.console import Console
 def hub_names(config: Config) -> list[str]:
     """Return the models and datasets that are not in local folders, and may be downloaded."""
     model, data = config.worker.actor.model, config.data
-    critic = config.critic.model.model_path if config.has_critic else None
-    paths = (model.model_path, model.tokenizer_path, critic)
+    paths = (model.model_path, model.tokenizer_path, config.critic_model_path)
     models = [path for path in paths if path and local_path(path) is None]
     datasets = [
         split_dataset(spec)[0]

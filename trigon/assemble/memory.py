@@ -42,6 +42,7 @@ from trigon.models.logprobs import rows_per_chunk
 from trigon.models.policy import Policy
 from trigon.models.sizes import Dimensions, ModelSize, model_size
 from trigon.models.value import ValueModel
+from trigon.system.terminal import format_bytes
 from trigon.training.optim import state_bytes, update_bytes
 
 GIB = 2**30
@@ -92,12 +93,13 @@ Phase = Literal[
 class Hardware:
     """The memory that a run finds.
 
-    device_bytes: memory of each GPU; 0 on the CPU. host_bytes: memory of each node.
+    device_bytes: memory of each GPU; 0 on the CPU.
+    host_bytes: memory of each node; None: not known, so that it is no limit.
     """
 
     device: DeviceType
     device_bytes: int
-    host_bytes: int
+    host_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +156,9 @@ class EngineProblem:
     def __str__(self) -> str:
         ways = " or ".join(map(format_changes, self.remedies))
         return (
-            f"vLLM gets {format_gib(self.share_bytes)} of each GPU (worker.rollout.gpu_memory_utilization="
+            f"vLLM gets {format_bytes(self.share_bytes)} of each GPU (worker.rollout.gpu_memory_utilization="
             f"{self.utilization}), and its weights with one sequence of maximum length need "
-            f"{format_gib(self.needed_bytes)}: {f'set {ways}' if ways else 'use larger GPUs, or more of them'}"
+            f"{format_bytes(self.needed_bytes)}: {f'set {ways}' if ways else 'use larger GPUs, or more of them'}"
         )
 
 
@@ -177,36 +179,45 @@ class RunMemory:
     tensor_parallel_sizes: tuple[int, ...]
     problem: EngineProblem | None
 
-    def capacity(self, phase: PhaseMemory) -> int:
-        """Return the size of the pool of a phase in bytes."""
+    def capacity(self, phase: PhaseMemory) -> int | None:
+        """Return the size of the pool of a phase in bytes; None if it is not known."""
         return self.hardware.device_bytes if phase.pool == "GPU" else self.hardware.host_bytes
+
+    def describe_capacity(self, phase: PhaseMemory) -> str:
+        """Return the size of the pool of a phase as text."""
+        capacity = self.capacity(phase)
+        return "unknown" if capacity is None else format_bytes(capacity)
+
+    def fraction(self, phase: PhaseMemory, *, certain: bool) -> float:
+        """Return the fraction of its pool that a phase needs; 0 for a pool of unknown size.
+
+        certain: what it needs at least; False: what it is expected to need.
+        """
+        capacity = self.capacity(phase)
+        return 0.0 if capacity is None else phase.needed(certain=certain) / max(1, capacity)
 
     def worst(self, *, certain: bool) -> PhaseMemory:
         """Return the phase that exceeds its pool most, or comes nearest to its limit.
 
-        certain: by what it needs at least; False: by what it is expected to need.
+        certain: as in fraction. Of pools of unknown size, the phase that needs most.
         """
-        return max(self.phases, key=lambda phase: phase.needed(certain=certain) / max(1, self.capacity(phase)))
+        return max(
+            self.phases, key=lambda phase: (self.fraction(phase, certain=certain), phase.needed(certain=certain))
+        )
 
     def fits(self, *, certain: bool) -> bool:
         """Return whether all phases fit into their pools, and vLLM into its share of a GPU."""
-        worst = self.worst(certain=certain)
-        return self.problem is None and worst.needed(certain=certain) <= self.capacity(worst)
+        return self.problem is None and all(self.fraction(phase, certain=certain) <= 1 for phase in self.phases)
 
     def table(self) -> str:
         """Return all phases and parts as text for people, in GiB."""
         lines = []
         for phase in self.phases:
             lines.append(
-                f"{phase.phase}, {phase.where}: {format_gib(phase.expected)} of {format_gib(self.capacity(phase))}"
+                f"{phase.phase}, {phase.where}: {format_bytes(phase.expected)} of {self.describe_capacity(phase)}"
             )
-            lines += [f"    {format_gib(part.expected):>12}  {part.name}" for part in phase.parts if part.expected]
+            lines += [f"    {format_bytes(part.expected):>12}  {part.name}" for part in phase.parts if part.expected]
         return "\n".join(lines)
-
-
-def format_gib(num_bytes: int) -> str:
-    """Return bytes as text in GiB, or in MiB below a tenth of one GiB."""
-    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 # -- the sizes of the models -----------------------------------------------------------------------

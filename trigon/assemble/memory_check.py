@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from trigon.assemble.memory import Hardware, PhaseMemory, RunMemory, count_memory, format_gib, size_of_model
+from trigon.assemble.memory import Hardware, PhaseMemory, RunMemory, count_memory, size_of_model
 from trigon.assemble.remedies import Changes, format_changes, list_changes
 from trigon.config.options import with_options
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.models.sizes import ModelSize
 from trigon.system.host_memory import count_total_bytes
+from trigon.system.terminal import format_bytes
 
 TIGHT = 0.95
 """Fraction of a pool of memory above which a run that is expected to need as much is warned."""
@@ -39,17 +40,14 @@ class Remedy:
 
     def __str__(self) -> str:
         fits = ", and the run fits" if self.fits else ""
-        return f"{format_changes(self.changes)}: {format_gib(self.saved_bytes)} less{fits}"
+        return f"{format_changes(self.changes)}: {format_bytes(self.saved_bytes)} less{fits}"
 
 
-def find_hardware(device: torch.device) -> Hardware | None:
-    """Return the memory of this process's device and machine; None if it cannot be read."""
-    host_bytes = count_total_bytes()
-    if host_bytes is None:
-        return None
+def find_hardware(device: torch.device) -> Hardware:
+    """Return the memory of this process's device and machine."""
     if device.type == "cuda":
-        return Hardware("cuda", int(torch.cuda.mem_get_info(device)[1]), host_bytes)
-    return Hardware("cpu", 0, host_bytes)
+        return Hardware("cuda", int(torch.cuda.mem_get_info(device)[1]), count_total_bytes())
+    return Hardware("cpu", 0, count_total_bytes())
 
 
 def check_memory(
@@ -66,12 +64,12 @@ def check_memory(
     memory = count(config)
     anyway = "trainer.check_memory=false starts the run all the same."
     worst = memory.worst(certain=True)
-    if worst.certain > memory.capacity(worst):
+    if memory.fraction(worst, certain=True) > 1:
         remedies = find_remedies(config, memory, worst, count)
         lines = [
-            f"this run needs at least {format_gib(worst.certain)} during {worst.phase}, and there are "
-            f"{format_gib(memory.capacity(worst))} ({worst.where}):",
-            *(f"  {format_gib(part.certain):>10}  {part.name}" for part in worst.parts if part.certain),
+            f"this run needs at least {format_bytes(worst.certain)} during {worst.phase}, and there are "
+            f"{memory.describe_capacity(worst)} ({worst.where}):",
+            *(f"  {format_bytes(part.certain):>10}  {part.name}" for part in worst.parts if part.certain),
             "What helps most:" if remedies else "No single change of the configuration helps.",
             *(f"  {remedy}" for remedy in remedies),
             anyway,
@@ -86,10 +84,10 @@ def check_memory(
         )
         return memory
     likely = memory.worst(certain=False)
-    if likely.expected > TIGHT * memory.capacity(likely):
+    if memory.fraction(likely, certain=False) > TIGHT:
         warn(
-            f"memory is tight: {likely.phase} is expected to need {format_gib(likely.expected)} of "
-            f"{format_gib(memory.capacity(likely))} ({likely.where}) where prompts and completions have "
+            f"memory is tight: {likely.phase} is expected to need {format_bytes(likely.expected)} of "
+            f"{memory.describe_capacity(likely)} ({likely.where}) where prompts and completions have "
             "their maximum length"
         )
     return memory

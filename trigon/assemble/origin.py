@@ -200,7 +200,7 @@ class Origin:
         tokenizer = model_folder(model.tokenizer_path or path)
         self._add(TOKENIZER, _model_digests(tokenizer, with_weights=False), model.tokenizer_path or "")
         if self._config.has_critic:
-            critic = self._config.worker.critic.model.model_path
+            critic = self._config.critic_model_path
             self._add(CRITIC, _model_digests(model_folder(critic or path), with_weights=True), critic or "")
 
     def _compare(self, changed: Mapping[str, str] | None = None) -> None:

@@ -138,8 +138,7 @@ def open_worker_pools(
         check_node_reports(reports)
         if (warning := find_token_warning(reports)) is not None:
             warn(warning)
-        if (hardware := smallest_hardware(device, reports)) is not None:
-            check_hardware(hardware)
+        check_hardware(smallest_hardware(device, reports))
         samplers = None
         if others:
             groups = [group for group, _ in started[1:]]
@@ -237,12 +236,10 @@ class _PoolStart:
         return group, group.call_all(Worker.join, join, phase=JOIN_PHASE, max_deadline_seconds=JOIN_SECONDS)
 
 
-def smallest_hardware(device: Literal["cpu", "cuda"], reports: Sequence[NodeReport]) -> Hardware | None:
-    """Return the smallest device and the smallest node of all ranks; None if it is not known."""
+def smallest_hardware(device: Literal["cpu", "cuda"], reports: Sequence[NodeReport]) -> Hardware:
+    """Return the smallest device and the smallest known node of all ranks."""
     host_bytes = [report.host_bytes for report in reports if report.host_bytes is not None]
-    if not host_bytes:
-        return None
-    return Hardware(device, min(report.device_bytes for report in reports), min(host_bytes))
+    return Hardware(device, min(report.device_bytes for report in reports), min(host_bytes, default=None))
 
 
 def config_for_workers(config: Config) -> Config:
@@ -296,7 +293,7 @@ def join_ranks(
     process_group = TorchProcessGroup.joined(
         torch.device(device), rendezvous, timeout_seconds=collective_timeout_seconds(config)
     )
-    critic = config.worker.critic.model.model_path if config.has_critic and pool.learns else None
+    critic = config.critic_model_path if pool.learns else None
     models = (model_path(config), *(() if critic is None else (critic,)))
     return process_group, inspect_node(process_group, model_paths=models, run_folder=folder, marker=LOCK)
 

@@ -159,8 +159,7 @@ def open_early(config: Config, objects: RunObjects, stack: ExitStack) -> Opened:
 
 
 def _check_model_folders(config: Config) -> None:
-    critic = config.worker.critic.model.model_path if config.has_critic else None
-    for path in (config.worker.actor.model.model_path, critic):
+    for path in (config.worker.actor.model.model_path, config.critic_model_path):
         folder = None if path is None else local_path(path)
         if folder is not None and folder.is_dir():
             require_config_file(folder)

@@ -124,8 +124,7 @@ def run_training(
         else:
             own_device = choose_device(config)
             device = device_type(own_device)
-            if (hardware := find_hardware(own_device)) is not None:
-                check_hardware(hardware)
+            check_hardware(find_hardware(own_device))
         _, newer = untested_versions()
         for warning in (*newer, *find_device_warnings(config, device)):
             console.warn(warning)

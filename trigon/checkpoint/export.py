@@ -40,6 +40,7 @@ from trigon.models.weight_files import save_weights
 from trigon.system.disk import sync_to_disk
 from trigon.system.host_memory import count_usable_bytes
 from trigon.system.json_files import write_json
+from trigon.system.terminal import format_bytes
 from trigon.system.torchvision_stub import declare_operators
 from trigon.training.checkpointing import ADAPTER_CONFIG, WEIGHTS_FOLDER, is_head_alone, read_object
 from trigon.training.state import ShardedFiles, StoredTensor
@@ -141,8 +142,8 @@ def export_checkpoint(
             on_progress(f"verified: {verified}; not verified: {export.further}, since --no-logits was given")
         elif usable is not None and needed > usable:
             on_progress(
-                f"verified: {verified}; not verified: {export.further}, which takes {needed / 2**30:.1f} GiB of "
-                f"memory: {usable / 2**30:.1f} GiB are usable here"
+                f"verified: {verified}; not verified: {export.further}, which takes {format_bytes(needed)} of "
+                f"memory: {format_bytes(usable)} are usable here"
             )
         else:
             on_progress(f"loading {export.loaded}, verifying logits")

@@ -654,7 +654,7 @@ def _warn_of_unused(config: Config) -> list[str]:
     defaults, warnings = Config(), []
     for name, needs in _NEEDS.items():
         value = value_of(config, name)
-        is_below = name.startswith("worker.critic.") and config.algorithm.adv_estimator != "gae"
+        is_below = name.startswith("worker.critic.") and not config.algorithm.has_values
         if value != value_of(defaults, name) and not is_below and not any(map(holds, needs)):
             shown = f"={format_value(value)}" if isinstance(value, str | bool) else ""
             warnings.append(f"{name}{shown} has no effect without {' or '.join(needs)}")

@@ -120,7 +120,7 @@ def _without_effect(config: Config) -> list[str]:
         config.worker.critic,
         config.worker.rollout,
     )
-    estimator, has_critic = algorithm.adv_estimator, algorithm.adv_estimator == "gae"
+    estimator, has_critic = algorithm.adv_estimator, algorithm.has_values
     has_correction = config.mismatch_correction != "off"
     adapts_kl = not algorithm.use_kl_loss and algorithm.kl_type == "adaptive"
     uses: list[tuple[bool, tuple[str, ...]]] = [
@@ -128,7 +128,7 @@ def _without_effect(config: Config) -> list[str]:
         (critic.share_trunk, ("worker.critic.vf_coef",)),
         (not critic.share_trunk, ("worker.critic.model.*", "worker.critic.fsdp.*", "worker.critic.global_batch_size")),
         (not critic.share_trunk, ("worker.critic.ppo_epochs",)),
-        (estimator in ("reinforce_plus_plus", "gae"), ("algorithm.gamma",)),
+        (has_critic or estimator == "reinforce_plus_plus", ("algorithm.gamma",)),
         (estimator == "gdpo", ("algorithm.reward_weights",)),
         (not algorithm.disable_kl, ("algorithm.kl_*", "algorithm.use_kl_loss", "worker.ref.*")),
         (not algorithm.use_kl_loss, ("algorithm.kl_type",)),
@@ -173,7 +173,7 @@ def find_unknown_names(config: Config) -> list[str]:
 def schedule_depends_on_length(config: Config) -> bool:
     """Return whether the learning rate at a step depends on how many steps the run has."""
     worker = config.worker
-    optims = [worker.actor.optim, *([worker.critic.optim] if config.algorithm.adv_estimator == "gae" else [])]
+    optims = [worker.actor.optim, *([worker.critic.optim] if config.algorithm.has_values else [])]
     return any(
         (optim.lr_warmup_steps is None and optim.lr_warmup_ratio > 0) or optim.lr_scheduler_type != "constant"
         for optim in optims

@@ -101,7 +101,7 @@ def find_missing_objects(config: Config, known: Collection[str]) -> list[str]:
 
 def _texts_of(config: Config, name: str) -> tuple[str, ...]:
     """Return the texts in the value of an option, each of which has one path at most."""
-    if name == "worker.critic.model.model_path" and config.algorithm.adv_estimator != "gae":
+    if name == "worker.critic.model.model_path" and not config.algorithm.has_values:
         return ()
     value = value_of(config, name)
     if PATH_OPTIONS[name] == "reward":

@@ -168,7 +168,7 @@ def fill_batch_sizes(config: Config, num_train_prompts: int) -> tuple[Config, Ma
             config.prompts_per_update_of(worker.actor, num_train_prompts),
         ),
     }
-    if config.algorithm.adv_estimator == "gae":
+    if config.algorithm.has_values:
         size = config.prompts_per_update_of(config.critic, num_train_prompts)
         sizes["worker.critic.global_batch_size"] = worker.critic.global_batch_size, size
     chosen = {name: size for name, (value, size) in sizes.items() if value is None}

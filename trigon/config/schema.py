@@ -322,9 +322,14 @@ class AlgorithmConfig(Section):
     again. Both need worker.hybrid_engine=false, see docs/distributed.md. Trigon only."""
 
     @property
+    def has_values(self) -> bool:
+        """Whether the estimator needs the values of a critic."""
+        return self.adv_estimator == "gae"
+
+    @property
     def compares_groups(self) -> bool:
         """Whether the estimator compares the completions of a prompt, of which it needs two."""
-        return self.adv_estimator != "gae" and self.adv_estimator not in SINGLE_COMPLETION_ESTIMATORS
+        return not self.has_values and self.adv_estimator not in SINGLE_COMPLETION_ESTIMATORS
 
     @property
     def samples_continuously(self) -> bool:
@@ -1141,7 +1146,7 @@ class Config(Section):
     @property
     def has_critic(self) -> bool:
         """Whether the run trains a critic."""
-        return self.algorithm.adv_estimator == "gae" and not self.trainer.val_only
+        return self.algorithm.has_values and not self.trainer.val_only
 
     @property
     def shares_trunk(self) -> bool:
@@ -1168,6 +1173,11 @@ class Config(Section):
         model = {"model_path": actor.model.model_path, "override_config": override}
         return critic.model_copy(update={"model": critic.model.model_copy(update=model)})
 
+    @property
+    def critic_model_path(self) -> str | None:
+        """The model of a critic that does not start from the policy's model; None without one."""
+        return self.worker.critic.model.model_path if self.has_critic else None
+
     # -- sizes --
 
     @property
@@ -1186,7 +1196,7 @@ class Config(Section):
         if self.data.rollout_batch_size is not None:
             return self.data.rollout_batch_size
         updates = [self.worker.actor.global_batch_size]
-        if self.algorithm.adv_estimator == "gae" and not self.worker.critic.share_trunk:
+        if self.algorithm.has_values and not self.worker.critic.share_trunk:
             updates.append(self.worker.critic.global_batch_size)
         per_update = lcm(*(size for size in updates if size is not None))
         return max(1, min(MAX_PROMPTS_PER_STEP, num_train_prompts) // per_update) * per_update

@@ -191,7 +191,7 @@ def scan(
     Args:
         spec: `path_or_hub_id[@split]`, see sources.open_source.
         num_workers: threads.
-        on_progress: called with (rows scanned, rows in total), in the calling thread.
+        on_progress: called with (rows scanned since the last call, rows in total), in this thread.
         check_row: called for each row, in several threads.
         source: the opened dataset, if it has no path. max_rows: use the first rows only; None: all.
     Raises: DataError if the dataset cannot be read, or lacks a column.
@@ -210,7 +210,7 @@ def scan(
         for part in pool.map(lambda task: [_scan_row(source, builder, check_row, index) for index in task], tasks):
             rows += part
             if on_progress is not None:
-                on_progress(len(rows), num_rows)
+                on_progress(len(part), num_rows)
     finally:
         pool.shutdown(cancel_futures=True)
     return Scan(spec, source, builder, rows)

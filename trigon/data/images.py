@@ -160,10 +160,10 @@ def image_content(image: Image.Image | OpenedFile) -> bytes:
     """
     if isinstance(image, OpenedFile):
         try:
-            with Image.open(io.BytesIO(image["bytes"])) as opened, _reserved(opened):
+            with Image.open(io.BytesIO(image["bytes"]), formats=FORMATS) as opened, _reserved(opened):
                 opened.load()
                 return image_content(opened)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        except DECODING_ERRORS:
             return bytes(image["bytes"])
     palette = image.getpalette("RGBA") if image.mode == "P" else None
     header = (image.mode, image.size, palette, image.info.get("transparency"), orientation_of(image))

@@ -219,26 +219,6 @@ def object_store_metrics() -> Metrics:
     }
 
 
-@contextmanager
-def start_workers(
-    layout: Layout, actor_class: Any, run_name: str, *, loopback: bool | None = None
-) -> Iterator[list[WorkerHandle]]:
-    """Run layout.size actors, each in its own process, and kill them when the context ends.
-
-    To be entered inside open_cluster().
-
-    Args: actor_class: made by ray.remote and constructed with the rank. Its prepare() receives the
-    variables that torch.distributed and vLLM read: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-    MASTER_PORT; and SEGMENTS_VARIABLE. run_name: yielded by open_cluster().
-    loopback: they listen on the loopback address only; None: on one node.
-    Raises: ConfigError if the cluster is too small or its resources are in use; WorkerError if a
-    process does not start.
-    """
-    with reserve(layout) as reserved:
-        loopback = layout.nodes == 1 if loopback is None else loopback
-        yield reserved.start(range(layout.size), actor_class, run_name, loopback=loopback)
-
-
 class ReservedWorkers:
     """The resources of a layout's workers, in which workers are started and replaced."""
 

@@ -96,7 +96,7 @@ class StoredFiles:
         return Message(message.content, references), num_bytes
 
 
-def for_sampling(prompts: Iterable[Prompt], *, with_rows: bool) -> list[Prompt]:
+def for_sampling(prompts: Sequence[Prompt], *, with_rows: bool) -> list[Prompt]:
     """Return prompts with what a rollout engine reads.
 
     with_rows: with the columns of each row that JSON can represent, which environments read.

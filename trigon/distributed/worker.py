@@ -37,6 +37,7 @@ from trigon.rollout.restart import RestartableEngine
 from trigon.system.garbage import return_freed_memory, set_gc_threshold
 from trigon.system.gpu_memory import gpu_memory_metrics
 from trigon.system.network import LOOPBACK
+from trigon.system.processes import count_resident_bytes
 from trigon.system.signals import ignore_stop_signals
 from trigon.system.stacks import register_stacks
 from trigon.system.trace import LocalTracer
@@ -46,7 +47,7 @@ from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.fsdp import Rendezvous, TorchProcessGroup
 from trigon.training.memory import host_memory_for, memory_of
 from trigon.training.protocol import LogprobEngine, Sizes, TunableEngine
-from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams
+from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, WeightsHandle
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -228,11 +229,8 @@ class Worker:
 
     def wake(self, version: int) -> None:
         """Wake the rollout engine and sync the trainer's weights to it. Collective."""
-        self.start_step()
-        context = ExitStack()
         with self._trainer_in_use:
-            context.enter_context(self._rollout.awake(self._trainer.weights(), version=version))
-        self._awake_contexts.append(context)
+            self._enter_awake(self._trainer.weights(), version)
 
     def start_step(self) -> None:
         """Allow the pixels of the last step to be dropped."""
@@ -266,12 +264,8 @@ class Worker:
 
     def receive_weights(self, version: int) -> None:
         """Wake the rollout engine with the weights that the learners send."""
-        self.start_step()
-        while self._awake_contexts:
-            self._awake_contexts.pop().close()
-        context = ExitStack()
-        context.enter_context(self._rollout.awake(self._transfer.weights(), version=version))
-        self._awake_contexts.append(context)
+        self._leave_awake()
+        self._enter_awake(self._transfer.weights(), version)
 
     # -- sampling --
 
@@ -315,8 +309,7 @@ class Worker:
 
     def restart_rollout(self) -> None:
         """Start the rollout engine anew, asleep. Collective: vLLM's start is."""
-        while self._awake_contexts:  # of ranks on which the last wake() did not fail
-            self._awake_contexts.pop().close()
+        self._leave_awake()  # of ranks on which the last wake() did not fail
         rollout = self._rollout
         assert isinstance(rollout, RestartableEngine), "the driver restarts no other engine"
         self._trainer.offload()
@@ -429,10 +422,9 @@ class Worker:
         latest = self._generation
         # The driver may ask for a generation that has not begun; then it has no progress yet.
         generation = latest if latest.number == request.generation else _Generation(request.generation)
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         frame = sys._current_frames().get(self._thread) if request.with_stack and self._thread is not None else None
         return Heartbeat(
-            memory_bytes=pages * resource.getpagesize(),
+            memory_bytes=count_resident_bytes([os.getpid()]),
             max_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             stack="" if frame is None else "".join(traceback.format_stack(frame)),
             num_samples=generation.num_samples,
@@ -459,6 +451,18 @@ class Worker:
     def _rollout(self) -> RolloutEngine:
         assert self._require_engines.rollout is not None, "this worker does not sample"
         return self._require_engines.rollout
+
+    def _enter_awake(self, weights: WeightsHandle, version: int) -> None:
+        """Wake the rollout engine with these weights until the next sleep() or _leave_awake()."""
+        self.start_step()
+        context = ExitStack()
+        context.enter_context(self._rollout.awake(weights, version=version))
+        self._awake_contexts.append(context)
+
+    def _leave_awake(self) -> None:
+        """Undo all calls of _enter_awake."""
+        while self._awake_contexts:
+            self._awake_contexts.pop().close()
 
     def _measure(self) -> Metrics:
         """Return the memory of this worker, and the images processed since the last call."""

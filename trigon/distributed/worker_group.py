@@ -25,6 +25,7 @@ from trigon.metrics import Metric, Sum
 from trigon.system.processes import ProcessTree
 from trigon.system.resuming import SAME_COMMAND, SameCommand
 from trigon.system.stacks import dump_stacks, register_stacks
+from trigon.system.terminal import format_bytes
 from trigon.types import Completion, EncodedMedia, Prompt, RolloutGroup, TrainGroup, TrainSequence, parts_of
 
 Part = Prompt | Completion | TrainSequence
@@ -362,8 +363,8 @@ class WorkerGroup:
         heartbeat = self._heartbeats.get(rank)
         if heartbeat is None:
             return ""
-        current, peak = (num_bytes / 2**30 for num_bytes in (heartbeat.memory_bytes, heartbeat.max_memory_bytes))
-        return f", last seen with {current:.1f} GiB (at most {peak:.1f})"
+        current, peak = format_bytes(heartbeat.memory_bytes), format_bytes(heartbeat.max_memory_bytes)
+        return f", last seen with {current} (at most {peak})"
 
 
 def _collect(

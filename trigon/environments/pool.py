@@ -30,7 +30,7 @@ from trigon.errors import EpisodeError
 from trigon.system.child import FORGED, GRACE_SECONDS, KILL_SECONDS, Children, ChildSpec, describe_exit
 from trigon.system.child_variables import check_passed_variables, explain_withheld, warn_of_withheld_variables
 from trigon.system.frames import Channel, encode_frame
-from trigon.system.json_files import dump_columns
+from trigon.system.json_files import OmittedColumns, dump_columns
 
 CLOSE_SECONDS = 2.0
 """How long an environment's close() may take."""
@@ -107,7 +107,7 @@ class EnvironmentPool:
         self._num_beyond_limit = 0
         self._num_deaths = 0
         self._num_tracebacks = 0
-        self._omitted_columns: set[str] = set()
+        self._omitted = OmittedColumns("the environment", expected=("images",))
         self._fatal_error = ""
         self._is_closed = False
         self._server = self._children.start("environment")
@@ -149,7 +149,7 @@ class EnvironmentPool:
             self._num_keys += 1
             # Tools get images only: what they run, a model wrote, and rows have the ground truth.
             columns, omitted = ("{}", ()) if self._is_tools else dump_columns(row)
-            self._warn_omitted(omitted)
+            self._omitted.warn(omitted)
             opening = encode_frame({"do": "reset", "quiet": self._is_tools}, images, row=columns)
             found = self._episodes[episode] = _Episode(episode, self._num_keys, opening)
             if self._is_tools:  # a process is forked for the first turn with a call
@@ -233,15 +233,6 @@ class EnvironmentPool:
     def _add(self, outcome: Outcome) -> None:
         self._outcomes.append(outcome)
         self._changed.notify_all()
-
-    def _warn_omitted(self, columns: Sequence[str]) -> None:
-        for column in set(columns) - self._omitted_columns - {"images"}:
-            self._omitted_columns.add(column)
-            _log.warning(
-                "column %r of the dataset has values that JSON cannot represent; the environment gets its rows "
-                "without this column",
-                column,
-            )
 
     # The rest runs in the thread of the pool.
 

@@ -22,7 +22,7 @@ from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
 from trigon.report.console import SAMPLE_CHARACTERS, Advance, Console, format_duration, format_number
 from trigon.report.delivery import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Deliveries, Logger
 from trigon.report.rollouts import Filtered, RolloutRow, rollout_rows
-from trigon.report.run import StepMetrics, read_metrics
+from trigon.report.run import StepMetrics
 from trigon.report.run_folder import RunFolder
 from trigon.report.samples import make_samples
 from trigon.report.writer import ImageStore, ReadImages, RunWriter
@@ -289,7 +289,7 @@ class Reporter:
         All of it is read from the run folder, so steps before a resume are included.
         exported: folder of the exported model, if any. next_steps: hints, one line each.
         """
-        lines = read_metrics(self._folder.path)
+        lines = self._folder.read_metrics()
         validated = [line for line in lines if "val/reward_score" in line.metrics]
         if validated:
             first, last = validated[0], validated[-1]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
+from trigon.system.terminal import format_bytes
 from trigon.training.protocol import Sizes
 
 
@@ -63,11 +64,6 @@ def describe_plan(
             f"{format_bytes(size.optimizer_bytes)}{per_worker}; activations and rollout engine not counted",
         ),
     ]
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Return a number of bytes as text: "3.3 MiB", "7.0 GiB"."""
-    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:,.1f} GiB"
 
 
 def suggest_next_steps(

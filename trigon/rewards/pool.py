@@ -17,7 +17,6 @@ time limits hold, while the caller is busy.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import secrets
 import sys
@@ -38,6 +37,7 @@ from trigon.system.child import FORGED, GRACE_SECONDS, Child, Children, ChildSpe
 from trigon.system.child_variables import check_passed_variables, explain_withheld, warn_of_withheld_variables
 from trigon.system.confinement.options import DEFAULT, Confinement
 from trigon.system.frames import encode_frame
+from trigon.system.json_files import OmittedColumns
 from trigon.system.secrets import scrub
 from trigon.types import Score
 
@@ -53,8 +53,6 @@ calls at a time it is twice their number, because a short outage can make all of
 """
 
 _MAX_REPLY_BYTES = 32 << 20
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +140,7 @@ class RewardPool:
         self._concurrency = concurrency
         self._max_batch = MAX_BATCH
         self._lock = threading.Lock()
-        self._warned_columns: set[str] = set()
+        self._omitted = OmittedColumns("the reward function")
         self._timed_out_groups: list[object] = []  # since the last other result
         self._fatal_error = ""
         for number in range(num_workers):
@@ -239,7 +237,7 @@ class RewardPool:
                 max_failed_fraction=max_failed_fraction,
                 name=self._name,
                 wake_pool=self._children.wake,
-                warn_omitted=self._warn_omitted,
+                warn_omitted=self._omitted.warn,
                 media=self._media if self._takes_images else None,
                 num_separate=num_separate,
                 min_counted=min_counted,
@@ -335,15 +333,6 @@ class RewardPool:
         """Set the deadline of a call that its worker begins now."""
         grace = BLOCKED_SECONDS if self._is_async else GRACE_SECONDS
         call.deadline = time.monotonic() + self._limit_of(call) + grace
-
-    def _warn_omitted(self, columns: Sequence[str]) -> None:
-        for column in set(columns) - self._warned_columns:
-            self._warned_columns.add(column)
-            _log.warning(
-                "column %r of the dataset has values that JSON cannot represent; the reward function gets its rows "
-                "without this column",
-                column,
-            )
 
     def _wait(self) -> None:
         """Wait for the next event and handle it."""

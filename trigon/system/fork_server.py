@@ -33,6 +33,7 @@ from trigon.errors import TrigonError
 from trigon.system import processes
 from trigon.system.confinement import kernel
 from trigon.system.frames import MAX_FRAME_BYTES, FrameReader, encode_frame
+from trigon.system.terminal import format_bytes
 
 WATCH_SECONDS = 0.25
 """Interval at which the memory of the forks is compared with the limit."""
@@ -175,9 +176,9 @@ class ForkServer:
             return
         largest = max(used, key=used.__getitem__)
         self._forks[largest].reason = (
-            f"used {used[largest] / 2**30:.1f} GiB of memory, the most of all running episodes, which together may use "
-            f"{_MEMORY_FRACTION:.0%} of the {self._max_memory_bytes / 2**30:g} GiB that worker.reward.max_memory_gb "
-            "leaves them; it was killed"
+            f"used {format_bytes(used[largest])} of memory, the most of all running forks, which together may use "
+            f"{_MEMORY_FRACTION:.0%} of the {format_bytes(self._max_memory_bytes)} of "
+            "worker.reward.max_memory_gb; it was killed"
         )
         processes.kill_tree(largest)
 

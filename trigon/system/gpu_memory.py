@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trigon.errors import ConfigError
 from trigon.metrics import Max, Metrics, Min
+from trigon.system.terminal import format_bytes
 
 
 def gpu_memory_metrics() -> Metrics:
@@ -58,7 +59,7 @@ def require_free_memory(fraction: float) -> None:
     free, total = torch.cuda.mem_get_info()
     if free < fraction * total:
         raise ConfigError(
-            f"the GPU of this process ({torch.cuda.get_device_name()}) has {free / 2**30:.1f} of "
-            f"{total / 2**30:.1f} GiB free, and vLLM is to take {fraction:.0%} of all "
+            f"the GPU of this process ({torch.cuda.get_device_name()}) has {format_bytes(free)} of "
+            f"{format_bytes(total)} free, and vLLM is to take {fraction:.0%} of all "
             "(worker.rollout.gpu_memory_utilization): another process uses it, which nvidia-smi shows"
         )

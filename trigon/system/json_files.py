@@ -7,14 +7,17 @@ damaged or hostile: whatever is wrong with it is a ValueError.
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 64 * 2**20
 """Default limit of read_json_object."""
+
+_log = logging.getLogger(__name__)
 
 
 def parse_json(content: str | bytes) -> Any:
@@ -52,6 +55,27 @@ def dump_columns(row: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     columns = {column: _dump(value) for column, value in row.items()}
     kept = [f"{json.dumps(column)}: {text}" for column, text in columns.items() if text is not None]
     return f"{{{', '.join(kept)}}}", tuple(column for column, text in columns.items() if text is None)
+
+
+class OmittedColumns:
+    """Warns once about each column of a dataset that user code does not get.
+
+    receiver: of the rows, in the warning. expected: columns that are left out without a warning.
+    """
+
+    def __init__(self, receiver: str, *, expected: Collection[str] = ()) -> None:
+        self._receiver = receiver
+        self._known = set(expected)
+
+    def warn(self, columns: Collection[str]) -> None:
+        """Warn about the columns that dump_columns has left out of a row."""
+        for column in set(columns) - self._known:
+            self._known.add(column)
+            _log.warning(
+                "column %r of the dataset has values that JSON cannot represent; %s gets its rows without this column",
+                column,
+                self._receiver,
+            )
 
 
 def _dump(value: Any) -> str | None:

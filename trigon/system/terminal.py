@@ -1,4 +1,6 @@
-"""Makes text safe to print: text of models, datasets, file names and user code is untrusted.
+"""Text that is shown: untrusted text made safe to print, and numbers of bytes.
+
+Text of models, datasets, file names and user code is untrusted.
 
 Imports only the standard library, and what knows the secrets of this process.
 """
@@ -30,6 +32,11 @@ def sanitize(text: str, *, max_characters: int) -> str:
 def shorten(text: str, limit: int) -> str:
     """Return text of at most limit characters, with dots in place of what is left out."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a number of bytes as text: in GiB, or in MiB below a tenth of one GiB."""
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 // 10 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def _as_text(match: re.Match[str]) -> str:

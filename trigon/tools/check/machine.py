@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from trigon.assemble import memory_check
-from trigon.assemble.memory import Hardware, count_checkpoint_bytes, count_checkpoints, format_gib
+from trigon.assemble.memory import Hardware, count_checkpoint_bytes, count_checkpoints
 from trigon.assemble.models import choose_device_type, choose_kernel
 from trigon.config.checks import find_device_warnings
 from trigon.config.schema import Config
@@ -18,6 +18,7 @@ from trigon.errors import ConfigError, ModelError
 from trigon.report import delivery
 from trigon.system.cpus import count_usable_cpus
 from trigon.system.host_memory import count_total_bytes
+from trigon.system.terminal import format_bytes
 from trigon.tools.check.model import Model
 from trigon.tools.check.result import Result, Skipped
 
@@ -103,7 +104,7 @@ def _count_devices(result: Result, config: Config, machine: Machine, device: str
     for index, gpu in enumerate(machine.gpus[:wanted]):
         if rollout.name == "vllm" and gpu.free_bytes < rollout.gpu_memory_utilization * gpu.total_bytes:
             message = (
-                f"GPU {index} ({gpu.name}) has {gpu.free_bytes / 2**30:.1f} of {gpu.total_bytes / 2**30:.1f} GiB free, "
+                f"GPU {index} ({gpu.name}) has {format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free, "
                 f"and vLLM is to take {rollout.gpu_memory_utilization:.0%} of all: another process uses it"
             )
             advice = "end that process, which nvidia-smi shows, or lower worker.rollout.gpu_memory_utilization"
@@ -153,7 +154,7 @@ def check_memory(result: Result, model: Model, machine: Machine) -> None:
     config = model.config
     if not config.trainer.check_memory:
         raise Skipped("trainer.check_memory is false")
-    if machine.host_bytes is None or (machine.has_cluster and not machine.gpus):
+    if machine.has_cluster and not machine.gpus:
         raise Skipped("the memory of the machines of the run is not known here")
     uses_gpu = bool(machine.gpus) and config.trainer.device != "cpu"
     gpu_bytes = min((gpu.total_bytes for gpu in machine.gpus), default=0) if uses_gpu else 0
@@ -162,7 +163,7 @@ def check_memory(result: Result, model: Model, machine: Machine) -> None:
     memory = memory_check.check_memory(config, hardware, warn=warnings.append, size=model.require_size())
     assert memory is not None
     most = memory.worst(certain=False)
-    result.summary = f"at most {format_gib(most.expected)} of {format_gib(memory.capacity(most))}, during {most.phase}"
+    result.summary = f"at most {format_bytes(most.expected)} of {memory.describe_capacity(most)}, during {most.phase}"
     if not memory.counts_passes:  # the warning is about what is not counted, not about this machine
         result.summary += f"; {warnings[0]}"
         return
@@ -180,21 +181,21 @@ def check_disk(result: Result, model: Model, machine: Machine, *, total_steps: i
         raise Skipped("trainer.val_only writes no checkpoint")
     each = count_checkpoint_bytes(config, model.require_size())
     folder = run_folder_of(config)
-    there = f"the disk of {folder} has {format_gib(free)} free"
+    there = f"the disk of {folder} has {format_bytes(free)} free"
     advice = "make room, set trainer.save_checkpoint_path to another disk, or keep fewer (trainer.save_limit)"
     if free < each:
-        result.fail("disk.full", f"a checkpoint needs {format_gib(each)}, and {there}", advice)
+        result.fail("disk.full", f"a checkpoint needs {format_bytes(each)}, and {there}", advice)
         return
     if total_steps is None:
-        result.summary = f"a checkpoint needs {format_gib(each)}, {format_gib(free)} are free in {folder}"
+        result.summary = f"a checkpoint needs {format_bytes(each)}, {format_bytes(free)} are free in {folder}"
         return
     kept = count_checkpoints(config, total_steps=total_steps)
-    text = f"{kept} checkpoint{'s' * (kept > 1)} of {format_gib(each)} are kept, while one more is written"
+    text = f"{kept} checkpoint{'s' * (kept > 1)} of {format_bytes(each)} are kept, while one more is written"
     if kept == 1:
-        text = f"one checkpoint of {format_gib(each)} is kept"
-    result.summary = f"{text}; {format_gib(free)} are free in {folder}"
+        text = f"one checkpoint of {format_bytes(each)} is kept"
+    result.summary = f"{text}; {format_bytes(free)} are free in {folder}"
     if free < kept * each:
-        result.warn("disk.checkpoints", f"{text}: {format_gib(kept * each)}, and {there}", advice)
+        result.warn("disk.checkpoints", f"{text}: {format_bytes(kept * each)}, and {there}", advice)
 
 
 def run_folder_of(config: Config) -> Path:

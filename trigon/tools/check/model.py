@@ -66,11 +66,10 @@ def check_model(result: Result, config: Config, *, on_gpus: bool = False) -> Mod
     model = config.worker.actor.model
     if not model.model_path:
         raise Skipped("no model is set")
-    critic = config.worker.critic.model.model_path if config.has_critic else None
     paths = {
         "worker.actor.model.model_path": model.model_path,
         "worker.actor.model.tokenizer_path": model.tokenizer_path,
-        "worker.critic.model.model_path": critic,
+        "worker.critic.model.model_path": config.critic_model_path,
     }
     local = with_options(config, {key: str(folder_without_weights(path)) for key, path in paths.items() if path})
     try:
@@ -78,7 +77,7 @@ def check_model(result: Result, config: Config, *, on_gpus: bool = False) -> Mod
     except ModelError as error:
         result.fail("template.chat" if "chat template" in str(error) else "model.unusable", str(error))
         return Missing("see the check 'model'")
-    for path in filter(None, (model.model_path, critic)):
+    for path in filter(None, (model.model_path, config.critic_model_path)):
         if local_path(path) is not None:
             try:
                 require_weights(path)

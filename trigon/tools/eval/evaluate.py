@@ -250,8 +250,8 @@ def evaluate_model(
         check_hardware = partial(check_run_memory, config, console)
         if config.has_workers:
             workers = stack.enter_context(open_worker_pools(config, folder.path, check_hardware, console.warn))
-        elif (hardware := find_hardware(choose_device(config))) is not None:
-            check_hardware(hardware)
+        else:
+            check_hardware(find_hardware(choose_device(config)))
         episodes = find_episodes(config, processors, stack, request.code)
         specs = config.data.val_files
         builder = open_builder(config, processors, schemas=() if episodes is None else episodes[0].schemas)

@@ -20,7 +20,6 @@ from trigon.assemble.data import NO_SOURCES
 from trigon.assemble.memory import (
     GIB,
     Hardware,
-    PhaseMemory,
     RunMemory,
     count_checkpoint_bytes,
     count_checkpoints,
@@ -61,7 +60,6 @@ KEEP_RATE = 0.5
 """Assumed share of the groups that online filtering keeps."""
 
 _MOST_CHANGES = 6  # that are combined
-_UNKNOWN_HOST = 2**60  # bytes of host memory that is not known: no limit
 _ROLLOUT_BYTES = 600  # of a line in rollouts/, without its texts
 _TEXT_BYTES = 5  # of a token
 _PROMPT_TOKENS = 200  # of a prompt, whose text has no images
@@ -117,7 +115,7 @@ class RunPlan:
         are too. num_steps: steps of the run; None if they depend on an unknown number of prompts.
     num_validations: validations of the run. lengths: of prompts and completions.
     batches, flops: of a step. flops: None for a family whose operations are not counted.
-    memory: by phase, of each GPU and of a machine. knows_host_memory: whether that is a limit.
+    memory: by phase, of each GPU and of a machine.
     verdict: "does not fit" if a phase needs more than there is, "tight" above 95 % of it.
     remedies: changes that help most, if it does not fit. combination: several changes with which
         it fits; None if none were found.
@@ -140,7 +138,6 @@ class RunPlan:
     batches: Batches
     flops: StepFlops | None
     memory: RunMemory
-    knows_host_memory: bool
     verdict: Verdict
     remedies: tuple[Remedy, ...]
     combination: Changes | None
@@ -172,10 +169,6 @@ class RunPlan:
         if self.step_seconds is None or self.num_steps is None:
             return None
         return self.step_seconds * self.num_steps + (self.validation_seconds or 0.0) * self.num_validations
-
-    def capacity(self, phase: PhaseMemory) -> int | None:
-        """Return the bytes of a phase's pool of memory; None if they are not known."""
-        return None if phase.pool == "host" and not self.knows_host_memory else self.memory.capacity(phase)
 
 
 def plan(
@@ -216,32 +209,31 @@ def plan(
     trained = config.worker.actor.model
     with open_model_config(trained.model_path or "", model_config) as folder:
         sized = with_options(config, {"worker.actor.model.model_path": str(folder)})
-        critic = config.worker.critic.model.model_path if config.has_critic else None
-        if critic is not None:
-            with open_model_config(critic, None) as own:
+        if config.critic_model_path is not None:
+            with open_model_config(config.critic_model_path, None) as own:
                 sized = with_options(sized, {"worker.critic.model.model_path": str(own)})
         hf_config = load_hf_config(
             folder, trust_remote_code=trained.trust_remote_code, override_config=trained.override_config
         )
-        host_bytes = _UNKNOWN_HOST if place.host_bytes is None else place.host_bytes
         size = size_of_model(sized)
-        count = memory_counter(sized, Hardware(place.device, place.device_bytes, host_bytes), size)
+        count = memory_counter(sized, Hardware(place.device, place.device_bytes, place.host_bytes), size)
         memory = count(sized)
         verdict = _judge(memory)
         remedies, combination = _find_changes(sized, memory, count)
-        budgets = _estimate_budgets(sized, place.device, count)
+        micro_batches = _estimate_micro_batches(sized, count) if config.trainer.tunes_budgets_on(place.device) else {}
     known = find_lengths(
         config, hf_config, given, measured=None if run is None else run.lengths, download=download, opened=opened
     )
     knows_steps = bool(known.num_prompts or config.trainer.max_steps)
+    # A warm-up cannot be too long for a number of steps that is not known.
+    warmup = {} if knows_steps else {"trainer.critic_warmup": 0}
     steps = make_plan(
-        # A warm-up cannot be too long for a number of steps that is not known.
-        config if knows_steps else with_options(config, {"trainer.critic_warmup": 0}),
+        with_options(config, {**micro_batches, **warmup}),
         num_train_prompts=known.num_prompts or config.prompts_per_step,
     )
     num_steps = steps.total_steps if knows_steps else None
     keep_rate = given.keep_rate or (None if run is None else run.lengths.keep_rate) or KEEP_RATE
-    batches = make_batches(config, steps, known, budgets=budgets, keep_rate=keep_rate)
+    batches = make_batches(config, steps, known, keep_rate=keep_rate)
     seconds = None
     if run is not None and verdict != "does not fit":
         scores = {"scores_old": needs_old_logprobs(config, steps), "scores_reference": config.needs_reference}
@@ -261,7 +253,6 @@ def plan(
         batches=batches,
         flops=count_flops(config, steps, hf_config, size, known, batches),
         memory=memory,
-        knows_host_memory=place.host_bytes is not None,
         verdict=verdict,
         remedies=remedies,
         combination=combination,
@@ -297,12 +288,9 @@ def find_place(config: Config, gpus: str | None, host_memory: int | None) -> Pla
     if config.trainer.device == "cuda" and device.type == "cpu":
         raise ConfigError("trainer.device is cuda, and this machine has no GPU: name the GPUs, --gpus 8xH100-80G")
     found = find_hardware(device)
-    if host_memory is None and found is not None:
-        host_memory = found.host_bytes
-    if device.type == "cpu":
-        return Place(nodes, per_node, "cpu", "CPU worker", 0, host_memory)
-    device_bytes = int(torch.cuda.mem_get_info(device)[1])
-    return Place(nodes, per_node, "cuda", torch.cuda.get_device_name(device), device_bytes, host_memory)
+    kind = "CPU worker" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    host_bytes = found.host_bytes if host_memory is None else host_memory
+    return Place(nodes, per_node, found.device, kind, found.device_bytes, host_bytes)
 
 
 def _find_gpu(text: str) -> str:
@@ -332,10 +320,9 @@ def _describe_devices(config: Config, place: Place) -> str:
 
 
 def _judge(memory: RunMemory) -> Verdict:
-    worst = memory.worst(certain=False)
     if not memory.fits(certain=False):
         return "does not fit"
-    return "tight" if worst.expected > TIGHT * memory.capacity(worst) else "fits"
+    return "tight" if memory.fraction(memory.worst(certain=False), certain=False) > TIGHT else "fits"
 
 
 def _find_changes(
@@ -347,7 +334,7 @@ def _find_changes(
     none are needed.
     """
     worst = memory.worst(certain=False)
-    overflows = worst.expected > memory.capacity(worst)
+    overflows = memory.fraction(worst, certain=False) > 1
     remedies = find_remedies(config, memory, worst, count, certain=False) if overflows else []
     changes: dict[str, Any] = dict(memory.problem.remedies[0]) if memory.problem and memory.problem.remedies else {}
     for _ in range(_MOST_CHANGES + 1):
@@ -362,28 +349,28 @@ def _find_changes(
     return tuple(remedies), None
 
 
-def _estimate_budgets(config: Config, device: DeviceType, count: Callable[[Config], RunMemory]) -> tuple[int, int]:
-    """Return the most tokens of a row in an update and in a scoring.
+def _estimate_micro_batches(config: Config, count: Callable[[Config], RunMemory]) -> dict[str, int]:
+    """Return the options of the most sequences of a row, in an update and in a scoring.
 
-    Where a run measures them, the most that fit by the arithmetic of memory, with its reserve.
+    They are the most that fit by the arithmetic of memory, with the reserve of a run, which
+    measures its token budgets instead.
     """
-    actor, longest = config.worker.actor, config.data.max_prompt_length + config.data.max_response_length
-    sizes = [actor.micro_batch_size_per_device_for_update, actor.micro_batch_size_per_device_for_experience]
-    if config.trainer.tunes_budgets_on(device):
-        sequences = config.prompts_per_update * config.group_size
-        most = max(1, -(-sequences // config.num_workers))
-        for index, (name, phase) in enumerate((("update", "update"), ("experience", "log-probs"))):
-            key = f"worker.actor.micro_batch_size_per_device_for_{name}"
-            fitting = bisect_left(range(1, most + 1), True, key=partial(_overflows, config, count, key, phase))
-            sizes[index] = max(1, fitting)
-    return sizes[0] * longest, sizes[1] * longest
+    sequences = config.prompts_per_update * config.group_size
+    most = max(1, -(-sequences // config.num_workers))
+    return {
+        key: max(1, bisect_left(range(1, most + 1), True, key=partial(_overflows, config, count, key, phase)))
+        for key, phase in (
+            ("worker.actor.micro_batch_size_per_device_for_update", "update"),
+            ("worker.actor.micro_batch_size_per_device_for_experience", "log-probs"),
+        )
+    }
 
 
 def _overflows(config: Config, count: Callable[[Config], RunMemory], key: str, phase: str, micro: int) -> bool:
-    """Return whether a phase does not fit with rows of so many sequences, set by the option key."""
+    """Return whether a phase does not fit with rows of micro sequences, set by the option key."""
     memory = count(with_options(config, {key: micro, "trainer.auto_micro_batch": False}))
     return any(
-        each.expected > memory.capacity(each) * (1 - HEADROOM if each.pool == "GPU" else 1)
+        memory.fraction(each, certain=False) > (1 - HEADROOM if each.pool == "GPU" else 1)
         for each in memory.phases
         if each.phase == phase
     )

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trigon.assemble.memory import format_gib
 from trigon.assemble.remedies import format_changes
-from trigon.system.terminal import shorten
+from trigon.system.terminal import format_bytes, shorten
 from trigon.tools.plan.plan import RunPlan
 
 _WIDE = 110
@@ -57,7 +56,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
                 "workers": phase.workers,
                 "needed_bytes": phase.expected,
                 "at_least_bytes": phase.certain,
-                "capacity_bytes": plan.capacity(phase),
+                "capacity_bytes": plan.memory.capacity(phase),
                 "parts_bytes": {part.name: part.expected for part in phase.parts},
             }
             for phase in plan.memory.phases
@@ -79,18 +78,17 @@ def _verdict(plan: RunPlan) -> str:
     if plan.memory.problem is not None:
         return f"{plan.verdict}; {plan.memory.problem}"
     worst = plan.memory.worst(certain=False)
-    capacity = plan.capacity(worst)
-    limit = "" if capacity is None else f" of {format_gib(capacity)}"
+    limit = "" if plan.memory.capacity(worst) is None else f" of {plan.memory.describe_capacity(worst)}"
     return (
-        f"{plan.verdict}; the fullest phase, {worst.phase}, needs {format_gib(worst.expected)}{limit} ({worst.where})"
+        f"{plan.verdict}; the fullest phase, {worst.phase}, needs {format_bytes(worst.expected)}{limit} ({worst.where})"
     )
 
 
 def _batches(plan: RunPlan) -> list[tuple[str, str]]:
-    batches, lengths = plan.batches, plan.lengths
+    batches, lengths, steps = plan.batches, plan.lengths, plan.plan
     device = "GPU" if plan.device == "cuda" else "worker"
     filtered = batches.sampled_prompts - batches.prompts
-    epochs = f", in {plan.plan.epochs_per_step} passes over the step" if plan.plan.epochs_per_step > 1 else ""
+    epochs = f", in {steps.epochs_per_step} passes over the step" if steps.epochs_per_step > 1 else ""
     observed = f" and {lengths.observed_tokens:,.0f} observed ones" if lengths.observed_tokens else ""
     return [
         (
@@ -103,17 +101,20 @@ def _batches(plan: RunPlan) -> list[tuple[str, str]]:
             f"prompt {lengths.mean_prompt:,.0f} tokens, completion {lengths.response_tokens:,.0f} tokens{observed} in "
             "the mean",
         ),
-        ("updates", f"{plan.plan.updates_per_step}{epochs}"),
+        ("updates", f"{steps.updates_per_step}{epochs}"),
         (
             "an update",
-            f"{plan.plan.prompts_per_update:,} prompts x {batches.completions} = {plan.plan.sequences_per_update:,} "
+            f"{steps.prompts_per_update:,} prompts x {batches.completions} = {steps.sequences_per_update:,} "
             f"sequences, {batches.sequences_per_gpu:,} for each {device}",
         ),
         (
             "micro-batches",
-            f"{batches.update_rows} accumulated on each {device}, of at most {batches.update_budget:,} tokens",
+            f"{batches.update_rows} accumulated on each {device}, of at most {steps.tokens_per_update_pass:,} tokens",
         ),
-        ("scoring passes", f"{batches.score_rows} on each {device}, of at most {batches.score_budget:,} tokens"),
+        (
+            "scoring passes",
+            f"{batches.score_rows} on each {device}, of at most {steps.tokens_per_experience_pass:,} tokens",
+        ),
         (
             "tokens",
             f"{batches.sequence_tokens:,.0f} of sequences{', without observed ones' if observed else ''}; "
@@ -127,10 +128,10 @@ def _memory(plan: RunPlan, width: int) -> list[str]:
     rows = [("phase", "where", "needs", "of", "largest parts" if most > 1 else "largest part")]
     for phase in plan.memory.phases:
         parts = sorted(phase.parts, key=lambda part: -part.expected)[:most]
-        capacity = plan.capacity(phase)
-        limit = "unknown" if capacity is None else format_gib(capacity)
-        named = ", ".join(f"{part.name} {format_gib(part.expected)}" for part in parts)
-        rows.append((phase.phase, phase.where, format_gib(phase.expected), limit, named))
+        named = ", ".join(f"{part.name} {format_bytes(part.expected)}" for part in parts)
+        rows.append(
+            (phase.phase, phase.where, format_bytes(phase.expected), plan.memory.describe_capacity(phase), named)
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -233,14 +234,6 @@ def format_seconds(seconds: float) -> str:
             number = seconds / divisor
             return f"{number:.2f} {unit}" if number < 1 else f"{number:,.1f} {unit}"
     return f"{seconds / 86_400:,.1f} days"
-
-
-def format_bytes(number: float) -> str:
-    """Return bytes with a decimal unit, as disks and links have: 16.6 GB."""
-    for divisor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if number >= divisor:
-            return f"{number / divisor:,.1f} {unit}"
-    return f"{number:,.0f} bytes"
 
 
 def _flops(number: float) -> str:

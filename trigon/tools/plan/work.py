@@ -28,7 +28,6 @@ class Batches:
     sequences_per_gpu: sequences of an update on each GPU.
     update_rows, score_rows: forward passes of each GPU in an update, whose gradients accumulate,
         and in one scoring of the step's completions.
-    update_budget, score_budget: most tokens of a row.
     prompt_tokens: tokens of the step's prompts, each once. response_tokens: tokens of its
         completions that are sampled. observed_tokens: those that completions observe.
     sequence_tokens: tokens of its sequences, each with its prompt and without what it observes, as
@@ -43,8 +42,6 @@ class Batches:
     sequences_per_gpu: int
     update_rows: int
     score_rows: int
-    update_budget: int
-    score_budget: int
     prompt_tokens: float
     response_tokens: float
     observed_tokens: float
@@ -73,22 +70,18 @@ class StepFlops:
         return self.prefill + self.decode + self.old + self.reference + self.update
 
 
-def make_batches(
-    config: Config, plan: Plan, lengths: Lengths, *, budgets: tuple[int, int], keep_rate: float
-) -> Batches:
+def make_batches(config: Config, plan: Plan, lengths: Lengths, *, keep_rate: float) -> Batches:
     """Return the batches of a step.
 
-    Args:
-        budgets: most tokens of a row, in an update and in a scoring.
-        keep_rate: share of the groups that online filtering keeps; unused without it.
+    keep_rate: share of the groups that online filtering keeps; unused without it.
     """
     n, prompts = config.group_size, plan.prompts_per_step
     sampled_prompts = prompts
     if config.algorithm.online_filtering:
         per_round = config.prompts_per_round
         sampled_prompts = ceil(prompts / keep_rate / per_round) * per_round
-    update_rows, packed = _rows(config, lengths, plan.prompts_per_update, budgets[0])
-    score_rows, _ = _rows(config, lengths, prompts, budgets[1])
+    update_rows, packed = _rows(config, lengths, plan.prompts_per_update, plan.tokens_per_update_pass)
+    score_rows, _ = _rows(config, lengths, prompts, plan.tokens_per_experience_pass)
     # A group that is split over rows has its prompt in each of them.
     repeated = packed / sum(group.tokens for group in lengths.groups(plan.prompts_per_update, n))
     mean_group = lengths.mean_prompt + n * lengths.completion_tokens
@@ -102,8 +95,6 @@ def make_batches(
         sequences_per_gpu=ceil(plan.sequences_per_update / config.num_shares),
         update_rows=update_rows,
         score_rows=score_rows,
-        update_budget=budgets[0],
-        score_budget=budgets[1],
         prompt_tokens=prompts * lengths.mean_prompt,
         response_tokens=response_tokens,
         observed_tokens=observed_tokens,

@@ -54,6 +54,47 @@ _NOT_SHOWN = frozenset({"trainer.save_checkpoint_path", "trainer.load_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The options of a run, as its folder has them.
+
+    given: the options in its config.yaml, by name. defaults: of all options.
+    local: what RunRecord.local_sources returns.
+    """
+
+    run: RunRecord
+    given: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    local: Mapping[str, str] | None
+
+    def value(self, name: str) -> Any:
+        """Return the value of an option in this run."""
+        return self.given[name] if name in self.given else self.defaults[name]
+
+    def hub_id(self, text: str, kind: HubKind) -> str | None:
+        """Return the hub id that a text of the configuration refers to, or None if it was local.
+
+        None also for a run that has not recorded what was local, unless it names the hub's cache.
+        """
+        return hub_id(text, kind, [text] if self.local is None else self.local)
+
+    def datasets(self, option: str) -> list[tuple[str | None, str]]:
+        """Return the hub id, or None, of each dataset of an option, and what to call it."""
+        local = self.local or {}
+        texts = [file if file in local else file.rpartition("@")[0] or file for file in self.value(option)]
+        ids = [self.hub_id(text, "datasets") for text in texts]
+        return [(each, each or Path(text).name) for each, text in zip(ids, texts, strict=True)]
+
+
+def read_options(run: RunRecord) -> RunOptions:
+    """Return the options of a run. Raises: DataError if it has no config.yaml."""
+    config = run.config()
+    if not config:
+        raise DataError(f"{run.path} has no config.yaml, from which the model card is made")
+    defaults = {option.name: option.default for option in options().values()}
+    return RunOptions(run, flatten(config, mappings=defaults), defaults, run.local_sources())
+
+
+@dataclass(frozen=True, slots=True)
 class Validation:
     """A metric of the validations before training and after the pushed step.
 
@@ -86,16 +127,12 @@ class RunFacts:
     dataset_names: tuple[str, ...]
     val_names: tuple[str, ...]
     reward: str
-    values: Mapping[str, Any]
+    options: RunOptions
     changed: Mapping[str, Any]
     validations: tuple[Validation, ...]
     has_vision: bool
     is_adapter: bool
     exported: Mapping[str, Any]
-
-    def value(self, name: str) -> Any:
-        """Return the value of an option in this run."""
-        return self.values[name]
 
 
 def model_card(facts: RunFacts, repo_id: str, *, license_id: str | None, has_curves: bool) -> ModelCard:
@@ -107,16 +144,16 @@ def model_card(facts: RunFacts, repo_id: str, *, license_id: str | None, has_cur
         has_curves: whether the folder has CURVES.
     """
     name = repo_id.rpartition("/")[2]
-    rank, kl = int(facts.value("worker.actor.model.lora.rank")), "none"
-    if not facts.value("algorithm.disable_kl"):
-        place = "loss" if facts.value("algorithm.use_kl_loss") else "reward"
-        kl = f"in the {place}, coefficient {format_value(facts.value('algorithm.kl_coef'))}"
+    rank, kl = int(facts.options.value("worker.actor.model.lora.rank")), "none"
+    if not facts.options.value("algorithm.disable_kl"):
+        place = "loss" if facts.options.value("algorithm.use_kl_loss") else "reward"
+        kl = f"in the {place}, coefficient {format_value(facts.options.value('algorithm.kl_coef'))}"
     training = [
         ("base model", facts.base_name),
         ("training data", ", ".join(facts.dataset_names)),
         ("reward function", f"`{facts.reward}`"),
         ("steps", f"{facts.step:,}"),
-        *((label, format_value(facts.value(option))) for label, option in _MAIN),
+        *((label, format_value(facts.options.value(option))) for label, option in _MAIN),
         ("KL term", kl),
         ("trained weights", f"LoRA of rank {rank}" if rank else "all that are not frozen"),
         ("published weights", f"{'adapter' if facts.is_adapter else 'model'} in {facts.exported['dtype']}"),
@@ -153,8 +190,8 @@ def metadata(facts: RunFacts, name: str, license_id: str | None) -> ModelCardDat
         for validation in facts.validations
         if validation.metric == "accuracy" and facts.val_names
     ]
-    estimator = str(facts.value("algorithm.adv_estimator")).replace("_", "-")
-    is_lora = bool(facts.value("worker.actor.model.lora.rank"))
+    estimator = str(facts.options.value("algorithm.adv_estimator")).replace("_", "-")
+    is_lora = bool(facts.options.value("worker.actor.model.lora.rank"))
     return ModelCardData(
         base_model=facts.base_model,
         datasets=list(facts.datasets) or None,
@@ -185,38 +222,30 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_facts(
-    run: RunRecord, exported: Path, *, base_model: str | None, has_vision: bool, is_adapter: bool
+    run: RunOptions, exported: Path, *, base_model: str | None, has_vision: bool, is_adapter: bool
 ) -> RunFacts:
     """Return the facts of a run, of which a checkpoint was exported to a folder.
 
     base_model: hub id, or None if it is a local folder.
-    Raises: DataError if the run has no config.yaml.
     """
-    config = run.config()
-    if not config:
-        raise DataError(f"{run.path} has no config.yaml, from which the model card is made")
-    known = {option.name: option for option in options().values()}
-    given = flatten(config, mappings=known)
-    values = {name: option.default for name, option in known.items()} | given
     record = json.loads((exported / EXPORT_RECORD).read_text(encoding="utf-8"))
-    model = str(values["worker.actor.model.model_path"])
-    sources = sources_of(run, values["data.train_files"])
+    sources = run.datasets("data.train_files")
     changed = {
         name: hide(name, value)
-        for name, value in given.items()
-        if name in known and name not in _NOT_SHOWN and not _equal(value, known[name].default)
+        for name, value in run.given.items()
+        if name in run.defaults and name not in _NOT_SHOWN and not _equal(value, run.defaults[name])
     }
     return RunFacts(
         step=int(record["step"]),
         base_model=base_model,
-        base_name=base_model or "/".join(Path(model).parts[-2:]),
+        base_name=base_model or "/".join(Path(str(run.value("worker.actor.model.model_path"))).parts[-2:]),
         datasets=tuple(dict.fromkeys(each for each, _ in sources if each is not None)),
         dataset_names=tuple(dict.fromkeys(name for _, name in sources)),
-        val_names=tuple(name for _, name in sources_of(run, values["data.val_files"])),
-        reward=_describe_reward(values["worker.reward.reward_function"]),
-        values=values,
+        val_names=tuple(name for _, name in run.datasets("data.val_files")),
+        reward=_describe_reward(run.value("worker.reward.reward_function")),
+        options=run,
         changed=changed,
-        validations=tuple(read_validations(run, int(record["step"]))),
+        validations=tuple(read_validations(run.run, int(record["step"]))),
         has_vision=has_vision,
         is_adapter=is_adapter,
         exported=record,
@@ -236,23 +265,6 @@ def hub_id(text: str, kind: HubKind, local: Collection[str] | None = None) -> st
     is_id = _HUB_ID.fullmatch(text) and not text.startswith(".") and Path(text).suffix.lower() not in _FILES
     is_local = Path(text).exists() if local is None else text in local
     return text if is_id and not is_local else None
-
-
-def hub_id_of(run: RunRecord, text: str, kind: HubKind) -> str | None:
-    """Return the hub id that a text of a run's configuration refers to, or None if it was local.
-
-    None also for a run that has not recorded what was local, unless it names the hub's cache.
-    """
-    local = run.local_sources()
-    return hub_id(text, kind, [text] if local is None else local)
-
-
-def sources_of(run: RunRecord, files: Sequence[str]) -> list[tuple[str | None, str]]:
-    """Return the hub id, or None, of each dataset of an option, and what to call it."""
-    local = run.local_sources() or {}
-    texts = [file if file in local else file.rpartition("@")[0] or file for file in files]
-    ids = [hub_id_of(run, text, "datasets") for text in texts]
-    return [(each, each or Path(text).name) for each, text in zip(ids, texts, strict=True)]
 
 
 def read_validations(run: RunRecord, step: int) -> list[Validation]:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, constants, get_token, try_to_load_from_cache
 
@@ -22,9 +21,11 @@ from trigon.report.run import SOURCES, RunRecord
 from trigon.system.json_files import write_json
 from trigon.tools.plot.curves import learning_curves
 from trigon.tools.plot.figure import save_plot
-from trigon.tools.push.card import CURVES, hub_id, hub_id_of, model_card, read_facts
+from trigon.tools.push.card import CURVES, RunOptions, hub_id, model_card, read_facts, read_options
 
 README = "README.md"
+
+_LORA_RANK = "worker.actor.model.lora.rank"
 
 _REASONS = {
     401: "the token is not valid; run `hf auth login`, or set HF_TOKEN",
@@ -80,7 +81,8 @@ def push(
     """
     api = HfApi()
     full_name = _check_access(api, repo_id, private=private)
-    if _is_adapter(run, settings) and public_base(run, settings) is None:
+    options = read_options(run)
+    if _is_adapter(options, settings) and public_base(options, settings) is None:
         raise PushError(_LOCAL_BASE)
     write_folder(run, full_name, folder, settings, warn=warn, on_progress=on_progress)
     on_progress(f"pushing to {api.endpoint}/{full_name}")
@@ -113,13 +115,11 @@ def write_folder(
     from trigon.checkpoint.export import export_checkpoint
     from trigon.training.checkpointing import ADAPTER_CONFIG
 
-    if not run.config():
-        raise DataError(f"{run.path} has no config.yaml, from which the model card is made")
-    if settings.merged and _lora_rank(run) == 0:
+    options = read_options(run)
+    if settings.merged and not options.value(_LORA_RANK):
         raise ConfigError(f"{run.path} was trained without LoRA: leave --merged out")
-    is_adapter = _is_adapter(run, settings)
-    base = public_base(run, settings)
-    if run.local_sources() is None:
+    is_adapter, base = _is_adapter(options, settings), public_base(options, settings)
+    if options.local is None:
         warn(
             f"the run has no {SOURCES}, which says what was on the hub and what was local: the metadata of the card "
             "leave out its model and data; --base names the base model"
@@ -143,8 +143,8 @@ def write_folder(
         _name_base(folder / ADAPTER_CONFIG, base)
     elif is_adapter:
         warn(f"this folder cannot be pushed: {_LOCAL_BASE}")
-    facts = read_facts(run, folder, base_model=base, has_vision=has_vision, is_adapter=is_adapter)
-    license_id = settings.license_id or base_license(run, settings)
+    facts = read_facts(options, folder, base_model=base, has_vision=has_vision, is_adapter=is_adapter)
+    license_id = settings.license_id or base_license(options, settings)
     if license_id is None:
         warn("the licence of the base model is not known here, so the card has none: --license sets it")
     has_curves = _draw_curves(run, folder / CURVES, warn)
@@ -153,11 +153,11 @@ def write_folder(
     return folder
 
 
-def public_base(run: RunRecord, settings: PushSettings) -> str | None:
+def public_base(options: RunOptions, settings: PushSettings) -> str | None:
     """Return the hub id of the base model, or None if it is a local folder."""
     if settings.base is not None:
         return hub_id(settings.base, "models")
-    return hub_id_of(run, _model_path(run), "models")
+    return options.hub_id(_model_path(options), "models")
 
 
 def _name_base(path: Path, base: str) -> None:
@@ -167,10 +167,10 @@ def _name_base(path: Path, base: str) -> None:
         write_json(path, {**content, "base_model_name_or_path": base}, ensure_ascii=False)
 
 
-def base_license(run: RunRecord, settings: PushSettings) -> str | None:
+def base_license(options: RunOptions, settings: PushSettings) -> str | None:
     """Return the licence in the card of the base model: in its folder, or in the hub's cache."""
-    name = public_base(run, settings)
-    path = settings.base or (run.local_sources() or {}).get(_model_path(run), _model_path(run))
+    name = public_base(options, settings)
+    path = settings.base or (options.local or {}).get(_model_path(options), _model_path(options))
     # A hub id is no path, even if this folder has one of that name.
     card = None if path == name else Path(path) / README
     if name is not None and (card is None or not card.is_file()):
@@ -183,21 +183,12 @@ def base_license(run: RunRecord, settings: PushSettings) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _lora_rank(run: RunRecord) -> int:
-    return int(_model_section(run).get("lora", {}).get("rank", 0))
+def _model_path(options: RunOptions) -> str:
+    return str(options.value("worker.actor.model.model_path") or "")
 
 
-def _model_path(run: RunRecord) -> str:
-    return str(_model_section(run).get("model_path", ""))
-
-
-def _model_section(run: RunRecord) -> dict[str, Any]:
-    section: dict[str, Any] = run.config().get("worker", {}).get("actor", {}).get("model", {})
-    return section
-
-
-def _is_adapter(run: RunRecord, settings: PushSettings) -> bool:
-    return _lora_rank(run) > 0 and not settings.merged
+def _is_adapter(options: RunOptions, settings: PushSettings) -> bool:
+    return bool(options.value(_LORA_RANK)) and not settings.merged
 
 
 def _checkpoint_folder(run: RunRecord, step: int | None) -> Path:
