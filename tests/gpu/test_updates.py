@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from support.engines import to_train
-from support.gpu import Figures, Machine
+from support.gpu import Figures, Machine, host_waits
 from trigon.assemble.data import open_processors
 from trigon.assemble.models import DevicePlacement, choose_device, open_models
 from trigon.config.plan import make_plan
@@ -23,7 +23,6 @@ from trigon.models.sizes import dimensions_of
 from trigon.system.terminal import format_bytes
 from trigon.training import optim
 from trigon.training.dry_run import dummy_group
-from trigon.training.host_waits import host_waits
 from trigon.training.local import LocalTrainEngine
 from trigon.training.memory import memory_of
 from trigon.training.parallel import SingleProcess

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -80,3 +81,23 @@ def _call(sender: Connection, function: Callable[..., Figures], arguments: tuple
         sender.send(function(*arguments))
     except BaseException:  # noqa: BLE001
         sender.send(traceback.format_exc())
+
+
+def host_waits(work: Callable[[], object]) -> list[str]:
+    """Call a function, and return where the host waited for a GPU, as "file.py:12".
+
+    Found by torch.cuda.set_sync_debug_mode: copies that block and reads of values, but not
+    torch.cuda.synchronize. The line is one of Python's in the thread that called the operation; for
+    operations of a backward pass it is that of the call of backward.
+    """
+    import torch  # the parent of the tests of tests/gpu does not load it
+
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return [f"{each.filename}:{each.lineno}" for each in caught if "synchronizing CUDA operation" in str(each.message)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trigon.algorithms.advantages import RewardBatch
 from trigon.algorithms.gae import Estimates, estimate_with_values, explained_variance
-from trigon.algorithms.value_loss import value_loss
+from trigon.algorithms.losses import value_loss
 from trigon.config.schema import AlgorithmConfig
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trigon.algorithms.group_filter import classify_groups
+from trigon.rollout.filtering import classify_groups
 
 # Groups between the bounds are kept; the bounds are outside; unscored completions do not count.
 CASES = [

@@ -20,9 +20,8 @@ from support.fake_runs import (
 )
 from trigon.config.schema import WatchConfig
 from trigon.errors import DiskError, WatchError
-from trigon.loop import train
+from trigon.loop import Hooks, train
 from trigon.report.console import Console
-from trigon.report.hooks import Hooks
 from trigon.report.memory import MemoryGrowth, MemoryMeter
 from trigon.report.watch import RULES, Watch
 from trigon.types import Prompt

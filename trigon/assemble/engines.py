@@ -15,8 +15,7 @@ from trigon.assemble.critic import open_critic
 from trigon.assemble.data import open_images
 from trigon.assemble.episodes import EpisodeParts, open_episodes
 from trigon.assemble.models import DevicePlacement, choose_device, open_models
-from trigon.assemble.options import model_path
-from trigon.assemble.recorded import recorded_settings
+from trigon.assemble.options import model_path, recorded_settings
 from trigon.checkpoint.export import RUN_SETTINGS
 from trigon.checkpoint.store import CheckpointStore, Finish
 from trigon.config.plan import Plan

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from trigon.config.paths import read_template
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
 from trigon.system.cpus import count_usable_cpus
@@ -11,6 +13,9 @@ from trigon.types import SamplingParams
 
 PIXEL_CACHE_BYTES = 4 * 2**30
 """Host memory of each worker's cache of processed images, by which a step processes each once."""
+
+
+_SAMPLING = "worker.rollout.val_override_config."
 
 
 def model_path(config: Config) -> str:
@@ -73,3 +78,34 @@ def max_completion_tokens(config: Config) -> int:
     """Return the most tokens of a completion: of training, or with val_only of validation."""
     make = make_validation_sampling_params if config.trainer.val_only else make_sampling_params
     return make(config).max_tokens
+
+
+def recorded_settings(config: Config, *, pixel_limits: tuple[int, int] | None) -> dict[str, Any]:
+    """Return what a checkpoint and its export record of their run, so that evaluations can use it.
+
+    These are the options on which a model's prompts, pixels and completions depend: the format of
+    prompts, limits, and the sampling of validation, by name, as values of JSON. They have their
+    resolved values, and templates their text.
+    pixel_limits: of its image processor, see side_files.py.
+    """
+    data, sampling = config.data, make_validation_sampling_params(config)
+    smallest, largest = pixel_limits or (data.min_pixels, data.max_pixels)
+    return {
+        "data.format_prompt": read_template(data.format_prompt),
+        "data.system_prompt": data.system_prompt,
+        "data.allow_special_tokens": data.allow_special_tokens,
+        "data.min_pixels": smallest,
+        "data.max_pixels": largest,
+        "data.video_fps": data.video_fps,
+        "data.max_video_frames": data.max_video_frames,
+        "data.max_prompt_length": data.max_prompt_length,
+        "data.max_response_length": data.max_response_length,
+        "worker.rollout.dtype": config.worker.rollout.dtype,
+        f"{_SAMPLING}n": sampling.n,
+        f"{_SAMPLING}temperature": sampling.temperature,
+        f"{_SAMPLING}top_p": sampling.top_p,
+        f"{_SAMPLING}top_k": sampling.top_k,
+        f"{_SAMPLING}max_tokens": sampling.max_tokens,
+        f"{_SAMPLING}ignore_eos": sampling.ignore_eos,
+        f"{_SAMPLING}seed": sampling.seed,
+    }

@@ -17,7 +17,6 @@ from trigon.assemble.critic import check_trained_critic
 from trigon.assemble.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
 from trigon.assemble.engines import Engines, save_state, staged_bytes
 from trigon.assemble.episodes import check_episodes, find_episodes
-from trigon.assemble.hub import announce_downloads
 from trigon.assemble.memory import Hardware
 from trigon.assemble.memory_check import check_memory, find_hardware
 from trigon.assemble.models import check_policy, choose_device, choose_kernel, device_type
@@ -36,7 +35,7 @@ from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.manifest import OnProgress, no_progress
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from trigon.config.checks import find_device_warnings
-from trigon.config.files import local_sources
+from trigon.config.files import hub_names, local_sources
 from trigon.config.load import dump_config
 from trigon.config.plan import Plan, describe_chosen, fill_batch_sizes, find_long_warmups, make_plan
 from trigon.config.schema import Config
@@ -46,6 +45,7 @@ from trigon.data.stream import Prompts
 from trigon.data.tokens import TokenTexts
 from trigon.errors import CheckpointError
 from trigon.loop import Checkpoints, Run, Stop, Validation, train
+from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.models.load import Processors
 from trigon.report.console import Console
 from trigon.report.delivery import LoggedRun, Logger, LoggerEnvironment, check_loggers, make_loggers, open_loggers
@@ -404,3 +404,16 @@ def show_overview(config: Config, plan: Plan, engines: Engines, val_prompts: Pro
         has_reference=engines.reference is not None,
     )
     report.overview(rows)
+
+
+def announce_downloads(config: Config, console: Console) -> None:
+    """Say which hub models and datasets are read from, before the first attempt to reach a hub.
+
+    A client that cannot reach its hub tries again for half a minute, without a word.
+    """
+    names = hub_names(config)
+    if names and not uses_modelscope():
+        console.print(
+            f"reading {', '.join(names)} from {hub_endpoint()}, or from the local cache; if that cannot be reached, "
+            "set HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to use the cache only"
+        )

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trigon.assemble.hub import hub_names
+from trigon.config.files import hub_names
 from trigon.config.names import GROUP_ESTIMATORS
 from trigon.config.plan import Plan
 from trigon.config.schema import Config

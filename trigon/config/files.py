@@ -14,6 +14,7 @@ from trigon.config.paths import (
     DATASET_SUFFIXES,
     expand_path,
     is_inline_template,
+    is_local_dataset,
     is_python_object,
     local_path,
     nearest_path,
@@ -157,3 +158,16 @@ def _locate(value: Any, sources: Mapping[str, str]) -> Any:
         if path in sources and (path_exists(sources[path]) or not path_exists(path)):
             return sources[path] + value.removeprefix(path)
     return value
+
+
+def hub_names(config: Config) -> list[str]:
+    """Return the models and datasets that are not in local folders, and may be downloaded."""
+    model, data = config.worker.actor.model, config.data
+    paths = (model.model_path, model.tokenizer_path, config.critic_model_path)
+    models = [path for path in paths if path and local_path(path) is None]
+    datasets = [
+        split_dataset(spec)[0]
+        for spec in (*data.train_files, *data.val_files)
+        if not is_local_dataset(spec) and not is_python_object(spec)
+    ]
+    return list(dict.fromkeys((*models, *datasets)))

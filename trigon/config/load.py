@@ -30,7 +30,6 @@ from trigon.config.legacy import (
 )
 from trigon.config.options import KeyPath, Option, options, sections
 from trigon.config.schema import Config
-from trigon.config.secret_values import find_exposed, find_masked
 from trigon.config.yaml_nodes import (
     BOOL_TAG,
     LIST_TAG,
@@ -42,7 +41,7 @@ from trigon.config.yaml_nodes import (
     parse_yaml,
 )
 from trigon.errors import ConfigError
-from trigon.system.secrets import mask, mask_text
+from trigon.system.secrets import MASKED, REWARD, USER_ARGUMENTS, VAL_REWARD, mask, mask_text, masked_names, secrets_in
 from trigon.system.suggestions import did_you_mean
 
 COMMAND_LINE = "command line"
@@ -177,8 +176,8 @@ def inspect_config(
     sources = {_option_at_or_above(key).name: value.location for key, value in reader.values.items()}
     uncertain = reader.uncertain.union(undecided)
     found = find_problems(config, uncertain=uncertain)
-    problems = (*reader.problems, *found, *missing, *find_masked(config, sources))
-    exposed = find_exposed(config, [key for key, source in sources.items() if source == COMMAND_LINE])
+    problems = (*reader.problems, *found, *missing, *_find_masked(config, sources))
+    exposed = _find_exposed(config, [key for key, source in sources.items() if source == COMMAND_LINE])
     on_purpose = [key for key, source in sources.items() if source in (COMMAND_LINE, ARGUMENTS)]
     overruled = warn_of_overruled(config, on_purpose) if config.shares_trunk else []
     loaded = LoadedConfig(
@@ -584,3 +583,53 @@ def _plain(value: Any, name: str, depth: int) -> Any:
                 f"{name} is a {type(value).__module__}.{type(value).__name__}, which no option takes; options are "
                 "text, numbers, True, False, None, lists and dicts"
             )
+
+
+# -- secrets that were left out, or that others can read ------------------------------------------
+
+_ENV_HINT = ", or export a variable and write env:NAME in its place"
+
+
+def _find_masked(config: Config, sources: Mapping[str, str]) -> list[str]:
+    """Return problems of values that are not there: the file was written by a run, without secrets.
+
+    sources: where each option was written, by its name.
+    """
+    problems = []
+    for name in masked_names("", config.model_dump()):
+        place = next((source for option, source in sources.items() if _is_at_or_below(name, option)), "")
+        hint = f"; {name}=env:NAME reads it from the environment variable NAME" if _takes_variables(name) else ""
+        if name.startswith((f"{REWARD}[", f"{VAL_REWARD}[")):  # an element of a list has no name on the command line
+            hint = ", or env:NAME, which reads it from the environment variable NAME"
+        problems.append(
+            f"{name}{f' ({place})' if place else ''} is {MASKED!r}: the file was written by a run, which writes no "
+            f"secrets; give the value again{hint}"
+        )
+    return problems
+
+
+def _find_exposed(config: Config, names: Collection[str]) -> list[str]:
+    """Return warnings of secrets on the command line. names: the options that were given there."""
+    values = config.model_dump()
+    exposed = []
+    for option in options().values():
+        if option.name in names:
+            value = values
+            for key in option.path:
+                value = value[key]
+            if secrets_in(option.name, value):
+                exposed.append(option.name)
+    return [
+        f"{name} has a secret on the command line, which every user of this machine can read while the run lasts, and "
+        f"which trackers may record; write it into a file{_ENV_HINT if _takes_variables(name) else ''}"
+        for name in exposed
+    ]
+
+
+def _takes_variables(name: str) -> bool:
+    """Return whether env:NAME has a meaning in this option or value."""
+    return any(_is_at_or_below(name, option) for option in USER_ARGUMENTS)
+
+
+def _is_at_or_below(name: str, option: str) -> bool:
+    return name == option or name.startswith((f"{option}.", f"{option}["))

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from trigon.algorithms.importance import correction_weights, mismatch_metrics
 from trigon.algorithms.kl import kl_per_token
-from trigon.algorithms.losses import policy_loss
+from trigon.algorithms.losses import policy_loss, value_loss
 from trigon.algorithms.reduce import Denominators, ExpertShares, expert_shares, load_balancing_loss, reduce_loss
 from trigon.algorithms.unread import Unread, UnreadMetrics
-from trigon.algorithms.value_loss import value_loss
 from trigon.config.names import KlEstimator
 from trigon.config.schema import Config, CriticConfig
 from trigon.data.packing import Positions, by_group, pack_rollouts

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from trigon.config.names import SHIPPED_REWARDS
+from trigon.config.schema import RewardConfig
 from trigon.errors import ConfigError
 from trigon.report.console import Console, format_duration, format_number
 from trigon.report.rollouts import SPLITS, to_json_line
 from trigon.system.confinement.options import ConfinementLevel
 from trigon.tools.cli.parser import ArgumentParser, count, number
-from trigon.tools.eval.score_settings import MAX_MEMORY_GB, OVERALL, TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
     from trigon.tools.eval.score_results import Agreement, Bin, RewardSummary, ScoreResult
@@ -124,7 +124,7 @@ def make_parser() -> ArgumentParser:
     )
     parser.add_argument("--steps", type=read_ranges, metavar="STEPS", help="of a run: 12, 10-20 or 0,10-20")
     parser.add_argument("--limit", type=count, metavar="N", help="score the first rollouts only")
-    parser.add_argument("--part", default=OVERALL, metavar="SCORE", help="the score that is compared (%(default)s)")
+    parser.add_argument("--part", default="overall", metavar="SCORE", help="the score that is compared (%(default)s)")
     parser.add_argument(
         "--kwargs",
         action="append",
@@ -141,14 +141,14 @@ def make_parser() -> ArgumentParser:
     parser.add_argument(
         "--timeout",
         type=number(0.001, 1e6),
-        default=TIMEOUT_SECONDS,
+        default=RewardConfig().timeout_seconds,
         metavar="SECONDS",
         help="for each (%(default)g)",
     )
     parser.add_argument(
         "--max-memory-gb",
         type=number(1, 100_000),
-        default=MAX_MEMORY_GB,
+        default=RewardConfig().max_memory_gb,
         metavar="GIB",
         help="as worker.reward.max_memory_gb (%(default)g)",
     )

@@ -23,7 +23,6 @@ from trigon.assemble.models import choose_device
 from trigon.assemble.objects import EpisodeCode, RunObjects, make_episode_code
 from trigon.assemble.options import make_validation_sampling_params, max_completion_tokens
 from trigon.assemble.pools import open_worker_pools
-from trigon.assemble.recorded import find_differences, known_settings
 from trigon.assemble.rewards import check_rewards, open_rewards, open_validation_rewards
 from trigon.assemble.run import (
     check_environment,
@@ -61,7 +60,7 @@ from trigon.tools.eval.answers import SHIPPED_FORMS, AnswerForm
 from trigon.tools.eval.models import ModelSource, context_length, exported_folder, find_model, recorded_of
 from trigon.tools.eval.output import BLIND, EXPORTED, RESULT, check_output, label, open_output, remove_earlier
 from trigon.tools.eval.results import Blind, Comparison, Evaluation, ModelEvaluation
-from trigon.tools.eval.settings import SHORT_NAMES, given_options, load_settings
+from trigon.tools.eval.settings import SHORT_NAMES, find_differences, given_options, known_settings, load_settings
 from trigon.tools.eval.statistics import CONFIDENCE, holm
 from trigon.tools.eval.summary import (
     DATASET,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from trigon.config.paths import nearest_path
+from trigon.config.schema import RewardConfig
 from trigon.data.chat_template import IMAGE_MARKER
 from trigon.data.media_files import encoded_files
 from trigon.errors import ConfigError, DataError, raises_at_caller
@@ -27,7 +28,6 @@ from trigon.system.confinement.options import Confinement, ConfinementLevel
 from trigon.system.cpus import count_usable_cpus
 from trigon.system.secrets import ARGUMENTS, mask
 from trigon.tools.eval.score_results import ScoredCompletion, ScoreResult, compare_scores, summarize_reward
-from trigon.tools.eval.score_settings import MAX_MEMORY_GB, OVERALL, TIMEOUT_SECONDS
 from trigon.types import EncodedMedia, FinishReason, Score
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ WINDOW = 4096
 
 ENDING_CHARACTERS = 300
 """Characters of a completion's end that are kept, where the answer usually is."""
+
+_DEFAULTS = RewardConfig()
 
 _FINISH_REASONS: Mapping[str, FinishReason] = {name: name for name in get_args(FinishReason)}
 
@@ -65,11 +67,11 @@ def score(
     splits: Collection[Split] = SPLITS,
     steps: Container[int] | None = None,
     limit: int | None = None,
-    part: str = OVERALL,
+    part: str = "overall",
     tolerance: float = 1e-6,
     num_workers: int | None = None,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-    max_memory_gb: float = MAX_MEMORY_GB,
+    timeout_seconds: float = _DEFAULTS.timeout_seconds,
+    max_memory_gb: float = _DEFAULTS.max_memory_gb,
     env: Sequence[str] = (),
     confinement: ConfinementLevel = "default",
     console: Console | None = None,

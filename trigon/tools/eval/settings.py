@@ -13,9 +13,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from trigon.assemble.options import recorded_settings
 from trigon.config.load import LoadedConfig, as_overrides, load_config
 from trigon.config.names import Dtype
+from trigon.config.options import options
 from trigon.config.paths import is_python_object
+from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.system.cpus import count_usable_cpus
 
@@ -56,6 +59,9 @@ _FORCED = (
 
 
 _SAMPLING = "worker.rollout.val_override_config."
+
+NOT_COMPARED = (f"{_SAMPLING}n", f"{_SAMPLING}seed", "worker.rollout.dtype")
+"""Options of a recorded run in which a difference changes no expected value."""
 
 SHORT_NAMES: Mapping[str, str] = MappingProxyType(
     {key: f"data.{key}" for key in ("format_prompt", "prompt_key", "answer_key", "image_key", "image_dir")}
@@ -146,3 +152,25 @@ def _defaults(first: Mapping[str, Any], given: Mapping[str, Any], context: int |
         "worker.rollout.gpu_memory_utilization=0.9",
         f"worker.reward.num_cpus={count_usable_cpus()}",
     ]
+
+
+def known_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recorded settings that are options of this version and not null."""
+    known = {option.name for option in options().values()}
+    return {name: value for name, value in recorded.items() if name in known and value is not None}
+
+
+def find_differences(recorded: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
+    """Return (recorded, used) of each setting in which an evaluation differs from a model's run.
+
+    A pixel limit that the evaluation does not set is the model's own.
+    """
+    used = recorded_settings(config, pixel_limits=None)
+    return {
+        name: (recorded[name], value)
+        for name, value in used.items()
+        if name in recorded
+        and name not in NOT_COMPARED
+        and recorded[name] != value
+        and not (name in ("data.min_pixels", "data.max_pixels") and value is None)
+    }
