@@ -181,7 +181,7 @@ def test_every_kind_of_run_has_a_plan(model, gpus, changes):
     made = planned({MODEL: model, **changes}, gpus=gpus, lengths=given)
     assert made.fits
     assert made.flops.total > 0
-    assert (made.seconds, made.run_seconds, made.num_steps) == (None, None, 60)
+    assert made.num_steps == 60
 
 
 def test_both_pools_of_workers_are_planned():
@@ -207,7 +207,7 @@ def test_disk_by_hand():
 
 def test_validations_are_counted():
     changes = {"data.val_files": ["hiyouga/geometry3k@test"], "trainer.val_before_train": True, "trainer.val_freq": 20}
-    assert planned(changes, lengths=replace(LENGTHS, num_val_prompts=601)).num_validations == 4  # 0, 20, 40, 60
+    assert planned(changes).num_validations == 4  # 0, 20, 40, 60
 
 
 # -- devices, models, lengths ----------------------------------------------------------------------

@@ -62,7 +62,8 @@ def plan(
         host_memory: bytes of each machine. model_config: a config.json in place of the model's.
         download: read tokenizer and datasets from the hub if they are not on this machine.
         prompt_tokens, image_tokens, response_tokens: means, if they are known without the dataset.
-        num_prompts: usable training prompts. keep_rate: share of groups that online filtering keeps.
+        num_prompts: usable training prompts. keep_rate: share of groups that online filtering
+            keeps.
         observed_tokens: mean that a completion observes in an environment or with tools, with
             images. observed_image_tokens: of these, those of images.
     Raises: ConfigError, DataError or ModelError for what cannot be planned.
