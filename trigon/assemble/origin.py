@@ -27,7 +27,7 @@ from trigon.data.dataset import DatasetContent
 from trigon.data.stream import PromptStream
 from trigon.errors import CheckpointError, ConfigError, ModelError, RewardError
 from trigon.models.load import model_folder
-from trigon.rewards.code import code_digest, is_comparable
+from trigon.rewards.code import code_digest
 from trigon.rewards.load import RewardSource, RewardTerm, find_reward
 from trigon.system.content import file_digest, text_digest
 from trigon.system.installation import installed_version
@@ -242,7 +242,7 @@ class Origin:
                 for part in dict.fromkeys((*before, *parts))
                 if part not in before
                 or part not in parts
-                or (is_comparable(before[part], parts[part]) and before[part] != parts[part])
+                or (before[part] and parts[part] and before[part] != parts[part])
             ]
             if differing:
                 changes[name] = self._describe_content(name, differing)
@@ -268,8 +268,8 @@ class Origin:
         ]
         for name, parts in self._contents.items():
             before = self._saved["contents"].get(name, {})
-            if any(part in before and not is_comparable(before[part], digest) for part, digest in parts.items()):
-                notes.append(f"{name} cannot be compared (Python is another version, or an object cannot be read)")
+            if any(part in before and not (before[part] and digest) for part, digest in parts.items()):
+                notes.append(f"{name} cannot be compared, since its source is not known")
         return notes
 
     def _refusal(self, changes: Sequence[Change]) -> str:

@@ -127,7 +127,7 @@ def _pickled(function: RewardFunction, kwargs: Mapping[str, Any]) -> RewardSourc
         module="",
         function=name,
         pickled=base64.b64encode(pickled).decode(),
-        content=function_digest((function, reward_type)),
+        content=function_digest(function),
         reward_images=check_reward_images(_declared(function, "REWARD_IMAGES") or False, where=where),
     )
 
