@@ -27,7 +27,7 @@ from typing import Any
 
 from shared import machine, table
 
-from trigon.system.processes import ProcessTree, measure_process, read_command
+from trigon.system.processes import PROC, ProcessTree
 
 CONFIG = Path(__file__).parents[1] / "trigon" / "tools" / "quickstart" / "quickstart.yaml"
 WARM_UP = 0.2
@@ -157,6 +157,50 @@ def report(points: Sequence[Mapping[str, float]], metrics: Sequence[Mapping[str,
               "slope per 1,000 steps", "95 % interval")  # fmt: skip
     text = f"{steps:,} steps, {engine}, {hours:.2f} h, {len(points):,} measurements; {machine()}"
     return f"{text}\n\n{table(rows, header)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUse:
+    """What a process uses at one moment.
+
+    resident_bytes: pages in memory, those shared with other processes included. private_bytes:
+    those of them that no file backs and that are not in shared memory, which is what a leak in the
+    process grows.
+    """
+
+    pid: int
+    resident_bytes: int
+    private_bytes: int
+    num_files: int
+    num_threads: int
+
+
+def measure_process(pid: int) -> ProcessUse | None:
+    """Return what a process uses; None if it has ended, or its files belong to another user."""
+    fields = dict(line.split(":", 1) for line in _read(PROC / str(pid) / "status").splitlines() if ":" in line)
+    try:
+        num_files = len(os.listdir(PROC / str(pid) / "fd"))
+    except OSError:
+        return None
+    if "VmRSS" not in fields:  # it has ended, and its parent has not waited for it
+        return None
+
+    def kilobytes(name: str) -> int:
+        return int(fields.get(name, "0 kB").split()[0]) * 1024
+
+    return ProcessUse(pid, kilobytes("VmRSS"), kilobytes("RssAnon"), num_files, int(fields["Threads"]))
+
+
+def read_command(pid: int) -> str:
+    """Return the command line of a process, with spaces; "" if it has ended."""
+    return _read(PROC / str(pid) / "cmdline").replace("\0", " ").strip()
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:  # the process has ended
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trigon.system.processes import ProcessTree, count_resident_bytes, measure_process, read_command
+from trigon.system.processes import ProcessTree, count_resident_bytes
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
 
@@ -53,13 +53,6 @@ def test_a_real_child_and_its_child_are_found_and_measured():
         grandchild = int(process.stdout.readline())
         assert {process.pid, grandchild} <= set(ProcessTree().below(os.getpid()))
         assert ProcessTree().below(process.pid) == [grandchild]
-        use = measure_process(process.pid)
-        assert use.resident_bytes >= use.private_bytes >= 64 << 20
-        assert count_resident_bytes([process.pid]) == pytest.approx(use.resident_bytes, rel=0.1)
-        assert use.num_files >= 3
-        assert use.num_threads == 1
-        assert "kept = bytearray" in read_command(process.pid)
+        assert count_resident_bytes([process.pid]) >= 64 << 20
         process.communicate("\n")
-    assert measure_process(process.pid) is None
     assert count_resident_bytes([process.pid]) == 0
-    assert read_command(process.pid) == ""

@@ -71,17 +71,18 @@ def cgroup_folders(
 
 def _limit_v2(folder: Path) -> float | None:
     """Return the limit of a control group of version 2, None if it has none."""
-    numbers = _read(folder / "cpu.max").split()  # "150000 100000", or "max 100000"
+    numbers = read_control(folder / "cpu.max").split()  # "150000 100000", or "max 100000"
     return None if len(numbers) != 2 or numbers[0] == "max" else int(numbers[0]) / int(numbers[1])
 
 
 def _limit_v1(folder: Path) -> float | None:
     """Return the limit of a control group of version 1, None if it has none."""
-    quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+    quota, period = read_control(folder / "cpu.cfs_quota_us"), read_control(folder / "cpu.cfs_period_us")
     return None if not quota or not period or int(quota) <= 0 else int(quota) / int(period)  # -1: no limit
 
 
-def _read(file: Path) -> str:
+def read_control(file: Path) -> str:
+    """Return what a file of a control group says; "" if there is none."""
     try:
         return file.read_text(encoding="ascii").strip()
     except OSError:  # the group has no such limit, or is not visible here

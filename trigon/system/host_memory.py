@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from trigon.system.cpus import cgroup_folders
+from trigon.system.cpus import cgroup_folders, read_control
 
 _MEMINFO = Path("/proc/meminfo")
 _MEMBERSHIPS = Path("/proc/self/cgroup")
@@ -61,7 +61,7 @@ def count_total_bytes(
     except (OSError, KeyError):  # not Linux, or /proc is not mounted
         return None
     limits = (
-        _read(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
+        read_control(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
         for version, folder in cgroup_folders("memory", memberships=memberships, mount=mount)
     )
     return min([total, *(int(limit) for limit in limits if limit.isdigit())])
@@ -75,14 +75,7 @@ def _left_in_cgroups(memberships: Path, mount: Path) -> Iterator[int]:
             if version == 2
             else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         )
-        limit_bytes, used_bytes = _read(folder / limit), _read(folder / used)
+        limit_bytes, used_bytes = read_control(folder / limit), read_control(folder / used)
         if limit_bytes.isdigit() and used_bytes.isdigit():  # "max": no limit
-            reclaimable = re.search(rf"^{cached} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+            reclaimable = re.search(rf"^{cached} (\d+)$", read_control(folder / "memory.stat"), re.MULTILINE)
             yield int(limit_bytes) - int(used_bytes) + (int(reclaimable[1]) if reclaimable else 0)
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="ascii").strip()
-    except OSError:  # the group has no such limit, or is not visible here
-        return ""

@@ -1,4 +1,4 @@
-"""The processes below one, with their memory, open files and threads, read from /proc.
+"""The processes below one, with their memory, read from /proc.
 
 Reads a few hundred bytes per process of the machine, about 16 microseconds each.
 Where there is no /proc, there are no processes below any. Imports only the standard library.
@@ -11,7 +11,6 @@ import os
 import signal
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -19,22 +18,6 @@ PROC = Path("/proc")
 
 Started: TypeAlias = tuple[int, int]
 """A process, unlike all others on this machine: its id, and when it was started (start_of)."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessUse:
-    """What a process uses at one moment.
-
-    resident_bytes: pages in memory, those shared with other processes included. private_bytes:
-    those of them that no file backs and that are not in shared memory, which is what a leak in the
-    process grows.
-    """
-
-    pid: int
-    resident_bytes: int
-    private_bytes: int
-    num_files: int
-    num_threads: int
 
 
 class ProcessTree:
@@ -179,27 +162,6 @@ def count_proportional_bytes(pids: Iterable[int]) -> int:
     For a process that hides this, which each may do for itself, all of its resident memory counts.
     """
     return sum(_proportional_bytes(pid) for pid in pids)
-
-
-def measure_process(pid: int, *, proc: Path = PROC) -> ProcessUse | None:
-    """Return what a process uses; None if it has ended, or its files belong to another user."""
-    fields = dict(line.split(":", 1) for line in _read(proc / str(pid) / "status").splitlines() if ":" in line)
-    try:
-        num_files = len(os.listdir(proc / str(pid) / "fd"))
-    except OSError:
-        return None
-    if "VmRSS" not in fields:  # it has ended, and its parent has not waited for it
-        return None
-
-    def kilobytes(name: str) -> int:
-        return int(fields.get(name, "0 kB").split()[0]) * 1024
-
-    return ProcessUse(pid, kilobytes("VmRSS"), kilobytes("RssAnon"), num_files, int(fields["Threads"]))
-
-
-def read_command(pid: int, *, proc: Path = PROC) -> str:
-    """Return the command line of a process, with spaces; "" if it has ended."""
-    return _read(proc / str(pid) / "cmdline").replace("\0", " ").strip()
 
 
 def _lists_children() -> bool:
