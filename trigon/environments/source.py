@@ -6,7 +6,6 @@ is called in fork servers only.
 
 from __future__ import annotations
 
-import base64
 import inspect
 import socket
 from collections.abc import Callable, Collection, Mapping
@@ -17,7 +16,7 @@ from typing import Any, Literal
 from trigon.environments.protocol import Environment
 from trigon.errors import EpisodeError
 from trigon.system.suggestions import did_you_mean, nearest_file
-from trigon.system.user_code import check_arguments, load_module, read_signature, take, unpickle
+from trigon.system.user_code import check_arguments, load_module, pickle, read_signature, take, unpickle
 
 CodeKind = Literal["environment", "tool"]
 
@@ -75,17 +74,9 @@ def find_code(spec: str, kind: CodeKind, *, built_in: Collection[str] = ()) -> C
 
 def pickle_code(value: Callable[..., Any], kind: CodeKind) -> CodeSource:
     """Return the source of a class or a function that is given in Python. Raises: EpisodeError."""
-    import cloudpickle
-
     name = getattr(value, "__name__", type(value).__name__)
-    try:
-        pickled = cloudpickle.dumps(value)
-    except Exception as error:  # what an object's __reduce__ raises
-        raise EpisodeError(
-            f"{kind} {name!r} cannot be sent to other processes ({type(error).__name__}: {error}); put it into a file, "
-            f"and give {_OPTIONS[kind]}='file.py:{_NAMES[kind]}'"
-        ) from error
-    return CodeSource(kind, name, pickled=base64.b64encode(pickled).decode())
+    instead = f"{_OPTIONS[kind]}='file.py:{_NAMES[kind]}'"
+    return CodeSource(kind, name, pickled=pickle(value, where=f"{kind} {name!r}", instead=instead, error=EpisodeError))
 
 
 def load_code(source: CodeSource) -> Any:

@@ -7,20 +7,18 @@ their name, and imported again in the workers.
 
 from __future__ import annotations
 
-import base64
 import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import cloudpickle
 
 from trigon.errors import RewardError
 from trigon.rewards.code import function_digest
 from trigon.rewards.contract import call_signature, detect_contract
 from trigon.rewards.load import RewardSource, RewardTerm, check_reward_images, find_source, spec_name, unique_name
+from trigon.system.user_code import pickle
 
 RewardFunction = Callable[..., Any]
 """A reward function by one of the contracts of trigon.rewards.contract.
@@ -33,11 +31,6 @@ Reward = str | RewardFunction | Sequence[RewardFunction | str | tuple[RewardFunc
 
 One of several may also be a mapping {"function", "name", "weight", "kwargs"}, as in YAML.
 """
-
-MAX_PICKLE_BYTES = 256 << 20
-"""Maximum size of a pickled function with all that it captures; each reward worker loads it."""
-
-_MAX_DEPTH = 6
 
 
 def reward_source(reward: Reward, *, kwargs: Mapping[str, Any]) -> RewardSource | tuple[RewardTerm, ...]:
@@ -107,26 +100,11 @@ def _pickled(function: RewardFunction, kwargs: Mapping[str, Any]) -> RewardSourc
     # Only for the errors: the pickle is not there yet.
     where = f"reward function {name!r}"
     reward_type = _reward_type(function, kwargs, where=where)
-    try:
-        pickled = cloudpickle.dumps((function, reward_type))
-    # Whatever the __reduce__ of an object raises; the pickle module lists no errors.
-    except Exception as error:
-        path, found = _find_unpicklable(function, name, _MAX_DEPTH)
-        raise RewardError(
-            f"{where} cannot be sent to the reward workers: {path}, a {_type_name(found)}, cannot be pickled "
-            f"({type(error).__name__}: {error}). Make it inside of the function, at its first call, or put the "
-            "function into a file, and give reward='file.py:function'"
-        ) from error
-    if len(pickled) > MAX_PICKLE_BYTES:
-        raise RewardError(
-            f"{where} has {len(pickled) / 2**20:,.0f} MiB with the variables that it uses, and each reward worker "
-            f"loads them; at most {MAX_PICKLE_BYTES >> 20} MiB are sent. Load large objects inside of the function"
-        )
     return RewardSource(
         file="",
         module="",
         function=name,
-        pickled=base64.b64encode(pickled).decode(),
+        pickled=pickle((function, reward_type), where=where, instead="reward='file.py:function'", error=RewardError),
         content=function_digest(function),
         reward_images=check_reward_images(_declared(function, "REWARD_IMAGES") or False, where=where),
     )
@@ -166,49 +144,6 @@ def _says_nothing(function: RewardFunction, kwargs: Mapping[str, Any]) -> bool:
         return False
     [parameter] = required
     return parameter.annotation is parameter.empty and parameter.name not in ("reward_input", "reward_inputs")
-
-
-def _find_unpicklable(value: object, path: str, depth: int) -> tuple[str, object]:
-    """Return the innermost part of a value that cannot be pickled, with its path from the value."""
-    if depth > 0:
-        for name, part in _parts(value):
-            if not _can_pickle(part):
-                return _find_unpicklable(part, f"{path}{name}", depth - 1)
-    return path, value
-
-
-def _parts(value: object) -> Iterator[tuple[str, object]]:
-    """Yield what pickling a value pickles with it, and the name of each."""
-    if isinstance(value, functools.partial):
-        yield ".func", value.func
-        yield from ((f"'s argument {number}", each) for number, each in enumerate(value.args))
-        yield from ((f"'s argument {name!r}", each) for name, each in value.keywords.items())
-    elif inspect.ismethod(value):
-        yield ".__self__", value.__self__
-    elif inspect.isfunction(value):
-        closure = inspect.getclosurevars(value)
-        for variables in (closure.nonlocals, closure.globals):
-            yield from ((f"'s variable {name!r}", each) for name, each in variables.items())
-        yield from (("'s default argument", each) for each in (value.__defaults__ or ()))
-    elif isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", each) for key, each in value.items())
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((f"[{number}]", each) for number, each in enumerate(value))
-    else:
-        yield from ((f".{name}", each) for name, each in getattr(value, "__dict__", {}).items())
-
-
-def _can_pickle(value: object) -> bool:
-    try:
-        cloudpickle.dumps(value)
-    except Exception:  # noqa: BLE001 - see _pickled
-        return False
-    return True
-
-
-def _type_name(value: object) -> str:
-    kind = type(value)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def _short(value: object) -> str:

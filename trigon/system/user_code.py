@@ -22,6 +22,9 @@ from typing import Any
 from trigon.errors import TrigonError
 from trigon.system.suggestions import did_you_mean, missing_package
 
+MAX_PICKLE_BYTES = 256 << 20
+"""Maximum size of a pickled object with all that it captures; each of its processes loads it."""
+
 _MAX_ERROR_CHARACTERS = 300
 _MAX_TRACEBACK_CHARACTERS = 4000
 
@@ -62,8 +65,31 @@ def take(module: ModuleType, name: str, *, where: str, wanted: str, error: type[
     return taken
 
 
+def pickle(value: object, *, where: str, instead: str, error: type[TrigonError]) -> str:
+    """Return base64 of a pickle of what a program gave, for the processes that run it.
+
+    Args: instead: what to give in place of an object that cannot be pickled. where, error: as take.
+    Raises: such an error if it cannot be pickled, or has more than MAX_PICKLE_BYTES.
+    """
+    import cloudpickle
+
+    try:
+        pickled: bytes = cloudpickle.dumps(value)
+    except Exception as failure:  # what the __reduce__ of an object raises
+        raise error(
+            f"{where} cannot be sent to other processes ({type(failure).__name__}: {failure}). Make what cannot be "
+            f"pickled inside of it, at its first call, or put it into a file, and give {instead}"
+        ) from failure
+    if len(pickled) > MAX_PICKLE_BYTES:
+        raise error(
+            f"{where} has {len(pickled) / 2**20:,.0f} MiB with the variables that it uses, and each process that runs "
+            f"it loads them; at most {MAX_PICKLE_BYTES >> 20} MiB are sent. Load large objects inside of it"
+        )
+    return base64.b64encode(pickled).decode()
+
+
 def unpickle(pickled: str, *, where: str, error: type[TrigonError]) -> Any:
-    """Return the object of base64 of a pickle that this package has made. Args, raises: as take."""
+    """Return the object of which pickle was called. Args, raises: as take."""
     import cloudpickle
 
     try:
