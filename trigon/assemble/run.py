@@ -29,6 +29,7 @@ from trigon.assemble.options import (
 from trigon.assemble.origin import KEY, Origin
 from trigon.assemble.pools import open_worker_pools
 from trigon.assemble.preflight import Opened, open_early
+from trigon.assemble.rewards import check_rewards
 from trigon.assemble.watchers import EXPORT, open_hang_watch, open_watchers
 from trigon.assemble.workers import open_run_engines
 from trigon.checkpoint.export import export_checkpoint
@@ -130,8 +131,6 @@ def run_training(
             console.warn(warning)
         episodes = find_episodes(config, processors, stack, objects.code)
         pools = [pool for pool in (rewards, val_rewards) if pool is not None]
-        for pool in pools:
-            pool.ready()
         all_loggers = [*make_loggers(config.trainer.logger, logger_environment), *loggers]
         report = stack.enter_context(
             open_reporter(config, folder, console, processors, all_loggers, checkpoint, hang_watch)
@@ -140,9 +139,12 @@ def run_training(
         builder = open_builder(config, processors, schemas=() if episodes is None else episodes[0].schemas)
         val_prompts, train_prompts = open_datasets(config, builder, report, opened.sources)
         shows_videos = any(each is not None and each.shows_videos for each in (train_prompts, val_prompts))
-        opened.call_rewards(train_prompts, val_prompts)
+        first = val_prompts if train_prompts is None else train_prompts
+        if val_rewards is None or train_prompts is not None:
+            check_rewards(rewards, first)
+        if val_rewards is not None:
+            check_rewards(val_rewards, val_prompts)
         if episodes is not None:
-            first = val_prompts if train_prompts is None else train_prompts
             check_episodes(config, processors, *episodes, first, max_tokens=max_completion_tokens(config))
         num_train_prompts = 0 if train_prompts is None else train_prompts.prompts_per_epoch
         plan = make_plan(config, num_train_prompts=num_train_prompts)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
-from trigon.config.names import WatchRule
 from trigon.config.options import options
 from trigon.config.paths import is_inline_template, path_exists
 from trigon.system.suggestions import nearest_key
@@ -46,8 +45,7 @@ RENAMED_FILES: Mapping[str, str] = {
 class IgnoredKey:
     """A key without effect.
 
-    reason: why it has no effect. allowed: the values it may have; None: any value; (): none, for an
-    option that was removed.
+    reason: why it has no effect. allowed: the values it may have; None: any value.
     advice: for any other value, why it is not supported and what to do.
     """
 
@@ -65,27 +63,6 @@ _COMPILE = IgnoredKey("log-probabilities are computed in chunks, without compili
 _PACKED = IgnoredKey(
     "sequences are always packed without padding, up to a token budget, and results do not depend on it"
 )
-
-_THRESHOLDS = (
-    *("steps", "equal_reward_steps", "max_loss_growth", "max_kl", "max_update_kl", "min_entropy", "max_cut_fraction"),
-    *("min_length_fraction", "max_failed_fraction", "max_mismatch_growth", "max_mismatch_kl", "max_validation_drop"),
-    *("min_explained_variance", "critic_steps", "memory_steps"),
-)
-_FIXED_THRESHOLD = IgnoredKey(
-    "the rules have fixed thresholds",
-    allowed=(),
-    advice="the thresholds are fixed (docs/troubleshooting.md); name a rule that does not fit the task in "
-    "trainer.watch.ignore, and end a run on a condition of your own with a hook (docs/python.md)",
-)
-
-
-def _one_level(rule: str) -> IgnoredKey:
-    return IgnoredKey(
-        "all rules have one level",
-        allowed=(),
-        advice=f"all rules have one level: set trainer.watch.level, or trainer.watch.ignore={rule} to switch it off",
-    )
-
 
 _OF_EACH_MODEL = {
     "dynamic_batching": _PACKED,
@@ -146,10 +123,6 @@ _BY_SECTION: Mapping[str, Mapping[str, IgnoredKey]] = {
     },
     "trainer": {
         "ray_timeline": IgnoredKey("the timing_s/* metrics give the time of each phase of a step"),
-    },
-    "trainer.watch": {
-        **{rule: _one_level(rule) for rule in get_args(WatchRule)},
-        **dict.fromkeys(_THRESHOLDS, _FIXED_THRESHOLD),
     },
 }
 
