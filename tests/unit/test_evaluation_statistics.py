@@ -147,13 +147,12 @@ def test_random_subsets_estimate_the_vote_over_all_subsets(monkeypatch):
     assert drawn == pytest.approx(exact, abs=0.1)
 
 
-def test_the_p_value_is_that_of_mcnemars_exact_test():
+def test_the_p_value_is_about_that_of_mcnemars_exact_test():
     # 9 prompts only the first solves, 2 only the second: 2 * P(Binomial(11, 1/2) <= 2).
     first = [1.0] * 9 + [0.0] * 2 + [1.0] * 30
     second = [0.0] * 9 + [1.0] * 2 + [1.0] * 30
     difference = compare_pairs(first, second, unit=1.0)
-    assert difference.p_value == pytest.approx(2 * (1 + 11 + 55) / 2**11)
-    assert difference.is_exact
+    assert difference.p_value == pytest.approx(2 * (1 + 11 + 55) / 2**11, abs=0.01)
     assert (difference.num_better, difference.num_worse, difference.num_prompts) == (9, 2, 41)
     # Bonett and Price (2012): (b - c) / (n + 2) +- t * sqrt(((b + 1) + (c + 1)) / (n + 2) ...).
     b, c, n = 10 / 43, 3 / 43, 43
@@ -161,23 +160,14 @@ def test_the_p_value_is_that_of_mcnemars_exact_test():
     assert (difference.low, difference.high) == pytest.approx((b - c - half, b - c + half))
 
 
-def test_the_exact_p_value_is_the_share_of_all_sign_flips():
+def test_the_p_value_is_about_the_share_of_all_sign_flips():
     differences = [0.25, 0.5, -0.25, 0.75, 0.0, 0.25]
     observed = abs(sum(differences))
     flips = [
         sum(s * d for s, d in zip(signs, differences, strict=True)) for signs in itertools.product((1, -1), repeat=6)
     ]
     expected = sum(abs(total) >= observed - 1e-9 for total in flips) / len(flips)
-    assert permutation_test(differences, unit=0.25) == (pytest.approx(expected), True)
-
-
-def test_differences_that_are_no_multiples_are_flipped_at_random():
-    rng = np.random.default_rng(3)
-    differences = rng.normal(0.3, 1.0, 30).tolist()
-    p_value, is_exact = permutation_test(differences, unit=1.0)
-    assert not is_exact
-    rounded, _ = permutation_test([round(value, 2) for value in differences], unit=0.01)
-    assert p_value == pytest.approx(rounded, abs=0.02)
+    assert permutation_test(differences) == pytest.approx(expected, abs=0.01)
 
 
 def test_equal_results_differ_by_nothing_with_an_interval():

@@ -26,10 +26,7 @@ MAX_SUBSETS = 500
 """Subsets of a prompt's completions that majority_at_k enumerates; of more, it draws so many."""
 
 NUM_FLIPS = 10_000
-"""Random sign flips where the permutation test is not exact."""
-
-MAX_EXACT_SUM = 20_000
-"""Largest sum of absolute differences, in units, for which the permutation test is exact."""
+"""Random sign flips of the permutation test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,7 @@ class Difference:
 
     low, high: ends of its confidence interval. p_value: of the paired permutation test, two-sided.
     num_prompts: in both results. num_better, num_worse: prompts with a positive, and with a
-    negative difference. is_exact: the p-value is computed, not estimated from random flips.
+    negative difference.
     """
 
     value: float
@@ -65,7 +62,6 @@ class Difference:
     num_prompts: int
     num_better: int
     num_worse: int
-    is_exact: bool
 
 
 def estimate_mean(groups: Sequence[Sequence[float]]) -> Estimate:
@@ -198,8 +194,7 @@ def compare_pairs(first: Sequence[float], second: Sequence[float], *, unit: floa
 
     The interval is Student's for the mean difference, with two more prompts whose differences are
     plus and minus one unit, so that it is not empty where all prompts agree. For results of 0 or 1
-    these are the adjusted intervals of Bonett and Price (2012), and the p-value is that of
-    McNemar's exact test (1947).
+    these are the adjusted intervals of Bonett and Price (2012).
     Args:
         first, second: [prompts] the results of each prompt.
         unit: the smallest difference that one completion makes: 1 / n for means of n values that
@@ -208,40 +203,32 @@ def compare_pairs(first: Sequence[float], second: Sequence[float], *, unit: floa
     differences = [one - other for one, other in zip(first, second, strict=True)]
     num_prompts = len(differences)
     if not differences:
-        return Difference(math.nan, math.nan, math.nan, math.nan, 0, 0, 0, True)
+        return Difference(math.nan, math.nan, math.nan, math.nan, 0, 0, 0)
     mean = math.fsum(differences) / num_prompts
     adjusted = [*differences, unit, -unit]
     centre = math.fsum(adjusted) / len(adjusted)
     squares = math.fsum((value - centre) ** 2 for value in adjusted)
     error = math.sqrt(squares) / len(adjusted)
     half = student_quantile(_UPPER, num_prompts + 1) * error
-    p_value, is_exact = permutation_test(differences, unit=unit)
     tiny = 1e-12
     return Difference(
         value=mean,
         low=min(mean, centre - half),
         high=max(mean, centre + half),
-        p_value=p_value,
+        p_value=permutation_test(differences),
         num_prompts=num_prompts,
         num_better=sum(value > tiny for value in differences),
         num_worse=sum(value < -tiny for value in differences),
-        is_exact=is_exact,
     )
 
 
-def permutation_test(differences: Sequence[float], *, unit: float) -> tuple[float, bool]:
-    """Return the two-sided p-value of the paired permutation test, and whether it is exact.
+def permutation_test(differences: Sequence[float]) -> float:
+    """Return the two-sided p-value of the paired permutation test.
 
     The probability that the sum of the differences is at least as far from 0 if the sign of each is
-    random, as it is where the two results of a prompt are exchangeable (Fisher, 1935). Exact if all
-    differences are multiples of unit and their sum is not too large; otherwise from NUM_FLIPS
-    random flips, where the observed signs count as one of them.
+    random, as it is where the two results of a prompt are exchangeable (Fisher, 1935). From
+    NUM_FLIPS random flips, where the observed signs count as one of them.
     """
-    numbers = [round(value / unit) for value in differences]
-    is_whole = all(abs(value / unit - number) < 1e-6 for value, number in zip(differences, numbers, strict=True))
-    sizes = [abs(number) for number in numbers if number]
-    if is_whole and sum(sizes) <= MAX_EXACT_SUM:
-        return _exact_p_value(sizes, abs(sum(numbers))), True
     values = np.array(differences)
     rng = np.random.default_rng(0)
     observed = abs(values.sum())
@@ -249,24 +236,7 @@ def permutation_test(differences: Sequence[float], *, unit: float) -> tuple[floa
     for _ in range(NUM_FLIPS // 100):
         signs = rng.integers(0, 2, (100, len(values)), dtype=np.int8) * 2 - 1
         num_extreme += int((np.abs(signs @ values) >= observed - 1e-9 * len(values)).sum())
-    return (1 + num_extreme) / (1 + NUM_FLIPS), False
-
-
-def _exact_p_value(sizes: Sequence[int], observed: int) -> float:
-    """Return the probability that the sum of sizes with random signs is as far from 0."""
-    total = sum(sizes)
-    probabilities = np.zeros(2 * total + 1)  # of the sum -total ... total
-    probabilities[total] = 1.0
-    reach = 0
-    for size in sizes:
-        reach += size
-        window = probabilities[total - reach : total + reach + 1].copy()
-        probabilities[total - reach : total + reach + 1] = 0.0
-        inner = window[size : len(window) - size]
-        probabilities[total - reach : total + reach + 1 - 2 * size] += inner / 2
-        probabilities[total - reach + 2 * size : total + reach + 1] += inner / 2
-    sums = np.abs(np.arange(-total, total + 1))
-    return float(min(1.0, probabilities[sums >= observed].sum()))
+    return (1 + num_extreme) / (1 + NUM_FLIPS)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -20,6 +20,7 @@ from typing import Any, Literal, assert_never
 from trigon.errors import ConfigError, DataError
 from trigon.report.run import RunRecord, StepMetrics
 from trigon.system.suggestions import did_you_mean
+from trigon.tools.eval.statistics import student_quantile
 from trigon.tools.plot.groups import RunGroup, group_runs
 
 XAxis = Literal["step", "tokens", "hours"]
@@ -36,11 +37,6 @@ VALIDATION = ("val/accuracy_reward", "val/reward_score")
 TRAINING = "reward/overall"
 
 TOKENS, SECONDS = "perf/total_num_tokens", "timing_s/step"
-
-# Quantiles 0.975 of Student's t for 1 to 10 degrees of freedom; above, an expansion is exact
-# enough.
-_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
-_NORMAL = 1.959964
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,20 +235,9 @@ def interval(values: Sequence[float], band: Band) -> tuple[float, float]:
         return min(values), max(values)
     half = stdev(values)
     if band == "ci95":
-        half *= student_t(len(values) - 1) / sqrt(len(values))
+        half *= student_quantile(0.975, len(values) - 1) / sqrt(len(values))
     mean = fmean(values)
     return mean - half, mean + half
-
-
-def student_t(degrees: int) -> float:
-    """Return the quantile 0.975 of Student's t distribution."""
-    if degrees <= len(_T):
-        return _T[degrees - 1]
-    # Abramowitz and Stegun, 26.7.5
-    z = _NORMAL
-    first, second = z**3 + z, 5 * z**5 + 16 * z**3 + 3 * z
-    third = 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
-    return z + first / (4 * degrees) + second / (96 * degrees**2) + third / (384 * degrees**3)
 
 
 def _mean(values: Sequence[float]) -> float:
