@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 import shlex
 import subprocess
@@ -18,7 +17,7 @@ from trigon.errors import ConfigError, DataError
 from trigon.report.run import RunRecord, open_run
 from trigon.report.run_folder import RunFolder
 from trigon.tools.cli.main import main
-from trigon.tools.plot.curves import as_csv, as_json, interval, learning_curves, moving_mean
+from trigon.tools.plot.curves import as_csv, interval, learning_curves, moving_mean
 from trigon.tools.plot.figure import Reference, describe, save_plot, spread
 from trigon.tools.plot.groups import group_runs
 
@@ -160,22 +159,17 @@ def test_a_number_that_is_not_finite_is_a_gap(seeds, tmp_path):
     [curve] = curves.curves
     assert isnan(curve.mean[1])
     assert isnan(curve.low[1])
-    assert json.loads(as_json(curves))["curves"][0]["mean"][1] is None
     assert as_csv(curves).splitlines()[2] == "reward/overall,4 seeds,4,2.0,,,"
     save_plot(curves, tmp_path / "gap.png")
 
 
-def test_the_numbers_are_written_as_csv_and_json(seeds):
+def test_the_numbers_are_written_as_csv(seeds):
     curves = learning_curves(seeds, band="minmax")
     rows = list(csv.DictReader(io.StringIO(as_csv(curves))))
     assert rows[0] == {
         "metric": "val/accuracy_reward", "group": "3 seeds", "runs": "3", "step": "0.0", "mean": "0.25", "low": "0.25",
         "high": "0.25",
     }  # fmt: skip
-    content = json.loads(as_json(curves))
-    assert content["band"] == "minmax"
-    assert content["groups"] == {"3 seeds": [run.name for run in seeds]}
-    assert content["curves"][1]["mean"] == [2.0, 3.0, 5.0]
 
 
 def test_the_interval_of_one_run_is_its_value():
@@ -238,7 +232,7 @@ def test_many_groups_have_distinct_lines(tmp_path):
 
 
 def test_the_command_writes_figures_and_numbers(seeds, tmp_path, capsys):
-    outputs = [tmp_path / "out" / name for name in ("curves.svg", "curves.csv", "curves.json")]
+    outputs = [tmp_path / "out" / name for name in ("curves.svg", "curves.csv")]
     arguments = [str(run.path) for run in seeds] + [word for path in outputs for word in ("-o", str(path))]
     assert main(["plot", *arguments, "--band", "minmax", "--reference", "0.25:chance"]) == 0
     out = capsys.readouterr().out
@@ -249,7 +243,7 @@ def test_the_command_writes_figures_and_numbers(seeds, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-o", "a.gif"], "'a.gif' must end in one of .png, .svg, .pdf, .csv, .json"),
+        (["-o", "a.gif"], "'a.gif' must end in one of .png, .svg, .pdf, .csv"),
         (["--smooth", "0"], "'0' must be a number of steps, at least 1"),
         (["--reference", "a:b"], "'a:b' must be a number"),
         (["--x", "epochs"], "invalid choice: 'epochs'"),

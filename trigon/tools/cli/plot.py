@@ -12,7 +12,7 @@ from trigon.system.terminal import sanitize
 from trigon.tools.cli.parser import ArgumentParser
 
 DEFAULT_OUTPUT = Path("curves.png")
-ENDINGS = (".png", ".svg", ".pdf", ".csv", ".json")
+ENDINGS = (".png", ".svg", ".pdf", ".csv")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     # Imported here: they load pydantic, which a help page does not need.
     from trigon.report.run import open_run
-    from trigon.tools.plot.curves import as_csv, as_json, learning_curves
+    from trigon.tools.plot.curves import as_csv, learning_curves
     from trigon.tools.plot.figure import FORMATS, Reference, check_installed, save_plot
 
     outputs: list[Path] = options.output or [DEFAULT_OUTPUT]
@@ -36,13 +36,10 @@ def main(arguments: Sequence[str]) -> int:
     )
     references = [Reference(value, label) for value, label in options.reference or ()]
     for path in outputs:
-        match path.suffix.lower():
-            case ".csv":
-                _write(path, as_csv(curves))
-            case ".json":
-                _write(path, as_json(curves))
-            case _:
-                save_plot(curves, path, title=options.title, references=references)
+        if path.suffix.lower() == ".csv":
+            _write(path, as_csv(curves))
+        else:
+            save_plot(curves, path, title=options.title, references=references)
     for curve in curves.curves:
         runs = f" of {curve.num_runs} runs" if curve.num_runs > 1 else ""
         line = f"{curve.label}: {curve.metric} {curve.mean[0]:.4g} -> {curve.mean[-1]:.4g}"
@@ -74,7 +71,7 @@ def make_parser() -> ArgumentParser:
         action="append",
         type=_output,
         metavar="FILE",
-        help="a figure (.png, .svg, .pdf) or its numbers (.csv, .json); may be repeated; default: curves.png",
+        help="a figure (.png, .svg, .pdf) or its numbers (.csv); may be repeated; default: curves.png",
     )
     parser.add_argument(
         "--metric",

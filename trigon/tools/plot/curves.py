@@ -1,14 +1,12 @@
 """The numbers of learning curves: mean and band of each group of runs, for each metric.
 
-The figure (figure.py) draws these numbers; `as_csv` and `as_json` write them. Needs no plotting
-library.
+The figure (figure.py) draws these numbers; `as_csv` writes them. Needs no plotting library.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -59,13 +57,12 @@ class Curve:
 class LearningCurves:
     """The curves of a figure, by metric and then by group.
 
-    metrics: one panel for each. runs: the name of each run, by the label of its group. smooth: see
-    learning_curves. notes: what a reader of the figure has to know.
+    metrics: one panel for each. smooth: see learning_curves. notes: what a reader of the figure has
+    to know.
     """
 
     metrics: tuple[str, ...]
     curves: tuple[Curve, ...]
-    runs: Mapping[str, tuple[str, ...]]
     x: XAxis
     band: Band
     smooth: int
@@ -125,8 +122,7 @@ def learning_curves(
             curve = _curve(metric, group, steps, x=x, smooth=smooth, band=band, note=notes.append)
             if curve is not None:
                 curves.append(curve)
-    names = {group.label: tuple(run.name for run in group.runs) for group in groups}
-    return LearningCurves(chosen, tuple(curves), names, x, band, smooth, tuple(dict.fromkeys(notes)))
+    return LearningCurves(chosen, tuple(curves), x, band, smooth, tuple(dict.fromkeys(notes)))
 
 
 def _distinct(runs: Sequence[RunRecord], note: Callable[[str], None]) -> list[RunRecord]:
@@ -254,31 +250,3 @@ def as_csv(curves: LearningCurves) -> str:
             numbers = [repr(number) if isfinite(number) else "" for number in point]
             writer.writerow([curve.metric, curve.label, curve.num_runs, *numbers])
     return text.getvalue()
-
-
-def as_json(curves: LearningCurves) -> str:
-    """Return the numbers of the figure as JSON; a number that is not finite is null."""
-
-    def finite(numbers: Sequence[float]) -> list[float | None]:
-        return [number if isfinite(number) else None for number in numbers]
-
-    content = {
-        "x": curves.x,
-        "band": curves.band,
-        "smooth": curves.smooth,
-        "notes": curves.notes,
-        "groups": curves.runs,
-        "curves": [
-            {
-                "metric": curve.metric,
-                "group": curve.label,
-                "runs": curve.num_runs,
-                curves.x: finite(curve.x),
-                "mean": finite(curve.mean),
-                "low": finite(curve.low),
-                "high": finite(curve.high),
-            }
-            for curve in curves.curves
-        ],
-    }
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

@@ -116,7 +116,7 @@ def check_installed() -> None:
     except ImportError as error:
         raise ConfigError(
             f"figures need the package matplotlib, which cannot be imported ({error}); run {install_command('plot')}, "
-            "or write the numbers to a file that ends in .csv or .json"
+            "or write the numbers to a file that ends in .csv"
         ) from error
 
 
