@@ -223,7 +223,7 @@ from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 
 if {forbidden!r}:
-    seccomp.keep_only(seccomp.all_but(*{forbidden!r}))
+    seccomp.keep_only(seccomp.Profile(seccomp.ALL.keys() - set({forbidden!r})))
 responses = {responses!r}
 children = [subprocess.Popen(["sleep", "4711.25"]) for _ in responses]  # each attack has its own
 pool = RewardPool({str(folder / "reward.py")!r} + ":main", kwargs={{"pid": os.getpid()}},

@@ -75,11 +75,6 @@ def is_available() -> bool:
     return kernel.IS_LINUX and kernel.machine() in _ARCHITECTURES
 
 
-def all_but(*names: str) -> Profile:
-    """Return a profile of all system calls that any process here needs, but some."""
-    return Profile(ALL.keys() - set(names))
-
-
 def of_python_code() -> Profile:
     """Return what code that a model wrote may call.
 
