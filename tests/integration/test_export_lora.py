@@ -37,6 +37,7 @@ FAMILIES = [
     ("qwen3_moe", True),
     ("qwen3_vl_moe", False),
     ("internvl", False),
+    ("gemma3", True),
 ]
 Edit = Callable[[dict[str, Any]], None]
 PARTS: tuple[Part, ...] = ("adapter", "model")
@@ -93,7 +94,9 @@ def logits(model: Any, folder: Path) -> Tensor:
     text = "user: how many circles? assistant:"
     if family_of(model.config).has_vision:
         image = torch.randint(0, 256, (3, 56, 84), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-        text = "<|vision_start|><|image_pad|><|vision_end|>" + text
+        # Gemma 3's processor writes the image, and what is around it, for its first token.
+        is_gemma = family_of(model.config).image_text is not None
+        text = ("<|vision_start|>" if is_gemma else "<|vision_start|><|image_pad|><|vision_end|>") + text
         inputs = AutoProcessor.from_pretrained(folder)(text=[text], images=[image], return_tensors="pt")
     else:
         inputs = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")

@@ -33,7 +33,7 @@ from trigon.models.load import auto_class, load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.types import LocalWeights, Vision
 
-TILE_TYPES = ["internvl", "llava"]
+TILE_TYPES = ["internvl", "llava", "gemma3"]
 # One tile; several, wide and high, with a thumbnail; small and odd sizes.
 SIZES = [(56, 56), (300, 60), (60, 200), (120, 110), (1, 1), (17, 90), (500, 400)]
 
@@ -62,6 +62,7 @@ def folder(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Path:
         ("How many?", []),
         ("<image>What is it?", [(56, 56)]),
         ("Look: <image>\nand <image>. Alike?", [(300, 60), (17, 90)]),
+        ("Look:\n<image>\n\nand\n\n<image>\n", [(300, 60), (17, 90)]),  # line ends become one token
         ("<image><image><image>", [(1, 1), (500, 400), (60, 200)]),
     ],
 )
@@ -203,13 +204,34 @@ def test_an_unsupported_vision_tower_raises(tiny_model: TinyModel, tmp_path: Pat
     assert "is a 'siglip_vision_model'; only 'clip_vision_model' is supported" in message
 
 
+@pytest.mark.parametrize("model_type", ["internvl", "llava"])  # Gemma 3 takes the last layer
 @pytest.mark.parametrize(
     "change", [{"vision_feature_layer": [-2, -1]}, {"vision_feature_select_strategy": "full"}], ids=str
 )
 def test_an_unsupported_selection_of_vision_features_raises(
-    folder: Path, tmp_path: Path, change: dict[str, Any]
+    tiny_model: TinyModel, tmp_path: Path, model_type: str, change: dict[str, Any]
 ) -> None:
-    assert "vision_feature_select_strategy = " in load_error(folder, tmp_path, lambda config: config.update(change))
+    message = load_error(tiny_model(model_type), tmp_path, lambda config: config.update(change))
+    assert "vision_feature_select_strategy = " in message
+
+
+def test_capped_logits_in_a_model_whose_head_does_not_cap_them_raise(tiny_model: TinyModel, tmp_path: Path) -> None:
+    message = load_error(
+        tiny_model("gemma3"), tmp_path, lambda config: config["text_config"].update(final_logit_softcapping=30.0)
+    )
+    assert "final_logit_softcapping = 30.0" in message
+
+
+def test_an_image_processor_that_cuts_images_with_text_between_them_raises(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    copied = Path(shutil.copytree(tiny_model("gemma3"), tmp_path / "model"))
+    path = copied / "processor_config.json"
+    config = json.loads(path.read_text())
+    config["image_processor"]["do_pan_and_scan"] = True
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="do_pan_and_scan"):
+        image_processor_of(load_processors(str(copied)))
 
 
 def test_dropout_in_the_vision_tower_raises(folder: Path, tmp_path: Path) -> None:

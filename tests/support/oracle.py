@@ -48,6 +48,7 @@ def padded_logits(model, prompt: Prompt, completions: Sequence[tuple[int, ...]])
     images = {}
     if prompt.vision is not None and family_of(model.config).tiles:
         images = {"pixel_values": _as_tiles(prompt.vision.pixel_values).repeat(len(completions), 1, 1, 1)}
+        images |= _token_types(model, token_ids)
     elif prompt.vision is not None:
         is_video = prompt.vision.kind == "video"
         images = {
@@ -110,7 +111,7 @@ def padded_episode(
             if kind == "video" and hasattr(model.config.vision_config, "tokens_per_second"):
                 media["second_per_grid_ts"] = torch.tensor(visions[0].temporal_patch_seconds)
     if media and family_of(model.config).tiles:
-        media = {"pixel_values": _as_tiles(media["pixel_values"])}
+        media = {"pixel_values": _as_tiles(media["pixel_values"])} | _token_types(model, token_ids)
     elif media:
         media["mm_token_type_ids"] = (token_ids == model.config.image_token_id).int() + 2 * (
             token_ids == model.config.video_token_id
@@ -124,6 +125,21 @@ def padded_episode(
     logprobs = table[positions - 1, token_ids[0, positions]]
     entropy = -(table[positions - 1] * table[positions - 1].exp()).sum(-1)
     return logprobs, entropy
+
+
+def has_no_gradient(name: str) -> bool:
+    """Return whether the gradient of a parameter is zero but for rounding.
+
+    Without rotary positions a key's bias shifts all attention logits of a token alike.
+    """
+    return name.startswith("model.vision_tower.") and name.endswith("k_proj.bias")
+
+
+def _token_types(model, token_ids: Tensor) -> dict[str, Tensor]:
+    """Return the argument by which transformers knows the tokens of images, in Gemma 3."""
+    if model.config.model_type != "gemma3":
+        return {}
+    return {"token_type_ids": (token_ids == model.config.image_token_id).int()}
 
 
 def _as_tiles(patches: Tensor) -> Tensor:
@@ -193,7 +209,8 @@ def make_prompt(
         for time, height, width in sizes:
             tokens = time * height * width // family.spatial_merge(config) ** 2
             placeholders = [family.image_token_id(config)] * tokens
-            bare = family.rope == "1d" and words_after_image == 0
+            # Where the tokens of an image attend to each other, adjacent ones would be one image.
+            bare = family.rope == "1d" and words_after_image == 0 and family.image_layers == "none"
             token_ids += placeholders if bare else [begin, *placeholders, end]
             token_ids += random_words(words_after_image, generator)
         patches = sum(time * height * width for time, height, width in sizes)

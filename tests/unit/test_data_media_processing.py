@@ -232,7 +232,9 @@ RESIZED = [
 ]
 
 
-@pytest.mark.parametrize(("model_type", "max_pixels"), [*RESIZED, ("internvl", None), ("llava", None)])
+@pytest.mark.parametrize(
+    ("model_type", "max_pixels"), [*RESIZED, ("internvl", None), ("llava", None), ("gemma3", None)]
+)
 def test_the_processed_size_and_the_grid_follow_from_the_size(tiny_model, model_type, max_pixels):
     """As rewards get it, and as prompts are planned by."""
     processors = load_processors(str(tiny_model(model_type)), max_pixels=max_pixels)
@@ -246,7 +248,7 @@ def test_the_processed_size_and_the_grid_follow_from_the_size(tiny_model, model_
             *processor.tokens_of(vision),
         ), (width, height)
         columns, rows = processor.processed_size(width, height)
-        if model_type in ("internvl", "llava"):
+        if processors.family.tiles:
             side = grid[1] * patch
             num_tiles = (columns // side) * (rows // side)
             assert (columns % side, rows % side, num_tiles + (num_tiles > 1)) == (0, 0, grid[0])  # with a small one

@@ -23,7 +23,9 @@ def count(processors, prompt, token):
     return prompt.token_ids.count(processors.tokenizer.convert_tokens_to_ids(token))
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "llama", "gemma", "mistral", "llava", "internvl"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2_5_vl", "qwen3_vl", "llama", "gemma", "mistral", "llava", "internvl", "gemma3"]
+)
 def test_role_tokens_of_a_row_are_text(tiny_model, model_type):
     processors = processors_of(tiny_model(model_type))
     ordinary = build(processors, "2 + 2?")

@@ -13,6 +13,7 @@ from support.device import DEVICE, HostWaits, OnDevice
 from trigon.models import attention
 from trigon.models.attention import group_attention, sliding_windows, window_attention
 from trigon.models.attention_metadata import AttentionMetadata
+from trigon.models.families.family import ImageLayers
 from trigon.types import GroupSpan
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
@@ -37,8 +38,13 @@ def starts_of(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def dense_mask(spans: tuple[GroupSpan, ...], window: int | None = None) -> Tensor:
-    """Return the mask by definition: [T, T] bool, true where a token may attend."""
+def dense_mask(
+    spans: tuple[GroupSpan, ...], window: int | None = None, images: tuple[tuple[int, int], ...] = ()
+) -> Tensor:
+    """Return the mask by definition: [T, T] bool, true where a token may attend.
+
+    images: (first token, end) of those within which tokens attend in both directions.
+    """
     tokens = spans[-1].completions[-1][1]
     mask = torch.zeros(tokens, tokens, dtype=torch.bool)
     for span in spans:
@@ -54,7 +60,10 @@ def dense_mask(spans: tuple[GroupSpan, ...], window: int | None = None) -> Tenso
                     mask[token, attended[:-window]] = False
         if window is not None:
             mask[first:last, first:last] &= torch.ones(last - first, last - first, dtype=torch.bool).triu(1 - window)
-    return mask.tril()
+    mask = mask.tril()
+    for first, last in images:
+        mask[first:last, first:last] |= torch.ones(last - first, last - first, dtype=torch.bool).triu(1)
+    return mask
 
 
 def test_the_mask_drawn_in_the_module_docstring() -> None:
@@ -108,6 +117,52 @@ def test_group_attention_equals_a_dense_mask_in_values_and_gradients(key_heads: 
     assert output.shape == (1, 18, HEADS, WIDTH)
     torch.testing.assert_close(output, expected, atol=1e-14, rtol=0)
     check_gradients(output, expected, inputs)
+
+
+# Images in both prompts and in two completions. Of the two completions of two tokens in the first
+# group one is an image. The prompts of the first and the last group have the same length.
+WITH_IMAGES = (
+    GroupSpan(prompt=(0, 6), completions=((6, 8), (8, 12), (12, 14), (14, 15))),
+    GroupSpan(prompt=(15, 16), completions=((16, 21),)),
+    GroupSpan(prompt=(21, 27), completions=((27, 29),)),
+    GroupSpan(prompt=(29, 35), completions=((35, 37), (37, 41))),
+)
+IMAGES = ((1, 3), (4, 6), (9, 12), (12, 14), (15, 16), (16, 18), (29, 33))
+
+
+def image_tokens(tokens: int) -> Tensor:
+    places = torch.zeros(tokens, dtype=torch.bool)
+    for first, last in IMAGES:
+        places[first:last] = True
+    return places
+
+
+def test_the_mask_of_an_image() -> None:
+    mask = dense_mask((GroupSpan(prompt=(0, 4), completions=((4, 6),)),), images=((1, 3),))
+    assert mask.int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 1, 1],
+    ]
+
+
+@pytest.mark.parametrize("layers", ["none", "sliding", "all"])
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_the_tokens_of_an_image_attend_to_each_other(layers: ImageLayers, window: int | None) -> None:
+    inputs = states(41, KEY_HEADS)
+    metadata = AttentionMetadata(WITH_IMAGES, CPU, "sdpa", image_tokens=image_tokens(41), image_layers=layers)
+    output = group_attention(*inputs, metadata, scale=SCALE, window=window)
+    both_ways = layers == "all" or (layers == "sliding" and window is not None)
+    mask = dense_mask(WITH_IMAGES, window, IMAGES if both_ways else ())
+    expected = scaled_dot_product_attention(*inputs, attn_mask=mask, scale=SCALE, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(output, expected, atol=1e-14, rtol=0)
+    gradients = torch.autograd.grad(output.pow(2).sum(), inputs)
+    expected_gradients = torch.autograd.grad(expected.pow(2).sum(), inputs)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, atol=1e-13, rtol=0)
 
 
 def test_sliding_windows_reads_the_window_of_each_layer() -> None:

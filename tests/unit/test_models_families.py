@@ -52,6 +52,12 @@ def test_nothing_is_suggested_for_a_series_without_a_supported_type() -> None:
         ("qwen3_vl", "model.language_model.norm.weight", "model.language_model.norm.weight"),
         ("qwen2_vl", "model.visual.blocks.0.mlp.fc1.bias", "visual.blocks.0.mlp.fc1.bias"),
         ("llama", "model.norm.weight", "model.norm.weight"),
+        (
+            "gemma3",
+            "model.vision_tower.encoder.layers.0.mlp.fc1.bias",
+            "vision_tower.vision_model.encoder.layers.0.mlp.fc1.bias",
+        ),
+        ("gemma3", "model.language_model.norm.weight", "language_model.model.norm.weight"),
     ],
 )
 def test_checkpoint_names_are_those_of_published_checkpoints(

@@ -14,11 +14,14 @@ import torch
 from test_models_attention import (
     CPU,
     HEADS,
+    IMAGES,
     KEY_HEADS,
     SCALE,
     TWO_GROUPS,
+    WITH_IMAGES,
     check_gradients,
     dense_mask,
+    image_tokens,
     starts_of,
     states,
 )
@@ -141,6 +144,19 @@ def test_flex_equals_a_dense_mask(dtype: torch.dtype, tolerance: float, window: 
     torch.testing.assert_close(output, expected_of(inputs, FOUR_GROUPS, window), atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_flex_equals_a_dense_mask_with_images(window: int | None) -> None:
+    inputs = [part.detach() for part in states(41, KEY_HEADS, torch.float64)]
+    metadata = AttentionMetadata(WITH_IMAGES, CPU, "flex", image_tokens=image_tokens(41), image_layers="all")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        output = group_attention(*inputs, metadata, scale=SCALE, window=window)
+    expected = scaled_dot_product_attention(
+        *inputs, attn_mask=dense_mask(WITH_IMAGES, window, IMAGES), scale=SCALE, enable_gqa=True
+    )
+    torch.testing.assert_close(output, expected.transpose(1, 2), atol=1e-14, rtol=0)
+
+
 @pytest.mark.parametrize("window", [None, 300])
 def test_the_block_mask_equals_the_one_that_torch_makes_of_the_mask_function(window: int | None) -> None:
     """A row of several blocks of 128 tokens; some are empty, and the last is not full."""
@@ -197,6 +213,20 @@ def test_the_installed_varlen_attn_accepts_the_call_and_has_a_backward(window: i
     assert [gradient.shape for gradient in gradients] == [part.shape for part in inputs]
 
 
+def test_images_whose_tokens_attend_to_each_other_are_computed_by_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", torch_2_13)
+    inputs = [part.detach() for part in states(41, KEY_HEADS, torch.bfloat16)]
+    outputs = [
+        group_attention(
+            *inputs,
+            AttentionMetadata(WITH_IMAGES, CPU, kernel, image_tokens=image_tokens(41), image_layers="all"),
+            scale=SCALE,
+        )
+        for kernel in ("varlen", "sdpa")
+    ]
+    assert torch.equal(*outputs)
+
+
 def test_a_cpu_has_sdpa_only() -> None:
     resolve = partial(resolve_kernel, device=CPU, dtype=torch.bfloat16)
     assert resolve("auto") == resolve("sdpa") == "sdpa"
@@ -219,6 +249,7 @@ def test_the_kernels_of_a_gpu_depend_on_dtype_and_capability(
     ampere: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert resolve_kernel("auto", device=ampere, dtype=torch.bfloat16) == "varlen"
+    assert resolve_kernel("auto", device=ampere, dtype=torch.bfloat16, needs_mask=True) == "flex"
     assert resolve_kernel("auto", device=ampere, dtype=torch.float32) == "sdpa"
     assert resolve_kernel("flex", device=ampere, dtype=torch.float32) == "flex"
     assert resolve_kernel("varlen", device=ampere, dtype=torch.float16) == "varlen"

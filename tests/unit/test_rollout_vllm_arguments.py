@@ -96,6 +96,14 @@ def test_engine_arguments(tiny_model, device, tensor_parallel_size, model_type):
     assert engine_arguments(settings, processors) == expected | {"tokenizer": str(tiny_model(model_type))}
 
 
+def test_a_cpu_does_not_run_images_that_attend_in_both_directions(tiny_model):
+    processors = processors_of(tiny_model("gemma3"))
+    with pytest.raises(EngineError, match=r"'gemma3' model on a CPU.*Set worker\.rollout\.name=transformers"):
+        engine_arguments(make_vllm_settings(Path("MODEL"), device="cpu"), processors)
+    arguments = engine_arguments(make_vllm_settings(Path("MODEL"), device="cuda"), processors)
+    assert arguments["limit_mm_per_prompt"] == {"video": 0, "image": 1}
+
+
 @pytest.mark.parametrize(
     ("device", "tied", "names", "load_format"),
     [

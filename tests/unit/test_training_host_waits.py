@@ -123,6 +123,7 @@ def varlen_attn(
         ("qwen2_5_vl", {"lora": True, "config": FULL_KL}),
         ("qwen3_vl_moe", {"strategy": "adamw_bf16", "dtype": torch.bfloat16}),
         ("internvl", {}),
+        ("gemma3", {}),
     ],
 )
 def test_an_update_waits_once_for_any_number_of_micro_batches(tiny_model, monkeypatch, model_type, options):

@@ -14,7 +14,7 @@ from trigon.config.plan import Plan
 from trigon.config.schema import Config, TrainedConfig
 from trigon.errors import ConfigError
 from trigon.models.dtypes import DTYPES
-from trigon.models.families import family_of
+from trigon.models.families import ModelFamily, family_of
 from trigon.models.features import VisionFeatureCache
 from trigon.models.fused import require_liger
 from trigon.models.kernels import Kernel, resolve_kernel
@@ -96,8 +96,12 @@ def set_determinism(device: torch.device) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def choose_kernel(config: Config, device: torch.device, model: TrainedConfig | None = None) -> Kernel:
-    """Return the attention kernel of a model of the run on this device. model: None for the policy.
+def choose_kernel(
+    config: Config, device: torch.device, model: TrainedConfig | None = None, *, family: ModelFamily | None = None
+) -> Kernel:
+    """Return the attention kernel of a model of the run on this device.
+
+    model: None for the policy. family: of the model; None where it is not known yet.
 
     Raises: ModelError if it, or liger-kernel where configured, cannot run there; ConfigError for
     use_liger_kernel together with compile_layers.
@@ -110,7 +114,8 @@ def choose_kernel(config: Config, device: torch.device, model: TrainedConfig | N
             )
         require_liger(device)
     dtype = DTYPES[(model or actor).fsdp.mp_param_dtype]
-    return resolve_kernel(actor.model.attention_kernel, device=device, dtype=dtype)
+    needs_mask = family is not None and family.image_layers != "none"
+    return resolve_kernel(actor.model.attention_kernel, device=device, dtype=dtype, needs_mask=needs_mask)
 
 
 def check_sequence_parallel(config: Config, hf_config: Any) -> None:
@@ -182,7 +187,7 @@ def open_trainer(
             config,
             actor,
             processors,
-            choose_kernel(config, place.device),
+            choose_kernel(config, place.device, family=processors.family),
             model_class=ActorCritic if config.shares_trunk else Policy,
         ),
         place,
@@ -224,7 +229,14 @@ def open_reference(
     dtype = DTYPES[ref.dtype]
     offload = (ref.fsdp.enable_cpu_offload or ref.offload.offload_params) and place.device.type != "cpu"
     policy = place_policy(
-        partial(open_policy, config, actor, processors, choose_kernel(config, place.device), dtype),
+        partial(
+            open_policy,
+            config,
+            actor,
+            processors,
+            choose_kernel(config, place.device, family=processors.family),
+            dtype,
+        ),
         place,
         ranks_per_copy=config.workers_per_copy,
         full_shard=ref.fsdp.enable_full_shard,

@@ -414,10 +414,10 @@ class ModelConfig(TrainedModelConfig):
     change results. Trigon only."""
 
     attention_kernel: Literal["auto", "sdpa", "varlen", "flex", "flash"] = "auto"
-    """Attention kernel. auto is varlen on a GPU in 16 bits, and otherwise sdpa. sdpa computes one
-    segment at a time, exactly; varlen is torch's variable-length kernel, with one call per layer;
-    flex is torch's flex attention, compiled; flash is the package flash-attn. All but sdpa need a
-    GPU. Trigon only."""
+    """Attention kernel. auto is varlen on a GPU in 16 bits (flex for Gemma 3 with images), and
+    otherwise sdpa. sdpa computes one segment at a time, exactly; varlen is torch's variable-length
+    kernel, with one call per layer; flex is torch's flex attention, compiled; flash is the package
+    flash-attn. All but sdpa need a GPU. Trigon only."""
 
     compile_layers: bool = False
     """Compile the norms and MLPs of each layer (torch.compile), to fuse elementwise operations.

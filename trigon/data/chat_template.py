@@ -32,6 +32,9 @@ MARKERS: dict[MediaKind, str] = {"image": IMAGE_MARKER, "video": VIDEO_MARKER}
 _KINDS: dict[str, MediaKind] = {marker: kind for kind, marker in MARKERS.items()}
 _ANY_MARKER = re.compile("(<image>|<video>)")
 
+_IMAGE_TOKENS = ("boi_token", "image_token", "eoi_token")
+"""The tokenizer's attributes that ModelFamily.image_text may name."""
+
 _PROBE = "trigon-probe"
 """A text that no template writes by itself."""
 
@@ -138,6 +141,9 @@ class ChatTemplate:
         self._content_of: Callable[[str], Any] = str
         if processors.family.has_vision:
             self._content_of = content_parts if self._shows(content_parts) or not self._shows(_parts) else _parts
+        names = {name: getattr(self._tokenizer, name, "") for name in _IMAGE_TOKENS}
+        written, replacement = (text.format(**names) for text in processors.family.image_text or ("", ""))
+        self._image_text = (written, replacement)
         self.writes_tools = bool(tools) and self._render_tools()
         self._tools_section = ""
         if tools and not self.writes_tools:
@@ -183,7 +189,10 @@ class ChatTemplate:
     def _apply(
         self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None, generation_prompt: bool
     ) -> str:
-        return render_chat(self._tokenizer, messages, tools=tools, generation_prompt=generation_prompt)
+        text = render_chat(self._tokenizer, messages, tools=tools, generation_prompt=generation_prompt)
+        # Before tokenizing: the line ends that Gemma's processor adds become one token with others.
+        written, replacement = self._image_text
+        return text.replace(written, replacement) if written else text
 
     def _shows(self, content_of: Callable[[str], Any]) -> bool:
         """Return whether the template writes the text of contents in this form.

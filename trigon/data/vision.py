@@ -127,6 +127,11 @@ class TileProcessor(ImageProcessor):
                 f"the image processor makes tiles of {size['width']} x {size['height']} pixels, "
                 f"the model takes {side} x {side}: correct preprocessor_config.json or config.json"
             )
+        if getattr(image_processor, "do_pan_and_scan", None):
+            raise ModelError(
+                "the image processor has do_pan_and_scan = true, by which an image becomes several with text between "
+                "them, which is not supported: set it to false in preprocessor_config.json"
+            )
         # The model's processor passes this option to its image processor, whose own config has
         # another value.
         self._options = {"crop_to_patches": True} if hasattr(image_processor, "crop_to_patches") else {}

@@ -12,6 +12,13 @@
 
 With a sliding window, keys further back are masked as well, also in the prompt ([P, P]).
 
+    keys      p i i i p     In some models the tokens of an image (i) attend to each other in both
+    p         x             directions. The mask of a prompt with images is then [P, P]; completions
+    i i i     x x x x       that observed images have a mask each.
+              x x x x
+              x x x x
+    p         x x x x x
+
 The functions are registered with transformers under the names below; the names in a model's config
 decide which kernel it uses. The row's metadata is passed as a keyword argument, never through a
 global, so that recomputation under gradient checkpointing sees the same metadata.
@@ -125,7 +132,9 @@ def group_attention(
     """
     # Autocast does not know every kernel, so the functions here cast themselves.
     dtype = compute_dtype(query.device, query.dtype)
-    kernel = metadata.kernel if supports(metadata.kernel, dtype, query.shape[-1], window) else "sdpa"
+    kernel, has_images = metadata.kernel, metadata.images(window) is not None
+    if not supports(kernel, dtype, query.shape[-1], window, has_images=has_images):
+        kernel = "sdpa"
     match kernel:
         case "sdpa":
             return _group_attention_sdpa(query, key, value, metadata, scale=scale, window=window)
@@ -163,20 +172,21 @@ def _group_attention_sdpa(
     queries, keys, values = (torch.split(states, lengths, 2) for states in (query, key, value))
     masks = metadata.masks(window)
     # Segments of equal lengths, of one group or of several, are computed in one call.
-    prompts: dict[int, list[int]] = {}  # prompt length: indices of its groups
+    prompts: dict[tuple[int, bool], list[int]] = {}  # (prompt length, is causal): indices of its groups
     completions: dict[tuple[int, int], list[int]] = {}  # (prompt length, completion length): likewise
     by_length = [
         [_stack_by_length(states[2 * index + 1], group.completion_runs) for index, group in enumerate(metadata.groups)]
         for states in (queries, keys, values)
     ]
     for index, group in enumerate(metadata.groups):
-        prompts.setdefault(group.prompt_length, []).append(index)
+        prompts.setdefault((group.prompt_length, masks[index].prompt is None), []).append(index)
         for length in by_length[0][index]:
             completions.setdefault((group.prompt_length, length), []).append(index)
     prompt_outputs: dict[int, Tensor] = {}
     for indices in prompts.values():
         batch = [_concatenate([states[2 * index] for index in indices]) for states in (queries, keys, values)]
-        mask = masks[indices[0]].prompt
+        of_prompts = [mask for index in indices if (mask := masks[index].prompt) is not None]
+        mask = _batch_masks(of_prompts, [1] * len(indices)) if of_prompts else None
         output = _sdpa(*batch, scale=scale, mask=mask, causal=mask is None)
         prompt_outputs.update(zip(indices, torch.split(output, 1), strict=True))
     completion_outputs: list[dict[int, Tensor]] = [{} for _ in metadata.groups]
@@ -186,7 +196,7 @@ def _group_attention_sdpa(
             _concatenate([_prepend_prompt(states[2 * index], own[index][length]) for index in indices])
             for states, own in ((keys, by_length[1]), (values, by_length[2]))
         ]
-        mask = masks[indices[0]].completion[length]
+        mask = _batch_masks([masks[index].completion[length] for index in indices], list(map(len, batches)))
         output = _sdpa(_concatenate(batches), *keys_and_values, scale=scale, mask=mask)
         for index, part in zip(indices, torch.split(output, [len(batch) for batch in batches]), strict=True):
             completion_outputs[index][length] = part
@@ -203,6 +213,17 @@ def _prepend_prompt(prompt: Tensor, own: Tensor) -> Tensor:
     [1, K, P, D], [C, K, R, D] -> [C, K, P + R, D], for C completions of R tokens.
     """
     return torch.cat((prompt.expand(len(own), -1, -1, -1), own), 2)
+
+
+def _batch_masks(masks: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """Return the mask of segments of equal lengths, of one group or of several.
+
+    Args: masks: of each group, [L, K] for all of its segments or [count, 1, L, K].
+    Returns: [L, K] if the segments have one mask, else [segments, 1, L, K].
+    """
+    if all(mask is masks[0] for mask in masks):
+        return masks[0]
+    return torch.cat([mask.expand(count, 1, *mask.shape[-2:]) for mask, count in zip(masks, counts, strict=True)])
 
 
 def _concatenate(batches: list[Tensor]) -> Tensor:

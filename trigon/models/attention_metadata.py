@@ -1,7 +1,8 @@
 """Metadata of a packed row for attention: group lengths, masks, segments, arguments of kernels.
 
-The metadata of a row is built from its group spans alone. It is made once for each forward and
-shared by all layers. This module does not depend on models, weights or rotary positions.
+The metadata of a row is built from its group spans, and for models whose images attend in both
+directions from the places of its image tokens. It is made once for each forward and shared by all
+layers. This module does not depend on networks, weights or rotary positions.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trigon.models.families.family import ImageLayers
 from trigon.models.kernels import Kernel, KeyLayout, Segments, TokenIndices, make_block_mask
 from trigon.models.routing import RowRouting
 from trigon.models.sequence_parallel import RowRanks
@@ -38,8 +40,10 @@ class GroupLayout:
 class GroupMasks:
     """Attention masks of one group, for layers with one sliding window. True: may be attended to.
 
-    completion: {R: [R, P + R] bool}, the mask of a completion of R tokens.
-    prompt: [P, P] bool if the window is shorter than the prompt; None for a plain causal mask.
+    completion: {R: [R, P + R] bool}, the mask of every completion of R tokens; if one of them has
+        images whose tokens attend in both directions, [C, 1, R, P + R], of each in row order.
+    prompt: [P, P] bool if the window is shorter than the prompt, or if it has such images; None for
+        a plain causal mask.
     """
 
     completion: dict[int, Tensor]
@@ -143,6 +147,9 @@ class AttentionMetadata:
     Args:
         spans: the groups of the row, in order and without gaps.
         kernel: the kernel that the language model attends with.
+        image_tokens: [T] bool on the CPU, which tokens of the row are placeholders of images; only
+            read if image_layers is not "none".
+        image_layers: the layers in which the tokens of an image attend in both directions.
         row_ranks: the ranks that hold a slice of the row each; None if this rank holds the row.
         routing: what the pass asks of the routers of MoE layers; None: what transformers does.
     """
@@ -153,6 +160,8 @@ class AttentionMetadata:
         device: torch.device,
         kernel: Kernel,
         *,
+        image_tokens: Tensor | None = None,
+        image_layers: ImageLayers = "none",
         row_ranks: RowRanks | None = None,
         routing: RowRouting | None = None,
     ) -> None:
@@ -161,7 +170,12 @@ class AttentionMetadata:
         self.routing = routing
         self._spans = tuple(spans)
         self._device = device
+        self._image_layers = image_layers
+        self._images = None
+        if image_tokens is not None and image_layers != "none" and image_tokens.any():
+            self._images = _number_images(self._spans, image_tokens)
         self._masks: dict[int | None, tuple[GroupMasks, ...]] = {}
+        self._causal_masks: dict[tuple[int, int, int | None], Tensor] = {}
         self._block_masks: dict[int | None, Any] = {}
         self._recurrences: dict[int, Recurrence] = {}
 
@@ -185,15 +199,55 @@ class AttentionMetadata:
         attention.
         """
         if window not in self._masks:
-            self._masks[window] = tuple(self._group_masks(group, window) for group in self.groups)
+            images = self.images(window)
+            self._masks[window] = tuple(
+                self._group_masks(group, window)
+                if images is None
+                else self._masks_with_images(span, group, window, images)
+                for group, span in zip(self.groups, self._spans, strict=True)
+            )
         return self._masks[window]
 
+    def images(self, window: int | None) -> Tensor | None:
+        """Return which image each token is of, for layers with this sliding window.
+
+        Returns: [T] int64 on the CPU, -1 for a token that is not of an image; None if attention is
+        causal in these layers, or if the row has no images.
+        """
+        return None if window is None and self._image_layers == "sliding" else self._images
+
     def _group_masks(self, group: GroupLayout, window: int | None) -> GroupMasks:
-        length, device = group.prompt_length, self._device
+        length = group.prompt_length
         return GroupMasks(
-            completion={each: _causal_mask(each, length, window, device) for each, _ in group.completion_runs},
-            prompt=None if window is None or window >= length else _causal_mask(length, 0, window, device),
+            completion={each: self._causal_mask(each, length, window) for each, _ in group.completion_runs},
+            prompt=None if window is None or window >= length else self._causal_mask(length, 0, window),
         )
+
+    def _masks_with_images(self, span: GroupSpan, group: GroupLayout, window: int | None, images: Tensor) -> GroupMasks:
+        masks = self._group_masks(group, window)
+        in_prompt = images[slice(*span.prompt)]
+        by_length: dict[int, list[Tensor]] = {}
+        for part in span.completions:
+            by_length.setdefault(part[1] - part[0], []).append(images[slice(*part)])
+        with_images = {
+            length: torch.stack([_image_mask(each, group.prompt_length, window) for each in parts])[:, None]
+            for length, parts in by_length.items()
+            if any((each >= 0).any() for each in parts)
+        }
+        return GroupMasks(
+            completion=masks.completion
+            | {length: to_device(mask, self._device) for length, mask in with_images.items()},
+            prompt=to_device(_image_mask(in_prompt, 0, window), self._device)
+            if (in_prompt >= 0).any()
+            else masks.prompt,
+        )
+
+    def _causal_mask(self, length: int, offset: int, window: int | None) -> Tensor:
+        """Return the mask of _causal_mask; segments of equal lengths get the same tensor."""
+        key = (length, offset, window)
+        if key not in self._causal_masks:
+            self._causal_masks[key] = _causal_mask(*key, self._device)
+        return self._causal_masks[key]
 
     @cached_property
     def segments(self) -> tuple[Segments, KeyLayout]:
@@ -229,7 +283,9 @@ class AttentionMetadata:
     def block_mask(self, window: int | None) -> Any:
         """Return torch's BlockMask of the row, for layers with this sliding window."""
         if window not in self._block_masks:
-            self._block_masks[window] = make_block_mask(self._token_indices, window)
+            images = self.images(window)
+            on_device = None if images is None else to_device(images.to(torch.int32), self._device)
+            self._block_masks[window] = make_block_mask(self._token_indices, window, images=on_device)
         return self._block_masks[window]
 
     def recurrence(self, history: int) -> Recurrence:
@@ -314,6 +370,29 @@ def _causal_mask(length: int, offset: int, window: int | None, device: torch.dev
     """
     mask = torch.ones(length, offset + length, dtype=torch.bool, device=device).tril(offset)
     return mask if window is None else mask.triu(offset - window + 1)
+
+
+def _image_mask(images: Tensor, offset: int, window: int | None) -> Tensor:
+    """Return the mask of queries that follow `offset` other keys, on the CPU.
+
+    Causal, or within an image, and never further back than the window. As transformers composes it.
+
+    Args: images: [L], which image each query is of, -1 if of none. Returns: [L, offset + L] bool.
+    """
+    mask = _causal_mask(len(images), offset, None, images.device)
+    mask[:, offset:] |= (images[:, None] == images) & (images >= 0)
+    return mask if window is None else mask.triu(offset - window + 1)
+
+
+def _number_images(spans: Sequence[GroupSpan], image_tokens: Tensor) -> Tensor:
+    """Return which image each token of a row is of: [T] int64, -1 for a token that is of none.
+
+    An image is a run of consecutive placeholders within a prompt, or within a completion.
+    """
+    follows = image_tokens.roll(1)
+    follows[[part[0] for span in spans for part in (span.prompt, *span.completions)]] = False
+    numbers = (image_tokens & ~follows).cumsum(0) - 1
+    return torch.where(image_tokens, numbers, -1)
 
 
 def _max_length(starts: Sequence[int]) -> int:

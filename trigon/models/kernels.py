@@ -10,8 +10,8 @@
     flex               One call with a mask function of two tokens, and a table of the blocks of
                        128 x 128 tokens in which it is true anywhere. No key is repeated.
 
-What varlen and flash do not support (float32, some head dimensions) is computed by
-scaled_dot_product_attention, see attention.py.
+What varlen and flash do not support (float32, some head dimensions, images whose tokens attend in
+both directions) is computed by scaled_dot_product_attention, see attention.py.
 
 This is the only module that imports torch.nn.attention and flash-attn. It does not depend on
 models.
@@ -89,12 +89,20 @@ class TokenIndices:
 
 
 def resolve_kernel(
-    requested: Literal["auto", "sdpa", "varlen", "flex", "flash"], *, device: torch.device, dtype: torch.dtype
+    requested: Literal["auto", "sdpa", "varlen", "flex", "flash"],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    needs_mask: bool = False,
 ) -> Kernel:
     """Return the kernel for a policy that computes on this device in this dtype.
 
-    "auto" is varlen (flex before torch 2.10) on a GPU of compute capability 8.0 or above in 16
-    bits, and sdpa otherwise. Raises: ModelError if the requested kernel is not available.
+    "auto" is varlen (flex before torch 2.10, and where a mask is needed) on a GPU of compute
+    capability 8.0 or above in 16 bits, and sdpa otherwise.
+
+    needs_mask: whether the tokens of images attend in both directions, which varlen and flash leave
+    to sdpa.
+    Raises: ModelError if the requested kernel is not available.
     """
     match requested:
         case "sdpa":
@@ -102,7 +110,7 @@ def resolve_kernel(
         case "auto":
             if device.type != "cuda" or dtype not in FLASH_DTYPES or torch.cuda.get_device_capability(device) < (8, 0):
                 return "sdpa"
-            return "varlen" if _is_installed("torch.nn.attention.varlen") else "flex"
+            return "varlen" if not needs_mask and _is_installed("torch.nn.attention.varlen") else "flex"
         case "varlen" | "flex" | "flash":
             _require_available(requested, device, dtype)
             return requested
@@ -145,13 +153,18 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def supports(kernel: Kernel, dtype: torch.dtype, head_dim: int, window: int | None) -> bool:
-    """Return whether a kernel supports this dtype, head dimension and sliding window."""
+def supports(
+    kernel: Kernel, dtype: torch.dtype, head_dim: int, window: int | None, *, has_images: bool = False
+) -> bool:
+    """Return whether a kernel supports this dtype, head dimension and sliding window.
+
+    has_images: whether the tokens of images attend in both directions, which needs a mask.
+    """
     match kernel:
         case "sdpa" | "flex":
             return True
         case "varlen" | "flash":
-            if dtype not in FLASH_DTYPES or head_dim % 8 or head_dim > 256:
+            if dtype not in FLASH_DTYPES or head_dim % 8 or head_dim > 256 or has_images:
                 return False
             return kernel == "flash" or window is None or _installed_varlen().supports_window
         case _:
@@ -316,11 +329,14 @@ class _GatherKeys(torch.autograd.Function):
         return gradient, None
 
 
-def make_block_mask(tokens: TokenIndices, window: int | None) -> Any:
+def make_block_mask(tokens: TokenIndices, window: int | None, *, images: Tensor | None = None) -> Any:
     """Return the torch BlockMask of a row.
 
-    A token attends to its own prompt and its own completion, to no later token, and with a sliding
-    window of W to no more than the last W tokens, itself among them.
+    A token attends to its own prompt and its own completion, to no later token but those of its own
+    image, and with a sliding window of W to none that is W or more tokens before it.
+
+    images: [T] int32 on the row's device, which image each token is of, -1 if of none; None if the
+    tokens of an image attend to no later ones either.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -331,10 +347,13 @@ def make_block_mask(tokens: TokenIndices, window: int | None) -> Any:
         torch.nn.functional.pad(each, (0, padding), value=-1)
         for each in (tokens.group, tokens.segment, tokens.position)
     )
+    image = None if images is None else torch.nn.functional.pad(images, (0, padding), value=-1)
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same_segment = (segment[key] == 0) | (segment[key] == segment[query])
         visible = (group[query] == group[key]) & same_segment & (position[key] <= position[query])
+        if image is not None:
+            visible = visible | ((image[query] == image[key]) & (image[key] >= 0))
         return visible if window is None else visible & (position[query] - position[key] < window)
 
     blocks = (num_tokens + padding) // _BLOCK

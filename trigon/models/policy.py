@@ -229,6 +229,8 @@ class Policy(nn.Module):
                 packed.spans,
                 device,
                 configured_kernel(language.config),
+                image_tokens=self._vision.image_tokens(packed),
+                image_layers=self.family.image_layers,
                 row_ranks=ranks,
                 routing=self._row_routing(packed, row, load, device),
             ),

@@ -11,7 +11,6 @@ from trigon.errors import ModelError
 from trigon.models.attention import sliding_windows
 from trigon.models.families import ModelFamily
 
-_LANGUAGE_MODELS = ("llama", "qwen2", "qwen3")  # supported within a vision model that takes tiles
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # their frequencies depend on the config alone
 
 
@@ -67,20 +66,21 @@ def require_supported(config: Any, family: ModelFamily) -> None:
 def _require_supported_parts(config: Any, family: ModelFamily) -> None:
     """Check the language model and the vision tower of a family that combines other families."""
     text_config, vision_config = config.get_text_config(), config.vision_config
-    if text_config.model_type not in _LANGUAGE_MODELS:
+    if text_config.model_type not in family.language_types:
         raise ModelError(
             f"The language model within this {family.model_type!r} is a {text_config.model_type!r}, which is not "
-            f"tested. Supported types: {', '.join(_LANGUAGE_MODELS)}."
+            f"tested. Supported types: {', '.join(family.language_types)}."
         )
     if vision_config.model_type != family.tile_tower:
         raise ModelError(
             f"The vision tower of this {family.model_type!r} is a {vision_config.model_type!r}; only "
             f"{family.tile_tower!r} is supported."
         )
-    if not isinstance(config.vision_feature_layer, int) or config.vision_feature_select_strategy != "default":
+    layer, strategy = (getattr(config, f"vision_feature_{name}", None) for name in ("layer", "select_strategy"))
+    if not isinstance(layer, int | None) or strategy not in (None, "default"):
         raise ModelError(
-            f"This {family.model_type!r} has vision_feature_layer = {config.vision_feature_layer} and "
-            f"vision_feature_select_strategy = {config.vision_feature_select_strategy!r}, which is not supported."
+            f"This {family.model_type!r} has vision_feature_layer = {layer} and "
+            f"vision_feature_select_strategy = {strategy!r}, which is not supported."
         )
     for name, value in vision_config.to_dict().items():
         if "drop" in name and value:

@@ -69,8 +69,9 @@ class VisionEncoder:
         Args: row: this rank's slice. embeddings: of its tokens, for their dtype and device.
         Raises: ModelError if the images do not match the placeholder tokens of the row.
         """
-        placeholders = torch.tensor(self._family.placeholder_token_ids(self._model.config))
-        places = torch.isin(packed.token_ids, placeholders).nonzero().flatten()
+        tokens = self.image_tokens(packed)
+        assert tokens is not None
+        places = tokens.nonzero().flatten()
         if ranks is None:
             features, deepstack = self._encode_all(packed.visions, embeddings.device)
             _require_features(packed, len(places), len(features))
@@ -81,6 +82,13 @@ class VisionEncoder:
         dealt = deal_images(packed.visions, places, row, ranks, merge=merge, by_hash=self._cache is not None)
         features, deepstack = self._encode_dealt(dealt, embeddings)
         return RowFeatures(*send_features(features, deepstack, dealt, ranks), dealt.places)
+
+    def image_tokens(self, packed: PackedGroups) -> Tensor | None:
+        """Return which tokens of a row are placeholders: [T] bool on the CPU; None without any."""
+        if not packed.visions:
+            return None
+        placeholders = torch.tensor(self._family.placeholder_token_ids(self._model.config))
+        return torch.isin(packed.token_ids, placeholders)
 
     def run_without_images(self, embeddings: Tensor) -> Tensor:
         """Run the tower as often as other ranks do, and return the embeddings, with its gradient.

@@ -235,6 +235,9 @@ class TransformersEngine:
                 media.setdefault(f"{vision.kind}_grid_thw", []).append(vision.grid_thw.to(self._device))
             name = {"image": "pixel_values", "video": "pixel_values_videos"}[vision.kind]
             media.setdefault(name, []).append(pixel_values.to(self._device, self._model.dtype))
+        if visions and self._processors.family.image_layers != "none":  # else transformers attends causally
+            is_image = ids == self._processors.family.image_token_id(self._model.config)
+            media["token_type_ids"] = [is_image.to(self._device, torch.int64)]
         rows = positions[:, None].expand(-1, len(ids), -1).to(self._device)  # [A, B, T]
         output = self._model(
             input_ids=ids.to(self._device),

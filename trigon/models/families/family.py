@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any, Literal, assert_never
 
 import torch
@@ -23,6 +24,13 @@ _MEDIA_TOKENS = (
     *("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"),
 )
 """Where a config names the tokens of images and videos, in a family whose tower takes patches."""
+
+_TILE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
+"""The same in a family whose tower takes tiles."""
+
+ImageLayers = Literal["none", "sliding", "all"]
+"""The layers in which the tokens of an image attend to each other in both directions: none, those
+with a sliding window, or all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +59,12 @@ class ModelFamily:
     vision_layers: path of the blocks within the vision tower.
     image_wrap: attributes of the tokenizer for the tokens before and after an image, where chat
         templates omit them.
+    image_text: what a chat template writes for an image, and the text with one placeholder by which
+        the family's processor replaces it before it tokenizes; names of the tokenizer's attributes
+        are in braces. None where the template writes the placeholder.
+    image_layers: the layers in which the tokens of an image attend to each other in both
+        directions; of the layers with a sliding window, or all.
+    language_types: `model_type` of the language models that may be in a model with a tile tower.
     windows: whether sliding-window attention is tested against transformers and vLLM.
     caps_logits: whether the model bounds its logits where the config has final_logit_softcapping.
     linear_attention: name of the gated delta net within a decoder layer that has one, see
@@ -73,6 +87,9 @@ class ModelFamily:
     projector_path: str = ""
     vision_layers: str = "blocks"
     image_wrap: tuple[str, str] | None = None
+    image_text: tuple[str, str] | None = None
+    image_layers: ImageLayers = "none"
+    language_types: tuple[str, ...] = ()
     windows: bool = False
     caps_logits: bool = False
     linear_attention: str = ""
@@ -152,6 +169,9 @@ class ModelFamily:
         """Return the number of patches, along each side, that are merged into one image token."""
         self._require_vision()
         if self.tiles:
+            tokens = getattr(hf_config, "mm_tokens_per_image", None)
+            if tokens is not None:
+                return self.patches_per_side(hf_config) // isqrt(tokens)
             return round(1 / getattr(hf_config, "downsample_ratio", 1.0))
         return int(hf_config.vision_config.spatial_merge_size)
 
@@ -195,7 +215,7 @@ class ModelFamily:
         if not self.has_vision:
             return ()
         if self.tiles:
-            return (int(hf_config.image_token_id),)
+            return tuple(int(getattr(hf_config, name)) for name in _TILE_TOKENS if hasattr(hf_config, name))
         tokens = (getattr(hf_config, name, None) for name in _MEDIA_TOKENS)
         return tuple(int(token) for token in tokens if token is not None)
 
@@ -249,10 +269,14 @@ def tile_family(
     tower_name: str,
     vision_layers: str,
     image_wrap: tuple[str, str] | None = None,
+    image_text: tuple[str, str] | None = None,
+    image_layers: ImageLayers = "none",
+    language_types: tuple[str, ...] = ("llama", "qwen2", "qwen3"),
+    windows: bool = False,
 ) -> ModelFamily:
-    """Return a family whose vision tower takes tiles, before any language model.
+    """Return a family whose vision tower takes tiles, before any of some language models.
 
-    tower_name: prefix of the tower's weights in published checkpoints.
+    tower_name: prefix of the tower's weights in published checkpoints. The rest: as ModelFamily.
     """
     return ModelFamily(
         model_type=model_type,
@@ -269,4 +293,8 @@ def tile_family(
         projector_path="model.multi_modal_projector",
         vision_layers=vision_layers,
         image_wrap=image_wrap,
+        image_text=image_text,
+        image_layers=image_layers,
+        language_types=language_types,
+        windows=windows,
     )

@@ -1,4 +1,8 @@
-"""Gemma, and the language model of Gemma 3, whose layers are sliding-window or full."""
+"""Gemma; Gemma 3, whose layers are sliding-window or full, and which takes images.
+
+In every layer of Gemma 3 the tokens of an image attend to each other in both directions. Its vision
+tower takes square tiles; an image is one tile.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,11 @@ from typing import Any
 
 import transformers  # its classes are imported on first use
 
-from trigon.models.families.family import ModelFamily
-from trigon.models.families.tiny import ROPE, ROPE_THETA, TinyModel, text_options
+from trigon.models.families.family import ModelFamily, tile_family
+from trigon.models.families.tiny import INITIAL_STD, ROPE, ROPE_THETA, TILE_SIZE, TinyModel, text_options
+
+_PATCH_SIZE = 14
+_IMAGE_TOKENS = 4  # of 4 x 4 patches, 2 x 2 of which are averaged
 
 
 def _gemma(tokenizer: Any) -> Any:
@@ -26,7 +33,67 @@ def _gemma3_text(tokenizer: Any) -> Any:
     )
 
 
+def _gemma3(tokenizer: Any) -> Any:
+    # No cap, which transformers does not apply in a model with images. A window that is shorter
+    # than an image.
+    text = _gemma3_text(tokenizer).to_dict() | {"final_logit_softcapping": None, "sliding_window": 3}
+    begin, pad, end = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"])
+    return transformers.Gemma3Config(
+        text_config=text,
+        vision_config={
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": TILE_SIZE,
+            "patch_size": _PATCH_SIZE,
+            "vision_use_head": False,
+        },
+        mm_tokens_per_image=_IMAGE_TOKENS,
+        boi_token_index=begin,
+        eoi_token_index=end,
+        image_token_index=pad,
+    )
+
+
+def _gemma3_processor(tokenizer: Any) -> Any:
+    return transformers.Gemma3Processor(
+        image_processor=transformers.Gemma3ImageProcessor(size={"height": TILE_SIZE, "width": TILE_SIZE}),
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+        image_seq_length=_IMAGE_TOKENS,
+    )
+
+
+def _project(model: Any) -> None:
+    """Fill the projection, which transformers leaves at zero, so that images have features."""
+    projector = model.model.multi_modal_projector
+    projector.mm_input_projection_weight.data.normal_(std=INITIAL_STD)
+
+
 FAMILIES = (
     ModelFamily(model_type="gemma", tiny=TinyModel(_gemma)),
     ModelFamily(model_type="gemma3_text", tiny=TinyModel(_gemma3_text), windows=True, caps_logits=True),
+    tile_family(
+        "gemma3",
+        # transformers 5.19 writes the names of SigLIP's weights without their former prefix.
+        TinyModel(
+            _gemma3,
+            _gemma3_processor,
+            special_tokens={
+                "boi_token": "<|vision_start|>",
+                "image_token": "<|image_pad|>",
+                "eoi_token": "<|vision_end|>",
+            },
+            saves_published_names=False,
+            initialize=_project,
+        ),
+        tile_tower="siglip_vision_model",
+        tower_name="vision_tower.vision_model.",
+        vision_layers="encoder.layers",
+        image_text=("{boi_token}", "\n\n{boi_token}{image_token}{eoi_token}\n\n"),
+        image_layers="all",
+        language_types=("gemma3_text",),
+        windows=True,
+    ),
 )

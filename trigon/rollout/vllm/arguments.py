@@ -110,6 +110,11 @@ def engine_arguments(
     rollout, model, on_cpu = settings.rollout, settings.config.worker.actor.model, settings.device == "cpu"
     if on_cpu and processors.family.linear_attention:
         _require_cpu_linear_attention(settings, processors)
+    if on_cpu and processors.family.image_layers != "none":
+        raise EngineError(
+            f"vLLM does not run a {processors.family.model_type!r} model on a CPU: its attention there is causal, and "
+            "the tokens of an image attend to each other in both directions. Set worker.rollout.name=transformers."
+        )
     arguments: dict[str, Any] = {
         "model": str(settings.model_folder),
         "tokenizer": str(processors.tokenizer.name_or_path),  # that of the run, which decodes stop strings

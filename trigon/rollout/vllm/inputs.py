@@ -102,11 +102,13 @@ def _items(vision: Vision, processors: Processors) -> Sequence[Any]:
         tensors = {
             "pixel_values": to_tiles(vision.pixel_values, vision.grid_thw, family.patch_size(hf_config)),
             "image_num_patches": num_tiles,
+            "num_patches": num_tiles,  # Gemma 3's name
             "image_token_id": torch.tensor(family.image_token_id(hf_config)),
         }
         fields = {
             "pixel_values": MultiModalFieldConfig.flat_from_sizes(kind, num_tiles),
             "image_num_patches": MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
+            "num_patches": MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
             "image_token_id": MultiModalFieldConfig.shared(kind, len(num_tiles), keep_on_cpu=True),
         }
     else:

@@ -30,6 +30,8 @@ _SPECIAL_TOKENS = (
     "<|video_pad|>",
 )
 
+_IMAGE_IN_TEMPLATE = "<|vision_start|><|image_pad|><|vision_end|>"
+
 CHAT_TEMPLATE = """\
 {%- macro show(content) -%}
   {%- if content is string -%}
@@ -126,14 +128,17 @@ _CORPUS = (
 def train_tokenizer(family: ModelFamily) -> Any:
     """Return a Qwen2 tokenizer of VOCAB_ENTRIES entries: 256 bytes, merges, special tokens.
 
-    The chat template of a family that takes tiles writes one placeholder for each image; tokens
-    around it, if any, are added by its processor.
+    The chat template of a family that takes tiles writes one token for each image; the others, if
+    any, are added by its processor.
     """
     from tokenizers import AddedToken, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
 
     template = CHAT_TEMPLATE
-    if family.tiles:
+    if family.image_text is not None:
+        names = dict(family.tiny.special_tokens)
+        template = template.replace(_IMAGE_IN_TEMPLATE, family.image_text[0].format(**names))
+    elif family.tiles:
         template = template.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
     special_tokens = dict(family.tiny.special_tokens)
     # The untrained tokenizer has Qwen's normalizer, pre-tokenizer and decoder, with which the
