@@ -58,7 +58,21 @@ def episodes(_: argparse.Namespace) -> tuple[list[Figure], str]:
     return episodes.measure(repeats=1)
 
 
-BARS: dict[str, Bar] = {"1": update, "2": whole_step, "3": logprobs, "5": start, "6": scale, "7": episodes}
+def linear_attention(_: argparse.Namespace) -> tuple[list[Figure], str]:
+    import linear_attention
+
+    return linear_attention.measure(repeats=1)
+
+
+BARS: dict[str, Bar] = {
+    "1": update,
+    "2": whole_step,
+    "3": logprobs,
+    "5": start,
+    "6": scale,
+    "7": episodes,
+    "8": linear_attention,
+}
 """Benchmarks by the number of the target (bar) they measure; whole_step measures bar 4 too."""
 
 

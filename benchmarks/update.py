@@ -44,8 +44,8 @@ R).
 """
 
 
-def make_group(completion_lengths: list[int]) -> tuple[list[int], list[list[int]], Tensor, Tensor]:
-    """Return a random group: (prompt, completions, pixel_values, grid_thw)."""
+def make_group(completion_lengths: list[int], *, patch: int = 14) -> tuple[list[int], list[list[int]], Tensor, Tensor]:
+    """Return a random group: (prompt, completions, pixel_values, grid_thw). patch: its side."""
     generator = torch.Generator().manual_seed(1)
 
     def text(length: int) -> list[int]:
@@ -54,7 +54,7 @@ def make_group(completion_lengths: list[int]) -> tuple[list[int], list[list[int]
     _, height, width = IMAGE_GRID
     image = [VISION_START, *[IMAGE_TOKEN] * (height * width // 4), VISION_END]
     prompt = text(8) + image + text(PROMPT_TOKENS - 8 - len(image))
-    pixel_values = torch.randn(height * width, 3 * 2 * 14 * 14, generator=generator)
+    pixel_values = torch.randn(height * width, 3 * 2 * patch * patch, generator=generator)
     return prompt, [text(length) for length in completion_lengths], pixel_values, torch.tensor([IMAGE_GRID])
 
 
