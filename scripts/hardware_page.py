@@ -35,6 +35,8 @@ MODELS = (
     "Qwen2.5-VL-32B-Instruct",
     "Qwen2.5-VL-72B-Instruct",
     "Qwen3-VL-30B-A3B-Instruct",
+    "Qwen3.5-9B",
+    "Qwen3.5-35B-A3B",
 )
 SMALL = "Qwen2.5-1.5B-Instruct"
 BF16 = {"worker.actor.fsdp.torch_dtype": "bf16"}
@@ -92,10 +94,9 @@ images. Layers gathered by FSDP, vLLM's weights and its share of the GPU follow 
 host memory for each worker's libraries.
 
 The tests compare the arithmetic of an update's pass and of a pass without gradient with the peaks
-of live tensors measured on the CPU, for nine families of tiny models and for one of 40 million
-parameters, in float32, bfloat16 and mixed precision, with and without gradient checkpointing: they
-agree within 15 %. What only a GPU has, such as workspaces of kernels, fragmentation and CUDA graphs,
-is not checked.
+of live tensors measured on the CPU, for twelve families of tiny models, in float32, bfloat16 and
+mixed precision, with and without gradient checkpointing: they agree within 15 %. What only a GPU has,
+such as workspaces of kernels, fragmentation and CUDA graphs, is not checked.
 
 A run is refused for what it needs with certainty, however short its prompts and completions are, and
 where vLLM's share of a GPU cannot hold its weights and one sequence of maximum length; rows of maximum

@@ -117,6 +117,30 @@ def test_a_prompt_shorter_than_the_convolution_leaves_zeros_before_it(exact, wor
     torch.testing.assert_close(in_one[4:], in_two, atol=1e-9, rtol=0)
 
 
+def test_decays_in_bfloat16_change_logprobs_much_less_than_other_weights_and_activations(tiny_model: TinyModel) -> None:
+    """FSDP rounds them with all other weights; vLLM has A_log in float32."""
+    folder = str(tiny_model("qwen3_5"))
+    processors = load_processors(folder)
+    group = some_group(processors, 7, [64] * 4, words=300)
+
+    def logprobs(dtype: torch.dtype, rounded: tuple[str, ...] = ()) -> Tensor:
+        model = load_model(folder, dtype=torch.float32, device="cpu")
+        mixer = model.model.language_model.layers[0].linear_attn
+        mixer.A_log.data = torch.linspace(-5.37, -1.03, mixer.num_v_heads)  # no multiples of what bfloat16 can hold
+        mixer.dt_bias.data = torch.linspace(1.01, -1.03, mixer.num_v_heads)
+        for name in rounded:
+            weight = getattr(mixer, name).data
+            weight.copy_(weight.bfloat16())
+        model.to(dtype)
+        policy = Policy(model, processors.family, temperature=1.0, banned_token_ids=processors.banned_token_ids)
+        with torch.no_grad():
+            return torch.cat(packed_logprobs(policy, processors, [group])[0])
+
+    exact = logprobs(torch.float32)
+    rounded, bfloat16 = logprobs(torch.float32, ("A_log", "dt_bias")), logprobs(torch.bfloat16)
+    assert 0 < float((rounded - exact).abs().mean()) < float((bfloat16 - exact).abs().mean()) / 3
+
+
 def test_the_rule_in_chunks_is_the_rule_token_by_token() -> None:
     generator = torch.Generator().manual_seed(0)
 

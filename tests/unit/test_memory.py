@@ -32,6 +32,8 @@ PUBLISHED = {
     "Qwen3-VL-8B-Instruct": 8_767_123_696,
     "Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,
     "Qwen3.5-4B": 4_539_265_536,
+    "Qwen3.5-9B": 9_409_813_744,
+    "Qwen3.5-35B-A3B": 35_107_181_936,
 }
 """The number of parameters of each published model."""
 

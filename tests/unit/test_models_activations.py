@@ -76,7 +76,11 @@ def measure(engine, *, checkpointing, compute_dtype, kernel="sdpa", has_adapters
 TOLERANCE = 0.15
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 FORMATS = {"float32": (FLOAT32, None), "autocast": (FLOAT32, BFLOAT16), "bfloat16": (BFLOAT16, None)}
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama")
+FAMILIES = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    *("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama"),
+)
 
 
 def check(peaks) -> None:
@@ -101,6 +105,22 @@ def test_the_arithmetic_of_a_pass_agrees_with_its_measured_peak(tiny_model, case
         lora_rank=4 if case == "lora" else 0,
     )
     check(measure(engine, checkpointing=checkpointing, compute_dtype=compute_dtype, has_adapters=case == "lora"))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("part", ["frozen vision", "lora"])
+@pytest.mark.parametrize("formats", ["float32", "autocast"])
+def test_linear_attention_with_frozen_parts_or_adapters_is_counted(tiny_model, part, formats):
+    dtype, compute_dtype = FORMATS[formats]
+    has_adapters = part == "lora"
+    engine = make_engine(
+        tiny_model("qwen3_5"),
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+        freeze=not has_adapters,
+        lora_rank=4 if has_adapters else 0,
+    )
+    check(measure(engine, checkpointing=False, compute_dtype=compute_dtype, has_adapters=has_adapters))
 
 
 LAYERS = 24

@@ -114,6 +114,48 @@ def test_forward_and_update_flops_equal_those_that_torch_counts(
         assert both == frozen - 3 * flops.attention - of_images
 
 
+@pytest.mark.extended(but=["qwen3_5"])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_linear_attention_counts_its_matrices_its_convolution_and_its_states(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    folder = tiny_model(model_type)
+    processors = processors_of(folder)
+    model = load_model(str(folder), dtype=torch.float32, device="cpu", attention_kernel="varlen")
+    model.set_experts_implementation("eager")
+    stand_in(monkeypatch)
+    policy = Policy(model, processors.family, temperature=1.0, banned_token_ids=())
+    groups = make_groups(processors)
+    row, lengths = packed(groups, processors), lengths_of(groups)
+    flops = forward_flops(processors.hf_config, lengths)
+    assert flops is not None
+    tokens = len(row.token_ids)
+
+    mode = FlopCounterMode(display=False)
+    with torch.no_grad(), mode:
+        policy(row)
+    found = {str(op): count for op, count in mode.get_flop_counts()["Global"].items()}
+    matrices = sum(found[op] for op in ("aten.mm", "aten.addmm") if op in found)
+    attention_of_images = 4 * 48 * 3 * (60**2 + 16**2) if processors.family.has_vision else 0
+    assert matrices == flops.linear + flops.head + flops.vision + flops.patch_embedding - attention_of_images
+    # One layer: 2 x 16 queries and as many keys, 4 x 24 values; it reads 4 tokens, three of them
+    # before each prompt and each completion.
+    channels, segments = 2 * 32 + 96, 8
+    assert found["aten.convolution"] == 2 * 4 * channels * (tokens + 3 * segments - 3)
+    pairs = int(dense_mask(row.spans, None).sum())
+    assert flops.attention == 4 * pairs * 4 * 32 + tokens * (2 * 4 * channels + 6 * 4 * 16 * 24)
+
+
+def test_a_token_of_linear_attention_needs_three_products_with_the_state() -> None:
+    state, key, query = torch.zeros(4, 16, 24), torch.zeros(4, 16, 1), torch.zeros(4, 16, 1)
+    mode = FlopCounterMode(display=False)
+    with mode:
+        written = -(state.mT @ key)
+        state = state + key @ written.mT
+        state.mT @ query
+    assert mode.get_total_flops() == 6 * state.numel()
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_vl"])
 def test_what_completions_observe_is_counted_without_logits_and_with_its_images(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, model_type: str

@@ -13,7 +13,9 @@ A pass has a few moments at which it can need most; its peak is the largest of t
                        activations of one; and the gradients of a layer
     vision, backward   the same of the vision tower, after the layers of the decoder
 
-Not counted are the workspaces of kernels and the fragmentation of an allocator.
+Linear attention is counted on the CPU as linear_attention.gated_delta_rule computes it, and on a
+GPU as flash-linear-attention does. Not counted are the workspaces of kernels and the fragmentation
+of an allocator.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trigon.models.activation_offload import DEVICE_INPUTS, host_bytes
+from trigon.models.attention_metadata import RECURRENT_CHUNK, padded_length
 from trigon.models.kernels import Kernel
-from trigon.models.sizes import Dimensions, VisionDimensions
+from trigon.models.sizes import Dimensions, LinearDimensions, VisionDimensions
 
 Moment = Literal["forward", "head, backward", "layer, backward", "vision, backward"]
 
@@ -90,8 +93,8 @@ class PassOptions:
     kernel: attention kernel of the decoder.
     chunk_rows: number of rows of logits that are computed at a time.
     tied: whether the head is the embedding.
-    on_cpu: whether there is no GPU: sdpa then takes fewer key heads than query heads, and pixels
-        are not copied.
+    on_cpu: whether there is no GPU: sdpa then takes fewer key heads than query heads, pixels are
+        not copied, and functions of torch compute linear attention.
     full_kl: whether the KL from a reference is computed over the whole vocabulary.
     offloads: whether the inputs of checkpointed layers are in host memory; see activation_offload.
     """
@@ -169,7 +172,7 @@ class _Pass:
         waiting = head_weight * self._state if options.tied and options.trains_weights else 0
         # In float32 the first norm keeps the input of the layer itself.
         shared = self._row.tokens * text.width * 4 if self._state == 4 else 0
-        one_layer = max(self._layer(is_moe) for is_moe in self._layer_kinds()) - shared
+        one_layer = max(self._mixers()) + max(self._mlps()) - shared
         # The graph keeps the copies of weights, unless it is made again layer by layer.
         # Autocast keeps those of trained weights to the end of the forward in any case.
         forward_copies = 0 if options.checkpointing and not options.trains_weights else self._weight_copies()
@@ -237,17 +240,24 @@ class _Pass:
         return host
 
     def _all_layers(self) -> int:
+        """What autograd keeps of all decoder layers."""
+        return sum(self._mixers()) + sum(self._mlps())
+
+    def _mixers(self) -> list[int]:
+        """What autograd keeps of the attention, or linear attention, of each layer."""
         text = self._text
-        dense = (text.layers - text.moe_layers) * self._layer(is_moe=False) if text.moe_layers < text.layers else 0
-        return dense + (text.moe_layers * self._layer(is_moe=True) if text.moe_layers else 0)
+        linear = [] if text.linear is None else [self._linear_attention(text.linear)] * text.linear.layers
+        return linear + [self._attention()] * text.attention_layers
+
+    def _mlps(self) -> list[int]:
+        """What autograd keeps of the MLP, or experts, of each layer."""
+        text = self._text
+        dense = [self._mlp(text.mlp, self._row.tokens)] * (text.layers - text.moe_layers)
+        return dense + ([self._moe()] * text.moe_layers if text.moe_layers else [])
 
     def _layer_kinds(self) -> tuple[bool, ...]:
         text = self._text
         return tuple(kind for kind, count in ((True, text.moe_layers), (False, text.layers - text.moe_layers)) if count)
-
-    def _layer(self, is_moe: bool) -> int:
-        """What autograd keeps of one decoder layer."""
-        return self._attention() + (self._moe() if is_moe else self._mlp(self._text.mlp, self._row.tokens))
 
     def _norm(self, width: int, inputs: int) -> int:
         """What a norm keeps per token, with its output as the input of so many matrix products.
@@ -256,20 +266,54 @@ class _Pass:
         or a copy for each of them by autocast. Without gradients of weights only the first is kept.
         """
         outputs = inputs * self._compute if self._autocasts else self._compute
+        normalized = 4 if self._text.scales_in_float32 else self._state
         # Adapters keep the inputs of their layers as well.
-        return width * (4 + outputs + (self._state if self._options.trains_weights else 0))
+        return width * (4 + outputs + (normalized if self._options.trains_weights else 0))
 
     def _attention(self) -> int:
         row, text, compute = self._row, self._text, self._compute
         queries, keys = text.heads * text.head_dim, text.key_heads * text.head_dim
         kept = row.tokens * self._norm(text.width, inputs=3)
         if text.normalizes_queries:  # their input in float32, and the normalized values
-            kept += row.tokens * (queries + keys) * (4 + compute)
+            kept += row.tokens * (queries + keys) * (4 + (4 if text.scales_in_float32 else compute))
+        if text.gates_attention:  # the gate, and the output times it; in float32 the gate's logits are held as well
+            kept += row.tokens * queries * (2 * compute + (4 if compute == 4 else 0))
         # Queries, keys and values, after rotation, and the output; one float32 per head.
         kept += row.tokens * (2 * queries * compute + 4 * text.heads)
         kept += self._kept_keys() * 2 * keys * compute
         # With sdpa the output is a copy, in the order of the row.
         return kept + (row.tokens * queries * compute if self._options.kernel == "sdpa" else 0)
+
+    def _linear_attention(self, linear: LinearDimensions) -> int:
+        """What autograd keeps of one layer's linear attention, see linear_attention.py."""
+        row, compute = self._row, self._compute
+        kept = row.tokens * self._norm(self._text.width, inputs=4)
+        # The inputs of the convolution, with the history of each segment, and of its activation.
+        histories = row.groups * (1 + row.completions) * (linear.kernel - 1)
+        kept += (2 * row.tokens + histories) * linear.channels * compute
+        kept += self._rule_on_cpu(linear) if self._options.on_cpu else self._rule_on_gpu(linear)
+        # The output norm: its input, the activated gate and the gate in float32; the products.
+        scaled = self._state + (compute if self._options.trains_weights else 0)
+        return kept + row.tokens * linear.values * (12 + scaled + compute)
+
+    def _rule_on_cpu(self, linear: LinearDimensions) -> int:
+        """In float32: tokens, padded, and a state for each chunk but the first of a prompt."""
+        row, heads, chunk = self._row, linear.heads, RECURRENT_CHUNK
+        prompt, response = padded_length(row.prompt), padded_length(row.response)
+        tokens = row.groups * (prompt + row.completions * response)
+        states = row.groups * (-(-prompt // chunk) - 1 + row.completions * -(-response // chunk))
+        # Queries and keys before they are normalized. Of each head: both normalized, two products
+        # of keys and beta, both with their decay, and what is read of a state; values, what is
+        # written, and what is new; five matrices of a chunk; decays and beta.
+        per_head = 7 * linear.key_dim + 3 * linear.value_dim + 5 * chunk + 6
+        return 4 * (tokens * (2 * linear.keys + heads * per_head) + states * linear.state)
+
+    def _rule_on_gpu(self, linear: LinearDimensions) -> int:
+        """Inputs, a matrix of each chunk, the decay in float32, and first states of completions."""
+        row = self._row
+        of_heads = linear.heads * ((RECURRENT_CHUNK + 1) * self._compute + 4)
+        states = row.groups * row.completions * linear.state * 4
+        return row.tokens * (linear.channels * self._compute + of_heads) + states
 
     def _kept_keys(self) -> int:
         """The keys of each head that attention keeps, and as many values.
@@ -317,7 +361,7 @@ class _Pass:
         return max(moments)
 
     def _layer_forward(self) -> int:
-        """The largest temporaries of a layer's forward: those of its MLP, or of its attention."""
+        """The largest temporaries of a layer's forward: of its MLP or its attention."""
         row, text, compute = self._row, self._text, self._compute
         moments = []
         for is_moe in self._layer_kinds():
@@ -331,7 +375,21 @@ class _Pass:
             (queries + 2 * keys) * compute + (queries + keys) * self._state + text.width * self._state
         )
         attention += self._kept_keys() * 2 * keys * self._state
-        return max(*moments, attention)
+        return max(*moments, attention, 0 if text.linear is None else self._linear_forward(text.linear))
+
+    def _linear_forward(self, linear: LinearDimensions) -> int:
+        """The largest temporaries of linear attention, without gradient."""
+        row, compute = self._row, self._compute
+        # The normalized states; what is projected, before and after the convolution; the gate.
+        inputs = row.tokens * (self._text.width * self._state + (2 * linear.channels + linear.values) * compute)
+        if not self._options.on_cpu:
+            return inputs + row.tokens * linear.values * compute
+        # Inputs of the rule, as one row and in batches. In float32, of each head: queries and keys,
+        # values, both sides and the solution of the system, three matrices of a chunk, outputs.
+        tokens = row.groups * row.completions * padded_length(row.response)
+        per_head = 4 * linear.key_dim + 5 * linear.value_dim + 3 * RECURRENT_CHUNK
+        states = row.groups * (1 + 2 * row.completions) * linear.state
+        return inputs + 2 * tokens * linear.channels * compute + 4 * (tokens * linear.heads * per_head + states)
 
     # -- copies of weights ------------------------------------------------------------------------
 
@@ -340,7 +398,7 @@ class _Pass:
         if not self._autocasts:
             return 0
         text, vision = self._text, self._vision
-        weights = text.layers * text.attention_weights
+        weights = text.mixing_weights
         weights += 3 * text.width * ((text.layers - text.moe_layers) * text.mlp + text.moe_layers * text.shared_mlp)
         if vision is not None and self._options.trains_vision:
             weights += vision.layers * vision.block_weights
@@ -352,7 +410,8 @@ class _Pass:
             return 0
         text = self._text
         mlp = text.shared_mlp if text.moe_layers else text.mlp
-        return (text.attention_weights + 3 * text.width * mlp) * self._compute
+        mixing = max(text.attention_weights if text.attention_layers else 0, text.linear_weights)
+        return (mixing + 3 * text.width * mlp) * self._compute
 
     # -- logits ---------------------------------------------------------------------------------
 

@@ -54,6 +54,12 @@ RECURRENT_CHUNK = 64
 """Tokens of a chunk of linear attention, as in flash-linear-attention."""
 
 
+def padded_length(length: int) -> int:
+    """Return the length to which a segment is padded: a power of two, or whole chunks."""
+    chunk = min(RECURRENT_CHUNK, max(8, 1 << (length - 1).bit_length()))
+    return -(-length // chunk) * chunk
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentBatch:
     """Segments that are padded to one length.
@@ -111,8 +117,7 @@ class Segmentation:
     def _by_length(self) -> dict[int, list[int]]:
         by_length: dict[int, list[int]] = {}
         for index, length in enumerate(self._lengths):
-            chunk = min(RECURRENT_CHUNK, max(8, 1 << (length - 1).bit_length()))
-            by_length.setdefault(-(-length // chunk) * chunk, []).append(index)
+            by_length.setdefault(padded_length(length), []).append(index)
         return by_length
 
     def _copied(self, tensor: Tensor) -> Tensor:

@@ -123,8 +123,8 @@ def _convolve(mixed: Tensor, kernel: Tensor, recurrence: Recurrence) -> Tensor:
     """
     # Each segment after its history: K - 1 zeros, or the last tokens of its prompt.
     extended = gather_keys(functional.pad(mixed, (0, 0, 0, 1)), recurrence.extended)
-    output = functional.conv1d(extended.to(kernel.dtype).T[None], kernel, groups=kernel.shape[0])
-    return functional.silu(output[0].T.index_select(0, recurrence.places)).to(mixed.dtype)
+    output = functional.conv1d(extended.T[None], kernel.to(mixed.dtype), groups=kernel.shape[0])
+    return functional.silu(output[0].T.index_select(0, recurrence.places))
 
 
 def _delta_rule(
@@ -196,8 +196,8 @@ def gated_delta_rule(
         return heads_first.reshape(*heads_first.shape[:2], -1, chunk, *heads_first.shape[3:])
 
     query, key = (
-        chunks(part.to(exact) * (part.to(exact).square().sum(-1, keepdim=True) + _EPSILON).rsqrt())
-        for part in (query, key)
+        chunks(part * (part.square().sum(-1, keepdim=True) + _EPSILON).rsqrt())
+        for part in (query.to(exact), key.to(exact))
     )
     query, key = (part.repeat_interleave(repeats, 1) for part in (query * query.shape[-1] ** -0.5, key))
     value, decay, beta = chunks(value), chunks(decay).cumsum(-1), chunks(beta)[..., None]

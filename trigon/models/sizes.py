@@ -6,9 +6,11 @@ parameters, but neither dimensions nor operations: those functions return None.
 
 Operations: a multiply-add counts as two. Counted are matrix products: those of linear layers, and
 those of attention for the pairs of tokens that attend to each other, so that causal attention
-counts half a square. Not counted are norms, activations, rotary embeddings, the interpolation of
-position embeddings, and recomputation, by gradient checkpointing or within a kernel. Each prompt
-and each image of a group counts once, which is the work that packed groups need.
+counts half a square. Of linear attention the convolution counts, and for each token three products
+with a state, as if tokens were read one by one. Not counted are norms, activations, rotary
+embeddings, the interpolation of position embeddings, and recomputation, by gradient checkpointing
+or within a kernel. Each prompt and each image of a group counts once, which is the work that packed
+groups need.
 
 The backward counts twice the forward: the gradients of the weights, and of the inputs. The first
 layer of a vision tower has no gradient of its inputs, and a frozen tower has no backward. LoRA is
@@ -34,13 +36,18 @@ from trigon.types import Completion, Prompt, TrainSequence, pixels_of
 if TYPE_CHECKING:
     from trigon.models.policy import Policy
 
+_HYBRID = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""Families with linear attention, whose attention has an output gate and whose norms multiply by
+their weight before they round."""
+
 _TEXT = (
     *("llama", "mistral", "gemma", "gemma3_text"),
     *("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3", "qwen3_vl_text"),
     *("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text"),
+    *_HYBRID,
 )
 
-_NORMALIZES_QUERIES = ("gemma3_text", "qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text")
+_NORMALIZES_QUERIES = ("gemma3_text", "qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", *_HYBRID)
 """Families that normalize the queries and keys of each head."""
 
 # Whether the MLPs of a vision tower have three matrices (gated) instead of two.
@@ -71,19 +78,64 @@ _PEAKS = (
 
 
 @dataclass(frozen=True, slots=True)
+class LinearDimensions:
+    """The dimensions of the layers with gated linear attention.
+
+    layers: number of these layers. key_heads: number of heads of queries and keys.
+    heads: number of heads of values, each of which has a state [key_dim, value_dim].
+    kernel: number of tokens that the convolution reads.
+    """
+
+    layers: int
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        """The width of all queries, and of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """The width of all values, and of the output."""
+        return self.heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """The width of what the convolution reads."""
+        return 2 * self.keys + self.values
+
+    @property
+    def state(self) -> int:
+        """The values of a layer's state."""
+        return self.heads * self.key_dim * self.value_dim
+
+    def weights(self, width: int) -> int:
+        """Return the weights of a layer's matrices; the convolution is none of them."""
+        return width * (self.channels + 2 * self.heads + 2 * self.values)
+
+
+@dataclass(frozen=True, slots=True)
 class TextDimensions:
     """The dimensions of a decoder.
 
     layers: number of all layers. moe_layers: number of layers with experts instead of one MLP.
+    linear: of the layers with linear attention; None if all have attention.
     width: of hidden states. heads, key_heads, head_dim: of attention.
     mlp: inner width of a dense MLP. expert_mlp: inner width of one expert.
     shared_mlp: inner width of the expert that all tokens use; 0 if there is none.
     experts: number of experts in a layer. experts_per_token: number that a token uses.
     normalizes_queries: whether the queries and keys of each head are normalized.
+    gates_attention: whether attention has an output gate.
+    scales_in_float32: whether norms multiply by their weight before they round.
     """
 
     layers: int
     moe_layers: int
+    linear: LinearDimensions | None
     width: int
     heads: int
     key_heads: int
@@ -95,17 +147,37 @@ class TextDimensions:
     experts_per_token: int
     vocabulary: int
     normalizes_queries: bool
+    gates_attention: bool
+    scales_in_float32: bool
+
+    @property
+    def attention_layers(self) -> int:
+        """The layers without linear attention."""
+        return self.layers - (0 if self.linear is None else self.linear.layers)
 
     @property
     def attention_weights(self) -> int:
         """The weights of a layer's attention, in its four matrices."""
-        return self.width * self.head_dim * 2 * (self.heads + self.key_heads)
+        return self.width * self.head_dim * ((3 if self.gates_attention else 2) * self.heads + 2 * self.key_heads)
+
+    @property
+    def linear_weights(self) -> int:
+        """The weights of a layer's linear attention, in its matrices; 0 if no layer has it."""
+        return 0 if self.linear is None else self.linear.weights(self.width)
+
+    @property
+    def mixing_weights(self) -> int:
+        """The weights of attention and of linear attention, in the matrices of all layers."""
+        linear = 0 if self.linear is None else self.linear.layers * self.linear_weights
+        return self.attention_layers * self.attention_weights + linear
 
     @property
     def largest_matrix(self) -> int:
         """The weights of the largest matrix, or stack of experts, of a layer."""
         experts = 2 * self.experts * self.expert_mlp if self.moe_layers else 0
-        return self.width * max(self.heads * self.head_dim, self.mlp, experts)
+        queries = (2 if self.gates_attention else 1) * self.heads * self.head_dim
+        linear = 0 if self.linear is None else self.linear.channels
+        return self.width * max(queries, linear, self.mlp, experts)
 
     @property
     def active_weights(self) -> int:
@@ -114,7 +186,7 @@ class TextDimensions:
         if self.shared_mlp:  # has a gate as well
             moe += 3 * self.width * self.shared_mlp + self.width
         dense = 3 * self.width * self.mlp
-        return self.layers * self.attention_weights + self.moe_layers * moe + (self.layers - self.moe_layers) * dense
+        return self.mixing_weights + self.moe_layers * moe + (self.layers - self.moe_layers) * dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +250,7 @@ def text_dimensions(text: Any) -> TextDimensions:
     return TextDimensions(
         layers=layers,
         moe_layers=moe_layers,
+        linear=_linear_dimensions(text),
         width=text.hidden_size,
         heads=text.num_attention_heads,
         key_heads=text.num_key_value_heads,
@@ -189,6 +262,22 @@ def text_dimensions(text: Any) -> TextDimensions:
         experts_per_token=text.num_experts_per_tok if experts else 0,
         vocabulary=text.vocab_size,
         normalizes_queries=text.model_type in _NORMALIZES_QUERIES,
+        gates_attention=text.model_type in _HYBRID,
+        scales_in_float32=text.model_type in _HYBRID,
+    )
+
+
+def _linear_dimensions(text: Any) -> LinearDimensions | None:
+    layers = sum(kind == "linear_attention" for kind in _layer_types(text))
+    if not layers:
+        return None
+    return LinearDimensions(
+        layers=layers,
+        key_heads=text.linear_num_key_heads,
+        heads=text.linear_num_value_heads,
+        key_dim=text.linear_key_head_dim,
+        value_dim=text.linear_value_head_dim,
+        kernel=text.linear_conv_kernel_dim,
     )
 
 
@@ -325,8 +414,11 @@ def model_size(policy: Policy, lora: LoraConfig | None) -> ModelSize:
 
 def _attention_layers(text: Any) -> int:
     """Return the number of layers with keys and values; linear attention has none."""
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    return sum(kind != "linear_attention" for kind in kinds)
+    return sum(kind != "linear_attention" for kind in _layer_types(text))
+
+
+def _layer_types(text: Any) -> list[str]:
+    return list(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
 
 
 def _unit_size(parameters: Iterable[nn.Parameter], adapters: Mapping[nn.Parameter, int] | None) -> UnitSize:
@@ -437,7 +529,8 @@ class GroupLengths:
 class Flops:
     """The floating-point operations of a forward, by part of the model.
 
-    linear: the linear layers of the decoder. attention: its attention. head: the logits.
+    linear: the linear layers of the decoder. attention: its attention, and its linear attention
+    without linear layers. head: the logits.
     vision: the vision tower without its first layer. patch_embedding: that first layer.
     """
 
@@ -466,7 +559,9 @@ def forward_flops(hf_config: Any, groups: Sequence[GroupLengths], *, outputs: in
         return None
     text, vision = dimensions.text, dimensions.vision
     tokens = pairs = logits = blocks = patch_embedding = 0
-    windows = sliding_windows(hf_config.get_text_config())
+    text_config = hf_config.get_text_config()
+    kinds = zip(sliding_windows(text_config), _layer_types(text_config), strict=True)
+    windows = [window for window, kind in kinds if kind != "linear_attention"]
     for group in groups:
         prompt, lengths = group.prompt, group.completions
         spans = [(0, prompt), *((prompt, prompt + length) for length in lengths)]
@@ -480,7 +575,7 @@ def forward_flops(hf_config: Any, groups: Sequence[GroupLengths], *, outputs: in
             patch_embedding += of_patch_embedding
     return Flops(
         linear=2 * tokens * text.active_weights,
-        attention=4 * pairs * text.heads * text.head_dim,
+        attention=4 * pairs * text.heads * text.head_dim + tokens * _recurrence_flops(text.linear),
         head=2 * logits * text.width * (text.vocabulary if outputs is None else outputs),
         vision=blocks,
         patch_embedding=patch_embedding,
@@ -521,6 +616,14 @@ def peak_tflops(device_name: str) -> float | None:
 def _grids(part: Prompt | Completion | TrainSequence) -> tuple[tuple[int, int, int], ...]:
     pixels = pixels_of(part)
     return () if pixels is None else tuple((time, rows, columns) for time, rows, columns in pixels.grid_thw.tolist())
+
+
+def _recurrence_flops(linear: LinearDimensions | None) -> int:
+    """Return the operations of all linear attention for a token, beside its matrices.
+
+    A state is multiplied by the key, gets an outer product added, and is multiplied by the query.
+    """
+    return 0 if linear is None else linear.layers * (2 * linear.kernel * linear.channels + 6 * linear.state)
 
 
 def _attended_pairs(start: int, end: int, window: int | None) -> int:
