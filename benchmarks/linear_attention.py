@@ -49,10 +49,10 @@ def make_model() -> Any:
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
         "head_dim": 64,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
         "max_position_embeddings": 4096,
         "rope_parameters": {
             "rope_type": "default",
@@ -102,22 +102,6 @@ def linear_dimensions(policy: Policy) -> LinearDimensions:
     return dimensions.text.linear
 
 
-def saved_state_bytes(policy: Policy, row: PackedGroups) -> int:
-    """Return the bytes of the states that autograd keeps in a forward over a row."""
-    linear = linear_dimensions(policy)
-    shape = (linear.heads, linear.key_dim, linear.value_dim)
-    found: dict[int, Tensor] = {}  # held, so that no other tensor gets the address
-
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.shape[-3:] == shape:
-            found[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        policy(row)
-    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
-
-
 def compare(model: Any, repeats: int) -> dict[str, float]:
     """Return seconds of both, their ratio, their differences, and the bytes of states."""
     family = family_of(model.config)
@@ -143,7 +127,6 @@ def compare(model: Any, repeats: int) -> dict[str, float]:
         "logprob": float((shared_logprobs - logprobs).abs().max()),
         "gradient": max(float((a - b).norm() / b.norm()) for a, b in zip(shared_gradients, gradients, strict=True)),
         "states": 4 * linear.layers * linear.state * (1 + SHORT.n),
-        "saved": saved_state_bytes(policy, row),
     }
 
 
@@ -156,7 +139,6 @@ def measure(*, repeats: int) -> tuple[list[Figure], str]:
     figures = [
         Figure(8, what, row["ratio"], "x", at_least=LEAST_RATIO, note=note),
         Figure(8, "states that a group passes on, float32", row["states"] / 2**20, " MiB"),
-        Figure(8, "states that autograd keeps, float32", row["saved"] / 2**20, " MiB", note="one for each 64 tokens"),
     ]
     cells = (f"{row['repeated']:.2f}", f"{row['shared']:.2f}", f"{row['ratio']:.2f}")
     header = ("repeated, s", "shared, s", "ratio")
