@@ -178,6 +178,23 @@ class Turn:
     image_sizes: ImageSizes = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedExperts:
+    """The experts that a rollout engine has used for a completion, in each decoder layer.
+
+    prompt: [P, layers, k] int16, of the tokens of its prompt. None if it has no record of them: the
+    first completion of a group has it for all.
+    completion: [R, layers, k] int16. The engine never reads the last token, which has NO_RECORD.
+    """
+
+    prompt: Tensor | None
+    completion: Tensor
+
+
+NO_RECORD = -1
+"""In place of an expert, for all of a token: the engine has not recorded those that it used."""
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One completion, as sampled by the rollout engine: one turn, or the turns of an episode.
@@ -203,6 +220,7 @@ class Completion:
     policy_versions: (policy version, number of tokens) of consecutive sampled tokens, S tokens in
     all, if they were sampled under several versions; () if all are of policy_version. See
     version_runs.
+    routed_experts: None without worker.actor.router_replay.
 
     An unfinished completion has the turns so far, the last of which may not have ended, without an
     observation after it. It may have no tokens.
@@ -218,6 +236,7 @@ class Completion:
     vision: Vision | EncodedMedia | None = None
     error: str = ""
     policy_versions: tuple[tuple[int, int], ...] = ()
+    routed_experts: RoutedExperts | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.turns:
@@ -306,6 +325,7 @@ class TrainSequence:
     ref_logprobs: by the reference policy. None if no term of the loss needs them.
     values: by the critic before the update, of the state before each token. returns: what it learns
     them to be. None without a critic.
+    routed_experts: as in Completion.
     """
 
     token_ids: tuple[int, ...]
@@ -318,6 +338,7 @@ class TrainSequence:
     vision: Vision | EncodedMedia | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
+    routed_experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         if not self.sampled:
@@ -396,12 +417,15 @@ class PackedGroups:
     visions: the images or videos of each prompt, and the images of each completion, that has any,
     in row order. They are concatenated when the row is computed, so that memory holds a second copy
     of one row's pixels at a time.
+    routed_experts: [T, layers, k] int16, the experts that the rollout engine has used for each
+    token; NO_RECORD for tokens without a record. None if no token has one.
     """
 
     token_ids: Tensor
     position_ids: Tensor
     spans: tuple[GroupSpan, ...]
     visions: tuple[Vision, ...] = ()
+    routed_experts: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -162,7 +162,8 @@ def liger_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # Number of norms and gated MLPs. Qwen2.5-VL: two decoder layers, three vision blocks and the
 # merger.
 # Qwen3: norms of queries and keys too. Gemma 3: six norms in each layer. Qwen3.5: norms of queries
-# and keys in one of its two layers; the norm with a gate in the other one is not replaced.
+# and keys in one of its two layers; the norm with a gate in the other one is not replaced. So in
+# Qwen3-Next, with a dense MLP and two shared experts in three layers.
 @pytest.mark.parametrize(
     ("model_type", "norms", "mlps", "casting"),
     [
@@ -171,6 +172,7 @@ def liger_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("qwen3_moe", 2 * 4 + 1, 1, "llama"),
         ("gemma3_text", 2 * 6 + 1, 0, "gemma"),
         ("qwen3_5", 2 + 4 + 1, 2, "gemma"),
+        ("qwen3_next", 2 + 6 + 1, 1 + 2, "gemma"),
     ],
 )
 def test_fused_functions_compute_the_same(
@@ -182,7 +184,7 @@ def test_fused_functions_compute_the_same(
     fused.use_liger_kernel()
     assert list(fused.state_dict()) == list(plain.state_dict())
     for policy in (plain, fused):
-        if model_type != "qwen3_moe":
+        if model_type not in ("qwen3_moe", "qwen3_next"):
             with_adapters(policy)
     check_same(scores_and_gradients(fused, rows[:1]), scores_and_gradients(plain, rows[:1]))
     assert (liger_calls.count(casting), liger_calls.count("swiglu")) == (norms, mlps)

@@ -48,18 +48,25 @@ def make_vllm_engine(
 
 
 def make_transformers_engine(
-    folder: Path | str, processors: Processors, *, max_model_len: int = 256, episodes: EpisodeSettings | None = None
+    folder: Path | str,
+    processors: Processors,
+    *,
+    max_model_len: int = 256,
+    dtype: torch.dtype = torch.float32,
+    records_experts: bool = False,
+    episodes: EpisodeSettings | None = None,
 ) -> TransformersEngine:
-    """Load an engine of transformers in float32 on the CPU."""
+    """Load an engine of transformers on the CPU."""
     return TransformersEngine(
         model_path=str(folder),
         processors=processors,
         device="cpu",
-        dtype=torch.float32,
+        dtype=dtype,
         max_model_len=max_model_len,
         trust_remote_code=False,
         override_config={},
         skip_special_tokens=True,
+        records_experts=records_experts,
         episodes=episodes,
     )
 

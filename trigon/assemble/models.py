@@ -134,12 +134,17 @@ def check_policy(config: Config, hf_config: Any) -> None:
     if it is none.
     """
     check_sequence_parallel(config, hf_config)
-    coefficient = config.worker.actor.router_aux_loss_coef
-    if coefficient and family_of(hf_config).experts == "none":
-        raise ConfigError(
-            f"worker.actor.router_aux_loss_coef is {coefficient}, but a {hf_config.model_type} model has no experts; "
-            "set it to 0, or use an MoE model"
-        )
+    actor = config.worker.actor
+    values = (
+        ("router_aux_loss_coef", actor.router_aux_loss_coef, 0.0),
+        ("router_replay", actor.router_replay, "disabled"),
+    )
+    for name, value, off in values:
+        if value != off and family_of(hf_config).experts == "none":
+            raise ConfigError(
+                f"worker.actor.{name} is {value}, but a {hf_config.model_type} model has no experts; set it to {off}, "
+                "or use an MoE model"
+            )
     size = config.worker.rollout.tensor_parallel_size
     if size > 1:
         require_tensor_parallel(hf_config, size, num_workers=config.num_samplers)
@@ -192,6 +197,8 @@ def open_trainer(
         ),
         place,
     )
+    if actor.router_replay == "R3":
+        policy.replay_routing()
     return LocalTrainEngine(
         policy,
         config,

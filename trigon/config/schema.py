@@ -592,6 +592,11 @@ class ActorConfig(TrainedConfig):
     spreads the tokens more evenly over the experts, against the policy loss. Above 0 an update
     makes one more pass, without gradient."""
 
+    router_replay: Literal["disabled", "R3"] = "disabled"
+    """R3: in an MoE model each token uses the experts that the rollout engine has used for it, so
+    that trainer and engine do not differ where two experts have nearly the same score. Their
+    weights are computed, with gradient; see docs/model-families.md."""
+
     model: ModelConfig = Field(default_factory=ModelConfig)
 
     @property

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from trigon.models.positions import completion_positions
 from trigon.types import (
+    NO_RECORD,
     Completion,
     GroupSpan,
     MicroBatch,
@@ -271,12 +272,14 @@ def _build_row(
     spans: list[GroupSpan] = []
     owners: list[tuple[int, int]] = []
     visions: list[Vision | None] = []
+    experts: list[tuple[int, Tensor | None]] = []  # of consecutive tokens: how many, and their record
     for part in parts:
         start = len(token_ids)
         token_ids += prompts[part.group].token_ids
         position_ids.append(prompt_positions[part.group])
         visions.append(prompts[part.group].pixels())
         prompt_span = (start, len(token_ids))
+        experts.append((len(token_ids) - start, _experts_of_prompt(completions[part.group])))
         completion_spans, sampled = [], []
         for index in part.completions:
             completion = completions[part.group][index]
@@ -287,6 +290,8 @@ def _build_row(
             own = None if completion.vision is None else positions(completion)
             position_ids.append(completion_positions(prompt_positions[part.group], length, own))
             visions.append(pixels_of(completion))
+            used = completion.routed_experts
+            experts.append((length, None if used is None else used.completion))
             owners.append((part.group, index))
         spans.append(GroupSpan(prompt_span, tuple(completion_spans), tuple(sampled), part.completions[0] > 0))
     return PackedRow(
@@ -295,8 +300,25 @@ def _build_row(
             position_ids=torch.cat(position_ids, 1),
             spans=tuple(spans),
             visions=tuple(vision for vision in visions if vision is not None),
+            routed_experts=_experts_of_row(experts),
         ),
         owners=tuple(owners),
+    )
+
+
+def _experts_of_prompt(completions: Sequence[_Sampled]) -> Tensor | None:
+    """Return the record of the experts used for the prompt of a group; None if there is none."""
+    used = (completion.routed_experts for completion in completions)
+    return next((each.prompt for each in used if each is not None and each.prompt is not None), None)
+
+
+def _experts_of_row(parts: Sequence[tuple[int, Tensor | None]]) -> Tensor | None:
+    """Return the experts of all tokens of a row, given those of consecutive ones."""
+    shape = next((used.shape[1:] for _, used in parts if used is not None), None)
+    if shape is None:
+        return None
+    return torch.cat(
+        [torch.full((length, *shape), NO_RECORD, dtype=torch.int16) if used is None else used for length, used in parts]
     )
 
 

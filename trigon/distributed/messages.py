@@ -124,8 +124,8 @@ def without_observed_images(until: Until) -> Until:
 def for_scoring(groups: Iterable[RolloutGroup]) -> list[RolloutGroup]:
     """Return groups with what log-probabilities and values depend on.
 
-    These are the tokens, which of them were sampled, and media. Baselines are left out, since
-    nothing is learned from them.
+    These are the tokens, which of them were sampled, media, and the experts used. Baselines are
+    left out, since nothing is learned from them.
     """
     return [
         RolloutGroup(
@@ -156,7 +156,16 @@ def _bare_prompt(prompt: Prompt) -> Prompt:
 
 def _bare_completion(completion: Completion) -> Completion:
     turns = tuple(Turn(start, end, "") for start, end in completion.sampled)
-    return Completion(completion.token_ids, (), "stop", "", 0, turns=turns, vision=completion.vision)
+    return Completion(
+        completion.token_ids,
+        (),
+        "stop",
+        "",
+        0,
+        turns=turns,
+        vision=completion.vision,
+        routed_experts=completion.routed_experts,
+    )
 
 
 class _Packer(pickle.Pickler):

@@ -8,11 +8,13 @@ on losses or engines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from trigon.errors import ModelError
 from trigon.metrics import Max, Metric, Sum
@@ -43,7 +45,7 @@ from trigon.models.sequence_parallel import (
 from trigon.models.sizes import GroupLengths, peak_tflops, update_flops
 from trigon.models.transfer import to_device
 from trigon.models.vision_encoder import VisionEncoder, add_deepstack
-from trigon.types import NamedTensors, PackedGroups, TokenLogprobs, TrainGroup
+from trigon.types import NO_RECORD, NamedTensors, PackedGroups, TokenLogprobs, TrainGroup
 
 
 class Policy(nn.Module):
@@ -88,6 +90,7 @@ class Policy(nn.Module):
             family.language_model(model)._deepstack_process = add_deepstack
         self._vision = VisionEncoder(model, family)
         self._row_ranks: RowRanks | None = None
+        self._replays_routing = False
         self._offload: ActivationOffload | None = None
 
     def forward(
@@ -242,14 +245,20 @@ class Policy(nn.Module):
         self, packed: PackedGroups, row: RowSlice, load: RouterLoad | None, device: torch.device
     ) -> RowRouting | None:
         """Return what the pass asks of the routers; None if nothing."""
-        if load is None:
+        end = row.start + len(row.token_ids)  # with padding
+        recorded = None
+        if self._replays_routing and packed.routed_experts is not None:
+            padding = (0, 0, 0, 0, 0, max(0, end - len(packed.token_ids)))
+            padded = functional.pad(packed.routed_experts, padding, value=NO_RECORD)
+            recorded = to_device(padded[row.start : end], device).long()
+        if load is None and recorded is None:
             return None
-        counted = torch.zeros(row.start + len(row.token_ids))
+        counted = torch.zeros(end)
         counted[: len(packed.token_ids)] = 1.0
         for span in packed.spans:
             if span.repeats_prompt:
                 counted[slice(*span.prompt)] = 0.0
-        return RowRouting(recorded=None, counted=to_device(counted[row.start :], device), load=load)
+        return RowRouting(recorded=recorded, counted=to_device(counted[row.start :], device), load=load)
 
     _use_head = staticmethod(use_logprob_head)
 
@@ -381,6 +390,22 @@ class Policy(nn.Module):
     def row_ranks(self) -> RowRanks | None:
         """The ranks that compute every row together; None if each computes its own."""
         return self._row_ranks
+
+    def replay_routing(self) -> None:
+        """Let each token use the experts that the rollout engine has recorded for it.
+
+        See PackedGroups.routed_experts. Their weights remain those of the routers.
+        """
+        self._replays_routing = True
+
+    @contextmanager
+    def own_routing(self) -> Iterator[None]:
+        """Let the routers choose the experts of all tokens within this context."""
+        replays, self._replays_routing = self._replays_routing, False
+        try:
+            yield
+        finally:
+            self._replays_routing = replays
 
     def clear_features(self) -> None:
         """Clear the feature cache, after the weights of the vision tower have changed."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,9 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trigon.models.families import ModelFamily
-
-NO_RECORD = -1
-"""In place of an expert: the router itself chooses those of this token."""
+from trigon.types import NO_RECORD
 
 
 @dataclass(slots=True, eq=False)
@@ -45,8 +43,9 @@ class RowRouting:
     """What a pass over a row asks of the routers. On the device of the row.
 
     recorded: [T, layers, k] int64, the experts of each token in each decoder layer, NO_RECORD where
-    the router chooses; None: it chooses all. counted: [T] float32, 1 for the tokens that count for
-    the load, 0 for others. load: collects it; None: nothing does.
+    the router chooses; None: it chooses for all tokens.
+    counted: [T] float32, 1 for the tokens that count for the load, 0 for others.
+    load: collects it; None: nothing does.
     """
 
     recorded: Tensor | None
@@ -73,6 +72,31 @@ def routers_of(model: Any, family: ModelFamily) -> dict[int, Any]:
         return {}
     layers = family.language_model(model).layers
     return {number: layer.mlp.gate for number, layer in enumerate(layers) if hasattr(layer.mlp, "gate")}
+
+
+class ExpertRecorder:
+    """Records the experts that the routers of a model choose in each forward."""
+
+    def __init__(self, model: Any, family: ModelFamily) -> None:
+        """Watch the routers of a model, which must have some."""
+        self._num_layers = len(family.language_model(model).layers)
+        self._experts: dict[int, Tensor] = {}  # by the number of the layer
+        for number, router in routers_of(model, family).items():
+            router.register_forward_hook(partial(self._note, number))
+
+    def take(self) -> Tensor:
+        """Return the experts that the last forward used: [tokens, layers, k] int16 on the CPU.
+
+        Those of dense layers are 0.
+        """
+        chosen = next(iter(self._experts.values()))
+        experts = torch.zeros(len(chosen), self._num_layers, chosen.shape[1], dtype=torch.int16)
+        for number, of_layer in self._experts.items():
+            experts[:, number] = of_layer.to("cpu", torch.int16)
+        return experts
+
+    def _note(self, number: int, router: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._experts[number] = outputs[2]
 
 
 def _hand_over(layer: Any, _: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:

@@ -8,11 +8,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+from torch import Tensor
+from torch.nn import functional
+
 from trigon.data.turns import TurnTokens
 from trigon.rollout.episode_settings import Outcome
 from trigon.rollout.seeds import turn_seed
 from trigon.rollout.turns import BegunTurn, SampledTurn, TurnRequest
-from trigon.types import Completion, EncodedMedia, FinishReason, ImageSizes, Prompt, Turn, Vision
+from trigon.types import (
+    NO_RECORD,
+    Completion,
+    EncodedMedia,
+    FinishReason,
+    ImageSizes,
+    Prompt,
+    RoutedExperts,
+    Turn,
+    Vision,
+)
 
 _NO_TOKENS = BegunTurn((), ())
 
@@ -37,6 +51,8 @@ class Episode:
     observation: the text of the tokens after the last turn; num_images, image_sizes: of its images.
     begun: the tokens so far of the next turn, which an earlier call has begun.
     versions: of all sampled tokens, those of begun included.
+    experts: SampledTurn.routed_experts of the turns, of consecutive tokens. Those of the first
+    sample begin with the prompt, others after it.
     asked: the time at which the environment was asked, by time.perf_counter(); None if that was
     before the call.
     is_waiting: whether the environment has been asked, and its answer has not been applied; only
@@ -60,6 +76,7 @@ class Episode:
     image_sizes: ImageSizes = ()
     begun: BegunTurn = _NO_TOKENS
     versions: VersionRuns = ()
+    experts: list[Tensor] = field(default_factory=list)
     asked: float | None = None
     is_waiting: bool = False
     outcome: Outcome | None = None
@@ -140,6 +157,7 @@ class Episode:
             stop=stop,
             begun=self.begun.token_ids,
             greedy=self.greedy,
+            num_recorded=self._first_recorded + sum(map(len, self.experts)),
         )
 
     def stop_turn(self, sampled: BegunTurn, *, policy_version: int) -> None:
@@ -159,6 +177,10 @@ class Episode:
         self.token_ids += turn.token_ids
         self.logprobs += turn.logprobs
         self.versions = _first(self.versions, len(self.logprobs))
+        if turn.routed_experts is not None:
+            known = self._first_recorded + sum(map(len, self.experts))
+            # Without those of tokens that were left out.
+            self.experts.append(turn.routed_experts[: len(self.prompt.token_ids) + len(self.token_ids) - known])
         self.turns.append(self._turn(start, len(self.token_ids), text=turn.text))
         self.observation, self.num_images, self.image_sizes = "", 0, ()
 
@@ -182,7 +204,22 @@ class Episode:
             vision=_join(self.media),
             error=error,
             policy_versions=self.versions if len(self.versions) > 1 else (),
+            routed_experts=self._routed_experts(),
         )
+
+    @property
+    def _first_recorded(self) -> int:
+        """The first token whose experts are recorded. One record of the prompt is enough."""
+        return 0 if self.sample == 0 else len(self.prompt.token_ids)
+
+    def _routed_experts(self) -> RoutedExperts | None:
+        if not self.experts:
+            return None
+        of_prompt = len(self.prompt.token_ids) - self._first_recorded
+        known = torch.cat(self.experts)
+        missing = of_prompt + len(self.token_ids) - len(known)
+        experts = functional.pad(known, (0, 0, 0, 0, 0, missing), value=NO_RECORD)
+        return RoutedExperts(experts[:of_prompt] if self.sample == 0 else None, experts[of_prompt:])
 
     def _turn(self, start: int, end: int, *, text: str) -> Turn:
         """Return a turn after the last observation."""

@@ -474,7 +474,8 @@ class _Run:
         kept = lengths[bisect_left(lengths, True, key=lambda length: decode(turn.token_ids[:length]).startswith(call))]
         self._num_dropped += len(turn.token_ids) - kept
         token_ids = turn.token_ids[:kept]
-        cut = SampledTurn(token_ids, turn.logprobs[:kept], self._rules.to_text(token_ids), "stop")
+        text = self._rules.to_text(token_ids)
+        cut = replace(turn, token_ids=token_ids, logprobs=turn.logprobs[:kept], text=text, finish_reason="stop")
         return cut, self._action(token_ids)
 
     def _wait_for(self, episode: Episode) -> None:

@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any
 
+import torch
+
 from trigon.data.stream import PromptStream
 from trigon.errors import BadRow
 from trigon.metrics import EffectiveShare, Max, Mean, Metric, Metrics, Min, Sum
 from trigon.rollout.protocol import Work
-from trigon.types import Completion, EncodedMedia, Rollout, RolloutGroup, Score, Turn, Vision
+from trigon.types import Completion, EncodedMedia, Rollout, RolloutGroup, RoutedExperts, Score, Turn, Vision
 
 _KINDS: Mapping[str, type[Metric]] = {kind.__name__: kind for kind in (Mean, Sum, Max, Min, EffectiveShare)}
 
@@ -154,6 +156,7 @@ def completion_state(completion: Completion) -> dict[str, Any]:
         "policy_version": completion.policy_version,
         "replica": completion.replica,
         **({"policy_versions": list(completion.policy_versions)} if completion.policy_versions else {}),
+        **({} if completion.routed_experts is None else {"routed_experts": _experts_state(completion.routed_experts)}),
         **_episode_state(completion),
     }
 
@@ -171,7 +174,28 @@ def load_completion(state: Mapping[str, Any]) -> Completion:
         vision=_load_observed(state.get("images", ())),
         error=state.get("episode_error", ""),
         policy_versions=tuple((version, count) for version, count in state.get("policy_versions", ())),
+        routed_experts=_load_experts(state["routed_experts"]) if "routed_experts" in state else None,
     )
+
+
+def _experts_state(experts: RoutedExperts) -> dict[str, Any]:
+    parts = {"prompt": experts.prompt, "completion": experts.completion}
+    return {
+        name: {
+            "shape": list(part.shape),
+            "int16": base64.b64encode(part.contiguous().numpy().tobytes()).decode("ascii"),
+        }
+        for name, part in parts.items()
+        if part is not None
+    }
+
+
+def _load_experts(state: Mapping[str, Any]) -> RoutedExperts:
+    parts = {
+        name: torch.frombuffer(bytearray(base64.b64decode(part["int16"])), dtype=torch.int16).view(part["shape"])
+        for name, part in state.items()
+    }
+    return RoutedExperts(parts.get("prompt"), parts["completion"])
 
 
 def _episode_state(completion: Completion) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from trigon.metrics import Metrics
 from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
 from trigon.models.positions import completion_positions, positions_of, prompt_positions
+from trigon.models.routing import ExpertRecorder
 from trigon.models.tiles import to_tiles
 from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.episodes import Episodes
@@ -44,6 +45,7 @@ class TransformersEngine:
         trust_remote_code: bool,
         override_config: Mapping[str, Any],
         skip_special_tokens: bool,
+        records_experts: bool = False,
         episodes: EpisodeSettings | None = None,
         tracer: DecodeTracer | None = None,
     ) -> None:
@@ -53,6 +55,7 @@ class TransformersEngine:
             device: where completions are sampled.
             max_model_len: most tokens of a prompt and its completion together.
             skip_special_tokens: leave special tokens out of Completion.text.
+            records_experts: record Completion.routed_experts, of an MoE model.
             episodes: None: completions of one turn. Each later turn computes all tokens before it.
             tracer: of decode steps; None: no traces.
         """
@@ -75,6 +78,7 @@ class TransformersEngine:
         # Trigon's own attention is for packed rows; sampling needs causal attention with a KV
         # cache.
         processors.family.language_model(self._model).set_attn_implementation("sdpa")
+        self._recorder = ExpertRecorder(self._model, processors.family) if records_experts else None
         self._version: int | None = None
         self._awake = False
 
@@ -181,6 +185,7 @@ class TransformersEngine:
 
         cache = DynamicCache(config=self._model.config.get_text_config())
         logits = self._forward(ids[None], positions, cache, first.visions)[:, -1].expand(len(batch.requests), -1)
+        batch.experts_before = None if self._recorder is None else self._recorder.take()
         cache.reorder_cache(torch.zeros(len(batch.requests), dtype=torch.int64, device=self._device))  # copies of row 0
         for index in range(first.max_tokens):
             token, logprob = draw(logits, draws[:, index], sampling, banned_token_ids=self._processors.banned_token_ids)
@@ -194,6 +199,8 @@ class TransformersEngine:
             if not batch.running:
                 return
             logits = self._forward(token[:, None], completion_position_ids[:, index : index + 1], cache, ())[:, -1]
+            if self._recorder is not None:
+                batch.experts.append(self._recorder.take())
 
     def _find_stopped(self, tokens: Sequence[Tensor], stop: Sequence[str]) -> list[int]:
         """Return the rows whose last tokens have one of the texts. tokens: each [B]."""
@@ -255,19 +262,23 @@ class TransformersEngine:
         begun, decode = batch.so_far(row), self._processors.tokenizer.decode
         token_ids = batch.requests[row].begun + begun.token_ids
         text = decode(token_ids, skip_special_tokens=self._skip_special_tokens)
-        return SampledTurn(begun.token_ids, begun.logprobs, text, finish_reason)
+        return SampledTurn(begun.token_ids, begun.logprobs, text, finish_reason, batch.experts_of(row))
 
 
 class _Batch:
     """Turns of the same context, all of them greedy or none, that are sampled together.
 
     tokens, logprobs: sampled so far, each [B]. running: rows that have not ended.
+    experts_before: [T, layers, k], those of the context; None if they are not recorded. experts: of
+    all sampled tokens but the last, each [B, layers, k].
     """
 
     def __init__(self, requests: Sequence[TurnRequest]) -> None:
         self.requests = requests
         self.tokens: list[Tensor] = []
         self.logprobs: list[Tensor] = []
+        self.experts_before: Tensor | None = None
+        self.experts: list[Tensor] = []
         self.running = set(range(len(requests)))
 
     def so_far(self, row: int) -> BegunTurn:
@@ -276,6 +287,13 @@ class _Batch:
             return BegunTurn((), ())
         token_ids, logprobs = (torch.stack(each)[:, row].tolist() for each in (self.tokens, self.logprobs))
         return BegunTurn(tuple(token_ids), tuple(logprobs))
+
+    def experts_of(self, row: int) -> Tensor | None:
+        """Return SampledTurn.routed_experts of a row that has ended with the last token."""
+        if self.experts_before is None:
+            return None
+        before = self.experts_before[self.requests[row].num_recorded :]
+        return torch.cat([before, *(each[row : row + 1] for each in self.experts)])
 
 
 class _TransformersTurns:

@@ -6,8 +6,10 @@ a completion has is decided in episodes.py, which uses every engine through Turn
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+from torch import Tensor
 
 from trigon.types import Prompt, SamplingParams, Vision
 
@@ -26,6 +28,7 @@ class TurnRequest:
     begun: the tokens of the turn that an earlier call has sampled, which are the last of token_ids.
     SampledTurn.text begins with them; its other fields, and max_tokens, are without.
     greedy: sample the most probable tokens, as SamplingParams.as_greedy says.
+    num_recorded: of how many tokens, the first of token_ids, the experts are known or not needed.
     """
 
     name: str
@@ -37,6 +40,7 @@ class TurnRequest:
     stop: tuple[str, ...] = ()
     begun: tuple[int, ...] = ()
     greedy: bool = False
+    num_recorded: int = 0
 
     def sampling(self, of_call: SamplingParams) -> SamplingParams:
         """Return how the turn is sampled in a call of generate with these parameters."""
@@ -61,12 +65,16 @@ class SampledTurn:
     for each, as Completion.sampling_logprobs; 0.0 if the turn is greedy. text: the tokens decoded.
     finish_reason: stop: with an end-of-sequence token, or at one of TurnRequest.stop; length: cut
     at max_tokens.
+    routed_experts: [tokens, layers, k] int16, the experts used in each decoder layer, of all tokens
+    before the last sampled one without the first TurnRequest.num_recorded. None if the engine does
+    not record them.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     text: str
     finish_reason: Literal["stop", "length"]
+    routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ from trigon.training.step import (
     to_device,
 )
 from trigon.training.update_plan import AppliedUpdate, UpdatePlan, has_gradient, plan_update
-from trigon.types import LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup
+from trigon.types import NO_RECORD, LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup
 
 ModelName = Literal["actor", "critic"]
 """What a run has a trained model for: the prefix of its metrics, and its section in worker."""
@@ -328,6 +328,9 @@ class LocalTrainEngine:
             f"{self.name}/skipped_groups": Sum(float(num_groups - len(plan.with_gradient))),
             **self._count_work(plan.with_gradient),
         }
+        if self.name == "actor" and self._config.worker.actor.router_replay == "R3":
+            replayed = sum(_num_recorded(batch.packed.routed_experts) for batch in plan.batches)
+            metrics["actor/router_replay_fraction"] = Mean(float(replayed), packed_tokens)
         if not applied.is_finite:
             metrics[SKIPPED_GRAD_NORM] = Max(applied.grad_norm)
         cached, total = (0, 0) if self.features is None else self.features.pop_metrics()
@@ -542,6 +545,11 @@ class LocalTrainEngine:
             self._policy.to(self._device)
         if optimizer and self._offload_optimizer:
             move_states(self._trained.optimizer, self._device)
+
+
+def _num_recorded(experts: Tensor | None) -> int:
+    """Return how many tokens of a row have a record of their experts."""
+    return 0 if experts is None else int((experts[:, 0, 0] != NO_RECORD).sum())
 
 
 class RecordedOutputs:

@@ -139,7 +139,7 @@ class ReferenceWithoutAdapters:
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
-        with adapters_off(self.scorer.policy.model):
+        with self._as_reference():
             return self.engine.logprobs(groups)
 
     def awake(self) -> AbstractContextManager[None]:
@@ -148,5 +148,11 @@ class ReferenceWithoutAdapters:
 
     def predictions(self, packed: PackedGroups, *, run_dummy_vision: bool) -> Predictions:
         """See Policy.predictions."""
-        with adapters_off(self.scorer.policy.model):
+        with self._as_reference():
             return self.scorer.predictions(packed, run_dummy_vision=run_dummy_vision)
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        policy = self.scorer.policy
+        with adapters_off(policy.model), policy.own_routing():
+            yield

@@ -236,6 +236,7 @@ def build_train_groups(
                     vision=rollout.completion.vision,
                     values=None if estimates is None else estimates.values[g][i],
                     returns=None if estimates is None else estimates.returns[g][i],
+                    routed_experts=rollout.completion.routed_experts,
                 )
                 for i, rollout in enumerate(group.rollouts)
             ),

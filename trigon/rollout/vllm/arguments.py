@@ -74,6 +74,11 @@ class VllmSettings:
         return self.config.worker.reward.skip_special_tokens
 
     @property
+    def records_experts(self) -> bool:
+        """Whether completions have the experts that their tokens used."""
+        return self.config.worker.actor.router_replay == "R3"
+
+    @property
     def limit_images(self) -> int:
         """The most images of a sequence; 0 is any number.
 
@@ -115,6 +120,8 @@ def engine_arguments(
             f"vLLM does not run a {processors.family.model_type!r} model on a CPU: its attention there is causal, and "
             "the tokens of an image attend to each other in both directions. Set worker.rollout.name=transformers."
         )
+    if settings.records_experts:
+        _require_expert_records(settings, processors)
     arguments: dict[str, Any] = {
         "model": str(settings.model_folder),
         "tokenizer": str(processors.tokenizer.name_or_path),  # that of the run, which decodes stop strings
@@ -146,6 +153,8 @@ def engine_arguments(
         "use_tqdm_on_load": False,
         "seed": rollout.seed,
     }
+    if settings.records_experts:
+        arguments["enable_return_routed_experts"] = True
     compilation: dict[str, Any] = {}
     if not (arguments["enforce_eager"] or arguments["max_num_seqs"] <= LARGEST_DEFAULT_GRAPH):
         compilation["max_cudagraph_capture_size"] = -(-arguments["max_num_seqs"] // GRAPH_STRIDE) * GRAPH_STRIDE
@@ -167,6 +176,28 @@ def _require_cpu_linear_attention(settings: VllmSettings, processors: Processors
             "vLLM computes linear attention on a CPU in bfloat16 and with heads of 128 only; here the dtype is "
             f"worker.rollout.dtype={dtype} and the heads are of {sorted(widths)}. Set "
             "worker.rollout.dtype=bf16, or worker.rollout.name=transformers, which computes any."
+        )
+
+
+def _require_expert_records(settings: VllmSettings, processors: Processors) -> None:
+    """Raise EngineError where vLLM 0.32 does not return the experts that tokens used.
+
+    Its second model runner does, which needs Triton and so a GPU; and it keeps them with the blocks
+    of its prefix cache.
+    """
+    reasons = {
+        "on the CPU": settings.device == "cpu",
+        "with worker.rollout.model_runner=v1": settings.model_runner == "v1",
+        "of linear attention without worker.rollout.enable_chunked_prefill": not caches_prefixes(
+            settings, processors, has_episodes=True
+        ),
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason is not None:
+        raise EngineError(
+            f"worker.actor.router_replay=R3 needs the experts that the engine used, and vLLM does not return those "
+            f"{reason}. Change that, set worker.actor.router_replay=disabled, or set worker.rollout.name=transformers, "
+            "which is slow."
         )
 
 
@@ -203,7 +234,7 @@ def caches_prefixes(settings: VllmSettings, processors: Processors, *, has_episo
     that are split there. has_episodes: see engine_arguments.
     """
     rollout = settings.rollout
-    wanted = rollout.enable_prefix_caching or rollout.has_episodes or has_episodes
+    wanted = rollout.enable_prefix_caching or rollout.has_episodes or has_episodes or settings.records_experts
     return wanted and (not processors.family.linear_attention or splits_prompts(settings))
 
 

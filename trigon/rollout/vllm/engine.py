@@ -240,6 +240,7 @@ class VllmEngine:
             sampling,
             step=self._step,
             skip_special_tokens=self._settings.skip_special_tokens,
+            records_experts=self._settings.records_experts,
         )
         run = partial(
             self._episodes.run,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, assert_never
 
 import torch
+from torch import Tensor
 
 from trigon.errors import EngineError
 from trigon.models.load import Processors
@@ -171,11 +172,18 @@ def placeholder_ranges(
 
 
 def vllm_sampling_params(
-    sampling: SamplingParams, processors: Processors, *, max_tokens: int, seed: int, stop: Sequence[str] = ()
+    sampling: SamplingParams,
+    processors: Processors,
+    *,
+    max_tokens: int,
+    seed: int,
+    stop: Sequence[str] = (),
+    num_recorded: int | None = None,
 ) -> Any:
     """Return the vllm.SamplingParams of one request, which samples one turn.
 
-    stop: as in TurnRequest; vLLM decodes tokens only to find these.
+    stop: as in TurnRequest; vLLM decodes tokens only to find these. num_recorded: as there; None if
+    vLLM does not record experts.
     """
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
@@ -203,6 +211,7 @@ def vllm_sampling_params(
         spaces_between_special_tokens=False,
         skip_clone=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        **({} if num_recorded is None else {"routed_experts_prompt_start": num_recorded}),
     )
 
 
@@ -214,6 +223,7 @@ def to_turn(
     *,
     skip_special_tokens: bool,
     begun: tuple[int, ...] = (),
+    routed_experts: Tensor | None = None,
 ) -> SampledTurn:
     """Return a finished vllm.CompletionOutput as a SampledTurn.
 
@@ -232,7 +242,27 @@ def to_turn(
         logprobs=logprobs,
         text=processors.tokenizer.decode(begun + token_ids, skip_special_tokens=skip_special_tokens),
         finish_reason=_finish_reason(output.finish_reason, name),
+        routed_experts=routed_experts,
     )
+
+
+def recorded_experts(output: Any, name: str, *, num_tokens: int, num_experts: int) -> Tensor:
+    """Return the experts that a finished vllm.CompletionOutput has used: [tokens, layers, k] int16.
+
+    Args:
+        name: of the prompt, for errors. num_tokens: of how many they must be.
+        num_experts: of a layer.
+    Raises: EngineError if vLLM has not returned them.
+    """
+    experts = None if output.routed_experts is None else torch.from_numpy(output.routed_experts.astype("int16"))
+    if experts is None or experts.ndim != 3 or len(experts) != num_tokens or not bool((experts < num_experts).all()):
+        shape = "nothing" if experts is None else f"experts of shape {list(experts.shape)}"
+        raise EngineError(
+            f"{name}: worker.actor.router_replay needs the experts of {num_tokens} tokens, below {num_experts}, and "
+            f"vLLM returned {shape}. Set it to disabled, or check that the installed vLLM is a version that Trigon "
+            "supports (docs/dependencies.md)."
+        )
+    return experts
 
 
 def sampled_tokens(

@@ -6,9 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from trigon.models.load import Processors
 from trigon.rollout.turns import BegunTurn, SampledTurn, TurnRequest
-from trigon.rollout.vllm.inputs import engine_input, sampled_tokens, to_turn, vllm_sampling_params
+from trigon.rollout.vllm.inputs import (
+    engine_input,
+    recorded_experts,
+    sampled_tokens,
+    to_turn,
+    vllm_sampling_params,
+)
 from trigon.types import SamplingParams
 
 # Finish reasons of a request that vLLM gave up for an internal reason.
@@ -46,17 +54,20 @@ class VllmTurns:
         *,
         step: Callable[[], list[Any]],
         skip_special_tokens: bool,
+        records_experts: bool = False,
     ) -> None:
         """Begin without requests.
 
         step: returns the outputs of vLLM's next step; VllmEngine handles its errors.
         skip_special_tokens: leave special tokens out of SampledTurn.text.
+        records_experts: vLLM returns the experts that tokens used.
         """
         self._llm_engine = llm_engine
         self._processors = processors
         self._sampling = sampling
         self._step = step
         self._skip_special_tokens = skip_special_tokens
+        self._records_experts = records_experts
         self._pending: dict[str, _Attempt] = {}
         self._last: tuple[TurnRequest, Any] | None = None  # (a request, what vLLM got for its tokens)
         self.num_retried = 0
@@ -96,6 +107,7 @@ class VllmTurns:
                     self._processors,
                     skip_special_tokens=self._skip_special_tokens,
                     begun=attempt.turn.begun,
+                    routed_experts=self._experts(attempt.turn, output.outputs[0]) if self._records_experts else None,
                 )
                 ended.append((attempt.turn.name, turn))
             elif not self._submit_again(attempt):
@@ -132,6 +144,15 @@ class VllmTurns:
         """See TurnEngine."""
         self._llm_engine.abort_request(list(self._pending))
 
+    def _experts(self, turn: TurnRequest, output: Any) -> Tensor:
+        """Return SampledTurn.routed_experts of a finished vllm.CompletionOutput."""
+        return recorded_experts(
+            output,
+            turn.prompt.prompt_id,
+            num_tokens=len(turn.token_ids) + len(output.token_ids) - 1 - turn.num_recorded,
+            num_experts=self._processors.hf_config.get_text_config().num_experts,
+        )
+
     def _submit_again(self, attempt: _Attempt) -> bool:
         if attempt.number == MAX_ATTEMPTS:
             return False
@@ -151,6 +172,7 @@ class VllmTurns:
             max_tokens=turn.max_tokens,
             seed=turn.seed,
             stop=turn.stop,
+            num_recorded=turn.num_recorded if self._records_experts else None,
         )
         self._pending[attempt.name] = attempt
         self._llm_engine.add_request(attempt.name, self._last[1], params)
