@@ -20,13 +20,13 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
-from statistics import NormalDist, median
+from statistics import median
 from typing import Any
 
 from shared import machine, table
 
+from trigon.report.memory import fit_slope
 from trigon.system.processes import PROC, ProcessTree
 
 CONFIG = Path(__file__).parents[1] / "trigon" / "tools" / "quickstart" / "quickstart.yaml"
@@ -201,34 +201,6 @@ def _read(file: Path) -> str:
         return file.read_text(errors="replace")
     except OSError:  # the process has ended
         return ""
-
-
-@dataclass(frozen=True, slots=True)
-class Slope:
-    """A slope in units of y per unit of x, with the bounds of its confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-def fit_slope(xs: Sequence[float], ys: Sequence[float], *, confidence: float = 0.95) -> Slope:
-    """Return the median of the slopes of all pairs of points, and its interval.
-
-    Single outliers, up to 29 % of the points, do not move it. The interval is Sen's (1968, section
-    6), from the normal approximation of Kendall's statistic, without ties in x. It takes the
-    points as independent; successive memory measurements are not, so it is too narrow rather than
-    too wide.
-    Args: xs: distinct. Raises: ValueError with fewer than three points.
-    """
-    n = len(xs)
-    if n < 3:
-        raise ValueError(f"a slope needs at least three points, not {n}")
-    slopes = sorted((ys[j] - ys[i]) / (xs[j] - xs[i]) for i in range(n) for j in range(i + 1, n))
-    half_width = NormalDist().inv_cdf(0.5 + confidence / 2) * sqrt(n * (n - 1) * (2 * n + 5) / 18)
-    lower = max(0, int((len(slopes) - half_width) / 2))
-    upper = min(len(slopes) - 1, int((len(slopes) + half_width) / 2) + 1)
-    return Slope(median(slopes), slopes[lower], slopes[upper])
 
 
 def line_of(name: str, xs: Sequence[float], ys: Sequence[float], warm_up: int) -> tuple[str, ...]:

@@ -34,6 +34,26 @@ INTRODUCTION = """\
 | 2 | wrong usage: an unknown command or flag, a missing argument, a wrong configuration |
 | 130 | interrupted by Ctrl-C; `trigon train` has saved the current step after one Ctrl-C |
 | 143, 129 | `trigon train`: ended by SIGTERM or SIGHUP; what [could be saved in time](resuming.md#stopping) is |
+
+## Completion in the shell
+
+Commands, flags, files, options part by part (`data.`, then `data.max_pixels=`) and their values are
+completed with the tab key. The script asks `trigon` at each press of the key, which takes a quarter
+of a second, so it need not be written again after an update.
+
+```bash
+mkdir -p ~/.local/share/bash-completion/completions
+trigon completion bash > ~/.local/share/bash-completion/completions/trigon
+```
+
+This is read where the package bash-completion is installed; elsewhere add
+`source ~/.local/share/bash-completion/completions/trigon` to `~/.bashrc`. For zsh, with
+`fpath+=~/.zfunc` before `compinit` in `~/.zshrc`, and for fish:
+
+```bash
+mkdir -p ~/.zfunc && trigon completion zsh > ~/.zfunc/_trigon
+mkdir -p ~/.config/fish/completions && trigon completion fish > ~/.config/fish/completions/trigon.fish
+```
 """
 
 

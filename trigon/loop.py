@@ -161,6 +161,7 @@ def make_step(run: Run, step: int) -> tuple[Batch, Metrics]:
     run.checkpoints.store.check()
     note_saved(run)
     grace.begin_step(step)
+    run.watch.begin_step(saving=run.checkpoints.store.is_saving)
     with run.report.checking(grace.check_step):
         batch = buffer.next(step, run.trainer.weights(), version=run.updater.policy_version(step - 1))
     with recorded_rollouts(run, step, batch.groups) as record:

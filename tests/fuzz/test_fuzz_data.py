@@ -147,10 +147,10 @@ def test_any_image_file(content: bytes):
 
 
 PARTS = [
-    "{{ content }}", "{% for i in range(1000000) %}", "{% for x in content %}", "{% endfor %}", "{{ x * 9 }}",
+    "{{ content }}", "{% for i in range(1000000) %}", "{% for x in content %}", "{% endfor %}", "{{ x * 99999 }}",
     "{% set x = content * 1000 %}", "{% macro m() %}", "{{ m() }}", "{% endmacro %}", "{{ content.__class__.__mro__ }}",
     "{{ content|join('x' * 100) }}", "{{ lipsum(100) }}", "{{ cycler }}", "{% if content %}", "{% endif %}",
-    "{{ content|center(1000) }}", "{{ '%100d' % 1 }}", "{{ range(999999999)|list }}", "{{ 9 ** 9 }}", "{{",
+    "{{ content|center(100000000) }}", "{{ '%1000000000d' % 1 }}", "{{ range(999999999)|list }}", "{{ 9 ** 9 }}", "{{",
     "}}", "{% raw %}",
 ]  # fmt: skip
 

@@ -56,6 +56,16 @@ def test_tokens_rows_and_operations_are_those_that_the_run_counts(run, planned):
     assert total("prompt_length/mean") * 4 == pytest.approx(STEPS * planned.batches.prompt_tokens)
 
 
+def test_seconds_of_the_same_run_are_those_that_it_measured(run):
+    config = Config.model_validate(yaml.safe_load((run / "config.yaml").read_text()))
+    made, measured = plan(config, measured=run), read_metrics(run)[-1].metrics  # without the first step
+    assert made.seconds["gen"] == pytest.approx(measured["timing_s/gen"])
+    growth = made.batches.row_tokens / measured["actor/packed_tokens"]
+    assert made.seconds["update_actor"] == pytest.approx(growth * measured["timing_s/update_actor"])
+    validating = made.num_validations * made.validation_seconds  # the one at the end
+    assert made.run_seconds == pytest.approx(STEPS * made.step_seconds + validating)
+
+
 def test_the_checkpoint_has_the_size_of_the_plan(run, planned):
     actor = run / f"global_step_{STEPS}" / "actor"
     written = sum(

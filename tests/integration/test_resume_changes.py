@@ -261,22 +261,19 @@ def test_an_accepted_dataset_is_drawn_from_its_beginning(parts, saved, tmp_path,
 
 @pytest.mark.faults
 def test_a_function_given_in_python_is_compared_by_its_code(parts, tmp_path):
-    def seventh(response, ground_truth, judge, api_key):
-        return sum(map(ord, response)) % 7 / 7
+    def given(modulo: int) -> RunObjects:
+        def reward(response, ground_truth, judge, api_key):
+            return sum(map(ord, response)) % modulo / 7
 
-    def fifth(response, ground_truth, judge, api_key):
-        return sum(map(ord, response)) % 5 / 7
-
-    def given(reward) -> RunObjects:
         return RunObjects(reward=reward_source(reward, kwargs={"judge": "", "api_key": ""}))
 
-    train(parts, tmp_path / "run", objects=given(seventh))
-    train(parts, tmp_path / "run", objects=given(seventh))
+    train(parts, tmp_path / "run", objects=given(7))
+    train(parts, tmp_path / "run", objects=given(7))
     assert starts(tmp_path / "run")[-1]["accepted_changes"] == []
     with pytest.raises(
         CheckpointError, match=r"worker\.reward\.reward_function has other content than before \(code\)"
     ):
-        train(parts, tmp_path / "run", objects=given(fifth))
+        train(parts, tmp_path / "run", objects=given(5))
 
 
 def test_a_named_checkpoint_of_another_run_is_compared_too_and_one_that_is_only_validated_is_not(

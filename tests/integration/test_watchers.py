@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.fake_runs import saved_steps
-from support.runs import lines, log_of, start
+from support.runs import CONFIG, lines, log_of, overrides_of, start
 from trigon.report.run import read_metrics
 
 pytestmark = pytest.mark.faults
@@ -36,9 +37,20 @@ REWARD_TYPE = "sequential"
 KEPT = []
 
 def compute_score(reward_input):
-    KEPT.append(bytearray(b"x") * (6 << 20))
+    KEPT.append(bytearray(b"x") * (MEBIBYTES << 20))
     return {"overall": sum(map(ord, reward_input["response"])) % 7 / 7}
 """
+
+
+NO_MEMORY_LASTS = """
+import sys
+from trigon.report import memory
+
+memory.STEPS_TO_STOP = 1_000_000
+from trigon.tools.cli.main import main
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
 
 LEARNS_FAST = (
     "data.rollout_batch_size=8",
@@ -99,6 +111,26 @@ def test_a_reward_for_short_completions_stops_at_a_collapse_of_their_length(made
     assert first_short <= last - 4
 
 
+@pytest.mark.extended
+def test_a_reward_function_that_leaks_saves_and_stops_the_run(made, tmp_path):
+    folder = tmp_path / "run"
+    # 24 MiB a step, in two workers; however much this machine has left, it is too little.
+    script, reward = tmp_path / "run.py", tmp_path / "reward.py"
+    script.write_text(NO_MEMORY_LASTS)
+    reward.write_text(LEAK.replace("(MEBIBYTES << 20)", "(3 << 19)"))
+    options = (f"worker.reward.reward_function={reward}:compute_score", "worker.reward.num_cpus=2")
+    options += ("trainer.val_freq=-1", "trainer.save_freq=-1", "trainer.watch.ignore=equal_rewards")
+    command = [sys.executable, str(script), str(CONFIG), *overrides_of(made, folder, steps=60), *options]
+    with log_of(folder).open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True)
+    message, last = stopped(process, folder, "memory")
+    assert "perf/memory_reward_workers_gb by" in message
+    assert saved_steps(folder) == [last]
+    grown = [line.metrics["perf/memory_reward_workers_gb"] for line in read_metrics(folder) if line.step > 0]
+    assert grown[-1] - grown[-9] > 0.1
+    assert "the same command goes on after it" in message
+
+
 @pytest.fixture
 def memory_limit() -> Iterator[Path]:
     """Return a memory control group of this test, in which processes can be put."""
@@ -124,13 +156,14 @@ def memory_limit() -> Iterator[Path]:
 def test_a_leak_in_a_control_group_stops_before_the_kernel_kills(made, tmp_path, memory_limit):
     folder = tmp_path / "run"
     # 96 MiB a step: without the watcher the kernel kills a process within about 25 steps.
+    leak = LEAK.replace("MEBIBYTES", "6")
     options = ("trainer.val_freq=-1", "trainer.val_before_train=false", "worker.rollout.name=transformers")
-    options += ("trainer.save_freq=-1", "trainer.watch.level=stop", "trainer.watch.ignore=[equal_rewards]")
-    process = launch(made, folder, LEAK, *options, steps=100)
+    options += ("trainer.save_freq=-1",)
+    process = launch(made, folder, leak, *options, steps=100)
     memory_limit.write_text(str(3 << 30))
     (memory_limit.parent / "cgroup.procs").write_text(str(process.pid))
     message, last = stopped(process, folder, "memory")
-    assert "perf/memory_free_gb is" in message
+    assert "at this rate the kernel kills the run in" in message
     assert saved_steps(folder) == [last]
     left = read_metrics(folder)[-1].metrics["perf/memory_free_gb"]
-    assert 0.5 < left < 1
+    assert 0.1 < left < 5 * 0.12

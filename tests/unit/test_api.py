@@ -46,7 +46,7 @@ def test_a_run_of_python_objects_is_planned_without_calling_or_pickling_them(tin
     rows = [{"prompt": f"What is {number}?", "answer": "1"} for number in range(20)]
     images = [{"prompt": "<image>?", "answer": "1", "images": [Image.new("RGB", (200, 90))]}] * 16
     text = make_plan(tiny_vlm, data=rows, val_data=rows[:3], reward=lambda completion: lock, trainer={"val_freq": 1})
-    assert text.num_prompts == 20
+    assert (text.num_prompts, text.lengths.num_val_prompts) == (20, 3)
     assert text.lengths.sources[0] == "prompts: measured in python:train"
     seen = make_plan(tiny_vlm, data=images)
     assert seen.num_prompts == 16
@@ -63,7 +63,7 @@ def test_the_configuration_of_a_run_of_python_objects_is_planned(tiny_vlm, tmp_p
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(read(model=tiny_vlm, data=rows, val_data=rows, reward=len).loaded.config))
     plan = trigon.plan(file, gpus="2xH100-80G")
-    assert plan.num_prompts is None
+    assert (plan.num_prompts, plan.lengths.num_val_prompts) == (None, None)
     assert "python:train was a Python object" in "\n".join(plan.lengths.sources)
     assert trigon.plan(file, gpus="2xH100-80G", data=rows * 2).num_prompts == 40
     assert trigon.plan(file, gpus="2xH100-80G", download=True, num_prompts=9).num_prompts == 9

@@ -1,6 +1,7 @@
 """Rows become prompts: counts equal built lengths, and images replace their markers."""
 
 import base64
+import copy
 import hashlib
 import io
 import json
@@ -440,6 +441,24 @@ def test_a_template_that_fails_on_some_rows_skips_them(processors, tiny_vlm):
     reason, message = rejection(make_builder(strict), row("Hello", []))
     assert reason == "prompt"
     assert "no such chat" in message
+
+
+@pytest.mark.faults
+def test_a_template_that_reaches_its_limits_on_many_rows_ends_the_scan(processors):
+    endless = "{% macro f() %}{{ f() }}{% endmacro %}"
+    own = replace(processors, tokenizer=copy.deepcopy(processors.tokenizer))
+    own.tokenizer.chat_template = endless + "{% if messages[0].content == 'Hi' %}{{ f() }}{% endif %}{{ messages }}"
+    for builder in (
+        make_builder(processors, format_prompt=endless + "{% if content == 'Hi' %}{{ f() }}{% endif %}{{ content }}"),
+        make_builder(own),
+    ):
+        errors = []
+        for number in range(10):
+            with pytest.raises(DataError, match=f"train:{number}.*without end") as caught:
+                builder.inspect(row("Hi", []), f"train:{number}")
+            errors.append(type(caught.value))
+        assert errors[0] is UnusableRow
+        assert errors[-1] is DataError
 
 
 def test_a_given_chat_template_is_used(tiny_vlm):

@@ -8,6 +8,8 @@ from decimal import Decimal
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -271,6 +273,33 @@ def test_a_folder_that_datasets_has_saved_is_read(tmp_path):
     (tmp_path / "one" / "dataset_info.json").write_text("{")
     with pytest.raises(DataError, match="one@train cannot be read"):
         open_source(str(tmp_path / "one"))
+
+
+def repeated(text, num_rows):
+    return pa.DictionaryArray.from_arrays(np.zeros(num_rows, np.int32), pa.array([text]))
+
+
+EXPANDING = {
+    "texts": lambda: {"problem": repeated("a" * 900_000, 1000), "answer": repeated("1", 1000)},
+    "rows": lambda: {"problem": repeated("a", 1_100_000), "answer": repeated("1", 1_100_000)},
+    "lists": lambda: {"problem": pa.ListArray.from_arrays(pa.array([0, 70_000_000], pa.int32()), pa.nulls(70_000_000))},
+}
+
+
+@pytest.mark.parametrize("name", EXPANDING)
+@pytest.mark.faults
+def test_a_small_parquet_file_that_would_fill_the_memory_is_refused(tmp_path, name):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table(EXPANDING[name]()), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 20_000
+    with pytest.raises(DataError, match=r"x\.parquet has .* the same"):
+        open_source(str(path))
+
+
+def test_a_small_parquet_file_of_repeated_texts_is_read(tmp_path):
+    columns = {"problem": repeated("What is it? " * 1000, 2000), "answer": repeated("1", 2000)}
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet", store_schema=False)
+    assert len(open_source(str(tmp_path / "x.parquet")).rows) == 2000
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])

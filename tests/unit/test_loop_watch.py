@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from dataclasses import replace
 
 import pytest
 
 from support.fake_runs import (
+    changed,
     full_settings,
     lines_of,
     open_run,
@@ -16,19 +19,21 @@ from support.fake_runs import (
     sometimes_right,
 )
 from trigon.config.schema import WatchConfig
-from trigon.errors import WatchError
-from trigon.loop import train
+from trigon.errors import DiskError, WatchError
+from trigon.loop import Hooks, train
 from trigon.report.console import Console
+from trigon.report.memory import MemoryGrowth, MemoryMeter
 from trigon.report.watch import RULES, Watch
 from trigon.types import Prompt
 
 pytestmark = pytest.mark.faults
 
 
-def watch_of(level="warn", *, steps: int = 3, ignore=()) -> Watch:
-    """Return rules of this many steps."""
+def watch_of(level="warn", *, steps: int = 3, meter: MemoryMeter | None = None, ignore=()) -> Watch:
+    """Return rules of this many steps, and a watch of memory that any certain growth stops."""
+    memory = None if meter is None else MemoryGrowth(100, steps_to_stop=1_000_000)
     rules = [replace(rule, steps=steps) for rule in RULES if rule.name == "equal_rewards"]
-    return Watch(WatchConfig(level=level, ignore=ignore), rules=rules)
+    return Watch(WatchConfig(level=level, ignore=ignore), memory=memory, meter=meter, rules=rules)
 
 
 def always_wrong_from(step: int):
@@ -108,3 +113,59 @@ def test_a_resumed_run_warns_at_the_step_of_the_uninterrupted_one(parts, tmp_pat
     assert run_to(parts_folder, split) + run_to(parts_folder, 8) == expected
     assert lines_of(parts_folder)[8] == lines_of(whole)[8]
     assert rollouts_of(parts_folder)["step_000008.jsonl"] == rollouts_of(whole)["step_000008.jsonl"]
+
+
+# -- memory --
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("save_fails", [False, True])
+def test_a_leak_in_the_driver_saves_and_stops(parts, tmp_path, save_fails):
+    kept = []
+
+    def leak(step, metrics):
+        kept.append(random.Random(step).randbytes(16 << 20))
+
+    def fail(folder):
+        raise DiskError("the disk is full")
+
+    with MemoryMeter() as meter:
+        settings = {"plan": plan_of(steps=60), "watch": watch_of(meter=meter), "hooks": Hooks(on_step=leak)}
+        settings |= {"save_state": fail} if save_fails else {}
+        with open_run(parts, tmp_path, **settings) as run:
+            printed = warnings_of(run)
+            with pytest.raises(DiskError if save_fails else WatchError) as caught:
+                train(run, None)
+    text = "".join(printed) if save_fails else str(caught.value)
+    assert "host memory grows by" in text
+    assert "perf/memory_driver_gb by" in text
+    if not save_fails:
+        [step] = saved_steps(tmp_path)
+        assert 13 <= step <= 20
+        grown = float(text.partition("grows by ")[2].split()[0])
+        assert grown == pytest.approx(16, rel=0.3)
+
+
+def test_a_step_that_begins_beside_a_save_in_progress_is_told(parts, tmp_path):
+    told, go_on = [], threading.Event()
+
+    class Recording(Watch):
+        def begin_step(self, *, saving):
+            told.append(saving)
+            if len(told) == 3:
+                go_on.set()
+
+    def save(folder):
+        def finish():
+            assert go_on.wait(30)
+            (folder / "weights").write_text("x")
+
+        return finish
+
+    intervals = {"save_freq": 2}
+    with open_run(parts, tmp_path, plan=plan_of(steps=3), **intervals, watch=Recording()) as run:
+        run.checkpoints.store._background = True
+        run = changed(run, save_state=save)
+        assert train(run, None) == 3
+        assert not run.checkpoints.store.is_saving
+    assert told == [False, False, True]

@@ -8,15 +8,17 @@ import yaml
 
 from support.engines import make_engine
 from support.published import CONFIGS, configured
+from trigon.assemble.engines import staged_bytes
 from trigon.assemble.memory import GIB, Hardware, count_memory, size_of_model
 from trigon.assemble.memory_check import check_memory, find_remedies, memory_counter
 from trigon.assemble.remedies import find_remedies_in_pass
 from trigon.config.options import with_options
-from trigon.config.schema import LoraConfig
+from trigon.config.schema import Config, LoraConfig
 from trigon.errors import ConfigError
 from trigon.models.load import load_hf_config, load_model
 from trigon.models.lora import add_lora
 from trigon.models.sizes import require_tensor_parallel
+from trigon.training.protocol import Sizes
 
 PUBLISHED = {
     "Qwen2.5-VL-3B-Instruct": 3_754_622_976,
@@ -240,6 +242,23 @@ def test_a_run_near_the_limit_is_warned_and_not_refused(tiny_model):
     assert warned(configured("Qwen2.5-VL-72B-Instruct", {"trainer.check_memory": False})) == []
     [warning] = warned(configured("Qwen3-4B", {PATH: str(tiny_model("gemma3_text"))}))
     assert "not counted" in warning
+
+
+def test_a_save_copies_what_all_workers_of_a_machine_save():
+    ranks = [
+        Sizes(parameters=9, trainable=9, weight_bytes=100 + rank, gradient_bytes=10, optimizer_bytes=1000)
+        for rank in range(4)
+    ]
+
+    def staged(*, rank: int = 0, **trainer) -> int:
+        config = Config(trainer=trainer, worker={"actor": {"model": {"lora": {"rank": rank}}}})
+        return staged_bytes(config, ranks[: config.trainer.n_gpus_per_node * config.trainer.nnodes])
+
+    assert staged() == 1100
+    assert staged(n_gpus_per_node=4) == 4 * 1100 + 6
+    assert staged(n_gpus_per_node=2, nnodes=2) == 2 * 1100 + 5  # of the second machine
+    assert staged(n_gpus_per_node=4, rank=8) == 4 * 1010
+    assert staged(n_gpus_per_node=4, save_model_only=True) == 406
 
 
 # -- out of memory in a pass -----------------------------------------------------------------------

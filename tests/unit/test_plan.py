@@ -1,4 +1,4 @@
-"""What a plan says of a run: batches, operations, memory and disk."""
+"""What a plan says of a run: batches, operations, memory, seconds of a measured run, and disk."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from trigon.assemble.memory import GIB, Hardware, count_memory, size_of_model
 from trigon.config.options import with_options
 from trigon.config.schema import Config
-from trigon.errors import ConfigError, ModelError
+from trigon.errors import ConfigError, DataError, ModelError
 from trigon.models.load import load_hf_config
 from trigon.models.sizes import GroupLengths, forward_flops, update_flops
 from trigon.tools.cli.main import main
@@ -69,10 +70,10 @@ def test_the_batches_of_a_step_by_hand(geo3k):
 
 
 def test_rows_are_those_of_the_token_budget():
-    plan = planned({"trainer.auto_micro_batch": False, MICRO: 1})
+    batches = planned({"trainer.auto_micro_batch": False, MICRO: 1}).batches
     # A group of 434 + 5 * 290 = 1,884 tokens: two of the 16 groups of a GPU fit into 4,096 tokens.
-    assert (plan.plan.tokens_per_update_pass, plan.batches.update_rows) == (4096, 8)
-    assert plan.batches.score_rows == 64 * 1884 // (16 * 4096) + 1  # the default budget, 16 sequences
+    assert (geo3k.plan.tokens_per_update_pass, batches.update_rows) == (4096, 8)
+    assert batches.score_rows == 64 * 1884 // (16 * 4096) + 1  # the default budget, 16 sequences
 
 
 def test_a_measured_budget_is_the_largest_that_fits(geo3k):
@@ -181,7 +182,7 @@ def test_every_kind_of_run_has_a_plan(model, gpus, changes):
     made = planned({MODEL: model, **changes}, gpus=gpus, lengths=given)
     assert made.fits
     assert made.flops.total > 0
-    assert made.num_steps == 60
+    assert (made.seconds, made.run_seconds, made.num_steps) == (None, None, 60)
 
 
 def test_both_pools_of_workers_are_planned():
@@ -207,7 +208,85 @@ def test_disk_by_hand():
 
 def test_validations_are_counted():
     changes = {"data.val_files": ["hiyouga/geometry3k@test"], "trainer.val_before_train": True, "trainer.val_freq": 20}
-    assert planned(changes).num_validations == 4  # 0, 20, 40, 60
+    assert planned(changes, lengths=replace(LENGTHS, num_val_prompts=601)).num_validations == 4  # 0, 20, 40, 60
+
+
+# -- seconds ---------------------------------------------------------------------------------------
+
+MEASURED = {
+    "timing_s/gen": 20.0,
+    "timing_s/update_actor": 30.0,
+    "timing_s/weights": 2.0,
+    "timing_s/reward": 4.0,
+    "timing_s/step": 60.0,
+    "prompt_length/mean": 434.0,
+    "response_length/mean": 290.0,
+    "perf/total_num_tokens": 256.0 * 724,
+    "actor/packed_tokens": 51.2 * 1884,
+}
+FEW = {"data.rollout_batch_size": 50, "worker.actor.global_batch_size": 50, "worker.rollout.n": 5}
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """Return a function that writes a run of 50 prompts x 5, whose first step is slow."""
+
+    def write(changes=None, steps=3):
+        given = {**SETTINGS, **FEW, "trainer.n_gpus_per_node": 8, "trainer.device": "auto", **(changes or {})}
+        folder = tmp_path / "run"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.yaml").write_text(yaml.safe_dump(with_options(Config(), given).model_dump(mode="json")))
+        lines = [{"step": 0, "metrics": {"timing_s/validation": 100.0}}]
+        for step in range(1, steps + 1):
+            slower = {
+                name: each * 9 if name.startswith("timing") and step == 1 else each for name, each in MEASURED.items()
+            }
+            lines.append({"step": step, "metrics": slower})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return folder
+
+    return write
+
+
+def test_seconds_grow_with_the_work_of_each_phase(finished):
+    changes = {"data.val_files": ["hiyouga/geometry3k@test"], "trainer.val_before_train": True, "trainer.val_freq": 30}
+    made = planned(changes, measured=finished(), lengths=replace(LENGTHS, num_val_prompts=601))
+    more = 512 / 50  # prompts, and therefore completions and sampled tokens
+    update, scored = 30 * 512 / 51.2, 30 / 3 * 2560 / 256  # a forward is a third of an update
+    expected = {
+        "gen": 20 * more,
+        "update_actor": update,
+        "weights": 2,
+        "reward": 4 * more,
+        "old": scored,
+        "ref": scored,
+    }
+    assert made.seconds == pytest.approx(expected)
+    assert made.step_seconds == pytest.approx(sum(expected.values()))
+    assert made.epoch_seconds == pytest.approx(4 * made.step_seconds)
+    assert (made.validation_seconds, made.num_validations) == (100, 3)
+    assert made.run_seconds == pytest.approx(60 * made.step_seconds + 300)
+    assert "update_actor" in as_text(made)
+    assert as_json(made)["seconds"]["run"] == made.run_seconds
+
+
+def test_lengths_of_a_finished_run_are_used_where_nothing_else_is_known(finished):
+    made = planned(measured=finished(), lengths=LengthOptions())
+    assert (made.lengths.mean_prompt, made.lengths.response_tokens) == (434, 290)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps", "error", "fact"),
+    [
+        ({MODEL: "Qwen/Qwen3-4B"}, 3, ConfigError, "Qwen/Qwen3-4B"),
+        ({"trainer.n_gpus_per_node": 4}, 3, ConfigError, "n_gpus_per_node"),
+        (SEPARATE, 3, ConfigError, "worker.hybrid_engine=False"),
+        ({}, 1, DataError, "1 training steps"),
+    ],
+)
+def test_a_run_that_says_nothing_of_the_planned_one_is_refused(finished, changes, steps, error, fact):
+    with pytest.raises(error, match=fact):
+        planned(measured=finished(changes, steps))
 
 
 # -- devices, models, lengths ----------------------------------------------------------------------
@@ -335,6 +414,7 @@ def test_overrides_may_stand_before_and_after_flags_and_json_has_the_numbers(run
         (2, ["worker.rollout.tensor_parallel_size=3"], "= 1 workers"),
         (2, ["--gpus", "8xH100-80G", "worker.rollout.tensor_parallel_size=3"], "= 8 workers"),
         (1, ["--gpus", "8xH100", "--model-config", "missing.json"], "--model-config missing.json"),
+        (1, ["--gpus", "8xH100", "--measured", "missing"], "missing"),
     ],
 )
 def test_what_is_wrong_ends_with_one_message(run, expected, arguments, fact):

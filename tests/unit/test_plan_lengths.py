@@ -109,13 +109,18 @@ def test_datasets_count_by_their_share_of_an_epoch(tiny_model, tmp_path, numbers
     assert len(lengths.prompts) <= MAX_MEASURED_ROWS
 
 
-def test_what_is_given_comes_first_then_the_data(tiny_model, tmp_path):
+def test_what_is_given_comes_first_then_the_data_then_a_finished_run(tiny_model, tmp_path):
     model = tiny_model("qwen2")
     data = write_rows(tmp_path, [{"problem": "Short.", "answer": "a"}])
     config, hf_config = configured(model, data), load_hf_config(model)
-    assert find_lengths(config, hf_config, LengthOptions()).num_prompts == 1
+    run = LengthOptions(prompt_tokens=77, response_tokens=33)
+    measured = find_lengths(config, hf_config, LengthOptions(), measured=run)
+    assert measured.mean_prompt != 77
+    assert measured.response_tokens == 33
+    remote = with_options(config, {"data.train_files": ["someone/data"]})
+    assert find_lengths(remote, hf_config, LengthOptions(), measured=run).mean_prompt == 77
     given = LengthOptions(prompt_tokens=50, response_tokens=500, num_prompts=5)
-    lengths = find_lengths(config, hf_config, given)
+    lengths = find_lengths(config, hf_config, given, measured=run)
     assert (lengths.mean_prompt, lengths.response_tokens, lengths.num_prompts) == (50, 500, 5)
     fixed = with_options(config, {"worker.rollout.ignore_eos": True})
     assert find_lengths(fixed, hf_config, replace(given, response_tokens=3)).response_tokens == 512

@@ -262,6 +262,19 @@ def check_space(
     store.check_space(needed)
 
 
+def staged_bytes(config: Config, sizes: Sequence[Sizes], critic_sizes: Sequence[Sizes] = ()) -> int:
+    """Return the host memory into which a save copies the state, on the machine that needs most.
+
+    sizes, critic_sizes: of each rank's part. The ranks of a machine follow each other.
+    """
+    per_machine = config.trainer.n_gpus_per_node
+    staged = [saved_bytes(config, config.worker.actor, each) for each in sizes]
+    if critic_sizes:
+        own = [saved_bytes(config, config.critic, each) for each in critic_sizes]
+        staged = [sum(each) for each in zip(staged, own, strict=True)]
+    return max(sum(staged[first : first + per_machine]) for first in range(0, len(staged), per_machine))
+
+
 def saved_bytes(config: Config, section: TrainedConfig, size: Sizes) -> int:
     """Return what a rank saves of a model: weights or adapters, and the optimizer states."""
     weights = size.gradient_bytes if section.model.lora.rank > 0 else size.weight_bytes

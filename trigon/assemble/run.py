@@ -15,7 +15,7 @@ from pathlib import Path
 from trigon.assemble.auto_micro_batch import tune_plan
 from trigon.assemble.critic import check_trained_critic
 from trigon.assemble.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
-from trigon.assemble.engines import Engines, save_state
+from trigon.assemble.engines import Engines, save_state, staged_bytes
 from trigon.assemble.episodes import check_episodes, find_episodes
 from trigon.assemble.memory import Hardware
 from trigon.assemble.memory_check import check_memory, find_hardware
@@ -173,6 +173,7 @@ def run_training(
         folder.record_start(dump_config(config), origin.describe_start())
         folder.write_local_sources(local_sources(config))
 
+        save_bytes = staged_bytes(config, engines.sizes, engines.critic_sizes)
         parity = ParityCheck(config.parity_tolerance)
         run = Run(
             config=config,
@@ -223,7 +224,7 @@ def run_training(
             report=report,
             stop=Stop(should_stop, defer_interrupts, Grace() if grace is None else grace, config.trainer.same_command),
             hooks=objects.hooks,
-            watch=stack.enter_context(open_watchers(config, pools, workers)),
+            watch=stack.enter_context(open_watchers(config, plan, pools, workers, save_bytes=save_bytes)),
         )
         # The garbage collector need not scan again what has been imported and built by now.
         stack.callback(gc.unfreeze)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from trigon.config.files import hub_names
 from trigon.config.names import GROUP_ESTIMATORS
+from trigon.config.plan import Plan
 from trigon.config.schema import Config
 from trigon.metrics import Metrics
 from trigon.report.console import Console
-from trigon.report.memory import MemoryMeter
+from trigon.report.memory import MemoryGrowth, MemoryMeter
 from trigon.report.watch import Watch
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.restart import RESTART
@@ -37,12 +38,17 @@ _MIN_UNWIND_SECONDS, _MAX_UNWIND_SECONDS = 10.0, 120.0
 
 
 @contextmanager
-def open_watchers(config: Config, rewards: Sequence[RewardPool], workers: Workers | None) -> Iterator[Watch]:
-    """Yield the rules of a run, which measure the memory of all of its processes in the context."""
+def open_watchers(
+    config: Config, plan: Plan, rewards: Sequence[RewardPool], workers: Workers | None, *, save_bytes: int
+) -> Iterator[Watch]:
+    """Yield the rules of a run, which measure the memory of all of its processes in the context.
+
+    save_bytes: host memory into which a save copies the state, on one machine.
+    """
     watch = config.trainer.watch
     object_store: Callable[[], Metrics] = dict
-    if workers is not None:
-        from trigon.distributed.cluster import object_store_metrics as object_store
+    if workers is not None and watch.level != "off" and "memory" not in watch.ignore:
+        from trigon.distributed.cluster import object_store_metrics as object_store  # asks Ray in each step
     with MemoryMeter(
         reward_workers=lambda: [pid for pool in rewards for pid in pool.process_ids],
         workers=tuple if workers is None else workers.local_process_ids,
@@ -52,6 +58,7 @@ def open_watchers(config: Config, rewards: Sequence[RewardPool], workers: Worker
             watch,
             groups_compared=config.group_size > 1 and config.algorithm.adv_estimator in GROUP_ESTIMATORS,
             completions_end=not config.worker.rollout.ignore_eos,
+            memory=MemoryGrowth(plan.total_steps, num_workers=config.workers_per_machine, save_gb=save_bytes / 2**30),
             meter=meter,
         )
 

@@ -187,6 +187,11 @@ class CheckpointStore:
         elif error is not None:
             raise CheckpointError(f"the checkpoint of step {step} could not be saved: {error!r}") from error
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save in the background is in progress."""
+        return self._pending is not None and not self._pending[1].done()
+
     def check(self) -> None:
         """Raise what wait would raise if the save in the background has ended; does not block."""
         if self._pending is not None and self._pending[1].done():

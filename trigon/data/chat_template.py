@@ -129,7 +129,7 @@ class ChatTemplate:
         """Read the template of a tokenizer.
 
         tools: JSON schemas of tools, as transformers.utils.get_json_schema returns them.
-        Raises: ConfigError if the template cannot be compiled.
+        Raises: ConfigError if the template exceeds the limits of templates.py.
         """
         self._tokenizer = processors.tokenizer
         self._num_embeddings: int = processors.hf_config.get_text_config().vocab_size

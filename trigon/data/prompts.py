@@ -36,7 +36,7 @@ from trigon.data.rows import (
     require_columns,
     without_column,
 )
-from trigon.data.templates import TemplateFailure, render, variables_of
+from trigon.data.templates import TemplateFailure, TemplateLimitError, render, variables_of
 from trigon.data.tokens import MaskedTokens, SpecialTokens
 from trigon.data.videos import FrameSampling, Pixels, VideoLayout, encoded_video, open_video, video_layout
 from trigon.data.vision import MediaSize, Placeholders, media_grids
@@ -58,6 +58,9 @@ FURTHER_CHARACTERS = 65_536
 
 GREY = 235
 """The colour of blank images and frames, as in the blank images that `trigon tiny` makes."""
+
+_MAX_LIMITS_REACHED = 8
+"""Rows for which a template may reach a limit (templates.py)."""
 
 _Read = TypeVar("_Read")
 
@@ -139,6 +142,7 @@ class PromptBuilder:
         ignore = (*self._media_tokens, *(MARKERS.values() if family.has_vision else ()))
         self._special_tokens = SpecialTokens(tokenizer, tokenize=self._chat.tokenize, ignore=ignore)
         self._shows_blank = False
+        self._limits_reached: set[str] = set()  # names of rows; shared by copies
 
     @property
     def writes_tools(self) -> bool:
@@ -340,7 +344,7 @@ class PromptBuilder:
         try:
             text = self._chat.render(messages, generation_prompt=self._generation_prompt)
         except TemplateFailure as error:
-            raise UnusableRow("prompt", f"{name}: the chat template raises an error: {error}") from error
+            raise self._template_error(name, "the chat template raises an error", error) from error
         self._check_text([text], name)
         template_ids = self._chat.tokenize(text) if masked is None else masked.tokenize(text)
         num_placeholders = self._placeholders.count(template_ids, media.kind)
@@ -391,7 +395,7 @@ class PromptBuilder:
             try:
                 messages[-1] = Message("user", self._format.render(messages[-1].content))
             except TemplateFailure as error:
-                raise UnusableRow("prompt", f"{name}: format_prompt fails: {error}") from error
+                raise self._template_error(name, "format_prompt fails", error) from error
         if data.system_prompt is not None and messages[0].role != "system":
             messages.insert(0, Message("system", data.system_prompt))
         return messages, masked
@@ -446,6 +450,20 @@ class PromptBuilder:
                 hint = f"mark images with {MARKERS['image']} and videos with {MARKERS['video']}"
                 raise UnusableRow("media_tokens", f"{name}: the text contains the special token {token}; {hint}")
 
+    def _template_error(self, name: str, what: str, error: TemplateFailure) -> DataError:
+        """Return the error of a row whose template fails; DataError once too many reach a limit.
+
+        Each of these takes seconds, and a dataset has many rows.
+        """
+        if isinstance(error, TemplateLimitError):
+            self._limits_reached.add(name)
+            if len(self._limits_reached) >= _MAX_LIMITS_REACHED:
+                return DataError(
+                    f"{name}: {what}: {error}; so it is with {_MAX_LIMITS_REACHED} rows, and no more are tried: "
+                    "correct the template"
+                )
+        return UnusableRow("prompt", f"{name}: {what}: {error}")
+
 
 @dataclass(frozen=True, slots=True)
 class FormatPrompt:
@@ -455,7 +473,7 @@ class FormatPrompt:
 
     def render(self, content: str) -> str:
         """Return what the template writes for a question. Raises: TemplateFailure."""
-        return render(self.source, {"content": content})
+        return render(self.source, "plain", {"content": content})
 
 
 def load_format_prompt(format_prompt: str) -> FormatPrompt:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import glob
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -36,6 +38,20 @@ _NUM_JSON_ROWS = 100
 
 _MAX_ARRAY_DIMENSIONS = 2
 """Arrays with more dimensions are pixels."""
+
+MAX_EXPANSION = 100
+"""Times the size of a Parquet file, the bytes that its values may take."""
+
+MIN_ALLOWED_BYTES = 2**29
+"""The bytes that the values of any Parquet file may take."""
+
+MIN_ALLOWED_ROWS = 1_000_000
+"""The rows that any Parquet file may have; one with more has at least a byte for each."""
+
+_BYTES_PER_VALUE = 8  # at least, of a value in a Python list
+_BATCH_BYTES = 2**26
+_MAX_COUNTED_BYTES = 2**26
+"""Larger files are not decoded to count what their values take."""
 
 _SPLIT_WORDS = {
     "train": "train",
@@ -168,6 +184,7 @@ def preview_parquet(spec: str, *, max_rows: int) -> Source | None:
     files, folder, name = _local_files(path, split)
     if files[0].suffix != ".parquet":
         return None
+    _check_parquet_size(files[0])
     try:
         with parquet.ParquetFile(files[0]) as file:
             schema = file.schema_arrow
@@ -295,6 +312,8 @@ def _open_files(files: Sequence[Path], folder: Path, name: str, split: str) -> S
     slice_ = split.removeprefix(_base(split))
     if files[0].suffix in _TEXT_SUFFIXES:
         return _open_text_files(files, folder, name, where, slice_)
+    for path in files:
+        _check_parquet_size(path)
     patterns = [glob.escape(str(path.resolve())) for path in files]
     rows = _load(where, "parquet", split=f"train{slice_}", data_files=patterns)
     return _source(where, rows, name, folder)
@@ -482,6 +501,64 @@ def _nearest(path: Path) -> str:
         return f"; {path.parent} does not exist either"
     name = nearest_file(path)
     return f"; did you mean {path.parent / name}?" if name else ""
+
+
+def _check_parquet_size(path: Path) -> None:
+    """Raise DataError if the values of a Parquet file take far more memory than the file.
+
+    A damaged file is left to its reader. Decodes columns whose values are repeated, in small
+    batches. A file is read once, until it changes.
+    """
+    status = path.stat()
+    _check_size(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=1000)
+def _check_size(path: Path, num_bytes: int, changed: int) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    allowed = max(MIN_ALLOWED_BYTES, MAX_EXPANSION * num_bytes)
+    least = 0
+    most: dict[str, int] = defaultdict(int)
+    largest = 1
+    try:
+        file = parquet.ParquetFile(path)
+        metadata = file.metadata
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            for chunk in (group.column(column) for column in range(group.num_columns)):
+                least += max(chunk.num_values * _BYTES_PER_VALUE, chunk.total_uncompressed_size)
+                most[chunk.path_in_schema] += chunk.num_values * chunk.total_uncompressed_size
+                largest = max(largest, chunk.total_uncompressed_size)
+    except (OSError, pyarrow.ArrowException):
+        return
+    with file:
+        if metadata.num_rows > max(MIN_ALLOWED_ROWS, num_bytes):
+            raise DataError(
+                f"{path} has {metadata.num_rows:,} rows in {num_bytes:,} bytes, so that most of them are the same; "
+                "keep one of each"
+            )
+        if least > allowed:
+            raise _too_large(path, num_bytes, allowed)
+        repeated = [column for column, size in most.items() if size > allowed]
+        if not repeated or num_bytes > _MAX_COUNTED_BYTES:
+            return
+        counted = 0
+        try:
+            for batch in file.iter_batches(max(1, min(10_000, _BATCH_BYTES // largest)), columns=repeated):
+                counted += batch.nbytes
+                if counted > allowed:
+                    raise _too_large(path, num_bytes, allowed)
+        except (OSError, pyarrow.ArrowException):
+            return
+
+
+def _too_large(path: Path, num_bytes: int, allowed: int) -> DataError:
+    return DataError(
+        f"{path} has {num_bytes:,} bytes, and its values take more than {allowed:,} once they are read; they are the "
+        "same many times: keep one of each, or use another file"
+    )
 
 
 def _plain(value: Any, where: str, depth: int) -> Any:

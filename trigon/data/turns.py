@@ -82,7 +82,7 @@ class TurnTemplate:
         Args:
             tools: the schemas that the prompts were built with.
             max_image_pixels: observations with a larger image are refused.
-        Raises: ConfigError if the template cannot be compiled.
+        Raises: ConfigError if the template exceeds the limits of templates.py.
         """
         self._chat = ChatTemplate(processors, tools=tools)
         self._placeholders = Placeholders(processors, tokenize=self._chat.tokenize)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from trigon.config.names import WatchRule
 from trigon.config.schema import WatchConfig
 from trigon.metrics import Max, Metric, Metrics, merge, values
-from trigon.report.memory import MemoryMeter
+from trigon.report.memory import HOST, MemoryGrowth, MemoryMeter
 from trigon.system.resuming import WEIGHTS_ONLY, SameCommand
 
 MEMORY = "perf/watch_memory"
@@ -29,9 +29,6 @@ FIRST_STEPS = 3
 
 RECENT_STEPS, LEAST_RECENT_STEPS = 20, 10
 """The most and the fewest values whose median is the recent level."""
-
-MEMORY_LEFT = "perf/memory_free_gb"
-"""The metric of the rule `memory`."""
 
 VALIDATION, VALIDATIONS, MAX_VALIDATION_DROP = "val/reward_score", 2, 0.5
 """The metric of the rule `validation`, the validations in a row that have to be far below the best,
@@ -49,8 +46,7 @@ class Rule:
     value; below: lower bound. level, times: if given, the value also has to be above (or below)
     this multiple of its level at the start of the run, or of its recent level.
     steps: in a row. lasts: a step without the metric has the value of the step before: without an
-    update the policy stays as it is. saves: the step that stops the run is saved, since what fails
-    is not the training. advice: what the alarm means, and what to do.
+    update the policy stays as it is. advice: what the alarm means, and what to do.
     """
 
     name: WatchRule
@@ -62,7 +58,6 @@ class Rule:
     times: float = 1.0
     steps: int = 5
     lasts: bool = False
-    saves: bool = False
 
     def check(self, value: float, level: float | None) -> str | None:
         """Return what is wrong with a value, or None. level: None while it is not known yet."""
@@ -157,18 +152,8 @@ RULES: tuple[Rule, ...] = (
         below=-1.0,
         steps=20,  # of a small batch it is noisy
     ),
-    Rule(
-        "memory",
-        MEMORY_LEFT,
-        "The kernel kills the run when nothing is left. perf/memory_driver_gb, perf/memory_reward_workers_gb, "
-        "perf/memory_children_gb and perf/memory_worker_gb say what grows: a reward function that keeps what it should "
-        "free, a hook, a logger, or the engines",
-        below=1.0,
-        steps=3,
-        saves=True,
-    ),
 )
-"""All rules but `validation`, which compares with the best one so far."""
+"""All rules but `validation`, which compares with the best one so far, and `memory`."""
 
 _VALIDATION_ADVICE = (
     "The policy has learned something that the validation does not reward: it is too far from where it started, or the "
@@ -275,7 +260,7 @@ class Watch:
     config: the level, and the rules that are not applied. groups_compared: the advantages compare
     the completions of a group, so that equal rewards in each group give no gradient; otherwise all
     rewards of a step have to be equal. completions_end: completions may end before their limit.
-    meter: None: memory is not measured.
+    memory: None: its growth is not watched. meter: None: memory is not measured.
     """
 
     def __init__(
@@ -284,16 +269,24 @@ class Watch:
         *,
         groups_compared: bool = True,
         completions_end: bool = True,
+        memory: MemoryGrowth | None = None,
         meter: MemoryMeter | None = None,
         rules: Sequence[Rule] = RULES,
     ) -> None:
         self._level = config.level
         self._ignored = set(config.ignore) | (set() if completions_end else {"response_length/clip_ratio"})
         self._groups_compared = groups_compared
+        self._memory = memory
         self._meter = meter
         self._rules = rules
         self._series: dict[str, _Series] = {}
         self._best: _Best | None = None
+        self._holds_save = False
+        self._warned_of: set[str] = set()
+
+    def begin_step(self, *, saving: bool) -> None:
+        """Begin a step. saving: memory has the copies of a save in progress."""
+        self._holds_save = saving
 
     def validation(self, step: int, metrics: Metrics) -> None:
         """Add the validation before training."""
@@ -306,12 +299,12 @@ class Watch:
         measured: dict[str, Metric] = {} if self._meter is None else self._meter.measure()
         if self._level == "off":
             return Watched(measured)
-        # A worker's part of the memory is in the metrics of the updates.
-        of_workers = {key: metrics[key] for key in measured if key in metrics}
-        known = values({**metrics, **merge(of_workers, measured)})
-        numbers = {key: value for key, value in known.items() if isfinite(value)}
+        numbers = {key: value for key, value in values(metrics).items() if isfinite(value)}
         alarms = self._apply_rules(step, numbers)
         alarms += self._check_validation(step, numbers.get(VALIDATION))
+        # A worker's part of the memory is in the metrics of the updates.
+        of_workers = {key: metrics[key] for key in measured if key in metrics}
+        alarms += self._check_memory(step, {**numbers, **values(merge(of_workers, measured))}, numbers.get(HOST.left))
         on = {MEMORY if alarm.rule == "memory" else f"watch/{alarm.rule}": Max(1.0) for alarm in alarms}
         return Watched(
             {**measured, **on},
@@ -321,8 +314,8 @@ class Watch:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return what load_state takes, as JSON: all but memory, which a new process has empty."""
-        series = {metric: asdict(each) for metric, each in self._series.items() if metric != MEMORY_LEFT}
+        """Return what load_state takes, as JSON."""
+        series = {metric: asdict(each) for metric, each in self._series.items()}
         return {"series": series, "best": None if self._best is None else asdict(self._best)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -340,7 +333,7 @@ class Watch:
             if value is None:
                 continue
             wrong = rule.check(value, series.level(rule.level))
-            alarms += self._count(rule.name, rule.metric, step, wrong, rule.advice, needed=rule.steps, saves=rule.saves)
+            alarms += self._count(rule.name, rule.metric, step, wrong, rule.advice, needed=rule.steps)
             series.remember(value)
         return alarms
 
@@ -368,22 +361,29 @@ class Watch:
         return self._count("validation", VALIDATION, step, wrong, _VALIDATION_ADVICE, needed=VALIDATIONS)
 
     def _count(
-        self,
-        name: WatchRule,
-        metric: str,
-        step: int,
-        wrong: str | None,
-        advice: str,
-        *,
-        needed: int,
-        saves: bool = False,
+        self, name: WatchRule, metric: str, step: int, wrong: str | None, advice: str, *, needed: int
     ) -> list[Alarm]:
         """Count a step, and return the alarm if it is on."""
         series = self._series.setdefault(metric, _Series())
         is_new = series.count(step, is_out=wrong is not None, needed=needed)
         if wrong is None or not series.is_on or {name, metric} & self._ignored:
             return []
-        return [Alarm(name, series.first_step, f"{wrong}. {advice}", is_new, stops=self._level == "stop", saves=saves)]
+        return [Alarm(name, series.first_step, f"{wrong}. {advice}", is_new, stops=self._level == "stop")]
+
+    def _check_memory(self, step: int, numbers: Mapping[str, float], worker_left: float | None) -> list[Alarm]:
+        if self._memory is None or "memory" in self._ignored:
+            return []
+        own_left = None if self._meter is None else self._meter.left_gb
+        lefts = [] if self._holds_save else [left for left in (own_left, worker_left) if left is not None]
+        self._memory.add(step, numbers, left_now_gb=min(lefts, default=None))
+        found = self._memory.find()
+        if found is None:
+            return []
+        growth, must_stop = found
+        is_new = growth.kind.name not in self._warned_of
+        self._warned_of.add(growth.kind.name)
+        text = growth.describe()
+        return [Alarm("memory", growth.first_step, text, is_new or must_stop, stops=must_stop, saves=True)]
 
 
 def describe_stop(step: int, alarm: Alarm, saved: Path | None, same_command: SameCommand) -> str:

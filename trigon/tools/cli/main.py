@@ -40,6 +40,7 @@ COMMANDS = {
     "tiny": ("trigon.tools.quickstart.make", "make a tiny model and its data"),
     "options": ("trigon.tools.cli.options", "explain options of the configuration: trigon options lr"),
     "doctor": ("trigon.tools.cli.doctor", "show versions and devices of this machine, and train two tiny steps on it"),
+    "completion": ("trigon.tools.cli.completion", "print a script that completes commands and options in a shell"),
 }
 
 EXIT_NOT_READ = 141
@@ -61,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments, or the configuration (ConfigError); arguments that a parser rejects end the process.
     `trigon train` adds those of other signals (cli/train.py, EXIT_SIGNAL).
     """
+    if "_ARGCOMPLETE" in os.environ:  # set by the scripts of `trigon completion`
+        importlib.import_module(COMMANDS["completion"][0]).complete(COMMANDS)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for locales that are not UTF-8
     try:

@@ -42,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         gpus=given.gpus,
         host_memory=given.host_memory,
         model_config=given.model_config,
+        measured=given.measured,
         lengths=LengthOptions(**known),
         download=given.download,
     )
@@ -58,12 +59,19 @@ def make_parser() -> ArgumentParser:
         examples=(
             ("trigon plan run.yaml", "on this machine"),
             ("trigon plan run.yaml --gpus 8xH100-80G", "on other GPUs"),
+            ("trigon plan run.yaml --measured runs/first", "with the seconds of a finished run"),
         ),
     )
     parser.add_argument("config", nargs="*", metavar="CONFIG.yaml key=value", help="as for trigon train")
     parser.add_argument("--gpus", metavar="8xH100-80G", help="the GPUs; 2x8xH100-80G: two nodes; default: this machine")
     parser.add_argument("--host-memory", type=_bytes, metavar="SIZE", help="of each machine, such as 1000G")
     parser.add_argument("--model-config", type=Path, metavar="FILE", help="a config.json in place of the model's own")
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="RUN",
+        help="folder of a finished run of the same model on as many GPUs, for seconds",
+    )
     tokens, share = number(1, 1e9), number(1e-3, 1)
     or_none, count = number(0, 1e9), number(1, 1e12, whole=True)
     for flag, field, kind, metavar, help_text in (
@@ -79,6 +87,7 @@ def make_parser() -> ArgumentParser:
         ),
         ("--observed-image-tokens", "observed_image_tokens", or_none, "TOKENS", "of these, those of images"),
         ("--rows", "num_prompts", count, "N", "usable training prompts"),
+        ("--val-rows", "num_val_prompts", count, "N", "validation prompts"),
         ("--keep-rate", "keep_rate", share, "SHARE", "of the groups, with online filtering"),
     ):
         parser.add_argument(flag, dest=field, type=kind, metavar=metavar, help=help_text)

@@ -39,11 +39,13 @@ def plan(
     gpus: str | None = None,
     host_memory: int | None = None,
     model_config: str | PurePath | None = None,
+    measured: str | PurePath | None = None,
     download: bool = False,
     prompt_tokens: float | None = None,
     image_tokens: float | None = None,
     response_tokens: float | None = None,
     num_prompts: int | None = None,
+    num_val_prompts: int | None = None,
     keep_rate: float | None = None,
     observed_tokens: float | None = None,
     observed_image_tokens: float | None = None,
@@ -60,10 +62,11 @@ def plan(
         reward: as for train; not called, and not needed.
         gpus: such as 8xH100-80G; None: this machine.
         host_memory: bytes of each machine. model_config: a config.json in place of the model's.
+        measured: the folder of a finished run of the same model on as many GPUs, for seconds.
         download: read tokenizer and datasets from the hub if they are not on this machine.
         prompt_tokens, image_tokens, response_tokens: means, if they are known without the dataset.
-        num_prompts: usable training prompts. keep_rate: share of groups that online filtering
-            keeps.
+        num_prompts, num_val_prompts: of the datasets. keep_rate: share of groups that online
+            filtering keeps.
         observed_tokens: mean that a completion observes in an environment or with tools, with
             images. observed_image_tokens: of these, those of images.
     Raises: ConfigError, DataError or ModelError for what cannot be planned.
@@ -89,12 +92,14 @@ def plan(
         gpus=gpus,
         host_memory=host_memory,
         model_config=None if model_config is None else Path(model_config),
+        measured=None if measured is None else Path(measured),
         download=download,
         lengths=LengthOptions(
             prompt_tokens=prompt_tokens,
             image_tokens=image_tokens,
             response_tokens=response_tokens,
             num_prompts=num_prompts,
+            num_val_prompts=num_val_prompts,
             keep_rate=keep_rate,
             observed_tokens=observed_tokens,
             observed_image_tokens=observed_image_tokens,

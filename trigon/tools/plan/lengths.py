@@ -1,7 +1,7 @@
 """The lengths of prompts and completions that a plan assumes, and where each comes from.
 
 Prompts are measured in the dataset where its files and the model's tokenizer are on this machine,
-from the headers of images alone. Everything else is given or assumed.
+from the headers of images alone. Everything else is given, taken from an earlier run, or assumed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LengthOptions:
     prompt_tokens: mean of all prompts, image tokens included.
     image_tokens: tokens of each prompt's images; 0: no images.
     response_tokens: mean of all completions, sampled tokens alone.
-    num_prompts: number of usable training prompts.
+    num_prompts: number of usable training prompts. num_val_prompts: number of validation prompts.
     keep_rate: share of groups that online filtering keeps.
     observed_tokens: mean of what a completion observes in an environment or with tools, images
         included. observed_image_tokens: tokens of these images; None: no images.
@@ -51,6 +51,7 @@ class LengthOptions:
     image_tokens: float | None = None
     response_tokens: float | None = None
     num_prompts: int | None = None
+    num_val_prompts: int | None = None
     keep_rate: float | None = None
     observed_tokens: float | None = None
     observed_image_tokens: float | None = None
@@ -69,7 +70,7 @@ class Lengths:
     """What a plan knows or assumes of the data.
 
     prompts: measured ones, each as often as its share of an epoch asks, or one that stands for all.
-    num_prompts: number of usable training prompts; None: unknown.
+    num_prompts: number of usable training prompts; None: unknown. num_val_prompts: likewise.
     response_tokens: mean of the tokens of a completion that are sampled.
     observed_tokens: mean of the tokens that a completion observes.
     observed_grids: grids of the images that a completion observes, in patches.
@@ -78,6 +79,7 @@ class Lengths:
 
     prompts: tuple[PromptLengths, ...]
     num_prompts: int | None
+    num_val_prompts: int | None
     response_tokens: float
     observed_tokens: float
     observed_grids: tuple[Grid, ...]
@@ -114,6 +116,7 @@ def find_lengths(
     hf_config: Any,
     options: LengthOptions,
     *,
+    measured: LengthOptions | None = None,
     download: bool = False,
     opened: Mapping[str, Source] = NO_SOURCES,
 ) -> Lengths:
@@ -122,12 +125,13 @@ def find_lengths(
     Args:
         hf_config: the model's config.
         options: lengths that the user gives; they come first.
+        measured: lengths of a finished run, used where nothing else is known.
         download: read the tokenizer and the datasets from the hub if they are not here.
         opened: the datasets that are Python objects, by what the configuration has for them.
     Raises: DataError or ModelError for files that are here and cannot be read. ConfigError for
     given completions that are longer than a completion may be.
     """
-    data = config.data
+    data, measured = config.data, measured or LengthOptions()
     dimensions = dimensions_of(hf_config)
     vision = None if dimensions is None else dimensions.vision
     sources: list[str] = []
@@ -140,7 +144,7 @@ def find_lengths(
             reason = "" if prompts else f"no row of {', '.join(data.train_files)} can be used"
             sources.append(f"prompts: measured in {', '.join(data.train_files)}{note}")
     if not prompts:
-        prompt, source = _assume_prompt(config, vision, options, reason)
+        prompt, source = _assume_prompt(config, vision, options, measured, reason)
         prompts, num_prompts, sources = (prompt,), None, [f"prompts: {source}"]
     if options.num_prompts is not None:
         num_prompts = options.num_prompts
@@ -150,12 +154,17 @@ def find_lengths(
         sources.append(f"training prompts: all rows of {', '.join(data.train_files)}, usable or not")
     elif num_prompts is None:
         sources.append(f"training prompts: unknown ({reason})")
+    num_val = options.num_val_prompts
+    if num_val is None and data.val_files:
+        num_val = _count_rows(data.val_files, download=download, opened=opened)
+        if num_val is None:
+            sources.append("validation prompts: unknown, so that validation is not counted")
     observed_tokens, grids, source = _find_observations(config, vision, options)
     if source:
         sources.append(f"observations: {source}")
-    response_tokens, source = _find_response_tokens(config, options, observed_tokens)
+    response_tokens, source = _find_response_tokens(config, options, measured, observed_tokens)
     sources.append(f"completions: {source}")
-    return Lengths(prompts, num_prompts, response_tokens, observed_tokens, grids, tuple(sources))
+    return Lengths(prompts, num_prompts, num_val, response_tokens, observed_tokens, grids, tuple(sources))
 
 
 def _find_observations(
@@ -189,7 +198,9 @@ def _find_observations(
     return tokens, (_square_grid(image, vision.merge),), note
 
 
-def _find_response_tokens(config: Config, options: LengthOptions, observed_tokens: float) -> tuple[float, str]:
+def _find_response_tokens(
+    config: Config, options: LengthOptions, measured: LengthOptions, observed_tokens: float
+) -> tuple[float, str]:
     """Return the mean of sampled tokens, and where it comes from."""
     room, limit = "data.max_response_length", config.data.max_response_length - round(observed_tokens)
     if observed_tokens:
@@ -198,11 +209,13 @@ def _find_response_tokens(config: Config, options: LengthOptions, observed_token
         return float(limit), f"{room}, since worker.rollout.ignore_eos is true"
     if options.response_tokens is not None:
         return float(min(options.response_tokens, limit)), "given"  # less by a fraction, if at all
+    if measured.response_tokens is not None:
+        return float(min(measured.response_tokens, limit)), "the mean of the run that was measured"
     return max(1.0, limit / 2), f"assumed: half of {room} (--response-length)"
 
 
 def _assume_prompt(
-    config: Config, vision: VisionDimensions | None, options: LengthOptions, reason: str
+    config: Config, vision: VisionDimensions | None, options: LengthOptions, measured: LengthOptions, reason: str
 ) -> tuple[PromptLengths, str]:
     """Return one prompt that stands for all, and where its length comes from."""
     data = config.data
@@ -215,6 +228,8 @@ def _assume_prompt(
             image, source = options.image_tokens, "given images and "
     if options.prompt_tokens is not None:
         tokens, source = options.prompt_tokens, "given (--prompt-length)"
+    elif measured.prompt_tokens is not None and options.image_tokens is None:
+        tokens, source = measured.prompt_tokens, "the mean of the run that was measured"
     else:
         tokens = image + _TEXT_TOKENS
         source = f"assumed: {source}{_TEXT_TOKENS} tokens of text (--prompt-length, --image-tokens); {reason}"
@@ -313,3 +328,11 @@ def _weighted(config: Config) -> list[tuple[str, float]]:
     """Return each training dataset with how often an epoch goes through it."""
     files = config.data.train_files
     return list(zip(files, config.data.train_weights or (1.0,) * len(files), strict=True))
+
+
+def _count_rows(specs: Sequence[str], *, download: bool, opened: Mapping[str, Source]) -> int | None:
+    """Return the rows of datasets that are at hand, or None."""
+    named = [spec for spec in specs if spec not in opened]
+    if any(map(is_python_object, named)) or (not download and not all(map(is_local_dataset, named))):
+        return None
+    return sum(len((opened.get(spec) or open_source(spec)).rows) for spec in specs)

@@ -1,6 +1,7 @@
 """Plans a run before it starts: batches, memory, operations and disk.
 
 It needs the configuration and the model's config.json: neither weights, nor a GPU, nor the network.
+Seconds it has only from a finished run (seconds.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from trigon.assemble.memory import (
     size_of_model,
 )
 from trigon.assemble.memory_check import TIGHT, Remedy, find_hardware, find_remedies, memory_counter
+from trigon.assemble.options import needs_old_logprobs
 from trigon.assemble.remedies import Changes
 from trigon.config.checks import find_problems, raise_problems
 from trigon.config.names import DeviceType
@@ -37,6 +39,7 @@ from trigon.models.load import load_hf_config
 from trigon.system.suggestions import nearest
 from trigon.tools.plan.lengths import LengthOptions, Lengths, find_lengths
 from trigon.tools.plan.model import open_model_config
+from trigon.tools.plan.seconds import MeasuredRun, project_seconds, read_measured
 from trigon.tools.plan.work import Batches, StepFlops, count_flops, make_batches
 from trigon.training.budget import HEADROOM
 
@@ -116,6 +119,8 @@ class RunPlan:
     verdict: "does not fit" if a phase needs more than there is, "tight" above 95 % of it.
     remedies: changes that help most, if it does not fit. combination: several changes with which
         it fits; None if none were found.
+    seconds: of the phases of a step, and validation_seconds: of a validation, in proportion to a
+        finished run; None without one, or if the run does not fit.
     disk: what the run writes. assumptions: what the figures rest on, one sentence each.
     """
 
@@ -136,6 +141,8 @@ class RunPlan:
     verdict: Verdict
     remedies: tuple[Remedy, ...]
     combination: Changes | None
+    seconds: Mapping[str, float] | None
+    validation_seconds: float | None
     disk: Disk
     assumptions: tuple[str, ...]
 
@@ -144,6 +151,25 @@ class RunPlan:
         """Whether the run fits into the memory that is there."""
         return self.verdict != "does not fit"
 
+    @property
+    def step_seconds(self) -> float | None:
+        """The seconds of a step, without validation and checkpoints; None if not known."""
+        return None if self.seconds is None else sum(self.seconds.values())
+
+    @property
+    def epoch_seconds(self) -> float | None:
+        """The seconds of an epoch, without validation and checkpoints; None if not known."""
+        if self.step_seconds is None or self.num_prompts is None:
+            return None
+        return self.step_seconds * self.plan.steps_per_epoch
+
+    @property
+    def run_seconds(self) -> float | None:
+        """The seconds of all steps and validations, without start and checkpoints."""
+        if self.step_seconds is None or self.num_steps is None:
+            return None
+        return self.step_seconds * self.num_steps + (self.validation_seconds or 0.0) * self.num_validations
+
 
 def plan(
     config: Config,
@@ -151,6 +177,7 @@ def plan(
     gpus: str | None = None,
     host_memory: int | None = None,
     model_config: Path | None = None,
+    measured: Path | None = None,
     lengths: LengthOptions | None = None,
     download: bool = False,
     opened: Mapping[str, Source] = NO_SOURCES,
@@ -163,6 +190,8 @@ def plan(
             sample separately have the same kind, and the configured number.
         host_memory: bytes of each machine; None: this machine's without gpus, else not limited.
         model_config: a config.json, or its folder, in place of that of model_path.
+        measured: the folder of a finished run of the same model on as many devices, from which
+            seconds follow, and whose lengths are used where the dataset has none.
         lengths: lengths that are known; see LengthOptions.
         download: read the tokenizer and the datasets from the hub if they are not on this machine.
         opened: the datasets that are Python objects, by what the configuration has for them.
@@ -176,6 +205,7 @@ def plan(
         on_place["trainer.device"] = "cuda"
     config = with_options(config, on_place)
     raise_problems(find_problems(config))
+    run = None if measured is None else read_measured(measured, config)
     trained = config.worker.actor.model
     with open_model_config(trained.model_path or "", model_config) as folder:
         sized = with_options(config, {"worker.actor.model.model_path": str(folder)})
@@ -191,7 +221,9 @@ def plan(
         verdict = _judge(memory)
         remedies, combination = _find_changes(sized, memory, count)
         micro_batches = _estimate_micro_batches(sized, count) if config.trainer.tunes_budgets_on(place.device) else {}
-    known = find_lengths(config, hf_config, given, download=download, opened=opened)
+    known = find_lengths(
+        config, hf_config, given, measured=None if run is None else run.lengths, download=download, opened=opened
+    )
     knows_steps = bool(known.num_prompts or config.trainer.max_steps)
     # A warm-up cannot be too long for a number of steps that is not known.
     warmup = {} if knows_steps else {"trainer.critic_warmup": 0}
@@ -200,8 +232,12 @@ def plan(
         num_train_prompts=known.num_prompts or config.prompts_per_step,
     )
     num_steps = steps.total_steps if knows_steps else None
-    keep_rate = given.keep_rate or KEEP_RATE
+    keep_rate = given.keep_rate or (None if run is None else run.lengths.keep_rate) or KEEP_RATE
     batches = make_batches(config, steps, known, keep_rate=keep_rate)
+    seconds = None
+    if run is not None and verdict != "does not fit":
+        scores = {"scores_old": needs_old_logprobs(config, steps), "scores_reference": config.needs_reference}
+        seconds = project_seconds(run, batches, **scores)
     return RunPlan(
         model=trained.model_path or "",
         device=place.device,
@@ -212,7 +248,7 @@ def plan(
         plan=steps,
         num_prompts=known.num_prompts,
         num_steps=num_steps,
-        num_validations=_num_validations(config, num_steps or 0),
+        num_validations=_num_validations(config, known, num_steps or 0),
         lengths=known,
         batches=batches,
         flops=count_flops(config, steps, hf_config, size, known, batches),
@@ -220,12 +256,14 @@ def plan(
         verdict=verdict,
         remedies=remedies,
         combination=combination,
+        seconds=seconds,
+        validation_seconds=None if seconds is None or run is None else run.validation_seconds,
         disk=Disk(
             checkpoint=count_checkpoint_bytes(sized, size),
             kept=1 if num_steps is None else count_checkpoints(config, total_steps=num_steps),
             rollouts=_rollout_bytes(config, known, batches),
         ),
-        assumptions=(*known.sources, *_assumptions(config, place, given)),
+        assumptions=(*known.sources, *_assumptions(config, place, given, run, keep_rate)),
     )
 
 
@@ -341,9 +379,9 @@ def _overflows(config: Config, count: Callable[[Config], RunMemory], key: str, p
 # -- the run ---------------------------------------------------------------------------------------
 
 
-def _num_validations(config: Config, steps: int) -> int:
+def _num_validations(config: Config, lengths: Lengths, steps: int) -> int:
     trainer = config.trainer
-    if not config.data.val_files:
+    if not config.data.val_files or not lengths.num_val_prompts:
         return 0
     every = steps // trainer.val_freq if trainer.val_freq > 0 else 0
     ends_on_one = every > 0 and steps % trainer.val_freq == 0
@@ -357,14 +395,18 @@ def _rollout_bytes(config: Config, lengths: Lengths, batches: Batches) -> int:
     return round(batches.sampled * (_ROLLOUT_BYTES + _TEXT_BYTES * tokens) + _TOKEN_RECORD_BYTES * recorded)
 
 
-def _assumptions(config: Config, place: Place, given: LengthOptions) -> list[str]:
+def _assumptions(
+    config: Config, place: Place, given: LengthOptions, run: MeasuredRun | None, keep_rate: float
+) -> list[str]:
     """Return what the figures rest on, but for lengths."""
     lines = []
     if config.trainer.tunes_budgets_on(place.device):
         lines.append("token budgets: estimated; the run measures them before its first step (trainer.auto_micro_batch)")
     if config.algorithm.online_filtering:
-        source = "assumed (--keep-rate)" if given.keep_rate is None else "given"
-        lines.append(f"online filtering keeps {given.keep_rate or KEEP_RATE:.0%} of the groups: {source}")
+        source = "given" if given.keep_rate is not None else "assumed (--keep-rate)"
+        if given.keep_rate is None and run is not None and run.lengths.keep_rate is not None:
+            source = "as in the run that was measured"
+        lines.append(f"online filtering keeps {keep_rate:.0%} of the groups: {source}")
     if not config.learns_without_advantage:
         lines.append("every group has a gradient: groups with equal rewards are skipped, and make updates faster")
     if config.has_critic:
@@ -374,4 +416,8 @@ def _assumptions(config: Config, place: Place, given: LengthOptions) -> list[str
         lines.append("devices: this machine has no GPU; name those of the run with --gpus 8xH100-80G")
     if place.host_bytes is None:
         lines.append("host memory: not known, so that it is not a limit (--host-memory)")
+    if run is None:
+        lines.append("seconds: not known without a finished run (--measured RUN)")
+    else:
+        lines.append(f"seconds: those of {run.folder}, in proportion to the work of each phase")
     return lines

@@ -24,6 +24,7 @@ def as_text(plan: RunPlan, *, width: int | None = None) -> str:
         _section("Batches of a step", _pairs(_batches(plan), width)),
         _section("Memory", [*_memory(plan, width - 2), *_changes(plan, width)]),
         _section("Work of a step", _pairs(_work(plan), width)),
+        _section("Seconds of a step", _pairs(_seconds(plan), width)),
         _section("The run", _pairs(_run(plan), width)),
         _section("Disk", _pairs(_disk(plan), width)),
         _section("This rests on", [line for each in plan.assumptions for line in _item(each, width)]),
@@ -61,6 +62,13 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             for phase in plan.memory.phases
         ],
         "flops": None if plan.flops is None else asdict(plan.flops),
+        "seconds": {
+            "phases": plan.seconds,
+            "step": plan.step_seconds,
+            "epoch": plan.epoch_seconds,
+            "run": plan.run_seconds,
+            "validation": plan.validation_seconds,
+        },
         "disk_bytes": {**asdict(plan.disk), "checkpoints": plan.disk.checkpoints},
         "assumptions": plan.assumptions,
     }
@@ -158,15 +166,28 @@ def _work(plan: RunPlan) -> list[tuple[str, str]]:
     return [*rows, ("updates", _flops(flops.update)), ("a step", _flops(flops.total))]
 
 
+def _seconds(plan: RunPlan) -> list[tuple[str, str]]:
+    total = plan.step_seconds
+    if plan.seconds is None or not total:
+        return []
+    rows = [(name, f"{format_seconds(each)}, {each / total:.0%}") for name, each in plan.seconds.items() if each]
+    return [*rows, ("a step", format_seconds(total))]
+
+
 def _run(plan: RunPlan) -> list[tuple[str, str]]:
+    def taking(seconds: float | None) -> str:
+        return "" if seconds is None else f", {format_seconds(seconds)}"
+
     rows = [("an epoch", "unknown, as the number of training prompts is (--rows)")]
     if plan.num_prompts is not None:
-        rows = [("an epoch", f"{plan.num_prompts:,} prompts, {plan.plan.steps_per_epoch:,} steps")]
+        epoch = f"{plan.num_prompts:,} prompts, {plan.plan.steps_per_epoch:,} steps{taking(plan.epoch_seconds)}"
+        rows = [("an epoch", epoch)]
     if plan.num_steps is not None:
         updates = plan.num_steps * plan.plan.updates_per_step
-        rows.append(("the run", f"{plan.num_steps:,} steps, {updates:,} updates"))
+        rows.append(("the run", f"{plan.num_steps:,} steps, {updates:,} updates{taking(plan.run_seconds)}"))
     if plan.num_validations:
-        rows.append(("validations", f"{plan.num_validations}"))
+        each = "" if plan.validation_seconds is None else f", each {format_seconds(plan.validation_seconds)}"
+        rows.append(("validations", f"{plan.num_validations}{each}"))
     return rows
 
 
@@ -204,6 +225,15 @@ def _item(text: str, width: int) -> list[str]:
     return textwrap.wrap(
         text, width - 2, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
     )
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration: 4.0 ms, 0.42 s, 53.0 s, 12.5 min, 3.2 h, 2.1 days."""
+    for limit, divisor, unit in ((0.0095, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            number = seconds / divisor
+            return f"{number:.2f} {unit}" if number < 1 else f"{number:,.1f} {unit}"
+    return f"{seconds / 86_400:,.1f} days"
 
 
 def _flops(number: float) -> str:
