@@ -70,10 +70,10 @@ def test_the_batches_of_a_step_by_hand(geo3k):
 
 
 def test_rows_are_those_of_the_token_budget():
-    batches = planned({"trainer.auto_micro_batch": False, MICRO: 1}).batches
+    plan = planned({"trainer.auto_micro_batch": False, MICRO: 1})
     # A group of 434 + 5 * 290 = 1,884 tokens: two of the 16 groups of a GPU fit into 4,096 tokens.
-    assert (geo3k.plan.tokens_per_update_pass, batches.update_rows) == (4096, 8)
-    assert batches.score_rows == 64 * 1884 // (16 * 4096) + 1  # the default budget, 16 sequences
+    assert (plan.plan.tokens_per_update_pass, plan.batches.update_rows) == (4096, 8)
+    assert plan.batches.score_rows == 64 * 1884 // (16 * 4096) + 1  # the default budget, 16 sequences
 
 
 def test_a_measured_budget_is_the_largest_that_fits(geo3k):
