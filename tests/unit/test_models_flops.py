@@ -138,12 +138,14 @@ def test_linear_attention_counts_its_matrices_its_convolution_and_its_states(
     matrices = sum(found[op] for op in ("aten.mm", "aten.addmm") if op in found)
     attention_of_images = 4 * 48 * 3 * (60**2 + 16**2) if processors.family.has_vision else 0
     assert matrices == flops.linear + flops.head + flops.vision + flops.patch_embedding - attention_of_images
-    # One layer: 2 x 16 queries and as many keys, 4 x 24 values; it reads 4 tokens, three of them
-    # before each prompt and each completion.
-    channels, segments = 2 * 32 + 96, 8
-    assert found["aten.convolution"] == 2 * 4 * channels * (tokens + 3 * segments - 3)
+    # 2 x 16 queries and as many keys, 4 x 24 values; a layer reads 4 tokens, three before each
+    # prompt and each completion.
+    kinds, channels, segments = processors.hf_config.get_text_config().layer_types, 2 * 32 + 96, 8
+    linear, full = kinds.count("linear_attention"), kinds.count("full_attention")
+    assert found["aten.convolution"] == linear * 2 * 4 * channels * (tokens + 3 * segments - 3)
     pairs = int(dense_mask(row.spans, None).sum())
-    assert flops.attention == 4 * pairs * 4 * 32 + tokens * (2 * 4 * channels + 6 * 4 * 16 * 24)
+    recurrence = tokens * (2 * 4 * channels + 6 * 4 * 16 * 24)
+    assert flops.attention == full * 4 * pairs * 4 * 32 + linear * recurrence
 
 
 def test_a_token_of_linear_attention_needs_three_products_with_the_state() -> None:
