@@ -152,8 +152,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     made: dict[tuple[str, int, bool], Path] = {}
 
     def make(model_type: str = "qwen2_5_vl", *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
+        from trigon.models.families import family_named
         from trigon.tools.quickstart.model import make_tiny
 
+        for package in family_named(model_type).engine_packages:
+            pytest.importorskip(package)  # its processor needs it
         key = (model_type, seed, tie_word_embeddings)
         if key not in made:
             folder = tmp_path_factory.mktemp(f"tiny-{model_type}", numbered=True)

@@ -8,18 +8,27 @@ and logits, with gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trigon.data.packing import PackedRow, by_group, pack_rollouts
-from trigon.models.families import family_of
 from trigon.models.load import Processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.system.torchvision_stub import declare_operators
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, Turn, Vision
+
+SPLITTING_OPTIONS = ("crop_to_patches", "do_image_splitting")
+"""The options of image processors that cut an image into several tiles."""
+
+NESTED_TILES = ("idefics3", "smolvlm")
+"""Models that take tiles as [batch, tiles of each sequence, 3, height, width]."""
+
+TILE_MODELS = ("internvl", "llava", "gemma3", *NESTED_TILES)
+"""Models that take tiles."""
 
 
 def load_hugging_face(folder: Path, dtype: torch.dtype):
@@ -45,28 +54,13 @@ def padded_logits(model, prompt: Prompt, completions: Sequence[tuple[int, ...]])
         sequence = torch.tensor(prompt.token_ids + completion)
         token_ids[row, : len(sequence)] = sequence
         attention_mask[row, : len(sequence)] = 1
-    images = {}
-    if prompt.vision is not None and family_of(model.config).tiles:
-        images = {"pixel_values": _as_tiles(prompt.vision.pixel_values).repeat(len(completions), 1, 1, 1)}
-        images |= _token_types(model, token_ids)
-    elif prompt.vision is not None:
-        is_video = prompt.vision.kind == "video"
-        images = {
-            "pixel_values_videos" if is_video else "pixel_values": prompt.vision.pixel_values.repeat(
-                len(completions), 1
-            ),
-            f"{prompt.vision.kind}_grid_thw": prompt.vision.grid_thw.repeat(len(completions), 1),
-            "mm_token_type_ids": (token_ids == model.config.image_token_id).int()
-            + 2 * (token_ids == model.config.video_token_id).int(),
-        }
-        if is_video and hasattr(model.config.vision_config, "tokens_per_second"):
-            images["second_per_grid_ts"] = torch.tensor(prompt.vision.temporal_patch_seconds).repeat(len(completions))
+    media = {} if prompt.vision is None else media_arguments(model, token_ids, [prompt.vision] * len(completions))
     logits: Tensor = model(
         input_ids=token_ids,
         attention_mask=attention_mask,
         use_cache=False,
         logits_to_keep=torch.arange(start - 1, start + longest - 1),
-        **images,
+        **media,
     ).logits
     return logits
 
@@ -102,20 +96,8 @@ def padded_episode(
     The prompt's media and the completion's images go into one forward of the whole sequence.
     """
     token_ids = torch.tensor([prompt.token_ids + completion.token_ids])
-    start, media = len(prompt.token_ids), {}
-    for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-        visions = [each for each in (prompt.vision, completion.vision) if each is not None and each.kind == kind]
-        if visions:
-            media[name] = torch.cat([vision.pixel_values for vision in visions])
-            media[f"{kind}_grid_thw"] = torch.cat([vision.grid_thw for vision in visions])
-            if kind == "video" and hasattr(model.config.vision_config, "tokens_per_second"):
-                media["second_per_grid_ts"] = torch.tensor(visions[0].temporal_patch_seconds)
-    if media and family_of(model.config).tiles:
-        media = {"pixel_values": _as_tiles(media["pixel_values"])} | _token_types(model, token_ids)
-    elif media:
-        media["mm_token_type_ids"] = (token_ids == model.config.image_token_id).int() + 2 * (
-            token_ids == model.config.video_token_id
-        ).int()
+    start = len(prompt.token_ids)
+    media = media_arguments(model, token_ids, [each for each in (prompt.vision, completion.vision) if each is not None])
     logits = model(input_ids=token_ids, attention_mask=torch.ones_like(token_ids), use_cache=False, **media).logits[0]
     logits = logits / temperature
     if banned_token_ids:
@@ -140,6 +122,46 @@ def _token_types(model, token_ids: Tensor) -> dict[str, Tensor]:
     if model.config.model_type != "gemma3":
         return {}
     return {"token_type_ids": (token_ids == model.config.image_token_id).int()}
+
+
+def media_arguments(model, token_ids: Tensor, visions: Sequence[Vision]) -> dict[str, Tensor]:
+    """Return the arguments of a transformers model for the images and videos of a batch, in order.
+
+    token_ids: [N, T].
+    """
+    media: dict[str, Tensor] = {}
+    for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        of_kind = [vision for vision in visions if vision.kind == kind]
+        if not of_kind:
+            continue
+        media[name] = torch.cat([vision.pixel_values for vision in of_kind])
+        media[f"{kind}_grid_thw"] = torch.cat([vision.grid_thw for vision in of_kind])
+        if kind == "video" and hasattr(model.config.vision_config, "tokens_per_second"):
+            media["second_per_grid_ts"] = torch.tensor(
+                [seconds for vision in of_kind for seconds in vision.temporal_patch_seconds]
+            )
+    if not media:
+        return {}
+    if model.config.model_type == "mistral3":
+        return _as_padded_images(media["pixel_values"], media["image_grid_thw"])
+    if model.config.model_type in TILE_MODELS:
+        tiles = _as_tiles(media["pixel_values"])
+        nested = model.config.model_type in NESTED_TILES
+        return {"pixel_values": tiles[None] if nested else tiles} | _token_types(model, token_ids)
+    is_image, is_video = (token_ids == model.config.image_token_id, token_ids == model.config.video_token_id)
+    return media | {"mm_token_type_ids": is_image.int() + 2 * is_video.int()}
+
+
+def _as_padded_images(patches: Tensor, grid_thw: Tensor) -> dict[str, Tensor]:
+    """Return patches of 14 x 14 pixels as the arguments of a model that takes whole images."""
+    sizes = 14 * grid_thw[:, 1:]
+    images = torch.zeros(len(sizes), 3, *sizes.amax(0).tolist())
+    remaining = iter(patches.view(-1, 3, 14, 14))
+    for image, (height, width) in zip(images, sizes.tolist(), strict=True):
+        for top in range(0, height, 14):
+            for left in range(0, width, 14):
+                image[:, top : top + 14, left : left + 14] = next(remaining)
+    return {"pixel_values": images, "image_sizes": sizes}
 
 
 def _as_tiles(patches: Tensor) -> Tensor:
@@ -200,15 +222,23 @@ def make_prompt(
         side = family.patches_per_side(config)
         # For a vision tower of tiles, a grid becomes a number of tiles; 1 if the processor does not
         # split images.
-        splits_images = hasattr(processors.image_processor, "crop_to_patches")
+        splits_images = any(hasattr(processors.image_processor, each) for each in SPLITTING_OPTIONS)
         sizes = [
             (height // side if splits_images else 1, side, side) if family.tiles else (1, height, width)
             for height, width in grids
         ]
         begin, end = processors.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
         for time, height, width in sizes:
-            tokens = time * height * width // family.spatial_merge(config) ** 2
-            placeholders = [family.image_token_id(config)] * tokens
+            merge = family.spatial_merge(config)
+            placeholders = [family.image_token_id(config)] * (time * height * width // merge**2)
+            if family.image_layout is not None:
+                if family.tiles:
+                    parts = family.image_layout(height * width // merge**2, time - 1, 1)
+                else:
+                    parts = family.image_layout(width // merge, height // merge, 1)
+                encode = processors.tokenizer.encode
+                runs = [encode(part) if isinstance(part, str) else placeholders[:part] for part in parts]
+                placeholders = list(chain(*runs))
             # Where the tokens of an image attend to each other, adjacent ones would be one image.
             bare = family.rope == "1d" and words_after_image == 0 and family.image_layers == "none"
             token_ids += placeholders if bare else [begin, *placeholders, end]

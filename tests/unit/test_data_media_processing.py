@@ -226,15 +226,14 @@ LARGE = [(16, 3200), (690, 15420), (15420, 690), (4000, 3000)]
 
 
 SMALL = 16 * 32 * 32
+OTHERS = ("internvl", "llava", "gemma3", "mistral3", "idefics3")
 RESIZED = [
     *(("qwen2_5_vl", None), ("qwen2_5_vl", SMALL), ("qwen3_vl", None), ("qwen3_vl", SMALL)),
     *(("glm4v", None), ("glm4v", SMALL)),
 ]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "max_pixels"), [*RESIZED, ("internvl", None), ("llava", None), ("gemma3", None)]
-)
+@pytest.mark.parametrize(("model_type", "max_pixels"), [*RESIZED, *((each, None) for each in OTHERS)])
 def test_the_processed_size_and_the_grid_follow_from_the_size(tiny_model, model_type, max_pixels):
     """As rewards get it, and as prompts are planned by."""
     processors = load_processors(str(tiny_model(model_type)), max_pixels=max_pixels)

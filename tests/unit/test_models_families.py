@@ -66,6 +66,24 @@ def test_checkpoint_names_are_those_of_published_checkpoints(
     assert family_named(model_type).checkpoint_name(in_memory) == in_checkpoint
 
 
+def test_the_placeholders_of_an_image_are_runs_between_texts() -> None:
+    rows, tiles = (family_named(each).image_layout for each in ("mistral3", "idefics3"))
+    assert rows is not None
+    assert tiles is not None
+    assert rows(3, 2, 1) == (3, "[IMG_BREAK]", 3, "[IMG_END]")
+    around, whole = "<fake_token_around_image>", "<global-img>"
+    assert list(tiles(4, 0, 0)) == [f"{around}{whole}", 4, around]
+    assert list(tiles(4, 2, 1)) == [
+        f"{around}<row_1_col_1>",
+        4,
+        f"\n{around}<row_2_col_1>",
+        4,
+        f"\n\n{around}{whole}",
+        4,
+        around,
+    ]
+
+
 def test_stacked_experts_become_one_tensor_for_each_expert_and_projection() -> None:
     family = family_named("qwen3_moe")
     stack = torch.arange(12.0).view(2, 2, 3)  # two experts, each a gate and an up of one row

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trigon.models.load import load_model
-from trigon.models.tiles import to_patches, to_tiles
+from trigon.models.tiles import to_images, to_padded_images, to_patches, to_tiles
 from trigon.models.vision_encoder import PatchProjection
 
 
@@ -46,6 +46,18 @@ def test_the_tile_drawn_in_the_module_docstring() -> None:
     assert torch.equal(to_tiles(patches, torch.tensor([[1, 2, 2]]), 2), tile)
     channels = torch.arange(12).view(1, 3, 2, 2)
     assert to_patches(channels, 1).tolist() == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+
+
+def test_images_of_several_sizes_are_restored_and_padded() -> None:
+    images = [torch.randn(3, 8, 4), torch.randn(3, 4, 12)]
+    patches = torch.cat([to_patches(image[None], 4) for image in images])
+    grid_thw = torch.tensor([[1, 2, 1], [1, 1, 3]])
+    restored, padded = to_images(patches, grid_thw, 4), to_padded_images(patches, grid_thw, 4)
+    assert padded.shape == (2, 3, 8, 12)
+    for image, found, row in zip(images, restored, padded, strict=True):
+        assert torch.equal(found, image)
+        assert torch.equal(row[:, : image.shape[1], : image.shape[2]], image)
+        assert row.count_nonzero() == image.count_nonzero()
 
 
 def test_tiles_of_several_images_are_restored_in_order() -> None:

@@ -120,9 +120,9 @@ def test_an_image_becomes_image_tokens_and_changes_the_logits(model_type: str, t
         parts = [{"type": "image"}, {"type": "text", "text": "What?"}]
         text = processor.apply_chat_template([{"role": "user", "content": parts}])
         batch = processor(text=[text], images=[Image.new("RGB", (84, 84), colour)], return_tensors="pt")
-        # Five tiles of four tokens (one is the thumbnail), one of sixteen, one of four, or nine
-        # tokens for 84 x 84 pixels.
-        expected = {"internvl": 20, "llava": 16, "gemma3": 4}.get(model_type, 9)
+        # Five or ten tiles of four tokens (one of them is small), one tile of sixteen or of four,
+        # or nine tokens for 84 x 84 pixels.
+        expected = {"internvl": 20, "llava": 16, "gemma3": 4, "idefics3": 40, "smolvlm": 40}.get(model_type, 9)
         assert (batch["input_ids"] == model.config.image_token_id).sum() == expected
         with torch.no_grad():
             return model(**batch).logits[0, -1]

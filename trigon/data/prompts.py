@@ -138,7 +138,9 @@ class PromptBuilder:
         self._process_images = process_images
         self._sampling = FrameSampling(data.video_fps, data.max_video_frames)
         tokenizer = processors.tokenizer
-        self._media_tokens = tuple(tokenizer.convert_ids_to_tokens(family.media_token_ids(processors.hf_config)))
+        # The placeholder of some families, such as Idefics 3, is the marker of an image.
+        media_tokens = tokenizer.convert_ids_to_tokens(family.media_token_ids(processors.hf_config))
+        self._media_tokens = tuple(token for token in media_tokens if token not in MARKERS.values())
         ignore = (*self._media_tokens, *(MARKERS.values() if family.has_vision else ()))
         self._special_tokens = SpecialTokens(tokenizer, tokenize=self._chat.tokenize, ignore=ignore)
         self._shows_blank = False

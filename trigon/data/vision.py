@@ -11,13 +11,13 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import isqrt, log
+from math import ceil, isqrt, log, prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from trigon.data.images import reserve_frames
+from trigon.data.images import MAX_ASPECT_RATIO, reserve_frames
 from trigon.data.videos import FRAMES_PER_PATCH, Pixels, VideoLayout
 from trigon.errors import ModelError
 from trigon.models.tiles import to_patches
@@ -65,6 +65,13 @@ class ImageProcessor:
         patches: int = self._image_processor.get_number_of_image_patches(height, width)
         return patches // self._patches_per_token
 
+    def runs(self, width: int, height: int) -> tuple[int, int, int]:
+        """Return the tokens of a run of placeholders, and the rows and columns of runs of an image.
+
+        The arguments of an ImageLayout: all tokens of an image are one run where there is none.
+        """
+        return self.image_tokens(width, height), 1, 1
+
     def processed_size(self, width: int, height: int) -> tuple[int, int]:
         """Return (width, height) to which an image of this size is resized."""
         from transformers.models.glm4v import image_processing_glm4v as of_frames
@@ -110,6 +117,71 @@ class ImageProcessor:
         return Vision(pixel_values=_joined(pixel_values), grid_thw=grid_thw, hashes=hashes)
 
 
+class WholeImageProcessor(ImageProcessor):
+    """An image processor that limits the longest edge of an image, and rounds sides to tokens."""
+
+    def __init__(self, image_processor: Any, *, patch_size: int, spatial_merge: int) -> None:
+        """Wrap image_processor for a model that merges spatial_merge x spatial_merge patches.
+
+        Raises: ModelError if so small an edge is allowed that a long image would have no rows.
+        """
+        longest = image_processor.size["longest_edge"]
+        if longest < MAX_ASPECT_RATIO:
+            raise ModelError(
+                f"the image processor has size.longest_edge={longest}, to which a long image cannot be reduced: set at "
+                f"least {MAX_ASPECT_RATIO} in preprocessor_config.json"
+            )
+        self._image_processor = image_processor
+        self._patch_size = patch_size
+        self._side = patch_size * spatial_merge  # of a token, in pixels
+        self._patches_per_token = spatial_merge**2
+        self._lock = threading.Lock()
+        self._calls = 0
+
+    def image_tokens(self, width: int, height: int) -> int:
+        """See ImageProcessor."""
+        return prod(self.runs(width, height))
+
+    def runs(self, width: int, height: int) -> tuple[int, int, int]:
+        """See ImageProcessor: a row of tokens is a run."""
+        columns, rows = self.processed_size(width, height)
+        return columns // self._side, rows // self._side, 1
+
+    def processed_size(self, width: int, height: int) -> tuple[int, int]:
+        """See ImageProcessor."""
+        from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
+
+        rows, columns = get_resize_output_image_size(
+            np.broadcast_to(np.uint8(0), (height, width, 3)),
+            size=self._image_processor.size["longest_edge"],
+            patch_size=self._side,
+            input_data_format="channels_last",
+        )
+        return columns, rows
+
+    def grid(self, width: int, height: int) -> tuple[int, int, int]:
+        """See ImageProcessor."""
+        columns, rows = self.processed_size(width, height)
+        return 1, rows // self._patch_size, columns // self._patch_size
+
+    def process(self, images: Iterable[Image.Image]) -> Vision:
+        """See ImageProcessor."""
+        pixel_values, grids = [], []
+        for image in images:
+            features = self._image_processor(
+                images=[image], patch_size=self._side, return_tensors="pt", input_data_format="channels_first"
+            )
+            pixels = features["pixel_values"].to(torch.float32)
+            pixel_values.append(to_patches(pixels, self._patch_size).contiguous())
+            grids.append([1, *(side // self._patch_size for side in pixels.shape[2:])])
+            del image  # before the next one is decoded
+        with self._lock:
+            self._calls += 1
+        grid_thw = torch.tensor(grids)
+        hashes = tuple(_content_hash(part, grid) for part, grid in zip(pixel_values, grid_thw, strict=True))
+        return Vision(pixel_values=_joined(pixel_values), grid_thw=grid_thw, hashes=hashes)
+
+
 class TileProcessor(ImageProcessor):
     """An image processor that cuts an image into one or several tiles of a fixed size."""
 
@@ -119,12 +191,11 @@ class TileProcessor(ImageProcessor):
         A tile has patches_per_side x patches_per_side patches.
         Raises: ModelError if the processor makes tiles of another size.
         """
-        cropped = getattr(image_processor, "do_center_crop", False)
-        size = image_processor.crop_size if cropped else image_processor.size
+        width, height = self._tile_size(image_processor)
         side = patch_size * patches_per_side
-        if (size["height"], size["width"]) != (side, side):
+        if (width, height) != (side, side):
             raise ModelError(
-                f"the image processor makes tiles of {size['width']} x {size['height']} pixels, "
+                f"the image processor makes tiles of {width} x {height} pixels, "
                 f"the model takes {side} x {side}: correct preprocessor_config.json or config.json"
             )
         if getattr(image_processor, "do_pan_and_scan", None):
@@ -141,6 +212,13 @@ class TileProcessor(ImageProcessor):
         self._patches_per_token = spatial_merge**2
         self._lock = threading.Lock()
         self._calls = 0
+
+    @staticmethod
+    def _tile_size(image_processor: Any) -> tuple[int, int]:
+        """Return (width, height) of the tiles that the Hugging Face processor makes."""
+        cropped = getattr(image_processor, "do_center_crop", False)
+        size = image_processor.crop_size if cropped else image_processor.size
+        return size["width"], size["height"]
 
     def image_tokens(self, width: int, height: int) -> int:
         """See ImageProcessor."""
@@ -168,22 +246,83 @@ class TileProcessor(ImageProcessor):
 
     def process(self, images: Iterable[Image.Image]) -> Vision:
         """See ImageProcessor."""
-        parts, counts = [], []
+        parts = []
         for image in images:
             features = self._image_processor(
                 images=[image], return_tensors="pt", input_data_format="channels_first", **self._options
             )
-            parts.append(features["pixel_values"].to(torch.float32))
-            counts.append(int(features.get("num_patches", [1])[0]))
+            # [tiles, ...], or [1, tiles, ...] for Idefics 3, which nests the images of a prompt.
+            parts.append(features["pixel_values"].flatten(0, -4).to(torch.float32))
             del image  # before the next one is decoded
         with self._lock:
             self._calls += 1
         tiles = _joined(parts)
         return Vision(
             pixel_values=to_patches(tiles, self._patch_size).contiguous(),
-            grid_thw=torch.tensor([(count, self._side, self._side) for count in counts]),
+            grid_thw=torch.tensor([(len(part), self._side, self._side) for part in parts]),
             hashes=tuple(_content_hash(part.contiguous(), torch.tensor(part.shape)) for part in parts),
         )
+
+
+class SplitTileProcessor(TileProcessor):
+    """A processor that cuts an image into rows and columns of tiles, and adds a view of it all."""
+
+    def __init__(self, image_processor: Any, *, patch_size: int, patches_per_side: int, spatial_merge: int) -> None:
+        """Wrap image_processor; see TileProcessor.
+
+        Raises: ModelError if the processor makes tiles of another size, or tiles of zeros.
+        """
+        super().__init__(
+            image_processor, patch_size=patch_size, patches_per_side=patches_per_side, spatial_merge=spatial_merge
+        )
+        means = image_processor.image_mean
+        if not image_processor.do_normalize or all(float(255 * mean).is_integer() for mean in means):
+            raise ModelError(
+                f"the image processor normalizes by image_mean={means}, so that a tile of one colour can become zeros, "
+                "which transformers and vLLM take for padding: correct preprocessor_config.json"
+            )
+
+    @staticmethod
+    def _tile_size(image_processor: Any) -> tuple[int, int]:
+        """See TileProcessor."""
+        side = image_processor.max_image_size["longest_edge"]
+        return side, side
+
+    def image_tokens(self, width: int, height: int) -> int:
+        """See ImageProcessor."""
+        tile_tokens, rows, columns = self.runs(width, height)
+        return tile_tokens * (rows * columns + 1)
+
+    def runs(self, width: int, height: int) -> tuple[int, int, int]:
+        """See ImageProcessor: each tile is a run; 0 rows and columns if the image is one tile."""
+        from transformers.models.idefics3 import image_processing_pil_idefics3 as idefics3
+
+        processor, tile = self._image_processor, self._side * self._patch_size
+        rows = columns = 0
+        if processor.do_image_splitting:
+            # As the processor resizes an image; its get_number_of_image_patches rounds otherwise.
+            if processor.do_resize:
+                longest = processor.size["longest_edge"]
+                height, width = idefics3._resize_output_size_rescale_to_max_len(height, width, max_len=longest)
+                height, width = idefics3._resize_output_size_scale_below_upper_bound(
+                    height, width, max_len=idefics3.MAX_IMAGE_SIZE
+                )
+            aspect_ratio = width / height
+            if width >= height:
+                columns = ceil(width / tile)
+                rows = ceil(int(columns * tile / aspect_ratio) / tile)
+            else:
+                rows = ceil(height / tile)
+                columns = ceil(int(rows * tile * aspect_ratio) / tile)
+            if rows == columns == 1:
+                rows = columns = 0
+        return self._side**2 // self._patches_per_token, rows, columns
+
+    def processed_size(self, width: int, height: int) -> tuple[int, int]:
+        """See ImageProcessor: the size that is cut into tiles."""
+        _, rows, columns = self.runs(width, height)
+        tile = self._side * self._patch_size
+        return max(columns, 1) * tile, max(rows, 1) * tile
 
 
 class VideoProcessor:
@@ -291,10 +430,17 @@ def image_processor_of(processors: Processors) -> ImageProcessor | None:
         return None
     family, config = processors.family, processors.hf_config
     if family.tiles:
-        return TileProcessor(
+        kind = TileProcessor if family.image_layout is None else SplitTileProcessor
+        return kind(
             processors.image_processor,
             patch_size=family.patch_size(config),
             patches_per_side=family.patches_per_side(config),
+            spatial_merge=family.spatial_merge(config),
+        )
+    if family.image_tower:
+        return WholeImageProcessor(
+            processors.image_processor,
+            patch_size=family.patch_size(config),
             spatial_merge=family.spatial_merge(config),
         )
     return ImageProcessor(
@@ -346,6 +492,7 @@ class Placeholders:
         self._has_timestamps = family.video == "timestamps"
         wrap = [[getattr(processors.tokenizer, f"{name}_id")] for name in family.image_wrap or ()]
         self._image_wrap = (wrap[0], wrap[1]) if wrap else ([], [])
+        self._image_layout = family.image_layout
         self._tokenize = tokenize
 
     def count(self, token_ids: Sequence[int], kind: MediaKind) -> int:
@@ -379,10 +526,18 @@ class Placeholders:
 
     def _tokens_of(self, size: MediaSize) -> list[int]:
         """Return the tokens that replace the placeholder of an image or a video."""
+        ids: list[int]
         if not isinstance(size, VideoLayout):
             assert self.image_processor is not None
+            placeholder = self._token_ids["image"]
+            if self._image_layout is not None:
+                run_tokens, rows, columns = self.image_processor.runs(*size)
+                ids = []
+                for part in self._image_layout(run_tokens, rows, columns):
+                    ids += [placeholder] * part if isinstance(part, int) else self._tokenize(part)
+                return ids
             before, after = self._image_wrap
-            return [*before, *[self._token_ids["image"]] * self.image_processor.image_tokens(*size), *after]
+            return [*before, *[placeholder] * self.image_processor.image_tokens(*size), *after]
         assert self.video_processor is not None
         patch = [self._token_ids["video"]] * self.video_processor.patch_tokens(size)
         if not self._has_timestamps:
@@ -390,7 +545,7 @@ class Placeholders:
         # Qwen3-VL: each temporal patch follows its time, and is between the start and end tokens of
         # an image.
         start, end = self._vision_tokens
-        ids: list[int] = []
+        ids = []
         for first in range(0, len(size.seconds), FRAMES_PER_PATCH):
             middle = (size.seconds[first] + size.seconds[first + FRAMES_PER_PATCH - 1]) / 2
             ids += [*self._tokenize(f"<{middle:.1f} seconds>"), start, *patch, end]

@@ -187,7 +187,7 @@ def load_processors(
         tokenizer_path: folder or hub id of the tokenizer, if it is not that of the model.
         chat_template: Jinja text that replaces the tokenizer's template.
         min_pixels, max_pixels: the processor enlarges or shrinks images to this area; None for the
-            model's own limits. No effect on a family that takes tiles.
+            model's own limits. No effect on a family whose tower does not take patches.
     Raises: ModelError if the model is not found or not supported, if files of its tokenizer or
         processors are missing or damaged, if it has no stop token or no chat template, or if
         min_pixels exceeds max_pixels.
@@ -418,9 +418,9 @@ def _matches_tokenizer_json(tokenizer: Any, folder: Path) -> bool:
 def _load_image_processor(folder: Path, family: ModelFamily, min_pixels: int | None, max_pixels: int | None) -> Any:
     from transformers import AutoImageProcessor
 
-    if family.tiles:
+    if not family.takes_patches:
         with _explain_errors("image processor", folder):
-            return AutoImageProcessor.from_pretrained(folder)  # resizes to whole tiles
+            return AutoImageProcessor.from_pretrained(folder)  # has limits of another kind
     with _explain_errors("image processor", folder):
         processor = AutoImageProcessor.from_pretrained(folder)
     frames = family.frames_per_image

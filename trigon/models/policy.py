@@ -285,9 +285,9 @@ class Policy(nn.Module):
         return [*self.family.language_model(self.model).layers, *blocks]
 
     def mergers(self) -> list[nn.Module]:
-        """Return the modules that turn features of patches into embeddings; empty for tiles."""
+        """Return the modules of a tower that make embeddings of the features of patches, if any."""
         tower = self.family.vision_tower(self.model)
-        if tower is None or self.family.tiles:
+        if tower is None or not self.family.takes_patches:
             return []
         return [tower.merger, *(tower.deepstack_merger_list if self.family.deepstack else ())]
 

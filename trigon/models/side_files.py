@@ -65,8 +65,8 @@ def write_side_files(
 
 
 def pixel_limits(processors: Processors) -> tuple[int, int] | None:
-    """Return the least and the most pixels of an image; None for text models and for tiles."""
-    if processors.image_processor is None or processors.family.tiles:
+    """Return the least and the most pixels of an image; None for a model without such limits."""
+    if processors.image_processor is None or not processors.family.takes_patches:
         return None
     size, frames = processors.image_processor.size, processors.family.frames_per_image
     return int(size["shortest_edge"]) // frames, int(size["longest_edge"]) // frames

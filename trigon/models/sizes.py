@@ -472,7 +472,7 @@ def _indivisible(hf_config: Any, size: int) -> Iterator[str]:
     vision = getattr(hf_config, "vision_config", None)
     if vision is not None:
         family = family_of(hf_config)
-        if family.tiles:
+        if not family.takes_patches:
             heads, mlp = vision.num_attention_heads, vision.intermediate_size
         else:
             dimensions = vision_dimensions(hf_config.model_type, vision)

@@ -23,7 +23,7 @@ def require_supported(config: Any, family: ModelFamily) -> None:
             f"The model has attention_dropout = {dropout}. Log-probabilities must be deterministic, so "
             f"set it to 0 in override_config{' under text_config' if family.has_vision else ''}."
         )
-    if family.tiles:
+    if family.language_types:
         _require_supported_parts(config, family)
     known = {"full_attention", "sliding_attention", *(["linear_attention"] if family.linear_attention else [])}
     other_types = sorted({*(getattr(text_config, "layer_types", None) or ())} - known)
@@ -71,13 +71,15 @@ def _require_supported_parts(config: Any, family: ModelFamily) -> None:
             f"The language model within this {family.model_type!r} is a {text_config.model_type!r}, which is not "
             f"tested. Supported types: {', '.join(family.language_types)}."
         )
-    if vision_config.model_type != family.tile_tower:
+    tower = family.tile_tower or family.image_tower
+    if vision_config.model_type != tower:
         raise ModelError(
             f"The vision tower of this {family.model_type!r} is a {vision_config.model_type!r}; only "
-            f"{family.tile_tower!r} is supported."
+            f"{tower!r} is supported."
         )
-    layer, strategy = (getattr(config, f"vision_feature_{name}", None) for name in ("layer", "select_strategy"))
-    if not isinstance(layer, int | None) or strategy not in (None, "default"):
+    layer = getattr(config, "vision_feature_layer", -1)
+    strategy = getattr(config, "vision_feature_select_strategy", "default")
+    if not isinstance(layer, int) or strategy != "default" or (family.image_tower and layer != -1):
         raise ModelError(
             f"This {family.model_type!r} has vision_feature_layer = {layer} and "
             f"vision_feature_select_strategy = {strategy!r}, which is not supported."

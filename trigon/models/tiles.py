@@ -1,4 +1,4 @@
-"""Conversion between image tiles, for vision towers with a fixed input size, and patches.
+"""Conversion between patches and what other vision towers take: tiles of one size, or whole images.
 
 tile   1 2 | 5 6      A tile of 4 x 4 pixels is four patches of 2 x 2, row by row:
        3 4 | 7 8      [1 2 3 4], [5 6 7 8], [9 10 11 12], [13 14 15 16].
@@ -9,6 +9,7 @@ tile   1 2 | 5 6      A tile of 4 x 4 pixels is four patches of 2 x 2, row by ro
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -36,3 +37,26 @@ def to_tiles(patches: Tensor, grid_thw: Tensor, patch_size: int) -> Tensor:
     channels = patches.shape[1] // patch_size**2
     split = patches.reshape(-1, rows, columns, channels, patch_size, patch_size)
     return split.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, rows * patch_size, columns * patch_size)
+
+
+def to_images(patches: Tensor, grid_thw: Tensor, patch_size: int) -> list[Tensor]:
+    """Undo to_patches for images of any size, each of which is one tile.
+
+    Args: grid_thw: [images, 3], (1, rows, columns) in patches.
+    Returns: [channels, rows * patch_size, columns * patch_size] for each image.
+    """
+    parts = torch.split(patches, grid_thw.prod(dim=1).tolist())
+    return [to_tiles(part, grid[None], patch_size)[0] for part, grid in zip(parts, grid_thw, strict=True)]
+
+
+def to_padded_images(patches: Tensor, grid_thw: Tensor, patch_size: int) -> Tensor:
+    """Return the same, padded with zeros at the right and below to the size of the largest.
+
+    Returns: [images, channels, most rows * patch_size, most columns * patch_size].
+    """
+    images = to_images(patches, grid_thw, patch_size)
+    height, width = (grid_thw[:, 1:].amax(dim=0) * patch_size).tolist()
+    padded = images[0].new_zeros(len(images), len(images[0]), height, width)
+    for row, image in zip(padded, images, strict=True):
+        row[:, : image.shape[1], : image.shape[2]] = image
+    return padded

@@ -21,7 +21,7 @@ from trigon.models.families import ModelFamily
 from trigon.models.features import VisionFeatureCache, VisionFeatures
 from trigon.models.kernels import supports
 from trigon.models.sequence_parallel import DealtImages, RowRanks, RowSlice, deal_images, send_features
-from trigon.models.tiles import to_tiles
+from trigon.models.tiles import to_padded_images, to_tiles
 from trigon.models.transfer import concatenated, to_device
 from trigon.types import PackedGroups, Vision
 
@@ -144,8 +144,9 @@ class VisionEncoder:
     def _tower_pixels(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
         """Return pixels as the vision tower takes them, on its device and in its dtype."""
         tower: Any = self._family.vision_tower(self._model)
-        if self._family.tiles:
-            pixel_values = to_tiles(pixel_values, grid_thw, self._family.patch_size(self._model.config))
+        if not self._family.takes_patches:
+            to_pixels = to_tiles if self._family.tiles else to_padded_images
+            pixel_values = to_pixels(pixel_values, grid_thw, self._family.patch_size(self._model.config))
         return to_device(pixel_values, tower.device).to(tower.dtype)
 
     def _run_tower(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -153,8 +154,31 @@ class VisionEncoder:
         tower: Any = self._family.vision_tower(self._model)
         if self._family.tiles:
             return self._family.image_features(self._model, pixels), []
-        output = tower(pixels, grid_thw=grid_thw, **tower_inputs(tower, grid_thw))
+        if self._family.image_tower:
+            return self._encode_images(pixels, grid_thw), []
+        output = tower(pixels, **tower_inputs(tower, grid_thw))
         return output.pooler_output, output.deepstack_features if self._family.deepstack else []
+
+    def _encode_images(self, pixels: Tensor, grid_thw: Tensor) -> Tensor:
+        """Return the features of whole images, [tokens, D].
+
+        Pixtral's tower, and the projector of Mistral 3, which merges patches; called by themselves,
+        since the model's method reads sizes back from the device.
+        Args: pixels: padded, as from to_padded_images. grid_thw: on the CPU.
+        """
+        tower: Any = self._family.vision_tower(self._model)
+        sizes = [(rows * tower.patch_size, columns * tower.patch_size) for _, rows, columns in grid_thw.tolist()]
+        starts = nn.functional.pad(grid_thw.prod(dim=1).cumsum(0), (1, 0)).int()
+        # The boundaries of the images are for window attention. The tower does not know these
+        # arguments, and passes them on; without them it would make a mask of all patches of a row.
+        states = tower(
+            pixels,
+            image_sizes=sizes,
+            cu_seq_lens_q=starts if _attends_by_sdpa(tower, tower.config.head_dim) else to_device(starts, tower.device),
+            max_length_q=_longest(starts),
+        ).last_hidden_state
+        features: Tensor = self._model.get_submodule(self._family.projector_path)(states[0], sizes)
+        return features
 
     @torch.no_grad()
     def _encode_each(self, visions: Sequence[Vision], cache: VisionFeatureCache) -> tuple[Tensor, list[Tensor]]:
@@ -239,7 +263,7 @@ def tower_inputs(tower: Any, grid_thw: Tensor) -> dict[str, Any]:
     merge: int = tower.spatial_merge_size
     positions = vision_utils.get_vision_position_ids(grid_thw, merge)
     starts = vision_utils.get_vision_cu_seqlens(grid_thw)
-    inputs = {"position_ids": positions, "cu_seqlens": starts}
+    inputs = {"grid_thw": grid_thw, "position_ids": positions, "cu_seqlens": starts}
     longest = {"max_seqlen": _longest(starts)}
     if hasattr(tower, "fullatt_block_indexes"):  # Qwen2.5-VL: most layers attend within windows
         window_index, window_starts = vision_utils.get_vision_window_index(
@@ -258,16 +282,18 @@ def tower_inputs(tower: Any, grid_thw: Tensor) -> dict[str, Any]:
         inputs |= {"interp_indices": indices, "interp_weights": weights}
     device: torch.device = tower.device
     # sdpa splits its inputs by the lengths of the windows, and so reads them in each layer.
-    read_by_host = ("cu_seqlens", "cu_window_seqlens") if _attends_by_sdpa(tower) else ()
+    by_sdpa = _attends_by_sdpa(tower, tower.blocks[0].attn.head_dim)
+    read_by_host: tuple[str, ...] = ("grid_thw", "cu_seqlens", "cu_window_seqlens") if by_sdpa else ("grid_thw",)
+    if hasattr(tower, "post_conv_layernorm"):  # GLM-4V: computes the positions of its table on the device
+        read_by_host = ()
     return longest | {
         name: tensor if name in read_by_host else to_device(tensor, device) for name, tensor in inputs.items()
     }
 
 
-def _attends_by_sdpa(tower: Any) -> bool:
+def _attends_by_sdpa(tower: Any, head_dim: int) -> bool:
     kernel = tower_kernel(tower.config)
-    dtype, head_dim = compute_dtype(tower.device, tower.dtype), tower.blocks[0].attn.head_dim
-    return kernel == "sdpa" or not supports(kernel, dtype, head_dim, None)
+    return kernel == "sdpa" or not supports(kernel, compute_dtype(tower.device, tower.dtype), head_dim, None)
 
 
 def _longest(starts: Tensor) -> int:

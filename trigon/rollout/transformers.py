@@ -22,7 +22,7 @@ from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
 from trigon.models.positions import completion_positions, positions_of, prompt_positions
 from trigon.models.routing import ExpertRecorder
-from trigon.models.tiles import to_tiles
+from trigon.models.tiles import to_padded_images, to_tiles
 from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.episodes import Episodes
 from trigon.rollout.protocol import OnGroup, Until, require_local_weights
@@ -78,6 +78,9 @@ class TransformersEngine:
         # Trigon's own attention is for packed rows; sampling needs causal attention with a KV
         # cache.
         processors.family.language_model(self._model).set_attn_implementation("sdpa")
+        if processors.family.image_tower:  # which does not compute the boundaries of images itself
+            tower: Any = processors.family.vision_tower(self._model)
+            tower.set_attn_implementation("sdpa")
         self._recorder = ExpertRecorder(self._model, processors.family) if records_experts else None
         self._version: int | None = None
         self._awake = False
@@ -233,18 +236,10 @@ class TransformersEngine:
             positions: [A, T] int64, the same in each row; A is 3 with m-RoPE, else 1.
             visions: the images or videos whose placeholders are in ids, in order.
         """
-        media: dict[str, list[Tensor]] = {}
-        for vision in visions:
-            family, pixel_values = self._processors.family, vision.pixel_values
-            if family.tiles:
-                pixel_values = to_tiles(pixel_values, vision.grid_thw, family.patch_size(self._model.config))
-            else:
-                media.setdefault(f"{vision.kind}_grid_thw", []).append(vision.grid_thw.to(self._device))
-            name = {"image": "pixel_values", "video": "pixel_values_videos"}[vision.kind]
-            media.setdefault(name, []).append(pixel_values.to(self._device, self._model.dtype))
+        media = self._media(visions)
         if visions and self._processors.family.image_layers != "none":  # else transformers attends causally
             is_image = ids == self._processors.family.image_token_id(self._model.config)
-            media["token_type_ids"] = [is_image.to(self._device, torch.int64)]
+            media["token_type_ids"] = is_image.to(self._device, torch.int64)
         rows = positions[:, None].expand(-1, len(ids), -1).to(self._device)  # [A, B, T]
         output = self._model(
             input_ids=ids.to(self._device),
@@ -252,10 +247,32 @@ class TransformersEngine:
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
-            **{name: torch.cat(tensors) for name, tensors in media.items()},
+            **media,
         )
         logits: Tensor = output.logits
         return logits
+
+    def _media(self, visions: Sequence[Vision]) -> dict[str, Tensor]:
+        """Return the arguments of the model for images and videos."""
+        family, patch_size = self._processors.family, self._processors.family.patch_size
+        media: dict[str, Tensor] = {}
+        for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+            of_kind = [vision for vision in visions if vision.kind == kind]
+            if not of_kind:
+                continue
+            pixel_values = torch.cat([vision.pixel_values for vision in of_kind])
+            grid_thw = torch.cat([vision.grid_thw for vision in of_kind])
+            if family.takes_patches:
+                media[f"{kind}_grid_thw"] = grid_thw.to(self._device)
+            elif family.tiles:
+                pixel_values = to_tiles(pixel_values, grid_thw, patch_size(self._model.config))
+                if family.image_layout is not None:  # Idefics 3: [batch, tiles, ...]
+                    pixel_values = pixel_values[None]
+            else:
+                pixel_values = to_padded_images(pixel_values, grid_thw, patch_size(self._model.config))
+                media["image_sizes"] = grid_thw[:, 1:] * patch_size(self._model.config)
+            media[name] = pixel_values.to(self._device, self._model.dtype)
+        return media
 
     def _turn(self, batch: _Batch, row: int, finish_reason: Literal["stop", "length"]) -> SampledTurn:
         """Return the turn of a row that has ended with the last token."""

@@ -6,7 +6,7 @@ depends on no family.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any, Literal, assert_never
@@ -32,6 +32,13 @@ ImageLayers = Literal["none", "sliding", "all"]
 """The layers in which the tokens of an image attend to each other in both directions: none, those
 with a sliding window, or all."""
 
+ImageLayout = Callable[[int, int, int], Sequence[str | int]]
+"""Returns what stands for an image in a prompt: runs of placeholder tokens, and texts around them.
+
+A run is given by its number of tokens. Arguments: this number, and how many rows and columns of
+runs there are. Example: two rows of three tokens, (3, "[IMG_BREAK]", 3, "[IMG_END]").
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
@@ -55,7 +62,9 @@ class ModelFamily:
     tile_tower: `model_type` of a vision tower that takes square tiles of one size instead of
         patches of images of any size; empty for a tower that takes patches. An image is then one or
         several tiles; "time" in its grid_thw counts them.
-    projector_path: submodule path of the projector after such a tower.
+    image_tower: `model_type` of a vision tower that takes whole images, each of its own size; empty
+        for any other.
+    projector_path: submodule path of the projector after a tower of tiles or of whole images.
     vision_layers: path of the blocks within the vision tower.
     image_wrap: attributes of the tokenizer for the tokens before and after an image, where chat
         templates omit them.
@@ -64,7 +73,12 @@ class ModelFamily:
         are in braces. None where the template writes the placeholder.
     image_layers: the layers in which the tokens of an image attend to each other in both
         directions; of the layers with a sliding window, or all.
-    language_types: `model_type` of the language models that may be in a model with a tile tower.
+    language_types: `model_type` of the language models that may be in a model that combines other
+        families; empty for a family with a language model of its own.
+    image_layout: where an image's placeholder tokens are; None: they are consecutive.
+    tile_features: computes the features of tiles, [tiles, tokens, D], where get_image_features of
+        transformers does not serve.
+    engine_packages: packages that vLLM's processor of the family needs besides its own.
     windows: whether sliding-window attention is tested against transformers and vLLM.
     caps_logits: whether the model bounds its logits where the config has final_logit_softcapping.
     linear_attention: name of the gated delta net within a decoder layer that has one, see
@@ -84,12 +98,16 @@ class ModelFamily:
     video: Literal["none", "patches", "seconds", "timestamps"] = "none"
     experts: Literal["none", "stacked", "transposed", "separate"] = "none"
     tile_tower: str = ""
+    image_tower: str = ""
     projector_path: str = ""
     vision_layers: str = "blocks"
     image_wrap: tuple[str, str] | None = None
     image_text: tuple[str, str] | None = None
     image_layers: ImageLayers = "none"
     language_types: tuple[str, ...] = ()
+    image_layout: ImageLayout | None = None
+    tile_features: Callable[[Any, Tensor], Tensor] | None = None
+    engine_packages: tuple[str, ...] = ()
     windows: bool = False
     caps_logits: bool = False
     linear_attention: str = ""
@@ -103,8 +121,13 @@ class ModelFamily:
 
     @property
     def tiles(self) -> bool:
-        """Whether the vision tower takes tiles instead of patches."""
+        """Whether the vision tower takes tiles of one size."""
         return bool(self.tile_tower)
+
+    @property
+    def takes_patches(self) -> bool:
+        """Whether there is a vision tower that takes patches, with the grid of each image."""
+        return self.has_vision and not self.tile_tower and not self.image_tower
 
     def language_model(self, model: nn.Module) -> Any:
         """Return the decoder stack, a transformers module: embeddings, layers and final norm."""
@@ -123,6 +146,8 @@ class ModelFamily:
 
         Args: tiles: [n, channels, height, width]. Returns: [image tokens, D].
         """
+        if self.tile_features is not None:
+            return self.tile_features(model, tiles).flatten(0, 1)
         parent: Any = model.get_submodule(self.vision_path.rpartition(".")[0])
         features = parent.get_image_features(pixel_values=tiles, return_dict=True).pooler_output
         return torch.cat([*features])
@@ -168,12 +193,14 @@ class ModelFamily:
     def spatial_merge(self, hf_config: Any) -> int:
         """Return the number of patches, along each side, that are merged into one image token."""
         self._require_vision()
-        if self.tiles:
-            tokens = getattr(hf_config, "mm_tokens_per_image", None)
-            if tokens is not None:
-                return self.patches_per_side(hf_config) // isqrt(tokens)
-            return round(1 / getattr(hf_config, "downsample_ratio", 1.0))
-        return int(hf_config.vision_config.spatial_merge_size)
+        if self.takes_patches:
+            return int(hf_config.vision_config.spatial_merge_size)
+        if self.image_tower:
+            return int(hf_config.spatial_merge_size)
+        tokens = getattr(hf_config, "mm_tokens_per_image", None)
+        if tokens is not None:
+            return self.patches_per_side(hf_config) // isqrt(tokens)
+        return int(getattr(hf_config, "scale_factor", 1) / getattr(hf_config, "downsample_ratio", 1.0))
 
     def patch_size(self, hf_config: Any) -> int:
         """Return the side of a patch in pixels."""
@@ -189,7 +216,7 @@ class ModelFamily:
     def values_per_patch(self, hf_config: Any) -> int:
         """Return the number of values in a patch, over all channels and frames."""
         vision = hf_config.vision_config
-        planes = vision.num_channels if self.tiles else vision.in_channels * vision.temporal_patch_size
+        planes = vision.in_channels * vision.temporal_patch_size if self.takes_patches else vision.num_channels
         return int(planes) * self.patch_size(hf_config) ** 2
 
     def image_token_id(self, hf_config: Any) -> int:
@@ -214,7 +241,7 @@ class ModelFamily:
         """
         if not self.has_vision:
             return ()
-        if self.tiles:
+        if not self.takes_patches:
             return tuple(int(getattr(hf_config, name)) for name in _TILE_TOKENS if hasattr(hf_config, name))
         tokens = (getattr(hf_config, name, None) for name in _MEDIA_TOKENS)
         return tuple(int(token) for token in tokens if token is not None)
@@ -283,12 +310,7 @@ def tile_family(
         tiny=tiny,
         language_path="model.language_model",
         vision_path="model.vision_tower",
-        checkpoint_prefixes=(
-            ("model.language_model.", "language_model.model."),
-            ("model.vision_tower.", tower_name),
-            ("model.multi_modal_projector.", "multi_modal_projector."),
-            ("lm_head.", "language_model.lm_head."),
-        ),
+        checkpoint_prefixes=llava_prefixes(tower_name),
         tile_tower=tile_tower,
         projector_path="model.multi_modal_projector",
         vision_layers=vision_layers,
@@ -297,4 +319,17 @@ def tile_family(
         image_layers=image_layers,
         language_types=language_types,
         windows=windows,
+    )
+
+
+def llava_prefixes(tower_name: str) -> tuple[tuple[str, str], ...]:
+    """Return the checkpoint_prefixes of models that are published under the names of LLaVA's parts.
+
+    tower_name: prefix of the vision tower's weights.
+    """
+    return (
+        ("model.language_model.", "language_model.model."),
+        ("model.vision_tower.", tower_name),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+        ("lm_head.", "language_model.lm_head."),
     )

@@ -52,6 +52,7 @@ FAMILIES = (
                 "context_image_token": "<|image_pad|>",
                 "video_token": "<|video_pad|>",
             },
+            image_text="<|image_pad|>",
         ),
         tile_tower="internvl_vision",
         tower_name="vision_tower.",

@@ -49,7 +49,13 @@ FAMILIES = (
     tile_family(
         "llava",
         # transformers 5.19 writes the names of CLIP's weights without their former prefix.
-        TinyModel(_config, _processor, special_tokens={"image_token": "<|image_pad|>"}, saves_published_names=False),
+        TinyModel(
+            _config,
+            _processor,
+            special_tokens={"image_token": "<|image_pad|>"},
+            image_text="<|image_pad|>",
+            saves_published_names=False,
+        ),
         tile_tower="clip_vision_model",
         tower_name="vision_tower.vision_model.",
         vision_layers="encoder.layers",

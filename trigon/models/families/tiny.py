@@ -52,6 +52,8 @@ class TinyModel:
     processor: returns the processor, given the tokenizer; None for a text family.
     special_tokens: names that the tokenizer gives to its special tokens.
     added_tokens: further special tokens, which its processor or vLLM looks for.
+    image_text: what the chat template writes for an image; further tokens around it, if any, are
+        added by the processor.
     saves_published_names: False if `save_pretrained` of transformers (5.19) writes other names or
         shapes than the published checkpoints have; the weights are then written again.
     initialize: changes the initial weights of the model; None leaves those of transformers.
@@ -61,6 +63,7 @@ class TinyModel:
     processor: Callable[[Any], Any] | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     added_tokens: tuple[str, ...] = ()
+    image_text: str = "<|vision_start|><|image_pad|><|vision_end|>"
     saves_published_names: bool = True
     initialize: Callable[[Any], None] | None = None
 

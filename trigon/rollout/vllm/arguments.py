@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,6 +123,7 @@ def engine_arguments(
         )
     if settings.records_experts:
         _require_expert_records(settings, processors)
+    _require_packages(processors)
     arguments: dict[str, Any] = {
         "model": str(settings.model_folder),
         "tokenizer": str(processors.tokenizer.name_or_path),  # that of the run, which decodes stop strings
@@ -164,6 +166,16 @@ def engine_arguments(
     if compilation:
         arguments["compilation_config"] = compilation
     return arguments | (_vision_arguments(settings, processors) if processors.family.has_vision else {})
+
+
+def _require_packages(processors: Processors) -> None:
+    """Raise EngineError for a missing package that vLLM's processor of the family needs."""
+    missing = [name for name in processors.family.engine_packages if find_spec(name) is None]
+    if missing:
+        raise EngineError(
+            f"vLLM's processor of {processors.family.model_type!r} models needs {' and '.join(missing)}. Install it "
+            f"(pip install {' '.join(missing)}), or set worker.rollout.name=transformers."
+        )
 
 
 def _require_cpu_linear_attention(settings: VllmSettings, processors: Processors) -> None:
@@ -276,7 +288,7 @@ def _vision_arguments(settings: VllmSettings, processors: Processors) -> dict[st
     size = processors.image_processor.size
     # The largest image, by which vLLM sizes its encoder cache. It never processes an image itself.
     processor_arguments: dict[str, Any] = {}
-    if not processors.family.tiles:
+    if processors.family.takes_patches:
         # No larger than a prompt has room for: published limits are up to 16,384 tokens.
         side = processors.image_processor.patch_size * processors.image_processor.merge_size
         fits = settings.config.context_length * side**2 * processors.family.frames_per_image

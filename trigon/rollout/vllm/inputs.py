@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trigon.errors import EngineError
 from trigon.models.load import Processors
-from trigon.models.tiles import to_tiles
+from trigon.models.tiles import to_images, to_tiles
 from trigon.rollout.turns import SampledTurn
 from trigon.rollout.vllm.arguments import VllmSettings
 from trigon.types import Prompt, SamplingParams, Vision
@@ -97,7 +97,7 @@ def _items(vision: Vision, processors: Processors) -> Sequence[Any]:
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
     kind, family, hf_config = vision.kind, processors.family, processors.hf_config
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor | list[torch.Tensor]]
     if family.tiles:
         num_tiles = vision.grid_thw[:, 0]
         tensors = {
@@ -112,6 +112,17 @@ def _items(vision: Vision, processors: Processors) -> Sequence[Any]:
             "num_patches": MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
             "image_token_id": MultiModalFieldConfig.shared(kind, len(num_tiles), keep_on_cpu=True),
         }
+        if family.image_layout is not None:  # Idefics 3, whose tiles are full
+            side = family.patches_per_side(hf_config) * family.patch_size(hf_config)
+            tensors["num_patches"] = num_tiles
+            tensors["pixel_attention_mask"] = torch.ones(int(num_tiles.sum()), side, side, dtype=torch.bool)
+            fields |= {
+                "num_patches": MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
+                "pixel_attention_mask": MultiModalFieldConfig.flat_from_sizes(kind, num_tiles),
+            }
+    elif family.image_tower:
+        tensors = {"pixel_values": to_images(vision.pixel_values, vision.grid_thw, family.patch_size(hf_config))}
+        fields = {"pixel_values": MultiModalFieldConfig.batched(kind)}
     else:
         pixel_values = {"image": "pixel_values", "video": "pixel_values_videos"}[kind]
         tensors = {pixel_values: vision.pixel_values, f"{kind}_grid_thw": vision.grid_thw}
@@ -133,10 +144,10 @@ def placeholder_ranges(
 ) -> list[Any]:
     """Return the vLLM PlaceholderRange of each image or video, all of one kind.
 
-    Where a family writes a video's times as text, the video's placeholders are not contiguous. Its
-    range then starts one token before its first placeholder, where vLLM looks for the first
-    temporal patch, and ends at its last placeholder, with a mask of the tokens that are
-    placeholders.
+    The placeholders of an image are not contiguous in a family that has an image_layout, nor are
+    those of a video where a family writes its times as text. The range then ends at the last
+    placeholder, and has a mask of the tokens that are placeholders. It starts at the first one,
+    that of a video one token before it, where vLLM looks for the first temporal patch.
     Args: name: of the prompt, for errors. visions: at least one.
     Raises: EngineError if the placeholders do not match the images or videos.
     """
@@ -154,14 +165,15 @@ def placeholder_ranges(
     found = is_placeholder.nonzero()[:, 0]
     merged = family.spatial_merge(hf_config) ** 2
     lengths = [length for vision in visions for length in (vision.grid_thw.prod(-1) // merged).tolist()]
-    interleaved = family.video == "timestamps" and kind == "video"
+    has_times = family.video == "timestamps" and kind == "video"
+    has_gaps = has_times or (family.image_layout is not None and kind == "image")
     ranges = []
     if len(found) == sum(lengths):
         for indices in torch.split(found, lengths):
-            start, end = int(indices[0]) - interleaved, int(indices[-1]) + 1
-            if not interleaved and end - start != len(indices):
+            start, end = int(indices[0]) - has_times, int(indices[-1]) + 1
+            if not has_gaps and end - start != len(indices):
                 break
-            mask = is_placeholder[start:end] if interleaved else None
+            mask = is_placeholder[start:end] if has_gaps else None
             ranges.append(PlaceholderRange(start, end - start, is_embed=mask))
     if len(ranges) < len(lengths):
         raise EngineError(

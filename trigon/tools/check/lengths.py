@@ -82,9 +82,9 @@ def advise(config: Config, processors: Processors, rows: Sequence[RowFacts]) -> 
 def find_max_pixels(config: Config, processors: Processors, lost: Sequence[RowFacts]) -> int | None:
     """Return the largest data.max_pixels with which the rows that are too long fit.
 
-    None if no value helps: the text alone is too long, or the model takes tiles.
+    None if no value helps: the text alone is too long, or the model has no such limit.
     """
-    if not processors.family.has_vision or processors.family.tiles:
+    if not processors.family.takes_patches:
         return None
     texts = {row.name: row.num_tokens - row.media_tokens for row in lost}
     limit = config.data.max_prompt_length

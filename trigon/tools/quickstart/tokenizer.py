@@ -126,20 +126,18 @@ _CORPUS = (
 
 
 def train_tokenizer(family: ModelFamily) -> Any:
-    """Return a Qwen2 tokenizer of VOCAB_ENTRIES entries: 256 bytes, merges, special tokens.
+    """Return a Qwen2 tokenizer: 256 bytes, merges, special tokens, and those that a family adds.
 
-    The chat template of a family that takes tiles writes one token for each image; the others, if
-    any, are added by its processor.
+    All but the last are VOCAB_ENTRIES.
     """
     from tokenizers import AddedToken, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
 
     template = CHAT_TEMPLATE
+    image_text = family.tiny.image_text
     if family.image_text is not None:
-        names = dict(family.tiny.special_tokens)
-        template = template.replace(_IMAGE_IN_TEMPLATE, family.image_text[0].format(**names))
-    elif family.tiles:
-        template = template.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+        image_text = family.image_text[0].format(**family.tiny.special_tokens)
+    template = template.replace(_IMAGE_IN_TEMPLATE, image_text)
     special_tokens = dict(family.tiny.special_tokens)
     # The untrained tokenizer has Qwen's normalizer, pre-tokenizer and decoder, with which the
     # merges are learned.
