@@ -224,7 +224,7 @@ def test_a_gpu_that_another_process_uses(run):
     run.options["trainer.n_gpus_per_node"] = 2
     result = found_by(check_devices, run, replace(MACHINE, gpus=gpus))
     assert kinds_of(result) == ["devices.used"]
-    assert result.problems[0].message.startswith("GPU 1 (a GPU) has 20.0 of 80.0 GiB free")
+    assert result.problems[0].message.startswith("GPU 1 (a GPU) has 20.0 GiB of 80.0 GiB free")
     assert kinds_of(found_by(check_devices, run, replace(MACHINE, gpus=(gpus[0],) * 2))) == []
 
 

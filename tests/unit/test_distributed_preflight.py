@@ -115,7 +115,7 @@ def test_a_gpu_that_another_process_uses_is_an_error_before_anything_is_loaded(m
     if is_enough:
         require_gpu("cuda", free_fraction=0.6)
         return
-    with pytest.raises(ConfigError, match=r"H100\) has 47\.0 of 80\.0 GiB free, and vLLM is to take 60% of all"):
+    with pytest.raises(ConfigError, match=r"H100\) has 47\.0 GiB of 80\.0 GiB free, and vLLM is to take 60% of all"):
         require_gpu("cuda", free_fraction=0.6)
 
 
