@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.engines import make_engine, make_rollouts, to_train, with_loss
 from support.episodes import Answer, LocalEnvironments, Observed, drawing, make_settings
 from support.oracle import (
     concatenated,
@@ -29,6 +30,7 @@ from support.oracle import (
 )
 from support.rollout import make_transformers_engine
 from trigon.data.turns import TurnTemplate
+from trigon.metrics import values
 from trigon.models.families import family_named
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.policy import Policy
@@ -266,3 +268,16 @@ def test_a_recorder_reads_what_the_routers_chose(tiny_model: TinyModel) -> None:
     assert bool((experts[:, 0] == 0).all())  # a dense layer
     [logits] = output.router_logits
     assert experts[:, 1].tolist() == logits.topk(2).indices.tolist()
+
+
+def test_an_update_reports_the_fraction_of_the_tokens_whose_experts_are_recorded(tiny_model: TinyModel) -> None:
+    folder = tiny_model("qwen3_moe")
+    engine = make_engine(folder, config=with_loss(router_replay="R3"))
+    config = load_processors(str(folder)).hf_config
+    group = make_rollouts(folder)[0]
+    prompt, lengths = len(group.prompt.token_ids), [len(each.completion.token_ids) for each in group.rollouts]
+    recorded = with_experts(group, random_experts(group, config, seed=0))
+    metrics = values(engine.step(to_train([recorded])))
+    # All tokens of the prompt, and all of each completion but its last.
+    expected = (prompt + sum(lengths) - len(lengths)) / (prompt + sum(lengths))
+    assert metrics["actor/router_replay_fraction"] == pytest.approx(expected)

@@ -195,6 +195,7 @@ def to_train(
                     sampling_logprobs=torch.full((length,), -6.5),
                     old_logprobs=None if old is None else old[g][i],
                     ref_logprobs=None if ref is None else ref[g][i],
+                    routed_experts=rollout.completion.routed_experts,
                 )
                 for i, rollout in enumerate(group.rollouts)
                 for length in [len(rollout.completion.token_ids)]

@@ -71,7 +71,7 @@ EPISODES_ONLY = {
 """Reported in tests/unit/test_rollout_episodes.py."""
 
 MOE_ONLY = {"actor/router_aux_loss", "actor/router_replay_fraction"}
-"""Reported in tests/unit/test_training_router_loss.py and tests/invariants/test_router_replay.py."""
+"""Reported in tests/unit/test_training_router_loss.py and invariants/test_router_replay.py."""
 
 RAY_ONLY = {
     "perf/object_store_free_gb",
