@@ -261,19 +261,22 @@ def test_an_accepted_dataset_is_drawn_from_its_beginning(parts, saved, tmp_path,
 
 @pytest.mark.faults
 def test_a_function_given_in_python_is_compared_by_its_code(parts, tmp_path):
-    def given(modulo: int) -> RunObjects:
-        def reward(response, ground_truth, judge, api_key):
-            return sum(map(ord, response)) % modulo / 7
+    def reward(response, ground_truth, judge, api_key):
+        return sum(map(ord, response)) % 7 / 7
 
-        return RunObjects(reward=reward_source(reward, kwargs={"judge": "", "api_key": ""}))
+    def other(response, ground_truth, judge, api_key):
+        return sum(map(ord, response)) % 5 / 7
 
-    train(parts, tmp_path / "run", objects=given(7))
-    train(parts, tmp_path / "run", objects=given(7))
+    def given(function) -> RunObjects:
+        return RunObjects(reward=reward_source(function, kwargs={"judge": "", "api_key": ""}))
+
+    train(parts, tmp_path / "run", objects=given(reward))
+    train(parts, tmp_path / "run", objects=given(reward))
     assert starts(tmp_path / "run")[-1]["accepted_changes"] == []
     with pytest.raises(
         CheckpointError, match=r"worker\.reward\.reward_function has other content than before \(code\)"
     ):
-        train(parts, tmp_path / "run", objects=given(5))
+        train(parts, tmp_path / "run", objects=given(other))
 
 
 def test_a_named_checkpoint_of_another_run_is_compared_too_and_one_that_is_only_validated_is_not(

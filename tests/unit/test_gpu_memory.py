@@ -65,7 +65,7 @@ def test_a_run_in_one_process_needs_the_memory_that_vllm_will_take(gpu, monkeypa
         check_environment(config)
         assert kernels == ["cuda"]
         return
-    with pytest.raises(ConfigError, match=r"47\.0 of 80\.0 GiB free, and vLLM is to take 60%"):
+    with pytest.raises(ConfigError, match=r"47\.0 GiB of 80\.0 GiB free, and vLLM is to take 60%"):
         check_environment(config)
     assert kernels == []
 

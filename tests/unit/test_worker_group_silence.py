@@ -45,4 +45,4 @@ def test_the_ranks_that_do_not_answer_are_waited_for_together(monkeypatch):
     text = str(WorkerGroup(handles, "cpu", 60.0)._deadline_error(handles, "update", 60.0))
     assert sum(waited) < 10  # the watchdog kills the run a minute after the deadline of the call
     assert text.count("does not respond") == NUM_RANKS - 1
-    assert "rank 5 on host (process 1), last seen with 1.0 GiB (at most 2.0) is in\nthe stack\n" in text
+    assert "rank 5 on host (process 1), last seen with 1.0 GiB (at most 2.0 GiB) is in\nthe stack\n" in text
