@@ -19,7 +19,6 @@ from support.fake_runs import (
 from trigon.config.schema import AlgorithmConfig
 from trigon.training.fake import FAKE_LOGPROB
 
-EXTENDED = pytest.mark.extended
 STEPS, PER_STEP = 6, 4
 MAX_CARRIED = 2
 STALENESS = {
@@ -33,9 +32,14 @@ FILTERS = {
     "filtered": FILTER | {"mini_rollout_batch_size": 6, "max_try_make_batch": 0},
     "kept": FILTER | {"mini_rollout_batch_size": 6, "max_try_make_batch": 0, "filter_surplus": "keep"},
 }
+IN_EACH_RUN = [  # of the tests: with everything, once for each way to sample
+    ("in line", 0.5, "filtered", "remax"),
+    ("one ahead", 0.5, "kept", "grpo"),
+    ("continue", 0.5, "filtered", "remax"),
+    ("finish", 0.5, "kept", "grpo"),
+]
 KINDS = [
-    # The cases with everything are in each run of the tests.
-    pytest.param(*kind, marks=[] if kind[1:] in ((0.5, "filtered", "remax"), (0.5, "kept", "grpo")) else EXTENDED)
+    pytest.param(*kind, marks=[] if kind in IN_EACH_RUN else pytest.mark.extended)
     for kind in itertools.product(STALENESS, [0.0, 0.5], FILTERS, ["grpo", "remax"])
 ]
 

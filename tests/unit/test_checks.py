@@ -1,36 +1,28 @@
 """`trigon check`: each planted fault is named, and nothing else; a good run has no problem."""
 
-import contextlib
 import copy
-import ctypes
 import json
-import os
 import re
 import shutil
 import socket
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import pytest
-from transformers import AutoTokenizer
 
-import trigon.tools.quickstart
 from support.images import png
-from support.planted import FAULTS, GIB, MACHINE, MAZE, TOGETHER, TOOL, good_run, plant_environment
+from support.planted import FAULTS, GIB, MACHINE, MAZE, TOGETHER, good_run, plant_environment
 from support.recipes import EXAMPLES, ROOT, arguments_of
 from trigon.assemble.memory import count_checkpoints
 from trigon.config.load import inspect_config, load_config, split_arguments
 from trigon.data.rows import Reason
-from trigon.errors import ConfigError
 from trigon.models.load import copy_side_files
 from trigon.system.json_files import read_json_object
-from trigon.tools.check.dataset import ADVICE, share
+from trigon.tools.check.dataset import ADVICE
 from trigon.tools.check.machine import (
     Gpu,
     check_devices,
-    check_loggers,
     check_memory,
     check_network,
 )
@@ -38,11 +30,9 @@ from trigon.tools.check.model import check_model, find_missing_header
 from trigon.tools.check.result import Result
 from trigon.tools.check.rewards import asked_formats, final_answer
 from trigon.tools.check.run import check_run
-from trigon.tools.quickstart.drawings import make_dataset
 
 PAGE = (ROOT / "docs" / "check.md").read_text(encoding="utf-8").partition("\n## Checking a machine\n")[0]
 """What the page says about a configuration."""
-QUICKSTART = Path(trigon.tools.quickstart.__file__).with_name("quickstart.yaml")
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +67,9 @@ def test_a_good_run_has_no_problem(run):
     assert [result.name for result in report.results] == checks
 
 
-def test_without_the_model_rows_and_rewards_are_checked(run):
+def test_without_the_model_rows_and_rewards_are_checked(run, monkeypatch):
     """A hub that is out of reach hides neither an unreadable image nor a wrong reward function."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it is tried again for seconds
     run.options["worker.actor.model.model_path"] = "owner/out-of-reach"
     report = check(run)
     assert found(report) == {"model.unusable"}, shown(report)
@@ -123,27 +114,18 @@ def test_every_kind_of_problem_is_planted_or_has_a_test():
     videos = {f"rows.{reason}" for reason in ADVICE if reason.startswith("video_")}  # as images, by the code of a run
     named = re.findall(r"^\| `(\w+\.\w+)` \|", PAGE, flags=re.MULTILINE)
     assert planted | with_tests | videos == set(named)
-
-
-def test_each_reason_to_skip_a_row_has_an_advice():
     assert set(ADVICE) == set(get_args(Reason)) - {"overlong"}
 
 
-def test_severity_depends_on_how_many_rows_are_lost(run):
-    FAULTS["some long prompts"][1](run)
-    some = check(run)
-    assert some.result("lengths").status == "warning"
-    FAULTS["many long prompts"][1](run)
-    many = check(run)
-    assert many.result("lengths").status == "fail"
-    assert many.would_fail
-
-
-@pytest.mark.extended(but=["large images"])
-@pytest.mark.parametrize("name", ["some long prompts", "large images"])
-def test_the_advice_on_lengths_makes_all_rows_fit(run, name):
+@pytest.mark.extended(but=["large images-warning"])
+@pytest.mark.parametrize(
+    ("name", "status"), [("some long prompts", "warning"), ("many long prompts", "fail"), ("large images", "warning")]
+)
+def test_the_advice_on_lengths_makes_all_rows_fit(run, name, status):
     FAULTS[name][1](run)
-    (problem,) = check(run).result("lengths").problems
+    lengths = check(run).result("lengths")
+    assert lengths.status == status
+    (problem,) = lengths.problems
     values = dict(re.findall(r"(data\.max_\w+) to (\d+)", problem.advice))
     if name == "large images":
         assert problem.advice.startswith("lower data.max_pixels")
@@ -173,38 +155,11 @@ def test_an_invalid_option_skips_only_the_checks_that_read_it(run):
 
 
 def test_no_weights_are_read(run, tiny_vlm, tmp_path):
-    """Watch the file of the weights, which has no valid content, with inotify."""
     model = tmp_path / "model"
     shutil.copytree(tiny_vlm, model)
-    weights = model / "model.safetensors"
-    weights.write_bytes(b"no weights")
+    (model / "model.safetensors").write_bytes(b"no weights")
     run.options["worker.actor.model.model_path"] = model
-    with opened(weights) as number_of_openings:
-        assert found(check(run)) == set()
-        assert number_of_openings() == 0
-        weights.read_bytes()
-        assert number_of_openings() == 1  # the watch works
-
-
-@contextlib.contextmanager
-def opened(path):
-    """Count how often a file is opened, by inotify."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    descriptor = libc.inotify_init1(os.O_NONBLOCK)
-    if descriptor < 0:
-        pytest.skip("inotify is not available")
-    assert libc.inotify_add_watch(descriptor, os.fsencode(path), 0x20) >= 0  # IN_OPEN
-
-    def count():
-        try:
-            return len(os.read(descriptor, 4096)) // 16  # an event of a file without a name has 16 bytes
-        except BlockingIOError:
-            return 0
-
-    try:
-        yield count
-    finally:
-        os.close(descriptor)
+    assert found(check(run)) == set()
 
 
 def found_by(check, run, *parts, **options):
@@ -222,14 +177,11 @@ def test_a_gpu_that_another_process_uses(run):
     run.options |= {"worker.rollout.name": "vllm", "trainer.device": "auto"}
     gpus = (Gpu("a GPU", 80 * GIB, 79 * GIB), Gpu("a GPU", 80 * GIB, 20 * GIB))
     run.options["trainer.n_gpus_per_node"] = 2
-    result = found_by(check_devices, run, replace(MACHINE, gpus=gpus))
-    assert kinds_of(result) == ["devices.used"]
-    assert result.problems[0].message.startswith("GPU 1 (a GPU) has 20.0 GiB of 80.0 GiB free")
+    [problem] = found_by(check_devices, run, replace(MACHINE, gpus=gpus)).problems
+    assert (problem.kind, "20.0 GiB of 80.0 GiB" in problem.message) == ("devices.used", True)
     assert kinds_of(found_by(check_devices, run, replace(MACHINE, gpus=(gpus[0],) * 2))) == []
-
-
-def test_gpus_of_a_cluster_are_not_compared_with_those_of_this_machine(run):
-    run.options |= {"trainer.device": "auto", "trainer.n_gpus_per_node": 8}
+    # GPUs of a cluster are not compared with those of this machine.
+    run.options["trainer.n_gpus_per_node"] = 8
     assert kinds_of(found_by(check_devices, run, replace(MACHINE, has_cluster=True))) == []
 
 
@@ -273,13 +225,6 @@ def test_an_unsupported_model_type_is_named_with_the_nearest_supported_one(run, 
     assert {"qwen3_omni_moe", "qwen3_vl_moe", "docs/model-families.md"} <= {*re.findall(r"[\w/.-]*\w", problem.message)}
 
 
-def test_a_tracker_that_is_not_installed(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    run.options["trainer.logger"] = "[console, wandb]"
-    with pytest.raises(ConfigError, match="wandb"):
-        found_by(check_loggers, run)
-
-
 def test_workers_that_cannot_connect(run, monkeypatch):
     run.options["trainer.n_gpus_per_node"] = 2
     assert kinds_of(found_by(check_network, run)) == []
@@ -298,12 +243,6 @@ def test_a_model_that_the_workers_cannot_divide(run):
         [problem] = found_by(check_model, run).problems
         del run.options[option]
         assert (problem.kind, option in problem.message) == ("model.unusable", True)
-
-
-def test_an_option_for_another_device(run):
-    run.options |= {"worker.rollout.name": "vllm", "worker.rollout.async_scheduling": "true"}
-    [problem] = found_by(check_devices, run, MACHINE).problems
-    assert (problem.kind, "worker.rollout.async_scheduling" in problem.message) == ("configuration.warning", True)
 
 
 def test_tight_memory(run):
@@ -355,11 +294,9 @@ def test_a_missing_generation_prompt_is_recognized(processors, template, missing
     [
         (r"Answer in \boxed{}.", r"\boxed{7}", 2),
         (r"Think between <think> and </think>, then \boxed{}.", r"<think>...</think> \boxed{7}", 1),
-        ("Write it between <answer> and </answer>.", "<answer>7</answer>", 2),
         (r"Put \boxed{} between <answer> and </answer>.", r"<answer>\boxed{7}</answer>", 2),
         ('Finish with a line "Answer: ...".', "Answer: 7", 2),
         ("End with #### and the number.", "#### 7", 2),
-        ("How many are there?", None, 0),
         ("Think between <think> and </think>.", None, 0),
     ],
 )
@@ -391,23 +328,6 @@ def test_a_reward_function_of_groups_is_called_and_not_judged(run):
     assert found(check(run)) == {"reward.fails"}
 
 
-THINKS_FIRST = """
-def score(predict_str, ground_truth):
-    return 0.1 * predict_str.startswith("<think>") + 0.9 * (f"\\\\boxed{{{ground_truth}}}" in predict_str)
-"""
-
-
-def test_completions_begin_where_a_template_that_ends_in_think_leaves_them(run, tiny_vlm):
-    run.reward = THINKS_FIRST
-    template = AutoTokenizer.from_pretrained(tiny_vlm).chat_template
-    run.options["data.override_chat_template"] = f"{template}{{% if add_generation_prompt %}}<think>\n{{% endif %}}"
-    report = check(run)
-    assert report.would_fail
-    assert "the prompt ends in <think>" in shown(report)
-    run.options["worker.reward.reward_function"] = "math"
-    assert found(check(run)) == set()
-
-
 def test_the_reward_function_of_validation_is_called_too(run):
     (run.folder / "strict.py").write_text("def main(response, ground_truth):\n    raise ValueError('strict')\n")
     run.options["worker.reward.val_reward_function"] = f"{run.folder / 'strict.py'}:main"
@@ -429,62 +349,6 @@ def test_an_environment_is_begun_and_its_reward_is_no_problem_without_turns(run)
     assert episode.text == "<|im_start|>user\nYou are at 0.<|im_end|>\n<|im_start|>assistant\n"
     assert report.result("prompt").text.endswith("<|im_end|>\n")  # the first observation follows
     assert "not judged" in report.result("reward").summary
-
-
-def test_the_room_for_a_first_observation_is_that_of_the_runs_completions(run):
-    plant_environment(run, MAZE)
-    run.options["worker.rollout.val_override_config.max_tokens"] = 6
-    assert "environment.fails" not in found(check(run))
-    run.options["trainer.val_only"] = True
-    [message] = [each.message for each in check(run).problems if each.kind == "environment.fails"]
-    assert "cannot begin validation:0: its first observation has" in message
-    assert "a completion has at most 6 tokens" in message
-
-
-@pytest.mark.extended
-def test_a_function_that_reads_the_texts_of_episodes_is_judged(run):
-    plant_environment(run, MAZE)
-    run.options["worker.reward.reward_function"] = f"{run.folder / 'reward.py'}:score"
-    assert check(run).result("reward").summary.startswith("right 1, wrong 0;")
-
-
-@pytest.mark.extended
-def test_prompts_are_counted_with_the_descriptions_of_tools(run):
-    (run.folder / "tools.py").write_text(TOOL)
-    plain = check(run).result("prompt")
-    run.options |= {"worker.rollout.tools": f"[crop, {run.folder / 'tools.py'}:look]", "data.max_prompt_length": 2048}
-    run.options["data.max_response_length"] = 512
-    report = check(run)
-    assert found(report) == set(), shown(report)
-    shown_prompt = report.result("prompt")
-    assert "Look at a part of the drawing." in shown_prompt.text
-    assert '"name": "crop"' in shown_prompt.text
-    assert report.result("environment").summary.startswith("crop, ")
-    given, tools = (int(re.search(r"has (\d+) tokens", each.summary)[1]) for each in (plain, shown_prompt))
-    assert tools > given + 100
-    assert re.match(f"median ({tools}|{tools + 1}), ", report.result("lengths").summary)  # "drawing 10"
-
-
-def test_equal_scores_of_right_and_wrong_say_that_nothing_can_be_judged(run):
-    # Reads a format that is not among those that are tried.
-    run.reward = 'def score(predict_str, ground_truth):\n    return 0.5 * (f"@@{ground_truth}" in predict_str)\n'
-    report = check(run)
-    assert found(report) == {"reward.constant"}
-    assert not report.would_fail
-    assert report.result("ground truths").skipped.startswith("cannot be judged")
-
-
-def test_the_data_of_the_quickstart_has_no_problem(tmp_path, tiny_vlm):
-    train, validation = make_dataset(tmp_path / "data", num_train=64, num_validation=16, seed=0)
-    overrides = [
-        f"data.train_files={train}",
-        f"data.val_files={validation}",
-        f"worker.actor.model.model_path={tiny_vlm}",
-        f"trainer.save_checkpoint_path={tmp_path / 'run'}",
-        "worker.rollout.name=transformers",
-    ]
-    report = check_run(QUICKSTART, overrides, machine=MACHINE)
-    assert found(report) == set(), shown(report)
 
 
 EXAMPLES_ROWS = {
@@ -529,11 +393,3 @@ def test_the_shipped_recipes_have_no_problem(name, tmp_path, tiny_vlm, monkeypat
     gpus = (Gpu("a GPU", 80 * GIB, 80 * GIB),) * config.trainer.n_gpus_per_node
     report = check_run(*split_arguments([*given, *small]), machine=replace(MACHINE, gpus=gpus))
     assert found(report) - {"configuration.warning"} == set(), shown(report)
-
-
-def test_a_share_is_a_plain_number():
-    assert share(5, 5) == "5 of 5 rows (100 %)"
-    assert share(2499, 2500) == "2,499 of 2,500 rows (100 %)"
-    assert share(4, 40) == "4 of 40 rows (10 %)"
-    assert share(3, 40) == "3 of 40 rows (7.5 %)"
-    assert share(1, 4000) == "1 of 4,000 rows (0.025 %)"
