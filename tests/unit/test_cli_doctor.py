@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +14,8 @@ from trigon.tools.check.environment import (
     cuda_problems,
     driver_problems,
     inspect_gpus,
-    inspect_host,
     missing_extras,
     unmet_requirements,
-    vllm_cuda_major,
 )
 from trigon.tools.check.result import Result
 from trigon.tools.cli.doctor import _run, check_training, main
@@ -36,13 +33,6 @@ def test_the_versions_of_this_environment_fit_and_are_printed(tmp_path, capsys):
     out = capsys.readouterr().out
     assert all(line in out for line in result.text.splitlines() if not line.startswith(("memory", "disk")))
     assert "1 passed" in out
-
-
-def test_without_torch_the_command_that_installs_it_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    result = Result("machine")
-    check_machine(result, tmp_path)
-    assert "[gpu]" in result.problems[0].advice
 
 
 @pytest.mark.extended
@@ -67,10 +57,8 @@ def test_a_training_that_fails_or_hangs_ends_with_its_processes_and_shows_what_i
     [
         ("13.0", "580.65.06", (13, 0), None),
         ("13.2", "580.65.06", (13, 0), None),  # minor versions are compatible
-        ("12.8", "580.65.06", (13, 0), None),
         ("13.0", "570.86.15", (12, 8), "580"),
         (None, "580.65.06", (13, 0), "[gpu]"),
-        (None, None, None, None),
         ("13.0", None, None, None),
     ],
 )
@@ -105,7 +93,12 @@ def test_a_vllm_that_pins_another_torch_is_a_problem(installed):
     assert unmet_requirements("a-package-that-is-not-installed", ("torch",)) == []
 
 
-def test_the_command_that_installs_what_is_missing_is_named(monkeypatch):
+def test_the_command_that_installs_what_is_missing_is_named(monkeypatch, tmp_path):
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "torch", None)
+        result = Result("machine")
+        check_machine(result, tmp_path)
+        assert "[gpu]" in result.problems[0].advice
     monkeypatch.setattr("trigon.tools.check.environment.installed_version", lambda name: None)
     assert ["[gpu]" in missing_extras(has_gpu=True)[0], "flash-attn" in missing_extras(has_gpu=True)[1]] == [True, True]
     [on_cpu] = missing_extras(has_gpu=False)
@@ -154,30 +147,11 @@ def test_gpus_in_use_too_old_or_without_kernels_are_problems():
     assert "7.0" in too_old
 
 
-def test_little_shared_memory_is_a_problem_with_several_gpus_only(monkeypatch):
-    usage = {"/dev/shm": (64 * 2**20, 0, 0)}
-    monkeypatch.setattr(
-        "shutil.disk_usage", lambda path: SimpleNamespace(total=usage.get(str(path), (GIB,))[0], free=100 * GIB)
-    )
-    for several, status in ((True, "fail"), (False, "warning")):
-        result = Result("machine")
-        inspect_host(result, Path("/"), needs_shared_memory=several)
-        assert result.status == status
-        assert "--ipc=host" in result.problems[0].message
-
-
 @pytest.mark.parametrize(
     ("torch_cuda", "vllm_cuda", "differs"),
-    [("13.0", 13, False), ("13.2", 13, False), ("12.6", 13, True), (None, 13, True), (None, None, False)],
+    [("13.2", 13, False), ("12.6", 13, True), (None, 13, True), (None, None, False)],
 )
 def test_builds_of_torch_and_vllm_for_different_cuda_versions_are_a_problem(torch_cuda, vllm_cuda, differs):
     problems = cuda_problems(torch_cuda, "2.13.0", vllm_cuda)
     assert len(problems) == differs
     assert not differs or ("CUDA 13" in problems[0] and (torch_cuda or "the CPU") in problems[0])
-
-
-def test_the_cuda_version_of_vllm_is_that_of_the_runtime_that_it_loads(tmp_path):
-    assert vllm_cuda_major(tmp_path) is None
-    (tmp_path / "_A.abi3.so").write_bytes(b"\x7fELF libc.so.6")
-    (tmp_path / "_C.abi3.so").write_bytes(b"\x7fELF" + bytes(100_000) + b"libcudart.so.13\0")
-    assert vllm_cuda_major(tmp_path) == 13

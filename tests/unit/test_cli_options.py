@@ -5,7 +5,7 @@ import re
 import pytest
 
 from trigon.config.legacy import RENAMED
-from trigon.config.options import descriptions, options
+from trigon.config.options import options
 from trigon.tools.cli.main import main
 from trigon.tools.cli.train import HELP
 
@@ -34,6 +34,7 @@ def test_without_patterns_every_option_is_printed_with_its_default(capsys):
 @pytest.mark.parametrize(
     ("patterns", "expected"),
     [
+        ([next(iter(RENAMED))], [next(iter(RENAMED.values()))]),  # an older name
         (["optim.lr"], [name for name in NAMES if "optim.lr" in name]),
         (["trainer.val_*"], [name for name in NAMES if name.startswith("trainer.val_")]),
         (["max_num_seqs", "data.max_pixels"], ["data.max_pixels", "worker.rollout.max_num_seqs"]),
@@ -43,25 +44,6 @@ def test_without_patterns_every_option_is_printed_with_its_default(capsys):
 def test_patterns_select_options_in_the_order_of_the_schema(capsys, patterns, expected):
     status, out, _ = run(capsys, "--", *patterns)
     assert (status, printed_names(out)) == (0, expected)
-
-
-def test_an_older_name_gives_the_present_one(capsys):
-    old, new = next(iter(RENAMED.items()))
-    status, out, _ = run(capsys, old)
-    assert status == 0
-    assert new in printed_names(out)
-    assert old in out
-
-
-def test_an_option_is_explained_with_the_defaults_of_both_devices(capsys):
-    status, out, _ = run(capsys, "worker.rollout.max_num_seqs")
-    assert status == 0
-    assert out.startswith(
-        "worker.rollout.max_num_seqs=null (by device: 128, on a GPU 1024)\n    an integer, at least 1"
-    )
-    text = " ".join(out.split())
-    assert descriptions()["worker", "rollout", "max_num_seqs"] in text
-    assert max(map(len, out.splitlines())) <= 100
 
 
 def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_name(capsys):

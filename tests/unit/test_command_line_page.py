@@ -1,12 +1,10 @@
 """The committed page of commands is what the commands' help pages say."""
 
-import re
 from pathlib import Path
 
 import pytest
 
 from command_line_page import document
-from trigon.tools.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,10 +18,4 @@ def test_the_committed_page_is_up_to_date():
     assert (ROOT / "docs/command-line.md").read_text(encoding="utf-8") == document(), (
         "run: python scripts/command_line_page.py > docs/command-line.md"
     )
-
-
-def test_every_command_has_a_section_without_paths_of_this_machine():
-    page = document()
-    assert re.findall(r"^## trigon ([\w-]+)$", page, flags=re.MULTILINE) == list(COMMANDS)
-    assert str(ROOT) not in page
-    assert str(Path.home()) + "/" not in page
+    assert str(Path.home()) + "/" not in document()
