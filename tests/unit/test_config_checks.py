@@ -6,7 +6,7 @@ import pytest
 
 from support.options import NEEDED
 from trigon.config.checks import find_device_warnings
-from trigon.config.load import dump_config, inspect_config, load_config
+from trigon.config.load import load_config
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 
@@ -74,12 +74,7 @@ PROBLEMS = [
             f"worker.actor.global_batch_size ({per_update}",
             f"data.rollout_batch_size={steps}, or worker.actor.global_batch_size={updates};",
         )
-        for per_step, per_update, steps, updates in (
-            (100, 64, "64 or 128", "50 or 100"),
-            (512, 96, "480 or 576", "64 or 128"),
-            (7, 2, "6 or 8", "1 or 7"),
-            (16, 64, "64", "16"),
-        )
+        for per_step, per_update, steps, updates in ((100, 64, "64 or 128", "50 or 100"), (16, 64, "64", "16"))
     ),
     (f"{GAE} data.rollout_batch_size=512 worker.critic.global_batch_size=100", "worker.critic.global_batch_size (100"),
     (f"{GAE} trainer.critic_warmup=3 trainer.max_steps=3", "trainer.critic_warmup is 3", "would never learn"),
@@ -118,7 +113,7 @@ PROBLEMS = [
             "at least 2",
             "reinforce_plus_plus or remax",
         )
-        for estimator in ("grpo", "grpo_passk", "rloo", "dr_grpo", "grpo_batch", "opo")
+        for estimator in ("grpo", "opo")
     ),
     (f"{GDPO} algorithm.kl_coef=0.01", "algorithm.use_kl_loss=true, or algorithm.disable_kl=true"),
     (f"{GDPO} algorithm.disable_kl=true algorithm.reward_weights.accuracy=0", "algorithm.reward_weights"),
@@ -133,8 +128,7 @@ PROBLEMS = [
     ("algorithm.overlong_filtering=true worker.rollout.ignore_eos=true", "set one of the two to false"),
     # validation and rewards
     ("data.val_files= trainer.val_before_train=true", "leave out trainer.val_before_train and trainer.val_freq"),
-    ("data.val_files=null trainer.val_before_train=true", "data.val_files is not set"),
-    ("data.val_files= trainer.val_before_train=false trainer.val_freq=5", "data.val_files is not set"),
+    ("data.val_files=null trainer.val_before_train=false trainer.val_freq=5", "data.val_files is not set"),
     ("data.val_files= trainer.val_before_train=false trainer.val_only=true", "data.val_files is not set"),
     ("data.train_files=", "data.train_files is not set"),
     ("worker.reward.reward_function=environment", "set worker.rollout.environment"),
@@ -156,12 +150,8 @@ PROBLEMS = [
             "set worker.critic.share_trunk=false",
         )
         for option, other in (
-            ("global_batch_size=64", "global_batch_size=128"),
-            ("micro_batch_size_per_device_for_update=2", "micro_batch_size_per_device_for_update=4"),
             ("ppo_epochs=2", "ppo_epochs=1"),
-            ("model.freeze_vision_tower=true", "model.freeze_vision_tower=false"),
             ("model.lora.rank=8", "model.lora.rank=0"),
-            ("fsdp.enable_full_shard=false", "fsdp.enable_full_shard=true"),
             ("offload.offload_params=true", "offload.offload_params=false"),
         )
     ),
@@ -182,47 +172,23 @@ def test_what_cannot_run_is_refused_with_what_to_do(overrides, facts):
 
 NO_WARNING = [
     "",
-    "trainer.n_gpus_per_node=8 worker.rollout.tensor_parallel_size=2",
-    *(f"trainer.n_gpus_per_node=4 worker.actor.fsdp.fsdp_size={size}" for size in (-1, 0, 1, 2, 4, 8)),
-    "worker.rollout.n=1 trainer.val_only=true",
+    *(f"trainer.n_gpus_per_node=4 worker.actor.fsdp.fsdp_size={size}" for size in (-1, 0, 2, 8)),
     *(f"worker.rollout.n=1 algorithm.adv_estimator={name}" for name in ("reinforce_plus_plus", "remax")),
-    "worker.rollout.max_model_len=1024",
-    SMALL_BATCH,
     f"{SMALL_BATCH} worker.rollout.enable_chunked_prefill=true",
     f"{SMALL_BATCH} {UNSPLIT} worker.rollout.name=transformers",
     "data.val_files= trainer.val_before_train=false trainer.val_freq=-1",
-    "data.val_files=null",
-    "data.train_files= trainer.val_only=true",
     "data.train_files=missing/train.parquet trainer.val_only=true",
     f"{BF16} {ADAMW_BF16}",
-    "worker.actor.fsdp.torch_dtype=fp32",
     "worker.actor.fsdp.mp_param_dtype=fp16 trainer.val_only=true",
     *(f"{dtype} {untrained}" for dtype in (BF16, FP16) for untrained in (LORA, "trainer.val_only=true")),
-    f"worker.actor.{OFFLOAD}",
-    f"{GDPO} algorithm.use_kl_loss=true algorithm.kl_penalty=low_var_kl",
-    "algorithm.mismatch_correction=truncate",
     f"{ADAPTIVE} algorithm.kl_horizon=10000",
     f"{ADAPTIVE} algorithm.kl_horizon=100 algorithm.kl_coef=0",
-    "algorithm.use_kl_loss=true algorithm.kl_penalty=low_var_kl",
-    "algorithm.use_kl_loss=true algorithm.disable_kl=true",
     "worker.actor.loss_type=cispo worker.actor.clip_ratio_low=1 worker.actor.cispo_cap=5",
     "worker.actor.loss_type=gspo_token worker.actor.clip_ratio_low=3e-4 worker.actor.clip_ratio_high=4e-4",
-    "algorithm.adv_estimator=dr_grpo worker.actor.loss_avg_mode=seq_fixed",
     f"{FILTERING} algorithm.filter_surplus=keep algorithm.mismatch_correction=truncate",
-    OVERSAMPLING,
-    f"{OVERSAMPLING} worker.rollout.max_carried_steps=2",
-    f"{OVERSAMPLING} worker.rollout.tools=[crop]",
-    f"{OVERSAMPLING} {FILTERING}",
-    f"{OVERSAMPLING} algorithm.adv_estimator=remax",
-    f"{SEPARATE} worker.rollout.oversampling=0.5",
-    f"{SEPARATE} algorithm.max_staleness=1 {FILTERING}",
-    f"{STREAM} {FILTERING} worker.rollout.oversampling=0.5",
-    f"{STREAM} worker.rollout.tensor_parallel_size=2",
-    f"{STREAM} worker.rollout.tools=[crop] worker.rollout.partial=continue",
-    f"{STREAM} algorithm.adv_estimator=remax",
-    "worker.rollout.tools=crop worker.rollout.max_turns=3 worker.rollout.max_turn_tokens=9",
-    "worker.rollout.tools=crop worker.rollout.tool_format=hermes",
-    f"{SHARED} worker.critic.vf_coef=0.5",
+    f"{OVERSAMPLING} worker.rollout.max_carried_steps=2 worker.rollout.tools=[crop] {FILTERING}",
+    f"{STREAM} {FILTERING} worker.rollout.oversampling=0.5 worker.rollout.tensor_parallel_size=2",
+    f"{STREAM} worker.rollout.tools=[crop] worker.rollout.partial=continue algorithm.adv_estimator=remax",
     "data.format_prompt={{content}}Answer:please.",
 ]
 
@@ -237,26 +203,19 @@ WARNINGS = [
     ("algorithm.use_kl_loss=true algorithm.kl_penalty=mse algorithm.kl_type=adaptive", "algorithm.kl_type=adaptive"),
     ("algorithm.disable_kl=true algorithm.kl_type=adaptive", "no effect without algorithm.disable_kl=false"),
     ("worker.rollout.top_p=0.9", "worker.rollout.top_p=0.9"),
-    ("worker.rollout.top_k=20", "worker.rollout.top_k=20"),
     ("algorithm.filter_surplus=keep", "algorithm.filter_surplus=keep has no effect without algorithm.online_filtering"),
-    ("algorithm.gamma=0.9", "no effect without algorithm.adv_estimator=reinforce_plus_plus"),
     ("algorithm.lam=0.9", "algorithm.lam has no effect without algorithm.adv_estimator=gae"),
     ("worker.critic.ppo_epochs=2", "worker.critic has no effect without algorithm.adv_estimator=gae"),
     (f"{GAE} worker.critic.vf_coef=0.5", "worker.critic.vf_coef has no effect without worker.critic.share_trunk=true"),
-    ("data.mini_rollout_batch_size=8", "no effect without algorithm.online_filtering=true"),
     ("worker.actor.cispo_cap=5", "no effect without worker.actor.loss_type=cispo"),
-    ("worker.actor.loss_fixed_length=5", "no effect without worker.actor.loss_avg_mode=seq_fixed"),
-    ("algorithm.reward_weights.a=1", "no effect without algorithm.adv_estimator=gdpo"),
     ("worker.actor.loss_type=cispo", "0.8", "clip_ratio_low=1"),
     ("worker.actor.loss_type=gspo", "0.0003 and 0.0004"),
     ("algorithm.adv_estimator=dr_grpo", "worker.actor.loss_avg_mode=seq_fixed"),
     (f"{FILTERING} algorithm.filter_surplus=keep", "algorithm.mismatch_correction=truncate"),
     (f"{OVERSAMPLING} worker.rollout.name=transformers", "worker.rollout.oversampling"),
     (f"{OVERSAMPLING} algorithm.mismatch_correction=off", "algorithm.mismatch_correction=truncate"),
-    ("worker.rollout.max_carried_steps=2", "no effect without worker.rollout.oversampling"),
     ("worker.rollout.nnodes=2", f"worker.rollout.nnodes has no effect without {SEPARATE}"),
     ("worker.rollout.max_turns=3", "no effect without worker.rollout.environment or worker.rollout.tools"),
-    ("worker.rollout.observation_role=tool", "no effect without worker.rollout.environment or worker.rollout.tools"),
     ("worker.rollout.tools=crop worker.rollout.environment_kwargs.size=3", "no effect without worker.rollout.env"),
     ("worker.rollout.tools=crop worker.rollout.enable_prefix_caching=false", "enable_prefix_caching=false"),
     ("worker.rollout.tools=crop worker.rollout.max_turns=1", "worker.rollout.max_turns=1"),
@@ -278,17 +237,6 @@ def test_cpu_offload_of_a_single_worker_is_ignored_with_a_warning(model):
     assert f"worker.{model}.offload.offload_params=true" in warning
     workers = " trainer.n_gpus_per_node=2"
     assert set(warnings(given + workers)) == set(warnings(GAE + workers))
-
-
-def test_a_default_of_the_critic_on_the_command_line_that_its_trunk_overrules_is_a_warning(tmp_path):
-    options = [*SHARED.split(), "worker.actor.ppo_epochs=4", "worker.actor.global_batch_size=128"]
-    explicit = inspect_config(None, [*options, "worker.critic.ppo_epochs=1"]).loaded
-    [warning] = [warning for warning in explicit.warnings if "share_trunk" in warning]
-    assert "worker.critic.ppo_epochs=1" in warning
-    assert "worker.actor.ppo_epochs=4 applies" in warning
-    dumped = tmp_path / "config.yaml"
-    dumped.write_text(dump_config(explicit.config), encoding="utf-8")
-    assert not any("share_trunk" in warning for warning in inspect_config(dumped, []).loaded.warnings)
 
 
 def test_variables_for_reward_workers_are_names_without_values():
@@ -323,8 +271,6 @@ ALL = {"model_runner": "v2", "async_scheduling": True, "enable_chunked_prefill":
         ("cpu", ALL | {"name": "transformers"}, []),
         ("cpu", {"async_scheduling": False, "enable_chunked_prefill": False}, []),
         ("cuda", {"enable_chunked_prefill": False}, ["enable_chunked_prefill=false:"]),
-        ("cuda", {"enable_chunked_prefill": False, "name": "transformers"}, []),
-        ("cuda", {}, []),
     ],
 )
 def test_options_of_vllm_that_do_not_suit_the_device_are_warned_about(device, rollout, keys):
@@ -340,9 +286,7 @@ def test_options_of_vllm_that_do_not_suit_the_device_are_warned_about(device, ro
     [
         ("data.format_prompt", "prompt.jinja", "prompt.jinja"),
         ("data.override_chat_template", "chat.jinja", "chat.jinja"),
-        ("data.train_files", "rows.parquet", "rows.parquet"),
         ("data.train_files", "rows/a.jsonl@train", "rows/a.jsonl"),
-        ("data.val_files", "./rows", "./rows"),
         ("data.val_files", "a/b/c@test", "a/b/c"),
         ("data.image_dir", "pictures", "pictures"),
         ("worker.actor.model.model_path", "./model", "./model"),

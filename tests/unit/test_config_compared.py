@@ -47,10 +47,12 @@ def test_options_are_compared_unless_they_change_rounding_only():
     assert [each for each in (*FREE, *BY_CONTENT) if not any(fnmatchcase(name, each) for name in names)] == []
 
 
-def test_the_values_survive_a_checkpoint():
+def test_the_values_survive_a_checkpoint_and_changes_are_accepted_by_name():
     for config in CONFIGS:
         values = compared_options(config)
         assert json.loads(json.dumps(values, allow_nan=False)) == values
+    for accepted, expected in ((("data.seed",), True), (("all",), True), (("worker.rollout.seed",), False)):
+        assert is_accepted("data.seed", accepted) is expected
 
 
 @pytest.mark.parametrize(
@@ -77,12 +79,6 @@ def test_a_learning_rate_that_depends_on_the_number_of_steps():
     assert depends(lr_warmup_ratio=0.1)
     assert not depends(lr_warmup_ratio=0.1, lr_warmup_steps=3)
     assert not depends()
-
-
-def test_changes_are_accepted_by_name():
-    assert is_accepted("data.seed", ("data.seed",))
-    assert is_accepted("data.seed", ("all",))
-    assert not is_accepted("data.seed", ("worker.rollout.seed",))
 
 
 def test_a_name_that_is_no_option_is_a_problem():

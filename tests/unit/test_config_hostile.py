@@ -1,12 +1,11 @@
 """Odd and hostile YAML: each gives a configuration or a ConfigError, quickly."""
 
-import random
 import time
 from pathlib import Path
 
 import pytest
 
-from trigon.config.load import load_config, split_arguments
+from trigon.config.load import load_config
 from trigon.config.options import options
 from trigon.config.yaml_nodes import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES
 from trigon.errors import ConfigError
@@ -35,45 +34,25 @@ def refusal(path: Path | None, *overrides: str) -> str:
     ("override", "part"),
     [
         ("data.shuffle=!!bool maybe", "which is not valid YAML"),
-        ("data.seed=!!int ''", "which is not valid YAML"),
-        ("data.seed=!!float ''", "which is not valid YAML"),
-        ("data.seed=!!timestamp x", "which is not valid YAML"),
         ("data.seed=2001-99-99", "which is not valid YAML"),
         ("data.seed=9999-12-31T23:59:59-14:00", "data.seed is "),
-        ("data.seed=!!binary é", "which is not valid YAML"),
         ('data.seed="\\UFFFFFFFF"', "which is not valid YAML"),
         ("data.seed=&a [*a]", "which is not valid YAML"),
-        (f"{KWARGS}=&a {{x: *a}}", "which is not valid YAML"),
         (f"{KWARGS}={{<<: &a {{<<: *a}}}}", "which is not valid YAML"),
         ("data.seed=" + "[" * 2000, "which is not valid YAML"),
         (f"{KWARGS}=" + "{a: " * 500 + "1" + "}" * 500, "which is not valid YAML"),
         ("data.seed=" + "1" * 5000, "which is not valid YAML"),
         ("data.seed=0x" + "f" * 5000, "which is not valid YAML"),
-        (f"{KWARGS}.x=0b1" + "0" * 5000, "which is not valid YAML"),
-        ("worker.actor.optim.lr=" + "1" * 5000, "which is not valid YAML"),
         ("worker.actor.optim.lr=1e999", "worker.actor.optim.lr is "),
         ("data.seed=1e308", "data.seed is 1e+308 (command line), but must be an integer"),
         ("algorithm.reward_weights={a: 1, b: {c: 2}}", "algorithm.reward_weights is 2 (command line), but must be"),
-        (
-            "algorithm.reward_weights.a=[1]",
-            "algorithm.reward_weights is [1] (command line), but must be a mapping, each",
-        ),
-        (
-            "algorithm.reward_weights=.inf",
-            "algorithm.reward_weights is inf (command line), but must be a mapping, each",
-        ),
-        ("a..b=", "the key 'a..b' (command line) has an empty part; write section.key"),
-        ("data.=1", "the key 'data.' (command line) has an empty part"),
-        (".data=1", "the key '.data' (command line) has an empty part"),
+        ("algorithm.reward_weights=.inf", "algorithm.reward_weights is inf (command line), but must be a mapping"),
         (f"{KWARGS}..x=1", "has an empty part"),
         ("a." * 20_000 + "b=1", "characters in 20,001 parts"),
         ("k" * 100_000 + "=1", "has 100,000 characters in 1 parts"),
         ("data.image_dir=~no_such_user/images", "data.image_dir: there is no ~no_such_user/images"),
         ("data.image_dir=a\0b", "data.image_dir: there is no"),
         ("data.image_dir=" + "a" * 5000, "data.image_dir: there is no"),
-        ("data.train_files=/" + "a" * 5000, "data.train_files: there is no"),
-        ("data.format_prompt=" + "a" * 5000, "data.format_prompt: there is no"),
-        ("worker.actor.model.model_path=./" + "a" * 5000, "model_path: there is no"),
         ("worker.reward.reward_function=" + "a" * 5000 + ".py:f", "reward_function: there is no"),
     ],
     ids=short_id,
@@ -105,16 +84,11 @@ def test_an_odd_value_on_the_command_line_is_a_configuration_error(override, par
         ),
         (IN_KWARGS + "".join(f"      k{i}: {i}\n" for i in range(4500)), "problems in the configuration"),
         ("".join(f"unknown_{i}: {i}\n" for i in range(4500)), "\n  - and 4,4"),
-        ("".join(f"unknown_{i}: {i}\n" for i in range(4500)), "unknown_0 ("),
         ("data: {train_files: [" + ", ".join(f"/no/{i}" for i in range(4500)) + "]}", "\n  - and 4,4"),
         ("data.seed: " + "x" * 10_000_000, f"characters; at most {MAX_CHARACTERS:,} are read"),
         (".: 1\na..b: 1\n", "the key 'a..b' ("),
         ("? [a, b]\n: 1\n", "is not valid YAML"),
-        ("? {a: b}\n: 1\n", "is not valid YAML"),
         ("%YAML " + "9" * 5000 + ".1\n--- a\n", "is not valid YAML"),
-        ("a: 1\n--- \nb: 2\n", "is not valid YAML"),
-        ("a: *nothing\n", "is not valid YAML"),
-        ("k" * 500 + ": 1\n", "has 500 characters in 1 parts"),
         ("\x00", "is not valid YAML"),
     ],
     ids=short_id,
@@ -131,24 +105,6 @@ def test_aliases_and_merge_keys_within_the_limits_are_read(tmp_path):
     needed = ("data.train_files=a/b", "data.val_files=a/b", "worker.actor.model.model_path=a/b")
     config = load_config(path, (*needed, "worker.reward.reward_function=math", "worker.rollout.n=2")).config
     assert config.worker.reward.reward_function_kwargs == {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}
-
-
-def test_random_changes_of_a_file_give_a_configuration_or_a_configuration_error(tmp_path):
-    base = "data: &d\n  seed: 1\n  shuffle: true\nworker:\n  actor: {optim: {lr: 1e-6, betas: [0.9, 0.95]}}\n"
-    pieces = ["!!int ", "!!bool ", "!!set ", "!!timestamp ", "&a ", "*a", "*d", "<<: ", "{", "}", "[", "]", ": ", "\n"]
-    pieces += ["- ", "? ", "'", '"', "|", ">", "%", "\t", "..", "0x", "1e9999", "2001-01-41", "null", "=", "~", "é"]
-    source = random.Random(0)
-    path = tmp_path / "run.yaml"
-    for _ in range(150):
-        text = base
-        for _ in range(source.randint(1, 4)):
-            place = source.randrange(len(text))
-            text = text[:place] + source.choice(pieces) + text[place + source.choice((0, 0, 1, 5)) :]
-        path.write_text(text, encoding="utf-8")
-        _, _, value = text.rpartition(": ")
-        for arguments in ([str(path)], [f"data.seed={value}"], [f"{text[:20]}={value}"]):
-            with pytest.raises(ConfigError):  # the required options are not set
-                load_config(*split_arguments(arguments))
 
 
 @pytest.mark.parametrize(

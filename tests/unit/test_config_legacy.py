@@ -68,12 +68,6 @@ def test_files_of_easyr1_are_read(monkeypatch, name):
     assert load_config(FILES / name, overrides).config.data.system_prompt == PROMPT
 
 
-def test_a_renamed_key_gives_one_warning_with_the_new_name():
-    loaded = load_config(None, (*NEEDED, "trainer.total_episodes=2", "trainer.total_episodes=3"))
-    assert loaded.config.trainer.total_epochs == 3
-    assert loaded.warnings == ("trainer.total_episodes (command line) is now trainer.total_epochs",)
-
-
 VALUE_OF = {
     "worker.actor.ulysses_sequence_parallel_size": "1",
     "data.mini_rollout_batch_size": "64",
@@ -117,13 +111,6 @@ def test_an_ignored_key_with_an_unsupported_value_is_rejected_with_the_reason(ke
         load_config(None, (*NEEDED, f"{key}=17"))
     assert str(caught.value).startswith(f"{key} is 17 (command line)")
     assert str(caught.value).endswith(IGNORED[key].advice)
-
-
-def test_the_command_line_can_override_a_rejected_value(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("worker: {reward: {reward_type: model}}", encoding="utf-8")
-    loaded = load_config(path, (*NEEDED, "worker.reward.reward_type=function"))
-    assert len(loaded.warnings) == 1
 
 
 @pytest.mark.parametrize(("key", "value"), UNSUPPORTED_VALUES)

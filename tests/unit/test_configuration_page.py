@@ -9,8 +9,6 @@ import yaml
 from configuration_page import document
 from trigon.config.load import load_config
 from trigon.config.options import descriptions, options, sections
-from trigon.config.paths import read_template
-from trigon.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,27 +19,15 @@ def test_the_committed_page_is_up_to_date():
     )
 
 
-def test_the_page_shows_the_default_on_a_gpu_where_it_differs():
-    rows = [line.split(" | ") for line in document().splitlines() if line.startswith("| `")]
-    [max_num_seqs] = [cells for cells in rows if cells[0] == "| `max_num_seqs`"]
-    assert max_num_seqs[2:4] == ["`128`", "`1024`"]
-    [temperature, _] = [cells for cells in rows if cells[0] == "| `temperature`"]
-    assert temperature[2:4] == ["`1.0`", ""]
-
-
 def test_every_option_and_section_has_a_description():
     assert descriptions().keys() == {*options(), *(path for path, _ in sections())}
     assert [".".join(path) for path, text in descriptions().items() if not text.endswith(".")] == []
 
 
-def test_the_example_configuration_loads_without_a_warning(monkeypatch):
+def test_the_example_configuration_is_easyr1s_for_one_device_and_loads_without_a_warning(monkeypatch):
     monkeypatch.chdir(ROOT)
-    loaded = load_config(Path("examples/config.yaml"), ())
-    assert loaded.warnings == ()
-    assert loaded.config.worker.rollout.n == 5
+    assert load_config(Path("examples/config.yaml"), ()).warnings == ()
 
-
-def test_the_example_configuration_is_easyr1s_for_one_device():
     def leaves(tree: dict, path: tuple = ()) -> dict:
         found: dict = {}
         for key, value in tree.items():
@@ -69,10 +55,8 @@ def test_the_example_configuration_is_easyr1s_for_one_device():
         ("math", ("<think>", "</think>", "\\boxed{}")),
         ("r1v", ("<think>", "<answer>")),
         ("dapo", ('"Answer: ',)),
-        ("counting", ("<think>", "</think>", "<answer>", "</answer>")),
-        ("geoqa", ("<think>", "</think>", "<answer>", "</answer>")),
-        ("vqa", ("<think>", "</think>", "<answer>", "</answer>")),
-        ("android_gui", ("<think>", "</think>", "<answer>", "</answer>", '{"action": "click", "point": [x, y]}')),
+        *((name, ("<think>", "</think>", "<answer>", "</answer>")) for name in ("counting", "geoqa", "vqa")),
+        ("android_gui", ("<answer>", "</answer>", '{"action": "click", "point": [x, y]}')),
     ],
 )
 def test_a_shipped_prompt_asks_for_the_format_that_its_reward_expects(name, expected_parts):
@@ -83,14 +67,3 @@ def test_a_shipped_prompt_asks_for_the_format_that_its_reward_expects(name, expe
     assert text == text.strip()
     for part in expected_parts:
         assert part in text
-
-
-def test_a_template_is_read_from_its_file_or_used_unchanged(tmp_path):
-    path = tmp_path / "prompt.jinja"
-    path.write_text("{{ content }}!", encoding="utf-8")
-    assert read_template(str(path)) == "{{ content }}!"
-    assert read_template("{{ content }}?") == "{{ content }}?"
-    assert read_template("{% raw %}{% endraw %}") == "{% raw %}{% endraw %}"
-    assert read_template(None) is None
-    with pytest.raises(ConfigError, match="cannot read the template"):
-        read_template(str(tmp_path / "none.jinja"))
