@@ -1,16 +1,14 @@
 """Chat templates that lay out conversations as the published ones of each family do.
 
 Written for the tests: roles, tokens, tool replies, and what happens to earlier turns are those of
-the published templates. With TRL installed, which has copies of many, tests use these too.
+the published templates.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 
 from tokenizers import AddedToken
 from transformers import PretrainedConfig
@@ -199,13 +197,3 @@ def resized(config: PretrainedConfig, num_embeddings: int) -> PretrainedConfig:
     changed = copy.deepcopy(config)
     changed.get_text_config().vocab_size = num_embeddings
     return changed
-
-
-def published_template(name: str) -> str | None:
-    """Return a published template that the package TRL has a copy of; None without it."""
-    spec = find_spec("trl")
-    folders: Iterator[Path] = (
-        Path(each) / "chat_templates" for each in (spec and spec.submodule_search_locations) or ()
-    )
-    file = next((folder / f"{name}.jinja" for folder in folders if (folder / f"{name}.jinja").is_file()), None)
-    return None if file is None else file.read_text(encoding="utf-8")

@@ -1,7 +1,6 @@
 """Opening a dataset scans every row: usable rows are numbered, bad ones named and counted."""
 
 import re
-from pathlib import Path
 
 import datasets
 import pyarrow as pa
@@ -10,10 +9,9 @@ import pytest
 
 from support.builders import make_builder, write_jsonl
 from support.images import png
-from support.models import processors_of
 from support.videos import make_video
 from trigon.data.dataset import open_prompts
-from trigon.data.rows import UnusableRow, column_names, column_value, has_column, without_column
+from trigon.data.rows import column_names, column_value, has_column, without_column
 from trigon.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("own_datasets_cache")
@@ -140,23 +138,6 @@ def test_rows_of_other_shapes_and_chat_messages_are_read(processors, tmp_path):
     assert scan(tmp_path / "x.parquet", processors)[0].text == "system: Be brief.\n\nuser: <image>?"
 
 
-def test_what_no_row_of_a_dataset_can_have_is_an_error(processors, tiny_model, tmp_path):
-    path = write_parquet(tmp_path / "x.parquet", [([png()], "What is it?", "1"), good(1)])
-    text_processors = processors_of(tiny_model("llama"))
-    for own, options, facts in (
-        (
-            processors,
-            {"prompt_key": "prompt"},
-            ["x.parquet", "'prompt'", "answer, images, problem", "data.prompt_key="],
-        ),
-        (processors, {"image_key": "image"}, ["x.parquet", "'image'", "'images'", "data.image_key=images"]),
-        (text_processors, {"max_bad_row_fraction": 1.0}, ["x:0", "'images'", "llama"]),
-    ):
-        with pytest.raises(DataError) as caught:
-            scan(path, own, **options)
-        assert all(fact in str(caught.value) for fact in facts), caught.value
-
-
 def test_the_fingerprint_depends_on_the_content_and_not_on_the_path(processors, tmp_path):
     rows = [good(0), good(1)]
     (tmp_path / "moved").mkdir()
@@ -171,17 +152,6 @@ def test_the_fingerprint_depends_on_the_content_and_not_on_the_path(processors, 
     for number, other in enumerate(others):
         path = write_parquet(tmp_path / f"other{number}.parquet", other)
         assert not scan(path, processors).content.has_rows_of(content)
-
-
-def test_a_row_that_becomes_unusable_later_is_named(processors, tmp_path):
-    (tmp_path / "a.png").write_bytes(png())
-    prompts = scan(
-        write_jsonl(tmp_path / "rows.jsonl", [{"images": ["a.png"], "problem": "<image>?", "answer": "1"}]), processors
-    )
-    (tmp_path / "a.png").unlink()
-    with pytest.raises(UnusableRow, match=r"^rows:0/images/0 \(a\.png\): no such file") as caught:
-        prompts[0]
-    assert caught.value.reason == "image_missing"
 
 
 def test_videos_of_rows(processors, tmp_path):
@@ -210,33 +180,6 @@ def test_videos_of_rows(processors, tmp_path):
 # Values that messages propose
 
 
-def write_paths(folder, paths):
-    """Write a dataset with these image paths into its own folder, and the images."""
-    folder.mkdir()
-    for path in paths:
-        if path.is_absolute():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(png())
-    rows = ({"problem": "<image>?", "answer": "1", "images": [str(path)]} for path in paths)
-    return write_jsonl(folder / "train.jsonl", rows)
-
-
-def test_image_paths_propose_a_value_that_works(processors, tmp_path):
-    images = tmp_path / "images"
-    for name, paths, proposed in (
-        ("one", [images / "a" / "1.png"], images / "a"),
-        ("many", [images / "a" / "1.png", images / "b" / "c" / "2.png", images / "a" / "3.png"], images),
-    ):
-        path = write_paths(tmp_path / name, paths)
-        with pytest.raises(DataError) as caught:
-            scan(path, processors)
-        assert re.findall(r"data\.image_dir=(\S+)", str(caught.value))[-1] == str(proposed)
-        assert len(scan(path, processors, image_dir=str(proposed))) == len(paths)
-    with pytest.raises(DataError, match=r"set data\.image_dir to it") as caught:
-        scan(write_paths(tmp_path / "data", [Path("../../1.png")]), processors)
-    assert "data.image_dir=" not in str(caught.value)
-
-
 def test_overlong_prompts_propose_a_length_that_works(processors, tmp_path):
     path = write_parquet(tmp_path / "x.parquet", [([], "x " * (20 + number), "1") for number in range(20)])
     with pytest.raises(DataError, match="none of its 20 rows") as caught:
@@ -263,16 +206,12 @@ ROW = {
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("reward_model", ROW["reward_model"]),
         ("reward_model.ground_truth", "4"),
-        ("extra.index", 3),
         ("extra.media.images", []),
         ("reward_model.style", "column"),  # the exact name wins
         ("empty", None),
-        ("empty.field", None),
         ("reward_model.missing", None),
         ("nothing", None),
-        ("nothing.at.all", None),
     ],
 )
 def test_a_dotted_name_reaches_into_structs(name, value):
@@ -311,23 +250,3 @@ def test_a_dataset_of_verl_is_read(processors, tmp_path, answers, found):
     assert prompts[0].row["extra_info"] == {"index": 0}
     exact = [row | {"reward_model.ground_truth": "exact"} for row in rows]
     assert scan(write_jsonl(tmp_path / "exact.jsonl", exact), processors, **VERL)[0].ground_truth == "exact"
-
-
-def test_nested_images_are_used_and_proposed(processors, tmp_path):
-    answer = {"ground_truth": "1", "style": "rule"}
-    rows = [{"prompt": "<image>?", "reward_model": answer, "media": {"images": ["a.png"], "size": 2}}]
-    (tmp_path / "a.png").write_bytes(png())
-    path = write_jsonl(tmp_path / "train.jsonl", rows)
-    prompt = scan(path, processors, **VERL, image_key="media.images")[0]
-    assert prompt.row["media"] == {"size": 2}
-    assert prompt.image_refs == ("train:0/media.images/0 (a.png)",)
-    for wrong in ("ground_truth", "reward_model.groundtruth"):
-        with pytest.raises(DataError, match=r"data\.answer_key=reward_model\.ground_truth") as caught:
-            scan(path, processors, **(VERL | {"answer_key": wrong}))
-        assert "reward_model.ground_truth, reward_model.style" in str(caught.value)
-    media = {"prompt": datasets.Value("string"), "reward_model": {"ground_truth": datasets.Value("string")}}
-    features = datasets.Features(media | {"media": {"images": datasets.List(datasets.Image())}})
-    row = {"prompt": "1?", "reward_model": {"ground_truth": "1"}, "media": {"images": []}}
-    datasets.Dataset.from_list([row], features=features).to_parquet(tmp_path / "train.parquet")
-    with pytest.raises(DataError, match=r"data\.image_key=media\.images"):
-        scan(tmp_path / "train.parquet", processors, **VERL)

@@ -9,7 +9,6 @@ import threading
 import time
 import zlib
 from collections.abc import Collection
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,72 +69,12 @@ def pixels(image):
 # Sources
 
 
-def test_every_type_of_source_gives_the_same_image(tmp_path):
-    image = sample_image()
-    data = encoded(image, "JPEG", exif=b"Exif\x00\x00nonsense", quality=100)
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "figure.jpg").write_bytes(data)
-    (tmp_path / "linked").symlink_to(tmp_path / "real")
-    folder = tmp_path / "linked"
-    sources = [
-        data,
-        bytearray(data),
-        {"bytes": data, "path": None},
-        {"bytes": data, "path": "elsewhere.png"},
-        {"bytes": None, "path": "figure.jpg"},
-        "figure.jpg",
-        Path("figure.jpg"),
-        str(folder / "figure.jpg"),
-    ]
-    for source in sources:
-        assert size(source, folder) == (6, 4)
-        assert pixels(opened(source, folder)) == pixels(image_from(data))
-        assert (type(file_of(source, folder)), file_of(source, folder)) == (bytes, data)
-    transparent = Image.new("RGBA", (2, 2), (0, 0, 0, 0))
-    assert pixels(opened(transparent)) == [[[255] * 3] * 2] * 2
-    assert pixels(transparent) == [[[0, 0, 0, 0]] * 2] * 2  # it is not changed
-
-
 # Files
-
-
-def image_from(data):
-    return Image.open(io.BytesIO(data))
-
-
-def pil_images():
-    random = np.random.RandomState(0)
-    noise = Image.fromarray(random.randint(0, 255, (12, 16, 3), dtype=np.uint8))
-    rotated = Image.Exif()
-    rotated[0x0112] = 6
-    palette = Image.new("P", (2, 1))
-    palette.putpalette([10, 20, 30, 40, 50, 60])
-    return {
-        "plain": noise,
-        "rotated": image_from(encoded(noise, "JPEG", exif=rotated)),
-        "with a colour profile": image_from(encoded(noise, "PNG", icc_profile=b"profile" * 100)),
-        "one colour transparent": image_from(encoded(noise, "PNG", transparency=noise.getpixel((0, 0)))),
-        "transparent": Image.fromarray(random.randint(0, 255, (12, 16, 4), dtype=np.uint8)),
-        "palette, transparent": image_from(encoded(palette, "PNG", transparency=0)),
-        "16 bits": Image.fromarray(random.randint(0, 65535, (4, 4), dtype=np.uint16)),
-        "two frames": image_from(encoded(noise, "GIF", save_all=True, append_images=[noise.rotate(180)])),
-    }
-
-
-@pytest.mark.parametrize("kind", list(pil_images()))
-def test_a_pil_image_is_encoded_to_a_file_that_decodes_to_the_same_image(kind):
-    image = pil_images()[kind]
-    expected = opened(image)
-    found = file_of(image)
-    assert size(found) == expected.size
-    assert pixels(opened(found)) == pixels(expected)
-    assert image.info == pil_images()[kind].info
-    assert b"profile" not in found
 
 
 def test_a_file_is_rejected_by_its_header(tmp_path):
     (tmp_path / "empty.png").write_bytes(b"")
-    (tmp_path / "large.png").write_bytes(png_header(1001, 1001))
+    (tmp_path / "large.png").write_bytes(png_with(size=(1001, 1001)))
     (tmp_path / "own.png").write_bytes(encoded(sample_image(), "PNG"))
     os.mkfifo(tmp_path / "pipe.png")  # opening it would block
     noise = Image.fromarray(np.random.RandomState(0).randint(0, 255, (64, 64, 3), dtype=np.uint8))
@@ -157,6 +96,7 @@ def test_a_file_is_rejected_by_its_header(tmp_path):
         with pytest.raises(UnusableRow, match=r"^train:0/images/0") as caught:
             file_of(source, tmp_path)
         assert caught.value.reason == reason
+    assert str(tmp_path / "nowhere.png") in rejection("nowhere.png", tmp_path)[1]
     assert "is a URL" in rejection("https://example.org/a.png", tmp_path)[1]
     assert rejection(str(tmp_path / "own.png"))[0] == "image_outside"  # no path without an image folder
     assert size(encoded(Image.new("RGB", (199, 1)), "PNG")) == (199, 1)
@@ -168,7 +108,7 @@ def test_a_file_is_rejected_by_its_header(tmp_path):
 # Orientation
 
 
-@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("format", ["JPEG", "TIFF"])
 @pytest.mark.parametrize(
     ("orientation", "expected_size", "blue_at"),
     [
@@ -256,40 +196,32 @@ def test_a_truncated_image_is_rejected_when_decoded(format):
     assert rejection(source[: len(source) // 2])[0] == "image_unreadable"
 
 
-# Size
+# Size and paths
 
 
-def png_header(width, height):
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+def png_chunk(kind, content):
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+def png_with(chunk=b"", size=(4, 4)):
+    """Return a PNG file of 4 x 4 pixels, whose header may say another size."""
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", *size, 8, 2, 0, 0, 0))
+    pixels = png_chunk(b"IDAT", zlib.compress((b"\0" + b"\1\2\3" * 4) * 4))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk + pixels + png_chunk(b"IEND", b"")
 
 
 @pytest.mark.faults
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-@pytest.mark.parametrize("side", [1001, 10_000, 13_000, 60_000])
+@pytest.mark.parametrize("side", [1001, 13_000, 60_000])
 def test_huge_images_are_rejected_from_their_header(side):
     """Above max_image_pixels, and above the two limits at which Pillow warns and raises."""
+    file = png_with(size=(side, side))
     with pytest.raises(UnusableRow) as caught:
-        size(png_header(side, side))
-    assert caught.value.reason == "image_pixels"
-    assert rejection(png_header(side, side))[0] == "image_pixels"
-
-
-def test_the_pixel_limit_itself_is_allowed():
-    assert size(png_header(1000, 1000)) == (1000, 1000)
-    reason, message = rejection(png_header(1000, 1001))
-    assert reason == "image_pixels"
-    assert "1000 x 1001 = 1,001,000 pixels, more than max_image_pixels=1,000,000" in message
-
-
-# Paths
-
-
-def test_a_missing_file_is_named(tmp_path):
-    assert str(tmp_path / "nowhere.png") in rejection("nowhere.png", tmp_path)[1]
+        size(file)
+    assert caught.value.reason == rejection(file)[0] == "image_pixels"
+    limit = "above the limit of Pillow" if side == 60_000 else f"{side} x {side} = {side**2:,} pixels, more than max_im"
+    assert limit in str(caught.value)
+    assert size(png_with(size=(1000, 1000))) == (1000, 1000)
 
 
 def test_paths_outside_the_image_folder_are_rejected(tmp_path):
@@ -305,17 +237,12 @@ def test_paths_outside_the_image_folder_are_rejected(tmp_path):
     assert size("inner/../inner/own.png", folder) == (6, 4)
 
 
-@pytest.mark.parametrize("image_format", ["PNG", "JPEG", "BMP"])
-def test_a_large_file_is_reduced_for_display(image_format):
-    noise = np.random.default_rng(0).integers(0, 256, (400, 200, 3), dtype=np.uint8)
-    file = encoded(Image.fromarray(noise), image_format)
-    reduced, suffix = file_for_display(file, max_bytes=1000, max_side=100, where="x")
-    assert suffix == ".jpg"
-    with Image.open(io.BytesIO(reduced)) as image:
-        assert (image.format, image.size) == ("JPEG", (50, 100))
-
-
-def test_what_is_displayed_of_other_files():
+def test_a_large_file_is_reduced_for_display_and_turned():
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (400, 200, 3), dtype=np.uint8))
+    for image_format in ("PNG", "BMP"):
+        reduced, suffix = file_for_display(encoded(noise, image_format), max_bytes=1000, max_side=100, where="x")
+        with Image.open(io.BytesIO(reduced)) as image:
+            assert (suffix, image.format, image.size) == (".jpg", "JPEG", (50, 100))
     small = encoded(Image.new("RGB", (20, 10), "red"), "PNG")
     assert file_for_display(small, max_bytes=len(small), max_side=5, where="x") == (small, ".png")
     flat = encoded(Image.new("P", (64, 64)), "PNG")  # reducing would enlarge it
@@ -364,8 +291,6 @@ for name in sys.argv[2:]:
 
 
 def plain(mode: str) -> Image.Image:
-    if mode == "I;16":
-        return Image.fromarray(np.full((SIDE, SIDE), 300, np.uint16))
     image = Image.new(mode, (SIDE, SIDE), 1)
     if mode == "P":
         image.putpalette([1, 2, 3] * 256)
@@ -377,20 +302,15 @@ def bombs() -> dict[str, tuple[str, bytes]]:
     rgb, rgba, palette = plain("RGB"), plain("RGBA"), plain("P")
     several = {"save_all": True, "append_images": [plain("RGB")] * 2}
     files = {
-        "rgb": (rgb, "PNG", {}),
         "rgba": (rgba, "PNG", {}),
         "grey and alpha": (plain("LA"), "PNG", {}),
-        "16 bits": (plain("I;16"), "PNG", {}),
         "palette with alpha": (palette, "PNG", {"transparency": 0}),
-        "animated png": (rgb, "PNG", several),
-        "jpeg": (rgb, "JPEG", {}),
         "progressive jpeg": (rgb, "JPEG", {"progressive": True, "subsampling": 0}),
         "progressive cmyk": (plain("CMYK"), "JPEG", {"progressive": True, "subsampling": 0}),
         "several jpegs": (rgb, "MPO", several | {"progressive": True, "subsampling": 0}),
         "rotated jpeg": (rgb, "JPEG", {"exif": ROTATED}),
         "animated webp": (rgb, "WEBP", several),
         "lossless webp with alpha": (rgba, "WEBP", {"lossless": True}),
-        "animated gif": (palette, "GIF", {"save_all": True, "append_images": [palette] * 2}),
         "gif with alpha": (palette, "GIF", {"transparency": 0}),
         "tiff with alpha": (rgba, "TIFF", {"compression": "tiff_deflate"}),
         "rotated tiff": (rgb, "TIFF", {"compression": "tiff_deflate", "exif": ROTATED}),
@@ -470,16 +390,6 @@ def test_an_image_may_take_twelve_bytes_for_each_of_max_image_pixels(image_forma
         assert fact in str(error.value)
 
 
-def png_chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-
-def png_with(chunk: bytes, size: tuple[int, int] = (4, 4)) -> bytes:
-    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", *size, 8, 2, 0, 0, 0))
-    pixels = png_chunk(b"IDAT", zlib.compress((b"\0" + b"\1\2\3" * 4) * 4))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk + pixels + png_chunk(b"IEND", b"")
-
-
 def tiff_with_tiles(side: int) -> bytes:
     """Return a TIFF of 16 x 16 pixels, in one deflated tile of side x side."""
     tile = zlib.compress(b"\0" * (1 << 20))
@@ -506,7 +416,7 @@ def test_bombs_are_refused_or_decoded_within_the_memory_of_a_small_image(tmp_pat
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("the kernel does not reset the peak of the resident memory (/proc/self/clear_refs)")
     files = {name: png_with(chunk) for name, chunk in HOSTILE.items()}
-    files["169 MP in a small file"] = png_with(b"", (13_000, 13_000))
+    files["169 MP in a small file"] = png_with(size=(13_000, 13_000))
     files["a tile of 900 MB"] = tiff_with_tiles(30_000)
     jpeg = io.BytesIO()
     Image.new("RGB", (8, 8)).save(jpeg, "JPEG", icc_profile=profile_of(1 << 23))

@@ -51,27 +51,12 @@ def problems(source):
 def test_every_format_is_read(tmp_path, suffix):
     path = write(tmp_path / f"geometry{suffix}", ["first", "second"], level="hard")
     source = open_source(str(path))
+    if suffix != ".parquet":
+        write(path, ["a new file of other rows"])  # rows stay those that were opened
     assert source.name == "geometry"
     assert source.folder == tmp_path
     assert problems(source) == ["first", "second"]
     assert source.rows[1] == {"problem": "second", "answer": "one", "level": "hard"}
-
-
-def test_images_stay_encoded(tmp_path):
-    data = png()
-    features = datasets.Features(
-        {"images": datasets.List(datasets.Image()), "cover": datasets.Image(), "problem": datasets.Value("string")}
-    )
-    rows = {"images": [[{"bytes": data, "path": "a.png"}], []], "cover": [{"bytes": data}, None], "problem": ["a", "b"]}
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "x.parquet")
-    source = open_source(str(tmp_path / "x.parquet"))
-    assert source.image_columns == ("images", "cover")
-    assert source.rows[0] == {
-        "images": [{"bytes": data, "path": "a.png"}],
-        "cover": {"bytes": data, "path": None},
-        "problem": "a",
-    }
-    assert source.rows[1] == {"images": [], "cover": None, "problem": "b"}
 
 
 # Files, the split that is asked for, and the problems of its rows.
@@ -150,21 +135,7 @@ def test_damaged_and_empty_files_are_an_error(tmp_path, suffix):
 
 # What a file says and what a reward function receives: values that a type inference would change.
 VALUES = [
-    *(
-        "007",
-        "1.50",
-        "[1, 2]",
-        "true",
-        "null",
-        "None",
-        "NA",
-        "nan",
-        "",
-        " 12 ",
-        "2024-01-01",
-        "2024-01-02",
-        "½ é 数 \U0001f600",
-    ),
+    *("007", "1.50", "[1, 2]", "true", "null", "None", "NA", "nan", "", " 12 ", "2024-01-01", "½ é 数 \U0001f600"),
     *(7, 0.1234567890123456789, 2**70, True, False, None, [1, 0.5, "a"], {"x": [], "y": {"z": 1}}, []),
 ]
 
@@ -218,29 +189,17 @@ def test_rows_of_text_files_may_be_sliced_as_others(tmp_path):
             open_source(f"{path}@train{slice_}")
 
 
-def test_rows_stay_those_that_were_opened(tmp_path):
-    path = write(tmp_path / "x.jsonl", ["old", "other"])
-    source = open_source(str(path))
-    write(path, ["a new file of other rows"])
-    assert problems(source) == ["old", "other"]
-
-
 LATIN = '{"problem": "Wie groß?", "answer": "1"}\n'.encode("latin-1")
 GOOD = b'{"problem": "?", "answer": "1"}\n'
 BROKEN = {
     "latin.jsonl": (GOOD + LATIN, ["line 2", "not UTF-8", "0xdf"]),
-    "latin.json": (b"[" + GOOD + b"," + LATIN + b"]", ["row 1", "not UTF-8", "0xdf"]),
     "latin.csv": ("problem,answer\n?,1\nWie groß?,1\n".encode("latin-1"), ["line 3", "not UTF-8", "0xdf"]),
     "utf16.jsonl": ('{"problem": "?", "answer": "1"}\n'.encode("utf-16"), ["UTF-16"]),
     "cut.jsonl": (GOOD + GOOD[:20], ["line 2", "not JSON"]),
-    "cut.json": (b"[" + GOOD, ["row 0", "file ends"]),
-    "comma.json": (b"[" + GOOD + GOOD + b"]", ["row 0", "comma"]),
     "broken.json": (b"[" + GOOD + b", {problem: 1}]" + b" " * 2**21, ["row 1", "not JSON"]),
     "two.json": (b"[" + GOOD + b"]" + GOOD, ["follows the array"]),
     "pretty.json": (b'{\n  "problem": "?"\n}', ["line 1", "one array of objects"]),
     "list.jsonl": (GOOD + b"[1]\n", ["line 2", "one array of objects"] ),
-    "text.jsonl": (GOOD + b'"a"\n', ["line 2", "a text"]),
-    "deep.jsonl": (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", ["line 1", "levels"]),
     "deeper.jsonl": (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ["line 1", "recursion"]),
     "digits.jsonl": (b'{"a": ' + b"1" * 5000 + b"}", ["line 1", "digits"]),
     "fields.csv": (b"problem,answer\n?,1\n?,1,2\n", ["line 3", "3 fields"]),
@@ -319,17 +278,15 @@ def test_text_files_of_a_hub_dataset_are_read_as_local_ones(tmp_path, monkeypatc
     write(tmp_path / f"train{suffix}", ["007", "1.50"])
     write(tmp_path / f"test{suffix}", ["true"])
     load = datasets.load_dataset_builder
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda repo_id: load(str(tmp_path)))  # for a download
-    source = open_source("owner/data")
-    assert (source.name, problems(source)) == ("train", ["007", "1.50"])
-    assert problems(open_source("owner/data@test")) == ["true"]
-    assert problems(open_source("owner/data@train[1:]")) == ["1.50"]
-
-
-def test_text_files_of_a_hub_dataset_that_was_downloaded_are_read_offline(tmp_path, monkeypatch):
-    write(tmp_path / "datasets--owner--data" / "snapshots" / "0" / "train.jsonl", ["007"])
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(datasets, "load_dataset_builder", lambda repo_id: load(str(tmp_path)))  # for a download
+        source = open_source("owner/data")
+        assert (source.name, problems(source)) == ("train", ["007", "1.50"])
+        assert problems(open_source("owner/data@test")) == ["true"]
+        assert problems(open_source("owner/data@train[1:]")) == ["1.50"]
+    write(tmp_path / "hub" / "datasets--owner--data" / "snapshots" / "0" / f"train{suffix}", ["007"])
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # and it was downloaded before
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     assert problems(open_source("owner/data")) == ["007"]
 
 
@@ -398,42 +355,6 @@ def test_a_list_a_dataset_and_a_file_have_the_same_prompts(processors, tmp_path)
             assert np.array_equal(np.asarray(decoded), np.asarray(expected))
 
 
-def test_a_file_that_was_opened_is_kept_encoded_and_a_decoded_image_is_kept(tmp_path):
-    encoded = png(60, 56, seed=2)
-    (tmp_path / "figure.png").write_bytes(encoded)
-    decoded = Image.new("RGB", (56, 56))
-    opened = Image.open(tmp_path / "figure.png")
-    [row] = source_of([{"images": [opened, decoded]}]).rows
-    assert row["images"] == [{"bytes": encoded, "path": str(tmp_path / "figure.png")}, decoded]
-    opened.load()
-    opened.putpixel((0, 0), (1, 2, 3))
-    [row] = source_of([{"images": opened}]).rows
-    assert row["images"] is opened
-
-
-def test_bad_rows_are_skipped_by_reason_as_those_of_files(processors):
-    given = [
-        *rows(),
-        {"problem": "no marker", "answer": "1", "images": [Image.new("RGB", (56, 56))]},
-        {"problem": "<image>?", "answer": "1", "images": [Image.new("RGB", (5000, 10))]},
-        {"problem": "<image>?", "answer": "1", "images": ["missing.png"]},
-        {"problem": "<image>?", "answer": "1", "images": ["/etc/passwd"]},
-        {"problem": "<image>?", "images": [Image.new("F", (56, 56))], "answer": "1"},
-        {"problem": "no answer"},
-    ]
-    prompts = scan(processors, given)
-    assert len(prompts) == 4
-    assert prompts.num_skipped == {
-        "markers": 1,
-        "image_shape": 1,
-        "image_missing": 1,
-        "image_outside": 1,
-        "image_unreadable": 1,
-        "answer": 1,
-    }
-    assert prompts.examples["markers"][0].startswith("train:4: <image> markers in the text: 0, images: 1")
-
-
 def test_the_fingerprint_is_that_of_the_content(processors):
     fingerprint = scan(processors, rows()).content.fingerprint
     assert scan(processors, rows()).content.fingerprint == fingerprint
@@ -449,17 +370,6 @@ def test_the_fingerprint_is_that_of_the_content(processors):
         assert scan(processors, given).content.fingerprint != fingerprint
 
 
-def test_an_image_that_is_decoded_between_two_starts_is_the_same_data(processors, tmp_path):
-    (tmp_path / "figure.png").write_bytes(png(60, 56, seed=2))
-    image = Image.open(tmp_path / "figure.png")
-    data = [{"problem": "<image>What?", "answer": "1", "images": [image]}]
-    first = scan(processors, data).content.fingerprint
-    image.load()  # as a notebook does that shows it
-    assert scan(processors, data).content.fingerprint == first
-    image.putpixel((0, 0), (1, 2, 3))
-    assert scan(processors, data).content.fingerprint != first
-
-
 def test_an_image_whose_file_was_closed_is_an_error_with_its_row(tmp_path):
     (tmp_path / "figure.png").write_bytes(png(60, 56, seed=2))
     with Image.open(tmp_path / "figure.png") as image:
@@ -468,20 +378,15 @@ def test_an_image_whose_file_was_closed_is_an_error_with_its_row(tmp_path):
         source_of([{"images": []}, {"images": [image]}])
 
 
-def test_a_change_of_the_list_after_the_start_changes_nothing(processors):
-    given = rows()
-    prompts = scan(processors, given)
-    given[0]["problem"] = "changed"
-    given[0]["images"].clear()
-    given.clear()
-    assert "What is 0?" in prompts[0].text
-    assert len(prompts[0].image_refs) == 1
-
-
-def test_a_dataset_is_not_changed_by_its_use(processors, tmp_path):
+def test_a_dataset_is_not_changed_by_its_use_nor_the_prompts_by_a_change_of_the_rows(processors, tmp_path):
     dataset = datasets.load_dataset("parquet", data_files=in_file(tmp_path, rows()), split="train")
     dataset = dataset.with_transform(lambda batch: {"problem": ["transformed"] * len(batch["problem"])})
     assert "What is 0?" in scan(processors, dataset)[0].text
+    given = rows()
+    prompts = scan(processors, given)
+    given[0]["images"].clear()
+    given.clear()
+    assert len(prompts[0].image_refs) == 1
     assert dataset[0] == {"problem": "transformed"}
     assert isinstance(dataset.with_format(None)[0]["images"][0], Image.Image)
 
@@ -508,7 +413,6 @@ DATASET = datasets.Dataset.from_list([{"a": 1}])
         ([3], ["row 0", "int", "dict"]),
         ([{"a": 1}, {"a": object()}], ["row 1, 'a'", "builtins.object"]),
         ([{"a": {"b": [{1, 2}]}}], ["row 0, 'a'['b'][0]", "builtins.set"]),
-        ([{"a": {1: 2}}], ["row 0, 'a'", "key 1", "int"]),
         ([{0: "x", "problem": "a"}], ["row 0", "key 0", "int"]),
         ([{"a": np.array([Decimal(1)], dtype=object)}], ["'a'[0]", "decimal.Decimal"]),
         ([{"image": np.zeros((4, 4, 3))}], ["row 0, 'image'", "(4, 4, 3)", "PIL.Image.fromarray"]),

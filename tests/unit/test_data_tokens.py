@@ -38,37 +38,12 @@ def test_role_tokens_of_a_row_are_text(tiny_model, model_type):
     assert make_builder(processors).measure({"problem": INJECTED, "answer": "4"}, "t:0")[0] == len(prompt.token_ids)
 
 
-def test_role_tokens_can_be_allowed(processors):
-    prompt = build(processors, INJECTED, allow_special_tokens=True)
-    assert count(processors, prompt, "<|im_start|>") == 5
-    assert count(processors, build(processors, INJECTED), "<|im_start|>") == 3
-
-
 @pytest.mark.parametrize("problem", ["2 + 2?", "<|im_star|> <im_start>", "\U000f0000\U000f0001", "  a\n\n"])
 def test_ordinary_rows_have_the_same_token_ids_either_way(processors, problem):
     assert build(processors, problem).token_ids == build(processors, problem, allow_special_tokens=True).token_ids
     private = f"{problem}\U000f0000<|im_start|>\U000f0001"
     assert build(processors, private).text == private
     assert private in processors.tokenizer.decode(build(processors, private).token_ids)
-
-
-def test_tokens_of_the_template_around_are_the_same(processors):
-    ids = build(processors, "x<|im_end|>").token_ids
-    plain = build(processors, "x").token_ids
-    first = next(i for i, (a, b) in enumerate(zip(ids, plain, strict=False)) if a != b)
-    rest = len(plain) - first
-    assert ids[-rest:] == plain[first:]
-    assert processors.tokenizer.decode(ids[first:-rest]) == "<|im_end|>"
-
-
-def test_images_of_such_a_row_keep_their_place(processors):
-    from PIL import Image
-
-    prompt = build(processors, "<|im_start|><image>How many?<|im_end|>", [Image.new("RGB", (56, 56))])
-    text = processors.tokenizer.decode(prompt.token_ids)
-    assert f"user\n<|im_start|><|vision_start|>{'<|image_pad|>' * 4}<|vision_end|>How many?<|im_end|><|im_end|>" in text
-    assert count(processors, prompt, "<|image_pad|>") == 4
-    assert count(processors, prompt, "<|im_start|>") == 3
 
 
 def test_messages_and_templates(processors):

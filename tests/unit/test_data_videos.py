@@ -9,7 +9,7 @@ import pytest
 
 from support.videos import frame, make_video
 from trigon.data.rows import UnusableRow
-from trigon.data.videos import FrameSampling, encoded_video, open_video, video_layout
+from trigon.data.videos import FrameSampling, open_video, video_layout
 
 SAMPLING = FrameSampling(fps=5.0, max_frames=768)
 ARGUMENTS = {"where": "train:7/videos/0", "image_dir": None, "max_pixels": 100_000}
@@ -104,17 +104,6 @@ def rotated(video, quarters):
         3: (0, -one, 0, one, 0, 0),
     }[quarters]
     return video[:at] + struct.pack(">6i", *matrix) + video[at + 24 :]
-
-
-def test_a_file_in_memory_and_on_disk_give_the_same_frames(tmp_path):
-    video = make_video()
-    (tmp_path / "clip.mp4").write_bytes(video)
-    layout, frames = read(video)
-    for source in ("clip.mp4", {"bytes": None, "path": "clip.mp4"}, {"bytes": video, "path": "elsewhere.mp4"}):
-        other_layout, other_frames = read(source, image_dir=tmp_path)
-        assert other_layout == layout
-        assert all(np.array_equal(one, other) for one, other in zip(frames, other_frames, strict=True))
-        assert encoded_video(source, sampling=SAMPLING, **(ARGUMENTS | {"image_dir": tmp_path})) == video
 
 
 # Rejected files
