@@ -6,7 +6,6 @@ import errno
 import io
 import os
 import resource
-import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,7 +89,6 @@ def check_that_saving_goes_on(store, messages, words, **sizes) -> None:
         save(store, 3, required=True, **sizes)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(
     ("options", "sizes", "words"),
@@ -110,7 +108,6 @@ def test_a_full_disk_is_a_warning_and_the_next_save_succeeds(tmp_path, messages,
         assert sorted(os.listdir(disk / "run")) == ["checkpoint_tracker.json", "global_step_4"]
 
 
-@pytest.mark.faults
 def test_a_file_system_that_becomes_read_only_is_a_warning(tmp_path, messages):
     with mounted(tmp_path / "disk", "size=1m") as disk:
         store = CheckpointStore(disk / "run", keep=1, warn=messages.append)
@@ -130,7 +127,6 @@ def test_a_file_system_that_becomes_read_only_is_a_warning(tmp_path, messages):
         assert store.latest(resumable=False).step == 4
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
     ("limit", "words"),
     [(resource.RLIMIT_FSIZE, "a file would be larger than allowed"), (resource.RLIMIT_NOFILE, "too many open files")],
@@ -263,7 +259,6 @@ def test_output_that_fails_is_dropped_and_counted():
     assert lenient.encoding == stream.encoding
 
 
-@pytest.mark.faults
 def test_a_full_standard_output_is_no_traceback_and_no_other_exit_status():
     if not os.access("/dev/full", os.W_OK):
         pytest.skip("needs /dev/full")
@@ -311,17 +306,3 @@ def test_faults_are_found_in_errors_and_in_their_texts(tmp_path, error, number):
     assert fault_number(error) == number
     if number is not None:
         assert os.strerror(number) in describe_fault(error, tmp_path)
-
-
-def test_an_error_of_a_rank_is_described_with_the_rank_and_its_path(tmp_path):
-    text = f"rank 1 on host (process 7), in save (writing): {tmp_path}/actor/weights: OSError: [Errno 5] Input/output"
-    assert describe_fault(CheckpointError(text), tmp_path).startswith(f"the disk reports an error ({text}). ")
-    elsewhere = RuntimeError("I/O error: Input/output error (os error 5)")
-    assert f"({os.strerror(errno.EIO)}: {tmp_path}). " in describe_fault(elsewhere, tmp_path)
-
-
-@pytest.mark.parametrize("module", ["system/disk.py", "checkpoint/manifest.py"])
-def test_a_system_without_the_number_of_a_damaged_file_system_can_import_it(monkeypatch, module):
-    monkeypatch.delattr(errno, "EUCLEAN", raising=False)  # macOS has none
-    names = runpy.run_path(str(Path(__file__).parents[2] / "trigon" / module))
-    assert None not in names.get("_FAULTS", names.get("_DAMAGED_DISK"))

@@ -2,10 +2,8 @@
 
 from dataclasses import replace
 
-import torch
-
 from trigon.distributed.worker_group import ProcessedMedia
-from trigon.types import Completion, EncodedMedia, Prompt, Rollout, RolloutGroup, Score, Vision
+from trigon.types import Completion, EncodedMedia, Prompt, Rollout, RolloutGroup, Score
 
 TEXT = Prompt("p", (1, 2, 3), None, "", None, {}, ())
 
@@ -28,14 +26,6 @@ def test_ranks_are_added_and_forgotten():
     assert not processed.ranks_of(group_of(with_files("b")))
     processed.forget()
     assert not processed.ranks_of(group_of(one))
-
-
-def test_prompts_without_files_are_nowhere():
-    processed = ProcessedMedia()
-    pixels = Vision(torch.zeros(4, 6), torch.tensor([[1, 2, 2]]), ("a",))
-    processed.add([TEXT, replace(TEXT, vision=pixels)], [0])
-    assert not processed.ranks_of(group_of(TEXT))
-    assert not processed.ranks_of(group_of(replace(TEXT, vision=pixels)))
 
 
 def test_a_group_is_where_the_images_of_its_prompt_and_of_all_its_completions_are():
