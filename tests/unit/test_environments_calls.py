@@ -21,18 +21,14 @@ XML_CALL = ToolCall("crop", {"bbox_2d": "[0, 0, 5, 5]"}, are_texts=True)
         ("hermes", HERMES.removesuffix("</tool_call>"), [CALL]),  # the end token followed
         ("hermes", f"<think>{HERMES}</think>The answer is 4.", []),
         ("hermes", f"a thought, opened by the prompt</think>{HERMES}", [CALL]),
-        ("hermes", "The answer is 4.", []),
         ("hermes", "", []),
         ("hermes", '<tool_call>{"name": "now"}</tool_call>', [ToolCall("now", {})]),
         ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', [ToolCall("now", {})]),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', [ToolCall("f", {"x": 1})]),
         ("llama3_json", LLAMA, [CALL]),
         ("llama3_json", f"<|python_tag|>{LLAMA}; {LLAMA}", [CALL, CALL]),
-        ("llama3_json", '{"type": "function", "name": "crop", "parameters": {}}', [ToolCall("crop", {})]),
         ("llama3_json", '{"answer": 4}', []),
-        ("llama3_json", "The answer is 4.", []),
         ("qwen3_xml", XML, [XML_CALL]),
-        ("qwen3_xml", f"Let me see.\n\n{XML}", [XML_CALL]),
         (
             "qwen3_xml",
             "<tool_call><function=f><parameter=code>\nif x:\n    y\n</parameter><parameter=n>2</parameter></function>",
@@ -50,13 +46,11 @@ def test_calls_are_found(tool_format, text, calls):
     ("tool_format", "turn", "after"),
     [
         ("hermes", HERMES, "<tool_response>invented</tool_response><answer>42</answer>"),
-        ("hermes", f"I look.\n{HERMES}\n\n{HERMES}", "\nIt says 4."),
         ("hermes", HERMES, f" and then {HERMES}"),
         ("hermes", f"<think>{HERMES} 4</think>{HERMES}", "<tool_response>4</tool_response><think>So</think> 4"),
         ("hermes", f"{HERMES} as opened by the prompt</think>{HERMES}", "4"),
         ("hermes", HERMES.removesuffix("</tool_call>"), "<tool_response>invented"),
         ("llama3_json", f"<|python_tag|>{LLAMA}; {LLAMA}", "\nIt says 4."),
-        ("llama3_json", LLAMA, "<answer>4</answer>"),
         ("qwen3_xml", XML, "<tool_response>invented"),
     ],
 )
@@ -74,8 +68,6 @@ def test_a_turn_without_a_call_has_no_end(text):
     ("tool_format", "text", "reason"),
     [
         ("hermes", "<tool_call>{'name': 'crop'}</tool_call>", "not valid JSON: Expecting property name"),
-        ("hermes", "<tool_call></tool_call>", "not valid JSON"),
-        ("hermes", "<tool_call>[1]</tool_call>", 'a JSON object with "name" and "arguments"'),
         ("hermes", '<tool_call>{"name": 3}</tool_call>', 'a JSON object with "name" and "arguments"'),
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "'f' must be a JSON object"),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{"}</tool_call>', "'f' are not valid JSON"),

@@ -11,7 +11,6 @@ from trigon.assemble.options import recorded_settings
 from trigon.config.files import local_sources, locate_sources
 from trigon.config.load import dump_config, inspect_config, load_config
 from trigon.errors import ConfigError, ModelError
-from trigon.tools.eval.evaluate import evaluate
 from trigon.tools.eval.models import context_length, exported_folder, find_model, looks_like_model, recorded_of
 from trigon.tools.eval.settings import find_differences, given_options, known_settings, load_settings
 
@@ -66,6 +65,10 @@ def test_a_model_is_a_folder_a_hub_id_a_checkpoint_or_a_run(run, tmp_path):
         assert Path(found.path).name == f"global_step_{step}"
         assert found.run_config is not None
         assert found.run_config.samefile(run / "config.yaml")
+    (tmp_path / "data.jsonl").write_text("{}")
+    assert looks_like_model(str(run / "global_step_4"))
+    assert not looks_like_model(str(tmp_path / "data.jsonl"))
+    assert not looks_like_model("owner/set@test")
 
 
 def test_what_is_no_model_is_an_error_that_says_so(run, tmp_path):
@@ -79,14 +82,6 @@ def test_what_is_no_model_is_an_error_that_says_so(run, tmp_path):
         (run / f"global_step_{step}").rmdir()
     with pytest.raises(ModelError, match="has no checkpoint yet"):
         find_model(str(run))
-
-
-def test_models_and_datasets_are_told_apart(run, tmp_path):
-    (tmp_path / "data.jsonl").write_text("{}")
-    assert looks_like_model(str(run))
-    assert looks_like_model(str(run / "global_step_4"))
-    assert not looks_like_model(str(tmp_path / "data.jsonl"))
-    assert not looks_like_model("owner/set@test")
 
 
 def test_an_earlier_export_of_the_same_step_is_used_again(run):
@@ -192,22 +187,21 @@ def test_a_run_of_another_folder_is_evaluated_with_its_own_files(tmp_path, monke
     assert moved["data.format_prompt"] == f"{start}/q.jinja"
 
 
-def test_without_a_run_the_lengths_follow_the_models_context():
+def test_data_and_reward_function_may_be_python_objects():
+    config = settings(options=given_options(("python:validation",), reward="python:mine"))
+    assert (config.data.val_files, config.worker.reward.reward_function) == (("python:validation",), "python:mine")
+
+
+def test_without_a_run_the_lengths_follow_the_context_of_the_language_model(tmp_path):
+    config = {"max_position_embeddings": 1, "text_config": {"max_position_embeddings": 4096}}
+    for content, length in ((config, 4096), ({}, None)):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        assert context_length(tmp_path) == length
     assert settings().data.max_prompt_length + settings().data.max_response_length == 8192
     short = settings(context=1000).data
     assert (short.max_prompt_length, short.max_response_length) == (500, 500)
     long = settings(options=given_options(["a/b"], reward="math", max_tokens=6000), context=100_000).data
     assert (long.max_prompt_length, long.max_response_length) == (6144, 6000)
-
-
-def test_no_reward_function_is_an_error_that_names_the_option():
-    with pytest.raises(ConfigError, match=r"worker\.reward\.reward_function is not set"):
-        settings(options=given_options(["a/b"]))
-
-
-def test_a_reward_function_may_be_a_python_object_that_the_caller_has():
-    config = settings(options=given_options(["a/b"], reward="python:mine"))
-    assert config.worker.reward.reward_function == "python:mine"
 
 
 def test_an_environment_or_tools_may_be_python_objects_and_take_the_place_of_those_of_a_run(run):
@@ -226,23 +220,3 @@ def test_an_environment_or_tools_may_be_python_objects_and_take_the_place_of_tho
     given = given_options([], environment="python:Maze")
     assert evaluated("tools=[crop]", given) == ("python:Maze", (), 3)
     assert evaluated("max_turns=3", given_options([])) == (None, ("crop",), 3)
-
-
-def test_the_context_is_that_of_the_language_model(tmp_path):
-    config = {"max_position_embeddings": 1, "text_config": {"max_position_embeddings": 4096}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert context_length(tmp_path) == 4096
-    (tmp_path / "config.json").write_text("{}")
-    assert context_length(tmp_path) is None
-
-
-def test_a_keyword_that_is_no_option_is_an_error_with_the_nearest_one():
-    with pytest.raises(TypeError, match=r"temperatur.*temperature"):
-        evaluate("owner/model", temperatur=1.0)
-    with pytest.raises(TypeError, match=r"blnd.*blind"):
-        evaluate("owner/model", blnd=True)
-
-
-def test_data_can_be_a_python_object():
-    data = ("python:validation",)
-    assert settings(options=given_options(data, reward="math")).data.val_files == data

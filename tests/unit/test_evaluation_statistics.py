@@ -27,20 +27,20 @@ def test_wilson_interval_by_hand():
     assert wilson_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
     low, high = wilson_interval(0.0, 20)
     assert (low, high) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    estimate = estimate_mean([[1.0]] * 81 + [[0.0]] * 182)  # one binary value for each prompt
+    assert (estimate.low, estimate.high) == pytest.approx(wilson_interval(81 / 263, 263))
+    assert estimate.standard_error == pytest.approx(math.sqrt(81 / 263 * 182 / 263 / 262))
+    all_right = estimate_mean([[1.0] * 4] * 20)
+    assert all_right.value == all_right.high == 1.0
+    assert all_right.low == pytest.approx(wilson_interval(1.0, 20)[0])
 
 
 @pytest.mark.parametrize(
     ("degrees", "quantile"),
-    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (10, 2.2281), (30, 2.0423), (120, 1.9799), (5000, 1.9604)],
+    [(1, 12.7062), (3, 3.1824), (30, 2.0423), (5000, 1.9604)],
 )
 def test_student_quantiles_are_those_of_printed_tables(degrees, quantile):
     assert student_quantile(0.975, degrees) == pytest.approx(quantile, abs=1e-4)
-
-
-def test_one_binary_value_for_each_prompt_has_wilsons_interval():
-    estimate = estimate_mean([[1.0]] * 81 + [[0.0]] * 182)
-    assert (estimate.low, estimate.high) == pytest.approx(wilson_interval(81 / 263, 263))
-    assert estimate.standard_error == pytest.approx(math.sqrt(81 / 263 * 182 / 263 / 262))
 
 
 def test_completions_of_a_prompt_that_are_all_alike_count_once():
@@ -60,6 +60,9 @@ def test_values_beyond_one_have_students_interval_by_hand():
     assert estimate.value == 5.0
     assert estimate.standard_error == pytest.approx(error)
     assert estimate.high - 5 == pytest.approx(4.3027 * error, rel=1e-4)
+    skewed = [[1.0], [2.0], [300.0]]  # of values that are not negative the interval is not either
+    assert estimate_mean(skewed).low == 0.0
+    assert estimate_mean([*skewed, [-1.0]]).low < 0
 
 
 def test_of_nothing_there_is_no_estimate_and_of_one_prompt_no_standard_error():
@@ -69,19 +72,7 @@ def test_of_nothing_there_is_no_estimate_and_of_one_prompt_no_standard_error():
     assert estimate_mean([[3.0, 4.0]]).high == math.inf
 
 
-def test_of_values_that_are_not_negative_the_interval_is_not_either():
-    skewed = [[1.0], [2.0], [300.0]]
-    assert estimate_mean(skewed).low == 0.0
-    assert estimate_mean([*skewed, [-1.0]]).low < 0
-
-
-def test_all_right_is_not_certain():
-    estimate = estimate_mean([[1.0] * 4] * 20)
-    assert estimate.value == estimate.high == 1.0
-    assert estimate.low == pytest.approx(wilson_interval(1.0, 20)[0])
-
-
-@pytest.mark.parametrize(("num_prompts", "n"), [(30, 1), (30, 8), (100, 4)])
+@pytest.mark.parametrize(("num_prompts", "n"), [(30, 1), (30, 8)])
 def test_intervals_cover_the_truth_about_as_often_as_they_say(num_prompts, n):
     rng = np.random.default_rng(0)
     num_covered = 0
@@ -128,9 +119,7 @@ def test_majority_votes_by_hand():
     assert majority_at_k(answers, right, 2, seed="") == pytest.approx((1 + 0.5 + 0.5) / 3)
     assert majority_at_k(answers, right, 3, seed="") == 1.0
     assert majority_at_k([0, 1, 2], [1.0, 0.0, 0.0], 3, seed="") == pytest.approx(1 / 3)
-
-
-def test_completions_without_an_answer_do_not_vote():
+    # Completions without an answer do not vote.
     assert majority_at_k([None, None, 0], [0.0, 0.0, 1.0], 3, seed="") == 1.0
     assert majority_at_k([None, None], [1.0, 1.0], 2, seed="") == 0.0
 
@@ -142,8 +131,7 @@ def test_random_subsets_estimate_the_vote_over_all_subsets(monkeypatch):
     exact = majority_at_k(answers, right, 3, seed="")
     monkeypatch.setattr(statistics, "MAX_SUBSETS", 200)
     drawn = majority_at_k(answers, right, 3, seed="train:1")
-    assert drawn == majority_at_k(answers, right, 3, seed="train:1")
-    assert drawn != exact
+    assert drawn == majority_at_k(answers, right, 3, seed="train:1") != exact
     assert drawn == pytest.approx(exact, abs=0.1)
 
 
