@@ -165,7 +165,7 @@ def test_what_cannot_travel_and_what_is_no_data_are_errors_of_train_before_anyth
     rows = [{"prompt": "?", "answer": "1"}]
     lock = threading.Lock()
     arguments = {"model": "owner/model", "options": REQUIRED}
-    with pytest.raises(RewardError, match="'lambda' cannot be sent to other processes .*_thread"):
+    with pytest.raises(RewardError, match=r"'lambda' cannot be sent to other processes .*_thread"):
         trigon.train(**arguments, data=rows, reward=lambda completion: lock)
     with pytest.raises(DataError, match="row 0, 'answer' is a builtins"):
         trigon.train(**arguments, data=[{"prompt": "?", "answer": object()}], reward="math")
