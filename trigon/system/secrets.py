@@ -144,9 +144,10 @@ def mask_text(text: str) -> str:
     """Return a text that is no value of an option, such as a line of a file, without secrets."""
     kept, end = "", 0
     for key in _ASSIGNED_KEY.finditer(text):
+        if key.start() < end or not _names_secret(key[1]):
+            continue  # before the value, which may be as long as the text
         value = _ASSIGNED_VALUE.match(text, key.end())
-        is_secret = value is not None and _names_secret(key[1]) and not _NO_SECRET.fullmatch(value[0].strip("\"'"))
-        if value is not None and is_secret and key.start() >= end:
+        if value is not None and not _NO_SECRET.fullmatch(value[0].strip("\"'")):
             kept, end = f"{kept}{text[end : key.end()]}{MASKED}", value.end()
     return _mask_parts(kept + text[end:], set())
 
