@@ -11,11 +11,10 @@ parameter), and the memory of the states that layers pass from a prompt to its c
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import torch
-from shared import SHORT, VOCABULARY, Figure, figures_table, table
+from shared import SHORT, VOCABULARY, Figure, measure_and_print, table
 from torch import Tensor
 from update import SPECIAL, WARM_UP_TOKENS, make_group, packed_group, run_once
 
@@ -148,13 +147,7 @@ def measure(*, repeats: int) -> tuple[list[Figure], str]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each side (%(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    figures, tables = measure(repeats=arguments.repeats)
-    print(f"{tables}\n\n{figures_table(figures)}")
+    measure_and_print(__doc__.splitlines()[0], measure)
 
 
 if __name__ == "__main__":

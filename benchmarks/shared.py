@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -88,6 +89,22 @@ def phases_of(run: Path, average: Callable[[Iterable[float]], float]) -> dict[st
     steps = [line["metrics"] for line in lines if line["step"] > 1]
     names = {key.removeprefix("timing_s/") for step in steps for key in step if key.startswith("timing_s/")}
     return {name: average(step.get(f"timing_s/{name}", 0.0) for step in steps) for name in names}
+
+
+def measure_and_print(description: str, measure: Callable[..., tuple[list[Figure], str]]) -> None:
+    """Run a benchmark of two sides from the command line.
+
+    description: of the benchmark. measure: returns its figures and tables, given repeats.
+    """
+    import torch  # not above: a benchmark sets the threads of its processes before
+
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each side (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    figures, tables = measure(repeats=arguments.repeats)
+    print(f"{tables}\n\n{figures_table(figures)}")
 
 
 def table(rows: Iterable[Sequence[object]], header: Sequence[str]) -> str:

@@ -11,14 +11,13 @@ worst parameter), to verify that both compute the same.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from shared import SHORT, VOCABULARY, Figure, figures_table, make_model, table
+from shared import SHORT, VOCABULARY, Figure, make_model, measure_and_print, table
 from torch import Tensor
 
 from trigon.models.families import family_of
@@ -167,13 +166,7 @@ def measure(*, repeats: int) -> tuple[list[Figure], str]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each side (%(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    figures, tables = measure(repeats=arguments.repeats)
-    print(f"{tables}\n\n{figures_table(figures)}")
+    measure_and_print(__doc__.splitlines()[0], measure)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -75,20 +76,35 @@ def rectangles(processors: Processors, lengths: list[GroupLengths]) -> int:
     return 4 * text.num_hidden_layers * width * pairs
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A policy, and a row of groups whose operations are counted."""
+
+    processors: Processors
+    policy: Policy
+    row: PackedGroups
+    lengths: list[GroupLengths]
+
+
+def open_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Pass:
+    """Return a pass whose attention and experts torch counts."""
+    processors = processors_of(folder)
+    model = load_model(str(folder), dtype=torch.float32, device="cpu", attention_kernel="varlen")
+    model.set_experts_implementation("eager")
+    stand_in(monkeypatch)
+    groups = make_groups(processors)
+    policy = Policy(model, processors.family, temperature=1.0, banned_token_ids=())
+    return Pass(processors, policy, packed(groups, processors), lengths_of(groups))
+
+
 @pytest.mark.extended(but=["qwen2_5_vl", "qwen3_vl_moe", "qwen2_moe", "gemma3_text"])
 @pytest.mark.parametrize("model_type", COUNTED)
 def test_forward_and_update_flops_equal_those_that_torch_counts(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, model_type: str
 ) -> None:
     """Exactly, except for attention: torch counts masked pairs too."""
-    folder = tiny_model(model_type)
-    processors = processors_of(folder)
-    model = load_model(str(folder), dtype=torch.float32, device="cpu", attention_kernel="varlen")
-    model.set_experts_implementation("eager")
-    stand_in(monkeypatch)
-    policy = Policy(model, processors.family, temperature=1.0, banned_token_ids=())
-    groups = make_groups(processors)
-    row, lengths = packed(groups, processors), lengths_of(groups)
+    opened = open_pass(tiny_model(model_type), monkeypatch)
+    processors, policy, row, lengths = opened.processors, opened.policy, opened.row, opened.lengths
 
     flops = forward_flops(processors.hf_config, lengths)
     assert flops is not None
@@ -119,14 +135,8 @@ def test_forward_and_update_flops_equal_those_that_torch_counts(
 def test_linear_attention_counts_its_matrices_its_convolution_and_its_states(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, model_type: str
 ) -> None:
-    folder = tiny_model(model_type)
-    processors = processors_of(folder)
-    model = load_model(str(folder), dtype=torch.float32, device="cpu", attention_kernel="varlen")
-    model.set_experts_implementation("eager")
-    stand_in(monkeypatch)
-    policy = Policy(model, processors.family, temperature=1.0, banned_token_ids=())
-    groups = make_groups(processors)
-    row, lengths = packed(groups, processors), lengths_of(groups)
+    opened = open_pass(tiny_model(model_type), monkeypatch)
+    processors, policy, row, lengths = opened.processors, opened.policy, opened.row, opened.lengths
     flops = forward_flops(processors.hf_config, lengths)
     assert flops is not None
     tokens = len(row.token_ids)

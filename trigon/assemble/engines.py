@@ -195,7 +195,7 @@ def open_rollout(
                 trust_remote_code=model.trust_remote_code,
                 override_config=model.override_config,
                 skip_special_tokens=config.worker.reward.skip_special_tokens,
-                records_experts=config.worker.actor.router_replay == "R3",
+                records_experts=config.worker.actor.replays_routing,
                 episodes=episodes,
                 tracer=tracer,
             )

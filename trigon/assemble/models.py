@@ -197,7 +197,7 @@ def open_trainer(
         ),
         place,
     )
-    if actor.router_replay == "R3":
+    if actor.replays_routing:
         policy.replay_routing()
     return LocalTrainEngine(
         policy,

@@ -14,7 +14,6 @@ from trigon.types import SamplingParams
 PIXEL_CACHE_BYTES = 4 * 2**30
 """Host memory of each worker's cache of processed images, by which a step processes each once."""
 
-
 _SAMPLING = "worker.rollout.val_override_config."
 
 

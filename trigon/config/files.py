@@ -77,8 +77,8 @@ def locate_sources(values: Mapping[str, Any], sources: Mapping[str, str]) -> dic
     """Return the options of a run that only validates in which relative paths become absolute.
 
     values: the options of the run by name, which may have been started in another folder. sources:
-    as local_sources returned them for it. A path stays relative only if that
-    of the run no longer exists, and there is one of the same name here.
+    as local_sources returned them for it. A path stays relative only if the file of the run no
+    longer exists, and this folder has one of the same name.
     """
     names = [name for name in PATH_OPTIONS if name in values and name not in _OF_TRAINING]
     located = {name: _locate(values[name], sources) for name in names}

@@ -600,6 +600,11 @@ class ActorConfig(TrainedConfig):
     model: ModelConfig = Field(default_factory=ModelConfig)
 
     @property
+    def replays_routing(self) -> bool:
+        """Whether each token uses the experts that the rollout engine has recorded for it."""
+        return self.router_replay == "R3"
+
+    @property
     def max_cispo_weight(self) -> float:
         """The maximum weight of a token in cispo."""
         return 1.0 + self.clip_ratio_high if self.cispo_cap is None else self.cispo_cap

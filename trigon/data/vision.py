@@ -105,16 +105,21 @@ class ImageProcessor:
         """
         pixel_values, grids = [], []
         for image in images:
-            # Explicit, since an image that is 1 or 3 pixels wide would be taken for channels last.
-            features = self._image_processor(images=[image], return_tensors="pt", input_data_format="channels_first")
-            pixel_values.append(features["pixel_values"].to(torch.float32).contiguous())
-            grids.append(features["image_grid_thw"].to(torch.int64))
+            pixels, grid = self._process_image(image)
+            pixel_values.append(pixels.contiguous())
+            grids.append(grid)
             del image  # before the next one is decoded
         with self._lock:
             self._calls += 1
         grid_thw = torch.cat(grids)
         hashes = tuple(_content_hash(part, grid) for part, grid in zip(pixel_values, grid_thw, strict=True))
         return Vision(pixel_values=_joined(pixel_values), grid_thw=grid_thw, hashes=hashes)
+
+    def _process_image(self, image: Image.Image) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the pixel values of an image, [patches, D] float32, and its grid, [1, 3] int64."""
+        # Explicit, since an image that is 1 or 3 pixels wide would be taken for channels last.
+        features = self._image_processor(images=[image], return_tensors="pt", input_data_format="channels_first")
+        return features["pixel_values"].to(torch.float32), features["image_grid_thw"].to(torch.int64)
 
 
 class WholeImageProcessor(ImageProcessor):
@@ -164,22 +169,14 @@ class WholeImageProcessor(ImageProcessor):
         columns, rows = self.processed_size(width, height)
         return 1, rows // self._patch_size, columns // self._patch_size
 
-    def process(self, images: Iterable[Image.Image]) -> Vision:
+    def _process_image(self, image: Image.Image) -> tuple[torch.Tensor, torch.Tensor]:
         """See ImageProcessor."""
-        pixel_values, grids = [], []
-        for image in images:
-            features = self._image_processor(
-                images=[image], patch_size=self._side, return_tensors="pt", input_data_format="channels_first"
-            )
-            pixels = features["pixel_values"].to(torch.float32)
-            pixel_values.append(to_patches(pixels, self._patch_size).contiguous())
-            grids.append([1, *(side // self._patch_size for side in pixels.shape[2:])])
-            del image  # before the next one is decoded
-        with self._lock:
-            self._calls += 1
-        grid_thw = torch.tensor(grids)
-        hashes = tuple(_content_hash(part, grid) for part, grid in zip(pixel_values, grid_thw, strict=True))
-        return Vision(pixel_values=_joined(pixel_values), grid_thw=grid_thw, hashes=hashes)
+        features = self._image_processor(
+            images=[image], patch_size=self._side, return_tensors="pt", input_data_format="channels_first"
+        )
+        pixels = features["pixel_values"].to(torch.float32)
+        grid = [1, *(side // self._patch_size for side in pixels.shape[2:])]
+        return to_patches(pixels, self._patch_size), torch.tensor([grid])
 
 
 class TileProcessor(ImageProcessor):

@@ -418,15 +418,12 @@ def _matches_tokenizer_json(tokenizer: Any, folder: Path) -> bool:
 def _load_image_processor(folder: Path, family: ModelFamily, min_pixels: int | None, max_pixels: int | None) -> Any:
     from transformers import AutoImageProcessor
 
-    if not family.takes_patches:
-        with _explain_errors("image processor", folder):
-            return AutoImageProcessor.from_pretrained(folder)  # has limits of another kind
     with _explain_errors("image processor", folder):
         processor = AutoImageProcessor.from_pretrained(folder)
+    if not family.takes_patches:
+        return processor  # has limits of another kind
+    set_pixel_limits(processor, family, min_pixels=min_pixels, max_pixels=max_pixels)
     frames = family.frames_per_image
-    limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
-    changes = {edge: frames * limit for edge, limit in limits.items() if limit is not None}
-    processor.size = type(processor.size)(**{**dict(processor.size), **changes})
     smallest, largest = processor.size["shortest_edge"] // frames, processor.size["longest_edge"] // frames
     if smallest > largest:
         raise ModelError(
@@ -434,6 +431,18 @@ def _load_image_processor(folder: Path, family: ModelFamily, min_pixels: int | N
             "not exceed max_pixels. Set both, or lower min_pixels."
         )
     return processor
+
+
+def set_pixel_limits(
+    image_processor: Any, family: ModelFamily, *, min_pixels: int | None, max_pixels: int | None
+) -> None:
+    """Set the least and the most pixels of an image; None leaves a limit as it is.
+
+    image_processor: of a family whose vision tower takes patches.
+    """
+    limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+    changes = {edge: family.frames_per_image * limit for edge, limit in limits.items() if limit is not None}
+    image_processor.size = type(image_processor.size)(**{**dict(image_processor.size), **changes})
 
 
 def _load_video_processor(folder: Path) -> Any:

@@ -57,11 +57,12 @@ def write_side_files(
         _copy_tokenizer(tokenizer, destination)
     if sets_chat_template:
         _write_chat_template(destination, processors.tokenizer.chat_template)
-    limits = pixel_limits(processors)
-    if sets_limits and limits is not None:
-        family = processors.family
-        counted = (family.frames_per_image * limits[0], family.frames_per_image * limits[1])
-        _write_pixel_limits(destination, counted, of_videos=family.video in ("patches", "seconds"))
+    family = processors.family
+    if sets_limits and family.takes_patches:
+        assert processors.image_processor is not None
+        size = processors.image_processor.size
+        limits = (int(size["shortest_edge"]), int(size["longest_edge"]))
+        _write_pixel_limits(destination, limits, of_videos=family.video in ("patches", "seconds"))
 
 
 def pixel_limits(processors: Processors) -> tuple[int, int] | None:

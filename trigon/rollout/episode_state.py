@@ -157,7 +157,7 @@ class Episode:
             stop=stop,
             begun=self.begun.token_ids,
             greedy=self.greedy,
-            num_recorded=self._first_recorded + sum(map(len, self.experts)),
+            num_recorded=self._num_recorded,
         )
 
     def stop_turn(self, sampled: BegunTurn, *, policy_version: int) -> None:
@@ -178,9 +178,9 @@ class Episode:
         self.logprobs += turn.logprobs
         self.versions = _first(self.versions, len(self.logprobs))
         if turn.routed_experts is not None:
-            known = self._first_recorded + sum(map(len, self.experts))
             # Without those of tokens that were left out.
-            self.experts.append(turn.routed_experts[: len(self.prompt.token_ids) + len(self.token_ids) - known])
+            num_more = len(self.prompt.token_ids) + len(self.token_ids) - self._num_recorded
+            self.experts.append(turn.routed_experts[:num_more])
         self.turns.append(self._turn(start, len(self.token_ids), text=turn.text))
         self.observation, self.num_images, self.image_sizes = "", 0, ()
 
@@ -211,6 +211,11 @@ class Episode:
     def _first_recorded(self) -> int:
         """The first token whose experts are recorded. One record of the prompt is enough."""
         return 0 if self.sample == 0 else len(self.prompt.token_ids)
+
+    @property
+    def _num_recorded(self) -> int:
+        """How many of the first tokens have a record, or need none: see TurnRequest."""
+        return self._first_recorded + sum(map(len, self.experts))
 
     def _routed_experts(self) -> RoutedExperts | None:
         if not self.experts:

@@ -264,7 +264,6 @@ class LocalTrainEngine:
             plan.passes,
             precision=self._scorer.precision,
             process_group=self._process_group,
-            experts_per_token=self._policy.experts_per_token,
             counts_row=self._counts_row,
         )
         return replace(shares, fractions=shares.fractions.to(self._device))
@@ -328,7 +327,7 @@ class LocalTrainEngine:
             f"{self.name}/skipped_groups": Sum(float(num_groups - len(plan.with_gradient))),
             **self._count_work(plan.with_gradient),
         }
-        if self.name == "actor" and self._config.worker.actor.router_replay == "R3":
+        if self.name == "actor" and self._config.worker.actor.replays_routing:
             replayed = sum(_num_recorded(batch.packed.routed_experts) for batch in plan.batches)
             metrics["actor/router_replay_fraction"] = Mean(float(replayed), packed_tokens)
         if not applied.is_finite:

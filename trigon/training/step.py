@@ -280,7 +280,6 @@ def count_expert_shares(
     *,
     precision: Precision,
     process_group: ProcessGroup,
-    experts_per_token: int,
     counts_row: bool,
 ) -> ExpertShares:
     """Return the shares of the experts in an update, over all ranks, from passes without gradient.
@@ -300,7 +299,7 @@ def count_expert_shares(
                 totals = totals.to(counted.device) + counted
     process_group.reshard(policy)
     assignments = process_group.all_reduce_sum(totals.tolist())
-    return expert_shares(assignments, experts_per_token=experts_per_token)
+    return expert_shares(assignments, experts_per_token=policy.experts_per_token)
 
 
 def score_rollouts(

@@ -77,7 +77,7 @@ class VllmSettings:
     @property
     def records_experts(self) -> bool:
         """Whether completions have the experts that their tokens used."""
-        return self.config.worker.actor.router_replay == "R3"
+        return self.config.worker.actor.replays_routing
 
     @property
     def limit_images(self) -> int:

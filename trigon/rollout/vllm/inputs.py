@@ -103,7 +103,7 @@ def _items(vision: Vision, processors: Processors) -> Sequence[Any]:
         tensors = {
             "pixel_values": to_tiles(vision.pixel_values, vision.grid_thw, family.patch_size(hf_config)),
             "image_num_patches": num_tiles,
-            "num_patches": num_tiles,  # Gemma 3's name
+            "num_patches": num_tiles,  # the name of Gemma 3 and Idefics 3
             "image_token_id": torch.tensor(family.image_token_id(hf_config)),
         }
         fields = {
@@ -114,12 +114,8 @@ def _items(vision: Vision, processors: Processors) -> Sequence[Any]:
         }
         if family.image_layout is not None:  # Idefics 3, whose tiles are full
             side = family.patches_per_side(hf_config) * family.patch_size(hf_config)
-            tensors["num_patches"] = num_tiles
             tensors["pixel_attention_mask"] = torch.ones(int(num_tiles.sum()), side, side, dtype=torch.bool)
-            fields |= {
-                "num_patches": MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
-                "pixel_attention_mask": MultiModalFieldConfig.flat_from_sizes(kind, num_tiles),
-            }
+            fields["pixel_attention_mask"] = MultiModalFieldConfig.flat_from_sizes(kind, num_tiles)
     elif family.image_tower:
         tensors = {"pixel_values": to_images(vision.pixel_values, vision.grid_thw, family.patch_size(hf_config))}
         fields = {"pixel_values": MultiModalFieldConfig.batched(kind)}

@@ -44,6 +44,9 @@ class WeightCheck:
 
     The CPU build packs most weights when they are loaded, and frees the parameters. Their values
     are then those right before packing; on a GPU they are those that vLLM computes with.
+
+    left_out: prefix of the trainer's tensors for which vLLM's model need not have a place; None: it
+    must have one for all of them.
     """
 
     model: torch.nn.Module

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from trigon.config.schema import Config
 from trigon.data.vision import ImageProcessor, image_processor_of
-from trigon.models.load import Processors
+from trigon.models.load import Processors, set_pixel_limits
+from trigon.models.side_files import pixel_limits
 from trigon.tools.check.dataset import RowFacts, ScannedDataset, share
 from trigon.tools.check.model import Model
 from trigon.tools.check.result import Result
@@ -109,9 +110,10 @@ def token_counter(processors: Processors, *, max_pixels: int) -> Callable[[tuple
     """Return a function that counts the tokens of an image of a size, with another max_pixels."""
     assert processors.image_processor is not None
     changed = copy.deepcopy(processors.image_processor)
-    largest = processors.family.frames_per_image * max_pixels
-    smallest = min(changed.size["shortest_edge"], largest)
-    changed.size = type(changed.size)(**{**dict(changed.size), "shortest_edge": smallest, "longest_edge": largest})
+    limits = pixel_limits(processors)
+    assert limits is not None
+    smallest = max_pixels if limits[0] >= max_pixels else None
+    set_pixel_limits(changed, processors.family, min_pixels=smallest, max_pixels=max_pixels)
     processor = image_processor_of(replace(processors, image_processor=changed))
     assert isinstance(processor, ImageProcessor)
     counted: dict[tuple[int, int], int] = {}
