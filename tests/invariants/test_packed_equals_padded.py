@@ -26,9 +26,8 @@ from trigon.models.policy import Policy
 from trigon.types import Prompt, RolloutGroup
 
 TEMPERATURE = 0.7
-# Each is like another one here, or has gradients that are rounding only;
-# tests/integration/test_model_families.py has all families.
-VARIANTS = ("gemma", "gemma3_text", "llava", "mistral", "qwen2_moe", "idefics3", "smolvlm")
+# Each is like another one here; tests/integration/test_model_families.py has all families.
+VARIANTS = ("gemma", "gemma3_text", "llava", "mistral", "qwen2_moe", "smolvlm")
 FAMILIES = [each for each in supported_model_types() if each not in VARIANTS]
 VISION_FAMILIES = [each for each in FAMILIES if family_named(each).has_vision]
 ONE_ROW = 1_000_000

@@ -114,7 +114,7 @@ def has_no_gradient(name: str) -> bool:
 
     Without rotary positions a key's bias shifts all attention logits of a token alike.
     """
-    return name.startswith("model.vision_tower.") and name.endswith("k_proj.bias")
+    return name.startswith(("model.vision_tower.", "model.vision_model.")) and name.endswith("k_proj.bias")
 
 
 def _token_types(model, token_ids: Tensor) -> dict[str, Tensor]:

@@ -123,6 +123,7 @@ def varlen_attn(
         ("qwen2_5_vl", {"lora": True, "config": FULL_KL}),
         ("qwen3_vl_moe", {"strategy": "adamw_bf16", "dtype": torch.bfloat16}),
         ("internvl", {}),
+        ("mistral3", {"kernel": "varlen"}),
         ("gemma3", {}),
     ],
 )
