@@ -4,8 +4,8 @@
 
 One row with a prompt full of images and four completions of 128 tokens, on the tiny Qwen3-VL with
 gradient checkpointing, in float32, on gloo ranks of one thread each. Memory is counted tensor by
-tensor (trigon/training/memory.py), so that it does not depend on what else the machine computes;
-seconds do.
+tensor (trigon/training/device_memory.py), so that it does not depend on what else the machine
+computes; seconds do.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.models.sequence_parallel import RowRanks
 from trigon.tools.quickstart.model import make_tiny
+from trigon.training.device_memory import HostMemory
 from trigon.training.dry_run import dummy_group
-from trigon.training.memory import HostMemory
 
 COMPLETIONS, RESPONSE = 4, 128
 IMAGE_PIXELS = 512 * 512  # 256 tokens each

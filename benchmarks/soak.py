@@ -26,7 +26,7 @@ from typing import Any
 
 from shared import machine, table
 
-from trigon.report.memory import fit_slope
+from trigon.report.memory_growth import fit_slope
 from trigon.system.processes import PROC, ProcessTree
 
 CONFIG = Path(__file__).parents[1] / "trigon" / "tools" / "quickstart" / "quickstart.yaml"

@@ -17,14 +17,14 @@ from trigon.assemble.data import open_processors
 from trigon.assemble.models import DevicePlacement, choose_device, open_models
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config, OptimConfig
-from trigon.models.activations import PassFormat, PassOptions, RowLengths, update_bytes
+from trigon.models.activation_memory import PassFormat, PassOptions, RowLengths, update_bytes
 from trigon.models.attention import configured_kernel
 from trigon.models.sizes import dimensions_of
 from trigon.system.terminal import format_bytes
 from trigon.training import optim
+from trigon.training.device_memory import memory_of
 from trigon.training.dry_run import dummy_group
 from trigon.training.local import LocalTrainEngine
-from trigon.training.memory import memory_of
 from trigon.training.parallel import SingleProcess
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]

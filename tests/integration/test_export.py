@@ -26,7 +26,7 @@ from trigon.models.policy import Policy
 from trigon.models.side_files import write_side_files
 from trigon.system.torchvision_stub import declare_operators
 from trigon.tools.cli.export import main
-from trigon.training.memory import HostMemory
+from trigon.training.device_memory import HostMemory
 from trigon.training.state import ShardedFiles, save_tensors
 
 FAMILIES = [

@@ -44,9 +44,9 @@ def compute_score(reward_input):
 
 NO_MEMORY_LASTS = """
 import sys
-from trigon.report import memory
+from trigon.report import memory_growth
 
-memory.STEPS_TO_STOP = 1_000_000
+memory_growth.STEPS_TO_STOP = 1_000_000
 from trigon.tools.cli.main import main
 sys.exit(main(["train", *sys.argv[1:]]))
 """

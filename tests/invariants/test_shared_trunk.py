@@ -18,7 +18,7 @@ from trigon.metrics import values
 from trigon.models.positions import positions_of
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.critic import value_backward
-from trigon.training.memory import HostMemory
+from trigon.training.device_memory import HostMemory
 from trigon.training.parallel import SingleProcess
 from trigon.training.step import micro_batch_backward
 

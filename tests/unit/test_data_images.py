@@ -445,7 +445,7 @@ def by_the_whole_image(image: Image.Image) -> Image.Image:
 
 @pytest.mark.parametrize("kind", ["RGBA", "LA", "P", "I;16", "RGB with a transparent colour", "L with one"])
 def test_strips_give_the_pixels_of_the_whole_image(kind, monkeypatch):
-    monkeypatch.setattr("trigon.system.images._STRIP_PIXELS", 100)
+    monkeypatch.setattr("trigon.system.image_formats._STRIP_PIXELS", 100)
     noise = np.random.default_rng(0).integers(0, 256, (37, 41, 4), dtype=np.uint8)
     options = {}
     match kind:

@@ -31,7 +31,7 @@ from trigon.data.vision import image_processor_of
 from trigon.distributed.worker_group import Traffic
 from trigon.loop import train
 from trigon.metrics import Metrics, values
-from trigon.report.memory import MemoryMeter, measure_worker
+from trigon.report.memory_growth import MemoryMeter, measure_worker
 from trigon.report.watch import MEMORY
 from trigon.rollout.parity import ParityCheck, Probe
 from trigon.rollout.statistics import describe_carried, describe_staleness, describe_validation

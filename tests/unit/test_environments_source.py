@@ -10,7 +10,7 @@ from trigon.environments.settings import EnvironmentSettings, encode_setup, find
 from trigon.environments.source import check_environment, load_code
 from trigon.environments.tools import ToolEnvironment, describe_tools, load_tools
 from trigon.errors import EpisodeError
-from trigon.system.images import LazyImages
+from trigon.system.image_formats import LazyImages
 
 GOOD = """
 class Maze:

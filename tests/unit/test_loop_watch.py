@@ -22,7 +22,7 @@ from trigon.config.schema import WatchConfig
 from trigon.errors import DiskError, WatchError
 from trigon.loop import Hooks, train
 from trigon.report.console import Console
-from trigon.report.memory import MemoryGrowth, MemoryMeter
+from trigon.report.memory_growth import MemoryGrowth, MemoryMeter
 from trigon.report.watch import RULES, Watch
 from trigon.types import Prompt
 

@@ -17,8 +17,8 @@ from trigon.data.packing import tokens_of
 from trigon.errors import ConfigError
 from trigon.metrics import values
 from trigon.training.budget import Budgets, Lengths, tune_engines
+from trigon.training.device_memory import HostMemory
 from trigon.training.dry_run import dummy_group
-from trigon.training.memory import HostMemory
 from trigon.training.parallel import SingleProcess
 from trigon.types import TrainGroup
 

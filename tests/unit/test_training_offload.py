@@ -17,7 +17,7 @@ from trigon.assemble.engines import open_rollout
 from trigon.assemble.models import DevicePlacement
 from trigon.config.schema import Config
 from trigon.training import local
-from trigon.training.memory import CudaMemory, free_cached_memory
+from trigon.training.device_memory import CudaMemory, free_cached_memory
 from trigon.training.parallel import SingleProcess
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trigon.config.schema import OptimConfig
-from trigon.training.memory import HostMemory
+from trigon.training.device_memory import HostMemory
 from trigon.training.optim import AdamWBf16, Schedule, make_optimizer, move_states, update_bytes
 
 

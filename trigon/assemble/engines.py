@@ -34,7 +34,7 @@ from trigon.system.installation import install_command
 from trigon.system.json_files import write_json
 from trigon.system.trace import FOLDER, DecodeTracer, LocalTracer, Tracer
 from trigon.training.budget import Budgets, Lengths, tune_engines
-from trigon.training.memory import host_memory_for, memory_of
+from trigon.training.device_memory import host_memory_for, memory_of
 from trigon.training.parallel import SingleProcess
 from trigon.training.protocol import CriticEngine, LogprobEngine, Sizes, TrainEngine, TunableEngine
 

@@ -12,9 +12,9 @@ With separate workers that learn and sample, each has the phases and parts of wh
 
 Each part has an expected size, with rows and sequences of maximum length, and a certain one: what
 the run needs however short its data is. Only the latter makes a run impossible. No figure comes
-from a device; models/activations.py says how the passes are counted. The refusal at the start of a
-run, `trigon check`, `trigon plan` and docs/hardware.md all have these figures. How many tokens a
-pass may have is measured on the device instead (training/budget.py).
+from a device; models/activation_memory.py says how the passes are counted. The refusal at the start
+of a run, `trigon check`, `trigon plan` and docs/hardware.md all have these figures. How many tokens
+a pass may have is measured on the device instead (training/budget.py).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from trigon.config.names import DeviceType
 from trigon.config.options import with_options
 from trigon.config.plan import with_critic_as_actor
 from trigon.config.schema import Config
-from trigon.models import activations
-from trigon.models.activations import PassBytes, PassFormat, PassOptions, RowLengths
+from trigon.models import activation_memory
+from trigon.models.activation_memory import PassBytes, PassFormat, PassOptions, RowLengths
 from trigon.models.dtypes import DTYPES
 from trigon.models.kernels import FLASH_DTYPES
 from trigon.models.load import Processors, family_of_folder, load_hf_config, model_folder
@@ -489,7 +489,7 @@ class _Trained:
         compute, kernel = self._compute.itemsize, actor.model.attention_kernel
         if kernel == "auto":  # as resolve_kernel chooses it on a recent GPU
             kernel = "varlen" if self.on_gpu and self._compute in FLASH_DTYPES else "sdpa"
-        count = activations.update_bytes if updates else activations.score_bytes
+        count = activation_memory.update_bytes if updates else activation_memory.score_bytes
         return count(
             dimensions,
             longest_row(config, dimensions, longest if measures_budgets else micro * longest),

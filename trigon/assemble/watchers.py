@@ -15,7 +15,7 @@ from trigon.config.plan import Plan
 from trigon.config.schema import Config
 from trigon.metrics import Metrics
 from trigon.report.console import Console
-from trigon.report.memory import MemoryGrowth, MemoryMeter
+from trigon.report.memory_growth import MemoryGrowth, MemoryMeter
 from trigon.report.watch import Watch
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.restart import RESTART

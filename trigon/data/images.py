@@ -4,7 +4,7 @@ The size of an image is read from its header, so that a too large or malformed o
 before a pixel is decoded. `image_size`, `open_image` and `encoded_image` all use `_opened`, so they
 accept the same images. A file of some KB may decode to GBs: what decoding takes is known from the
 header too, and is shared out to the threads that decode images and video frames. Pixels are turned
-and converted in system/images.py, and resized for a model in vision.py.
+and converted in system/image_formats.py, and resized for a model in vision.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from PIL import Image
 
 from trigon.data.media_files import in_one_line, open_bytes, read_bytes, what_bytes_are
 from trigon.data.rows import UnusableRow
-from trigon.system.images import DECODING_ERRORS, FORMATS, orientation_of, upright_rgb
+from trigon.system.image_formats import DECODING_ERRORS, FORMATS, orientation_of, upright_rgb
 
 MAX_ASPECT_RATIO = 200
 """Image processors of the Qwen families raise an error for this aspect ratio or above."""

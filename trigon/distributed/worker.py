@@ -31,11 +31,11 @@ from trigon.distributed.preflight import NodeReport
 from trigon.distributed.rendezvous import listen_at, open_store
 from trigon.distributed.weight_transfer import TransferAddress, TransferMember
 from trigon.metrics import Metrics
-from trigon.report.memory import measure_worker
+from trigon.report.memory_growth import measure_worker
 from trigon.rollout.protocol import Interruption, InterruptKind, RolloutEngine, require_local_weights
 from trigon.rollout.restart import RestartableEngine
 from trigon.system.garbage import return_freed_memory, set_gc_threshold
-from trigon.system.gpu_memory import gpu_memory_metrics
+from trigon.system.memory import gpu_memory_metrics
 from trigon.system.network import LOOPBACK
 from trigon.system.processes import count_resident_bytes
 from trigon.system.signals import ignore_stop_signals
@@ -44,8 +44,8 @@ from trigon.system.trace import LocalTracer
 from trigon.system.variables import let_segments_grow
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
+from trigon.training.device_memory import host_memory_for, memory_of
 from trigon.training.fsdp import Rendezvous, TorchProcessGroup
-from trigon.training.memory import host_memory_for, memory_of
 from trigon.training.protocol import LogprobEngine, Sizes, TunableEngine
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, WeightsHandle
 

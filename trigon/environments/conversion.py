@@ -26,7 +26,7 @@ from trigon.environments.protocol import (
     escape_markers,
 )
 from trigon.environments.replies import read_reward
-from trigon.system.images import orientation_of, upright_rgb
+from trigon.system.image_formats import orientation_of, upright_rgb
 
 _KEYS = ("text", "image", "images")
 _UNDEFINED_WHITE = ("F", "I")

@@ -37,7 +37,7 @@ from trigon.system.child_main import start
 from trigon.system.confinement.supervisor import Confined
 from trigon.system.fork_server import ForkServer, Work, call_in_a_fork
 from trigon.system.frames import encode_frame, read_frames
-from trigon.system.images import LazyImages
+from trigon.system.image_formats import LazyImages
 from trigon.system.user_code import describe_error
 
 MAX_OPEN_FILES = 4096

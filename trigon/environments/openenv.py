@@ -24,7 +24,7 @@ from openenv.core import GenericEnvClient
 from PIL import Image
 
 from trigon.environments.actions import action_text
-from trigon.system.images import DECODING_ERRORS, read_image
+from trigon.system.image_formats import DECODING_ERRORS, read_image
 
 ACTION = "{action}"
 """Stands for the text of a turn in an action's template."""

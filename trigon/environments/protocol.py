@@ -38,7 +38,8 @@ class Environment(Protocol):
         """Start an episode, and return its first observation.
 
         row: the columns of the dataset's row; row["images"] is a sequence of the prompt's
-            images, as PIL images as the model sees them but for their size (system/images.py).
+            images, as PIL images as the model sees them but for their size
+            (system/image_formats.py).
         Returns: a str, a PIL image, {"text": ..., "images": [...]}, an Observation, or None if the
         prompt says all.
         """

@@ -23,7 +23,7 @@ from trigon.environments.conversion import to_message, without_surrogates
 from trigon.environments.protocol import MAX_IMAGES, MAX_TEXT_CHARACTERS, Message, Observation, escape_markers
 from trigon.environments.source import CodeSource, load_code
 from trigon.errors import EpisodeError
-from trigon.system.images import LazyImages
+from trigon.system.image_formats import LazyImages
 from trigon.system.suggestions import did_you_mean
 
 IMAGES = "images"

@@ -61,7 +61,7 @@ _HAS_GATED_VISION_MLP = {
     "glm4v": True,
 }
 
-# The norms of these families keep other tensors than activations.py counts.
+# The norms of these families keep other tensors than activation_memory.py counts.
 _PASSES_NOT_COUNTED = ("gemma", "gemma3_text")
 
 # Dense bfloat16 TFLOP/s as the manufacturers state them. The patterns match whole names: other

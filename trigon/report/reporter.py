@@ -26,8 +26,8 @@ from trigon.report.run import StepMetrics
 from trigon.report.run_folder import RunFolder
 from trigon.report.samples import make_samples
 from trigon.report.writer import ImageStore, ReadImages, RunWriter
-from trigon.system.gpu_memory import gpu_memory_metrics
 from trigon.system.hangs import HangWatch
+from trigon.system.memory import gpu_memory_metrics
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
 
 NOT_TRAINING = ("validation", "save_checkpoint")

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from trigon.config.names import WatchRule
 from trigon.config.schema import WatchConfig
 from trigon.metrics import Max, Metric, Metrics, merge, values
-from trigon.report.memory import HOST, MemoryGrowth, MemoryMeter
+from trigon.report.memory_growth import HOST, MemoryGrowth, MemoryMeter
 from trigon.system.resuming import WEIGHTS_ONLY, SameCommand
 
 MEMORY = "perf/watch_memory"

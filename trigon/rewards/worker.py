@@ -200,7 +200,7 @@ def _with_images(reward_input: dict[str, Any]) -> dict[str, Any]:
     """
     if IMAGES not in reward_input:
         return reward_input
-    from trigon.system.images import LazyImages  # here: functions that look at no images need no Pillow
+    from trigon.system.image_formats import LazyImages  # here: functions that look at no images need no Pillow
 
     turns = [{**turn, IMAGES: LazyImages(turn[IMAGES])} for turn in reward_input["turns"]]
     return {**reward_input, IMAGES: LazyImages(reward_input[IMAGES]), "turns": turns}

@@ -25,8 +25,8 @@ from trigon.errors import ConfigError
 from trigon.models.activation_offload import host_bytes_at_most
 from trigon.models.policy import Policy
 from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
+from trigon.training.device_memory import Memory
 from trigon.training.dry_run import as_rollouts, dummy_group
-from trigon.training.memory import Memory
 from trigon.training.parallel import ProcessGroup
 from trigon.training.protocol import LogprobEngine, TunableEngine, TunableScorer
 from trigon.types import RolloutGroup, TrainGroup

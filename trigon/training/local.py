@@ -26,9 +26,9 @@ from trigon.metrics import Max, Mean, Metric, Metrics, Sum
 from trigon.models.features import VisionFeatureCache
 from trigon.models.policy import Policy, full_tensor
 from trigon.training import checkpointing
+from trigon.training.device_memory import free_cached_memory
 from trigon.training.dry_run import update_passes
 from trigon.training.finite import require_finite
-from trigon.training.memory import free_cached_memory
 from trigon.training.optim import Schedule, make_optimizer, move_states, on_this_rank, state_bytes, update_bytes
 from trigon.training.placement import Placement
 from trigon.training.protocol import SKIPPED_GRAD_NORM, LoadPixels, Sizes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trigon.training.memory import explain_out_of_memory
+from trigon.training.device_memory import explain_out_of_memory
 from trigon.training.parallel import ProcessGroup, SingleProcess
 from trigon.types import RolloutGroup, TrainGroup
 

@@ -21,7 +21,7 @@ from trigon.data.vision import image_processor_of
 from trigon.environments.conversion import to_observation, to_png, to_step
 from trigon.environments.protocol import Environment
 from trigon.models.load import Processors, load_processors
-from trigon.system.images import LazyImages
+from trigon.system.image_formats import LazyImages
 from trigon.tools.quickstart.warm_start import as_target, warm_start_folder
 from trigon.training.optim import Schedule
 from trigon.types import EncodedMedia, TrainGroup, TrainSequence

@@ -15,7 +15,7 @@ from io import BytesIO
 from pathlib import Path
 
 from trigon.errors import ConfigError
-from trigon.system import images
+from trigon.system import image_formats
 from trigon.system.installation import install_command
 
 STATIC = Path(__file__).parent / "static"
@@ -81,8 +81,8 @@ def shrink(content: bytes, media_type: str, *, max_bytes: int, max_side: int) ->
     if len(content) <= max_bytes:
         return content, media_type
     try:
-        image = images.read_image(content)
-    except images.DECODING_ERRORS:
+        image = image_formats.read_image(content)
+    except image_formats.DECODING_ERRORS:
         return content, media_type
     image.thumbnail((max_side, max_side))
     smaller = BytesIO()

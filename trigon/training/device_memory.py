@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from trigon.data.packing import longest_row
 from trigon.errors import ConfigError, DeviceMemoryError
-from trigon.system.host_memory import count_usable_bytes, read_meminfo
+from trigon.system.memory import count_usable_bytes, read_meminfo
 from trigon.types import RolloutGroup, TrainGroup
 
 _MOST_REMEDIES = 3

@@ -15,7 +15,7 @@ import ray
 from trigon.config.schema import WatchConfig
 from trigon.distributed.cluster import object_store_metrics
 from trigon.metrics import Max, Min
-from trigon.report.memory import (
+from trigon.report.memory_growth import (
     HOST,
     LEAST_STEPS,
     WARM_UP_STEPS,
@@ -27,7 +27,7 @@ from trigon.report.memory import (
     measure_worker,
 )
 from trigon.report.watch import Watch
-from trigon.system.host_memory import count_usable_bytes
+from trigon.system.memory import count_usable_bytes
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
 
@@ -66,8 +66,8 @@ def test_each_process_counts_once_and_in_its_part():
 
 def test_the_least_that_was_left_in_a_step_is_what_counts(monkeypatch):
     left = iter([8 << 30, 3 << 30, 6 << 30, 6 << 30])
-    monkeypatch.setattr("trigon.report.memory.count_usable_bytes", lambda: next(left, 6 << 30))
-    monkeypatch.setattr("trigon.report.memory.SECONDS", 1000.0)
+    monkeypatch.setattr("trigon.report.memory_growth.count_usable_bytes", lambda: next(left, 6 << 30))
+    monkeypatch.setattr("trigon.report.memory_growth.SECONDS", 1000.0)
     with MemoryMeter() as meter:
         meter._read_left()
         assert meter.measure()["perf/memory_free_gb"] == Min(3.0)

@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from support.engines import make_engine
 from support.varlen import stand_in
-from trigon.models.activations import PassBytes, PassFormat, PassOptions, RowLengths, score_bytes, update_bytes
+from trigon.models.activation_memory import PassBytes, PassFormat, PassOptions, RowLengths, score_bytes, update_bytes
 from trigon.models.attention import GROUP_ATTENTION
 from trigon.models.sizes import model_size
+from trigon.training.device_memory import HostMemory
 from trigon.training.dry_run import as_rollouts, dummy_group
-from trigon.training.memory import HostMemory
 
 GROUPS, PROMPT, COMPLETIONS, RESPONSE = 2, 100, 4, 60
 
