@@ -2,11 +2,12 @@
 
 Packed equals padded, in values and gradients. Both rollout engines sample with the trainer's
 changed weights. An export loads with transformers and computes the same.
+scripts/families_table.py makes a table of the differences that these tests record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,10 @@ TIED = (
     "gemma3_text",
     "gemma3",
 )  # one of each kind; the others are not tied
+
+
+Record = Callable[[str, object], None]
+"""The type of pytest's fixture record_property."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +119,19 @@ def oracle_logprobs(model: Any, processors: Processors, groups: Sequence[Rollout
     )
 
 
+def relative_error(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the norm of the difference relative to the norm, over all tensors together."""
+    difference = sum(float((gradients[name] - gradient).norm() ** 2) for name, gradient in expected.items())
+    return float((difference / sum(float(gradient.norm() ** 2) for gradient in expected.values())) ** 0.5)
+
+
 def weighted(logprobs: Tensor) -> Tensor:
     """Return a sum with a different weight for each token, to detect a misplaced gradient."""
     return torch.randn(len(logprobs), generator=torch.Generator().manual_seed(0)) @ logprobs
 
 
 @pytest.mark.extended(but=["qwen2_5_vl", "qwen3_vl"])
-def test_packed_equals_padded(family_model: FamilyModel) -> None:
+def test_packed_equals_padded(family_model: FamilyModel, record_property: Record) -> None:
     groups = make_groups(family_model.processors)
     oracle = load_hugging_face(family_model.folder, torch.float32)
     oracle.load_state_dict(family_model.policy.model.state_dict())
@@ -131,12 +142,14 @@ def test_packed_equals_padded(family_model: FamilyModel) -> None:
     logprobs = concatenated(packed_logprobs(family_model.policy, family_model.processors, groups))
     weighted(logprobs).backward()
 
+    record_property("packed", float((logprobs - expected).detach().abs().max()))
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
     expected_gradients = {name: weight.grad for name, weight in oracle.named_parameters() if weight.grad is not None}
     gradients = {
         name: weight.grad for name, weight in family_model.policy.model.named_parameters() if weight.grad is not None
     }
     assert gradients.keys() == expected_gradients.keys()
+    record_property("gradients", relative_error(gradients, expected_gradients))
     for name, gradient in expected_gradients.items():
         if has_no_gradient(name):
             assert max(gradients[name].norm(), gradient.norm()) < 1e-6, name
@@ -149,7 +162,7 @@ def test_packed_equals_padded(family_model: FamilyModel) -> None:
 @pytest.mark.extended(but=["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("engine_name", [pytest.param("vllm", marks=pytest.mark.vllm), "transformers"])
 def test_the_rollout_engine_samples_with_the_trainers_changed_weights(
-    family_model: FamilyModel, engine_name: str
+    family_model: FamilyModel, engine_name: str, record_property: Record
 ) -> None:
     if engine_name == "vllm" and family_model.processors.family.linear_attention:
         pytest.skip("on a CPU vLLM computes it in bfloat16, with heads of 128: see the test below")
@@ -165,13 +178,16 @@ def test_the_rollout_engine_samples_with_the_trainers_changed_weights(
         banned_token_ids=family_model.processors.banned_token_ids,
     )
     engine = open_engine(engine_name, family_model.folder, family_model.processors)
+    differences = []
     try:
         for version, policy in enumerate((before, family_model.policy, before)):
             with engine.awake(LocalWeights(policy.named_weights), version=version):
                 completions = engine.generate(prompts, SAMPLING)
-            assert max_difference(policy, family_model.processors, prompts, completions) <= 1e-4
+            differences.append(max_difference(policy, family_model.processors, prompts, completions))
+            assert differences[-1] <= 1e-4
     finally:
         engine.close()
+    record_property(engine_name, max(differences))
     assert max_difference(family_model.policy, family_model.processors, prompts, completions) > 0.1
 
 
@@ -272,12 +288,9 @@ def test_an_export_loads_with_transformers_and_computes_the_same(family_model: F
     groups = make_groups(family_model.processors)
     exported = load_hugging_face(folder, torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(
-            oracle_logprobs(exported, family_model.processors, groups),
-            concatenated(packed_logprobs(family_model.policy, family_model.processors, groups)),
-            atol=1e-5,
-            rtol=0,
-        )
+        actual = oracle_logprobs(exported, family_model.processors, groups)
+        expected = concatenated(packed_logprobs(family_model.policy, family_model.processors, groups))
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
     # Later runs, and vLLM, take names and shapes from such a folder.
     published = {name: tensor.shape for name, tensor in stored(family_model.folder)}
     assert {name: tensor.shape for name, tensor in stored(folder)} == published

@@ -30,3 +30,17 @@ def test_families_listed_as_unsupported_are_not_supported() -> None:
     unsupported = table_rows("Unsupported families")
     assert len(unsupported) > 5
     assert not set(unsupported) & set(supported_model_types())
+
+
+def test_the_measured_differences_are_those_of_supported_families_and_within_the_tests_tolerances() -> None:
+    rows = table_rows("Measured differences")
+    assert rows
+    assert set(rows) <= set(supported_model_types())
+    for model_type, cells in rows.items():
+        packed, gradients, vllm, transformers = (None if cell == "-" else float(cell) for cell in cells)
+        for figure in (packed, gradients):
+            assert figure is not None, model_type
+            assert figure <= 1e-5, model_type
+        assert transformers is not None, model_type
+        assert transformers <= 1e-4, model_type
+        assert vllm is None or vllm <= 1e-4, model_type
