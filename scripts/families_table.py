@@ -1,10 +1,10 @@
 """Measures every model family, and writes the table of differences in docs/model-families.md.
 
     python scripts/families_table.py                # runs the tests of all families: five minutes
-    python scripts/families_table.py report.xml ... # reads reports of these tests (pytest --junitxml)
+    python scripts/families_table.py report.xml ... # reads reports of these (pytest --junitxml)
 
-The tests in tests/integration/test_model_families.py measure and record the figures. Another machine
-sums in another order, so only the magnitude of a figure can be compared.
+The tests in tests/integration/test_model_families.py measure and record the figures. Another
+machine sums in another order, so only the magnitude of a figure can be compared.
 """
 
 from __future__ import annotations
