@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -121,6 +122,25 @@ def test_linear_attention_with_frozen_parts_or_adapters_is_counted(tiny_model, p
         lora_rank=4 if has_adapters else 0,
     )
     check(measure(engine, checkpointing=False, compute_dtype=compute_dtype, has_adapters=has_adapters))
+
+
+def test_the_load_of_the_experts_keeps_their_probabilities(tiny_model):
+    size = model_size(make_engine(tiny_model("qwen2_moe")).policy, None)
+    options = PassOptions(
+        checkpointing=False,
+        trains_weights=True,
+        trains_vision=False,
+        kernel="sdpa",
+        chunk_rows=64,
+        tied=False,
+        on_cpu=True,
+    )
+    row, formats = RowLengths(groups=1, prompt=100, completions=4, response=50), PassFormat(weight=4, compute=4)
+    without, balanced = (
+        update_bytes(size.dimensions, row, formats, replace(options, balances_experts=balances)).activations
+        for balances in (False, True)
+    )
+    assert balanced - without == 2 * 300 * 4 * 4  # two layers, 300 tokens, four experts, float32
 
 
 LAYERS = 24

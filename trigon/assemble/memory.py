@@ -353,6 +353,7 @@ class _Trained:
             ("critic values", "critic update") if is_critic else ("log-probs", "update")
         )
         self._full_kl = config.has_full_kl and not is_critic
+        self._balances_experts = config.worker.actor.router_aux_loss_coef > 0 and not is_critic
         self.on_gpu = hardware.device == "cuda"
         self.trains = not config.trainer.val_only
         self.ranks = config.trainer.n_gpus_per_node
@@ -504,6 +505,7 @@ class _Trained:
                 on_cpu=not self.on_gpu,
                 full_kl=self._full_kl,
                 offloads=actor.model.enable_activation_offload and actor.model.enable_gradient_checkpointing,
+                balances_experts=self._balances_experts,
             ),
         )
 

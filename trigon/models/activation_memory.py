@@ -97,6 +97,7 @@ class PassOptions:
         not copied, and functions of torch compute linear attention.
     full_kl: whether the KL from a reference is computed over the whole vocabulary.
     offloads: whether the inputs of checkpointed layers are in host memory; see activation_offload.
+    balances_experts: whether the loss has a term for the load of the experts.
     """
 
     checkpointing: bool
@@ -108,6 +109,7 @@ class PassOptions:
     on_cpu: bool
     full_kl: bool = False
     offloads: bool = False
+    balances_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +338,9 @@ class _Pass:
     def _moe(self) -> int:
         """The same for each pair of a token and an expert; and each pair's input and output."""
         text, pairs = self._text, self._row.tokens * self._text.experts_per_token
-        kept = self._row.tokens * (self._norm(text.width, inputs=2) + 8 * text.experts)
+        # The logits and the probabilities of the router, and the latter again for the load.
+        router = text.experts * (12 if self._options.balances_experts else 8)
+        kept = self._row.tokens * (self._norm(text.width, inputs=2) + router)
         # Autocast does not know the product of experts.
         kept += pairs * (2 * text.width + 4 * text.expert_mlp) * self._state
         if text.shared_mlp:

@@ -27,9 +27,10 @@ ALL_LINEAR = "all-linear"
 """As target_modules: every linear layer except the head; in an MoE model, except those of MLPs too.
 """
 
-# In an MoE model, peft 0.21 takes modules of these names for experts, wherever they are, and
-# rewrites the target modules.
-_EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# In an MoE model, peft 0.21 takes modules of the first three names for experts, wherever they are,
+# and rewrites the target modules. The last one has a single output, and would get an adapter with
+# more weights than it has itself.
+_MOE_LAYERS = ("gate_proj", "up_proj", "down_proj", "shared_expert_gate")
 
 _ADAPTER = "default"  # peft's name of a model's only adapter, part of the names of its parameters
 _PEFT_PREFIX = "base_model.model."  # of every tensor name in a file written by peft
@@ -56,8 +57,8 @@ def add_lora(model: Any, settings: LoraConfig, *, seed: int) -> None:
 
     Layers that are frozen already, such as those of a frozen vision tower, get no adapter; if they
     are frozen afterwards, their adapters stay at zero. The head gets none, because its weight is
-    used directly. In an MoE model the stacked experts are not linear layers; they and the dense
-    MLPs get none.
+    used directly. In an MoE model the stacked experts are not linear layers; they, the dense MLPs
+    and the gate of a shared expert get none.
 
     Raises: ModelError if the settings select the head, an MLP of an MoE model, or no layer; if a
         target matches no linear layer; or if an exclusion matches modules, but no linear layer.
@@ -218,13 +219,13 @@ def _selected_layers(model: Any, settings: LoraConfig) -> list[str]:
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
     is_moe = family_of(model.config).experts != "none"
-    moe_mlps = [name for name in linear if is_moe and name.endswith(_EXPERT_PROJECTIONS)]
+    moe_mlps = [name for name in linear if is_moe and name.endswith(_MOE_LAYERS)]
     candidates = [name for name in linear if modules[name] is not model.lm_head and name not in moe_mlps]
     targets, exclusions = settings.target_modules, settings.exclude_modules
     selected = set(candidates) if targets == ALL_LINEAR else set()
     for text, pattern in () if targets == ALL_LINEAR else _patterns(targets):
         matches = _matches(pattern, linear)
-        if is_moe and (text.endswith(_EXPERT_PROJECTIONS) or any(name in moe_mlps for name in matches)):
+        if is_moe and (text.endswith(_MOE_LAYERS) or any(name in moe_mlps for name in matches)):
             raise ModelError(
                 f"{text!r} in LoRA's target_modules matches MLPs of a {model.config.model_type!r} model, whose "
                 "experts are stacked into tensors that cannot have adapters. Name attention layers, or "
