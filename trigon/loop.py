@@ -29,11 +29,11 @@ from trigon.rollout.validation import Evaluator
 from trigon.system.garbage import return_freed_memory
 from trigon.system.grace import Grace, StepLeft
 from trigon.system.resuming import SAME_COMMAND, SameCommand
-from trigon.training.protocol import CriticEngine, TrainEngine
+from trigon.training.protocol import CriticEngine, GroupOutputs, TrainEngine
 from trigon.training.train_groups import GroupPreparation
 from trigon.training.update_plan import has_gradient
 from trigon.training.updates import Updater, how_to_go_on
-from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
+from trigon.types import RolloutGroup, TrainGroup
 
 
 class SaveState(Protocol):
@@ -174,8 +174,7 @@ def make_step(run: Run, step: int) -> tuple[Batch, Metrics]:
         record.outputs = dict.fromkeys(groups_to_record(groups, run.config.trainer.rollout_tokens))
         run.hooks.rollouts(batch.groups)
         with grace.update():
-            learned, outputs = run.updater.update(step, groups, record.outputs.keys())
-        record.outputs |= outputs
+            learned = run.updater.update(step, groups, record.outputs)
     return batch, merge(batch.metrics, parity, prepared, learned, buffer.pop_metrics())
 
 
@@ -353,7 +352,7 @@ class StepRecord:
     """
 
     learned: Sequence[TrainGroup] | None = None
-    outputs: dict[int, Sequence[TokenLogprobs] | None] = field(default_factory=dict)
+    outputs: GroupOutputs = field(default_factory=dict)
 
 
 @contextmanager

@@ -87,13 +87,11 @@ class StubTrainer:
             for group in groups
         ]
 
-    def step_recording(self, groups, recorded):
-        metrics = {"files": Sum(float(sum(sum(map(sum, group.prompt.vision.encoded)) for group in groups)))}
-        outputs = {}
-        for index in recorded:
+    def step(self, groups, outputs):
+        for index in outputs:
             number = torch.tensor([float(sum(map(sum, groups[index].prompt.vision.encoded)))])
             outputs[index] = [TokenLogprobs(number, -number, None)]
-        return metrics, outputs
+        return {"files": Sum(float(sum(sum(map(sum, group.prompt.vision.encoded)) for group in groups)))}
 
 
 class TestWorker(Worker):
@@ -254,7 +252,8 @@ def test_a_file_is_sent_once_to_each_worker_that_needs_it(worker_group, tmp_path
     assert num_files_sent() == {}
     values = torch.ones(4)
     sequence = TrainSequence((1, 2, 3, 4), values, values, values, None, None)
-    metrics, outputs = trainer.step_recording([TrainGroup(prompt, (sequence,)) for prompt in prompts], {1, 3})
+    outputs = dict.fromkeys((1, 3))
+    metrics = trainer.step([TrainGroup(prompt, (sequence,)) for prompt in prompts], outputs)
     assert metrics["files"].value == 10_000.0 * (1 + 2 + 3 + 4)
     for index, number in ((1, 2.0), (3, 4.0)):  # of the group with this index, whichever rank has it
         [output] = outputs.pop(index)

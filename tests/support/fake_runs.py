@@ -116,10 +116,10 @@ class RecordingTrainer(FakeTrainEngine):
         super().__init__()
         self.record = record
 
-    def step(self, groups):
+    def step(self, groups, outputs=None):
         self.record.events.append(f"learn from {len(groups)}")
         self.record.learned.append(list(groups))
-        return super().step(groups)
+        return super().step(groups, outputs)
 
 
 class RecordingReporter(Reporter):

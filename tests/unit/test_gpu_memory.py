@@ -39,7 +39,7 @@ def gpu(monkeypatch):
 def test_a_worker_reports_the_memory_of_its_gpu(gpu):
     gpu(in_use=True)
     worker = Worker(0)
-    trainer = SimpleNamespace(step_recording=lambda groups, recorded: ({"actor/loss": Max(1.0)}, {}))
+    trainer = SimpleNamespace(step=lambda groups, outputs: {"actor/loss": Max(1.0)})
     worker._engines = WorkerEngines(trainer, None, None, None, replica_rank=0)
     metrics, _ = worker.step(pack([]), {})
     largest = merge(metrics, {"perf/max_memory_allocated_gb": Max(41.0)})

@@ -112,9 +112,9 @@ def test_a_critic_on_the_trunk_is_updated_alone_only_while_the_policy_rests(part
 
 
 class NeverFinite(FakeCriticEngine):
-    def step(self, groups):
+    def step(self, groups, outputs=None):
         return {
-            **super().step(groups),
+            **super().step(groups, outputs),
             "critic/grad_norm": Mean(0.0, 0.0),
             "critic/lr": Mean(1e-3),
             "critic/skipped_updates": Sum(1.0),

@@ -9,7 +9,7 @@ never do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -26,13 +26,13 @@ from trigon.distributed.worker_group import DISK_SECONDS, WorkerGroup
 from trigon.errors import EngineError
 from trigon.metrics import Metrics, merge
 from trigon.rollout.protocol import InterruptKind, OnGroup, Until
+from trigon.training.protocol import GroupOutputs
 from trigon.training.update_plan import has_gradient
 from trigon.types import (
     Completion,
     Prompt,
     RolloutGroup,
     SamplingParams,
-    TokenLogprobs,
     TrainGroup,
     WeightsHandle,
     parts_of,
@@ -126,27 +126,23 @@ class WorkersTrainEngine(_SharedRows):
         """See TrainEngine."""
         return self.compute(Worker.full_kl, groups, phase="full_kl")
 
-    def step(self, groups: Sequence[TrainGroup]) -> Metrics:
-        """See TrainEngine. The metrics include the bytes moved since the last update."""
-        return self.step_recording(groups, ())[0]
+    def step(self, groups: Sequence[TrainGroup], outputs: GroupOutputs | None = None) -> Metrics:
+        """See TrainedModel. The metrics include the bytes moved since the last update.
 
-    def step_recording(
-        self, groups: Sequence[TrainGroup], recorded: Collection[int]
-    ) -> tuple[Metrics, dict[int, list[TokenLogprobs]]]:
-        """See TrainEngine. Of the ranks that compute rows together, the first one records."""
-        worker_group = self._worker_group
+        Of the ranks that compute rows together, the first one records outputs.
+        """
+        worker_group, outputs = self._worker_group, {} if outputs is None else outputs
         costs = update_costs(groups, regularized=self._regularized)
         shares, payloads = self.put_update(groups, costs, phase="update")
         own = {
-            number * self._ranks_per_row: [place for place, index in enumerate(share) if index in recorded]
+            number * self._ranks_per_row: [place for place, index in enumerate(share) if index in outputs]
             for number, share in enumerate(shares)
         }
         results = worker_group.call_all(Worker.step, own, per_rank=payloads, phase="update")
-        outputs: dict[int, list[TokenLogprobs]] = {}
         for share, (_, message) in zip(shares, results[:: self._ranks_per_row], strict=True):
-            found = worker_group.receive(message, phase="update")
-            outputs |= {share[place]: of_group for place, of_group in found.items()}
-        return merge(*(metrics for metrics, _ in results), worker_group.traffic.pop_metrics()), outputs
+            found: GroupOutputs = worker_group.receive(message, phase="update")
+            outputs.update({share[place]: of_group for place, of_group in found.items()})
+        return merge(*(metrics for metrics, _ in results), worker_group.traffic.pop_metrics())
 
     def weights(self) -> WorkerWeights:
         """See TrainEngine."""
@@ -179,7 +175,7 @@ class WorkersCritic(_SharedRows):
         """See CriticEngine."""
         return self.compute(Worker.values, groups, phase="values")
 
-    def step(self, groups: Sequence[TrainGroup]) -> Metrics:
+    def step(self, groups: Sequence[TrainGroup], outputs: GroupOutputs | None = None) -> Metrics:
         """See CriticEngine. The metrics include the bytes moved since the last update."""
         worker_group = self._worker_group
         _, payloads = self.put_update(groups, [tokens_of(group) for group in groups], phase="update")

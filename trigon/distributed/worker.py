@@ -46,7 +46,7 @@ from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.device_memory import host_memory_for, memory_of
 from trigon.training.fsdp import Rendezvous, TorchProcessGroup
-from trigon.training.protocol import LogprobEngine, Sizes, TunableEngine
+from trigon.training.protocol import GroupOutputs, LogprobEngine, Sizes, TunableEngine
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, WeightsHandle
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -353,12 +353,13 @@ class Worker:
     def step(self, groups: Message, recorded: Mapping[int, Sequence[int]]) -> tuple[Metrics, Message]:
         """Make one optimizer update, with this rank's share of the groups. Collective.
 
-        recorded: for each rank, indices among its groups; see TrainEngine.step_recording.
+        recorded: for each rank, indices among its groups.
         Returns: this rank's metrics; the metrics of all ranks, merged, are those of the update. And
-        the outputs for each recorded group, by its index.
+        the outputs of the recorded groups.
         """
+        outputs: GroupOutputs = dict.fromkeys(recorded.get(self._rank, ()))
         with self._trainer_in_use:
-            metrics, outputs = self._trainer.step_recording(unpack(groups), recorded.get(self._rank, ()))
+            metrics = self._trainer.step(unpack(groups), outputs)
         return {**metrics, **self._measure()}, pack(outputs)
 
     def critic_step(self, groups: Message) -> Metrics:

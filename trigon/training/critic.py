@@ -27,7 +27,7 @@ from trigon.models.value import ActorCritic, ValueModel
 from trigon.training.checkpointing import Saved
 from trigon.training.local import LocalTrainEngine, ModelName
 from trigon.training.placement import Placement
-from trigon.training.protocol import LoadPixels
+from trigon.training.protocol import GroupOutputs, LoadPixels
 from trigon.training.step import Precision, Reference, idle_row, reduced_value_loss, score_rows
 from trigon.types import MicroBatch, PackedGroups, RolloutGroup, TokenLogprobs, TrainGroup
 
@@ -101,7 +101,7 @@ class LocalCriticEngine(LocalTrainEngine):
         self.offload()
         return [[_with_last(each) for each in group] for group in scored]
 
-    def step(self, groups: Sequence[TrainGroup]) -> Metrics:
+    def step(self, groups: Sequence[TrainGroup], outputs: GroupOutputs | None = None) -> Metrics:
         """See CriticEngine."""
         with self._counting_apart():
             metrics = super().step(groups)

@@ -6,14 +6,15 @@ For tests of the loop, and for trying out a dataset and a reward function within
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trigon.metrics import Mean, Metrics, Sum
-from trigon.types import LocalWeights, RolloutGroup, TokenLogprobs, TrainGroup
+from trigon.training.protocol import GroupOutputs
+from trigon.types import LocalWeights, RolloutGroup, TokenLogprobs, TrainGroup, TrainSequence
 
 FAKE_LOGPROB = -1.0
 """The log-probability of every token. rollout/fake.py has the same, so there is no mismatch."""
@@ -36,9 +37,11 @@ class FakeTrainEngine:
         """See TrainEngine. The reference has the same log-probabilities."""
         return [[torch.zeros(rollout.completion.num_sampled) for rollout in group.rollouts] for group in groups]
 
-    def step(self, groups: Sequence[TrainGroup]) -> Metrics:
-        """See TrainEngine. The loss is minus the mean advantage."""
+    def step(self, groups: Sequence[TrainGroup], outputs: GroupOutputs | None = None) -> Metrics:
+        """See TrainedModel. The loss is minus the mean advantage, the entropy 0.5 nats."""
         self.updates += 1
+        if outputs is not None:
+            outputs.update({index: list(map(_outputs, groups[index].sequences)) for index in outputs})
         advantages = torch.cat([sequence.advantages for group in groups for sequence in group.sequences])
         return {
             "actor/pg_loss": Mean(-float(advantages.mean())),
@@ -46,19 +49,6 @@ class FakeTrainEngine:
             "actor/skipped_updates": Sum(0.0),
             "actor/nonfinite_updates": Sum(0.0),
         }
-
-    def step_recording(
-        self, groups: Sequence[TrainGroup], recorded: Collection[int]
-    ) -> tuple[Metrics, dict[int, list[TokenLogprobs]]]:
-        """See TrainEngine. The entropy is 0.5 nats everywhere."""
-        outputs: dict[int, list[TokenLogprobs]] = {}
-        for index in recorded:
-            lengths = [len(sequence.loss_mask) for sequence in groups[index].sequences]
-            outputs[index] = [
-                TokenLogprobs(torch.full((length,), FAKE_LOGPROB), torch.full((length,), 0.5), None)
-                for length in lengths
-            ]
-        return self.step(groups), outputs
 
     def weights(self) -> LocalWeights:
         """See TrainEngine."""
@@ -81,6 +71,11 @@ class FakeTrainEngine:
         """See TrainEngine."""
 
 
+def _outputs(sequence: TrainSequence) -> TokenLogprobs:
+    logprobs = torch.full(sequence.loss_mask.shape, FAKE_LOGPROB)
+    return TokenLogprobs(logprobs, torch.full_like(logprobs, 0.5), None)
+
+
 class FakeCriticEngine:
     """Satisfies CriticEngine. Values everything at the number of updates made."""
 
@@ -94,7 +89,7 @@ class FakeCriticEngine:
             for group in groups
         ]
 
-    def step(self, groups: Sequence[TrainGroup]) -> Metrics:
+    def step(self, groups: Sequence[TrainGroup], outputs: GroupOutputs | None = None) -> Metrics:
         """See CriticEngine. The loss is the mean return."""
         self.updates += 1
         returns = [sequence.returns for group in groups for sequence in group.sequences if sequence.returns is not None]

@@ -31,7 +31,7 @@ from trigon.training.dry_run import update_passes
 from trigon.training.finite import require_finite
 from trigon.training.optim import Schedule, make_optimizer, move_states, on_this_rank, state_bytes, update_bytes
 from trigon.training.placement import Placement
-from trigon.training.protocol import SKIPPED_GRAD_NORM, LoadPixels, Sizes
+from trigon.training.protocol import SKIPPED_GRAD_NORM, GroupOutputs, LoadPixels, Sizes
 from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
 from trigon.training.step import (
     ROUTER_LOSS,
@@ -169,14 +169,8 @@ class LocalTrainEngine:
         self.wake(optimizer=False)
         return self._scorer.full_kl(groups, self._reference)
 
-    def step(self, groups: Sequence[TrainGroup]) -> Metrics:
-        """See TrainEngine. Merged over all ranks, the metrics describe the update."""
-        return self.step_recording(groups, ())[0]
-
-    def step_recording(
-        self, groups: Sequence[TrainGroup], recorded: Collection[int]
-    ) -> tuple[Metrics, dict[int, list[TokenLogprobs]]]:
-        """See TrainEngine. recorded: of this rank's groups.
+    def step(self, groups: Sequence[TrainGroup], outputs: GroupOutputs | None = None) -> Metrics:
+        """See TrainedModel. Merged over all ranks, the metrics describe the update.
 
         The gradient is the sum over the micro-batches of all ranks; each of them divides by the
         token and sequence counts of the whole update.
@@ -184,14 +178,9 @@ class LocalTrainEngine:
         if self._unchecked == "none":
             self._unchecked = "trainable"
         learned = (group for group in groups if has_gradient(group, regularized=self._is_regularized))
-        with self._placement.explain_out_of_memory("update", learned, max_tokens=self._update_max_tokens):
-            return self._step(groups, recorded)
-
-    def _step(
-        self, groups: Sequence[TrainGroup], recorded: Collection[int]
-    ) -> tuple[Metrics, dict[int, list[TokenLogprobs]]]:
+        explained = self._placement.explain_out_of_memory("update", learned, max_tokens=self._update_max_tokens)
         reference = self._full_kl_reference()
-        with nullcontext() if reference is None else reference.awake():
+        with explained, nullcontext() if reference is None else reference.awake():
             self.wake(optimizer=True)
             groups = self._load_pixels(groups)
             plan = plan_update(
@@ -202,7 +191,7 @@ class LocalTrainEngine:
                 positions=self._positions,
                 process_group=self._process_group,
             )
-            outputs = RecordedOutputs(plan, recorded)
+            recorded = RecordedOutputs(plan, () if outputs is None else outputs)
             shares = self._count_expert_shares(plan)
             unread: list[UnreadMetrics] = []
             for index, run_dummy_vision in enumerate(plan.passes):
@@ -217,7 +206,7 @@ class LocalTrainEngine:
                         run_dummy_vision=run_dummy_vision,
                         gradient_scale=float(self._process_group.size),  # FSDP averages gradients over the ranks
                         shares=shares,
-                        on_outputs=outputs.receiver(index),
+                        on_outputs=recorded.receiver(index),
                     )
                 )
             applied, metrics = self._apply_update(plan, unread)
@@ -226,7 +215,9 @@ class LocalTrainEngine:
             metrics |= self._update_metrics(plan, applied[0], num_groups=len(groups))
             if not self._counts_row:
                 metrics = {key: metrics[key] for key in _OF_EACH_RANK if key in metrics}
-            return metrics, outputs.by_group()  # read_metrics has waited for their copies
+            if outputs is not None:
+                outputs.update(recorded.by_group())  # read_metrics has waited for their copies
+            return metrics
 
     def _backward(
         self,

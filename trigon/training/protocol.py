@@ -6,7 +6,7 @@ engine on its own device (workers, the measurement of token budgets) uses Tunabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,14 @@ Group = TypeVar("Group", RolloutGroup, TrainGroup)
 
 SKIPPED_GRAD_NORM = "skipped_grad_norm"
 """Key of the gradient's norm in the metrics of an update that was skipped because of it."""
+
+
+GroupOutputs = dict[int, Sequence[TokenLogprobs] | None]
+"""What the forward passes of an update compute of the completions of groups, by their indices.
+
+As of before the update: float32 [R] on the CPU, kl is None. None for a group without a pass, such
+as one without gradient.
+"""
 
 
 class LoadPixels(Protocol):
@@ -46,42 +54,16 @@ class LogprobEngine(Protocol):
         ...
 
 
-class TrainEngine(LogprobEngine, Protocol):
-    """Holds the policy and its optimizer."""
+class TrainedModel(Protocol):
+    """Holds a model and its optimizer."""
 
-    def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
-        """Return the exact KL of policy and reference at each token, in the format of logprobs.
-
-        Only for engines that were built with a reference.
-        """
-        ...
-
-    def step(self, groups: Sequence[TrainGroup]) -> Metrics:
+    def step(self, groups: Sequence[TrainGroup], outputs: GroupOutputs | None = None) -> Metrics:
         """Make one optimizer update from these groups (one mini-batch) and return its metrics.
 
         An update whose gradient is not finite, or that has no trainable token, is skipped and
-        counted in actor/skipped_updates; the former also in actor/nonfinite_updates, with the norm
-        as SKIPPED_GRAD_NORM.
-        """
-        ...
-
-    def step_recording(
-        self, groups: Sequence[TrainGroup], recorded: Collection[int]
-    ) -> tuple[Metrics, dict[int, list[TokenLogprobs]]]:
-        """Do what step does, and also return what its forward passes computed of some groups.
-
-        recorded: indices of these groups. Returns: the metrics; and for each recorded group, by its
-        index, the outputs of its completions before the update, float32 [R] on the CPU; kl is None.
-        A group without gradient has no pass, and is left out.
-        """
-        ...
-
-    def weights(self) -> WeightsHandle:
-        """Return a handle of the policy's weights for a rollout engine; no weight is copied.
-
-        Optimizer states that are offloaded leave the device at once, before the rollout engine
-        allocates memory for its weights. Ask for a new handle for each sync.
-        Raises: NotFiniteError if a weight that may have changed since the last call is not finite.
+        counted in actor/skipped_updates, or critic/; the former also in actor/nonfinite_updates,
+        with the norm as SKIPPED_GRAD_NORM.
+        outputs: receives those of the groups whose indices are its keys, as far as they have any.
         """
         ...
 
@@ -110,8 +92,31 @@ class TrainEngine(LogprobEngine, Protocol):
         ...
 
 
-class CriticEngine(Protocol):
-    """Holds a critic, which estimates the reward that is to come, and its optimizer."""
+class TrainEngine(TrainedModel, LogprobEngine, Protocol):
+    """Holds the policy and its optimizer."""
+
+    def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        """Return the exact KL of policy and reference at each token, in the format of logprobs.
+
+        Only for engines that were built with a reference.
+        """
+        ...
+
+    def weights(self) -> WeightsHandle:
+        """Return a handle of the policy's weights for a rollout engine; no weight is copied.
+
+        Optimizer states that are offloaded leave the device at once, before the rollout engine
+        allocates memory for its weights. Ask for a new handle for each sync.
+        Raises: NotFiniteError if a weight that may have changed since the last call is not finite.
+        """
+        ...
+
+
+class CriticEngine(TrainedModel, Protocol):
+    """Holds a critic, which estimates the reward that is to come, and its optimizer.
+
+    The groups of an update have values and returns. A critic computes no outputs.
+    """
 
     def values(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """Return the values of the states of each completion, without gradient.
@@ -119,25 +124,6 @@ class CriticEngine(Protocol):
         Returns: for each group, for each rollout, float32 [S + 1] on the CPU: of the state before
         each of S sampled tokens, and of the state after the last one.
         """
-        ...
-
-    def step(self, groups: Sequence[TrainGroup]) -> Metrics:
-        """Make one optimizer update from these groups, which have values and returns.
-
-        As TrainEngine.step, with keys that begin with critic/.
-        """
-        ...
-
-    def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
-        """See TrainEngine."""
-        ...
-
-    def load_state(self, folder: Path) -> None:
-        """See TrainEngine."""
-        ...
-
-    def close(self) -> None:
-        """See TrainEngine."""
         ...
 
 

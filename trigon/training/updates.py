@@ -9,21 +9,28 @@ a trainable token are skipped too, and do not count here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from trigon.config.plan import Plan
+from trigon.config.plan import ModelPlan, Plan
 from trigon.errors import NotFiniteError
 from trigon.metrics import Metrics, merge
 from trigon.system.resuming import SameCommand
 from trigon.system.trace import Tracer, traced
-from trigon.training.protocol import SKIPPED_GRAD_NORM, CriticEngine, TrainEngine, TrunkCriticEngine
-from trigon.types import Phase, TokenLogprobs, TrainGroup
+from trigon.training.protocol import (
+    SKIPPED_GRAD_NORM,
+    CriticEngine,
+    GroupOutputs,
+    TrainedModel,
+    TrainEngine,
+    TrunkCriticEngine,
+)
+from trigon.types import Phase, TrainGroup
 
 WINDOW = 20
 """Number of last updates of which at most half may be skipped."""
@@ -76,40 +83,30 @@ class Updater:
         """Return the version of the weights after this step: the steps that have updated them."""
         return max(0, step - self._critic_warmup)
 
-    def update(
-        self, step: int, groups: Sequence[TrainGroup], recorded: Collection[int]
-    ) -> tuple[Metrics, Mapping[int, Sequence[TokenLogprobs]]]:
-        """Make all updates of a step.
+    def update(self, step: int, groups: Sequence[TrainGroup], outputs: GroupOutputs) -> Metrics:
+        """Make all updates of a step, and return their metrics, merged.
 
-        Returns: the metrics, merged; and for each of the recorded groups, by its index, what the
-        first update with it computed, if any did.
+        outputs: receives, for the groups whose indices are its keys, what the first update with
+        each of them computes.
         Raises: NotFiniteError if too many updates are skipped.
         """
-        plan, critic, updates_policy = self._plan, self._critic, step > self._critic_warmup
         metrics: Metrics = {}
-        outputs: dict[int, Sequence[TokenLogprobs]] = {}
-        missing = set(recorded)
-
-        def update_critic(first: int, minibatch: Sequence[TrainGroup]) -> Metrics:
-            assert critic is not None
-            return critic.step(minibatch)
-
-        def update_policy(first: int, minibatch: Sequence[TrainGroup]) -> Metrics:
-            own = missing.intersection(range(first, first + len(minibatch)))
-            update, computed = self._trainer.step_recording(minibatch, {index - first for index in own})
-            missing.difference_update(own)
-            outputs.update({first + index: output for index, output in computed.items()})
-            return update
-
-        if critic is not None and not (updates_policy and isinstance(critic, TrunkCriticEngine)):
-            with self._report.phase("update_critic", total=plan.critic.updates_per_step) as advance:
-                batches = minibatches(groups, plan.critic.prompts_per_update, plan.critic.epochs_per_step)
-                metrics = merge(metrics, self._make_updates(step, "critic", batches, update_critic, advance))
-        if updates_policy:
-            with self._report.phase("update_actor", total=plan.updates_per_step) as advance:
-                batches = minibatches(groups, plan.prompts_per_update, plan.epochs_per_step)
-                metrics = merge(metrics, self._make_updates(step, "actor", batches, update_policy, advance))
-        return metrics, outputs
+        for name, model, plan in self._updated(step):
+            skipped: set[int] = set()  # first groups of the minibatches skipped in this step
+            batches = minibatches(groups, plan.prompts_per_update, plan.epochs_per_step)
+            with self._report.phase(f"update_{name}", total=plan.updates_per_step) as advance:
+                for number, (first, minibatch) in enumerate(batches, start=1):
+                    missing = (index - first for index, output in outputs.items() if output is None)
+                    own: GroupOutputs = {index: None for index in missing if 0 <= index < len(minibatch)}
+                    with self._traced(step, name, number):
+                        update = dict(model.step(minibatch, own))
+                    outputs.update({first + index: output for index, output in own.items()})
+                    self._note(step, name, number, minibatch, update, is_repeated=first in skipped)
+                    if update.pop(SKIPPED_GRAD_NORM, None) is not None:  # no number for a curve
+                        skipped.add(first)
+                    metrics = merge(metrics, update)
+                    advance(1)
+        return metrics
 
     def state(self) -> dict[str, Any]:
         """Return the entries of a checkpoint, as JSON. Read by load_state."""
@@ -120,45 +117,54 @@ class Updater:
         for name in self._recent:
             self._recent[name] = RecentUpdates(tuple(state[f"recent_{name}_grad_norms"]))
 
-    def _make_updates(
+    def _updated(self, step: int) -> Iterator[tuple[UpdatedModel, TrainedModel, ModelPlan]]:
+        """Yield the models that a step updates, in this order, each with its plan."""
+        updates_policy = step > self._critic_warmup
+        if self._critic is not None and not (updates_policy and isinstance(self._critic, TrunkCriticEngine)):
+            yield "critic", self._critic, self._plan.critic
+        if updates_policy:
+            yield "actor", self._trainer, self._plan
+
+    def _traced(self, step: int, name: UpdatedModel, number: int) -> AbstractContextManager[None]:
+        """Return a context that traces an update if it is the first of a step that is traced.
+
+        Of the policy; of the critic in steps that update it alone.
+        """
+        traced_model = "critic" if step <= self._critic_warmup else "actor"
+        is_traced = number == 1 and step in self._traced_steps and name == traced_model
+        return traced(self._tracer, step, f"update {name}") if is_traced else nullcontext()
+
+    def _note(
         self,
         step: int,
         name: UpdatedModel,
-        batches: Iterator[tuple[int, Sequence[TrainGroup]]],
-        update_model: Callable[[int, Sequence[TrainGroup]], Metrics],
-        advance: Callable[[int | None], None],
-    ) -> Metrics:
-        """Make a step's updates of one model, and return their metrics, merged.
+        number: int,
+        minibatch: Sequence[TrainGroup],
+        update: Metrics,
+        *,
+        is_repeated: bool,
+    ) -> None:
+        """Add an update to the recent ones, and warn if it was skipped.
 
-        batches: of each update; see minibatches. update_model: makes one update of such a batch.
-        advance: called after each.
+        update: its metrics. is_repeated: whether an earlier update of the step from the same
+        minibatch was skipped.
+        Raises: NotFiniteError if too many are.
         """
-        metrics: Metrics = {}
-        skipped: set[int] = set()  # first groups of the minibatches skipped in this step
-        traced_model = "critic" if step <= self._critic_warmup else "actor"
-        for number, (first, minibatch) in enumerate(batches, start=1):
-            is_traced = number == 1 and step in self._traced_steps and name == traced_model
-            with traced(self._tracer, step, f"update {name}") if is_traced else nullcontext():
-                update = dict(update_model(first, minibatch))
-            norm = update.pop(SKIPPED_GRAD_NORM, None)  # nan or infinite: no number for a curve
-            recent = self._recent[name].after(update, limit=self._max_skipped, counted=first in skipped, name=name)
-            self._recent[name] = recent
-            if norm is not None:
-                skipped.add(first)
-                cause = describe_skipped(minibatch, update, grad_norm=norm.value, name=name)
-                warning = (
-                    f"update {number} of step {step} is skipped, since its gradient is not finite "
-                    f"({recent.num_in_a_row} in a row): {cause}. The weights are unchanged"
-                )
-                self._report.warn(warning if name == "actor" else f"critic: {warning}")
-                if name == "critic":
-                    cause = f"{cause}. It was an update of the critic: lower worker.critic.optim.lr"
-                elif "critic/vf_loss" in update:
-                    cause = f"{cause}. It was an update of policy and critic: lower worker.critic.optim.lr too"
-                recent.require_progress(cause, limit=self._max_skipped)
-            metrics = merge(metrics, update)
-            advance(1)
-        return metrics
+        recent = self._recent[name].after(update, limit=self._max_skipped, counted=is_repeated, name=name)
+        self._recent[name] = recent
+        if SKIPPED_GRAD_NORM not in update:
+            return
+        cause = describe_skipped(minibatch, update, name=name)
+        warning = (
+            f"update {number} of step {step} is skipped, since its gradient is not finite ({recent.num_in_a_row} in a "
+            f"row): {cause}. The weights are unchanged"
+        )
+        self._report.warn(warning if name == "actor" else f"critic: {warning}")
+        if name == "critic":
+            cause = f"{cause}. It was an update of the critic: lower worker.critic.optim.lr"
+        elif "critic/vf_loss" in update:
+            cause = f"{cause}. It was an update of policy and critic: lower worker.critic.optim.lr too"
+        recent.require_progress(cause, limit=self._max_skipped)
 
 
 def minibatches(
@@ -236,13 +242,10 @@ class RecentUpdates:
         raise NotFiniteError(f"{problem}. The last one: {cause}. Gradient norms of the last updates: {norms}")
 
 
-def describe_skipped(
-    groups: Sequence[TrainGroup], metrics: Metrics, *, grad_norm: float, name: UpdatedModel = "actor"
-) -> str:
+def describe_skipped(groups: Sequence[TrainGroup], metrics: Metrics, *, name: UpdatedModel = "actor") -> str:
     """Return what was not finite in an update that was skipped, as the end of a sentence.
 
-    groups: that it learned from. metrics: of the update. grad_norm: of its gradient. name: of the
-    model that was updated.
+    groups: that it learned from. metrics: of the update. name: of the model that was updated.
     """
     inputs = [
         f"{count:,} of {total:,} {name}"
@@ -250,7 +253,7 @@ def describe_skipped(
         if (count := sum(int((~tensor.isfinite()).sum()) for tensor in tensors))
         for total in [sum(tensor.numel() for tensor in tensors)]
     ]
-    losses = [key for key in sorted(metrics) if not (key.endswith("/grad_norm") or math.isfinite(metrics[key].value))]
+    losses = [key for key in sorted(metrics) if not (key.endswith("grad_norm") or math.isfinite(metrics[key].value))]
     if inputs:
         cause = f"not finite are {', '.join(inputs)}"
     elif losses:
@@ -260,8 +263,8 @@ def describe_skipped(
     if losses:
         cause += f"; metrics that are not finite: {', '.join(losses)}"
     largest = max((float(tensor.abs().max()) for tensor in dict(_inputs(groups))["advantages"]), default=0.0)
-    rate = metrics[f"{name}/lr"].value
-    return f"gradient norm {grad_norm:g}, learning rate {rate:g}, largest |advantage| {largest:.3g}; {cause}"
+    norm, rate = metrics[SKIPPED_GRAD_NORM].value, metrics[f"{name}/lr"].value
+    return f"gradient norm {norm:g}, learning rate {rate:g}, largest |advantage| {largest:.3g}; {cause}"
 
 
 def how_to_go_on(last: Path | None, same_command: SameCommand, *, validates_only: bool) -> str:
