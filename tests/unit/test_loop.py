@@ -105,10 +105,10 @@ def test_profiled_steps_write_a_trace_of_one_update_even_if_it_fails(parts, tmp_
     with open_run(parts, tmp_path, traced_steps=frozenset({2, 3, 9}), plan=plan_of(steps=3, per_update=2)) as run:
         step = run.trainer.step
 
-        def fail_in_the_third(groups):
+        def fail_in_the_third(groups, outputs):
             if run.trainer.updates == 4:
                 raise EngineError("failed")
-            return step(groups)
+            return step(groups, outputs)
 
         run.trainer.step = fail_in_the_third
         with pytest.raises(EngineError):
@@ -128,7 +128,7 @@ def test_a_rollout_engine_with_other_weights_stops_the_run_before_the_update(par
 
 
 def test_the_rollouts_of_a_step_that_fails_are_on_disk(parts, tmp_path):
-    def fail(self, groups):
+    def fail(self, *_):
         raise RuntimeError("out of memory")
 
     for method, folder, advantages in (("logprobs", "before", False), ("step", "update", True)):
