@@ -53,7 +53,7 @@ CASE_MARKS = ("extended", "long", "vllm", "faults")
 part of it that one parameter gives."""
 
 # `make test` tries the same few inputs each time, `make test-faults` many others.
-settings.register_profile("quick", max_examples=30, derandomize=True, database=None, deadline=None)
+settings.register_profile("quick", max_examples=12, derandomize=True, database=None, deadline=None)
 settings.register_profile(
     "faults", max_examples=500, print_blob=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

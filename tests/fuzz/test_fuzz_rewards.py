@@ -128,7 +128,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
 
 
 @pytest.mark.faults
-@settings(max_examples=25)
+@settings(max_examples=max(6, settings.default.max_examples // 20))
 @given(st.lists(messages.map(json.dumps) | st.text(max_size=50) | st.just("DEEP"), min_size=1, max_size=4))
 def test_any_message_on_the_channel(pool: RewardPool, texts: list[str]):
     scores = pool.score([RewardRequest(text, 1, "1", "Which?", "stop", {}) for text in texts])
