@@ -63,9 +63,9 @@ test-oldest: $(VENV_OLDEST)/.ready ## every test with the oldest supported trans
 	$(VENV_OLDEST)/$(PYTEST) $(PARALLEL) -m "not alone"
 	$(VENV_OLDEST)/$(PYTEST) -m alone
 
-test-newest: $(VENV_NEWEST)/.ready ## every test with the newest supported transformers
-	$(VENV_NEWEST)/$(PYTEST) $(PARALLEL) -m "not alone"
-	$(VENV_NEWEST)/$(PYTEST) -m alone
+test-newest: $(VENV_NEWEST)/.ready ## every test without vLLM, with the newest supported transformers
+	$(VENV_NEWEST)/$(PYTEST) $(PARALLEL) -m "not alone and not vllm"
+	$(VENV_NEWEST)/$(PYTEST) -m "alone and not vllm"
 
 test-loggers: $(VENV_LOGGERS)/.ready ## the loggers with their libraries, which need an environment of their own (one minute)
 	TRIGON_TEST_LOGGERS=1 $(VENV_LOGGERS)/bin/python -m pytest tests/loggers

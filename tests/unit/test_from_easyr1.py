@@ -1,4 +1,4 @@
-"""docs/from-easyr1.md has the generated tables; every key of EasyR1 is accepted with its default."""
+"""docs/from-easyr1.md has the generated tables; every key of EasyR1 is accepted."""
 
 import importlib.util
 from pathlib import Path
