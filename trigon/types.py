@@ -54,6 +54,8 @@ class Vision:
     size, and the number of temporal patches for a video, each of which merges two frames.
     hashes: the content hash of each image or video (of its pixel values), the key of engine caches.
     temporal_patch_seconds: seconds covered by a temporal patch of each video; empty for images.
+    original_sizes: (width, height) of each image before it was processed, in a family whose image
+    features depend on it (ModelFamily.tile_assembly); empty in all others.
 
     Example: two 56 x 56 images, patch 14: pixel_values [32, 1176], grid_thw [[1, 4, 4], [1, 4, 4]],
     two hashes.
@@ -66,6 +68,7 @@ class Vision:
     hashes: tuple[str, ...]
     kind: MediaKind = "image"
     temporal_patch_seconds: tuple[float, ...] = ()
+    original_sizes: ImageSizes = ()
 
 
 @dataclass(frozen=True, slots=True)

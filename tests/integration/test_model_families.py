@@ -91,6 +91,8 @@ def make_prompts(processors: Processors) -> list[Prompt]:
     prompts = [short, replace(short, prompt_id="test:long", token_ids=tuple(words))]
     if processors.family.has_vision:
         prompts += [make_prompt(processors, grids, seed=2 + len(grids)) for grids in ([(8, 6)], [(6, 10), (4, 4)])]
+    if processors.family.tile_assembly is not None:
+        prompts.append(make_prompt(processors, [(16, 12)], seed=5))  # so large that its features are reduced
     return prompts
 
 
@@ -98,7 +100,7 @@ def make_groups(processors: Processors) -> list[RolloutGroup]:
     return [
         make_group(prompt, lengths, seed=10 + number)
         for number, (prompt, lengths) in enumerate(
-            zip(make_prompts(processors), ([2, 9], [4, 4, 4], [3, 7, 7, 1, 5], [6]), strict=False)
+            zip(make_prompts(processors), ([2, 9], [4, 4, 4], [3, 7, 7, 1, 5], [6], [3]), strict=False)
         )
     ]
 

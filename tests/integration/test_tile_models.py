@@ -33,7 +33,7 @@ from trigon.models.load import auto_class, load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.types import LocalWeights, Vision
 
-TYPES = ["internvl", "llava", "gemma3", "mistral3", "idefics3", "smolvlm"]
+TYPES = ["internvl", "llava", "llava_onevision", "gemma3", "mistral3", "idefics3", "smolvlm"]
 # One tile; several, wide and high, with a thumbnail; small and odd sizes.
 SIZES = [(56, 56), (300, 60), (60, 200), (120, 110), (1, 1), (17, 90), (500, 400)]
 
@@ -94,7 +94,10 @@ def test_prompts_equal_those_of_the_hugging_face_processor(
         return
     assert isinstance(prompt.vision, Vision)
     tiles = expected["pixel_values"].flatten(0, -4)
-    tile_sizes = expected.get("image_sizes", torch.tensor([(56, 56)] * len(tiles)))
+    tiles = tiles[tiles.flatten(1).any(1)]  # LLaVA-OneVision adds tiles of zeros to images with fewer
+    is_whole = bool(processors.family.image_tower)
+    tile_sizes = expected["image_sizes"] if is_whole else torch.tensor([(56, 56)] * len(tiles))
+    assert prompt.vision.original_sizes == (() if processors.family.tile_assembly is None else tuple(sizes))
     patches = [
         tile[:, row : row + 14, column : column + 14].reshape(-1)
         for tile, (height, width) in zip(tiles, tile_sizes.tolist(), strict=True)
@@ -215,6 +218,19 @@ def test_an_unsupported_selection_of_vision_features_raises(
 ) -> None:
     message = load_error(tiny_model(model_type), tmp_path, lambda config: config.update(change))
     assert "vision_feature_select_strategy = " in message
+
+
+def test_another_limit_of_features_raises(tiny_model: TinyModel, tmp_path: Path) -> None:
+    change = {"vision_aspect_ratio": "anyres_max_4"}
+    message = load_error(tiny_model("llava_onevision"), tmp_path, lambda config: config.update(change))
+    assert "vision_aspect_ratio = 'anyres_max_4'" in message
+
+
+def test_an_image_processor_with_other_shapes_raises(tiny_model: TinyModel) -> None:
+    processors = load_processors(str(tiny_model("llava_onevision")))
+    processors.image_processor.image_grid_pinpoints = [[56, 56], [112, 56]]
+    with pytest.raises(ModelError, match="image_grid_pinpoints"):
+        image_processor_of(processors)
 
 
 def test_capped_logits_in_a_model_whose_head_does_not_cap_them_raise(tiny_model: TinyModel, tmp_path: Path) -> None:

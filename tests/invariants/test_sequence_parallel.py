@@ -117,6 +117,7 @@ LORA = {"lora_rank": 2, "freeze": True}
                 4,
                 {"lora_rank": 2, "offloads_activations": True},
             ),
+            "llava_onevision on 2": ("llava_onevision", TWO, 2, {}),
             "qwen3_5 on 2": ("qwen3_5", TWO, 2, {"checkpointing": True}),
             "qwen3_5, two rows of 2, lora, frozen tower": ("qwen3_5", FOUR, 2, LORA),
             "qwen3 on 2": ("qwen3", TWO, 2, {}),

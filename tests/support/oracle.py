@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from trigon.data.packing import PackedRow, by_group, pack_rollouts
+from trigon.data.vision import image_processor_of
 from trigon.models.load import Processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.system.torchvision_stub import declare_operators
-from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, Turn, Vision
+from trigon.types import Completion, ImageSizes, Prompt, Rollout, RolloutGroup, Score, Turn, Vision
 
 SPLITTING_OPTIONS = ("crop_to_patches", "do_image_splitting")
 """The options of image processors that cut an image into several tiles."""
@@ -27,7 +28,7 @@ SPLITTING_OPTIONS = ("crop_to_patches", "do_image_splitting")
 NESTED_TILES = ("idefics3", "smolvlm")
 """Models that take tiles as [batch, tiles of each sequence, 3, height, width]."""
 
-TILE_MODELS = ("internvl", "llava", "gemma3", *NESTED_TILES)
+TILE_MODELS = ("internvl", "llava", "llava_onevision", "gemma3", *NESTED_TILES)
 """Models that take tiles."""
 
 
@@ -147,7 +148,9 @@ def media_arguments(model, token_ids: Tensor, visions: Sequence[Vision]) -> dict
     if model.config.model_type in TILE_MODELS:
         tiles = _as_tiles(media["pixel_values"])
         nested = model.config.model_type in NESTED_TILES
-        return {"pixel_values": tiles[None] if nested else tiles} | _token_types(model, token_ids)
+        media = {"pixel_values": tiles[None] if nested else tiles} | _token_types(model, token_ids)
+        sizes = [(height, width) for vision in visions for width, height in vision.original_sizes]
+        return media | ({"image_sizes": torch.tensor(sizes)} if sizes else {})
     is_image, is_video = (token_ids == model.config.image_token_id, token_ids == model.config.video_token_id)
     return media | {"mm_token_type_ids": is_image.int() + 2 * is_video.int()}
 
@@ -195,6 +198,7 @@ def make_episode(
             torch.cat([each.pixel_values for each in visions]),
             torch.cat([each.grid_thw for each in visions]),
             tuple(key for each in visions for key in each.hashes),
+            original_sizes=tuple(size for each in visions for size in each.original_sizes),
         )
     sampled = sum(length for _, length in turns)
     return Completion(tuple(token_ids), (0.0,) * sampled, "stop", "", 0, turns=tuple(made), vision=vision)
@@ -221,16 +225,23 @@ def make_prompt(
         family, config = processors.family, processors.hf_config
         side = family.patches_per_side(config)
         # For a vision tower of tiles, a grid becomes a number of tiles; 1 if the processor does not
-        # split images.
+        # split images. A family that puts tiles together has an image of this size.
         splits_images = any(hasattr(processors.image_processor, each) for each in SPLITTING_OPTIONS)
         sizes = [
             (height // side if splits_images else 1, side, side) if family.tiles else (1, height, width)
             for height, width in grids
         ]
+        original_sizes: ImageSizes = ()
+        if family.tile_assembly is not None:
+            images = image_processor_of(processors)
+            assert images is not None
+            original_sizes = tuple((14 * width, 14 * height) for height, width in grids)
+            sizes = [images.grid(*size) for size in original_sizes]
         begin, end = processors.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
-        for time, height, width in sizes:
+        counts = family.count_image_tokens(config, torch.tensor(sizes), original_sizes)
+        for (time, height, width), count in zip(sizes, counts, strict=True):
             merge = family.spatial_merge(config)
-            placeholders = [family.image_token_id(config)] * (time * height * width // merge**2)
+            placeholders = [family.image_token_id(config)] * count
             if family.image_layout is not None:
                 if family.tiles:
                     parts = family.image_layout(height * width // merge**2, time - 1, 1)
@@ -248,6 +259,7 @@ def make_prompt(
             pixel_values=torch.randn(patches, family.values_per_patch(config), generator=generator),
             grid_thw=torch.tensor(sizes),
             hashes=tuple(f"{seed}/{index}" for index in range(len(grids))),
+            original_sizes=original_sizes,
         )
     return Prompt(
         prompt_id=f"test:{seed}",

@@ -182,7 +182,7 @@ LARGE = [(16, 3200), (690, 15420), (15420, 690), (4000, 3000)]
 
 
 SMALL = 16 * 32 * 32
-OTHERS = ("internvl", "llava", "gemma3", "mistral3", "idefics3")
+OTHERS = ("internvl", "llava", "llava_onevision", "gemma3", "mistral3", "idefics3")
 RESIZED = [
     *(("qwen2_5_vl", None), ("qwen2_5_vl", SMALL), ("qwen3_vl", None), ("qwen3_vl", SMALL)),
     *(("glm4v", None), ("glm4v", SMALL)),
@@ -203,7 +203,11 @@ def test_the_processed_size_and_the_grid_follow_from_the_size(tiny_model, model_
             *processor.tokens_of(vision),
         ), (width, height)
         columns, rows = processor.processed_size(width, height)
-        if processors.family.tiles:
+        if processors.family.tile_assembly is not None:  # within one of the shapes, in its proportions
+            scale = min(columns / width, rows / height)
+            assert max(columns - scale * width, rows - scale * height) <= 1
+            assert (columns % 56 == 0 or rows % 56 == 0, max(columns, rows) <= 224) == (True, True)
+        elif processors.family.tiles:
             side = grid[1] * patch
             num_tiles = (columns // side) * (rows // side)
             assert (columns % side, rows % side, num_tiles + (num_tiles > 1)) == (0, 0, grid[0])  # with a small one

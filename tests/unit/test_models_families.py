@@ -58,6 +58,7 @@ def test_nothing_is_suggested_for_a_series_without_a_supported_type() -> None:
             "vision_tower.vision_model.encoder.layers.0.mlp.fc1.bias",
         ),
         ("gemma3", "model.language_model.norm.weight", "language_model.model.norm.weight"),
+        ("llava_onevision", "model.image_newline", "image_newline"),
     ],
 )
 def test_checkpoint_names_are_those_of_published_checkpoints(

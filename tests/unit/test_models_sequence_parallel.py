@@ -54,7 +54,7 @@ def test_images_are_dealt_out_by_their_patches_and_features_go_where_their_token
     visions = (image((1, 4, 4), (1, 2, 2)), image((1, 2, 4)))
     places = torch.tensor([0, 1, 2, 3, 4, 5, 6])
     first, second = (
-        deal_images(visions, places, slice_of(ROW, ranks(r)), ranks(r), merge=2, by_hash=False) for r in (0, 1)
+        deal_images(visions, places, slice_of(ROW, ranks(r)), ranks(r), counts=(4, 1, 2), by_hash=False) for r in (0, 1)
     )
     assert [each.grid_thw.tolist() for each in first.own] == [[[1, 4, 4]]]
     assert [each.grid_thw.tolist() for each in second.own] == [[[1, 2, 2]], [[1, 2, 4]]]
@@ -67,7 +67,10 @@ def test_with_a_cache_an_image_has_the_same_owner_in_every_row():
     def owner(*visions: Vision) -> int:
         places = torch.arange(len(visions))
         row = PackedGroups(torch.zeros(8, dtype=torch.int64), torch.zeros(1, 8), ROW.spans)
-        dealt = [deal_images(visions, places, slice_of(row, ranks(r)), ranks(r), merge=2, by_hash=True) for r in (0, 1)]
+        dealt = [
+            deal_images(visions, places, slice_of(row, ranks(r)), ranks(r), counts=[1] * len(visions), by_hash=True)
+            for r in (0, 1)
+        ]
         return [any(part.hashes == ("a",) for part in each.own) for each in dealt].index(True)
 
     one, other = image((1, 2, 2), hashes=("a",)), image((1, 2, 2), hashes=("b",))

@@ -159,7 +159,7 @@ def test_known_budgets_are_not_measured_again_on_a_device_of_the_same_kind(engin
 # -- real passes -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen2_5_vl", "internvl", "gemma3"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen2_5_vl", "internvl", "llava_onevision", "gemma3"])
 def test_a_dummy_group_has_the_maximum_lengths_and_as_many_images_as_fit(tiny_model, model_type):
     engine = make_engine(tiny_model(model_type))
     group = make_dummy_group(engine.policy, LENGTHS, 3)
@@ -171,12 +171,12 @@ def test_a_dummy_group_has_the_maximum_lengths_and_as_many_images_as_fit(tiny_mo
     image = engine.policy.family.image_token_id(engine.policy.model.config)
     shown = group.prompt.token_ids.count(image)
     assert (
-        shown == {"qwen2_5_vl": 49, "internvl": 44, "gemma3": 44}[model_type]
-    )  # 7 x 7; eleven tiles of 4 tokens, each with a word
+        shown == {"qwen2_5_vl": 49, "internvl": 44, "llava_onevision": 51, "gemma3": 44}[model_type]
+    )  # 7 x 7; eleven tiles of 4 tokens, or three of 16 and a line end, each with a word
     small = replace(LENGTHS, image_pixels=28 * 28 * 9)
     assert (
         make_dummy_group(engine.policy, small, 3).prompt.token_ids.count(image)
-        == {"qwen2_5_vl": 45, "internvl": 44, "gemma3": 44}[model_type]
+        == {"qwen2_5_vl": 45, "internvl": 44, "llava_onevision": 51, "gemma3": 44}[model_type]
     )
 
 

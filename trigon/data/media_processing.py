@@ -225,6 +225,7 @@ def _together(images: Sequence[Vision]) -> Vision:
         torch.cat([image.pixel_values for image in images]),
         torch.cat([image.grid_thw for image in images]),
         tuple(key for image in images for key in image.hashes),
+        original_sizes=tuple(size for image in images for size in image.original_sizes),
     )
 
 

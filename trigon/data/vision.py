@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from math import ceil, isqrt, log, prod
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +183,9 @@ class WholeImageProcessor(ImageProcessor):
 class TileProcessor(ImageProcessor):
     """An image processor that cuts an image into one or several tiles of a fixed size."""
 
+    _keeps_sizes = False
+    """Whether the features of an image depend on its size before it was processed."""
+
     def __init__(self, image_processor: Any, *, patch_size: int, patches_per_side: int, spatial_merge: int) -> None:
         """Wrap image_processor for a model with tiles of a fixed size.
 
@@ -243,13 +247,14 @@ class TileProcessor(ImageProcessor):
 
     def process(self, images: Iterable[Image.Image]) -> Vision:
         """See ImageProcessor."""
-        parts = []
+        parts, sizes = [], []
         for image in images:
             features = self._image_processor(
                 images=[image], return_tensors="pt", input_data_format="channels_first", **self._options
             )
             # [tiles, ...], or [1, tiles, ...] for Idefics 3, which nests the images of a prompt.
             parts.append(features["pixel_values"].flatten(0, -4).to(torch.float32))
+            sizes.append(image.size)
             del image  # before the next one is decoded
         with self._lock:
             self._calls += 1
@@ -257,7 +262,11 @@ class TileProcessor(ImageProcessor):
         return Vision(
             pixel_values=to_patches(tiles, self._patch_size).contiguous(),
             grid_thw=torch.tensor([(len(part), self._side, self._side) for part in parts]),
-            hashes=tuple(_content_hash(part.contiguous(), torch.tensor(part.shape)) for part in parts),
+            hashes=tuple(
+                _content_hash(part.contiguous(), torch.tensor((*part.shape, *size)))
+                for part, size in zip(parts, sizes, strict=True)
+            ),
+            original_sizes=tuple(sizes) if self._keeps_sizes else (),
         )
 
 
@@ -320,6 +329,72 @@ class SplitTileProcessor(TileProcessor):
         _, rows, columns = self.runs(width, height)
         tile = self._side * self._patch_size
         return max(columns, 1) * tile, max(rows, 1) * tile
+
+
+class AssembledTileProcessor(TileProcessor):
+    """A processor that resizes and pads an image to one of several shapes, and cuts it into tiles.
+
+    The first tile shows the whole image.
+    """
+
+    _keeps_sizes = True
+
+    def __init__(
+        self,
+        image_processor: Any,
+        *,
+        patch_size: int,
+        patches_per_side: int,
+        shapes: Sequence[Sequence[int]],
+        count_tokens: Callable[[int, tuple[int, int]], int],
+    ) -> None:
+        """Wrap image_processor for a model that does not merge patches; see TileProcessor.
+
+        shapes: (height, width) in pixels, of the model's config.
+        count_tokens: returns the tokens of an image, given the number of its tiles and its size.
+        Raises: ModelError if the processor makes tiles of another size, or chooses from other
+        shapes.
+        """
+        super().__init__(image_processor, patch_size=patch_size, patches_per_side=patches_per_side, spatial_merge=1)
+        self._shapes = [list(shape) for shape in shapes]
+        others = [list(shape) for shape in image_processor.image_grid_pinpoints]
+        if others != self._shapes:
+            raise ModelError(
+                f"the image processor has image_grid_pinpoints = {others}, the model {self._shapes}: correct "
+                "preprocessor_config.json or config.json"
+            )
+        self._count_tokens = count_tokens
+
+    def image_tokens(self, width: int, height: int) -> int:
+        """See ImageProcessor."""
+        tiles, _, _ = self.grid(width, height)
+        return self._count_tokens(tiles, (width, height))
+
+    def processed_size(self, width: int, height: int) -> tuple[int, int]:
+        """See ImageProcessor: the size before padding."""
+        from transformers.image_processing_utils import get_patch_output_size
+
+        image = np.broadcast_to(np.uint8(0), (height, width, 3))
+        rows, columns = get_patch_output_size(image, self._best_shape(width, height), "channels_last")
+        return columns, rows
+
+    def grid(self, width: int, height: int) -> tuple[int, int, int]:
+        """See ImageProcessor."""
+        rows, columns = self._best_shape(width, height)
+        tile = self._side * self._patch_size
+        return 1 + (rows // tile) * (columns // tile), self._side, self._side
+
+    def tokens_of(self, vision: Vision) -> tuple[int, ...]:
+        """See ImageProcessor."""
+        images = zip(vision.grid_thw[:, 0].tolist(), vision.original_sizes, strict=True)
+        return tuple(self._count_tokens(tiles, size) for tiles, size in images)
+
+    def _best_shape(self, width: int, height: int) -> tuple[int, int]:
+        """Return (height, width) of the padded image, before it is cut."""
+        from transformers.image_processing_utils import select_best_resolution
+
+        best_height, best_width = select_best_resolution((height, width), self._shapes)
+        return best_height, best_width
 
 
 class VideoProcessor:
@@ -426,6 +501,14 @@ def image_processor_of(processors: Processors) -> ImageProcessor | None:
     if not processors.family.has_vision:
         return None
     family, config = processors.family, processors.hf_config
+    if family.tile_assembly is not None:
+        return AssembledTileProcessor(
+            processors.image_processor,
+            patch_size=family.patch_size(config),
+            patches_per_side=family.patches_per_side(config),
+            shapes=config.image_grid_pinpoints,
+            count_tokens=partial(family.tile_assembly.num_tokens, config),
+        )
     if family.tiles:
         kind = TileProcessor if family.image_layout is None else SplitTileProcessor
         return kind(

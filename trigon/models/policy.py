@@ -355,13 +355,13 @@ class Policy(nn.Module):
 
         If called before add_lora, the tower gets no adapters, which is faster.
         """
-        for module in self.family.vision_modules(self.model):
-            module.requires_grad_(False)
+        for parameter in self.family.vision_parameters(self.model):
+            parameter.requires_grad_(False)
 
     @property
     def has_frozen_vision(self) -> bool:
         """Whether there is a vision tower without trainable parameters, adapters included."""
-        parameters = [part for module in self.family.vision_modules(self.model) for part in module.parameters()]
+        parameters = self.family.vision_parameters(self.model)
         return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
     def use_feature_cache(self, cache: VisionFeatureCache, *, all_reduce_max: Callable[[int], int]) -> None:

@@ -165,14 +165,20 @@ class DealtImages:
 
 
 def deal_images(
-    visions: Sequence[Vision], places: Tensor, row: RowSlice, ranks: RowRanks, *, merge: int, by_hash: bool
+    visions: Sequence[Vision],
+    places: Tensor,
+    row: RowSlice,
+    ranks: RowRanks,
+    *,
+    counts: Sequence[int],
+    by_hash: bool,
 ) -> DealtImages:
     """Deal the images of a row out over the ranks, balanced by their patches.
 
     Args:
         places: [F] the positions of the placeholder tokens in the row, ascending; as many as there
             are features.
-        merge: patches along each side that become one feature.
+        counts: number of features of each image.
         by_hash: the content of an image decides which rank encodes it, so that the rank finds its
             features in its cache when the image comes again.
     """
@@ -183,8 +189,7 @@ def deal_images(
     else:
         owners = _balanced(patches, ranks.size)
     # For each feature: which rank computes it, and which rank holds its token.
-    counts = torch.tensor(patches) // merge**2
-    computed_by = torch.tensor(owners).repeat_interleave(counts)
+    computed_by = torch.tensor(owners).repeat_interleave(torch.tensor(counts))
     held_by = places // len(row.token_ids)
     mine = held_by == ranks.rank
     arrivals = [places[mine & (computed_by == rank)] - row.start for rank in range(ranks.size)]
@@ -214,9 +219,16 @@ def send_features(
 def _each(vision: Vision) -> list[Vision]:
     """Return each image or video of a vision by itself."""
     pixels = torch.split(vision.pixel_values, vision.grid_thw.prod(dim=1).tolist())
+    places = [slice(index, index + 1) for index in range(len(pixels))]
     return [
-        Vision(part, vision.grid_thw[index : index + 1], vision.hashes[index : index + 1], vision.kind)
-        for index, part in enumerate(pixels)
+        Vision(
+            part,
+            vision.grid_thw[place],
+            vision.hashes[place],
+            vision.kind,
+            original_sizes=vision.original_sizes[place],
+        )
+        for part, place in zip(pixels, places, strict=True)
     ]
 
 

@@ -395,7 +395,7 @@ def model_size(policy: Policy, lora: LoraConfig | None) -> ModelSize:
     if lora is not None:
         sizes = adapter_sizes(policy.model, lora)
         adapters = {policy.model.get_submodule(name).weight: number for name, number in sizes.items()}
-    parts = [part for module in policy.family.vision_modules(policy.model) for part in module.parameters()]
+    parts = policy.family.vision_parameters(policy.model)
     return ModelSize(
         model_type=str(config.model_type),
         layers=tuple(_unit_size(unit.parameters(), adapters) for unit in units),

@@ -79,10 +79,18 @@ def _require_supported_parts(config: Any, family: ModelFamily) -> None:
         )
     layer = getattr(config, "vision_feature_layer", -1)
     strategy = getattr(config, "vision_feature_select_strategy", "default")
-    if not isinstance(layer, int) or strategy != "default" or (family.image_tower and layer != -1):
+    # Without "default" the features of a tile include one that stands for all of it, if its tower
+    # has such a token.
+    wanted = "full" if family.tile_assembly is not None else "default"
+    if not isinstance(layer, int) or strategy != wanted or (family.image_tower and layer != -1):
         raise ModelError(
             f"This {family.model_type!r} has vision_feature_layer = {layer} and "
             f"vision_feature_select_strategy = {strategy!r}, which is not supported."
+        )
+    if family.tile_assembly is not None and config.vision_aspect_ratio != "anyres_max_9":  # as vLLM assumes
+        raise ModelError(
+            f"This {family.model_type!r} has vision_aspect_ratio = {config.vision_aspect_ratio!r}; only 'anyres_max_9' "
+            "is supported."
         )
     for name, value in vision_config.to_dict().items():
         if "drop" in name and value:

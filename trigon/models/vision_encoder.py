@@ -23,7 +23,7 @@ from trigon.models.kernels import supports
 from trigon.models.sequence_parallel import DealtImages, RowRanks, RowSlice, deal_images, send_features
 from trigon.models.tiles import to_padded_images, to_tiles
 from trigon.models.transfer import concatenated, to_device
-from trigon.types import PackedGroups, Vision
+from trigon.types import ImageSizes, PackedGroups, Vision
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,10 +76,9 @@ class VisionEncoder:
             features, deepstack = self._encode_all(packed.visions, embeddings.device)
             _require_features(packed, len(places), len(features))
             return RowFeatures(features, deepstack, places)
-        merge = self._family.spatial_merge(self._model.config)
-        patches = sum(int(vision.grid_thw.prod(1).sum()) for vision in packed.visions)
-        _require_features(packed, len(places), patches // merge**2)
-        dealt = deal_images(packed.visions, places, row, ranks, merge=merge, by_hash=self._cache is not None)
+        counts = self._family.count_image_tokens(self._model.config, *_grids_and_sizes(packed.visions))
+        _require_features(packed, len(places), sum(counts))
+        dealt = deal_images(packed.visions, places, row, ranks, counts=counts, by_hash=self._cache is not None)
         features, deepstack = self._encode_dealt(dealt, embeddings)
         return RowFeatures(*send_features(features, deepstack, dealt, ranks), dealt.places)
 
@@ -129,17 +128,18 @@ class VisionEncoder:
         """Run the tower on all these images and videos; see _encode."""
         if self._cache is not None:
             return self._encode_each(visions, self._cache)
-        grid_thw = torch.cat([vision.grid_thw for vision in visions])
+        grid_thw, sizes = _grids_and_sizes(visions)
         pixels = self._tower_pixels(concatenated([vision.pixel_values for vision in visions], device), grid_thw)
-        return self._run_tower(pixels, grid_thw)
+        return self._run_tower(pixels, grid_thw, sizes)
 
-    def _encode(self, pixel_values: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _encode(self, pixel_values: Tensor, grid_thw: Tensor, sizes: ImageSizes = ()) -> tuple[Tensor, list[Tensor]]:
         """Run the vision tower on images and videos.
 
         Args: pixel_values: [patches, values], grid_thw: [images and videos, 3], both on the CPU.
+        sizes: as Vision.original_sizes.
         Returns: features [tokens, D], and with deepstack [tokens, D] for each of the first layers.
         """
-        return self._run_tower(self._tower_pixels(pixel_values, grid_thw), grid_thw)
+        return self._run_tower(self._tower_pixels(pixel_values, grid_thw), grid_thw, sizes)
 
     def _tower_pixels(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
         """Return pixels as the vision tower takes them, on its device and in its dtype."""
@@ -149,11 +149,11 @@ class VisionEncoder:
             pixel_values = to_pixels(pixel_values, grid_thw, self._family.patch_size(self._model.config))
         return to_device(pixel_values, tower.device).to(tower.dtype)
 
-    def _run_tower(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _run_tower(self, pixels: Tensor, grid_thw: Tensor, sizes: ImageSizes) -> tuple[Tensor, list[Tensor]]:
         """Return the features of images and videos, given their pixels; see _encode."""
         tower: Any = self._family.vision_tower(self._model)
         if self._family.tiles:
-            return self._family.image_features(self._model, pixels), []
+            return self._family.image_features(self._model, pixels, grid_thw, sizes), []
         if self._family.image_tower:
             return self._encode_images(pixels, grid_thw), []
         output = tower(pixels, **tower_inputs(tower, grid_thw))
@@ -187,7 +187,7 @@ class VisionEncoder:
         Nothing is cached if their hashes are unknown.
         """
         tower: Any = self._family.vision_tower(self._model)
-        grid_thw = torch.cat([vision.grid_thw for vision in visions])
+        grid_thw, sizes = _grids_and_sizes(visions)
         hashes = tuple(key for vision in visions for key in vision.hashes)
         parts = [
             part
@@ -200,7 +200,8 @@ class VisionEncoder:
         # Before the tower runs: other ranks may have fewer images to encode.
         runs = self._all_reduce_max(len(misses))
         for key, index in misses.items():
-            tokens, deepstack = self._encode(parts[index], grid_thw[index : index + 1])
+            only = slice(index, index + 1)
+            tokens, deepstack = self._encode(parts[index], grid_thw[only], sizes[only])
             features[key] = VisionFeatures(tokens, tuple(deepstack))
             if hashes:
                 cache.store(key, features[key])
@@ -222,6 +223,13 @@ class VisionEncoder:
         side = self._family.patches_per_side(self._model.config)
         values = self._family.values_per_patch(self._model.config)
         return torch.zeros(side * side, values), torch.tensor([[1, side, side]])
+
+
+def _grids_and_sizes(visions: Sequence[Vision]) -> tuple[Tensor, ImageSizes]:
+    """Return Vision.grid_thw and Vision.original_sizes of all images and videos."""
+    return torch.cat([vision.grid_thw for vision in visions]), tuple(
+        size for vision in visions for size in vision.original_sizes
+    )
 
 
 def _require_features(packed: PackedGroups, num_places: int, num_features: int) -> None:

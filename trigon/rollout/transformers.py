@@ -268,6 +268,9 @@ class TransformersEngine:
                 pixel_values = to_tiles(pixel_values, grid_thw, patch_size(self._model.config))
                 if family.image_layout is not None:  # Idefics 3: [batch, tiles, ...]
                     pixel_values = pixel_values[None]
+                if family.tile_assembly is not None:
+                    sizes = [size for vision in of_kind for size in vision.original_sizes]
+                    media["image_sizes"] = torch.tensor(sizes).flip(1)  # (height, width)
             else:
                 pixel_values = to_padded_images(pixel_values, grid_thw, patch_size(self._model.config))
                 media["image_sizes"] = grid_thw[:, 1:] * patch_size(self._model.config)

@@ -166,6 +166,7 @@ def _images(
         if image_pixels is not None:
             tokens = min(max_tokens, image_pixels // (family.patch_size(config) * merge) ** 2)
         side = max(isqrt(tokens), 1)
-    count = max_tokens // (side * side + 1)
-    placeholders = [family.image_token_id(config)] * side * side
-    return [*placeholders, word] * count, [(1, side * merge, side * merge)] * count
+    grid = (1, side * merge, side * merge)
+    [tokens] = family.count_image_tokens(config, torch.tensor([grid]), ())
+    count = max_tokens // (tokens + 1)
+    return [*[family.image_token_id(config)] * tokens, word] * count, [grid] * count

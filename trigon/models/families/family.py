@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trigon.errors import ModelError
 from trigon.models.families.tiny import TinyModel
+from trigon.types import ImageSizes
 
 _MEDIA_TOKENS = (
     "image_token_id",
@@ -38,6 +39,21 @@ ImageLayout = Callable[[int, int, int], Sequence[str | int]]
 A run is given by its number of tokens. Arguments: this number, and how many rows and columns of
 runs there are. Example: two rows of three tokens, (3, "[IMG_BREAK]", 3, "[IMG_END]").
 """
+
+
+@dataclass(frozen=True, slots=True)
+class TileAssembly:
+    """How the features of an image's tiles become those of the image, if the image's size decides.
+
+    num_tokens: returns the number of features of an image. Arguments: the config, the number of
+        its tiles, and (width, height) of the image before it was processed.
+    features: returns the features of images, [tokens, D]. Arguments: the model, the tiles of all
+        images, the number of tiles of each image, and their sizes.
+    An image of a single tile is not assembled, and its size not used.
+    """
+
+    num_tokens: Callable[[Any, int, tuple[int, int]], int]
+    features: Callable[[Any, Tensor, Sequence[int], ImageSizes], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +94,8 @@ class ModelFamily:
     image_layout: where an image's placeholder tokens are; None: they are consecutive.
     tile_features: computes the features of tiles, [tiles, tokens, D], where get_image_features of
         transformers does not serve.
+    tile_assembly: how tiles are put together, if the size of their image decides; None otherwise.
+    image_parameters: names of parameters outside of tower and projector that only images use.
     engine_packages: packages that vLLM's processor of the family needs besides its own.
     windows: whether sliding-window attention is tested against transformers and vLLM.
     caps_logits: whether the model bounds its logits where the config has final_logit_softcapping.
@@ -107,6 +125,8 @@ class ModelFamily:
     language_types: tuple[str, ...] = ()
     image_layout: ImageLayout | None = None
     tile_features: Callable[[Any, Tensor], Tensor] | None = None
+    tile_assembly: TileAssembly | None = None
+    image_parameters: tuple[str, ...] = ()
     engine_packages: tuple[str, ...] = ()
     windows: bool = False
     caps_logits: bool = False
@@ -137,15 +157,33 @@ class ModelFamily:
         """Return the vision tower with its merger if it contains one; None for a text family."""
         return model.get_submodule(self.vision_path) if self.has_vision else None
 
-    def vision_modules(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules that only images pass through: tower and projector; empty for text."""
-        return [model.get_submodule(path) for path in (self.vision_path, self.projector_path) if path]
+    def vision_parameters(self, model: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters that only images use: tower, projector; empty for text."""
+        modules = [model.get_submodule(path) for path in (self.vision_path, self.projector_path) if path]
+        others = [model.get_parameter(name) for name in self.image_parameters]
+        return [*(parameter for module in modules for parameter in module.parameters()), *others]
 
-    def image_features(self, model: nn.Module, tiles: Tensor) -> Tensor:
+    def count_image_tokens(self, hf_config: Any, grid_thw: Tensor, sizes: ImageSizes) -> list[int]:
+        """Return the number of prompt tokens of each image or video.
+
+        Args: grid_thw, sizes: as Vision.grid_thw and Vision.original_sizes, also of several
+        visions; images of a single tile need no size.
+        """
+        if self.tile_assembly is None:
+            counts: list[int] = (grid_thw.prod(dim=1) // self.spatial_merge(hf_config) ** 2).tolist()
+            return counts
+        known = sizes or [(1, 1)] * len(grid_thw)
+        num_tiles = grid_thw[:, 0].tolist()
+        return [self.tile_assembly.num_tokens(hf_config, *image) for image in zip(num_tiles, known, strict=True)]
+
+    def image_features(self, model: nn.Module, tiles: Tensor, grid_thw: Tensor, sizes: ImageSizes) -> Tensor:
         """Return the image features of tiles, after the projector.
 
-        Args: tiles: [n, channels, height, width]. Returns: [image tokens, D].
+        Args: tiles: [n, channels, height, width]. grid_thw, sizes: as in count_image_tokens.
+        Returns: [image tokens, D].
         """
+        if self.tile_assembly is not None:
+            return self.tile_assembly.features(model, tiles, grid_thw[:, 0].tolist(), sizes)
         if self.tile_features is not None:
             return self.tile_features(model, tiles).flatten(0, 1)
         parent: Any = model.get_submodule(self.vision_path.rpartition(".")[0])
@@ -300,6 +338,8 @@ def tile_family(
     image_layers: ImageLayers = "none",
     language_types: tuple[str, ...] = ("llama", "qwen2", "qwen3"),
     windows: bool = False,
+    tile_assembly: TileAssembly | None = None,
+    image_parameters: tuple[str, ...] = (),
 ) -> ModelFamily:
     """Return a family whose vision tower takes tiles, before any of some language models.
 
@@ -319,6 +359,8 @@ def tile_family(
         image_layers=image_layers,
         language_types=language_types,
         windows=windows,
+        tile_assembly=tile_assembly,
+        image_parameters=image_parameters,
     )
 
 
@@ -331,5 +373,6 @@ def llava_prefixes(tower_name: str) -> tuple[tuple[str, str], ...]:
         ("model.language_model.", "language_model.model."),
         ("model.vision_tower.", tower_name),
         ("model.multi_modal_projector.", "multi_modal_projector."),
+        ("model.image_newline", "image_newline"),
         ("lm_head.", "language_model.lm_head."),
     )

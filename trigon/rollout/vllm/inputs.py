@@ -98,7 +98,17 @@ def _items(vision: Vision, processors: Processors) -> Sequence[Any]:
 
     kind, family, hf_config = vision.kind, processors.family, processors.hf_config
     tensors: dict[str, torch.Tensor | list[torch.Tensor]]
-    if family.tiles:
+    if family.tile_assembly is not None:
+        tiles = to_tiles(vision.pixel_values, vision.grid_thw, family.patch_size(hf_config))
+        tensors = {
+            "pixel_values": list(torch.split(tiles, vision.grid_thw[:, 0].tolist())),
+            "image_sizes": torch.tensor(vision.original_sizes).flip(1),  # (height, width)
+        }
+        fields = {
+            "pixel_values": MultiModalFieldConfig.batched(kind),
+            "image_sizes": MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
+        }
+    elif family.tiles:
         num_tiles = vision.grid_thw[:, 0]
         tensors = {
             "pixel_values": to_tiles(vision.pixel_values, vision.grid_thw, family.patch_size(hf_config)),
@@ -159,8 +169,11 @@ def placeholder_ranges(
             assert_never(kind)
     is_placeholder = torch.tensor(token_ids) == placeholder_id
     found = is_placeholder.nonzero()[:, 0]
-    merged = family.spatial_merge(hf_config) ** 2
-    lengths = [length for vision in visions for length in (vision.grid_thw.prod(-1) // merged).tolist()]
+    lengths = [
+        length
+        for vision in visions
+        for length in family.count_image_tokens(hf_config, vision.grid_thw, vision.original_sizes)
+    ]
     has_times = family.video == "timestamps" and kind == "video"
     has_gaps = has_times or (family.image_layout is not None and kind == "image")
     ranges = []
