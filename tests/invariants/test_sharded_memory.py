@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -166,6 +167,7 @@ def test_one_rank_maps_the_weights_from_their_files_unless_that_rounds_a_buffer(
 
 def state_group_timeout(seconds: float) -> float:
     group = TorchProcessGroup(CPU, timeout_seconds=seconds).state_group
+    dist.barrier(group)  # a rank that has ended is one to which another cannot connect any more
     return group._get_backend(CPU).options._timeout.total_seconds()
 
 
