@@ -18,11 +18,11 @@ from support.engines import ONE_ROW, make_engine, make_rollouts, to_train, with_
 from support.models import processors_of
 from trigon.algorithms.reduce import count_denominators
 from trigon.data.packing import by_owner, pack_train
-from trigon.models.policy import full_tensor
+from trigon.models.policy import Policy, full_tensor
 from trigon.models.positions import positions_of
 from trigon.training.fsdp import Sharding
 from trigon.training.step import micro_batch_backward
-from trigon.types import TokenLogprobs
+from trigon.types import RoutedExperts, TokenLogprobs, TrainGroup
 
 FULL = Sharding(
     full_shard=True, ranks_per_copy=None, param_dtype=torch.float32, reduce_dtype=torch.float32, cpu_offload=False
@@ -63,6 +63,9 @@ def compute(task: Task) -> bytes:
     processors = processors_of(task.model)
     rollouts = make_rollouts(task.model, images=task.images)
     groups = to_train(rollouts)
+    if engine.policy.num_experts:
+        engine.policy.replay_routing()
+        groups = [with_experts(engine.policy, group, seed) for seed, group in enumerate(groups)]
     denominators = count_denominators(part.loss_mask for group in groups for part in group.sequences)
     result: dict[str, Tensor] = {}
     for row in [task.rows[dist.get_rank() // task.ranks_per_row]] if is_split else task.rows:
@@ -93,6 +96,21 @@ def compute(task: Task) -> bytes:
     return save(result)
 
 
+def with_experts(policy: Policy, group: TrainGroup, seed: int) -> TrainGroup:
+    """Return a group with random experts as the record of a rollout engine."""
+    config, generator = policy.model.config.get_text_config(), torch.Generator().manual_seed(seed)
+
+    def choose(num_tokens: int) -> Tensor:
+        scores = torch.rand(num_tokens, config.num_hidden_layers, config.num_experts, generator=generator)
+        return scores.topk(config.num_experts_per_tok).indices.short()
+
+    prompt = choose(len(group.prompt.token_ids))
+    sequences = (
+        replace(part, routed_experts=RoutedExperts(prompt, choose(len(part.token_ids)))) for part in group.sequences
+    )
+    return replace(group, sequences=tuple(sequences))
+
+
 # The models have four heads and two key heads, each of which two of four ranks need.
 TWO = ((2, 0, 1),)  # all groups in one row
 FOUR = ((2,), (0, 1))  # two ranks for each of two rows, one of which has no images
@@ -120,6 +138,8 @@ LORA = {"lora_rank": 2, "freeze": True}
             "llava_onevision on 2": ("llava_onevision", TWO, 2, {}),
             "qwen3_5 on 2": ("qwen3_5", TWO, 2, {"checkpointing": True}),
             "qwen3_5, two rows of 2, lora, frozen tower": ("qwen3_5", FOUR, 2, LORA),
+            "qwen3_next on 2, router replay": ("qwen3_next", TWO, 2, {"checkpointing": True}),
+            "qwen3_vl_moe on 2, router replay": ("qwen3_vl_moe", TWO, 2, {}),
             "qwen3 on 2": ("qwen3", TWO, 2, {}),
             "qwen3 on 4": ("qwen3", TWO, 4, {"checkpointing": True}),
         }.items()
@@ -128,7 +148,7 @@ LORA = {"lora_rank": 2, "freeze": True}
 def test_ranks_that_compute_a_row_together_get_what_one_process_gets(
     processes, tiny_model, model, rows, ranks_per_row, options
 ):
-    task = Task(tiny_model(model), rows, ranks_per_row, images=model != "qwen3", options=options)
+    task = Task(tiny_model(model), rows, ranks_per_row, images=model not in ("qwen3", "qwen3_next"), options=options)
     results = [load(result) for result in processes.run(compute, task, ranks=task.ranks)]
     expected = load(compute(replace(task, ranks_per_row=1)))
     actual = {name: tensor for result in results for name, tensor in result.items()}
