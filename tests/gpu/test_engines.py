@@ -28,7 +28,7 @@ from trigon.system.terminal import format_bytes
 from trigon.tools.quickstart.model import make_tiny
 from trigon.training.local import LocalTrainEngine
 from trigon.training.parallel import SingleProcess
-from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
+from trigon.types import NO_RECORD, Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(1500)]
 
@@ -186,6 +186,31 @@ def compare_text_after_sleep(machine: Machine) -> Figures:
     return figures
 
 
+def compare_router_replay(machine: Machine) -> Figures:
+    """Compare log-probabilities of an MoE model with the experts of vLLM, and with the trainer's.
+
+    On the CPU with the transformers engine, since vLLM returns experts on GPUs only.
+    """
+    folder = machine.folder / "qwen3_moe"
+    if not (folder / "config.json").is_file():
+        make_tiny(folder, model_type="qwen3_moe")
+    figures = Figures()
+    with ExitStack() as stack:
+        session = open_session(machine, folder, stack, None, vllm_bytes=TINY_MODEL_BYTES, router_replay="R3")
+        sampling = SamplingParams(COMPLETIONS, 1.0, 1.0, -1, 24, ignore_eos=True, seed=0)
+        groups = session.sample([text_prompt(number) for number in range(4)], sampling)
+        for group in groups:
+            for number, rollout in enumerate(group.rollouts):
+                experts = rollout.completion.routed_experts
+                assert experts is not None
+                assert (experts.prompt is None) == (number > 0)
+                assert (experts.completion[:, 0, 0] == NO_RECORD).nonzero().flatten().tolist() == [23]
+        compare(figures, "experts of the engine", session.differences(groups))
+        with session.trainer.policy.own_routing():
+            compare(figures, "experts of the trainer", session.differences(groups))
+    return figures
+
+
 def open_session(
     machine: Machine,
     folder: Path,
@@ -193,6 +218,7 @@ def open_session(
     variant: Variant | None,
     *,
     vllm_bytes: int | None = None,
+    router_replay: Literal["disabled", "R3"] = "disabled",
 ) -> Session:
     """Load the policy and start vLLM, as a run with these settings does.
 
@@ -205,6 +231,8 @@ def open_session(
     rollout: dict[str, Any] = {"name": "vllm", "dtype": dtype, "limit_images": 1, "max_num_seqs": 128}
     if vllm_bytes is not None and machine.on_gpu:
         rollout |= {"gpu_memory_utilization": vllm_bytes / torch.cuda.mem_get_info()[1]}
+    if router_replay == "R3" and not machine.on_gpu:
+        rollout["name"] = "transformers"
     if variant is not None:
         runner, is_async, graphs = variant
         rollout |= {"model_runner": runner, "async_scheduling": is_async, "enforce_eager": not graphs}
@@ -215,6 +243,7 @@ def open_session(
                 "actor": {
                     "model": {"model_path": str(folder)},
                     "fsdp": {"torch_dtype": dtype, "mp_param_dtype": dtype},
+                    "router_replay": router_replay,
                 },
                 "rollout": rollout,
             },
@@ -302,6 +331,10 @@ def test_vllm_computes_the_log_probabilities_of_the_trainer(machine, measure, ru
 
 def test_log_probabilities_of_texts_are_the_same_after_a_sleep(measure):
     measure(compare_text_after_sleep)
+
+
+def test_router_replay_uses_the_experts_of_the_engine(measure):
+    measure(compare_router_replay)
 
 
 def test_changes_are_compared_up_to_the_first_token_that_differs():
