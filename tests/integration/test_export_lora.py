@@ -38,6 +38,7 @@ FAMILIES = [
     ("qwen3_vl_moe", False),
     ("internvl", False),
     ("gemma3", True),
+    ("gemma4", True),
 ]
 Edit = Callable[[dict[str, Any]], None]
 PARTS: tuple[Part, ...] = ("adapter", "model")

@@ -161,8 +161,9 @@ def liger_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 # Number of norms and gated MLPs. Qwen2.5-VL: two decoder layers, three vision blocks and the
 # merger.
-# Qwen3: norms of queries and keys too. Gemma 3: six norms in each layer. Qwen3.5: norms of queries
-# and keys in one of its two layers; the norm with a gate in the other one is not replaced. So in
+# Qwen3: norms of queries and keys too. Gemma 3: six norms in each layer. Gemma 4: six too, norms
+# of keys in the two layers that have keys, and one before all layers. Qwen3.5: norms of queries and
+# keys in one of its two layers; the norm with a gate in the other one is not replaced. The same in
 # Qwen3-Next, with a dense MLP and two shared experts in three layers.
 @pytest.mark.parametrize(
     ("model_type", "norms", "mlps", "casting"),
@@ -171,6 +172,7 @@ def liger_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("qwen3", 2 * 4 + 1, 2, "llama"),
         ("qwen3_moe", 2 * 4 + 1, 1, "llama"),
         ("gemma3_text", 2 * 6 + 1, 0, "gemma"),
+        ("gemma4_text", 4 * 6 + 2 + 2, 0, "gemma"),
         ("qwen3_5", 2 + 4 + 1, 2, "gemma"),
         ("qwen3_next", 2 + 6 + 1, 1 + 2, "gemma"),
     ],

@@ -51,6 +51,7 @@ TIED = (
     "gemma",
     "gemma3_text",
     "gemma3",
+    "gemma4",
 )  # one of each kind; the others are not tied
 
 

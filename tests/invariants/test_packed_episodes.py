@@ -77,8 +77,8 @@ def some_loss(logprobs: Tensor, entropy: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "model_type",
     [
-        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl", "llava_onevision", "gemma3", "mistral3"),
-        *("idefics3", "qwen3", "llama"),
+        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl", "llava_onevision", "gemma3", "gemma4"),
+        *("mistral3", "idefics3", "qwen3", "llama"),
     ],
 )
 @pytest.mark.parametrize("max_tokens", [1_000_000, 120], ids=["one-row", "many-rows"])

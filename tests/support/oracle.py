@@ -115,14 +115,15 @@ def has_no_gradient(name: str) -> bool:
 
     Without rotary positions a key's bias shifts all attention logits of a token alike.
     """
-    return name.startswith(("model.vision_tower.", "model.vision_model.")) and name.endswith("k_proj.bias")
+    return ("vision_tower." in name or "vision_model." in name) and name.endswith("k_proj.bias")
 
 
 def _token_types(model, token_ids: Tensor) -> dict[str, Tensor]:
-    """Return the argument by which transformers knows the tokens of images, in Gemma 3."""
-    if model.config.model_type != "gemma3":
+    """Return the argument by which transformers knows the tokens of images, in Gemma 3 and 4."""
+    names = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
+    if model.config.model_type not in names:
         return {}
-    return {"token_type_ids": (token_ids == model.config.image_token_id).int()}
+    return {names[model.config.model_type]: (token_ids == model.config.image_token_id).int()}
 
 
 def media_arguments(model, token_ids: Tensor, visions: Sequence[Vision]) -> dict[str, Tensor]:
@@ -145,6 +146,8 @@ def media_arguments(model, token_ids: Tensor, visions: Sequence[Vision]) -> dict
         return {}
     if model.config.model_type == "mistral3":
         return _as_padded_images(media["pixel_values"], media["image_grid_thw"])
+    if model.config.model_type == "gemma4":
+        return _as_padded_patches(media["pixel_values"], media["image_grid_thw"]) | _token_types(model, token_ids)
     if model.config.model_type in TILE_MODELS:
         tiles = _as_tiles(media["pixel_values"])
         nested = model.config.model_type in NESTED_TILES
@@ -165,6 +168,18 @@ def _as_padded_images(patches: Tensor, grid_thw: Tensor) -> dict[str, Tensor]:
             for left in range(0, width, 14):
                 image[:, top : top + 14, left : left + 14] = next(remaining)
     return {"pixel_values": images, "image_sizes": sizes}
+
+
+def _as_padded_patches(patches: Tensor, grid_thw: Tensor) -> dict[str, Tensor]:
+    """Return patches as the arguments of a model that takes a padded batch of them."""
+    sizes = grid_thw.prod(1).tolist()
+    padded = torch.zeros(len(sizes), max(sizes), patches.shape[1])
+    places = torch.full((len(sizes), max(sizes), 2), -1)
+    for image, (part, (_, rows, columns)) in enumerate(zip(patches.split(sizes), grid_thw.tolist(), strict=True)):
+        padded[image, : len(part)] = part
+        of_image = [(column, row) for row in range(rows) for column in range(columns)]
+        places[image, : len(part)] = torch.tensor(of_image)
+    return {"pixel_values": padded, "image_position_ids": places}
 
 
 def _as_tiles(patches: Tensor) -> Tensor:

@@ -182,7 +182,7 @@ LARGE = [(16, 3200), (690, 15420), (15420, 690), (4000, 3000)]
 
 
 SMALL = 16 * 32 * 32
-OTHERS = ("internvl", "llava", "llava_onevision", "gemma3", "mistral3", "idefics3")
+OTHERS = ("internvl", "llava", "llava_onevision", "gemma3", "gemma4", "mistral3", "idefics3")
 RESIZED = [
     *(("qwen2_5_vl", None), ("qwen2_5_vl", SMALL), ("qwen3_vl", None), ("qwen3_vl", SMALL)),
     *(("glm4v", None), ("glm4v", SMALL)),

@@ -24,7 +24,7 @@ def count(processors, prompt, token):
 
 
 @pytest.mark.parametrize(
-    "model_type", ["qwen2_5_vl", "qwen3_vl", "llama", "gemma", "mistral", "llava", "internvl", "gemma3"]
+    "model_type", ["qwen2_5_vl", "qwen3_vl", "llama", "gemma", "mistral", "llava", "internvl", "gemma3", "gemma4"]
 )
 def test_role_tokens_of_a_row_are_text(tiny_model, model_type):
     processors = processors_of(tiny_model(model_type))

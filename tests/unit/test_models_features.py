@@ -21,7 +21,7 @@ from trigon.models.policy import Policy
 from trigon.types import PackedGroups
 
 CPU = torch.device("cpu")
-TOWERS = ["qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", "gemma3", "mistral3"]
+TOWERS = ["qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", "gemma3", "gemma4", "mistral3"]
 
 
 def features(value: float, tokens: int = 2, layers: int = 0) -> VisionFeatures:

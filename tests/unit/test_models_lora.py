@@ -27,7 +27,7 @@ from trigon.models.policy import Policy
 from trigon.types import RolloutGroup
 
 TinyModel = Callable[..., Path]
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3_5", "gemma3"]
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3_5", "gemma3", "gemma4"]
 VISION_FAMILIES = FAMILIES[:2]
 
 

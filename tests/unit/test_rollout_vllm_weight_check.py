@@ -1,6 +1,7 @@
 """Checksums of weights, and the comparison of vLLM's parameters with the trainer's tensors."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -51,12 +52,12 @@ def test_one_update_with_a_learning_rate_of_1e_6_is_found(dtype):
 def rank(tensors, parameters):
     """Return the sums of a rank.
 
-    parameters: name -> (its values, the names of what was loaded into it).
+    parameters: name -> (its values, the names of what was loaded into it, one for each place).
     """
     return RankSums(
         tensors={(name, "torch.float32"): checksum(tensor) for name, tensor in tensors.items()},
         sources={
-            name: frozenset((source, "torch.float32") for source in sources)
+            name: Counter((source, "torch.float32") for source in sources)
             for name, (_, sources) in parameters.items()
             if sources
         },
@@ -77,6 +78,13 @@ def shards(num_ranks, *, key_copies=1):
         parts = [Q.chunk(num_ranks)[index], K.chunk(keys)[index % keys], V.chunk(keys)[index % keys]]
         ranks.append(rank(TENSORS, {"qkv": (torch.cat(parts), FUSED), "norm": (NORM, ("norm",))}))
     return ranks
+
+
+def test_keys_that_are_values_too_are_those_of_the_trainer():
+    fused = torch.cat([Q, K, K])
+    compare([rank({"q": Q, "k": K}, {"qkv": (fused, ("q", "k", "k"))})], version=3)
+    with pytest.raises(ParityError, match="1 differ"):
+        compare([rank({"q": Q, "k": K}, {"qkv": (torch.cat([Q, K, V]), ("q", "k", "k"))})], version=3)
 
 
 @pytest.mark.parametrize(("num_ranks", "key_copies"), [(1, 1), (2, 1), (4, 1), (4, 2), (2, 2), (8, 4)])

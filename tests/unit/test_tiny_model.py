@@ -121,10 +121,11 @@ def test_an_image_becomes_image_tokens_and_changes_the_logits(model_type: str, t
         text = processor.apply_chat_template([{"role": "user", "content": parts}])
         batch = processor(text=[text], images=[Image.new("RGB", (84, 84), colour)], return_tensors="pt")
         # Five or ten tiles of four tokens (one of them is small), one tile of sixteen or of four,
-        # one of sixteen with eight rows of nine, or nine tokens for 84 x 84 pixels.
+        # one of sixteen with eight rows of nine, 64 where an image is enlarged to at most 70, or
+        # nine tokens for 84 x 84 pixels.
         expected = {
             **{"internvl": 20, "llava": 16, "llava_onevision": 88},
-            **{"gemma3": 4, "idefics3": 40, "smolvlm": 40},
+            **{"gemma3": 4, "gemma4": 64, "idefics3": 40, "smolvlm": 40},
         }.get(model_type, 9)
         assert (batch["input_ids"] == model.config.image_token_id).sum() == expected
         with torch.no_grad():

@@ -51,7 +51,7 @@ def open_critic(
             policy, config, plan.critic, placement, trainer=trainer, positions=positions, load_pixels=load_pixels
         )
     require_same_tokens(config, processors)
-    kernel = choose_kernel(config, place.device, critic, family=processors.family)
+    kernel = choose_kernel(config, place.device, critic, processors=processors)
     make = partial(open_value_model, config, processors, kernel)
     model = place_trained(config, critic, make, place)
     assert isinstance(model, ValueModel)

@@ -14,7 +14,7 @@ from trigon.config.plan import Plan
 from trigon.config.schema import Config, TrainedConfig
 from trigon.errors import ConfigError
 from trigon.models.dtypes import DTYPES
-from trigon.models.families import ModelFamily, family_of
+from trigon.models.families import family_of
 from trigon.models.features import VisionFeatureCache
 from trigon.models.fused import require_liger
 from trigon.models.kernels import Kernel, resolve_kernel
@@ -97,11 +97,11 @@ def set_determinism(device: torch.device) -> None:
 
 
 def choose_kernel(
-    config: Config, device: torch.device, model: TrainedConfig | None = None, *, family: ModelFamily | None = None
+    config: Config, device: torch.device, model: TrainedConfig | None = None, *, processors: Processors | None = None
 ) -> Kernel:
     """Return the attention kernel of a model of the run on this device.
 
-    model: None for the policy. family: of the model; None where it is not known yet.
+    model: None for the policy. processors: of the model; None where they are not loaded yet.
 
     Raises: ModelError if it, or liger-kernel where configured, cannot run there; ConfigError for
     use_liger_kernel together with compile_layers.
@@ -114,7 +114,7 @@ def choose_kernel(
             )
         require_liger(device)
     dtype = DTYPES[(model or actor).fsdp.mp_param_dtype]
-    needs_mask = family is not None and family.image_layers != "none"
+    needs_mask = processors is not None and processors.family.image_layers_of(processors.hf_config) != "none"
     return resolve_kernel(actor.model.attention_kernel, device=device, dtype=dtype, needs_mask=needs_mask)
 
 
@@ -192,7 +192,7 @@ def open_trainer(
             config,
             actor,
             processors,
-            choose_kernel(config, place.device, family=processors.family),
+            choose_kernel(config, place.device, processors=processors),
             model_class=ActorCritic if config.shares_trunk else Policy,
         ),
         place,
@@ -241,7 +241,7 @@ def open_reference(
             config,
             actor,
             processors,
-            choose_kernel(config, place.device, family=processors.family),
+            choose_kernel(config, place.device, processors=processors),
             dtype,
         ),
         place,

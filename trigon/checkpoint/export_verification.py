@@ -25,6 +25,7 @@ from trigon.errors import CheckpointError
 from trigon.models.families import ModelFamily, family_of
 from trigon.models.load import ATTENTION, auto_class, family_of_folder, load_hf_config, without_progress_bars
 from trigon.models.lora import load_adapter
+from trigon.models.weight_files import stored_buffers
 from trigon.training.state import ShardedFiles
 
 _LOGIT_TOLERANCE = 1e-4  # in float32, where equal weights give equal logits up to the order of additions
@@ -58,7 +59,7 @@ def verify_names(weights: Weights, folder: Path, *, model_class: Any = None) -> 
     with torch.device("meta"):
         model = (model_class or auto_class(family)).from_config(config)
     remaining = dict(weights.tensors)
-    for parameter_name, parameter in model.named_parameters():
+    for parameter_name, parameter in (*model.named_parameters(), *stored_buffers(model)):
         for name, part in family.checkpoint_tensors(parameter_name, parameter):
             stored = remaining.pop(name, None)
             if stored is None or stored.shape != tuple(part.shape):
@@ -84,8 +85,8 @@ def loading_bytes(weights: Weights, dtype: torch.dtype | None) -> int:
 def verify_model(weights: Weights, folder: Path, dtype: torch.dtype, *, model_class: Any = None) -> None:
     """Raise CheckpointError unless folder loads in this dtype, as a model with these weights.
 
-    Every parameter of the loaded model must equal the tensors of its name; so the logits are those
-    of the checkpoint. They must be finite. model_class: None: that of the policy.
+    Every parameter and buffer of the loaded model must equal the tensors of its name; so the logits
+    are those of the checkpoint. They must be finite. model_class: None: that of the policy.
     """
     family = family_of_folder(folder)
     with without_progress_bars():
@@ -97,7 +98,7 @@ def verify_model(weights: Weights, folder: Path, dtype: torch.dtype, *, model_cl
         raise CheckpointError(f"the exported model does not load completely: {problems}; nothing was exported")
     if exported.dtype != dtype:
         raise CheckpointError(f"the exported model loads as {exported.dtype}, not {dtype}; nothing was exported")
-    for name, parameter in exported.named_parameters():
+    for name, parameter in (*exported.named_parameters(), *stored_buffers(exported)):
         if not torch.equal(parameter, _read(name, parameter, weights, family, parameter.dtype)):
             raise CheckpointError(f"transformers loads another {name} than the checkpoint's; nothing was exported")
     with _parameters(exported, lambda name, tensor: tensor.float()):

@@ -397,6 +397,57 @@ class AssembledTileProcessor(TileProcessor):
         return best_height, best_width
 
 
+class PooledProcessor(ImageProcessor):
+    """An image processor that enlarges or shrinks an image to about a number of tokens."""
+
+    def __init__(self, image_processor: Any, *, patch_size: int, spatial_merge: int) -> None:
+        """Wrap image_processor for a model that averages spatial_merge x spatial_merge patches.
+
+        Raises: ModelError if the processor has other sizes.
+        """
+        found = (image_processor.patch_size, image_processor.pooling_kernel_size)
+        if found != (patch_size, spatial_merge):
+            raise ModelError(
+                f"the image processor has patch_size, pooling_kernel_size = {found}, "
+                f"the model {(patch_size, spatial_merge)}: correct preprocessor_config.json or config.json"
+            )
+        self._image_processor = image_processor
+        self._patch_size = patch_size
+        self._spatial_merge = spatial_merge
+        self._patches_per_token = spatial_merge**2
+        self._lock = threading.Lock()
+        self._calls = 0
+
+    def image_tokens(self, width: int, height: int) -> int:
+        """See ImageProcessor."""
+        return prod(self.grid(width, height)) // self._patches_per_token
+
+    def processed_size(self, width: int, height: int) -> tuple[int, int]:
+        """See ImageProcessor."""
+        from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+
+        rows, columns = get_aspect_ratio_preserving_size(
+            height,
+            width,
+            patch_size=self._patch_size,
+            max_patches=self._image_processor.max_soft_tokens * self._patches_per_token,
+            pooling_kernel_size=self._spatial_merge,
+        )
+        return columns, rows
+
+    def grid(self, width: int, height: int) -> tuple[int, int, int]:
+        """See ImageProcessor."""
+        columns, rows = self.processed_size(width, height)
+        return 1, rows // self._patch_size, columns // self._patch_size
+
+    def _process_image(self, image: Image.Image) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ImageProcessor."""
+        features = self._image_processor(images=[image], return_tensors="pt", input_data_format="channels_first")
+        grid = self.grid(*image.size)
+        patches = features["pixel_values"][0, : prod(grid)].to(torch.float32)  # without padding
+        return patches, torch.tensor([grid])
+
+
 class VideoProcessor:
     """A Hugging Face video processor that counts its calls. Safe to use from several threads.
 
@@ -518,7 +569,8 @@ def image_processor_of(processors: Processors) -> ImageProcessor | None:
             spatial_merge=family.spatial_merge(config),
         )
     if family.image_tower:
-        return WholeImageProcessor(
+        of_images = PooledProcessor if family.pooled else WholeImageProcessor
+        return of_images(
             processors.image_processor,
             patch_size=family.patch_size(config),
             spatial_merge=family.spatial_merge(config),

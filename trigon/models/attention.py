@@ -78,8 +78,8 @@ def use_group_attention(model: Any, family: ModelFamily, kernel: Kernel = "sdpa"
     """Replace the attention of a transformers model by group attention and window attention.
 
     The language model attends within groups, the vision tower within windows. A tower that takes
-    tiles keeps its own attention, since its tiles are a batch. Afterwards the model runs only with
-    the keyword argument that Policy passes, and has no padded path.
+    a batch of images, as tiles or padded, keeps its own attention. Afterwards the model runs only
+    with the keyword argument that Policy passes, and has no padded path.
     """
     from transformers import AttentionInterface
 
@@ -90,7 +90,7 @@ def use_group_attention(model: Any, family: ModelFamily, kernel: Kernel = "sdpa"
         AttentionInterface.register(name, partial(_window_attention_forward, kernel=used))
     family.language_model(model).set_attn_implementation(GROUP_ATTENTION[kernel])
     tower = family.vision_tower(model)
-    if tower is not None and not family.tiles:
+    if tower is not None and not family.tiles and not family.pooled:
         # transformers 5.16 to 5.19: set_attn_implementation("...flash...") looks for a downloadable
         # kernel of that name, registered or not. The setter of the config does not.
         tower.config._attn_implementation = WINDOW_ATTENTION[kernel]

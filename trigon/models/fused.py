@@ -78,8 +78,9 @@ def use_liger(model: nn.Module) -> int:
         kind = type(module).__name__
         part: Any = module
         if kind.endswith("RMSNorm") and getattr(part, "weight", None) is not None:
-            # These families scale by 1 + weight, in float32.
-            offset, casting = (1.0, "gemma") if kind.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) else (0.0, "llama")
+            # These families scale by 1 + weight, in float32; Gemma 4 by the weight.
+            casting = "gemma" if kind.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) else "llama"
+            offset = 1.0 if casting == "gemma" and not kind.startswith("Gemma4") else 0.0
             part.forward = partial(_rms_norm, part, liger_rms_norm, offset=offset, casting=casting)
             count += 1
         elif all(hasattr(part, name) for name in ("gate_proj", "up_proj", "down_proj")) and _is_silu(part):

@@ -260,6 +260,9 @@ def load_model(
                 output_loading_info=True,
             )
         _require_complete_weights(folder, report)
+    for name, parameter in model.named_parameters():
+        if name.startswith(family.unused_parameters):
+            parameter.requires_grad_(False)
     family.language_model(model).config.use_cache = False
     patch_model(model, family, attention_kernel)
     model.name_or_path = model_path  # as given, not the folder of the downloaded copy

@@ -45,6 +45,7 @@ from trigon.models.sequence_parallel import (
 from trigon.models.sizes import GroupLengths, peak_tflops, update_flops
 from trigon.models.transfer import to_device
 from trigon.models.vision_encoder import VisionEncoder, add_deepstack
+from trigon.models.weight_files import stored_buffers
 from trigon.types import NO_RECORD, NamedTensors, PackedGroups, TokenLogprobs, TrainGroup
 
 
@@ -210,19 +211,25 @@ class Policy(nn.Module):
         device = computing_device(language.embed_tokens.weight)
         row = slice_of(packed, ranks)
         embeddings = language.embed_tokens(to_device(row.token_ids, device))[None]
-        deepstack_arguments: dict[str, Any] = {}
+        layer_arguments: dict[str, Any] = {}
         if packed.visions:
             features = self._vision.encode_row(packed, row, embeddings, ranks)
             places = to_device(features.places, device)
             # By positions: a mask would have to be read to know how many features its gradient has.
             embeddings = embeddings.index_copy(1, places, features.tokens.to(embeddings.dtype)[None])
             if self.family.deepstack:
-                deepstack_arguments = {
+                layer_arguments = {
                     "visual_pos_masks": places,  # for add_deepstack
                     "deepstack_visual_embeds": features.deepstack,
                 }
         elif run_dummy_vision:
             embeddings = self._vision.run_without_images(embeddings)
+        if getattr(language, "hidden_size_per_layer_input", 0):
+            text_ids = row.token_ids
+            if self.family.has_vision:  # as in the forward of transformers
+                placeholders = torch.tensor(self.family.placeholder_token_ids(self.model.config))
+                text_ids = text_ids.masked_fill(torch.isin(text_ids, placeholders), language.config.pad_token_id)
+            layer_arguments["per_layer_inputs"] = language.get_per_layer_inputs(to_device(text_ids, device), None)
         position_ids = to_device(row.position_ids, device)
         states: Tensor = language(
             inputs_embeds=embeddings,
@@ -233,11 +240,11 @@ class Policy(nn.Module):
                 device,
                 configured_kernel(language.config),
                 image_tokens=self._vision.image_tokens(packed),
-                image_layers=self.family.image_layers,
+                image_layers=self.family.image_layers_of(self.model.config),
                 row_ranks=ranks,
                 routing=self._row_routing(packed, row, load, device),
             ),
-            **deepstack_arguments,
+            **layer_arguments,
         ).last_hidden_state[0]
         return states, row
 
@@ -290,6 +297,11 @@ class Policy(nn.Module):
         if tower is None or not self.family.takes_patches:
             return []
         return [tower.merger, *(tower.deepstack_merger_list if self.family.deepstack else ())]
+
+    def layer_embeddings(self) -> list[nn.Module]:
+        """Return the embedding of which each decoder layer gets a part, if there is one."""
+        language = self.family.language_model(self.model)
+        return [language.embed_tokens_per_layer] if hasattr(language, "embed_tokens_per_layer") else []
 
     @property
     def embedding(self) -> nn.Module:
@@ -439,6 +451,8 @@ class Policy(nn.Module):
     def named_weights(self, dtype: torch.dtype | None = None) -> NamedTensors:
         """Iterate over all weights as published checkpoints store them, without a tied head.
 
+        With them come the buffers that checkpoints have; no update changes them.
+
         Adapters are merged into the weights of their layers, in float32, and rounded once. Tensors
         are full: a sharded one is gathered, by all ranks together, on the device that computes,
         when it is yielded. Others are views of the parameters if they have their dtype; those of
@@ -463,18 +477,21 @@ class Policy(nn.Module):
                 lora_a, lora_b = full_tensor(adapter.lora_a.detach()), full_tensor(adapter.lora_b.detach())
                 weight = merged_weight(full_tensor(weight), lora_a, lora_b, adapter.scaling, dtype=dtype)
             yield from self.family.checkpoint_tensors(name, weight)
+        for name, buffer in stored_buffers(self.model):
+            is_wider = dtype is not None and buffer.dtype.itemsize > dtype.itemsize
+            yield self.family.checkpoint_name(name), buffer.to(dtype) if is_wider else buffer
 
     def saved_tensors(self) -> NamedTensors:
-        """Iterate over the parameters of a training checkpoint, without gathering shards.
+        """Iterate over the tensors of a training checkpoint, without gathering shards.
 
-        Without LoRA these are all weights under their names in a checkpoint, with experts stacked;
-        with LoRA the adapters alone, under peft's names.
+        Without LoRA these are all weights, and the buffers that checkpoints have, under their names
+        in a checkpoint, with experts stacked; with LoRA the adapters alone, under peft's names.
         """
         if self.has_adapters:
             yield from adapter_tensors(self.model)
             return
-        for name, parameter in self.model.named_parameters():
-            yield self.family.checkpoint_name(name), parameter
+        for name, tensor in (*self.model.named_parameters(), *stored_buffers(self.model)):
+            yield self.family.checkpoint_name(name), tensor
 
     @torch.no_grad()
     def load_named_weights(self, weights: Mapping[str, Tensor]) -> None:

@@ -324,12 +324,13 @@ class ModelSize:
     """The sizes of a policy.
 
     model_type: model_type of its config.
-    layers: sizes of the units that FSDP gathers one by one: decoder layers, vision blocks, mergers.
+    layers: sizes of the units that FSDP gathers one by one: decoder layers, vision blocks, mergers,
+        and an embedding for the layers.
     head, embedding: sizes of these two units; None if they share a weight.
     root: size of everything else, and of a weight that head and embedding share.
     largest: number of weights in the largest tensor.
     key_values: number of keys and values that a token has in the KV cache, over all layers.
-    key_heads: number of key heads in a layer.
+    key_heads: number of key heads in a layer, the least of any.
     tensor_parallel_sizes: numbers of GPUs that can hold one copy of the model in vLLM together.
     tied: whether the head is the embedding.
     trains_vision: whether the vision tower has gradients.
@@ -388,7 +389,7 @@ def model_size(policy: Policy, lora: LoraConfig | None) -> ModelSize:
     """
     config = policy.model.config
     text = config.get_text_config()
-    units = [*policy.layers(), *policy.mergers()]
+    units = [*policy.layers(), *policy.mergers(), *policy.layer_embeddings()]
     ends = [] if policy.has_tied_head else [policy.head, policy.embedding]
     in_units = {parameter for unit in (*units, *ends) for parameter in unit.parameters()}
     adapters: dict[nn.Parameter, int] | None = None
@@ -403,8 +404,8 @@ def model_size(policy: Policy, lora: LoraConfig | None) -> ModelSize:
         embedding=None if policy.has_tied_head else _unit_size(policy.embedding.parameters(), adapters),
         root=_unit_size((part for part in policy.parameters() if part not in in_units), adapters),
         largest=max(parameter.numel() for parameter in policy.parameters()),
-        key_values=2 * _attention_layers(text) * text.num_key_value_heads * head_dim(text),
-        key_heads=text.num_key_value_heads,
+        key_values=key_values(text),
+        key_heads=min(config.num_key_value_heads for config in layer_configs(text)),
         tensor_parallel_sizes=tensor_parallel_sizes(config),
         tied=policy.has_tied_head,
         trains_vision=any(part.requires_grad if adapters is None else part in adapters for part in parts),
@@ -412,9 +413,26 @@ def model_size(policy: Policy, lora: LoraConfig | None) -> ModelSize:
     )
 
 
-def _attention_layers(text: Any) -> int:
-    """Return the number of layers with keys and values; linear attention has none."""
-    return sum(kind != "linear_attention" for kind in _layer_types(text))
+def layer_configs(text: Any) -> list[Any]:
+    """Return the config of each decoder layer; in Gemma 4 heads differ between layers."""
+    number = text.num_hidden_layers
+    if getattr(text, "is_heterogeneous", False):
+        return [text.per_layer_config[layer] for layer in range(number)]
+    return [text] * number
+
+
+def key_values(text: Any) -> int:
+    """Return the number of keys and values that a token has, over all layers that keep any.
+
+    Layers of linear attention keep none, nor do those that use the keys of an earlier layer.
+    """
+    kinds = _layer_types(text)
+    keeping = len(kinds) - getattr(text, "num_kv_shared_layers", 0)
+    return sum(
+        2 * layer.num_key_value_heads * head_dim(layer)
+        for kind, layer in zip(kinds[:keeping], layer_configs(text)[:keeping], strict=True)
+        if kind != "linear_attention"
+    )
 
 
 def _layer_types(text: Any) -> list[str]:
@@ -462,13 +480,18 @@ def require_tensor_parallel(hf_config: Any, size: int, *, num_workers: int) -> N
 
 def _indivisible(hf_config: Any, size: int) -> Iterator[str]:
     """Yield the parts that this number of GPUs cannot divide, as text."""
-    text = text_dimensions(hf_config.get_text_config())
-    divided = [
-        (text.heads, "attention heads"),
-        (text.mlp if text.moe_layers < text.layers else 0, "columns in an MLP"),
-        (text.expert_mlp, "columns in an expert"),
-        (text.shared_mlp, "columns in the expert of all tokens"),
-    ]
+    config = hf_config.get_text_config()
+    key_heads = {int(layer.num_key_value_heads) for layer in layer_configs(config)}
+    if getattr(config, "is_heterogeneous", False):
+        divided = [(config.num_attention_heads, "attention heads"), (config.intermediate_size, "columns in an MLP")]
+    else:
+        text = text_dimensions(config)
+        divided = [
+            (text.heads, "attention heads"),
+            (text.mlp if text.moe_layers < text.layers else 0, "columns in an MLP"),
+            (text.expert_mlp, "columns in an expert"),
+            (text.shared_mlp, "columns in the expert of all tokens"),
+        ]
     vision = getattr(hf_config, "vision_config", None)
     if vision is not None:
         family = family_of(hf_config)
@@ -481,9 +504,10 @@ def _indivisible(hf_config: Any, size: int) -> Iterator[str]:
             divided.append((heads, "attention heads in its vision tower"))
         divided.append((mlp, "columns in an MLP of its vision tower"))
     yield from (f"{number:,} {name}" for number, name in divided if number % size)
-    if text.key_heads % size and size % text.key_heads:  # GPUs hold fewer key heads several times
-        yield f"{text.key_heads} key heads"
-    linear = getattr(hf_config.get_text_config(), "linear_num_key_heads", 0)
+    yield from (  # GPUs hold fewer key heads several times
+        f"{number} key heads" for number in sorted(key_heads) if number % size and size % number
+    )
+    linear = getattr(config, "linear_num_key_heads", 0)
     if linear % size:
         yield f"{linear} key heads of linear attention"
 

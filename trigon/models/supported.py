@@ -11,7 +11,7 @@ from trigon.errors import ModelError
 from trigon.models.attention import sliding_windows
 from trigon.models.families import ModelFamily
 
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # their frequencies depend on the config alone
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")  # their frequencies depend on the config alone
 
 
 def require_supported(config: Any, family: ModelFamily) -> None:
@@ -25,6 +25,11 @@ def require_supported(config: Any, family: ModelFamily) -> None:
         )
     if family.language_types:
         _require_supported_parts(config, family)
+    if getattr(text_config, "enable_moe_block", None):
+        raise ModelError(
+            f"This {family.model_type!r} is an MoE model (enable_moe_block), whose experts, in the trainer and in the "
+            "rollout engine, are not tested. Use a dense model, see docs/model-families.md."
+        )
     known = {"full_attention", "sliding_attention", *(["linear_attention"] if family.linear_attention else [])}
     other_types = sorted({*(getattr(text_config, "layer_types", None) or ())} - known)
     if other_types:
@@ -48,7 +53,7 @@ def require_supported(config: Any, family: ModelFamily) -> None:
                 f"The model has {cap} = {getattr(text_config, cap)}, which is not supported for "
                 f"{family.model_type!r}. Use another model, see docs/model-families.md."
             )
-    if getattr(text_config, "use_bidirectional_attention", None):
+    if getattr(text_config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise ModelError("The model attends to later tokens, so it cannot sample. Use a causal language model.")
     for rope_type in _rope_types(text_config) - {*_ROPE_TYPES}:
         raise ModelError(

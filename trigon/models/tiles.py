@@ -1,4 +1,4 @@
-"""Conversion between patches and what other vision towers take: tiles of one size, or whole images.
+"""Conversion between patches and what other vision towers take: tiles, images, padded patches.
 
 tile   1 2 | 5 6      A tile of 4 x 4 pixels is four patches of 2 x 2, row by row:
        3 4 | 7 8      [1 2 3 4], [5 6 7 8], [9 10 11 12], [13 14 15 16].
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 def to_patches(tiles: Tensor, patch_size: int) -> Tensor:
@@ -60,3 +61,23 @@ def to_padded_images(patches: Tensor, grid_thw: Tensor, patch_size: int) -> Tens
     for row, image in zip(padded, images, strict=True):
         row[:, : image.shape[1], : image.shape[2]] = image
     return padded
+
+
+def patch_positions(grid_thw: Tensor) -> Tensor:
+    """Return the position of each patch, row by row: [images, most patches, 2] int64 on the CPU.
+
+    Args: grid_thw: [images, 3], (1, rows, columns) in patches, on the CPU.
+    """
+    positions = [
+        torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1).view(-1, 2)
+        for _, rows, columns in grid_thw.tolist()
+    ]
+    return pad_sequence(positions, batch_first=True, padding_value=-1)
+
+
+def pad_patches(patches: Tensor, grid_thw: Tensor) -> Tensor:
+    """Return the patches of each image: [images, most patches, values]; 0 for padding.
+
+    Args: patches: [all patches, values], on any device. grid_thw: as in patch_positions.
+    """
+    return pad_sequence(list(torch.split(patches, grid_thw.prod(1).tolist())), batch_first=True)

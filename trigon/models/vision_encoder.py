@@ -21,7 +21,7 @@ from trigon.models.families import ModelFamily
 from trigon.models.features import VisionFeatureCache, VisionFeatures
 from trigon.models.kernels import supports
 from trigon.models.sequence_parallel import DealtImages, RowRanks, RowSlice, deal_images, send_features
-from trigon.models.tiles import to_padded_images, to_tiles
+from trigon.models.tiles import pad_patches, patch_positions, to_padded_images, to_tiles
 from trigon.models.transfer import concatenated, to_device
 from trigon.types import ImageSizes, PackedGroups, Vision
 
@@ -144,7 +144,9 @@ class VisionEncoder:
     def _tower_pixels(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
         """Return pixels as the vision tower takes them, on its device and in its dtype."""
         tower: Any = self._family.vision_tower(self._model)
-        if not self._family.takes_patches:
+        if self._family.pooled:
+            pixel_values = pad_patches(pixel_values, grid_thw)
+        elif not self._family.takes_patches:
             to_pixels = to_tiles if self._family.tiles else to_padded_images
             pixel_values = to_pixels(pixel_values, grid_thw, self._family.patch_size(self._model.config))
         return to_device(pixel_values, tower.device).to(tower.dtype)
@@ -154,6 +156,8 @@ class VisionEncoder:
         tower: Any = self._family.vision_tower(self._model)
         if self._family.tiles:
             return self._family.image_features(self._model, pixels, grid_thw, sizes), []
+        if self._family.pooled:
+            return self._encode_pooled(pixels, grid_thw), []
         if self._family.image_tower:
             return self._encode_images(pixels, grid_thw), []
         output = tower(pixels, **tower_inputs(tower, grid_thw))
@@ -178,6 +182,18 @@ class VisionEncoder:
             max_length_q=_longest(starts),
         ).last_hidden_state
         features: Tensor = self._model.get_submodule(self._family.projector_path)(states[0], sizes)
+        return features
+
+    def _encode_pooled(self, patches: Tensor, grid_thw: Tensor) -> Tensor:
+        """Return the features of images whose patches are averaged, [tokens, D].
+
+        Gemma 4's tower and projector, called by themselves, since the model's method reads sizes
+        back from the device. Args: patches: padded, as from pad_patches. grid_thw: on the CPU.
+        """
+        tower: Any = self._family.vision_tower(self._model)
+        positions = to_device(patch_positions(grid_thw), patches.device)
+        states = tower(pixel_values=patches, pixel_position_ids=positions).last_hidden_state
+        features: Tensor = self._model.get_submodule(self._family.projector_path)(inputs_embeds=states)
         return features
 
     @torch.no_grad()

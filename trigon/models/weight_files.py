@@ -1,4 +1,4 @@
-"""The safetensors files of a model: their dtype, and writing them for other users too.
+"""The safetensors files of a model: what is in them, their dtype, and writing them for other users.
 
 safetensors (0.7) creates its files for their owner only (mode 0600), whatever the umask is.
 """
@@ -6,14 +6,14 @@ safetensors (0.7) creates its files for their owner only (mode 0600), whatever t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import mkdtemp
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -28,6 +28,14 @@ def stored_dtype(folder: Path) -> torch.dtype | None:
         with safe_open(file, framework="pt") as tensors:
             names.update(tensors.get_slice(name).get_dtype() for name in tensors.keys())  # noqa: SIM118
     return _DTYPES.get(names.pop()) if len(names) == 1 else None
+
+
+def stored_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the buffers that a model stores beside its parameters, by their names."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def save_weights(tensors: Mapping[str, Tensor], file: Path) -> None:

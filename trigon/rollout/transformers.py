@@ -22,7 +22,7 @@ from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
 from trigon.models.positions import completion_positions, positions_of, prompt_positions
 from trigon.models.routing import ExpertRecorder
-from trigon.models.tiles import to_padded_images, to_tiles
+from trigon.models.tiles import pad_patches, patch_positions, to_padded_images, to_tiles
 from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.episodes import Episodes
 from trigon.rollout.protocol import OnGroup, Until, require_local_weights
@@ -236,14 +236,15 @@ class TransformersEngine:
             positions: [A, T] int64, the same in each row; A is 3 with m-RoPE, else 1.
             visions: the images or videos whose placeholders are in ids, in order.
         """
-        media = self._media(visions)
-        if visions and self._processors.family.image_layers != "none":  # else transformers attends causally
-            is_image = ids == self._processors.family.image_token_id(self._model.config)
-            media["token_type_ids"] = is_image.to(self._device, torch.int64)
+        media, family = self._media(visions), self._processors.family
+        if visions and family.image_layers != "none":  # without it transformers attends causally
+            is_image = ids == family.image_token_id(self._model.config)
+            name = "mm_token_type_ids" if family.pooled else "token_type_ids"
+            media[name] = is_image.to(self._device, torch.int64)
         rows = positions[:, None].expand(-1, len(ids), -1).to(self._device)  # [A, B, T]
         output = self._model(
             input_ids=ids.to(self._device),
-            position_ids=rows if self._processors.family.rope == "mrope" else rows[0],
+            position_ids=rows if family.rope == "mrope" else rows[0],
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
@@ -271,6 +272,9 @@ class TransformersEngine:
                 if family.tile_assembly is not None:
                     sizes = [size for vision in of_kind for size in vision.original_sizes]
                     media["image_sizes"] = torch.tensor(sizes).flip(1)  # (height, width)
+            elif family.pooled:
+                pixel_values = pad_patches(pixel_values, grid_thw)
+                media["image_position_ids"] = patch_positions(grid_thw).to(self._device)
             else:
                 pixel_values = to_padded_images(pixel_values, grid_thw, patch_size(self._model.config))
                 media["image_sizes"] = grid_thw[:, 1:] * patch_size(self._model.config)

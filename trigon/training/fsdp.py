@@ -240,6 +240,8 @@ def _shard(policy: Policy, mesh: DeviceMesh, sharding: Sharding) -> None:
     }
     for module in (*policy.layers(), *policy.mergers()):
         fully_shard(module, reshard_after_forward=sharding.full_shard, **options)
+    for module in policy.layer_embeddings():
+        fully_shard(module, reshard_after_forward=sharding.full_shard, **options).set_unshard_in_backward(False)
     if not policy.has_tied_head:
         embedding = fully_shard(policy.embedding, reshard_after_forward=sharding.full_shard, **options)
         embedding.set_unshard_in_backward(False)  # its gradient does not depend on its weight

@@ -6,6 +6,7 @@ depends on no family.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isqrt
@@ -23,11 +24,10 @@ _MEDIA_TOKENS = (
     "video_token_id",
     *("vision_start_token_id", "vision_end_token_id"),
     *("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"),
+    *("boi_token_id", "eoi_token_id"),
+    *("audio_token_id", "boa_token_id", "eoa_token_index"),
 )
-"""Where a config names the tokens of images and videos, in a family whose tower takes patches."""
-
-_TILE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
-"""The same in a family whose tower takes tiles."""
+"""Where a config names the tokens of images, videos and audio."""
 
 ImageLayers = Literal["none", "sliding", "all"]
 """The layers in which the tokens of an image attend to each other in both directions: none, those
@@ -39,6 +39,9 @@ ImageLayout = Callable[[int, int, int], Sequence[str | int]]
 A run is given by its number of tokens. Arguments: this number, and how many rows and columns of
 runs there are. Example: two rows of three tokens, (3, "[IMG_BREAK]", 3, "[IMG_END]").
 """
+
+
+_KEYS_AND_VALUES = re.compile(r"(?:^model|\.language_model)\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class ModelFamily:
         several tiles; "time" in its grid_thw counts them.
     image_tower: `model_type` of a vision tower that takes whole images, each of its own size; empty
         for any other.
+    pooled: whether such a tower averages squares of patches into tokens, and takes the patches of
+        an image instead of its pixels.
     projector_path: submodule path of the projector after a tower of tiles or of whole images.
     vision_layers: path of the blocks within the vision tower.
     image_wrap: attributes of the tokenizer for the tokens before and after an image, where chat
@@ -104,6 +109,8 @@ class ModelFamily:
     unused_weights: beginning of the names of tensors that published checkpoints have, and neither
         trainer nor engine loads; empty if there are none.
     frames_per_image: how many frames an image counts as in the pixel limits of its image processor.
+    unused_parameters: beginnings of the names of parameters that are in the model and through which
+        neither text nor images pass: frozen, and exported as they were loaded.
     """
 
     model_type: str
@@ -117,6 +124,7 @@ class ModelFamily:
     experts: Literal["none", "stacked", "transposed", "separate"] = "none"
     tile_tower: str = ""
     image_tower: str = ""
+    pooled: bool = False
     projector_path: str = ""
     vision_layers: str = "blocks"
     image_wrap: tuple[str, str] | None = None
@@ -133,6 +141,7 @@ class ModelFamily:
     linear_attention: str = ""
     unused_weights: str = ""
     frames_per_image: int = 1
+    unused_parameters: tuple[str, ...] = ()
 
     @property
     def has_vision(self) -> bool:
@@ -148,6 +157,14 @@ class ModelFamily:
     def takes_patches(self) -> bool:
         """Whether there is a vision tower that takes patches, with the grid of each image."""
         return self.has_vision and not self.tile_tower and not self.image_tower
+
+    def image_layers_of(self, hf_config: Any) -> ImageLayers:
+        """Return the layers of a model in which the tokens of an image attend in both directions.
+
+        Only the config of Gemma 4 says whether they do.
+        """
+        setting = getattr(hf_config.get_text_config(), "use_bidirectional_attention", None)
+        return "none" if self.image_layers == "sliding" and setting != "vision" else self.image_layers
 
     def language_model(self, model: nn.Module) -> Any:
         """Return the decoder stack, a transformers module: embeddings, layers and final norm."""
@@ -197,6 +214,15 @@ class ModelFamily:
                 return checkpoint_prefix + parameter_name.removeprefix(prefix)
         return parameter_name
 
+    def is_unused(self, name: str, hf_config: Any) -> bool:
+        """Return whether neither trainer nor engine loads a tensor of a published checkpoint."""
+        if self.unused_weights and name.startswith(self.unused_weights):
+            return True
+        text = hf_config.get_text_config()
+        shared = getattr(text, "num_kv_shared_layers", 0)  # the last layers use the keys of earlier ones
+        found = _KEYS_AND_VALUES.search(name) if shared else None
+        return found is not None and int(found[1]) >= text.num_hidden_layers - shared
+
     def checkpoint_tensors(self, parameter_name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a parameter as published checkpoints store them and vLLM expects.
 
@@ -233,6 +259,8 @@ class ModelFamily:
         self._require_vision()
         if self.takes_patches:
             return int(hf_config.vision_config.spatial_merge_size)
+        if self.pooled:
+            return int(hf_config.vision_config.pooling_kernel_size)
         if self.image_tower:
             return int(hf_config.spatial_merge_size)
         tokens = getattr(hf_config, "mm_tokens_per_image", None)
@@ -254,6 +282,8 @@ class ModelFamily:
     def values_per_patch(self, hf_config: Any) -> int:
         """Return the number of values in a patch, over all channels and frames."""
         vision = hf_config.vision_config
+        if self.pooled:  # its config does not say
+            return 3 * self.patch_size(hf_config) ** 2
         planes = vision.in_channels * vision.temporal_patch_size if self.takes_patches else vision.num_channels
         return int(planes) * self.patch_size(hf_config) ** 2
 
@@ -279,8 +309,6 @@ class ModelFamily:
         """
         if not self.has_vision:
             return ()
-        if not self.takes_patches:
-            return tuple(int(getattr(hf_config, name)) for name in _TILE_TOKENS if hasattr(hf_config, name))
         tokens = (getattr(hf_config, name, None) for name in _MEDIA_TOKENS)
         return tuple(int(token) for token in tokens if token is not None)
 

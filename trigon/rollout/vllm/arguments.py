@@ -16,7 +16,7 @@ from trigon.config.schema import Config, RolloutConfig
 from trigon.errors import EngineError
 from trigon.models.dtypes import DTYPES
 from trigon.models.load import Processors
-from trigon.models.sizes import head_dim
+from trigon.models.sizes import head_dim, layer_configs
 
 ModelRunner = Literal["v1", "v2"]
 
@@ -116,7 +116,7 @@ def engine_arguments(
     rollout, model, on_cpu = settings.rollout, settings.config.worker.actor.model, settings.device == "cpu"
     if on_cpu and processors.family.linear_attention:
         _require_cpu_linear_attention(settings, processors)
-    if on_cpu and processors.family.image_layers != "none":
+    if on_cpu and processors.family.image_layers_of(processors.hf_config) != "none":
         raise EngineError(
             f"vLLM does not run a {processors.family.model_type!r} model on a CPU: its attention there is causal, and "
             "the tokens of an image attend to each other in both directions. Set worker.rollout.name=transformers."
@@ -267,7 +267,7 @@ def cpu_cache_bytes(settings: VllmSettings, processors: Processors) -> int:
     environment variable VLLM_CPU_KVCACHE_SPACE, in GiB, overrides it.
     """
     config = processors.hf_config.get_text_config()
-    width = config.num_key_value_heads * head_dim(config)
+    width = max(layer.num_key_value_heads * head_dim(layer) for layer in layer_configs(config))
     token_bytes = int(2 * config.num_hidden_layers * width * DTYPES[settings.rollout.dtype].itemsize)  # keys and values
     return min(2**30, CPU_CACHED_SEQUENCES * (settings.config.context_length + CPU_BLOCK_TOKENS) * token_bytes)
 
@@ -285,11 +285,11 @@ def _collective_compilation() -> dict[str, Any]:
 
 def _vision_arguments(settings: VllmSettings, processors: Processors) -> dict[str, Any]:
     assert processors.image_processor is not None
-    size = processors.image_processor.size
     # The largest image, by which vLLM sizes its encoder cache. It never processes an image itself.
     processor_arguments: dict[str, Any] = {}
     if processors.family.takes_patches:
         # No larger than a prompt has room for: published limits are up to 16,384 tokens.
+        size = processors.image_processor.size
         side = processors.image_processor.patch_size * processors.image_processor.merge_size
         fits = settings.config.context_length * side**2 * processors.family.frames_per_image
         largest = max(size["shortest_edge"], min(size["longest_edge"], fits))

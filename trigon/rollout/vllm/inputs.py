@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trigon.errors import EngineError
 from trigon.models.load import Processors
-from trigon.models.tiles import to_images, to_tiles
+from trigon.models.tiles import patch_positions, to_images, to_tiles
 from trigon.rollout.turns import SampledTurn
 from trigon.rollout.vllm.arguments import VllmSettings
 from trigon.types import Prompt, SamplingParams, Vision
@@ -126,6 +126,12 @@ def _items(vision: Vision, processors: Processors) -> Sequence[Any]:
             side = family.patches_per_side(hf_config) * family.patch_size(hf_config)
             tensors["pixel_attention_mask"] = torch.ones(int(num_tiles.sum()), side, side, dtype=torch.bool)
             fields["pixel_attention_mask"] = MultiModalFieldConfig.flat_from_sizes(kind, num_tiles)
+    elif family.pooled:  # not padded: vLLM encodes images with equal numbers of patches together
+        tensors = {
+            "pixel_values": list(torch.split(vision.pixel_values, vision.grid_thw.prod(dim=1).tolist())),
+            "pixel_position_ids": [patch_positions(grid[None])[0] for grid in vision.grid_thw],
+        }
+        fields = {name: MultiModalFieldConfig.batched(kind) for name in tensors}
     elif family.image_tower:
         tensors = {"pixel_values": to_images(vision.pixel_values, vision.grid_thw, family.patch_size(hf_config))}
         fields = {"pixel_values": MultiModalFieldConfig.batched(kind)}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trigon.config.names import DeviceType
 from trigon.errors import ParityError
+from trigon.models.weight_files import stored_buffers
 from trigon.types import NamedTensors
 
 
@@ -27,13 +28,14 @@ class RankSums:
 
     tensors: checksum of each of the trainer's tensors, rounded to the dtype in which vLLM stores
     it, by (name, dtype).
-    sources: for each of vLLM's parameters, the keys in `tensors` of what was loaded into it.
+    sources: for each of vLLM's parameters, the keys in `tensors` of what was loaded into it, and
+    into how many places: where values are keys, as in layers of Gemma 4, into two.
     parameters: checksum of each of vLLM's parameters, of this rank's shard.
     not_taken: names of the trainer's tensors that were loaded into no parameter.
     """
 
     tensors: Mapping[tuple[str, str], Checksum]
-    sources: Mapping[str, frozenset[tuple[str, str]]]
+    sources: Mapping[str, Mapping[tuple[str, str], int]]
     parameters: Mapping[str, Checksum]
     not_taken: frozenset[str]
 
@@ -54,7 +56,7 @@ class WeightCheck:
     left_out: str | None = None
     _tensor_name: str = ""  # of the tensor that vLLM is loading
     _dtypes: set[torch.dtype] = field(default_factory=set)  # of the parameters into which it has been loaded
-    _sources: dict[str, set[tuple[str, torch.dtype]]] = field(default_factory=dict)
+    _sources: dict[str, dict[tuple[str, torch.dtype], set[str]]] = field(default_factory=dict)  # places of each tensor
     _tensors: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
     _packed: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
     _not_taken: set[str] = field(default_factory=set)
@@ -72,8 +74,9 @@ class WeightCheck:
         """
         sums = self._packed | {
             name: (sum_values(parameter), parameter.numel())
-            for name, parameter in self.model.named_parameters()
-            if parameter.numel()
+            for name, parameter in (*self.model.named_parameters(), *stored_buffers(self.model))
+            # Not every buffer that vLLM would store is in a checkpoint.
+            if parameter.numel() and (name in self._sources or isinstance(parameter, torch.nn.Parameter))
         }
         tensors = {
             (name, str(dtype)): _key(name, dtype) for sources in self._sources.values() for name, dtype in sources
@@ -82,7 +85,7 @@ class WeightCheck:
         return RankSums(
             tensors={key: checksums[text] for key, text in tensors.items()},
             sources={
-                parameter: frozenset((name, str(dtype)) for name, dtype in sources)
+                parameter: {(name, str(dtype)): len(places) for (name, dtype), places in sources.items()}
                 for parameter, sources in self._sources.items()
             },
             parameters=read_sums(sums),
@@ -107,7 +110,7 @@ class WeightCheck:
         """Record into which parameter each tensor is loaded."""
         from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in (*self.model.named_parameters(), *stored_buffers(self.model)):
             loader = getattr(parameter, "weight_loader", default_weight_loader)
             restored.set(parameter, "weight_loader", self._observed(loader, name, parameter.dtype))
 
@@ -116,7 +119,9 @@ class WeightCheck:
         # keeps both.
         @functools.wraps(loader)
         def load(*args: Any, **kwargs: Any) -> Any:
-            self._sources.setdefault(parameter_name, set()).add((self._tensor_name, dtype))
+            # vLLM writes to a tensor into which part of a parameter it is to be loaded.
+            place = next((str(part.shard_id) for part in args if hasattr(part, "shard_id")), "")
+            self._sources.setdefault(parameter_name, {}).setdefault((self._tensor_name, dtype), set()).add(place)
             self._dtypes.add(dtype)
             return loader(*args, **kwargs)
 
@@ -156,16 +161,16 @@ def compare(ranks: list[RankSums], *, version: int) -> None:
     different, not_loaded = [], []
     for name in first.parameters:
         held = add((1, rank.parameters[name]) for rank in ranks)
-        sources = sorted(first.sources.get(name, ()))
+        sources = first.sources.get(name, {})
         if not sources:
             not_loaded.append(name)
         elif not any(held.equals(expected) for expected in _possible(sources, first.tensors, len(ranks))):
-            given = add((1, first.tensors[source]) for source in sources)
+            given = add((times, first.tensors[source]) for source, times in sources.items())
             if not math.isfinite(given.squares):  # finite in the trainer's dtype, before they were rounded
+                dtype = next(dtype for _, dtype in sources).removeprefix("torch.")
                 raise ParityError(
-                    f"weights of step {version} do not fit into the dtype of vLLM's parameter {name}: as "
-                    f"{sources[0][1].removeprefix('torch.')} they are nan or infinite. Set worker.rollout.dtype to "
-                    "bf16 or fp32"
+                    f"weights of step {version} do not fit into the dtype of vLLM's parameter {name}: as {dtype} they "
+                    "are nan or infinite. Set worker.rollout.dtype to bf16 or fp32"
                 )
             different.append(f"{name} has sum {held.total:.17g} instead of {given.total:.17g}")
     not_taken = sorted(frozenset.intersection(*(rank.not_taken for rank in ranks)))
@@ -197,7 +202,7 @@ def gather_ranks(sums: RankSums) -> list[RankSums]:
 
 
 def _possible(
-    sources: list[tuple[str, str]], tensors: Mapping[tuple[str, str], Checksum], num_ranks: int
+    sources: Mapping[tuple[str, str], int], tensors: Mapping[tuple[str, str], Checksum], num_ranks: int
 ) -> Iterator[Checksum]:
     """Yield the checksums that a parameter of these tensors may have, added over all ranks.
 
@@ -205,11 +210,11 @@ def _possible(
     there are fewer key heads than ranks, only keys and values are held several times. No query is
     smaller than its keys.
     """
-    parts = [tensors[source] for source in sources]
-    largest = max(part.num_values for part in parts)
+    parts = [(times, tensors[source]) for source, times in sources.items()]
+    largest = max(part.num_values for _, part in parts)
     for copies in (number for number in range(1, num_ranks + 1) if num_ranks % number == 0):
-        yield add((copies, part) for part in parts)
-        yield add((1 if part.num_values == largest else copies, part) for part in parts)
+        yield add((times * copies, part) for times, part in parts)
+        yield add((times * (1 if part.num_values == largest else copies), part) for times, part in parts)
 
 
 def _key(name: str, dtype: torch.dtype) -> str:

@@ -119,12 +119,11 @@ def canonical_names(names: Iterable[str], processors: Processors) -> frozenset[s
     """Return checkpoint names in transformers' current spelling, without optional ones.
 
     Optional are rotary frequencies, the output head where it is tied to the embedding, and what the
-    family does not use.
+    family or the model does not use.
     """
     family, tied = processors.family, getattr(processors.hf_config, "tie_word_embeddings", False)
     optional = ("rotary_emb.inv_freq", "lm_head.weight") if tied else ("rotary_emb.inv_freq",)
-    unused = family.unused_weights
-    used = (name for name in names if not name.endswith(optional) and not (unused and name.startswith(unused)))
+    used = (name for name in names if not name.endswith(optional) and not family.is_unused(name, processors.hf_config))
     return frozenset(family.checkpoint_name(name) for name in used)
 
 
