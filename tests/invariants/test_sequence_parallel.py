@@ -140,6 +140,12 @@ LORA = {"lora_rank": 2, "freeze": True}
             "qwen3_5, two rows of 2, lora, frozen tower": ("qwen3_5", FOUR, 2, LORA),
             "qwen3_next on 2, router replay": ("qwen3_next", TWO, 2, {"checkpointing": True}),
             "qwen3_vl_moe on 2, router replay": ("qwen3_vl_moe", TWO, 2, {}),
+            "gemma3 on 2": ("gemma3", TWO, 2, {"checkpointing": True}),
+            "gemma3, two rows of 2, lora, frozen tower": ("gemma3", FOUR, 2, LORA),
+            "gemma4 on 2": ("gemma4", TWO, 2, {"checkpointing": True}),
+            "gemma4, two rows of 2, lora, frozen tower": ("gemma4", FOUR, 2, LORA),
+            "mistral3 on 2": ("mistral3", TWO, 2, {}),
+            "idefics3 on 2": ("idefics3", TWO, 2, {}),
             "qwen3 on 2": ("qwen3", TWO, 2, {}),
             "qwen3 on 4": ("qwen3", TWO, 4, {"checkpointing": True}),
         }.items()
