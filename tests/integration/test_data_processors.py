@@ -1,27 +1,13 @@
 """Prompts equal those that the Hugging Face processor builds from the same messages and images."""
 
-import io
-
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from support.builders import make_builder
+from support.images import encoded, noise
 from trigon.models.load import load_processors
 
 SYSTEM = "Be brief."
-
-
-def noise(size, seed):
-    width, height = size
-    return Image.fromarray(np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8))
-
-
-def png(image):
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
-    return stream.getvalue()
 
 
 def part(text):
@@ -57,9 +43,9 @@ def test_prompts_equal_those_of_the_hugging_face_processor(tiny_model, model_typ
     if pixels is not None:
         frames = processors.family.frames_per_image
         reference.image_processor.size = {"shortest_edge": frames * min_pixels, "longest_edge": frames * max_pixels}
-    images = [noise(size, seed) for seed, size in enumerate(sizes)]
+    images = [noise(*size, seed) for seed, size in enumerate(sizes)]
     builder = make_builder(processors, system_prompt=SYSTEM, max_prompt_length=4096)
-    row = {"problem": problem, "answer": "1", "images": [png(image) for image in images]}
+    row = {"problem": problem, "answer": "1", "images": [encoded(image, "PNG") for image in images]}
     prompt = builder.build(row, "train:0")
     assert builder.measure(row, "train:0")[0] == len(prompt.token_ids)
 

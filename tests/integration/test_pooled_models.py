@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_model_families import SAMPLING, TEMPERATURE, changed_policy, make_prompts, max_difference, open_engine
 
-from support.builders import make_builder
+from support.builders import prompt_and_inputs
+from support.images import noise
+from support.models import changed_copy
 from support.oracle import make_group, make_prompt, pack_groups
 from trigon.data.vision import PooledProcessor, image_processor_of
 from trigon.errors import ModelError
@@ -30,13 +27,6 @@ from trigon.types import LocalWeights, Vision
 SIZES = [(96, 96), (300, 60), (60, 200), (17, 90), (500, 400), (1, 1), (3000, 20), (20, 3000)]
 
 TinyModel = Callable[..., Path]
-
-
-def png(size: tuple[int, int], seed: int = 0) -> bytes:
-    width, height = size
-    stream = io.BytesIO()
-    Image.fromarray(np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8)).save(stream, "PNG")
-    return stream.getvalue()
 
 
 @pytest.fixture
@@ -55,26 +45,8 @@ def folder(tiny_model: TinyModel) -> Path:
 def test_prompts_equal_those_of_the_hugging_face_processor(
     folder: Path, problem: str, sizes: list[tuple[int, int]]
 ) -> None:
-    from transformers import AutoProcessor
-
-    images = [png(size, seed) for seed, size in enumerate(sizes)]
-    builder = make_builder(load_processors(str(folder)), system_prompt="Be brief.", max_prompt_length=4096)
-    row = {"problem": problem, "answer": "1", "images": images}
-    prompt = builder.build(row, "train:0")
-    assert builder.measure(row, "train:0")[0] == len(prompt.token_ids)
-
-    hugging_face = AutoProcessor.from_pretrained(folder)
-    content: list[dict[str, str]] = []
-    for number, text in enumerate(problem.split("<image>")):
-        content += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
-    messages = [
-        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
-        {"role": "user", "content": content},
-    ]
-    text = hugging_face.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    opened = [Image.open(io.BytesIO(image)) for image in images]
-    expected = hugging_face(text=[text], images=opened or None, return_tensors="pt")
-    assert list(prompt.token_ids) == expected["input_ids"][0].tolist()
+    images = [noise(*size, seed) for seed, size in enumerate(sizes)]
+    prompt, expected = prompt_and_inputs(folder, load_processors(str(folder)), problem, images)
     if not images:
         assert prompt.vision is None
         return
@@ -92,7 +64,7 @@ def test_the_number_of_tokens_and_the_grid_follow_from_the_size_of_the_image(
 ) -> None:
     processor = image_processor_of(load_processors(str(folder)))
     assert isinstance(processor, PooledProcessor)
-    vision = processor.process([Image.open(io.BytesIO(png(size)))])
+    vision = processor.process([noise(*size)])
     assert tuple(vision.grid_thw[0].tolist()) == processor.grid(*size)
     assert processor.tokens_of(vision) == (processor.image_tokens(*size),)
     assert 0 < processor.image_tokens(*size) <= 70
@@ -109,33 +81,26 @@ def test_patches_of_images_of_unlike_size_are_padded() -> None:
 
 
 def test_an_image_processor_that_averages_other_squares_than_the_model_raises(folder: Path, tmp_path: Path) -> None:
-    copied = Path(shutil.copytree(folder, tmp_path / "model"))
-    path = copied / "processor_config.json"
-    config = json.loads(path.read_text())
-    config["image_processor"]["pooling_kernel_size"] = 3
-    path.write_text(json.dumps(config))
+    copied = changed_copy(
+        folder,
+        tmp_path,
+        lambda config: config["image_processor"].update(pooling_kernel_size=3),
+        file="processor_config.json",
+    )
     with pytest.raises(ModelError, match=r"pooling_kernel_size = \(8, 3\), the model \(8, 2\)"):
         image_processor_of(load_processors(str(copied)))
 
 
-def change_config(folder: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    copied = Path(shutil.copytree(folder, tmp_path / "model"))
-    config = json.loads((copied / "config.json").read_text())
-    change(config)
-    (copied / "config.json").write_text(json.dumps(config))
-    return copied
-
-
 def test_an_moe_model_raises(folder: Path, tmp_path: Path) -> None:
     experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
-    copied = change_config(folder, tmp_path, lambda config: config["text_config"].update(experts))
+    copied = changed_copy(folder, tmp_path, lambda config: config["text_config"].update(experts))
     with pytest.raises(ModelError, match="enable_moe_block"):
         load_model(str(copied), dtype=torch.float32, device="meta")
 
 
 def test_text_that_attends_to_later_tokens_raises(folder: Path, tmp_path: Path) -> None:
     changed = {"use_bidirectional_attention": "all"}
-    copied = change_config(folder, tmp_path, lambda config: config["text_config"].update(changed))
+    copied = changed_copy(folder, tmp_path, lambda config: config["text_config"].update(changed))
     with pytest.raises(ModelError, match="attends to later tokens"):
         load_model(str(copied), dtype=torch.float32, device="meta")
 
@@ -190,7 +155,7 @@ def test_an_audio_tower_is_frozen_and_sent_with_the_other_weights(folder: Path, 
 @pytest.mark.vllm
 def test_vllm_samples_with_the_changed_weights_where_images_attend_causally(folder: Path, tmp_path: Path) -> None:
     """As in the small models of Gemma 4; in the others vLLM needs a GPU."""
-    copied = change_config(
+    copied = changed_copy(
         folder, tmp_path, lambda config: config["text_config"].update(use_bidirectional_attention=None)
     )
     processors = load_processors(str(copied))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 from test_model_families import (
     SAMPLING,
@@ -24,7 +21,9 @@ from test_model_families import (
     oracle_logprobs,
 )
 
-from support.builders import make_builder
+from support.builders import prompt_and_inputs
+from support.images import noise
+from support.models import changed_copy
 from support.oracle import concatenated, load_hugging_face, packed_logprobs
 from trigon.data.vision import image_processor_of
 from trigon.errors import ModelError
@@ -38,17 +37,6 @@ TYPES = ["internvl", "llava", "llava_onevision", "gemma3", "mistral3", "idefics3
 SIZES = [(56, 56), (300, 60), (60, 200), (120, 110), (1, 1), (17, 90), (500, 400)]
 
 TinyModel = Callable[..., Path]
-
-
-def noise(size: tuple[int, int], seed: int = 0) -> Image.Image:
-    width, height = size
-    return Image.fromarray(np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8))
-
-
-def png(image: Image.Image) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
-    return stream.getvalue()
 
 
 @pytest.fixture(params=TYPES)
@@ -70,25 +58,8 @@ def test_prompts_equal_those_of_the_hugging_face_processor(
     folder: Path, problem: str, sizes: list[tuple[int, int]]
 ) -> None:
     processors = load_processors(str(folder), min_pixels=100, max_pixels=200)  # tiles do not use these limits
-    from transformers import AutoProcessor
-
-    images = [noise(size, seed) for seed, size in enumerate(sizes)]
-    builder = make_builder(processors, system_prompt="Be brief.", max_prompt_length=4096)
-    row = {"problem": problem, "answer": "1", "images": [png(image) for image in images]}
-    prompt = builder.build(row, "train:0")
-    assert builder.measure(row, "train:0")[0] == len(prompt.token_ids)
-
-    hugging_face = AutoProcessor.from_pretrained(folder)
-    content: list[dict[str, str]] = []
-    for number, text in enumerate(problem.split("<image>")):
-        content += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
-    messages = [
-        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
-        {"role": "user", "content": content},
-    ]
-    text = hugging_face.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    expected = hugging_face(text=[text], images=images or None, return_tensors="pt")
-    assert list(prompt.token_ids) == expected["input_ids"][0].tolist()
+    images = [noise(*size, seed) for seed, size in enumerate(sizes)]
+    prompt, expected = prompt_and_inputs(folder, processors, problem, images)
     if not images:
         assert prompt.vision is None
         return
@@ -112,7 +83,7 @@ def test_prompts_equal_those_of_the_hugging_face_processor(
 def test_the_number_of_tokens_follows_from_the_size_of_the_image(folder: Path, size: tuple[int, int]) -> None:
     processor = image_processor_of(load_processors(str(folder)))
     assert processor is not None
-    vision = processor.process([noise(size)])
+    vision = processor.process([noise(*size)])
     assert processor.tokens_of(vision) == (processor.image_tokens(*size),)
     assert processor.calls == 1
 
@@ -120,7 +91,7 @@ def test_the_number_of_tokens_follows_from_the_size_of_the_image(folder: Path, s
 def test_hashes_depend_on_the_content_only(folder: Path) -> None:
     processor = image_processor_of(load_processors(str(folder)))
     assert processor is not None
-    first, again, other = processor.process([noise((60, 200)), noise((60, 200)), noise((60, 200), seed=1)]).hashes
+    first, again, other = processor.process([noise(60, 200), noise(60, 200), noise(60, 200, seed=1)]).hashes
     assert first == again != other
 
 
@@ -188,10 +159,7 @@ def random_model(folder: Path) -> Any:
 
 def load_error(folder: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> str:
     """Return the message of the error that loading a model with a changed config raises."""
-    copied = Path(shutil.copytree(folder, tmp_path / "model"))
-    config = json.loads((copied / "config.json").read_text())
-    change(config)
-    (copied / "config.json").write_text(json.dumps(config))
+    copied = changed_copy(folder, tmp_path, change)
     with pytest.raises(ModelError) as error:
         load_model(str(copied), dtype=torch.float32, device="meta")
     return str(error.value)

@@ -8,12 +8,14 @@ import numpy as np
 from PIL import ExifTags, Image
 
 
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Return an image of seeded noise."""
+    return Image.fromarray(np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8))
+
+
 def png(width: int = 56, height: int = 56, seed: int = 0) -> bytes:
     """Return a PNG file of seeded noise."""
-    noise = np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8)
-    stream = io.BytesIO()
-    Image.fromarray(noise).save(stream, "PNG")
-    return stream.getvalue()
+    return encoded(noise(width, height, seed), "PNG")
 
 
 def odd_files(width: int = 600, height: int = 500) -> dict[str, bytes]:

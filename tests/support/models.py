@@ -1,11 +1,15 @@
-"""Loads what many tests need of the shared tiny models once in a process."""
+"""Loads what many tests need of the shared tiny models once in a process; copies with changes."""
 
 from __future__ import annotations
 
 import copy
+import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from trigon.models.load import Processors, load_processors
 
@@ -17,6 +21,17 @@ def processors_of(folder: Path) -> Processors:
     """
     loaded = _load(str(folder))
     return replace(loaded, hf_config=copy.deepcopy(loaded.hf_config))
+
+
+def changed_copy(
+    folder: Path, parent: Path, change: Callable[[dict[str, Any]], object], *, file: str = "config.json"
+) -> Path:
+    """Return a copy of a model's folder in parent, of which change has changed a JSON file."""
+    copied = Path(shutil.copytree(folder, parent / "model"))
+    content = json.loads((copied / file).read_text())
+    change(content)
+    (copied / file).write_text(json.dumps(content))
+    return copied
 
 
 @cache

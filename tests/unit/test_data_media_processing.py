@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from support.builders import make_builder
-from support.images import png
+from support.images import noise, png
 from support.models import processors_of
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.vision import ImageProcessor, image_processor_of
@@ -164,10 +164,6 @@ def test_an_undecodable_file_is_an_error_for_each_prompt_and_not_cached(make_pro
 
 
 # The image processor: token counts from sizes, hashes of the content
-
-
-def noise(width, height, seed=0):
-    return Image.fromarray(np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8))
 
 
 @pytest.fixture(params=["qwen2_5_vl", "qwen3_vl"])

@@ -25,7 +25,7 @@ from trigon.errors import CheckpointError
 from trigon.models.families import ModelFamily, family_of
 from trigon.models.load import ATTENTION, auto_class, family_of_folder, load_hf_config, without_progress_bars
 from trigon.models.lora import load_adapter
-from trigon.models.weight_files import stored_buffers
+from trigon.models.weight_files import stored_tensors
 from trigon.training.state import ShardedFiles
 
 _LOGIT_TOLERANCE = 1e-4  # in float32, where equal weights give equal logits up to the order of additions
@@ -59,7 +59,7 @@ def verify_names(weights: Weights, folder: Path, *, model_class: Any = None) -> 
     with torch.device("meta"):
         model = (model_class or auto_class(family)).from_config(config)
     remaining = dict(weights.tensors)
-    for parameter_name, parameter in (*model.named_parameters(), *stored_buffers(model)):
+    for parameter_name, parameter in stored_tensors(model):
         for name, part in family.checkpoint_tensors(parameter_name, parameter):
             stored = remaining.pop(name, None)
             if stored is None or stored.shape != tuple(part.shape):
@@ -98,7 +98,7 @@ def verify_model(weights: Weights, folder: Path, dtype: torch.dtype, *, model_cl
         raise CheckpointError(f"the exported model does not load completely: {problems}; nothing was exported")
     if exported.dtype != dtype:
         raise CheckpointError(f"the exported model loads as {exported.dtype}, not {dtype}; nothing was exported")
-    for name, parameter in (*exported.named_parameters(), *stored_buffers(exported)):
+    for name, parameter in stored_tensors(exported):
         if not torch.equal(parameter, _read(name, parameter, weights, family, parameter.dtype)):
             raise CheckpointError(f"transformers loads another {name} than the checkpoint's; nothing was exported")
     with _parameters(exported, lambda name, tensor: tensor.float()):

@@ -18,7 +18,7 @@ from trigon.errors import CheckpointError, ModelError
 from trigon.models.families import ModelFamily, family_of
 from trigon.models.load import auto_class, family_of_folder, load_hf_config, model_folder
 from trigon.models.lora import merge_names, merged_weight
-from trigon.models.weight_files import stored_buffers
+from trigon.models.weight_files import stored_tensors
 from trigon.training.checkpointing import ADAPTER_CONFIG, ADAPTER_FOLDER, WEIGHTS_FOLDER, read_object
 from trigon.training.state import ShardedFiles, StoredTensor
 
@@ -139,7 +139,7 @@ class MergedWeights:
             model = auto_class(family).from_config(config)
         shapes = {
             name: tuple(part.shape)
-            for parameter_name, weight in (*model.named_parameters(), *stored_buffers(model))
+            for parameter_name, weight in stored_tensors(model)
             for name, part in family.checkpoint_tensors(parameter_name, weight)
         }
         self._base = ShardedFiles(lora.base_folder)

@@ -50,9 +50,13 @@ class ImageProcessor:
                 f"the image processor merges {merge} x {merge} patches, the model {spatial_merge} x {spatial_merge}: "
                 "correct preprocessor_config.json or config.json"
             )
+        self._wrap(image_processor, spatial_merge)
+        self._frames_per_image = frames_per_image
+
+    def _wrap(self, image_processor: Any, spatial_merge: int) -> None:
+        """Set what all image processors have."""
         self._image_processor = image_processor
         self._patches_per_token = spatial_merge**2
-        self._frames_per_image = frames_per_image
         self._lock = threading.Lock()
         self._calls = 0
 
@@ -137,12 +141,9 @@ class WholeImageProcessor(ImageProcessor):
                 f"the image processor has size.longest_edge={longest}, to which a long image cannot be reduced: set at "
                 f"least {MAX_ASPECT_RATIO} in preprocessor_config.json"
             )
-        self._image_processor = image_processor
+        self._wrap(image_processor, spatial_merge)
         self._patch_size = patch_size
         self._side = patch_size * spatial_merge  # of a token, in pixels
-        self._patches_per_token = spatial_merge**2
-        self._lock = threading.Lock()
-        self._calls = 0
 
     def image_tokens(self, width: int, height: int) -> int:
         """See ImageProcessor."""
@@ -207,12 +208,9 @@ class TileProcessor(ImageProcessor):
         # The model's processor passes this option to its image processor, whose own config has
         # another value.
         self._options = {"crop_to_patches": True} if hasattr(image_processor, "crop_to_patches") else {}
-        self._image_processor = image_processor
+        self._wrap(image_processor, spatial_merge)
         self._patch_size = patch_size
         self._side = patches_per_side
-        self._patches_per_token = spatial_merge**2
-        self._lock = threading.Lock()
-        self._calls = 0
 
     @staticmethod
     def _tile_size(image_processor: Any) -> tuple[int, int]:
@@ -263,7 +261,7 @@ class TileProcessor(ImageProcessor):
             pixel_values=to_patches(tiles, self._patch_size).contiguous(),
             grid_thw=torch.tensor([(len(part), self._side, self._side) for part in parts]),
             hashes=tuple(
-                _content_hash(part.contiguous(), torch.tensor((*part.shape, *size)))
+                _content_hash(part.contiguous(), torch.tensor((*part.shape, *(size if self._keeps_sizes else ()))))
                 for part, size in zip(parts, sizes, strict=True)
             ),
             original_sizes=tuple(sizes) if self._keeps_sizes else (),
@@ -411,12 +409,7 @@ class PooledProcessor(ImageProcessor):
                 f"the image processor has patch_size, pooling_kernel_size = {found}, "
                 f"the model {(patch_size, spatial_merge)}: correct preprocessor_config.json or config.json"
             )
-        self._image_processor = image_processor
-        self._patch_size = patch_size
-        self._spatial_merge = spatial_merge
-        self._patches_per_token = spatial_merge**2
-        self._lock = threading.Lock()
-        self._calls = 0
+        self._wrap(image_processor, spatial_merge)
 
     def image_tokens(self, width: int, height: int) -> int:
         """See ImageProcessor."""
@@ -429,16 +422,11 @@ class PooledProcessor(ImageProcessor):
         rows, columns = get_aspect_ratio_preserving_size(
             height,
             width,
-            patch_size=self._patch_size,
+            patch_size=self._image_processor.patch_size,
             max_patches=self._image_processor.max_soft_tokens * self._patches_per_token,
-            pooling_kernel_size=self._spatial_merge,
+            pooling_kernel_size=self._image_processor.pooling_kernel_size,
         )
         return columns, rows
-
-    def grid(self, width: int, height: int) -> tuple[int, int, int]:
-        """See ImageProcessor."""
-        columns, rows = self.processed_size(width, height)
-        return 1, rows // self._patch_size, columns // self._patch_size
 
     def _process_image(self, image: Image.Image) -> tuple[torch.Tensor, torch.Tensor]:
         """See ImageProcessor."""

@@ -45,7 +45,7 @@ from trigon.models.sequence_parallel import (
 from trigon.models.sizes import GroupLengths, peak_tflops, update_flops
 from trigon.models.transfer import to_device
 from trigon.models.vision_encoder import VisionEncoder, add_deepstack
-from trigon.models.weight_files import stored_buffers
+from trigon.models.weight_files import stored_buffers, stored_tensors
 from trigon.types import NO_RECORD, NamedTensors, PackedGroups, TokenLogprobs, TrainGroup
 
 
@@ -490,7 +490,7 @@ class Policy(nn.Module):
         if self.has_adapters:
             yield from adapter_tensors(self.model)
             return
-        for name, tensor in (*self.model.named_parameters(), *stored_buffers(self.model)):
+        for name, tensor in stored_tensors(self.model):
             yield self.family.checkpoint_name(name), tensor
 
     @torch.no_grad()

@@ -38,6 +38,12 @@ def stored_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}" if path else name, buffer
 
 
+def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over what a model stores: its parameters, then stored_buffers."""
+    yield from model.named_parameters()
+    yield from stored_buffers(model)
+
+
 def save_weights(tensors: Mapping[str, Tensor], file: Path) -> None:
     """Write contiguous tensors as a safetensors file that PyTorch libraries accept."""
     save_file(dict(tensors), file, metadata={"format": "pt"})

@@ -189,9 +189,8 @@ class ModelFamily:
         if self.tile_assembly is None:
             counts: list[int] = (grid_thw.prod(dim=1) // self.spatial_merge(hf_config) ** 2).tolist()
             return counts
-        known = sizes or [(1, 1)] * len(grid_thw)
-        num_tiles = grid_thw[:, 0].tolist()
-        return [self.tile_assembly.num_tokens(hf_config, *image) for image in zip(num_tiles, known, strict=True)]
+        images = _tiles_and_sizes(grid_thw, sizes)
+        return [self.tile_assembly.num_tokens(hf_config, *image) for image in zip(*images, strict=True)]
 
     def image_features(self, model: nn.Module, tiles: Tensor, grid_thw: Tensor, sizes: ImageSizes) -> Tensor:
         """Return the image features of tiles, after the projector.
@@ -200,7 +199,7 @@ class ModelFamily:
         Returns: [image tokens, D].
         """
         if self.tile_assembly is not None:
-            return self.tile_assembly.features(model, tiles, grid_thw[:, 0].tolist(), sizes)
+            return self.tile_assembly.features(model, tiles, *_tiles_and_sizes(grid_thw, sizes))
         if self.tile_features is not None:
             return self.tile_features(model, tiles).flatten(0, 1)
         parent: Any = model.get_submodule(self.vision_path.rpartition(".")[0])
@@ -318,6 +317,15 @@ class ModelFamily:
                 f"A {self.model_type!r} model has no vision tower, so it cannot take images or videos. Train a "
                 "vision-language model, or use a dataset without images and videos."
             )
+
+
+def _tiles_and_sizes(grid_thw: Tensor, sizes: ImageSizes) -> tuple[list[int], ImageSizes]:
+    """Return the number of tiles of each image, and its size; any if no size is known.
+
+    Images without a known size have a single tile, which needs none.
+    """
+    num_tiles: list[int] = grid_thw[:, 0].tolist()
+    return num_tiles, sizes or ((1, 1),) * len(num_tiles)
 
 
 def _side(size: Any) -> int:

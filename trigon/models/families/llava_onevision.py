@@ -49,7 +49,6 @@ def image_features(model: Any, tiles: Tensor, counts: Sequence[int], sizes: Imag
     config, inner = model.config, model.model
     states = inner.vision_tower(tiles, output_hidden_states=True).hidden_states[config.vision_feature_layer]
     parts = torch.split(inner.multi_modal_projector(states), list(counts))
-    sizes = sizes or ((1, 1),) * len(counts)
     return torch.cat([_assembled(config, inner.image_newline, *each) for each in zip(parts, sizes, strict=True)])
 
 

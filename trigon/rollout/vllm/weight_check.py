@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trigon.config.names import DeviceType
 from trigon.errors import ParityError
-from trigon.models.weight_files import stored_buffers
+from trigon.models.weight_files import stored_tensors
 from trigon.types import NamedTensors
 
 
@@ -74,7 +74,7 @@ class WeightCheck:
         """
         sums = self._packed | {
             name: (sum_values(parameter), parameter.numel())
-            for name, parameter in (*self.model.named_parameters(), *stored_buffers(self.model))
+            for name, parameter in stored_tensors(self.model)
             # Not every buffer that vLLM would store is in a checkpoint.
             if parameter.numel() and (name in self._sources or isinstance(parameter, torch.nn.Parameter))
         }
@@ -110,7 +110,7 @@ class WeightCheck:
         """Record into which parameter each tensor is loaded."""
         from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-        for name, parameter in (*self.model.named_parameters(), *stored_buffers(self.model)):
+        for name, parameter in stored_tensors(self.model):
             loader = getattr(parameter, "weight_loader", default_weight_loader)
             restored.set(parameter, "weight_loader", self._observed(loader, name, parameter.dtype))
 
