@@ -21,8 +21,7 @@ from trigon.config.options import with_options
 from trigon.config.schema import Config
 from trigon.models.dtypes import DTYPES
 from trigon.tools.plan.lengths import LengthOptions
-from trigon.tools.plan.model import SHIPPED
-from trigon.tools.plan.plan import RunPlan, plan
+from trigon.tools.plan.plan import SHIPPED, RunPlan, plan
 
 NETWORK_RATE = 400e9 / 8
 """Bytes per second of each GPU between nodes, in each direction: one NDR InfiniBand port."""

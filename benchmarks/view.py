@@ -24,8 +24,7 @@ from support.browser import find_chromium, open_browser
 from support.view_runs import make_row, served, write_image
 from trigon.report.rollouts import TokenRecord
 from trigon.report.run_folder import RunFolder
-from trigon.tools.view.filters import RolloutFilter
-from trigon.tools.view.index import IndexedRun, index_path
+from trigon.tools.view.index import IndexedRun, RolloutFilter, index_path
 from trigon.tools.view.runs import open_runs
 
 N, PROMPTS = 8, 50

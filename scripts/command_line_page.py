@@ -5,12 +5,11 @@ The texts are the help pages of the commands.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import textwrap
 
-from trigon.tools.cli.main import COMMANDS, usage
+from trigon.tools.cli.main import COMMANDS, find_command, usage
 from trigon.tools.cli.parser import MAX_COLUMNS, parser_of
 
 INTRODUCTION = """\
@@ -61,8 +60,8 @@ def document() -> str:
     """Return the page."""
     os.environ["COLUMNS"] = str(MAX_COLUMNS)  # the width of help pages
     parts = [INTRODUCTION, f"## trigon\n\n{as_code(usage())}\n"]
-    for name, (module, _) in COMMANDS.items():
-        parser = parser_of(importlib.import_module(module).main)
+    for name in COMMANDS:
+        parser = parser_of(find_command(name))
         parts.append(f"## trigon {name}\n\n{as_code(parser.format_help().rstrip())}\n")
     return "\n".join(parts)
 

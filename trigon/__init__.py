@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from trigon.report.tables import RunTables, load_run
     from trigon.tools.eval.evaluate import evaluate
     from trigon.tools.eval.results import Evaluation
-    from trigon.tools.eval.score import score
-    from trigon.tools.eval.score_results import ScoreResult
+    from trigon.tools.eval.score import ScoreResult, score
     from trigon.tools.plan.call import plan
     from trigon.tools.plan.plan import RunPlan
     from trigon.types import RolloutGroup
@@ -45,7 +44,7 @@ _MODULES = {
     "RolloutGroup": "trigon.types",
     "RunPlan": "trigon.tools.plan.plan",
     "RunTables": "trigon.report.tables",
-    "ScoreResult": "trigon.tools.eval.score_results",
+    "ScoreResult": "trigon.tools.eval.score",
     "TrainResult": "trigon.api",
     "TrigonError": "trigon.errors",
     "evaluate": "trigon.tools.eval.evaluate",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from support.view_runs import make_row, served, write_run
 from trigon.report.rollouts import row_to_line
-from trigon.tools.view.filters import RolloutFilter
+from trigon.tools.view.index import RolloutFilter
 
 SECRET = "not to be served"
 

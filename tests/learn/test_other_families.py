@@ -21,8 +21,8 @@ from PIL import Image, ImageDraw
 from trigon.config.load import load_config
 from trigon.report.console import Console
 from trigon.tools.cli.train import train
-from trigon.tools.quickstart.make import warm_up
 from trigon.tools.quickstart.model import make_tiny
+from trigon.tools.quickstart.quickstart import warm_up
 
 ROOT = Path(__file__).parents[2]
 STEPS, NUM_ROWS, NUM_ANSWERS = 14, 960, 4

@@ -18,7 +18,7 @@ from trigon.tools.check.environment import (
     unmet_requirements,
 )
 from trigon.tools.check.result import Result
-from trigon.tools.cli.doctor import _run, check_training, main
+from trigon.tools.cli.check import _run, check_training, main
 
 GIB = 2**30
 

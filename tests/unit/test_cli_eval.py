@@ -14,9 +14,16 @@ from trigon.report.console import Console
 from trigon.report.rollouts import RolloutRow
 from trigon.tools.cli.eval import make_parser, split_models
 from trigon.tools.cli.main import main
-from trigon.tools.eval.results import Blind, Comparison, Evaluation, ModelEvaluation
+from trigon.tools.eval.results import (
+    Blind,
+    Comparison,
+    Evaluation,
+    ModelEvaluation,
+    outcomes_of,
+    summarize,
+    summarize_by,
+)
 from trigon.tools.eval.statistics import compare_pairs
-from trigon.tools.eval.summary import outcomes_of, summarize, summarize_by
 from trigon.tools.eval.tables import show
 
 HOSTILE = "\x1b[2J\u202e"

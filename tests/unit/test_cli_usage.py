@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import sys
 
 import pytest
 
-from trigon.tools.cli.main import COMMANDS, main
+from trigon.tools.cli.main import COMMANDS, find_command, main
 from trigon.tools.cli.parser import MAX_COLUMNS, ArgumentParser, parser_of
 
 COMMAND_NAMES = list(COMMANDS)
@@ -17,7 +16,7 @@ HEAVY = ("torch", "vllm", "transformers", "datasets", "numpy", "pandas", "pyarro
 
 
 def parser(command: str) -> ArgumentParser:
-    return parser_of(importlib.import_module(COMMANDS[command][0]).main)
+    return parser_of(find_command(command))
 
 
 def takes_options() -> list[str]:
@@ -61,11 +60,11 @@ def test_a_help_page_has_usage_arguments_and_examples_in_100_columns(capsys, mon
 
 def test_help_pages_import_no_heavy_library():
     script = f"""
-import importlib, sys
-from trigon.tools.cli.main import COMMANDS
+import sys
+from trigon.tools.cli.main import COMMANDS, find_command
 from trigon.tools.cli.parser import parser_of
-for command, (module, _) in COMMANDS.items():
-    parser_of(importlib.import_module(module).main).format_help()
+for command in COMMANDS:
+    parser_of(find_command(command)).format_help()
     print(command, *(name for name in {HEAVY!r} if name in sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -3,7 +3,7 @@
 import pytest
 
 from trigon.config.names import SHIPPED_REWARDS
-from trigon.tools.eval.answers import SHIPPED_FORMS, extract_answer, number_answers
+from trigon.tools.eval.results import SHIPPED_FORMS, extract_answer, number_answers
 
 
 @pytest.mark.parametrize(

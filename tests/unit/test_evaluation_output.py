@@ -9,8 +9,8 @@ import pytest
 
 from trigon.errors import ConfigError
 from trigon.tools.cli.main import main
+from trigon.tools.eval.evaluate import check_output, open_output, remove_earlier
 from trigon.tools.eval.models import ModelSource
-from trigon.tools.eval.output import check_output, open_output, remove_earlier
 
 RUN = (
     "config.yaml",

@@ -11,14 +11,14 @@ import pytest
 from support.samples import ROW
 from trigon.errors import DataError
 from trigon.report.rollouts import RolloutRow
-from trigon.tools.eval.results import to_plain
-from trigon.tools.eval.summary import (
+from trigon.tools.eval.results import (
     accuracy_name,
     compare_outcomes,
     default_ks,
     outcomes_of,
     summarize,
     summarize_by,
+    to_plain,
 )
 
 

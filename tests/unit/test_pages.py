@@ -28,7 +28,7 @@ from trigon.config.legacy import IGNORED, RENAMED
 from trigon.config.load import load_config, split_arguments
 from trigon.config.options import options
 from trigon.errors import ConfigError
-from trigon.tools.cli.main import COMMANDS
+from trigon.tools.cli.main import COMMANDS, find_command
 from trigon.tools.cli.parser import parser_of
 from trigon.tools.eval.settings import SHORT_NAMES
 
@@ -104,7 +104,7 @@ def check_trigon(arguments: list[str], folder: Path) -> None:
     elif command not in ("help", "version"):
         assert command in COMMANDS, command
         # Only the arguments are parsed: nothing of the command runs.
-        parser_of(importlib.import_module(COMMANDS[command][0]).main).parse_args(rest)
+        parser_of(find_command(command)).parse_args(rest)
 
 
 def check_train(arguments: list[str], folder: Path) -> None:

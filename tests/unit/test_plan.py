@@ -15,10 +15,9 @@ from trigon.errors import ConfigError, DataError, ModelError
 from trigon.models.load import load_hf_config
 from trigon.models.sizes import GroupLengths, forward_flops, update_flops
 from trigon.tools.cli.main import main
+from trigon.tools.cli.plan import as_json, as_text
 from trigon.tools.plan.lengths import LengthOptions
-from trigon.tools.plan.model import SHIPPED, open_model_config, shipped_models
-from trigon.tools.plan.plan import GPUS, find_place, plan
-from trigon.tools.plan.tables import as_json, as_text
+from trigon.tools.plan.plan import GPUS, SHIPPED, find_place, open_model_config, plan, shipped_models
 
 SETTINGS = {
     "data.train_files": ["hiyouga/geometry3k@train"],

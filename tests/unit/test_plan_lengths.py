@@ -18,7 +18,7 @@ from trigon.errors import ConfigError
 from trigon.models.load import load_hf_config
 from trigon.models.sizes import GroupLengths
 from trigon.tools.plan.lengths import MAX_MEASURED_ROWS, LengthOptions, find_lengths
-from trigon.tools.plan.model import SHIPPED
+from trigon.tools.plan.plan import SHIPPED
 
 SIZES = [(640, 480), (28, 28), (1000, 90), (333, 517), (1920, 1080), (57, 800)]
 

@@ -17,9 +17,8 @@ from trigon.errors import ConfigError, DataError
 from trigon.report.run import RunRecord, open_run
 from trigon.report.run_folder import RunFolder
 from trigon.tools.cli.main import main
-from trigon.tools.plot.curves import as_csv, interval, learning_curves, moving_mean
+from trigon.tools.plot.curves import as_csv, group_runs, interval, learning_curves, moving_mean
 from trigon.tools.plot.figure import Reference, describe, save_plot, spread
-from trigon.tools.plot.groups import group_runs
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,7 @@ from trigon.report.run import RunRecord
 from trigon.rewards.contract import RewardRequest
 from trigon.system.secrets import MASKED, REWARD, hide
 from trigon.tools.plan.call import load_planned
-from trigon.tools.push.card import _describe_reward
+from trigon.tools.push.push import _describe_reward
 
 FUNCTIONS = """
 import asyncio

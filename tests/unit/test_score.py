@@ -15,8 +15,7 @@ from trigon.report.rollouts import RolloutRow, row_to_line
 from trigon.report.run_folder import RunFolder
 from trigon.tools.cli.main import main
 from trigon.tools.cli.score import draw
-from trigon.tools.eval.score import score
-from trigon.tools.eval.score_results import Bin, distribution
+from trigon.tools.eval.score import Bin, distribution, score
 
 HOSTILE = "\x1b]0;title\x07[/bold]\u202e"
 LENIENT = """

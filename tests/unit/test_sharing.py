@@ -22,8 +22,17 @@ from trigon.report.run import RunRecord, open_run
 from trigon.report.run_folder import RunFolder
 from trigon.system.secrets import HIDDEN, hide
 from trigon.tools.cli.main import main
-from trigon.tools.push.card import CURVES, RunFacts, hub_id, model_card, read_facts, read_options
-from trigon.tools.push.push import PushSettings, base_license, public_base
+from trigon.tools.push.push import (
+    CURVES,
+    PushSettings,
+    RunFacts,
+    base_license,
+    hub_id,
+    model_card,
+    public_base,
+    read_facts,
+    read_options,
+)
 
 BASE = "Qwen/Qwen2.5-VL-3B-Instruct"
 SECRET = "hf_" + "aB3" * 12

@@ -13,8 +13,7 @@ from support.view_runs import make_row, write_image, write_run, write_step
 from trigon.errors import DataError
 from trigon.report.run import open_run
 from trigon.report.run_folder import RunFolder
-from trigon.tools.view.filters import RolloutFilter, parse_filter
-from trigon.tools.view.index import IndexedRun, index_path
+from trigon.tools.view.index import IndexedRun, RolloutFilter, index_path, parse_filter
 from trigon.tools.view.runs import MetricsFile, open_runs
 
 

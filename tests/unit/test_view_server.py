@@ -17,8 +17,7 @@ from support.view_runs import make_row, served, write_image, write_run, write_st
 from trigon.errors import ConfigError
 from trigon.report.run_folder import RunFolder
 from trigon.tools.view.export import as_one_script
-from trigon.tools.view.files import STATIC, read_image, shrink
-from trigon.tools.view.server import address, is_loopback, listen, make_app
+from trigon.tools.view.server import STATIC, address, is_loopback, listen, make_app, read_image, shrink
 
 
 class Answer:

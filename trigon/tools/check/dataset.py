@@ -59,7 +59,7 @@ ADVICE: dict[Reason, str] = {
     "row_size": "drop the columns that the reward function does not need",
     "vocabulary": "call resize_token_embeddings on the model, or remove these tokens from the texts",
 }
-"""What to do about the rows of each reason; see lengths.py for those that are too long."""
+"""What to do about the rows of each reason; see check_lengths for those that are too long."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +109,7 @@ class ScannedDataset:
 def check_rows(result: Result, config: Config, reader: Reader, progress: Progress) -> list[ScannedDataset]:
     """Scan the datasets of training and validation, and report the rows that cannot be used.
 
-    Returns: the datasets that could be opened. Rows that are too long are reported by lengths.py.
+    Returns: the datasets that could be opened. Rows that are too long are reported by model.py.
     """
     files: list[tuple[Split, str]] = [("validation", each) for each in config.data.val_files]
     if not config.trainer.val_only:

@@ -42,7 +42,7 @@ from trigon.tools.check.dataset import (
     names,
     share,
 )
-from trigon.tools.check.lengths import FAIL_FRACTION
+from trigon.tools.check.model import FAIL_FRACTION
 from trigon.tools.check.result import Progress, Result, Skipped
 from trigon.types import Score
 

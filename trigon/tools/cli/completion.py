@@ -7,12 +7,12 @@ names that are completed are those of the installed version.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from trigon.tools.cli.main import COMMANDS, find_command
 from trigon.tools.cli.parser import ArgumentParser, parser_of
 
 
@@ -37,10 +37,10 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def complete(commands: dict[str, tuple[str, str]]) -> None:
+def complete() -> None:
     """Write the completions of the command line in the environment, and end the process.
 
-    Only the module of the command on that line is imported. commands: see main.COMMANDS.
+    Only the module of the command on that line is imported.
     """
     import argcomplete
 
@@ -48,8 +48,8 @@ def complete(commands: dict[str, tuple[str, str]]) -> None:
     *written, word = re.split(r"\s+", line)
     top = argparse.ArgumentParser(prog="trigon", add_help=False)
     parsers = top.add_subparsers()
-    for name, (module, meaning) in commands.items():
-        parents = [parser_of(importlib.import_module(module).main)] if name in written[1:2] else []
+    for name, (_, meaning) in COMMANDS.items():
+        parents = [parser_of(find_command(name))] if name in written[1:2] else []
         parser = parsers.add_parser(name, help=meaning, add_help=False, parents=parents)
         flag = parser._option_string_actions.get(written[-1] if written else "")
         if parents and parents[0].takes_options and not word.startswith("-") and (flag is None or flag.nargs == 0):
@@ -60,7 +60,7 @@ def complete(commands: dict[str, tuple[str, str]]) -> None:
                 action.completer = complete_option  # type: ignore[attr-defined]
             elif name == "options" and not action.option_strings:
                 action.completer = complete_name  # type: ignore[attr-defined]
-    parsers.add_parser("help", help="the help page of a command").add_argument("command", choices=list(commands))
+    parsers.add_parser("help", help="the help page of a command").add_argument("command", choices=list(COMMANDS))
     parsers.add_parser("version", help="the version of trigon")
     os.environ |= {"COMP_LINE": line, "COMP_POINT": str(len(line))}
     argcomplete.autocomplete(top, always_complete_options=False, validator=_continues)

@@ -13,9 +13,8 @@ from trigon.config.names import SHIPPED_REWARDS
 from trigon.report.console import Console
 from trigon.system.variables import keep_compiled_code
 from trigon.tools.cli.parser import ArgumentParser, count
-from trigon.tools.eval.answers import AnswerForm
 from trigon.tools.eval.models import find_model, looks_like_model
-from trigon.tools.eval.settings import SHORT_NAMES
+from trigon.tools.eval.settings import SHORT_NAMES, AnswerForm
 
 _OVERRIDE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+=")
 

@@ -1,7 +1,12 @@
-"""`trigon export CHECKPOINT`: writes a Hugging Face model, or a LoRA adapter for peft."""
+"""`trigon export CHECKPOINT`: writes a Hugging Face model, or a LoRA adapter for peft.
+
+`trigon merge` is the same by the name of EasyR1's script, whose option to upload the model is
+answered with the command that does it.
+"""
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +19,21 @@ from trigon.tools.cli.parser import ArgumentParser
 def main(arguments: Sequence[str]) -> int:
     """Run the command, and return its exit status. Raises TrigonError."""
     return export(make_parser("trigon export").parse_args(arguments))
+
+
+def merge(arguments: Sequence[str]) -> int:
+    """Run `trigon merge`, and return its exit status. Raises TrigonError."""
+    parser = make_parser("trigon merge")
+    parser.add_argument("--hf_upload_path", metavar="REPOSITORY", help="not supported: names the command that uploads")
+    options = parser.parse_args(arguments)
+    if options.hf_upload_path:
+        default = options.local_dir / "huggingface" if options.local_dir else options.checkpoint / "huggingface_model"
+        folder = options.output or default
+        parser.error(
+            "--hf_upload_path is not supported, as this command uploads nothing. Leave it out, and then run: "
+            f"hf upload {shlex.quote(options.hf_upload_path)} {shlex.quote(str(folder))}"
+        )
+    return export(options)
 
 
 def export(options: Namespace) -> int:

@@ -100,7 +100,7 @@ def make_model(folder: Path) -> None:
     Raises: ConfigError if it could not be made.
     """
     from trigon.report.console import Console
-    from trigon.tools.quickstart.make import make
+    from trigon.tools.quickstart.quickstart import make
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".tiny") as temporary:
         if not make(Path(temporary), Console()):

@@ -11,7 +11,7 @@ import io
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trigon import __version__
@@ -22,29 +22,44 @@ from trigon.system.suggestions import did_you_mean
 from trigon.system.terminal import sanitize
 
 COMMANDS = {
-    "init": ("trigon.tools.cli.init", "write a run, a reward function and a few rows to start from"),
-    "check": ("trigon.tools.cli.check", "find what would go wrong in a run, before it is started"),
-    "plan": ("trigon.tools.cli.plan", "what a run will need: memory, operations, disk; without GPU and weights"),
-    "train": ("trigon.tools.cli.train", "train with a YAML file and key=value overrides, those of EasyR1 included"),
-    "eval": ("trigon.tools.cli.eval", "evaluate models on a dataset: accuracy, pass@k, --blind, comparisons"),
-    "score": ("trigon.tools.cli.score", "score stored rollouts again with one reward function, or compare two"),
+    "init": ("cli.init:main", "write a run, a reward function and a few rows to start from"),
+    "check": ("cli.check:main", "find what would go wrong in a run, before it is started"),
+    "plan": ("cli.plan:main", "what a run will need: memory, operations, disk; without GPU and weights"),
+    "train": (
+        "cli.train:main",
+        "train with a YAML file and key=value overrides, those of EasyR1 included",
+    ),
+    "eval": ("cli.eval:main", "evaluate models on a dataset: accuracy, pass@k, --blind, comparisons"),
+    "score": ("cli.score:main", "score stored rollouts again with one reward function, or compare two"),
     "view": (
-        "trigon.tools.cli.view",
+        "cli.view:main",
         "show runs in a browser: curves, rollouts with images and tokens, times, configurations",
     ),
-    "plot": ("trigon.tools.cli.plot", "draw learning curves of runs, with bands over seeds"),
-    "export": ("trigon.tools.cli.export", "write a checkpoint as a Hugging Face model, and verify it"),
-    "push": ("trigon.tools.cli.push", "push a model with a card of how it was trained to the Hugging Face Hub"),
-    "merge": ("trigon.tools.cli.merge", "export by EasyR1's name: --local_dir .../global_step_N/actor"),
-    "quickstart": ("trigon.tools.quickstart.quickstart", "make a tiny model and its data, train it and export it"),
-    "tiny": ("trigon.tools.quickstart.make", "make a tiny model and its data"),
-    "options": ("trigon.tools.cli.options", "explain options of the configuration: trigon options lr"),
-    "doctor": ("trigon.tools.cli.doctor", "show versions and devices of this machine, and train two tiny steps on it"),
-    "completion": ("trigon.tools.cli.completion", "print a script that completes commands and options in a shell"),
+    "plot": ("cli.plot:main", "draw learning curves of runs, with bands over seeds"),
+    "export": ("cli.export:main", "write a checkpoint as a Hugging Face model, and verify it"),
+    "push": ("cli.push:main", "push a model with a card of how it was trained to the Hugging Face Hub"),
+    "merge": ("cli.export:merge", "export by EasyR1's name: --local_dir .../global_step_N/actor"),
+    "quickstart": ("quickstart.quickstart:main", "make a tiny model and its data, train it and export it"),
+    "tiny": ("quickstart.quickstart:tiny", "make a tiny model and its data"),
+    "options": ("cli.options:main", "explain options of the configuration: trigon options lr"),
+    "doctor": (
+        "cli.check:doctor",
+        "show versions and devices of this machine, and train two tiny steps on it",
+    ),
+    "completion": ("cli.completion:main", "print a script that completes commands and options in a shell"),
 }
+
+"""Each command with its function, as module:name in trigon.tools, and what it does."""
 
 EXIT_NOT_READ = 141
 """As of a process that SIGPIPE ends: 128 + 13."""
+
+
+def find_command(name: str) -> Callable[[Sequence[str]], int]:
+    """Return the function of a command, which takes its arguments. Imports its module."""
+    module, _, function = COMMANDS[name][0].partition(":")
+    found: Callable[[Sequence[str]], int] = getattr(importlib.import_module(f"trigon.tools.{module}"), function)
+    return found
 
 
 def usage() -> str:
@@ -63,7 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `trigon train` adds those of other signals (cli/train.py, EXIT_SIGNAL).
     """
     if "_ARGCOMPLETE" in os.environ:  # set by the scripts of `trigon completion`
-        importlib.import_module(COMMANDS["completion"][0]).complete(COMMANDS)
+        from trigon.tools.cli.completion import complete
+
+        complete()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for locales that are not UTF-8
     try:
@@ -92,7 +109,7 @@ def _run(arguments: list[str]) -> int:
         return 2
     set_gc_threshold()
     try:
-        return int(importlib.import_module(COMMANDS[command][0]).main(rest))
+        return find_command(command)(rest)
     except TrigonError as error:
         print(f"{type(error).__name__}: {sanitize(str(error), max_characters=20_000)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

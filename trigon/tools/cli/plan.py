@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
+import textwrap
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from trigon.system.terminal import sanitize
+from trigon.system.terminal import format_bytes, sanitize, shorten
 from trigon.tools.cli.parser import ArgumentParser, number
+
+if TYPE_CHECKING:
+    from trigon.tools.plan.plan import RunPlan
 
 EXIT_DOES_NOT_FIT = 1
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+_WIDE = 110
+"""Columns from which the memory table names several parts of a phase."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,7 +43,6 @@ def main(arguments: Sequence[str]) -> int:
     # And here, so that errors of the configuration do not wait for heavy libraries.
     from trigon.tools.plan.lengths import LengthOptions
     from trigon.tools.plan.plan import plan
-    from trigon.tools.plan.tables import as_json, as_text
 
     known = {field.name: getattr(given, field.name) for field in fields(LengthOptions)}
     made = plan(
@@ -102,3 +110,232 @@ def _bytes(text: str) -> int:
     if written is None or float(written[1]) == 0:
         raise ArgumentTypeError(f"{text!r} is not a size, such as 1000G")
     return int(float(written[1]) * _UNITS[written[2].upper()])
+
+
+def as_text(plan: RunPlan, *, width: int | None = None) -> str:
+    """Return the plan as tables. width: columns of the terminal; None: those of this one."""
+    width = max(60, min(width or shutil.get_terminal_size((100, 24)).columns, 140))
+    sections = [
+        _wrap(f"{plan.model} on {plan.devices}: {_verdict(plan)}", width),
+        _section("Batches of a step", _pairs(_batches(plan), width)),
+        _section("Memory", [*_memory(plan, width - 2), *_changes(plan, width)]),
+        _section("Work of a step", _pairs(_work(plan), width)),
+        _section("Seconds of a step", _pairs(_seconds(plan), width)),
+        _section("The run", _pairs(_run(plan), width)),
+        _section("Disk", _pairs(_disk(plan), width)),
+        _section("This rests on", [line for each in plan.assumptions for line in _item(each, width)]),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def as_json(plan: RunPlan) -> dict[str, Any]:
+    """Return the plan as data for JSON, with units in the names: seconds, bytes, flops, tokens."""
+    simple = ("model", "devices", "num_devices", "parameters", "trained_parameters", "verdict", "fits", "combination")
+    return {
+        **{name: getattr(plan, name) for name in simple},
+        "problem": None if plan.memory.problem is None else str(plan.memory.problem),
+        "changes": [asdict(each) for each in plan.remedies],
+        "training_prompts": plan.num_prompts,
+        "steps": plan.num_steps,
+        "validations": plan.num_validations,
+        "plan": asdict(plan.plan),
+        "batches": asdict(plan.batches),
+        "mean_tokens": {
+            "prompt": plan.lengths.mean_prompt,
+            "response": plan.lengths.response_tokens,
+            "observed": plan.lengths.observed_tokens,
+        },
+        "memory": [
+            {
+                "phase": phase.phase,
+                "pool": phase.pool,
+                "workers": phase.workers,
+                "needed_bytes": phase.expected,
+                "at_least_bytes": phase.certain,
+                "capacity_bytes": plan.memory.capacity(phase),
+                "parts_bytes": {part.name: part.expected for part in phase.parts},
+            }
+            for phase in plan.memory.phases
+        ],
+        "flops": None if plan.flops is None else asdict(plan.flops),
+        "seconds": {
+            "phases": plan.seconds,
+            "step": plan.step_seconds,
+            "epoch": plan.epoch_seconds,
+            "run": plan.run_seconds,
+            "validation": plan.validation_seconds,
+        },
+        "disk_bytes": {**asdict(plan.disk), "checkpoints": plan.disk.checkpoints},
+        "assumptions": plan.assumptions,
+    }
+
+
+def _verdict(plan: RunPlan) -> str:
+    if plan.memory.problem is not None:
+        return f"{plan.verdict}; {plan.memory.problem}"
+    worst = plan.memory.worst(certain=False)
+    limit = "" if plan.memory.capacity(worst) is None else f" of {plan.memory.describe_capacity(worst)}"
+    return (
+        f"{plan.verdict}; the fullest phase, {worst.phase}, needs {format_bytes(worst.expected)}{limit} ({worst.where})"
+    )
+
+
+def _batches(plan: RunPlan) -> list[tuple[str, str]]:
+    batches, lengths, steps = plan.batches, plan.lengths, plan.plan
+    device = "GPU" if plan.device == "cuda" else "worker"
+    filtered = batches.sampled_prompts - batches.prompts
+    epochs = f", in {steps.epochs_per_step} passes over the step" if steps.epochs_per_step > 1 else ""
+    observed = f" and {lengths.observed_tokens:,.0f} observed ones" if lengths.observed_tokens else ""
+    return [
+        (
+            "sampled",
+            f"{batches.sampled_prompts:,} prompts x {batches.completions} = {batches.sampled:,} completions"
+            f"{f' ({filtered:,} prompts filtered)' if filtered else ''}",
+        ),
+        (
+            "lengths",
+            f"prompt {lengths.mean_prompt:,.0f} tokens, completion {lengths.response_tokens:,.0f} tokens{observed} in "
+            "the mean",
+        ),
+        ("updates", f"{steps.updates_per_step}{epochs}"),
+        (
+            "an update",
+            f"{steps.prompts_per_update:,} prompts x {batches.completions} = {steps.sequences_per_update:,} "
+            f"sequences, {batches.sequences_per_gpu:,} for each {device}",
+        ),
+        (
+            "micro-batches",
+            f"{batches.update_rows} accumulated on each {device}, of at most {steps.tokens_per_update_pass:,} tokens",
+        ),
+        (
+            "scoring passes",
+            f"{batches.score_rows} on each {device}, of at most {steps.tokens_per_experience_pass:,} tokens",
+        ),
+        (
+            "tokens",
+            f"{batches.sequence_tokens:,.0f} of sequences{', without observed ones' if observed else ''}; "
+            f"{batches.row_tokens:,.0f} computed, prompts shared",
+        ),
+    ]
+
+
+def _memory(plan: RunPlan, width: int) -> list[str]:
+    most = 3 if width >= _WIDE else 1
+    rows = [("phase", "where", "needs", "of", "largest parts" if most > 1 else "largest part")]
+    for phase in plan.memory.phases:
+        parts = sorted(phase.parts, key=lambda part: -part.expected)[:most]
+        named = ", ".join(f"{part.name} {format_bytes(part.expected)}" for part in parts)
+        rows.append(
+            (phase.phase, phase.where, format_bytes(phase.expected), plan.memory.describe_capacity(phase), named)
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(columns) if number in (2, 3) else cell.ljust(columns)
+            for number, (cell, columns) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    if not plan.memory.counts_passes:
+        lines += _wrap("Activations of this family are not counted.", width)
+    return [shorten(line, width) for line in lines]
+
+
+def _changes(plan: RunPlan, width: int) -> list[str]:
+    from trigon.assemble.remedies import format_changes
+
+    if plan.fits or (plan.memory.problem is not None and not plan.remedies):
+        return []
+    lines = ["", "What helps most:" if plan.remedies else "No single change of the configuration helps."]
+    lines += [line for each in plan.remedies for line in _item(str(each), width)]
+    if plan.combination is not None and not any(each.fits for each in plan.remedies):
+        lines += ["With all of these the run fits:", *_item(format_changes(plan.combination), width)]
+    return lines
+
+
+def _work(plan: RunPlan) -> list[tuple[str, str]]:
+    flops = plan.flops
+    if flops is None:
+        return [("operations", "not counted for this family of models")]
+    prefilled = "prompts and observations" if plan.lengths.observed_tokens else "prompts"
+    rows = [("sampling", f"{_flops(flops.prefill)} of {prefilled}, {_flops(flops.decode)} of completions")]
+    if flops.old or flops.reference:
+        rows.append(("log-probs", f"{_flops(flops.old)} of the policy, {_flops(flops.reference)} of the reference"))
+    return [*rows, ("updates", _flops(flops.update)), ("a step", _flops(flops.total))]
+
+
+def _seconds(plan: RunPlan) -> list[tuple[str, str]]:
+    total = plan.step_seconds
+    if plan.seconds is None or not total:
+        return []
+    rows = [(name, f"{format_seconds(each)}, {each / total:.0%}") for name, each in plan.seconds.items() if each]
+    return [*rows, ("a step", format_seconds(total))]
+
+
+def _run(plan: RunPlan) -> list[tuple[str, str]]:
+    def taking(seconds: float | None) -> str:
+        return "" if seconds is None else f", {format_seconds(seconds)}"
+
+    rows = [("an epoch", "unknown, as the number of training prompts is (--rows)")]
+    if plan.num_prompts is not None:
+        epoch = f"{plan.num_prompts:,} prompts, {plan.plan.steps_per_epoch:,} steps{taking(plan.epoch_seconds)}"
+        rows = [("an epoch", epoch)]
+    if plan.num_steps is not None:
+        updates = plan.num_steps * plan.plan.updates_per_step
+        rows.append(("the run", f"{plan.num_steps:,} steps, {updates:,} updates{taking(plan.run_seconds)}"))
+    if plan.num_validations:
+        each = "" if plan.validation_seconds is None else f", each {format_seconds(plan.validation_seconds)}"
+        rows.append(("validations", f"{plan.num_validations}{each}"))
+    return rows
+
+
+def _disk(plan: RunPlan) -> list[tuple[str, str]]:
+    disk, kept, in_run = plan.disk, "their number is unknown, as that of the steps is", ""
+    if plan.num_steps is not None:
+        kept = f"at most {disk.kept} at a time: {format_bytes(disk.checkpoints)}"
+        in_run = f", {format_bytes(disk.rollouts * plan.num_steps)} in the run"
+    return [
+        ("checkpoint", f"{format_bytes(disk.checkpoint)}; {kept}"),
+        ("rollout files", f"about {format_bytes(disk.rollouts)} a step{in_run}, without images"),
+    ]
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return [title, *(f"  {line}" if line else line for line in lines)] if lines else []
+
+
+def _pairs(rows: Iterable[tuple[str, str]], width: int) -> list[str]:
+    lines = []
+    for name, value in rows:
+        first, *more = textwrap.wrap(value, width - 20) or [""]
+        lines += [f"{name:<16}{first}", *(" " * 16 + line for line in more)]
+    return lines
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def _item(text: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text, width - 2, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration: 4.0 ms, 0.42 s, 53.0 s, 12.5 min, 3.2 h, 2.1 days."""
+    for limit, divisor, unit in ((0.0095, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            number = seconds / divisor
+            return f"{number:.2f} {unit}" if number < 1 else f"{number:,.1f} {unit}"
+    return f"{seconds / 86_400:,.1f} days"
+
+
+def _flops(number: float) -> str:
+    for divisor, unit in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP")):
+        if number >= divisor:
+            return f"{number / divisor:,.2f} {unit}"
+    return f"{number / 1e9:,.2f} GFLOP"

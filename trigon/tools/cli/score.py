@@ -21,7 +21,7 @@ from trigon.system.confinement.options import ConfinementLevel
 from trigon.tools.cli.parser import ArgumentParser, count, number
 
 if TYPE_CHECKING:
-    from trigon.tools.eval.score_results import Agreement, Bin, RewardSummary, ScoreResult
+    from trigon.tools.eval.score import Agreement, Bin, RewardSummary, ScoreResult
 
 NUM_SHOWN = 10
 """Disagreements that are printed by default."""

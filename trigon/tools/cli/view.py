@@ -18,7 +18,7 @@ from trigon.system.terminal import sanitize
 from trigon.tools.cli.parser import ArgumentParser
 
 if TYPE_CHECKING:
-    from trigon.tools.view.filters import RolloutFilter
+    from trigon.tools.view.index import RolloutFilter
     from trigon.tools.view.runs import ViewedRun
 
 DEFAULT_PORT = 8420
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     # Imported here, so that errors of the command line do not wait for these libraries.
     try:
-        from trigon.tools.view.filters import parse_filter
+        from trigon.tools.view.index import parse_filter
         from trigon.tools.view.runs import open_runs
         from trigon.tools.view.server import default_cache, is_loopback
     except ModuleNotFoundError as error:
@@ -51,8 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _serve(runs: Sequence[ViewedRun], options: Namespace) -> int:
-    from trigon.tools.view.files import plotly_script
-    from trigon.tools.view.server import address, listen, serve
+    from trigon.tools.view.server import address, listen, plotly_script, serve
 
     plotly_script()  # its absence is an error now, not in the browser
     token = secrets.token_urlsafe(18) if options.token or options.open_to_network else ""

@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from trigon.assemble.options import recorded_settings
 from trigon.config.load import LoadedConfig, as_overrides, load_config
@@ -57,6 +57,26 @@ _FORCED = (
     "worker.actor.offload.offload_params=true",  # the rollout engine has the GPU for itself
 )
 
+
+AnswerForm = Literal["auto", "boxed", "tag", "line", "text"]
+r"""Where the answer of a completion is.
+
+boxed: the last \boxed{...}. tag: the last <answer>...</answer>. line: what follows the last
+`Answer:` in its line. text: the whole completion. auto: the first of boxed, tag and line that the
+completion has.
+"""
+
+SHIPPED_FORMS: dict[str, AnswerForm] = {
+    "math": "boxed",
+    "r1v": "tag",
+    "counting": "tag",
+    "geoqa": "tag",
+    "vqa": "tag",
+    "dapo": "line",
+    "android_gui": "text",
+    "environment": "text",
+}
+"""Where the shipped reward functions find the answer; others: auto."""
 
 _SAMPLING = "worker.rollout.val_override_config."
 

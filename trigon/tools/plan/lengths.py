@@ -16,17 +16,20 @@ from typing import Any
 from trigon.assemble.data import NO_SOURCES, open_builder, read_processors
 from trigon.assemble.episodes import load_episodes
 from trigon.config.options import with_options
-from trigon.config.paths import is_local_dataset, is_python_object, path_exists, split_dataset
+from trigon.config.paths import is_local_dataset, is_python_object, local_path, path_exists, split_dataset
 from trigon.config.schema import Config
 from trigon.data.rows import UnusableRow, require_columns
 from trigon.data.sources import Source, open_source
-from trigon.errors import ConfigError, TrigonError
+from trigon.errors import ConfigError, ModelError, TrigonError
+from trigon.models.hub import hub_endpoint
 from trigon.models.load import Processors
 from trigon.models.sizes import GroupLengths, VisionDimensions, dimensions_of
-from trigon.tools.plan.model import processor_folder
 
 MAX_MEASURED_ROWS = 2000
 """Rows that are measured at most: evenly spaced in each dataset, by its share of an epoch."""
+
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+"""Of a model's repository: config, tokenizer and processors, without weights."""
 
 _TEXT_TOKENS = 128
 _IMAGE_PIXELS = 512 * 512
@@ -336,3 +339,28 @@ def _count_rows(specs: Sequence[str], *, download: bool, opened: Mapping[str, So
     if any(map(is_python_object, named)) or (not download and not all(map(is_local_dataset, named))):
         return None
     return sum(len((opened.get(spec) or open_source(spec)).rows) for spec in specs)
+
+
+def processor_folder(model_path: str, *, download: bool) -> Path | None:
+    """Return a folder with the tokenizer and processors of a model, or None if that is not at hand.
+
+    At hand: a local folder, or the hub's cache on this machine.
+    download: read them from the hub otherwise, without weights.
+    Raises: ModelError if the download fails.
+    """
+    folder = local_path(model_path)
+    if folder is not None:
+        return folder if (folder / "tokenizer_config.json").is_file() else None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        found = Path(snapshot_download(model_path, allow_patterns=list(_SMALL_FILES), local_files_only=not download))
+    except (OSError, ValueError) as error:
+        if isinstance(error, LocalEntryNotFoundError) and not download:
+            return None
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"the tokenizer of {model_path!r} could not be downloaded from {hub_endpoint()}: {reason}"
+        ) from error
+    return found if (found / "tokenizer_config.json").is_file() else None

@@ -7,8 +7,10 @@ Seconds it has only from a finished run (seconds.py).
 from __future__ import annotations
 
 import re
+import shutil
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,17 +33,31 @@ from trigon.assemble.remedies import Changes
 from trigon.config.checks import find_problems, raise_problems
 from trigon.config.names import DeviceType
 from trigon.config.options import with_options
+from trigon.config.paths import local_path
 from trigon.config.plan import Plan, make_plan
 from trigon.config.schema import Config
 from trigon.data.sources import Source
-from trigon.errors import ConfigError
+from trigon.errors import ConfigError, ModelError
+from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.models.load import load_hf_config
-from trigon.system.suggestions import nearest
+from trigon.system.suggestions import did_you_mean, nearest
+from trigon.system.temporary import private_folder
 from trigon.tools.plan.lengths import LengthOptions, Lengths, find_lengths
-from trigon.tools.plan.model import open_model_config
-from trigon.tools.plan.seconds import MeasuredRun, project_seconds, read_measured
-from trigon.tools.plan.work import Batches, StepFlops, count_flops, make_batches
+from trigon.tools.plan.work import (
+    Batches,
+    MeasuredRun,
+    StepFlops,
+    count_flops,
+    make_batches,
+    project_seconds,
+    read_measured,
+)
 from trigon.training.budget import HEADROOM
+
+SHIPPED = Path(__file__).parent / "model_configs"
+"""A folder with a config.json for each of the models that plans are made for most often."""
+
+_OWNER = "Qwen"
 
 GPUS: Mapping[str, float] = {
     "A100-40G": 39.4,
@@ -265,6 +281,67 @@ def plan(
         ),
         assumptions=(*known.sources, *_assumptions(config, place, given, run, keep_rate)),
     )
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+def shipped_models() -> list[str]:
+    """Return the hub ids whose config.json is part of the package."""
+    return [f"{_OWNER}/{folder.name}" for folder in sorted(SHIPPED.iterdir()) if folder.is_dir()]
+
+
+@contextmanager
+def open_model_config(model_path: str, model_config: Path | None) -> Iterator[Path]:
+    """Yield a folder with the config.json of a model.
+
+    Args:
+        model_path: a folder, or a hub id.
+        model_config: a config.json, or a folder with one, that is used instead.
+    Raises: ModelError if there is none, or if it cannot be downloaded.
+    """
+    if model_config is None:
+        yield _config_folder(model_path)
+        return
+    file = model_config / "config.json" if model_config.is_dir() else model_config
+    if not file.is_file():
+        raise ModelError(f"--model-config {model_config} is not a file: give a model's config.json, or its folder")
+    if file.name == "config.json":
+        yield file.parent
+        return
+    with private_folder() as folder:
+        shutil.copyfile(file, folder / "config.json")  # transformers reads this name only
+        yield folder
+
+
+def _config_folder(model_path: str) -> Path:
+    folder = local_path(model_path)
+    if folder is not None:
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{folder} has no config.json; a plan needs no more of a model, see --model-config")
+        return folder
+    if model_path in shipped_models():
+        return SHIPPED / model_path.partition("/")[2]
+    return _download_config(model_path)
+
+
+def _download_config(model_path: str) -> Path:
+    if uses_modelscope():
+        raise ModelError(
+            f"a plan reads no config.json from ModelScope: download that of {model_path!r}, and give it with "
+            "--model-config FILE"
+        )
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model_path, "config.json")).parent
+    except (OSError, ValueError) as error:  # the base classes of the hub's errors
+        raise ModelError(
+            f"the config.json of {model_path!r} could not be downloaded from {hub_endpoint()}: "
+            f"{' '.join(str(error).split())[:300]}\nGive the file with --model-config FILE, or use one of the models "
+            f"whose configuration is part of Trigon: {', '.join(shipped_models())}"
+            f"{did_you_mean(model_path, shipped_models())}"
+        ) from error
 
 
 # -- devices ---------------------------------------------------------------------------------------

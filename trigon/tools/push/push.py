@@ -1,32 +1,68 @@
-"""Exports a checkpoint of a run with a model card, and pushes it to the Hugging Face Hub."""
+"""Exports a checkpoint of a run with a model card, and pushes it to the Hugging Face Hub.
+
+The card is README.md: what the run's folder says of it. Its text is card.md.jinja, which
+huggingface_hub.ModelCard fills in; its metadata are those that the hub reads.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Literal
 
-from huggingface_hub import HfApi, ModelCard, constants, get_token, try_to_load_from_cache
+import yaml
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, constants, get_token, try_to_load_from_cache
 
 # HTTPError is that of its HTTP client, which differs from version to version.
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined]
 
-from trigon.checkpoint.manifest import exported_step
+from trigon import __version__
+from trigon.checkpoint.manifest import EXPORT_RECORD, exported_step
+from trigon.config.options import format_value, options
 from trigon.errors import CheckpointError, ConfigError, DataError, PushError
-from trigon.report.run import SOURCES, RunRecord
+from trigon.report.rollouts import read_rollouts
+from trigon.report.run import SOURCES, RunRecord, flatten
 from trigon.system.json_files import write_json
+from trigon.system.secrets import hide, short_path
 from trigon.tools.plot.curves import learning_curves
 from trigon.tools.plot.figure import save_plot
-from trigon.tools.push.card import CURVES, RunOptions, hub_id, model_card, read_facts, read_options
+
+CURVES = "curves.png"
+"""Name of the figure in the folder."""
+
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
+
+HubKind = Literal["models", "datasets"]
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_CACHED = re.compile(r"(?:^|/)(models|datasets)--([\w.-]+?)--([\w.-]+)(?:/|$)")
+_FILES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
+_VALIDATION = re.compile(r"val/(?:(?P<dataset>[^/]+)/)?(?:(?P<part>.+)_reward|reward_score)")
+
+# The options of the first table: (label, option).
+_MAIN: Sequence[tuple[str, str]] = (
+    ("algorithm", "algorithm.adv_estimator"),
+    ("prompts per step", "data.rollout_batch_size"),
+    ("completions per prompt", "worker.rollout.n"),
+    ("prompts per update", "worker.actor.global_batch_size"),
+    ("learning rate", "worker.actor.optim.lr"),
+    ("sampling temperature", "worker.rollout.temperature"),
+    ("maximum length of prompts (tokens)", "data.max_prompt_length"),
+    ("maximum length of completions (tokens)", "data.max_response_length"),
+    ("seed", "data.seed"),
+)
+
+# Where a run is on its machine.
+_NOT_SHOWN = frozenset({"trainer.save_checkpoint_path", "trainer.load_checkpoint_path"})
 
 README = "README.md"
-
 _LORA_RANK = "worker.actor.model.lora.rank"
-
 _REASONS = {
     401: "the token is not valid; run `hf auth login`, or set HF_TOKEN",
     403: "the token has no permission to write there",
@@ -39,6 +75,269 @@ _LOCAL_BASE = (
     "the base model of the adapter is a local folder, which others do not have: push the whole model with --merged, or "
     "name the base model on the hub with --base"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The options of a run, as its folder has them.
+
+    given: the options in its config.yaml, by name. defaults: of all options.
+    local: what RunRecord.local_sources returns.
+    """
+
+    run: RunRecord
+    given: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    local: Mapping[str, str] | None
+
+    def value(self, name: str) -> Any:
+        """Return the value of an option in this run."""
+        return self.given[name] if name in self.given else self.defaults[name]
+
+    def hub_id(self, text: str, kind: HubKind) -> str | None:
+        """Return the hub id that a text of the configuration refers to, or None if it was local.
+
+        None also for a run that has not recorded what was local, unless it names the hub's cache.
+        """
+        return hub_id(text, kind, [text] if self.local is None else self.local)
+
+    def datasets(self, option: str) -> list[tuple[str | None, str]]:
+        """Return the hub id, or None, of each dataset of an option, and what to call it."""
+        local = self.local or {}
+        texts = [file if file in local else file.rpartition("@")[0] or file for file in self.value(option)]
+        ids = [self.hub_id(text, "datasets") for text in texts]
+        return [(each, each or Path(text).name) for each, text in zip(ids, texts, strict=True)]
+
+
+def read_options(run: RunRecord) -> RunOptions:
+    """Return the options of a run. Raises: DataError if it has no config.yaml."""
+    config = run.config()
+    if not config:
+        raise DataError(f"{run.path} has no config.yaml, from which the model card is made")
+    defaults = {option.name: option.default for option in options().values()}
+    return RunOptions(run, flatten(config, mappings=defaults), defaults, run.local_sources())
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """A metric of the validations before training and after the pushed step.
+
+    dataset: its name if there are several, else "". before: None if the run was not validated
+    before its first step. num_prompts: prompts that were validated; None if the rollouts are not
+    there.
+    """
+
+    dataset: str
+    metric: str
+    before: float | None
+    after: float
+    step: int
+    num_prompts: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What a card says of a run.
+
+    base_model, datasets: hub ids; None and empty where they are local. base_name, dataset_names:
+    what to call them. val_names: hub ids; of local files their names. changed: options that are not
+    the defaults, without secrets.
+    """
+
+    step: int
+    base_model: str | None
+    base_name: str
+    datasets: tuple[str, ...]
+    dataset_names: tuple[str, ...]
+    val_names: tuple[str, ...]
+    reward: str
+    options: RunOptions
+    changed: Mapping[str, Any]
+    validations: tuple[Validation, ...]
+    has_vision: bool
+    is_adapter: bool
+    exported: Mapping[str, Any]
+
+
+def model_card(facts: RunFacts, repo_id: str, *, license_id: str | None, has_curves: bool) -> ModelCard:
+    """Return README.md.
+
+    Args:
+        repo_id: where it will be pushed, NAMESPACE/NAME.
+        license_id: as the hub names licences, such as apache-2.0; None: the card has none.
+        has_curves: whether the folder has CURVES.
+    """
+    name = repo_id.rpartition("/")[2]
+    rank, kl = int(facts.options.value("worker.actor.model.lora.rank")), "none"
+    if not facts.options.value("algorithm.disable_kl"):
+        place = "loss" if facts.options.value("algorithm.use_kl_loss") else "reward"
+        kl = f"in the {place}, coefficient {format_value(facts.options.value('algorithm.kl_coef'))}"
+    training = [
+        ("base model", facts.base_name),
+        ("training data", ", ".join(facts.dataset_names)),
+        ("reward function", f"`{facts.reward}`"),
+        ("steps", f"{facts.step:,}"),
+        *((label, format_value(facts.options.value(option))) for label, option in _MAIN),
+        ("KL term", kl),
+        ("trained weights", f"LoRA of rank {rank}" if rank else "all that are not frozen"),
+        ("published weights", f"{'adapter' if facts.is_adapter else 'model'} in {facts.exported['dtype']}"),
+    ]
+    card: ModelCard = ModelCard.from_template(
+        metadata(facts, name, license_id),
+        template_path=str(TEMPLATE),
+        name=name,
+        repo_id=repo_id,
+        facts=facts,
+        several=any(each.dataset for each in facts.validations),
+        training=training,
+        curves=CURVES if has_curves else None,
+        model_class="AutoModelForImageTextToText" if facts.has_vision else "AutoModelForCausalLM",
+        processor_class="AutoProcessor" if facts.has_vision else "AutoTokenizer",
+        options=yaml.safe_dump(_nested(facts.changed), sort_keys=False, allow_unicode=True, width=100),
+        trigon_version=facts.exported.get("trigon_version", __version__),
+    )
+    return card
+
+
+def metadata(facts: RunFacts, name: str, license_id: str | None) -> ModelCardData:
+    """Return the metadata, with the accuracies of validations on data of the hub."""
+    task = "image-text-to-text" if facts.has_vision else "text-generation"
+    results = [
+        EvalResult(
+            task_type=task,
+            dataset_type=_dataset_type(validation.dataset or facts.val_names[0]),
+            dataset_name=validation.dataset or ", ".join(facts.val_names),
+            metric_type="accuracy",
+            metric_name=f"accuracy after step {validation.step}",
+            metric_value=round(validation.after, 6),
+        )
+        for validation in facts.validations
+        if validation.metric == "accuracy" and facts.val_names
+    ]
+    estimator = str(facts.options.value("algorithm.adv_estimator")).replace("_", "-")
+    is_lora = bool(facts.options.value("worker.actor.model.lora.rank"))
+    return ModelCardData(
+        base_model=facts.base_model,
+        datasets=list(facts.datasets) or None,
+        license=license_id,
+        library_name="peft" if facts.is_adapter else "transformers",
+        pipeline_tag=task,
+        tags=["trigon", "reinforcement-learning", estimator, *(["lora"] if is_lora else [])],
+        model_name=name if results else None,
+        eval_results=results or None,
+    )
+
+
+def _dataset_type(source: str) -> str:
+    """Return an identifier of a dataset; of a local file lower-case letters and hyphens."""
+    return source if _HUB_ID.fullmatch(source) else re.sub(r"[^a-z0-9]+", "-", source.lower())
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by dotted names as sections."""
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *path, key = name.split(".")
+        section = tree
+        for part in path:
+            section = section.setdefault(part, {})
+        section[key] = value
+    return tree
+
+
+def read_facts(
+    run: RunOptions, exported: Path, *, base_model: str | None, has_vision: bool, is_adapter: bool
+) -> RunFacts:
+    """Return the facts of a run, of which a checkpoint was exported to a folder.
+
+    base_model: hub id, or None if it is a local folder.
+    """
+    record = json.loads((exported / EXPORT_RECORD).read_text(encoding="utf-8"))
+    sources = run.datasets("data.train_files")
+    changed = {
+        name: hide(name, value)
+        for name, value in run.given.items()
+        if name in run.defaults and name not in _NOT_SHOWN and not _equal(value, run.defaults[name])
+    }
+    return RunFacts(
+        step=int(record["step"]),
+        base_model=base_model,
+        base_name=base_model or "/".join(Path(str(run.value("worker.actor.model.model_path"))).parts[-2:]),
+        datasets=tuple(dict.fromkeys(each for each, _ in sources if each is not None)),
+        dataset_names=tuple(dict.fromkeys(name for _, name in sources)),
+        val_names=tuple(name for _, name in run.datasets("data.val_files")),
+        reward=_describe_reward(run.value("worker.reward.reward_function")),
+        options=run,
+        changed=changed,
+        validations=tuple(read_validations(run.run, int(record["step"]))),
+        has_vision=has_vision,
+        is_adapter=is_adapter,
+        exported=record,
+    )
+
+
+def hub_id(text: str, kind: HubKind, local: Collection[str] | None = None) -> str | None:
+    """Return the hub id that a path or hub id refers to, or None for a local folder or file.
+
+    A folder of the hub's cache has the id in its name. local: the texts of a run's configuration
+    that were local where it was started, since models/mine may be the id of another model; None:
+    what exists in this folder is local.
+    """
+    cached = _CACHED.search(text)
+    if cached is not None and cached[1] == kind:
+        return f"{cached[2]}/{cached[3]}"
+    is_id = _HUB_ID.fullmatch(text) and not text.startswith(".") and Path(text).suffix.lower() not in _FILES
+    is_local = Path(text).exists() if local is None else text in local
+    return text if is_id and not is_local else None
+
+
+def read_validations(run: RunRecord, step: int) -> list[Validation]:
+    """Return the metrics of the last validation up to a step, with those before training."""
+    lines = [line for line in run.metrics() if line.step <= step and any(map(_VALIDATION.fullmatch, line.metrics))]
+    if not lines:
+        return []
+    last = lines[-1]
+    first = lines[0].metrics if lines[0].step == 0 else {}
+    numbers = count_prompts(run, last.step)
+    found: list[Validation] = []
+    for key, value in last.metrics.items():
+        match = _VALIDATION.fullmatch(key)
+        if match is None or match["part"] == "overall":  # the same as reward_score
+            continue
+        dataset = match["dataset"] or ""
+        num_prompts = numbers.get(dataset) if dataset else sum(numbers.values()) or None
+        found.append(Validation(dataset, match["part"] or "reward", first.get(key), value, last.step, num_prompts))
+    order = {"accuracy": 0, "reward": 1}
+    return sorted(found, key=lambda each: (each.dataset, order.get(each.metric, 2), each.metric))
+
+
+def count_prompts(run: RunRecord, step: int) -> dict[str, int]:
+    """Return the number of prompts of a validation by dataset, as prompt ids name it."""
+    files = [file for file in run.rollout_files() if file.split == "validation" and file.step == step]
+    ids = {row.prompt_id for file in files for row in read_rollouts(file.path)}
+    counts: dict[str, int] = {}
+    for prompt_id in ids:
+        dataset = re.sub(r"[^\w.-]", "-", prompt_id.rpartition(":")[0])
+        counts[dataset] = counts.get(dataset, 0) + 1
+    return counts
+
+
+def _equal(value: Any, default: Any) -> bool:
+    def plain(each: Any) -> Any:
+        return list(each) if isinstance(each, Sequence) and not isinstance(each, str) else each
+
+    return bool(plain(value) == plain(default))
+
+
+def _describe_reward(value: Any) -> str:
+    """Return the reward functions of a configuration without folders, with weights if several."""
+    if not isinstance(value, list | tuple):
+        return short_path(str(value))
+    entries = [{"function": each} if isinstance(each, str) else each for each in value]
+    return " + ".join(f"{each.get('weight', 1):g} * {short_path(str(each['function']))}" for each in entries)
+
+
+# HTTPError is that of its HTTP client, which differs from version to version.
 
 
 @dataclass(frozen=True, slots=True)

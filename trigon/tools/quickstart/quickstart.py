@@ -1,10 +1,14 @@
-"""`trigon quickstart`: makes a tiny model and its data, trains the model, and exports it."""
+"""`trigon quickstart`: makes a tiny model and its data, trains the model, and exports it.
+
+`trigon tiny FOLDER` makes the model, warms it up, and generates its data, and does no more.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -15,12 +19,24 @@ from trigon.assemble.start import share_heaps
 from trigon.config.load import load_config, split_arguments
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
+from trigon.report.console import Console
 from trigon.system.child_python import python_command
 from trigon.tools.cli.parser import ArgumentParser
 from trigon.tools.cli.train import train
+from trigon.tools.quickstart.drawings import TRAIN
 
 CONFIG = Path(__file__).with_name("quickstart.yaml")
 TINY = "from trigon.tools.cli.main import main; sys.exit(main(['tiny', *sys.argv[1:]]))"
+
+NUM_TRAIN, NUM_VALIDATION = 2048, 192
+DRAW = """
+from pathlib import Path
+from trigon.tools.quickstart.drawings import make_dataset
+folder, num_train, num_validation, seed = sys.argv[1:]
+make_dataset(Path(folder), num_train=int(num_train), num_validation=int(num_validation), seed=int(seed))
+"""
+WARM_START_ACCURACY, WARM_START_UPDATES = 0.35, 120
+WARM_START_BATCH, WARM_START_RATE, WARM_START_WARMUP = 8, 2.5e-3, 10
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,9 +68,9 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ExitStack() as stack:
         if not (made / "model").is_dir():
-            tiny = [str(made), "--model-type", chosen.model_type, "--seed", str(chosen.seed)]
+            arguments = [str(made), "--model-type", chosen.model_type, "--seed", str(chosen.seed)]
             # In another process, while this one imports vLLM, which takes about as long.
-            making = stack.enter_context(subprocess.Popen(python_command(TINY, *tiny)))
+            making = stack.enter_context(subprocess.Popen(python_command(TINY, *arguments)))
             share_heaps()  # before the libraries start threads
             import_ahead(early.config)
             # The folder appears when the model is complete, two seconds before the process ends.
@@ -104,3 +120,114 @@ def options(train_files: str, val_files: str, model_path: str, chosen: argparse.
         f"worker.actor.model.model_path={model_path}",
         f"trainer.save_checkpoint_path={chosen.folder / 'run'}",
     ]
+
+
+def tiny(arguments: Sequence[str]) -> int:
+    """Run the command, and return its exit status; see trigon.tools.cli.main."""
+    parser = ArgumentParser(
+        prog="trigon tiny",
+        description="Make FOLDER/model, a tiny Qwen2.5-VL or Qwen3-VL after a short supervised warm start, and "
+        "FOLDER/data, drawings in Geometry3K's schema: train.parquet, validation.parquet, validation_blank.parquet.",
+        examples=[
+            ("trigon tiny made", "made/model and made/data"),
+            ("trigon tiny made --model-type qwen3_vl --skill 0", "another family, with random weights"),
+        ],
+    )
+    parser.add_argument("folder", type=Path, help="folder to write")
+    parser.add_argument("--model-type", default="qwen2_5_vl", choices=["qwen2_5_vl", "qwen3_vl"], help="(%(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the model, the data and the warm start (%(default)s)"
+    )
+    parser.add_argument(
+        "--skill",
+        type=float,
+        default=WARM_START_ACCURACY,
+        help="accuracy in [0, 1] at which the supervised warm start ends; 0: random weights (%(default)s)",
+    )
+    parser.add_argument(
+        "--max-updates",
+        type=int,
+        default=WARM_START_UPDATES,
+        help="maximum number of supervised updates (%(default)s)",
+    )
+    chosen = parser.parse_args(arguments)
+    console = Console()
+    folder: Path = chosen.folder
+    if not make(
+        folder,
+        console,
+        model_type=chosen.model_type,
+        seed=chosen.seed,
+        skill=chosen.skill,
+        max_updates=chosen.max_updates,
+    ):
+        return 1
+    console.print(f"model: {folder / 'model'}\ndata:  {folder / 'data'}")
+    return 0
+
+
+def make(
+    folder: Path,
+    console: Console,
+    *,
+    model_type: str = "qwen2_5_vl",
+    seed: int = 0,
+    skill: float = WARM_START_ACCURACY,
+    max_updates: int = WARM_START_UPDATES,
+) -> bool:
+    """Make the model and the data in a folder. False if a process failed, which has printed why.
+
+    The options are those of the command.
+    """
+    # Renamed at the end, so that an interrupted command leaves no incomplete model folder.
+    temporary = folder / ".making_model"
+    shutil.rmtree(temporary, ignore_errors=True)
+    # Drawing and importing torch take about as long, so they run in parallel.
+    draw = python_command(DRAW, str(folder / "data"), str(NUM_TRAIN), str(NUM_VALIDATION), str(seed))
+    with subprocess.Popen(draw) as drawing, console.progress("make the model and draw the data", None):
+        from trigon.tools.quickstart.model import make_tiny
+
+        make_tiny(temporary, model_type=model_type, seed=seed)
+        if drawing.wait():
+            return False
+    if skill > 0 and max_updates > 0:
+        warm_up(temporary, folder / "data" / TRAIN, console, seed=seed, skill=skill, max_updates=max_updates)
+    shutil.rmtree(folder / "model", ignore_errors=True)
+    temporary.rename(folder / "model")
+    return True
+
+
+def warm_up(folder: Path, train: Path, console: Console, *, seed: int, skill: float, max_updates: int) -> None:
+    """Train the model in a folder on the training prompts, in place. Options: those of make."""
+    from pyarrow.parquet import read_table
+
+    from trigon.config.schema import DataConfig, OptimConfig
+    from trigon.data.prompts import PromptBuilder
+    from trigon.models.load import load_processors
+    from trigon.tools.quickstart.warm_start import Example, warm_start_folder
+    from trigon.training.optim import Schedule
+
+    processors = load_processors(str(folder))
+    data = DataConfig(prompt_key="problem", max_prompt_length=1024, max_image_pixels=10**6)
+    builder = PromptBuilder(processors, data)
+    rows = read_table(train).to_pylist()  # generated, so they need not be validated
+
+    def make_example(index: int) -> Example:
+        prompt = builder.build(rows[index], f"train:{index}")
+        completion = f"<think>I see it in the picture.</think>\\boxed{{{prompt.ground_truth}}}"
+        return prompt, (*processors.tokenizer.encode(completion), processors.stop_token_ids[0])
+
+    with console.progress("warm up the model", None) as advance:
+        accuracy = warm_start_folder(
+            folder,
+            processors,
+            make_example,
+            num_examples=min(len(rows), max_updates * WARM_START_BATCH),
+            max_updates=max_updates,
+            target_accuracy=skill,
+            batch_size=WARM_START_BATCH,
+            schedule=Schedule(OptimConfig(lr=WARM_START_RATE), WARM_START_WARMUP, max_updates),
+            seed=seed,
+            on_progress=lambda _: advance(1),
+        )
+    console.print(f"accuracy after the warm start: {accuracy:.0%}")

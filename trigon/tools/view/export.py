@@ -13,9 +13,9 @@ from typing import Any
 
 from trigon.errors import DataError
 from trigon.report.rollouts import RolloutRow, row_to_line, to_json_line
-from trigon.tools.view.files import EMPTY_STYLE_HASH, STATIC, plotly_script, read_image, shrink, source_hash
-from trigon.tools.view.filters import RolloutFilter
+from trigon.tools.view.index import RolloutFilter
 from trigon.tools.view.runs import ViewedRun, configurations
+from trigon.tools.view.server import EMPTY_STYLE_HASH, STATIC, plotly_script, read_image, shrink, source_hash
 
 MAX_IMAGE_BYTES = 300_000
 MAX_IMAGE_SIDE = 1024

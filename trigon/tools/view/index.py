@@ -1,4 +1,6 @@
-"""An index of the rollouts of a run: what one searches and sorts by, in an SQLite file.
+"""An index of the rollouts of a run, and the filters and orders by which a page asks for them.
+
+The index is an SQLite file with what one searches and sorts by.
 
 The rollouts files stay the only place with everything: the index has the byte range of each line,
 and `IndexedRun.read_group` reads it from there. A file that was replaced, added or removed since is
@@ -10,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,12 +20,18 @@ from hashlib import sha256
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trigon.errors import DataError
 from trigon.report.rollouts import RolloutFile, RolloutRow, parse_row
 from trigon.report.run import RunRecord
-from trigon.tools.view.filters import RolloutFilter
+from trigon.system.suggestions import did_you_mean
+
+_Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]
+_Number = Annotated[float, Field(ge=-(2**53), le=2**53, allow_inf_nan=False)]
+_Text = Annotated[str, Field(max_length=1000)]
 
 VERSION = 3
 """Version of the tables, part of the name of the index file."""
@@ -49,7 +57,6 @@ CREATE INDEX IF NOT EXISTS groups_by_prompt ON groups (original_id);
 CREATE INDEX IF NOT EXISTS groups_by_file ON groups (file);
 CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id);
 """
-
 _ORDER = {
     "newest": "g.step DESC",
     "oldest": "g.step",
@@ -59,16 +66,67 @@ _ORDER = {
     "longest": "g.max_tokens DESC, g.step DESC",
     "mismatch": "g.mismatch DESC, g.step DESC",
 }
-
 _SUMMARY = (
     "step, split, number, prompt_id, filtered, num_with_tokens, num, num_solved, reward_mean, max_tokens, mismatch, "
     "rewards, image, excerpt"
 )
-
 _OCCURRENCE = re.compile(r"#\d+$")
-
 _EXCERPT = 160
 """Characters of the end of a prompt that a list shows."""
+
+_Line = tuple[RolloutRow, int, int]
+"""A completion, the first byte of its line, and the number of bytes."""
+
+_SOLVED = {"none": "g.num_solved = 0", "some": "g.num_solved BETWEEN 1 AND g.num - 1", "all": "g.num_solved = g.num"}
+
+
+class RolloutFilter(BaseModel):
+    """Conditions on rollouts, all of which must hold, and the order of the groups found.
+
+    A group is found if one of its completions matches. None is no condition; bounds are inclusive.
+    min_tokens, max_tokens: tokens of the completion. solved: how many completions of the group are
+    solved. filtered: why no step learns from the group; no: one does, or it is a validation.
+    outcome: result of the reward function; not_ok: failed or timeout. tokens: groups with per-token
+    values. prompt_id: without the number of an occurrence, train:17 for train:17#2 too.
+    text: part of the prompt, its id, the ground truth or the completion, in any case.
+    sort: by step (newest, oldest), by mean reward of the group (worst, best), by the difference
+    between its rewards (spread), by its longest completion, or by its largest train-inference
+    mismatch.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    split: Literal["train", "filtered", "validation"] | None = None
+    min_step: _Integer | None = None
+    max_step: _Integer | None = None
+    min_reward: _Number | None = None
+    max_reward: _Number | None = None
+    min_tokens: _Integer | None = None
+    max_tokens: _Integer | None = None
+    solved: Literal["none", "some", "all"] | None = None
+    filtered: Literal["no", "low", "high", "unscored", "surplus"] | None = None
+    outcome: Literal["ok", "not_ok", "failed", "timeout"] | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    tokens: Literal["recorded"] | None = None
+    prompt_id: _Text | None = None
+    text: _Text | None = None
+    sort: Literal["newest", "oldest", "worst", "best", "spread", "longest", "mismatch"] = "newest"
+
+
+def parse_filter(values: Mapping[str, str]) -> RolloutFilter:
+    """Return the filter in the parameters of an address. Empty values are no condition.
+
+    Raises: DataError for an unknown name or a value that the name cannot have.
+    """
+    for name in values:
+        if name not in RolloutFilter.model_fields:
+            raise DataError(f"there is no filter {name!r}{did_you_mean(name, RolloutFilter.model_fields)}")
+    try:
+        return RolloutFilter.model_validate({name: value for name, value in values.items() if value != ""})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0])
+        raise DataError(f"the filter {name} cannot be {values[name][:100]!r}: {first['msg']}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,10 +305,6 @@ def _file_stamp(path: Path) -> str | None:
     return f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
 
 
-_Line = tuple[RolloutRow, int, int]
-"""A completion, the first byte of its line, and the number of bytes."""
-
-
 def _read_groups(file: RolloutFile) -> tuple[list[list[_Line]], str]:
     """Return the groups of a file, and what could not be read of it."""
     groups: list[list[_Line]] = []
@@ -336,9 +390,6 @@ def max_mismatch(row: RolloutRow) -> float | None:
         return None
     pairs = zip(tokens.old_logprobs, tokens.sampling_logprobs, strict=False)
     return max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=None)
-
-
-_SOLVED = {"none": "g.num_solved = 0", "some": "g.num_solved BETWEEN 1 AND g.num - 1", "all": "g.num_solved = g.num"}
 
 
 def _conditions(filters: RolloutFilter) -> tuple[list[str], list[Any]]:

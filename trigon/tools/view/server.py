@@ -3,16 +3,22 @@
 What a run contains is untrusted: models write completions, and datasets come from the network. The
 page builds its text as text; the headers below forbid scripts, styles and connections other than
 its own. A request must name this machine as its host, so that a website whose name resolves to
-127.0.0.1 (DNS rebinding) is refused.
+127.0.0.1 (DNS rebinding) is refused. The names of images come from rollouts, and are untrusted too.
 """
 
 from __future__ import annotations
 
 import hmac
+import os
+import re
 import socket
+import stat
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
+from importlib.util import find_spec
+from io import BytesIO
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -30,9 +36,28 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trigon.errors import ConfigError, DataError
 from trigon.report.rollouts import row_to_line, to_json_line
-from trigon.tools.view.files import EMPTY_STYLE_HASH, STATIC, plotly_script, read_image
-from trigon.tools.view.filters import parse_filter
+from trigon.system import image_formats
+from trigon.system.installation import install_command
+from trigon.tools.view.index import parse_filter
 from trigon.tools.view.runs import ViewedRun, configurations
+
+STATIC = Path(__file__).parent / "static"
+
+# Plotly adds rules to style elements that have no text, which a strict policy has to admit. Rules
+# are added by script; a style element with any text is still refused.
+EMPTY_STYLE_HASH = f"'sha256-{b64encode(sha256(b'').digest()).decode()}'"
+
+_NAME = re.compile(r"images/[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
+_MAX_BYTES = 256 * 2**20
+
+# By the first bytes, whatever the name. SVG, which can contain scripts, is not among them.
+_IMAGE_TYPES = (
+    ("image/png", re.compile(rb"\x89PNG\r\n\x1a\n")),
+    ("image/jpeg", re.compile(rb"\xff\xd8\xff")),
+    ("image/gif", re.compile(rb"GIF8[79]a")),
+    ("image/webp", re.compile(rb"RIFF....WEBP", flags=re.DOTALL)),
+    ("image/bmp", re.compile(rb"BM")),
+)
 
 PAGE_POLICY = "; ".join(
     [
@@ -56,6 +81,59 @@ _HEADERS = {
 }
 _TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _MAX_GROUPS = 200
+
+
+def plotly_script() -> Path:
+    """Return the script of the charts, which the package plotly ships. Raises: ConfigError."""
+    spec = find_spec("plotly")  # not imported: only its file is needed
+    places = spec.submodule_search_locations if spec is not None else None
+    if not places:
+        raise ConfigError(f"trigon view needs the package plotly: {install_command('view')}")
+    return Path(places[0]) / "package_data" / "plotly.min.js"
+
+
+def source_hash(text: str) -> str:
+    """Return the hash of an inline script or style, as a policy names it."""
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+def read_image(run: Path, name: str) -> tuple[bytes, str] | None:
+    """Return the content and the media type of an image of a run; None if there is no such image.
+
+    name: as in RolloutRow.image_files. Only regular files directly in the run's folder `images` are
+    read, no links, and only if they begin as an image does.
+    """
+    if not _NAME.fullmatch(name) or (run / "images").is_symlink():
+        return None
+    try:
+        # O_NONBLOCK: opening a named pipe would wait for its writer.
+        descriptor = os.open(run / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
+            return None
+        content = file.read()
+    media_type = next((name for name, start in _IMAGE_TYPES if start.match(content)), None)
+    return None if media_type is None else (content, media_type)
+
+
+def shrink(content: bytes, media_type: str, *, max_bytes: int, max_side: int) -> tuple[bytes, str]:
+    """Return an image with at most max_side pixels a side if it has more bytes than max_bytes.
+
+    An image that cannot be decoded is returned as it is.
+    """
+    if len(content) <= max_bytes:
+        return content, media_type
+    try:
+        image = image_formats.read_image(content)
+    except image_formats.DECODING_ERRORS:
+        return content, media_type
+    image.thumbnail((max_side, max_side))
+    smaller = BytesIO()
+    image.save(smaller, "JPEG", quality=85)
+    return smaller.getvalue(), "image/jpeg"
 
 
 def is_loopback(host: str) -> bool:
