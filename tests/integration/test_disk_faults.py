@@ -85,7 +85,7 @@ def test_a_run_goes_on_while_its_disk_fails_and_when_its_folder_is_moved(made, d
     print(log)
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_a_last_save_that_fails_ends_the_run_with_status_1_and_it_resumes(made, disk, tmp_path):
     folder = tmp_path / "run"
     process = start(made, folder, *OPTIONS, steps=2, environment=disk.environment())

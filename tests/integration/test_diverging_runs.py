@@ -57,7 +57,7 @@ def saved_steps(folder: Path) -> list[int]:
     return steps
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_gradients_that_are_nan_from_one_update_on_end_the_run(made, tmp_path):
     folder = tmp_path / "run"
     log = finish(run(made, folder, *ONE, faults=[["nan gradient", 0, 3]]), folder, status=1)

@@ -14,6 +14,7 @@ import pytest
 pytestmark = pytest.mark.extended
 
 
+@pytest.mark.long(but=["transformers"])
 @pytest.mark.vllm(cases=["vllm"])
 @pytest.mark.parametrize(
     "script",

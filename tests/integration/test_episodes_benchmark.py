@@ -16,7 +16,7 @@ def rows_of(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.vllm
 def test_episodes_are_measured_against_one_turn(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["episodes.py", "--tiny", "--repeats", "1"])

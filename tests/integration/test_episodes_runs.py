@@ -161,7 +161,7 @@ def test_a_run_killed_in_the_middle_of_an_episode_equals_an_uninterrupted_one(ma
     assert stored_images(folder) == stored_images(uninterrupted)
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_two_workers_have_the_numbers_of_one(made, parts, uninterrupted, tmp_path, tensor_parallel_size):
     folder = tmp_path / "run"

@@ -332,15 +332,7 @@ def option_values(config: Config) -> Iterator[tuple[str, object]]:
 
 
 @pytest.mark.extended
-@pytest.mark.long(
-    but=[
-        "baselines/qwen2_5_vl_3b_clevr",
-        "grpo_trainer/run_qwen2_5_vl-7b",
-        "qwen2_5_vl_7b_visual_search_crop",
-        "qwen3_14b_dapo17k_dapo",
-        "qwen3_5_4b_geo3k_grpo",
-    ]
-)
+@pytest.mark.long(but=["qwen3_14b_dapo17k_dapo"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
 def test_a_recipe_trains(
     recipe: Path, home: Path, warm_model: WarmModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -115,6 +115,7 @@ def checkpoint(tmp_path: Path, tiny_vlm: Path, adapted: Policy) -> Path:
     return save(tmp_path / "run", tiny_vlm, adapted)
 
 
+@pytest.mark.extended(but=["qwen2_5_vl", "gemma4"])
 @pytest.mark.parametrize(("model_type", "tied"), FAMILIES)
 def test_merged_weights_equal_the_policys_and_have_the_logits_of_peft_with_the_adapter(
     tmp_path: Path, tiny_model: Callable[..., Path], model_type: str, tied: bool
@@ -161,6 +162,7 @@ def test_an_adapter_folder_equals_what_peft_saves(
     assert exported["base_model_name_or_path"] == str(tiny_vlm)
 
 
+@pytest.mark.extended
 def test_merging_rounds_once_to_the_base_models_dtype_or_to_the_given_one(tmp_path: Path, tiny_vlm: Path) -> None:
     base = tmp_path / "base"
     hugging_face(tiny_vlm).bfloat16().save_pretrained(base)

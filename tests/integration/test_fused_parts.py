@@ -75,6 +75,7 @@ def with_adapters(policy: Policy) -> Policy:
 
 
 @pytest.mark.extended
+@pytest.mark.long(cases=["all weights"])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler here")
 # torch's own warnings while it compiles.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")

@@ -29,7 +29,7 @@ from trigon.distributed.worker import Worker, ray_actor_class
 from trigon.distributed.worker_group import WorkerGroup
 from trigon.errors import ConfigError, WorkerError
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.long
 
 NUM_GPUS = 4
 

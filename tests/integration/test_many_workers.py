@@ -125,7 +125,7 @@ def test_workers_that_compute_rows_together_have_the_numbers_of_those_that_do_no
         assert values == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_one_worker_resumes_from_a_checkpoint_of_two(made, two_workers, tmp_path):
     folder = from_step(two_workers, 2, tmp_path / "run")
     finish(train(made, folder), folder)

@@ -100,7 +100,7 @@ def test_two_workers_listen_on_the_loopback_address_only(made, folder):
     assert len({each.port for each in seen if each.process.startswith("ray::Worker")}) > 4
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_one_worker_listens_on_the_loopback_address_only(made, folder):
     process = start(made, folder, steps=2, environment={"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"})
     seen, reached = watch(process, outside_address())
@@ -110,8 +110,8 @@ def test_one_worker_listens_on_the_loopback_address_only(made, folder):
     assert seen  # vLLM's process group, by gloo
 
 
+@pytest.mark.long
 @pytest.mark.alone  # other runs have shared memory too
-@pytest.mark.extended
 def test_a_run_with_workers_leaves_no_temporary_file(made, folder, temporary):
     before = segments()
     process = start(made, folder, *TWO_WORKERS, steps=1, environment={"TMPDIR": str(temporary)})

@@ -9,7 +9,7 @@ import pytest
 
 from support.runs import assert_learned, comparable, finish, kill, lines, num_lines, rollouts, start, wait_for
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.long
 
 OVERSAMPLING = (
     "worker.rollout.oversampling=0.75",
@@ -56,7 +56,6 @@ def test_a_run_killed_with_unfinished_completions_equals_an_uninterrupted_one(ma
     assert rollouts(folder) == rollouts(uninterrupted)
 
 
-@pytest.mark.long
 def test_two_workers_stop_and_resume_alike(made, tmp_path):
     folder, again = tmp_path / "run", tmp_path / "again"
     options = (*OVERSAMPLING, "trainer.n_gpus_per_node=2")

@@ -52,8 +52,15 @@ def script_of(blocks: Sequence[Block]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.extended(cases=["docs/troubleshooting.md debugging", "docs/plan.md plan"])
-@pytest.mark.long(cases=["docs/evaluation.md evaluation", "docs/sharing.md sharing", "docs/your-data.md ten-minutes"])
+@pytest.mark.long(
+    cases=[
+        "docs/evaluation.md evaluation",
+        "docs/plan.md plan",
+        "docs/sharing.md sharing",
+        "docs/troubleshooting.md debugging",
+        "docs/your-data.md ten-minutes",
+    ]
+)
 @pytest.mark.vllm(cases=["docs/troubleshooting.md debugging", "docs/your-data.md ten-minutes"])
 @pytest.mark.parametrize(("name", "blocks"), sessions().items(), ids=sessions().keys())
 def test_the_commands_of_a_page_work(name: str, blocks: list[Block], tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def test_large_files_are_uploaded_by_lfs_and_small_ones_in_the_commit(pushed):
     assert names.index("GET /api") < names.index("POST /api/repos") < names.index("PUT /storage")
 
 
+@pytest.mark.extended
 def test_another_step_replaces_the_files_and_its_folder_is_removed(pushed, run):
     hub, results, _ = pushed
     assert results[1][0] == 0

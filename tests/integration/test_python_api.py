@@ -180,7 +180,7 @@ print("ended", result.step, result.stopped, result.checkpoint.name)
 """
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_three_arguments_suffice_and_a_hook_stops_and_saves(made: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-", str(made / "model")]
     done = subprocess.run(

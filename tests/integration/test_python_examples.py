@@ -29,7 +29,7 @@ def run_example(name: str, model: Path, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_the_example_of_the_page_trains(made: Path, tmp_path: Path) -> None:
     run_example("grpo.py", made / "model", tmp_path)
     lines = (tmp_path / "checkpoints" / "easy_r1" / "sums" / "metrics.jsonl").read_text().splitlines()
@@ -57,7 +57,7 @@ def test_the_notebook_is_saved_with_its_outputs() -> None:
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 3  # a row, the curve, the completions
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_notebook_runs_and_its_model_learns(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.vllm
 SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4, ignore_eos=True, seed=5)
 
 
+@pytest.mark.extended
 def test_a_text_only_prompt_is_not_changed_by_what_a_sleep_leaves_in_memory(tiny_model):
     folder = tiny_model("qwen3_vl")
     processors = load_processors(str(folder))

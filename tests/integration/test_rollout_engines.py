@@ -41,7 +41,7 @@ FULL_LENGTH = replace(SAMPLING, ignore_eos=True)
 SCENES = [
     pytest.param(("vllm", "qwen2_5_vl", False), id="vllm-qwen2_5_vl-untied", marks=pytest.mark.vllm),
     pytest.param(("vllm", "qwen3_vl", True), id="vllm-qwen3_vl-tied", marks=[pytest.mark.vllm, pytest.mark.extended]),
-    pytest.param(("vllm", "qwen2", True), id="vllm-qwen2-tied", marks=[pytest.mark.vllm, pytest.mark.extended]),
+    pytest.param(("vllm", "qwen2", True), id="vllm-qwen2-tied", marks=[pytest.mark.vllm, pytest.mark.long]),
     pytest.param(("transformers", "qwen2_5_vl", False), id="transformers-qwen2_5_vl-untied"),
     pytest.param(("transformers", "qwen3_vl", True), id="transformers-qwen3_vl-tied", marks=pytest.mark.long),
     pytest.param(("transformers", "qwen2", False), id="transformers-qwen2-untied", marks=pytest.mark.long),

@@ -36,7 +36,7 @@ SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=
 SCENES = [
     pytest.param(("vllm", "qwen2"), id="vllm-qwen2", marks=[pytest.mark.vllm, pytest.mark.long]),
     pytest.param(("vllm", "qwen2_5_vl"), id="vllm-qwen2_5_vl", marks=pytest.mark.vllm),
-    pytest.param(("vllm", "qwen3_vl"), id="vllm-qwen3_vl", marks=pytest.mark.vllm),
+    pytest.param(("vllm", "qwen3_vl"), id="vllm-qwen3_vl", marks=[pytest.mark.vllm, pytest.mark.long]),
     pytest.param(("transformers", "qwen2_5_vl"), id="transformers-qwen2_5_vl"),
 ]
 QUESTION = "Which of the shapes in the drawing has the most sides? " * 3
@@ -202,7 +202,7 @@ def test_a_turn_ends_with_the_token_that_completes_a_stop_text(scene):
     assert whole.text.startswith(stopped.text)
 
 
-@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
+@pytest.mark.extended(but=["vllm-qwen2_5_vl-False"])
 @pytest.mark.parametrize("turn_by_turn", [True, False])
 def test_logprobs_of_episodes_equal_a_forward_of_the_whole_sequence(scene, monkeypatch, turn_by_turn):
     monkeypatch.setattr(scene.engine._episodes, "_turn_by_turn", turn_by_turn)
@@ -325,6 +325,7 @@ def test_a_prompt_whose_turn_is_lost_twice_has_no_completions(scene, monkeypatch
     assert scene.environments.running == {}
 
 
+@pytest.mark.extended
 @pytest.mark.extended(but=["vllm-qwen2_5_vl"])
 @pytest.mark.faults
 def test_an_engine_that_fails_in_a_later_turn_is_started_anew_with_the_same_bits(scene, monkeypatch):
@@ -414,7 +415,7 @@ def pooled(scene, monkeypatch, tmp_path):
         assert pool._episodes == {}
 
 
-@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
+@pytest.mark.extended(but=["vllm-qwen2_5_vl-False"])
 @pytest.mark.parametrize("turn_by_turn", [True, False])
 def test_greedy_episodes_that_are_interrupted_are_those_of_one_call(pooled, monkeypatch, turn_by_turn):
     scene = pooled

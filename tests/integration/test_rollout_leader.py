@@ -38,6 +38,7 @@ def turns(processes, tiny_model, tmp_path_factory):
     return *processes.run(sample_turns, tiny_model("qwen2_5_vl"), traces, ranks=2), traces
 
 
+@pytest.mark.long
 def test_completions_are_the_bits_of_ranks_that_each_decide_the_same(turns):
     first, second, _ = turns
     assert first["sampled"] == first["each by itself"] == second["each by itself"]
@@ -83,6 +84,7 @@ def test_two_ranks_sample_what_one_does(turns, processes, tiny_model, tmp_path):
     assert_close(turns[0]["sampled"], alone["sampled"])
 
 
+@pytest.mark.long(cases=["tool"])
 @pytest.mark.parametrize("rules", TURN_RULES)
 def test_episodes_of_two_ranks_are_those_of_one_and_their_environments_exist_once(
     processes, tiny_model, tmp_path, rules

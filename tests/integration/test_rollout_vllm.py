@@ -250,6 +250,7 @@ def with_an_error(weights):
 
 
 @pytest.mark.extended(but=["with_a_missing_tensor"])
+@pytest.mark.long(cases=["with_an_unknown_tensor", "with_a_repeated_tensor"])
 @pytest.mark.parametrize(
     ("read", "message"),
     [
@@ -338,6 +339,7 @@ def test_parameters_that_are_not_the_trainers_weights_raise(small, monkeypatch, 
         engine.close()
 
 
+@pytest.mark.extended
 def test_weights_are_read_in_the_dtype_of_vllm_with_the_same_completions(small, prompts):
     """The checksums of all parameters are compared at each load."""
     folder, processors, *_ = small

@@ -54,6 +54,7 @@ ROWS = {
 MODELS = {"qwen2": (False, False), "qwen2_5_vl": (False, True), "qwen3_vl_moe": (True, True)}
 
 
+@pytest.mark.long(but=["qwen2_5_vl"])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_vllm_makes_of_the_arguments_what_is_meant(tiny_model, model_type):
     is_moe, reads_images = MODELS[model_type]

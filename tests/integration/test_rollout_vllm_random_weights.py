@@ -48,6 +48,7 @@ def tensors_after_weight_sync(folder, load_format):
     return tensors
 
 
+@pytest.mark.long(cases=["qwen2"])
 @pytest.mark.parametrize(("model_type", "tied"), [("qwen2", True), ("qwen3_vl_moe", False)])
 def test_random_initial_weights_leave_nothing_behind(tiny_model, model_type, tied):
     folder = tiny_model(model_type, tie_word_embeddings=tied)

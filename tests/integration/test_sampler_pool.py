@@ -286,6 +286,7 @@ def test_every_rank_of_every_replica_gets_the_weights_and_each_byte_is_sent_once
     assert pools.engine.pop_metrics()["moved/weights_sent_bytes"].value == 0
 
 
+@pytest.mark.long(cases=["rollout"])
 @pytest.mark.parametrize("how", ["die", "rollout"])
 def test_the_prompts_of_a_lost_replica_are_sampled_by_the_other_one(pools, how):
     pools.learn()
@@ -311,6 +312,7 @@ def test_replicas_that_are_all_lost_are_replaced_while_the_learners_have_the_wei
         assert pools.sample(step=9) == pools.expected()
 
 
+@pytest.mark.long
 def test_replicas_that_are_all_lost_after_the_weights_have_changed_are_an_error(pools):
     with pools.awake():
         pass
@@ -377,6 +379,7 @@ def test_an_error_of_what_gets_the_groups_interrupts_the_replicas(pools):
         assert pools.sample() == pools.expected()
 
 
+@pytest.mark.long(cases=["rollout"])
 @pytest.mark.parametrize("how", ["die", "rollout"])
 def test_a_replica_that_is_lost_during_a_weight_sync_is_replaced(pools, how):
     pools.learn()
@@ -387,6 +390,7 @@ def test_a_replica_that_is_lost_during_a_weight_sync_is_replaced(pools, how):
     assert pools.warnings
 
 
+@pytest.mark.long
 def test_weights_are_not_sent_again_to_a_replica_that_has_them_when_another_one_is_lost(pools):
     pools.learn()
     pools.plan_fault("synced", "die later")
@@ -401,6 +405,7 @@ def test_weights_are_not_sent_again_to_a_replica_that_has_them_when_another_one_
         assert pools.sample() == pools.expected()
 
 
+@pytest.mark.long
 def test_a_replica_that_dies_while_it_is_idle_is_replaced_before_the_next_sampling(pools):
     os.kill(pools.samplers.group(1).workers[1].pid, signal.SIGKILL)
     pools.learn()
@@ -414,6 +419,7 @@ def test_a_replica_that_dies_while_it_is_idle_is_replaced_before_the_next_sampli
     assert "sampler 0 rank 0" in pools.warnings[0]
 
 
+@pytest.mark.long
 def test_a_replica_that_dies_before_it_connects_holds_the_others_up_for_seconds_only(pools):
     pools.learn()
     pools.samplers.lose(1, LostWorkerError("it died before"))
@@ -436,6 +442,7 @@ def test_an_error_that_another_replica_would_make_too_ends_the_call(pools):
         assert pools.sample() == pools.expected()
 
 
+@pytest.mark.long
 def test_a_replacement_is_tried_again_whatever_its_error(pools):
     pools.learn()
     pools.samplers.lose(0, LostWorkerError("it died"))

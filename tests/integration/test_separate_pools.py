@@ -123,7 +123,7 @@ def test_pools_on_two_nodes_with_tensor_parallelism_learn(made, tmp_path):
     assert "4 workers" in log_of(folder).read_text()
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_samplers_that_work_all_the_time_go_on_with_new_weights_and_lose_no_prompt(made, tmp_path):
     folder, mark = tmp_path / "run", secrets.token_hex(8)

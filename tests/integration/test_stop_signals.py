@@ -191,7 +191,7 @@ def test_a_second_signal_stops_at_once_and_leaves_no_process_and_no_half_written
     assert not any(folder.glob(".saving_*"))
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_a_run_whose_terminal_is_closed_saves(made, tmp_path):
     folder = tmp_path / "run"
     overrides = [*overrides_of(made, folder, steps=STEPS), "trainer.save_freq=-1"]

@@ -116,7 +116,7 @@ def test_two_workers_train_a_policy_and_its_critic_on_one_trunk(made, tmp_path):
     assert (head["value_head.weight"] != tensors_of(folder, 2, "critic")["value_head.weight"]).any()
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_easyr1s_configuration_with_one_completion_per_prompt_runs(made, tmp_path):
     """The keys of EasyR1's worker.critic, as its dataclasses have them."""
     folder, file = tmp_path / "run", tmp_path / "run.yaml"

@@ -63,7 +63,7 @@ def test_a_run_killed_three_times_equals_an_uninterrupted_one(made, uninterrupte
     assert stored_images(folder) == stored_images(uninterrupted)
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_starting_a_finished_run_again_changes_nothing(made, uninterrupted):
     before = (uninterrupted / "metrics.jsonl").read_bytes()
     finish(start(made, uninterrupted), uninterrupted)
@@ -100,7 +100,7 @@ def saved_step(folder: Path) -> int:
     return max(int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*"))
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_a_second_ctrl_c_stops_at_once(made, tmp_path):
     folder = tmp_path / "run"
     # A step of minutes, so that the run can only end in the middle of one.

@@ -111,7 +111,7 @@ def test_a_reward_for_short_completions_stops_at_a_collapse_of_their_length(made
     assert first_short <= last - 4
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_a_reward_function_that_leaks_saves_and_stops_the_run(made, tmp_path):
     folder = tmp_path / "run"
     # 24 MiB a step, in two workers; however much this machine has left, it is too little.

@@ -367,6 +367,7 @@ def test_the_rank_that_died_is_named_rather_than_the_rank_that_failed_first(work
     assert survivor.call_all(TestWorker.awake_version, phase="version") == [None]
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_the_stacks_of_a_worker_that_hangs_in_c_code_are_in_a_file(workers, tmp_path):
     file = tmp_path / "hang_stacks.txt"

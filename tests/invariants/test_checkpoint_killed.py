@@ -80,6 +80,7 @@ KILL_AT_EVERY_OPERATION = """
 """
 
 
+@pytest.mark.long(but=["best-background"])
 @pytest.mark.parametrize(("best", "place"), [("best", "foreground"), ("no_best", "foreground"), ("best", "background")])
 def test_a_complete_checkpoint_remains_if_a_save_is_killed_at_any_file_operation(tmp_path, best, place):
     done = subprocess.run(

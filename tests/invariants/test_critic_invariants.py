@@ -37,6 +37,7 @@ def packed_values(model: ValueModel, folder: Path, groups: Sequence[RolloutGroup
     return by_group(rows, [model(row.packed) for row in rows])
 
 
+@pytest.mark.extended(but=["qwen2_5_vl", "qwen3_5"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "gemma4", "qwen3"])
 def test_values_and_their_gradients_equal_those_of_a_padded_forward(tiny_model: TinyModel, model_type, tied):
@@ -213,6 +214,7 @@ def train_on_ranks(
 
 
 @pytest.mark.extended(but=["full"])
+@pytest.mark.long(cases=["rows together"])
 @pytest.mark.parametrize(
     ("lora_rank", "shares", "ranks_per_row"),
     [(0, ((2,), (0, 1)), 1), (4, ((2,), (0, 1)), 1), (0, ((0, 1, 2), (0, 1, 2)), 2)],
@@ -275,7 +277,8 @@ def train_trunk_on_ranks(
     return metrics, [[[each.tolist() for each in group] for group in part] for part in scored]
 
 
-@pytest.mark.extended(but=["full"])
+@pytest.mark.extended
+@pytest.mark.long(cases=["rows together"])
 @pytest.mark.parametrize(
     ("lora_rank", "shares", "ranks_per_row"),
     [(0, ((2,), (0, 1)), 1), (4, ((2,), (0, 1)), 1), (0, ((0, 1, 2), (0, 1, 2)), 2)],

@@ -31,6 +31,8 @@ TEMPERATURE = 0.7
 VARIANTS = ("gemma", "gemma3_text", "gemma4_text", "llava", "mistral", "qwen2_moe", "smolvlm")
 FAMILIES = [each for each in supported_model_types() if each not in VARIANTS]
 VISION_FAMILIES = [each for each in FAMILIES if family_named(each).has_vision]
+VISION_IN_EACH_RUN = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma4"]  # `make test-all` tests all families
+IN_EACH_RUN = ["qwen3", *VISION_IN_EACH_RUN]
 ONE_ROW = 1_000_000
 
 TinyModel = Callable[..., Path]
@@ -117,6 +119,7 @@ def packed_gradients(policy: Policy, processors: Processors, groups, max_tokens:
     return gradients_of(policy.model)
 
 
+@pytest.mark.extended(but=IN_EACH_RUN)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_packed_equals_padded_in_values_and_gradients(tiny_model: TinyModel, model_type: str, tied: bool) -> None:
@@ -141,6 +144,7 @@ def test_packed_equals_padded_in_values_and_gradients(tiny_model: TinyModel, mod
         assert all(tower.get_parameter(name).grad.abs().max() > 0 for name in reached)
 
 
+@pytest.mark.extended(but=IN_EACH_RUN)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_packed_equals_padded_exactly_in_float64(tiny_model: TinyModel, model_type: str) -> None:
     folder = tiny_model(model_type)
@@ -191,6 +195,7 @@ def make_hard_groups(processors: Processors) -> dict[str, RolloutGroup]:
     return groups
 
 
+@pytest.mark.extended(but=IN_EACH_RUN)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_packed_equals_padded_in_hard_cases_alone_and_in_one_row(tiny_model: TinyModel, model_type: str) -> None:
     folder = tiny_model(model_type)
@@ -215,6 +220,7 @@ def test_packed_equals_padded_in_hard_cases_alone_and_in_one_row(tiny_model: Tin
     torch.testing.assert_close(flat(together), expected_logprobs.detach(), atol=1e-5, rtol=0)
 
 
+@pytest.mark.extended(but=IN_EACH_RUN)
 @pytest.mark.faults
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_changing_one_completion_changes_no_other_value(tiny_model: TinyModel, model_type: str) -> None:
@@ -234,6 +240,7 @@ def test_changing_one_completion_changes_no_other_value(tiny_model: TinyModel, m
             assert torch.equal(entropy_before[group][index], entropy_after[group][index])
 
 
+@pytest.mark.extended(but=VISION_IN_EACH_RUN)
 @pytest.mark.parametrize("model_type", VISION_FAMILIES)
 def test_changing_an_image_changes_only_its_group(tiny_model: TinyModel, model_type: str) -> None:
     policy, processors = make_policy(tiny_model(model_type))
@@ -251,6 +258,7 @@ def test_changing_an_image_changes_only_its_group(tiny_model: TinyModel, model_t
     assert (flat(before[1:2]) - flat(after[1:2])).abs().min() > 0
 
 
+@pytest.mark.extended(but=IN_EACH_RUN)
 @pytest.mark.parametrize("max_tokens", [100, 45, 1], ids=["two rows", "split groups", "one completion per row"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_packing_does_not_change_values_or_gradients(tiny_model: TinyModel, model_type: str, max_tokens: int) -> None:
@@ -265,6 +273,7 @@ def test_packing_does_not_change_values_or_gradients(tiny_model: TinyModel, mode
     assert largest_relative_error(packed_gradients(policy, processors, groups, max_tokens), expected_gradients) <= 1e-5
 
 
+@pytest.mark.extended(but=IN_EACH_RUN)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_gradient_checkpointing_does_not_change_gradients(tiny_model: TinyModel, model_type: str) -> None:
     folder = tiny_model(model_type)
@@ -284,6 +293,7 @@ def test_gradient_checkpointing_does_not_change_gradients(tiny_model: TinyModel,
         assert torch.equal(gradient, kept[name]), name
 
 
+@pytest.mark.extended(but=VISION_IN_EACH_RUN)
 @pytest.mark.parametrize("model_type", VISION_FAMILIES)
 def test_freezing_the_vision_tower_changes_no_other_gradient(tiny_model: TinyModel, model_type: str) -> None:
     policy, processors = make_policy(tiny_model(model_type))
@@ -297,6 +307,7 @@ def test_freezing_the_vision_tower_changes_no_other_gradient(tiny_model: TinyMod
         assert torch.equal(gradient, trained[name]), name
 
 
+@pytest.mark.extended(but=VISION_IN_EACH_RUN)
 @pytest.mark.parametrize("model_type", VISION_FAMILIES)
 def test_a_dummy_run_of_the_vision_tower_only_gives_it_gradients_of_zero(
     tiny_model: TinyModel, model_type: str

@@ -201,6 +201,7 @@ def test_without_rounding_the_engine_records_what_the_trainer_would_choose(
     torch.testing.assert_close(replayed, sampled, atol=1e-4, rtol=0)
 
 
+@pytest.mark.extended
 def test_in_bfloat16_replay_removes_the_mismatch_of_experts(tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen3_moe")
     processors = load_processors(str(folder))

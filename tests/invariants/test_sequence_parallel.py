@@ -118,7 +118,7 @@ LORA = {"lora_rank": 2, "freeze": True}
 
 
 @pytest.mark.extended(but=["qwen2_5_vl, two rows of 2, lora, frozen tower", "qwen3_vl, two rows of 2"])
-@pytest.mark.long(cases=["qwen2_5_vl, two rows of 2, lora, frozen tower"])
+@pytest.mark.long(cases=["qwen2_5_vl, two rows of 2, lora, frozen tower", "qwen3_vl on 4, lora, offloaded inputs"])
 @pytest.mark.parametrize(
     ("model", "rows", "ranks_per_row", "options"),
     [

@@ -66,6 +66,7 @@ def gathered_by_stage(folder: Path, options: dict[str, object]) -> dict[str, set
     return stages
 
 
+@pytest.mark.extended
 @pytest.mark.extended(but=["all"])
 @pytest.mark.parametrize(
     "options", [{}, {"lora_rank": 2}, {"checkpointing": True}], ids=["all", "lora", "checkpointing"]

@@ -63,7 +63,7 @@ def train(model: Path, options: dict[str, Any], offload: bool) -> tuple[list[Met
 
 
 @pytest.mark.extended
-@pytest.mark.long(cases=["vision"])
+@pytest.mark.long(but=["full kl, frozen"])
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -82,6 +82,7 @@ def test_offloading_a_sharded_policy_changes_nothing(tiny_model, processes, mode
 
 
 @pytest.mark.extended
+@pytest.mark.long(cases=["qwen2_5_vl"])
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_moe"])
 def test_offloading_the_inputs_of_layers_changes_nothing(tiny_model, processes, model):
     kept = processes.run(train, tiny_model(model), {"checkpointing": True}, False, ranks=2)

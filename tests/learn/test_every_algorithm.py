@@ -129,6 +129,16 @@ def test_every_choice_of_the_configuration_is_tested():
     assert required - tested == set()
 
 
+@pytest.mark.long(
+    but=[
+        "grpo, default",
+        "grpo_batch, gspo_token, entropy",
+        "rloo, truncated importance",
+        "remax, k3 in the loss",
+        "full KL in the reward, adaptive; masked sequences",
+        "online filtering; rejected sequences",
+    ]
+)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_reward_rises(tiny_folder, tmp_path, name):
     steps = OTHER_STEPS.get(name, STEPS)

@@ -55,7 +55,7 @@ def test_engine_and_trainer_have_equal_logprobs_in_every_step(trained):
     assert max(metric(trained, "mismatch/logprobs_diff_max")) < 1e-4
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_on_blank_images_the_trained_model_has_the_accuracy_of_chance(tiny_folder, trained):
     exported = tiny_folder / "exported"
     run("export", str(trained), "--output", str(exported))

@@ -62,6 +62,7 @@ CASES = {f"all-{family}": (family, {}) for family in supported_model_types()} | 
 
 
 @pytest.mark.extended(but=["all-qwen2_5_vl", "lora-qwen2_5_vl"])
+@pytest.mark.long(but=["all-qwen2_5_vl", "lora-qwen2_5_vl", "all-qwen3_5", "all-gemma4", "lora-frozen-qwen3_vl_moe"])
 @pytest.mark.parametrize(("model_type", "options"), CASES.values(), ids=CASES)
 def test_updates_are_the_same_bit_for_bit(tiny_model, inputs, model_type, options):
     folder = tiny_model(model_type)

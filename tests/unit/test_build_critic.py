@@ -52,6 +52,7 @@ def test_a_critic_stays_in_memory_while_others_work_unless_it_is_offloaded():
     assert "critic's weights" in parts_of(with_options(config, offload), "sampling", "host")
 
 
+@pytest.mark.extended
 def test_the_inputs_of_the_critics_layers_can_be_in_host_memory():
     offloads = configured_with(**{"worker.critic.model.enable_activation_offload": True})
     parts, kept = parts_of(offloads, "critic update"), parts_of(configured_with(), "critic update")

@@ -125,6 +125,7 @@ def test_an_invalid_header_of_tensors_is_a_sentence(tmp_path, text):
         ShardedFiles(tmp_path)
 
 
+@pytest.mark.extended
 def test_files_of_a_run_folder_that_are_nested_deeply_are_a_sentence(tmp_path):
     for name in ("config.yaml", "local_sources.json", BUDGETS):
         (tmp_path / name).write_text("[" * 1500 + "]" * 1500 if name == "config.yaml" else NESTED)

@@ -81,15 +81,7 @@ def test_without_the_model_rows_and_rewards_are_checked(run, monkeypatch):
     assert found(check(run)) == {"model.unusable", "rows.image_missing"}
 
 
-@pytest.mark.extended(
-    but=[
-        "a marker too few",
-        "a misspelt option",
-        "a reward function that hangs on nothing",
-        "a row twice",
-        "large images",
-    ]
-)
+@pytest.mark.long(but=["a marker too few", "a misspelt option"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_exactly_the_planted_fault_is_named(run, name, monkeypatch):
     kind, plant = FAULTS[name]
@@ -117,7 +109,7 @@ def test_every_kind_of_problem_is_planted_or_has_a_test():
     assert set(ADVICE) == set(get_args(Reason)) - {"overlong"}
 
 
-@pytest.mark.extended(but=["large images-warning"])
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "status"), [("some long prompts", "warning"), ("many long prompts", "fail"), ("large images", "warning")]
 )
@@ -185,6 +177,7 @@ def test_a_gpu_that_another_process_uses(run):
     assert kinds_of(found_by(check_devices, run, replace(MACHINE, has_cluster=True))) == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("model_type", "width", "billions", "key_values", "parallel_sizes"),
     [
@@ -317,6 +310,7 @@ def test_a_ground_truth_becomes_a_final_answer(ground_truth, answer):
     assert final_answer(ground_truth) == answer
 
 
+@pytest.mark.extended
 def test_a_reward_function_of_groups_is_called_and_not_judged(run):
     run.reward = (
         'REWARD_TYPE = "group"\ndef score(reward_inputs):\n    return [len(reward_inputs)] * len(reward_inputs)\n'

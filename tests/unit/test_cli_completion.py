@@ -37,6 +37,7 @@ def complete(tmp_path):
     return ask
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -105,6 +106,7 @@ def typed(folder: Path, lines: list[str], keys: str, expected: str) -> str:
     return re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\x07", "", shown)
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not Path(sys.executable).with_name("trigon").exists(), reason="the command is not installed")
 def test_the_tab_key_completes_in_an_interactive_bash(tmp_path, capsys):
     assert main(["completion", "bash"]) == 0

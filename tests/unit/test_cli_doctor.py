@@ -43,6 +43,7 @@ def test_two_steps_of_training_sample_score_update_and_sync():
     assert result.summary.startswith("two steps with ")
 
 
+@pytest.mark.extended
 def test_a_training_that_fails_or_hangs_ends_with_its_processes_and_shows_what_it_printed():
     script = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
     reason, output = _run(["python3", "-c", script], seconds=3)

@@ -530,6 +530,7 @@ def test_a_long_prompt_is_overlong_and_not_tokenized(processors, problem, monkey
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kB; tokenized, some GB
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 @pytest.mark.parametrize(
     "extra",

@@ -74,6 +74,7 @@ def half_a_second(monkeypatch):
     monkeypatch.setattr(templates, "MAX_SECONDS", 0.5)
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_templates_are_bounded(processors, half_a_second):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

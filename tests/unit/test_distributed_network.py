@@ -20,6 +20,7 @@ from trigon.system.variables import keep_compiled_code, let_segments_grow
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_the_store_is_reached_at_its_own_address_only():
     listener = listen_at(LOOPBACK)

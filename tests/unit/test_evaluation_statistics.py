@@ -85,6 +85,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say(num_prompts, n):
     assert 363 <= num_covered <= 396
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("n", [1, 4])
 def test_intervals_of_differences_cover_the_truth(n):
     rng = np.random.default_rng(1)

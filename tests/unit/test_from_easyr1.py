@@ -22,6 +22,7 @@ TABLES = tables()
 DEFAULTS = TABLES.defaults()
 
 
+@pytest.mark.extended
 def test_the_committed_tables_are_up_to_date():
     assert TABLES.main(["--check"]) == 0, "run: python scripts/from_easyr1.py"
 

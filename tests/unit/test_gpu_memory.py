@@ -70,6 +70,7 @@ def test_a_run_in_one_process_needs_the_memory_that_vllm_will_take(gpu, monkeypa
     assert kernels == []
 
 
+@pytest.mark.extended
 def test_a_worker_leaves_what_its_engines_made_out_of_collections():
     """vLLM collects garbage at each sleep and waking, which takes seconds with all of it."""
     worker = Worker(0)

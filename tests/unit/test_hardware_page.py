@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 HARDWARE = Hardware("cuda", DEVICE_BYTES, 1000 * GIB)
 
 
+@pytest.mark.extended
 def test_the_page_is_up_to_date():
     assert (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8") == document(), (
         "run: python scripts/hardware_page.py > docs/hardware.md"
@@ -34,6 +35,7 @@ def fits(config: Config, model: str) -> None:
     assert [text for text in warnings if "are not counted" not in text] == []
 
 
+@pytest.mark.extended(but=["qwen2_5_vl_3b_geo3k_grpo"])
 @pytest.mark.parametrize("path", RECIPES, ids=name_of)
 def test_a_recipe_fits_the_gpus_that_its_first_line_names(path, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -93,6 +93,7 @@ def test_a_run_that_ends_anyway_is_warned_and_saved(parts, tmp_path, ends):
     assert len(printed) == 1
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 @pytest.mark.parametrize("split", [2, 4])
 def test_a_resumed_run_warns_at_the_step_of_the_uninterrupted_one(parts, tmp_path, split):
@@ -118,6 +119,7 @@ def test_a_resumed_run_warns_at_the_step_of_the_uninterrupted_one(parts, tmp_pat
 # -- memory --
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 @pytest.mark.parametrize("save_fails", [False, True])
 def test_a_leak_in_the_driver_saves_and_stops(parts, tmp_path, save_fails):

@@ -63,6 +63,7 @@ def parts_of(memory, phase, pool="GPU", workers="all"):
 # -- sizes -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_the_sizes_of_published_models_are_exact():
     assert {path.name: size_of_model(configured(path.name)).all.trained for path in CONFIGS.iterdir()} == PUBLISHED
 

@@ -154,6 +154,7 @@ def test_the_judge_gets_the_question_the_truth_the_completion_and_the_images():
     assert (sent.size, sent.getpixel((0, 0))) == ((20, 10), (200, 10, 10))
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 @pytest.mark.parametrize(
     "fault",
@@ -209,6 +210,7 @@ def test_delays_double_up_to_a_limit_and_depend_on_the_seed_and_the_request_only
     assert delays(1, "a") != first
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 @pytest.mark.parametrize(("asked", "least", "most"), [("0.5", 0.5, 3.0), ("3600", 0.7, 3.0), ("tomorrow", 0.0, 0.4)])
 def test_the_delay_that_the_server_asks_for_is_kept_up_to_the_limit(asked, least, most):
@@ -230,6 +232,7 @@ def test_equal_completions_are_asked_for_once_also_at_the_same_time_and_by_a_lat
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 @pytest.mark.parametrize("damaged", ["", "{", '{"reply": 3}', '{"reply": "no score"}', "[]"])
 def test_a_damaged_file_of_the_cache_is_replaced(tmp_path, damaged):

@@ -90,6 +90,7 @@ def check(peaks) -> None:
 
 
 @pytest.mark.extended(but=["qwen2_5_vl-autocast-checkpointing"])
+@pytest.mark.long(but=["autocast-checkpointing"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize(
     ("case", "formats"),

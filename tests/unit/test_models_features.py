@@ -155,6 +155,7 @@ def concatenated(logprobs: list[list[Tensor]]) -> Tensor:
     return torch.cat([tokens for group in logprobs for tokens in group])
 
 
+@pytest.mark.extended
 @pytest.mark.extended(but=["qwen3_vl"])
 @pytest.mark.parametrize(
     ("model_type", "checkpointing"), [("qwen2_5_vl", False), ("qwen3_vl", True), ("internvl", True)]

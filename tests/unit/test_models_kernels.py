@@ -144,6 +144,7 @@ def test_flex_equals_a_dense_mask(dtype: torch.dtype, tolerance: float, window: 
     torch.testing.assert_close(output, expected_of(inputs, FOUR_GROUPS, window), atol=tolerance, rtol=0)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("window", [None, 3])
 def test_flex_equals_a_dense_mask_with_images(window: int | None) -> None:
     inputs = [part.detach() for part in states(41, KEY_HEADS, torch.float64)]

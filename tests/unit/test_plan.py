@@ -146,6 +146,7 @@ def test_a_run_that_does_not_fit_names_changes_with_which_it_fits():
     assert planned({**large, **together.combination}, gpus="8xA100-40G").fits
 
 
+@pytest.mark.extended
 def test_a_share_of_the_gpu_that_cannot_hold_vllm_does_not_fit():
     small = planned(MOE, gpus="2x8xH100-80G")
     assert not small.fits

@@ -193,6 +193,7 @@ def test_a_run_without_steps_is_an_error(tmp_path):
         learning_curves([open_run(tmp_path)])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("ending", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_the_same_runs_give_an_identical_file_without_bitmaps(seeds, tmp_path, ending, start):
     files = [tmp_path / f"{name}.{ending}" for name in ("one", "two")]

@@ -53,6 +53,7 @@ def score(tmp_path):
     return score
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["sequential", "concurrent", "OneObject"])
 def test_a_function_that_sets_an_alarm_scores_every_completion(score, name):
     scores = score(name, ["7", "8", "endless", "7", *("7", "8") * 10])

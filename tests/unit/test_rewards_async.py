@@ -95,6 +95,7 @@ def test_errors_cost_their_own_completion(tmp_path):
     assert bare == "returned None for 'overall', expected a number"
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("fault", "outcome", "error"),

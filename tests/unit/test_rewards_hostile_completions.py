@@ -216,6 +216,7 @@ def test_random_completions_run_no_code_and_take_no_time():
     check(generated(200), ["8.25", r"x^2+\sqrt{2}"])
 
 
+@pytest.mark.extended
 def test_an_answer_that_is_too_complex_is_wrong_at_once():
     check(LONG, ["8.25", r"\sqrt{2}+x", r"2^{\pi}"])
 

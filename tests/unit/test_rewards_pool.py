@@ -237,6 +237,7 @@ def test_a_check_on_dummy_completions_raises_what_is_wrong(tmp_path):
         pool.check(requests("a", "bc", ground_truth="good"), described="the first row")
 
 
+@pytest.mark.extended
 @BOTH
 def test_timeouts_of_several_groups_in_a_row_stop_the_scoring(tmp_path, text):
     with reward_pool(tmp_path, text, timeout_seconds=0.2) as pool:

@@ -136,6 +136,7 @@ def test_what_is_left_on_the_gpu_is_measured_with_vllm_awake(rollout, llm_engine
     assert rollout.pop_metrics()["perf/gpu_memory_free_gb"] == Min(22.0)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("freq", "compared"), [(4, [0, 2, 4]), (0, [])])
 def test_the_first_weights_of_a_restarted_engine_are_compared_at_any_version(
     tiny_model, llm_engine, monkeypatch, freq, compared
@@ -159,6 +160,7 @@ def test_vllm_computes_with_one_thread_beside_a_gpu(rollout, llm_engine, several
     assert torch.get_num_threads() == 3
 
 
+@pytest.mark.extended
 def test_an_engine_that_sleeps_is_woken_before_it_is_closed_or_replaced(rollout, llm_engine, monkeypatch):
     resident = []
     stop = lambda *stopped: resident.append(set(llm_engine.resident))  # noqa: E731
@@ -231,6 +233,7 @@ def test_triton_multiplies_float32_in_float32(monkeypatch, dtype, setting, expec
     assert triton.knobs.language.fp32_default == expected
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 @pytest.mark.parametrize("where", ["step", "restart"])
 def test_the_error_of_the_watchdog_ends_the_run_and_starts_no_engine_anew(rollout, llm_engine, monkeypatch, where):

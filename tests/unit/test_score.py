@@ -172,6 +172,7 @@ def test_an_output_that_cannot_be_written_is_an_error_before_scoring_or_after_th
     assert ("5 scored, 0 failed" in out) == (num_scored == 5)
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_the_memory_of_reward_workers_is_an_option_of_the_command(run, tmp_path, capsys):
     (tmp_path / "large.py").write_text("""

@@ -60,6 +60,7 @@ def build(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.extended
 def test_the_site_is_built_without_a_broken_link(copied):
     result = build(copied)
     assert (result.returncode, result.stderr) == (0, "")

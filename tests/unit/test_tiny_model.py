@@ -108,6 +108,7 @@ def test_the_chat_layout_is_that_of_qwen(tiny_vlm: Path) -> None:
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("model_type", VISION_TYPES)
 def test_an_image_becomes_image_tokens_and_changes_the_logits(model_type: str, tiny_model: MakeTiny) -> None:
     from transformers import AutoProcessor

@@ -131,7 +131,7 @@ def test_a_pass_that_takes_more_than_the_fit_is_made_smaller_until_it_fits(engin
     assert found.update_tokens > 9000
 
 
-@pytest.mark.extended(but=["1100"])
+@pytest.mark.extended
 @pytest.mark.parametrize("largest_pass", [1100, 2140])
 def test_the_budget_is_the_longest_sequence_if_larger_passes_run_out_of_memory(engine, largest_pass):
     memory = EmulatedMemory(total=4 * GIB, free=2 * GIB, peak=lambda tokens: GIB if tokens <= largest_pass else 3 * GIB)
@@ -139,6 +139,7 @@ def test_the_budget_is_the_longest_sequence_if_larger_passes_run_out_of_memory(e
     assert found.update_tokens == 100
 
 
+@pytest.mark.extended
 def test_a_device_without_memory_for_the_longest_sequence_raises_an_error_with_a_remedy(engine):
     memory = EmulatedMemory(total=10 * GIB, free=2 * GIB, peak=lambda tokens: tokens << 24)
     with pytest.raises(ConfigError, match=r"100 tokens.*more than there is.*Emulated.*enable_gradient_checkpointing"):
@@ -222,6 +223,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.extended(but=["entropy"])
 @pytest.mark.parametrize("config", LOSSES.values(), ids=LOSSES)
 def test_a_pass_takes_the_same_memory_each_time_and_a_larger_one_grows_linearly(tiny_model, config):

@@ -113,7 +113,7 @@ def varlen_attn(
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value)
 
 
-@pytest.mark.extended(but=["qwen2_5_vl-options0"])
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [
@@ -157,6 +157,7 @@ def test_scoring_waits_once_for_any_number_of_rows(tiny_model):
         assert len(recorded.waits) == 1, "\n".join(recorded.waits)
 
 
+@pytest.mark.extended
 def test_an_update_on_the_device_is_that_of_the_cpu(tiny_model):
     folder = tiny_model("qwen2_5_vl")
     groups = to_train(make_rollouts(folder))

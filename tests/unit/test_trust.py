@@ -161,7 +161,7 @@ with RunFolder(root / "checkpoints" / "run") as folder:
 """
 
 
-@pytest.mark.extended(but=["23"])
+@pytest.mark.extended
 @pytest.mark.faults
 @pytest.mark.parametrize("umask", [0o077, 0o027, 0o002])
 def test_a_run_folder_has_the_permissions_of_the_umask(tmp_path, umask):

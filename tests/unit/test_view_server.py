@@ -148,6 +148,7 @@ def test_large_images_are_made_smaller_for_an_export(tmp_path):
     assert shrink(b"\xff\xd8\xffbroken", "image/jpeg", max_bytes=1, max_side=16)[0] == b"\xff\xd8\xffbroken"
 
 
+@pytest.mark.extended
 def test_new_steps_appear_while_the_page_is_served(tmp_path):
     folder = write_run(tmp_path / "run", num_steps=1)
     with served([folder], tmp_path / "cache") as (url, _), RunFolder(folder) as run:

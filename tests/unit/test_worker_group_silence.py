@@ -16,6 +16,7 @@ NUM_RANKS = 24
 ANSWERS = 5  # the only rank that does
 
 
+@pytest.mark.extended
 def test_the_ranks_that_do_not_answer_are_waited_for_together(monkeypatch):
     waited = []
 
