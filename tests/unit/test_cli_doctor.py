@@ -18,7 +18,7 @@ from trigon.tools.check.environment import (
     unmet_requirements,
 )
 from trigon.tools.check.result import Result
-from trigon.tools.cli.check import _run, check_training, main
+from trigon.tools.cli.check import _run, check_training, doctor
 
 GIB = 2**30
 
@@ -29,7 +29,7 @@ def test_the_versions_of_this_environment_fit_and_are_printed(tmp_path, capsys):
     assert [problem for problem in result.problems if problem.is_fatal] == []
     named = {line.partition(":")[0] for line in result.text.splitlines()}
     assert {"Python", "torch", "transformers", "GPUs", "memory", "disk", "driver"} <= named
-    assert main(["--versions"]) == 0
+    assert doctor(["--versions"]) == 0
     out = capsys.readouterr().out
     assert all(line in out for line in result.text.splitlines() if not line.startswith(("memory", "disk")))
     assert "1 passed" in out

@@ -3,7 +3,8 @@
 import pytest
 
 from trigon.config.names import SHIPPED_REWARDS
-from trigon.tools.eval.results import SHIPPED_FORMS, extract_answer, number_answers
+from trigon.tools.eval.results import extract_answer, number_answers
+from trigon.tools.eval.settings import SHIPPED_FORMS
 
 
 @pytest.mark.parametrize(

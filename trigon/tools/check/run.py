@@ -126,7 +126,7 @@ def _check_parts(
     run = checks.run
     run("versions", "versions.package", check_versions, config)
     # After the versions, since a package may be missing.
-    from trigon.tools.check import dataset, lengths, machine, model, rewards
+    from trigon.tools.check import dataset, machine, model, rewards
 
     here = machine.inspect_machine(config, has_cluster=has_cluster) if given_machine is None else given_machine
     devices = (*_WORKERS, "trainer.device", "worker.rollout.")
@@ -145,7 +145,7 @@ def _check_parts(
     if isinstance(given, Missing):
         reader = model.open_stand_in(config)
     datasets = run("rows", "dataset.unreadable", dataset.check_rows, config, reader, progress, reads=_DATA)
-    run("lengths", "dataset.unreadable", lengths.check_lengths, given, datasets)
+    run("lengths", "dataset.unreadable", model.check_lengths, given, datasets)
     run("prompt", "dataset.unreadable", model.check_prompt, given, datasets)
     run("episode", "environment.fails", model.check_episode, given, episodes, datasets)
     run("duplicates", "dataset.unreadable", dataset.check_duplicates, datasets)
