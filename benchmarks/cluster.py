@@ -38,7 +38,7 @@ LEARNERS_STEP = 4  # learners come in so many GPUs, each a shard of the model at
 SPLIT_AT = 32  # GPUs for which the pools are chosen; their shares are the same for all numbers
 MOST_PLANNED = 16  # GPUs whose update is planned; more of them divide the same work by their number
 GROUP_SECONDS = 1e-3
-"""Of the driver, for each group: docs/scale.md has 0.5 to 0.6 ms, for short completions."""
+"""Of the driver, for each group: docs/performance.md has 0.5 to 0.6 ms, for short completions."""
 DRIVER_COSTS = (1e-3, 10e-3)
 COLOCATED, CONTINUE = MODES[0], MODES[-1]
 LONGEST_OF = 4096

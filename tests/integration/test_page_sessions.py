@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(2700)
 FOLDERS = ("examples", "scripts", "trigon")
 """Folders of the repository, from whose top the commands of the pages are run."""
 
-LAST_LINES = {"docs/your-data.md ten-minutes": "\\boxed{"}
+LAST_LINES = {"docs/data.md ten-minutes": "\\boxed{"}
 """What the last line of a session's output contains."""
 
 UNTIL_IT_ANSWERS = """\
@@ -52,16 +52,8 @@ def script_of(blocks: Sequence[Block]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.long(
-    cases=[
-        "docs/evaluation.md evaluation",
-        "docs/plan.md plan",
-        "docs/sharing.md sharing",
-        "docs/troubleshooting.md debugging",
-        "docs/your-data.md ten-minutes",
-    ]
-)
-@pytest.mark.vllm(cases=["docs/troubleshooting.md debugging", "docs/your-data.md ten-minutes"])
+@pytest.mark.long
+@pytest.mark.vllm(cases=["docs/troubleshooting.md debugging", "docs/data.md ten-minutes"])
 @pytest.mark.parametrize(("name", "blocks"), sessions().items(), ids=sessions().keys())
 def test_the_commands_of_a_page_work(name: str, blocks: list[Block], tmp_path: Path) -> None:
     for folder in FOLDERS:

@@ -1,6 +1,6 @@
 """The lines of the rollouts files of a run: one completion each, with its prompt and its score.
 
-docs/rollouts.md documents the schema. Lines of other versions are refused.
+docs/view.md documents the schema. Lines of other versions are refused.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class RunTables:
     ) -> pyarrow.Table:
         """Return the rollouts as an Arrow table with a row for each completion.
 
-        The columns are `step`, `split`, and the fields of docs/rollouts.md, except that each part
+        The columns are `step`, `split`, and the fields of docs/view.md, except that each part
         of the reward is a column of its own, `parts.accuracy`. `row`, and a `ground_truth` that is
         no text, are JSON.
 

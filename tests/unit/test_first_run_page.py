@@ -1,4 +1,4 @@
-"""docs/first-gpu-run.md agrees with the command line, the recipes, the metrics and the pins."""
+"""docs/install.md agrees with the command line, the recipes, the metrics and the pins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trigon.assemble.memory import GIB, Hardware, count_memory, size_of_model
 from trigon.config.load import LoadedConfig, load_config, split_arguments
 from trigon.config.options import with_options
 
-PAGE = (ROOT / "docs/first-gpu-run.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/install.md").read_text(encoding="utf-8").partition("\n## A first run on GPUs\n")[2]
 
 
 @pytest.fixture(autouse=True)
