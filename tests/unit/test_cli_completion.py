@@ -43,18 +43,14 @@ def complete(tmp_path):
     [
         ("trigon ", [*COMMANDS, "help", "version"]),
         ("trigon qu", ["quickstart"]),
-        ("trigon help qu", ["quickstart"]),
-        ("trigon zz", []),
         ("trigon train d", [f"{option.name}=" for option in options().values() if option.name.startswith("data.")]),
         ("trigon train run.yaml --print-config gpu_memory_u", ["worker.rollout.gpu_memory_utilization="]),
         ("trigon quickstart lr=3 --seed 1 trainer.max_st", ["trainer.max_steps="]),
         ("trigon train algorithm.adv_estimator=dr", ["algorithm.adv_estimator=dr_grpo"]),
-        ("trigon train --pr", ["--print-config"]),
         ("trigon train ru", ["run.yaml"]),
         ("trigon train data.train_files=ru", ["data.train_files=run.yaml"]),
         ("trigon plot --band ", ["std", "minmax", "ci95"]),
         ("trigon export --output d", ["data/"]),
-        ("trigon completion ", ["bash", "zsh", "fish"]),
         ("trigon options worker.rollout.top_", ["worker.rollout.top_p", "worker.rollout.top_k"]),
     ],
 )

@@ -17,7 +17,7 @@ from trigon.errors import ConfigError, DataError
 from trigon.report.run import RunRecord, open_run
 from trigon.report.run_folder import RunFolder
 from trigon.tools.cli.main import main
-from trigon.tools.plot.curves import as_csv, group_runs, interval, learning_curves, moving_mean
+from trigon.tools.plot.curves import as_csv, group_runs, learning_curves, moving_mean
 from trigon.tools.plot.figure import Reference, describe, save_plot, spread
 
 ROOT = Path(__file__).parents[2]
@@ -171,10 +171,6 @@ def test_the_numbers_are_written_as_csv(seeds):
     }  # fmt: skip
 
 
-def test_the_interval_of_one_run_is_its_value():
-    assert interval([5.0], "ci95") == (5.0, 5.0)
-
-
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
@@ -244,7 +240,7 @@ def test_the_command_writes_figures_and_numbers(seeds, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["-o", "a.gif"], "'a.gif' must end in one of .png, .svg, .pdf, .csv"),
-        (["--smooth", "0"], "'0' must be a number of steps, at least 1"),
+        (["--smooth", "0"], "'0' is not a whole number of at least 1"),
         (["--reference", "a:b"], "'a:b' must be a number"),
         (["--x", "epochs"], "invalid choice: 'epochs'"),
     ],

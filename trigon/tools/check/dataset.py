@@ -23,8 +23,9 @@ from trigon.data.rows import Reason, UnusableRow, column_value
 from trigon.data.stream import mix
 from trigon.errors import DataError
 from trigon.models.load import Processors
+from trigon.report.console import Console
 from trigon.system.terminal import sanitize, shorten
-from trigon.tools.check.result import Progress, Result, Skipped
+from trigon.tools.check.result import Result, Skipped
 from trigon.types import Prompt
 
 Split = Literal["training", "validation"]
@@ -106,7 +107,7 @@ class ScannedDataset:
         return [row for row in self.rows if row.problem is None]
 
 
-def check_rows(result: Result, config: Config, reader: Reader, progress: Progress) -> list[ScannedDataset]:
+def check_rows(result: Result, config: Config, reader: Reader, console: Console) -> list[ScannedDataset]:
     """Scan the datasets of training and validation, and report the rows that cannot be used.
 
     Returns: the datasets that could be opened. Rows that are too long are reported by model.py.
@@ -119,7 +120,7 @@ def check_rows(result: Result, config: Config, reader: Reader, progress: Progres
     datasets: list[ScannedDataset] = []
     for split, spec in files:
         try:
-            scanned, rows = _scan(config, reader.builder, spec, progress)
+            scanned, rows = _scan(config, reader.builder, spec, console)
         except DataError as error:
             result.fail("dataset.unreadable", str(error))
             continue
@@ -137,14 +138,14 @@ def check_rows(result: Result, config: Config, reader: Reader, progress: Progres
     return datasets
 
 
-def _scan(config: Config, builder: PromptBuilder, spec: str, progress: Progress) -> tuple[Scan, list[RowFacts]]:
+def _scan(config: Config, builder: PromptBuilder, spec: str, console: Console) -> tuple[Scan, list[RowFacts]]:
     found: dict[str, RowFacts] = {}
 
     def check_row(builder: PromptBuilder, row: Mapping[str, Any], name: str) -> int:
         found[name] = facts = RowFacts(name, int(name.rpartition(":")[2]), column_value(row, builder.data.answer_key))
         return _inspect_row(builder, row, facts)
 
-    with progress(f"scan {spec}", None) as advance:
+    with console.progress(f"scan {spec}", None) as advance:
         scanned = scan(
             spec,
             builder,

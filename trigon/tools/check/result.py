@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -154,14 +153,3 @@ def as_json(report: Report) -> str:
         ],
     }
     return json.dumps(content, indent=2) + "\n"
-
-
-Progress = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
-"""Shows the progress of a phase, given its name and the number of its parts; see Console.progress.
-"""
-
-
-@contextmanager
-def no_progress(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show nothing."""
-    yield lambda k: None

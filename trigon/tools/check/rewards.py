@@ -26,6 +26,7 @@ from trigon.assemble.rewards import check_rewards, open_rewards, open_validation
 from trigon.config.options import with_options
 from trigon.config.schema import Config
 from trigon.errors import RewardError
+from trigon.report.console import Console
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 from trigon.rewards.verifiers.equivalence import extract_boxed
@@ -43,7 +44,7 @@ from trigon.tools.check.dataset import (
     share,
 )
 from trigon.tools.check.model import FAIL_FRACTION
-from trigon.tools.check.result import Progress, Result, Skipped
+from trigon.tools.check.result import Result, Skipped
 from trigon.types import Score
 
 NUM_TRIED = 6
@@ -388,7 +389,7 @@ def check_ground_truths(
     config: Config,
     judgement: Judgement | str,
     datasets: Sequence[ScannedDataset],
-    progress: Progress,
+    console: Console,
 ) -> None:
     """Score each ground truth against itself, as many as fit into MAX_SECONDS."""
     if isinstance(judgement, str):
@@ -399,7 +400,7 @@ def check_ground_truths(
     examples: list[Example] = []
     scores: list[Score] = []
     start = time.monotonic()
-    with progress("score ground truths", len(all_rows)) as advance:
+    with console.progress("score ground truths", len(all_rows)) as advance:
         while len(scores) < len(all_rows):
             if len(scores) >= MIN_SCORED and time.monotonic() - start > MAX_SECONDS:
                 break

@@ -6,6 +6,7 @@ with the parts that could be made. Heavy libraries are imported when the configu
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from trigon.config.load import InspectedConfig, inspect_config
 from trigon.config.schema import Config
 from trigon.errors import TrigonError
-from trigon.tools.check.result import Missing, Progress, Report, Result, Skipped, no_progress
+from trigon.report.console import Console
+from trigon.tools.check.result import Missing, Report, Result, Skipped
 
 if TYPE_CHECKING:
     from trigon.tools.check.machine import Machine
@@ -76,15 +78,15 @@ def check_run(
     *,
     machine: Machine | None = None,
     has_cluster: bool = False,
-    progress: Progress = no_progress,
     on_result: Callable[[Result], None] | None = None,
 ) -> Report:
     """Check the run of a YAML file and of `key=value` overrides, without loading weights.
 
+    The progress of long checks is on standard error.
+
     Args:
         machine: on which the run is to start; None: this one.
         has_cluster: see Machine; unused if there is one.
-        progress: shows the progress of long checks.
         on_result: called with each result as soon as it is there.
     Raises: nothing that the run would raise: each error is a problem of the report.
     """
@@ -94,7 +96,7 @@ def check_run(
     if not isinstance(inspected, Missing):
         checks.uncertain = sorted(inspected.uncertain)
         with ExitStack() as stack:
-            _check_parts(checks, inspected.loaded.config, stack, machine, has_cluster, progress)
+            _check_parts(checks, inspected.loaded.config, stack, machine, has_cluster)
     return Report(checks.results, time.monotonic() - start)
 
 
@@ -115,7 +117,6 @@ def _check_parts(
     stack: ExitStack,
     given_machine: Machine | None,
     has_cluster: bool,
-    progress: Progress,
 ) -> None:
     """Make the parts of a run in the order of its start, and read its data.
 
@@ -123,7 +124,7 @@ def _check_parts(
     """
     from trigon.tools.check.environment import check_versions
 
-    run = checks.run
+    run, console = checks.run, Console(stream=sys.stderr)
     run("versions", "versions.package", check_versions, config)
     # After the versions, since a package may be missing.
     from trigon.tools.check import dataset, machine, model, rewards
@@ -144,7 +145,7 @@ def _check_parts(
     reader = run("template", "template.chat", model.check_templates, given, tools, reads=_DATA)
     if isinstance(given, Missing):
         reader = model.open_stand_in(config)
-    datasets = run("rows", "dataset.unreadable", dataset.check_rows, config, reader, progress, reads=_DATA)
+    datasets = run("rows", "dataset.unreadable", dataset.check_rows, config, reader, console, reads=_DATA)
     run("lengths", "dataset.unreadable", model.check_lengths, given, datasets)
     run("prompt", "dataset.unreadable", model.check_prompt, given, datasets)
     run("episode", "environment.fails", model.check_episode, given, episodes, datasets)
@@ -153,7 +154,7 @@ def _check_parts(
     run("answers", "dataset.unreadable", dataset.check_answers, config, datasets)
     scored = (*_DATA, "worker.reward.")
     judged = run("reward", "reward.unusable", rewards.check_reward, config, reader, datasets, stack, reads=scored)
-    run("ground truths", "reward.fails", rewards.check_ground_truths, config, judged, datasets, progress)
+    run("ground truths", "reward.fails", rewards.check_ground_truths, config, judged, datasets, console)
     steps = (*_DATA, "worker.actor.", "trainer.max_steps", "trainer.total_epochs", "trainer.val_only")
     knows_lengths = not isinstance(given, Missing)
     plan = run("steps", "steps.plan", dataset.check_steps, config, datasets, knows_lengths=knows_lengths, reads=steps)

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,7 +20,6 @@ from trigon import __version__
 from trigon.assemble.start import StopSignals
 from trigon.config.load import split_arguments
 from trigon.errors import ConfigError
-from trigon.report.console import Console
 from trigon.system.child_python import python_command
 from trigon.tools.check.result import Report, Result, as_json, console_lines, count_statuses
 from trigon.tools.check.run import Checks, check_run
@@ -67,12 +65,10 @@ def main(arguments: Sequence[str]) -> int:
     from trigon.data.images import ignore_pillow_warnings  # imports Pillow
 
     ignore_pillow_warnings()
-    console = Console(stream=sys.stderr)
     report = check_run(
         path,
         overrides,
         has_cluster=bool(os.environ.get("RAY_ADDRESS")),
-        progress=console.progress,
         on_result=None if chosen.json else lambda result: print(console_lines(result), flush=True),
     )
     verdict = "the run would fail" if report.would_fail else "the run can start"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trigon.errors import ConfigError
 from trigon.system.terminal import sanitize
-from trigon.tools.cli.parser import ArgumentParser
+from trigon.tools.cli.parser import ArgumentParser, count
 
 DEFAULT_OUTPUT = Path("curves.png")
 ENDINGS = (".png", ".svg", ".pdf", ".csv")
@@ -85,7 +85,7 @@ def make_parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--smooth",
-        type=_positive,
+        type=count,
         default=1,
         metavar="K",
         help="moving mean over K steps of the metrics of training; validations stay as they are (%(default)s)",
@@ -128,12 +128,6 @@ def _output(text: str) -> Path:
     if path.suffix.lower() not in ENDINGS:
         raise argparse.ArgumentTypeError(f"{text!r} must end in one of {', '.join(ENDINGS)}")
     return path
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of steps, at least 1")
-    return int(text)
 
 
 def _reference(text: str) -> tuple[float, str]:

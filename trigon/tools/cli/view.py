@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import webbrowser
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl
 from trigon.errors import ConfigError, DataError
 from trigon.system.installation import install_command
 from trigon.system.terminal import sanitize
-from trigon.tools.cli.parser import ArgumentParser
+from trigon.tools.cli.parser import ArgumentParser, number
 
 if TYPE_CHECKING:
     from trigon.tools.view.index import RolloutFilter
@@ -100,7 +100,9 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("run", nargs="+", type=Path, metavar="RUN", help="the folder of a run, or of several runs")
     parser.add_argument(
-        "--port", type=_port, help=f"port; default: {DEFAULT_PORT}, or a free one if that is in use; 0: a free one"
+        "--port",
+        type=number(0, 2**16 - 1, whole=True),
+        help=f"port; default: {DEFAULT_PORT}, or a free one if that is in use; 0: a free one",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: %(default)s")
     parser.add_argument(
@@ -122,7 +124,11 @@ def _parser() -> ArgumentParser:
         "--export", type=Path, metavar="FILE.html", help="write one HTML file that needs no network, instead of serving"
     )
     parser.add_argument(
-        "--rollouts", type=_count, default=256, metavar="N", help="at most N rollouts in --export; default: %(default)s"
+        "--rollouts",
+        type=number(0, whole=True),
+        default=256,
+        metavar="N",
+        help="at most N rollouts in --export; default: %(default)s",
     )
     parser.add_argument(
         "--select",
@@ -131,15 +137,3 @@ def _parser() -> ArgumentParser:
         help="which rollouts --export takes, as in the address of the page: 'split=train&solved=some'",
     )
     return parser
-
-
-def _port(text: str) -> int:
-    if not (text.isdecimal() and int(text) < 2**16):
-        raise ArgumentTypeError(f"{text!r} is not a port: give a number from 0 to 65535")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r} is not a number of rollouts: give 0 or more")
-    return int(text)
