@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-STEPS = 40
+STEPS = 30
 
 
 def run(*arguments: str) -> str:
