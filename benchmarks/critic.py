@@ -75,9 +75,8 @@ def measure_cost(*, repeats: int) -> list[Figure]:
     from trigon.models.positions import positions_of
     from trigon.models.value import ActorCritic, ValueModel
     from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
-    from trigon.training.device_memory import HostMemory
+    from trigon.training.device_memory import HostMemory, Placement
     from trigon.training.local import LocalTrainEngine
-    from trigon.training.placement import Placement
     from trigon.types import Prompt, TrainGroup, TrainSequence, Vision
 
     prompt, completions, pixels, grid = make_group([SHORT.response] * SHORT.n)

@@ -27,8 +27,8 @@ from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.models.sequence_parallel import RowRanks
 from trigon.tools.quickstart.model import make_tiny
+from trigon.training.budget import dummy_group
 from trigon.training.device_memory import HostMemory
-from trigon.training.dry_run import dummy_group
 
 COMPLETIONS, RESPONSE = 4, 128
 IMAGE_PIXELS = 512 * 512  # 256 tokens each

@@ -30,8 +30,7 @@ from trigon.system.garbage import return_freed_memory
 from trigon.system.grace import Grace, StepLeft
 from trigon.system.resuming import SAME_COMMAND, SameCommand
 from trigon.training.protocol import CriticEngine, GroupOutputs, TrainEngine
-from trigon.training.train_groups import GroupPreparation
-from trigon.training.update_plan import has_gradient
+from trigon.training.train_groups import GroupPreparation, has_gradient
 from trigon.training.updates import Updater, how_to_go_on
 from trigon.types import RolloutGroup, TrainGroup
 

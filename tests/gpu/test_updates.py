@@ -22,8 +22,8 @@ from trigon.models.attention import configured_kernel
 from trigon.models.sizes import dimensions_of
 from trigon.system.terminal import format_bytes
 from trigon.training import optim
+from trigon.training.budget import dummy_group
 from trigon.training.device_memory import memory_of
-from trigon.training.dry_run import dummy_group
 from trigon.training.local import LocalTrainEngine
 from trigon.training.parallel import SingleProcess
 

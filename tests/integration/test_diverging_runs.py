@@ -14,7 +14,7 @@ import pytest
 
 from support.runs import NO_VALIDATION, lines, log_of, start
 from trigon.checkpoint.store import CheckpointStore, find_checkpoints
-from trigon.training.finite import all_finite
+from trigon.training.checkpointing import all_finite
 from trigon.training.state import ShardedFiles
 
 pytestmark = pytest.mark.faults

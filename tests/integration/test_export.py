@@ -21,9 +21,8 @@ from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from trigon.checkpoint.weights import open_weights
 from trigon.errors import CheckpointError
 from trigon.models.families import family_of
-from trigon.models.load import copy_side_files, load_model, load_processors
+from trigon.models.load import copy_side_files, load_model, load_processors, write_side_files
 from trigon.models.policy import Policy
-from trigon.models.side_files import write_side_files
 from trigon.system.torchvision_stub import declare_operators
 from trigon.tools.cli.export import main
 from trigon.training.device_memory import HostMemory

@@ -16,8 +16,8 @@ from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.tools.quickstart.drawings import make_dataset
+from trigon.training.device_memory import Placement
 from trigon.training.local import LocalTrainEngine
-from trigon.training.placement import Placement
 from trigon.training.train_groups import build_train_groups
 from trigon.types import Rollout, RolloutGroup, SamplingParams, Score
 

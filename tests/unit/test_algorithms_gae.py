@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trigon.algorithms.advantages import RewardBatch
-from trigon.algorithms.gae import Estimates, estimate_with_values, explained_variance
+from trigon.algorithms.advantages import Estimates, RewardBatch, estimate_with_values, explained_variance
 from trigon.algorithms.losses import value_loss
 from trigon.config.schema import AlgorithmConfig
 

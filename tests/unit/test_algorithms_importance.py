@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trigon.algorithms.importance import correction_weights, mismatch_metrics
+from trigon.algorithms.losses import correction_weights, mismatch_metrics
 from trigon.algorithms.unread import UnreadMetrics, read_metrics
 from trigon.config.schema import AlgorithmConfig
 from trigon.metrics import Metric

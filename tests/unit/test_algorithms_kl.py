@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trigon.algorithms.kl import MAX_EXPONENT, AdaptiveKl, kl_per_token
+from trigon.algorithms.losses import MAX_EXPONENT, AdaptiveKl, kl_per_token
 
 
 @pytest.mark.parametrize(

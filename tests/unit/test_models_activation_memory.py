@@ -16,8 +16,8 @@ from support.varlen import stand_in
 from trigon.models.activation_memory import PassBytes, PassFormat, PassOptions, RowLengths, score_bytes, update_bytes
 from trigon.models.attention import GROUP_ATTENTION
 from trigon.models.sizes import model_size
+from trigon.training.budget import as_rollouts, dummy_group
 from trigon.training.device_memory import HostMemory
-from trigon.training.dry_run import as_rollouts, dummy_group
 
 GROUPS, PROMPT, COMPLETIONS, RESPONSE = 2, 100, 4, 60
 

@@ -13,8 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trigon.errors import ModelError
-from trigon.models.load import family_of_folder, load_model, load_processors, model_folder, require_weights
-from trigon.models.side_files import pixel_limits, write_side_files
+from trigon.models.load import (
+    family_of_folder,
+    load_model,
+    load_processors,
+    model_folder,
+    pixel_limits,
+    require_weights,
+    write_side_files,
+)
 
 TinyModel = Callable[..., Path]
 

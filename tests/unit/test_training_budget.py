@@ -16,9 +16,8 @@ from support.engines import CONFIG, FULL_KL, KL, make_engine, make_rollouts, to_
 from trigon.data.packing import tokens_of
 from trigon.errors import ConfigError
 from trigon.metrics import values
-from trigon.training.budget import Budgets, Lengths, tune_engines
+from trigon.training.budget import Budgets, Lengths, dummy_group, tune_engines
 from trigon.training.device_memory import HostMemory
-from trigon.training.dry_run import dummy_group
 from trigon.training.parallel import SingleProcess
 from trigon.types import TrainGroup
 

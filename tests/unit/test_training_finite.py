@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from support.engines import make_engine, make_rollouts, to_train
 from trigon.errors import ModelError, NotFiniteError
-from trigon.training.finite import all_finite, require_finite
+from trigon.training.checkpointing import all_finite, require_finite
 from trigon.training.parallel import SingleProcess
 
 pytestmark = pytest.mark.faults

@@ -34,8 +34,8 @@ from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.models.transfer import to_device
+from trigon.training.device_memory import Placement
 from trigon.training.local import LocalTrainEngine
-from trigon.training.placement import Placement
 
 CORRECTED = with_loss(
     KL,

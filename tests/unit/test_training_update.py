@@ -17,7 +17,7 @@ from support.engines import KL, ONE_ROW, make_engine, make_rollouts, tensors_in,
 from support.tensors import assert_equal_tensors, flatten, max_relative_error
 from trigon.errors import DeviceMemoryError
 from trigon.metrics import values
-from trigon.training.placement import Placement
+from trigon.training.device_memory import Placement
 from trigon.training.protocol import SKIPPED_GRAD_NORM
 from trigon.types import TrainGroup
 

@@ -1,6 +1,9 @@
-"""The policy loss of each token. reduce.py averages them.
+"""The losses of each token: of policy and values, KL to the reference, and weights of a mismatch.
 
-docs/algorithms.md has a section for each loss.
+reduce.py averages them. docs/algorithms.md has a section for each loss. The train-inference
+mismatch is between engine and trainer on the sampled tokens. Both have the same weights, so in
+exact arithmetic every difference is zero. What remains is rounding, or a bug: stale weights, a
+stale cache, other pixels. docs/metrics.md gives the healthy ranges.
 """
 
 from __future__ import annotations
@@ -12,8 +15,11 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from trigon.algorithms.reduce import sequence_means
-from trigon.config.schema import ActorConfig
+from trigon.algorithms.reduce import sequence_means, sequence_sums
+from trigon.algorithms.unread import Unread
+from trigon.config.names import CorrectionKind, SampledKlEstimator
+from trigon.config.schema import ActorConfig, AlgorithmConfig
+from trigon.metrics import EffectiveShare, Max, Mean
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-MAX_LOG_RATIO before exp. float32 overflows near 88."""
@@ -134,3 +140,133 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     clipped = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
     errors, clipped_errors = (values - returns).square(), (clipped - returns).square()
     return ValueLoss(loss=0.5 * torch.maximum(errors, clipped_errors), clipped=(clipped_errors > errors).float())
+
+
+MAX_EXPONENT = 20.0
+"""Above this, exp is continued by its tangent: it cannot overflow, and its gradient never vanishes.
+"""
+
+
+def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: SampledKlEstimator) -> Tensor:
+    """Return an estimate of KL(policy || reference) from each sampled token.
+
+    Schulman, "Approximating KL divergence" (2020). kl is k1: unbiased, may be negative, and its
+    expected gradient is zero. mse is k2. low_var_kl is k3: unbiased and never negative; GRPO uses
+    it (arXiv:2402.03300, equation 4).
+    Args: logprobs, ref_logprobs: [S] float32. Returns: [S] float32 with the gradient of logprobs.
+    """
+    log_ratio = logprobs - ref_logprobs
+    match estimator:
+        case "kl":
+            return log_ratio
+        case "abs":
+            return log_ratio.abs()
+        case "mse":
+            return 0.5 * log_ratio.square()
+        case "low_var_kl":
+            return _exp_with_tangent(-log_ratio) + log_ratio - 1.0
+        case _:
+            assert_never(estimator)
+
+
+def _exp_with_tangent(x: Tensor) -> Tensor:
+    """Return exp(x), continued by its tangent above MAX_EXPONENT."""
+    tangent = math.exp(MAX_EXPONENT) * (1.0 + x - MAX_EXPONENT)
+    return torch.where(x > MAX_EXPONENT, tangent, x.clamp(max=MAX_EXPONENT).exp())
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveKl:
+    """A KL coefficient that follows a target (arXiv:1909.08593, section 2.2).
+
+    target: of the KL that updated gets, in nats.
+    horizon: in completions; 0 keeps the coefficient fixed.
+    """
+
+    coefficient: float
+    target: float
+    horizon: float
+
+    def updated(self, kl: float, num_sequences: int) -> AdaptiveKl:
+        """Return the controller after a step.
+
+        Args:
+            kl: mean over the step's completions of each one's mean over its tokens, in nats.
+            num_sequences: completions of the step.
+        """
+        if self.horizon == 0 or not math.isfinite(kl):
+            return self
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        return AdaptiveKl(self.coefficient * (1.0 + error * num_sequences / self.horizon), self.target, self.horizon)
+
+
+def correction_weights(
+    logprobs: Tensor,
+    sampling_logprobs: Tensor,
+    kind: CorrectionKind,
+    algorithm: AlgorithmConfig,
+    *,
+    loss_mask: Tensor,
+    sequence_index: Tensor,
+    num_sequences: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the weight of each token's policy loss, and 1 where a bound applied.
+
+    The importance weight is w = p_trainer / p_engine, of each token, or at level sequence the
+    geometric mean over the tokens of a completion, which, unlike their product, does not depend on
+    its length. truncate gives min(w, high). mask gives w where low <= w <= high, and 0 elsewhere.
+    reject gives each completion 1 or 0; at token level it rejects a completion if the w of any of
+    its tokens is outside.
+
+    Truncated importance sampling: Yao et al., "Your efficient RL framework secretly brings you
+    off-policy RL training" (2025). Two-sided masking: IcePop (2025). Geometric mean per sequence:
+    Liu et al., "When speed kills stability" (2025).
+    Args: logprobs: [S] float32, the trainer's before the update. algorithm: its mismatch_level,
+    mismatch_low and mismatch_high. The rest as in reduce_loss.
+    Returns: two [S] float32 tensors without gradient.
+    """
+    log_weight = logprobs.detach() - sampling_logprobs
+    if algorithm.mismatch_level == "sequence":
+        log_weight = sequence_means(log_weight, loss_mask, sequence_index, num_sequences)[sequence_index]
+    weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    outside = ((weight < algorithm.mismatch_low) | (weight > algorithm.mismatch_high)).float() * (loss_mask > 0)
+    match kind:
+        case "truncate":
+            return weight.clamp(max=algorithm.mismatch_high), (weight > algorithm.mismatch_high).float()
+        case "mask":
+            return torch.where(outside > 0, 0.0, weight), outside
+        case "reject":
+            rejected = (sequence_sums(outside, sequence_index, num_sequences) > 0)[sequence_index].float()
+            return 1.0 - rejected, rejected
+        case _:
+            assert_never(kind)
+
+
+def mismatch_metrics(sampling_logprobs: Tensor, logprobs: Tensor, trainable: Tensor) -> dict[str, Unread]:
+    """Return the metrics of the train-inference mismatch before any update.
+
+    probs_diff: |p - q|. logprobs_diff: |log p - log q|. k3: low-variance estimate of
+    KL(engine || trainer). weight: w = p_trainer / p_engine. effective_share: effective sample size
+    of these weights as a share of their number.
+    Args: sampling_logprobs, logprobs: [S] float32. trainable: int64 indices of the tokens that
+    count. Returns: no metric if there are none.
+    """
+    count = float(len(trainable))
+    if count == 0:
+        return {}
+    engine, trainer = (each.index_select(0, trainable) for each in (sampling_logprobs, logprobs.detach()))
+    log_weight = (trainer - engine).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    weight = log_weight.exp()
+    probs_diff = (trainer.exp() - engine.exp()).abs()
+    logprobs_diff = log_weight.abs()
+    total, squares = weight.sum(), weight.square().sum()
+    return {
+        "mismatch/probs_diff_mean": Unread(Mean, (probs_diff.sum(), count)),
+        "mismatch/probs_diff_max": Unread(Max, (probs_diff.max(),)),
+        "mismatch/logprobs_diff_mean": Unread(Mean, (logprobs_diff.sum(), count)),
+        "mismatch/logprobs_diff_max": Unread(Max, (logprobs_diff.max(),)),
+        "mismatch/k3": Unread(Mean, ((weight - log_weight - 1.0).sum(), count)),
+        "mismatch/weight_mean": Unread(Mean, (total, count)),
+        "mismatch/weight_max": Unread(Max, (weight.max(),)),
+        "mismatch/effective_share": Unread(EffectiveShare, (total, squares, count)),
+    }

@@ -23,8 +23,7 @@ from trigon.config.schema import Config, TrainedConfig
 from trigon.environments.pool import EnvironmentPool
 from trigon.errors import ConfigError
 from trigon.models.dtypes import DTYPES
-from trigon.models.load import Processors, copy_side_files, model_folder
-from trigon.models.side_files import pixel_limits, write_side_files
+from trigon.models.load import Processors, copy_side_files, model_folder, pixel_limits, write_side_files
 from trigon.report.reporter import Reporter
 from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.protocol import RolloutEngine

@@ -26,9 +26,9 @@ from trigon.models.sequence_parallel import RowRanks, require_divisible_heads
 from trigon.models.sizes import require_tensor_parallel
 from trigon.models.value import ActorCritic
 from trigon.models.weight_files import stored_dtype
+from trigon.training.device_memory import Placement
 from trigon.training.local import LocalTrainEngine
 from trigon.training.parallel import ProcessGroup
-from trigon.training.placement import Placement
 from trigon.training.protocol import LoadPixels, LogprobEngine
 from trigon.training.scorer import LocalScorer
 

@@ -18,7 +18,7 @@ from trigon.config.schema import Config, DataConfig
 from trigon.data.rows import UnusableRow, column_value, require_columns, without_column
 from trigon.data.sources import Source, open_source, preview_parquet
 from trigon.errors import ConfigError, RewardError
-from trigon.models.folders import require_config_file, require_weight_files
+from trigon.models.hub import require_config_file, require_weight_files
 from trigon.rewards.pool import RewardPool
 from trigon.system.installation import install_command, untested_versions
 from trigon.types import Prompt

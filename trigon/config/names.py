@@ -27,7 +27,7 @@ AdvantageEstimator = Literal[
 """How rewards become advantages (algorithms/advantages.py)."""
 
 Estimator = Literal[AdvantageEstimator, "gae"]
-"""All estimators; gae needs a critic (algorithms/gae.py)."""
+"""All estimators; gae needs a critic (algorithms/advantages.py)."""
 
 SINGLE_COMPLETION_ESTIMATORS: tuple[AdvantageEstimator, ...] = ("reinforce_plus_plus", "remax")
 """Estimators that do not compare completions of a group, so that one per prompt suffices."""
@@ -49,13 +49,13 @@ LossAveraging = Literal["token", "seq", "seq_fixed"]
 """How token losses become one loss (algorithms/reduce.py)."""
 
 SampledKlEstimator = Literal["kl", "abs", "mse", "low_var_kl"]
-"""KL estimators that need the log-probability of the sampled token only (algorithms/kl.py)."""
+"""KL estimators that need the log-probability of the sampled token only (algorithms/losses.py)."""
 
 KlEstimator = Literal[SampledKlEstimator, "full"]
 """full: the exact KL, a sum over the whole vocabulary (models/logprobs.py)."""
 
 CorrectionKind = Literal["truncate", "mask", "reject"]
-"""How importance weights correct the train-inference mismatch (algorithms/importance.py)."""
+"""How importance weights correct the train-inference mismatch (algorithms/losses.py)."""
 
 CorrectionLevel = Literal["token", "sequence"]
 """Whether an importance weight is computed per token or per completion."""

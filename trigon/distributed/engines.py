@@ -27,7 +27,7 @@ from trigon.errors import EngineError
 from trigon.metrics import Metrics, merge
 from trigon.rollout.protocol import InterruptKind, OnGroup, Until
 from trigon.training.protocol import GroupOutputs
-from trigon.training.update_plan import has_gradient
+from trigon.training.train_groups import has_gradient
 from trigon.types import (
     Completion,
     Prompt,

@@ -19,16 +19,20 @@ from safetensors import SafetensorError, safe_open
 
 from trigon.config.paths import local_path, nearest_path
 from trigon.errors import ModelError
-from trigon.models.attention import use_group_attention
+from trigon.models.attention import sliding_windows, use_group_attention
 from trigon.models.families import ModelFamily, family_named
-from trigon.models.folders import require_config_file, require_weight_files
-from trigon.models.hub import IGNORED_FILES, modelscope_folder, uses_modelscope
+from trigon.models.hub import (
+    IGNORED_FILES,
+    modelscope_folder,
+    require_config_file,
+    require_weight_files,
+    uses_modelscope,
+)
 from trigon.models.kernels import Kernel
 from trigon.models.linear_attention import use_group_linear_attention
 from trigon.models.routing import use_row_routing
-from trigon.models.supported import require_supported
 from trigon.models.vision_encoder import use_patch_projection
-from trigon.system.json_files import read_json_object
+from trigon.system.json_files import read_json_object, write_json
 from trigon.system.suggestions import nearest
 from trigon.system.torchvision_stub import declare_operators
 
@@ -234,7 +238,7 @@ def load_model(
         override_config: values that replace those of the model's config, nested like the config.
         attention_kernel: of group attention, see kernels.py.
     Returns: a transformers PreTrainedModel.
-    Raises: ModelError if the model is not found or not supported (supported.py), if its files
+    Raises: ModelError if the model is not found or not supported, if its files
         cannot be read, if a weight is missing, unexpected or has another shape, or if
         override_config has a key that the config does not have.
     """
@@ -499,3 +503,211 @@ def _require_complete_weights(folder: Path, report: Mapping[str, Any]) -> None:
         raise ModelError(
             f"The weights in {folder} do not fit its config.json: {'; '.join(problems)}. Download the model again."
         )
+
+
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")  # their frequencies depend on the config alone
+
+
+def require_supported(config: Any, family: ModelFamily) -> None:
+    """Check a model's config. Raises: ModelError for a value that is not supported, naming it."""
+    text_config = config.get_text_config()
+    dropout = getattr(text_config, "attention_dropout", 0.0)
+    if dropout:
+        raise ModelError(
+            f"The model has attention_dropout = {dropout}. Log-probabilities must be deterministic, so "
+            f"set it to 0 in override_config{' under text_config' if family.has_vision else ''}."
+        )
+    if family.language_types:
+        _require_supported_parts(config, family)
+    if getattr(text_config, "enable_moe_block", None):
+        raise ModelError(
+            f"This {family.model_type!r} is an MoE model (enable_moe_block), whose experts, in the trainer and in the "
+            "rollout engine, are not tested. Use a dense model, see docs/model-families.md."
+        )
+    known = {"full_attention", "sliding_attention", *(["linear_attention"] if family.linear_attention else [])}
+    other_types = sorted({*(getattr(text_config, "layer_types", None) or ())} - known)
+    if other_types:
+        raise ModelError(
+            f"The model has layers of type {', '.join(other_types)}, which are not supported for "
+            f"{family.model_type!r}: completions could not share their prompt. Use another model, see "
+            "docs/model-families.md."
+        )
+    max_length = int(text_config.max_position_embeddings)
+    if not family.windows and any(
+        window is not None and window < max_length for window in sliding_windows(text_config)
+    ):
+        raise ModelError(
+            f"The model uses sliding window attention, which is not supported for {family.model_type!r}. Use a "
+            "model whose config has use_sliding_window = false, or no sliding_window."
+        )
+    caps = ("attn_logit_softcapping", *(() if family.caps_logits else ("final_logit_softcapping",)))
+    for cap in caps:
+        if getattr(text_config, cap, None):
+            raise ModelError(
+                f"The model has {cap} = {getattr(text_config, cap)}, which is not supported for "
+                f"{family.model_type!r}. Use another model, see docs/model-families.md."
+            )
+    if getattr(text_config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        raise ModelError("The model attends to later tokens, so it cannot sample. Use a causal language model.")
+    for rope_type in _rope_types(text_config) - {*_ROPE_TYPES}:
+        raise ModelError(
+            f"The model's rotary embeddings are of type {rope_type!r}, whose frequencies depend on the row length. "
+            "A packed row, a single sequence and vLLM would compute different values. Supported types: "
+            f"{', '.join(_ROPE_TYPES)}."
+        )
+    if family.experts == "transposed" and _has_square_experts(text_config):
+        raise ModelError(
+            "The expert matrices of this model are square, and transformers would load them without transposing them. "
+            "Use another moe_intermediate_size."
+        )
+
+
+def _require_supported_parts(config: Any, family: ModelFamily) -> None:
+    """Check the language model and the vision tower of a family that combines other families."""
+    text_config, vision_config = config.get_text_config(), config.vision_config
+    if text_config.model_type not in family.language_types:
+        raise ModelError(
+            f"The language model within this {family.model_type!r} is a {text_config.model_type!r}, which is not "
+            f"tested. Supported types: {', '.join(family.language_types)}."
+        )
+    tower = family.tile_tower or family.image_tower
+    if vision_config.model_type != tower:
+        raise ModelError(
+            f"The vision tower of this {family.model_type!r} is a {vision_config.model_type!r}; only "
+            f"{tower!r} is supported."
+        )
+    layer = getattr(config, "vision_feature_layer", -1)
+    strategy = getattr(config, "vision_feature_select_strategy", "default")
+    # Without "default" the features of a tile include one that stands for all of it, if its tower
+    # has such a token.
+    wanted = "full" if family.tile_assembly is not None else "default"
+    if not isinstance(layer, int) or strategy != wanted or (family.image_tower and layer != -1):
+        raise ModelError(
+            f"This {family.model_type!r} has vision_feature_layer = {layer} and "
+            f"vision_feature_select_strategy = {strategy!r}, which is not supported."
+        )
+    if family.tile_assembly is not None and config.vision_aspect_ratio != "anyres_max_9":  # as vLLM assumes
+        raise ModelError(
+            f"This {family.model_type!r} has vision_aspect_ratio = {config.vision_aspect_ratio!r}; only 'anyres_max_9' "
+            "is supported."
+        )
+    for name, value in vision_config.to_dict().items():
+        if "drop" in name and value:
+            raise ModelError(
+                f"The vision tower has {name} = {value}. Log-probabilities must be deterministic, so set it to 0 "
+                "in override_config under vision_config."
+            )
+
+
+def _rope_types(text_config: Any) -> set[str]:
+    """Return the types of rotary embeddings; some families have one for each type of layer."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    layered = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(part.get("rope_type", "default")) for part in layered or [parameters]}
+
+
+def _has_square_experts(text_config: Any) -> bool:
+    inner = text_config.moe_intermediate_size
+    return text_config.hidden_size in (inner, 2 * inner)
+
+
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template.*",
+)
+_CHAT_TEMPLATE = "chat_template.jinja"
+
+
+def write_side_files(
+    source: Path,
+    destination: Path,
+    processors: Processors,
+    *,
+    sets_limits: bool = False,
+    sets_chat_template: bool = False,
+    tokenizer: Path | None = None,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Copy the files of a model folder except its weights, with what a run has changed.
+
+    Args:
+        source: the folder of the model.
+        processors: those of the run.
+        sets_limits: the image processor has other pixel limits than the model's.
+        sets_chat_template: the tokenizer has another chat template than the model's.
+        tokenizer: the folder of the tokenizer; None: source.
+        override_config: as of load_model.
+    """
+    copy_side_files(source, destination)
+    if override_config:
+        config = load_hf_config(source, trust_remote_code=trust_remote_code, override_config=override_config)
+        config.save_pretrained(destination)
+    if tokenizer is not None:
+        _copy_tokenizer(tokenizer, destination)
+    if sets_chat_template:
+        _write_chat_template(destination, processors.tokenizer.chat_template)
+    family = processors.family
+    if sets_limits and family.takes_patches:
+        assert processors.image_processor is not None
+        size = processors.image_processor.size
+        limits = (int(size["shortest_edge"]), int(size["longest_edge"]))
+        _write_pixel_limits(destination, limits, of_videos=family.video in ("patches", "seconds"))
+
+
+def pixel_limits(processors: Processors) -> tuple[int, int] | None:
+    """Return the least and the most pixels of an image; None for a model without such limits."""
+    if processors.image_processor is None or not processors.family.takes_patches:
+        return None
+    size, frames = processors.image_processor.size, processors.family.frames_per_image
+    return int(size["shortest_edge"]) // frames, int(size["longest_edge"]) // frames
+
+
+def _copy_tokenizer(source: Path, destination: Path) -> None:
+    """Replace the files of the tokenizer, and the chat template that belongs to it."""
+    for file in _tokenizer_files(destination):
+        file.unlink()
+    for file in _tokenizer_files(source):
+        shutil.copyfile(file, destination / file.name)
+
+
+def _tokenizer_files(folder: Path) -> set[Path]:
+    return {file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}
+
+
+def _write_chat_template(folder: Path, template: str) -> None:
+    """Write a chat template in the one place that transformers and vLLM read first."""
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    for name in ("tokenizer_config.json", "processor_config.json"):
+        content = read_json_object(folder / name) if (folder / name).is_file() else {}
+        if content.pop("chat_template", None) is not None:
+            write_json(folder / name, content, ensure_ascii=False)
+    (folder / _CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+
+
+def _write_pixel_limits(folder: Path, limits: tuple[int, int], *, of_videos: bool) -> None:
+    """Write the pixel limits into the configuration of the image processor, wherever that is.
+
+    of_videos: into that of the video processor too, whose limits are those of a frame. Qwen3-VL's
+    are those of all frames together, as which the limits of a frame cannot be written.
+    """
+    places = [("preprocessor_config.json", ""), ("processor_config.json", "image_processor")]
+    if of_videos:
+        places += [("video_preprocessor_config.json", ""), ("processor_config.json", "video_processor")]
+    for name, key in places:
+        path = folder / name
+        content = read_json_object(path) if path.is_file() else {}
+        section = content.get(key) if key else content
+        if not isinstance(section, dict) or not section:
+            continue
+        section["size"] = {"shortest_edge": limits[0], "longest_edge": limits[1]}
+        for limit_key, limit in zip(("min_pixels", "max_pixels"), limits, strict=True):
+            if limit_key in section:  # of folders that version 4 of transformers wrote
+                section[limit_key] = limit
+        write_json(path, content, ensure_ascii=False)

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
+from math import ceil, isqrt
 
 import torch
 
@@ -26,10 +26,18 @@ from trigon.models.activation_offload import host_bytes_at_most
 from trigon.models.policy import Policy
 from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.device_memory import Memory
-from trigon.training.dry_run import as_rollouts, dummy_group
 from trigon.training.parallel import ProcessGroup
 from trigon.training.protocol import LogprobEngine, TunableEngine, TunableScorer
-from trigon.types import RolloutGroup, TrainGroup
+from trigon.types import (
+    Completion,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Score,
+    TrainGroup,
+    TrainSequence,
+    Vision,
+)
 
 HEADROOM = 0.1
 """Fraction of a device's memory that passes leave free: fragmentation, buffers of kernels, other
@@ -390,3 +398,92 @@ class _Tuner:
             f"{self._memory.device_name} has {max(usable_bytes, 0.0) / 2**30:,.2f} GiB left for it beside weights, "
             f"gradients, optimizer and a reserve; {self._remedies}"
         )
+
+
+def dummy_group(
+    policy: Policy,
+    *,
+    prompt_tokens: int,
+    response_tokens: int,
+    image_pixels: int | None,
+    num_completions: int,
+) -> TrainGroup:
+    """Return a group of the given lengths, whose prompt is full of images.
+
+    A model without a vision tower gets a prompt of text. All tokens are the same one and all pixels
+    are 0: the memory of a pass does not depend on them.
+
+    Args:
+        image_pixels: pixels of the largest image; None: no limit.
+    """
+    config = policy.model.config
+    special = {*policy.banned_token_ids, *policy.family.media_token_ids(config)}
+    word = next(token for token in range(len(special) + 1) if token not in special)
+    image_tokens, grids = _images(policy, prompt_tokens, image_pixels, word)
+    patches = sum(math.prod(grid) for grid in grids)
+    vision = Vision(
+        pixel_values=torch.zeros(patches, policy.family.values_per_patch(config)) if grids else torch.zeros(0, 0),
+        grid_thw=torch.tensor(grids, dtype=torch.int64),
+        hashes=(),  # their features are not cached
+    )
+    ones = torch.ones(response_tokens)
+    sequence = TrainSequence(
+        token_ids=(word,) * response_tokens,
+        loss_mask=ones,
+        advantages=ones,
+        sampling_logprobs=-ones,
+        old_logprobs=-ones,
+        ref_logprobs=-ones,
+        values=ones,
+        returns=ones,
+    )
+    prompt = Prompt(
+        prompt_id="dummy",
+        token_ids=(*image_tokens, *[word] * (prompt_tokens - len(image_tokens))),
+        vision=vision if grids else None,
+        text="",
+        ground_truth=None,
+        row={},
+        image_refs=(),
+    )
+    return TrainGroup(prompt, (sequence,) * num_completions)
+
+
+def as_rollouts(groups: Sequence[TrainGroup]) -> list[RolloutGroup]:
+    """Return dummy groups in the form in which they are scored."""
+    score = Score(overall=0.0, parts={}, outcome="ok", error="")
+    return [
+        RolloutGroup(
+            group.prompt,
+            tuple(
+                Rollout(Completion(part.token_ids, (0.0,) * len(part.token_ids), "length", "", 0), score)
+                for part in group.sequences
+            ),
+        )
+        for group in groups
+    ]
+
+
+def _images(
+    policy: Policy, prompt_tokens: int, image_pixels: int | None, word: int
+) -> tuple[list[int], list[tuple[int, int, int]]]:
+    """Return the tokens and grids of as many images of the largest size as fit into a prompt.
+
+    Every image is followed by one word, and at least one token of the prompt is not an image's.
+    """
+    family, config = policy.family, policy.model.config
+    if not family.has_vision:
+        return [], []
+    merge = family.spatial_merge(config)
+    max_tokens = prompt_tokens - 1
+    if family.tiles:
+        side = family.patches_per_side(config) // merge
+    else:
+        tokens = max_tokens
+        if image_pixels is not None:
+            tokens = min(max_tokens, image_pixels // (family.patch_size(config) * merge) ** 2)
+        side = max(isqrt(tokens), 1)
+    grid = (1, side * merge, side * merge)
+    [tokens] = family.count_image_tokens(config, torch.tensor([grid]), ())
+    count = max_tokens // (tokens + 1)
+    return [*[family.image_token_id(config)] * tokens, word] * count, [grid] * count

@@ -25,8 +25,8 @@ from trigon.metrics import Metric, Metrics
 from trigon.models.features import VisionFeatureCache
 from trigon.models.value import ActorCritic, ValueModel
 from trigon.training.checkpointing import Saved
+from trigon.training.device_memory import Placement
 from trigon.training.local import LocalTrainEngine, ModelName
-from trigon.training.placement import Placement
 from trigon.training.protocol import GroupOutputs, LoadPixels
 from trigon.training.step import Precision, Reference, idle_row, reduced_value_loss, score_rows
 from trigon.types import MicroBatch, PackedGroups, RolloutGroup, TokenLogprobs, TrainGroup

@@ -1,10 +1,11 @@
-"""The memory of a device: its size, what is free, and the peak of a function call."""
+"""The device of an engine: what is placed on it, the memory it has, and the peak of a call."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,32 +17,10 @@ from torch.utils._pytree import tree_iter
 from trigon.data.packing import longest_row
 from trigon.errors import ConfigError, DeviceMemoryError
 from trigon.system.memory import count_usable_bytes, read_meminfo
+from trigon.training.parallel import ProcessGroup, SingleProcess
 from trigon.types import RolloutGroup, TrainGroup
 
 _MOST_REMEDIES = 3
-
-
-@contextmanager
-def explain_out_of_memory(
-    work: str, groups: Iterable[RolloutGroup | TrainGroup], *, max_tokens: int, remedies: Sequence[str]
-) -> Iterator[None]:
-    """Raise DeviceMemoryError if the device runs out of memory in this context.
-
-    work: what is done in it. groups: over which, packed into rows of at most max_tokens. remedies:
-    what to change, in the order to try it.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        longest = longest_row(list(groups), max_tokens=max_tokens)
-        advice = "".join(f"\n  {remedy}" for remedy in remedies[:_MOST_REMEDIES])
-        raise DeviceMemoryError(
-            # What torch adds about its own settings is no remedy here.
-            f"{str(error).partition(' If reserved but unallocated')[0]}\n"
-            f"This was during {work}, whose longest row has {longest:,} tokens"
-            f"{f'. Change, in this order:{advice}' if advice else ''}\n"
-            "docs/troubleshooting.md has an entry 'CUDA out of memory'"
-        ) from error
 
 
 class Memory(Protocol):
@@ -197,3 +176,47 @@ class _TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _freed(self, key: int) -> None:
         self._current -= self._storages.pop(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a policy computes, and where its tensors are in between.
+
+    device: on which the policy computes.
+    compute_dtype: of the forward pass, by autocast; None for a sharded policy, which casts by
+    itself.
+    offload_params: move the weights to the CPU while they are not in use.
+    offload_optimizer: move the optimizer states to the CPU between updates.
+    process_group: the ranks that hold the policy together.
+    model: what the run has the model for, in messages: policy, reference or critic.
+    remedies: what to change if the device runs out of memory, in the order to try it.
+    """
+
+    device: torch.device
+    compute_dtype: torch.dtype | None
+    offload_params: bool = False
+    offload_optimizer: bool = False
+    process_group: ProcessGroup = field(default_factory=SingleProcess)
+    model: str = "policy"
+    remedies: tuple[str, ...] = ()
+
+    @contextmanager
+    def explain_out_of_memory(
+        self, work: str, groups: Iterable[RolloutGroup | TrainGroup], *, max_tokens: int
+    ) -> Iterator[None]:
+        """Raise DeviceMemoryError if the device runs out of memory in this context.
+
+        work: what is done in it. groups: over which, packed into rows of at most max_tokens.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            longest = longest_row(list(groups), max_tokens=max_tokens)
+            advice = "".join(f"\n  {remedy}" for remedy in self.remedies[:_MOST_REMEDIES])
+            raise DeviceMemoryError(
+                # What torch adds about its own settings is no remedy here.
+                f"{str(error).partition(' If reserved but unallocated')[0]}\n"
+                f"This was during the {work} of the {self.model}, whose longest row has {longest:,} tokens"
+                f"{f'. Change, in this order:{advice}' if advice else ''}\n"
+                "docs/troubleshooting.md has an entry 'CUDA out of memory'"
+            ) from error

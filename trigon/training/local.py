@@ -20,28 +20,29 @@ from trigon.algorithms.reduce import Denominators, ExpertShares, count_denominat
 from trigon.algorithms.unread import UnreadMetrics, read_metrics
 from trigon.config.plan import ModelPlan
 from trigon.config.schema import Config, TrainedConfig
-from trigon.data.packing import Positions, by_owner
+from trigon.data.packing import Positions, by_owner, pack_train, tokens_of
 from trigon.errors import ModelError, NotFiniteError
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum
 from trigon.models.features import VisionFeatureCache
 from trigon.models.policy import Policy, full_tensor
 from trigon.training import checkpointing
-from trigon.training.device_memory import free_cached_memory
-from trigon.training.dry_run import update_passes
-from trigon.training.finite import require_finite
+from trigon.training.checkpointing import require_finite
+from trigon.training.device_memory import Placement, free_cached_memory
 from trigon.training.optim import Schedule, make_optimizer, move_states, on_this_rank, state_bytes, update_bytes
-from trigon.training.placement import Placement
 from trigon.training.protocol import SKIPPED_GRAD_NORM, GroupOutputs, LoadPixels, Sizes
 from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
 from trigon.training.step import (
     ROUTER_LOSS,
+    AppliedUpdate,
     Reference,
+    UpdatePlan,
     count_expert_shares,
     idle_backward,
     micro_batch_backward,
+    plan_update,
     to_device,
 )
-from trigon.training.update_plan import AppliedUpdate, UpdatePlan, has_gradient, plan_update
+from trigon.training.train_groups import has_gradient
 from trigon.types import NO_RECORD, LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup
 
 ModelName = Literal["actor", "critic"]
@@ -353,18 +354,26 @@ class LocalTrainEngine:
         """See TunableEngine."""
         reference = self._full_kl_reference()
         self.wake(optimizer=False)
-        with (
-            nullcontext() if reference is None else reference.awake(),
-            update_passes(
-                self._scorer,
-                self._free_gradients,
-                self._backward,
-                self._idle_backward,
-                positions=self._positions,
-                process_group=self._process_group,
-            ) as dry_run,
-        ):
-            yield dry_run
+        with nullcontext() if reference is None else reference.awake():
+            try:
+                yield self._dry_run_update
+                # FSDP would add deferred gradients of a sharded policy to the first real update.
+                self._process_group.before_forward(self._policy, sync_gradients=True)
+                self._idle_backward(run_dummy_vision=True)
+            finally:
+                self._process_group.reshard(self._policy)
+                self._free_gradients()
+
+    def _dry_run_update(self, groups: Sequence[TrainGroup]) -> None:
+        """Make one update pass over all groups in one row. The gradients are discarded later."""
+        [batch] = pack_train(groups, max_tokens=sum(map(tokens_of, groups)), positions=self._positions)
+        self._process_group.before_forward(self._policy, sync_gradients=False)
+        self._backward(
+            to_device(batch, self._device),
+            Denominators(tokens=len(batch.loss_mask), sequences=batch.num_sequences),
+            run_dummy_vision=bool(batch.packed.visions),
+            gradient_scale=1.0,
+        )
 
     def dry_run(self, groups: Sequence[RolloutGroup]) -> None:
         """See TunableEngine."""

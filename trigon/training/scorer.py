@@ -17,7 +17,7 @@ from trigon.models.features import VisionFeatureCache
 from trigon.models.logprobs import Predictions
 from trigon.models.lora import adapters_off
 from trigon.models.policy import Policy
-from trigon.training.placement import Placement
+from trigon.training.device_memory import Placement
 from trigon.training.protocol import LoadPixels, LogprobEngine
 from trigon.training.step import Reference, score_rollouts
 from trigon.types import PackedGroups, RolloutGroup, TokenLogprobs

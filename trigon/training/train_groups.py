@@ -14,9 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trigon.algorithms.advantages import RewardBatch, estimate_advantages
-from trigon.algorithms.gae import Estimates, estimate_with_values, explained_variance
-from trigon.algorithms.kl import AdaptiveKl, kl_per_token
+from trigon.algorithms.advantages import (
+    Estimates,
+    RewardBatch,
+    estimate_advantages,
+    estimate_with_values,
+    explained_variance,
+)
+from trigon.algorithms.losses import AdaptiveKl, kl_per_token
 from trigon.config.names import KlEstimator
 from trigon.config.schema import AlgorithmConfig
 from trigon.errors import RewardError
@@ -285,3 +290,12 @@ def describe_critic(
         **mean_max_min("critic/returns", targets.tolist()),
         "critic/vf_explained_var": Mean(explained_variance(before, targets)),
     }
+
+
+def has_gradient(group: TrainGroup, *, regularized: bool) -> bool:
+    """Return whether any trainable token of the group can have a gradient.
+
+    regularized: see Config.learns_without_advantage. If False, only tokens whose advantage is not
+    zero have a gradient.
+    """
+    return regularized or any(bool(((part.loss_mask > 0) & (part.advantages != 0)).any()) for part in group.sequences)

@@ -1,4 +1,7 @@
-"""Qwen3, dense and MoE: queries and keys are normalized."""
+"""Qwen3 and Qwen3-VL, dense and MoE: queries and keys are normalized.
+
+The vision features of Qwen3-VL are also added in the first decoder layers.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from typing import Any
 
 import transformers  # its classes are imported on first use
 
-from trigon.models.families.family import ModelFamily
-from trigon.models.families.tiny import EXPERTS, TinyModel, text_options
+from trigon.models.families.family import ModelFamily, qwen_vision_family
+from trigon.models.families.tiny import EXPERTS, ROPE, VISION, TinyModel, media_tokens, patch_sizes, text_options
 
 
 def _dense(tokenizer: Any) -> Any:
@@ -21,7 +24,52 @@ def _moe(tokenizer: Any) -> Any:
     )
 
 
+def _vl_config(kind: Any, tokenizer: Any, **text_changes: Any) -> Any:
+    rope = {**ROPE, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    # Six positions per side, one per patch of a drawing of 96 x 96; other sizes are interpolated.
+    vision = {
+        **VISION,
+        "hidden_size": 48,
+        "patch_size": 16,
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    return kind(
+        text_config=text_options(tokenizer) | text_changes | {"head_dim": 32, "rope_parameters": rope},
+        vision_config=vision,
+        **media_tokens(tokenizer),
+    )
+
+
+def _vl_dense(tokenizer: Any) -> Any:
+    return _vl_config(transformers.Qwen3VLConfig, tokenizer)
+
+
+def _vl_moe(tokenizer: Any) -> Any:
+    return _vl_config(transformers.Qwen3VLMoeConfig, tokenizer, **EXPERTS, norm_topk_prob=True)
+
+
+def processor(tokenizer: Any) -> Any:
+    """Return the processor of a tiny model, which is that of Qwen3.5 too."""
+    sizes = patch_sizes(patch_size=16)
+    return transformers.Qwen3VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(**sizes, image_mean=[0.5] * 3, image_std=[0.5] * 3),
+        tokenizer=tokenizer,
+        video_processor=transformers.Qwen3VLVideoProcessor(**sizes),
+        chat_template=tokenizer.chat_template,
+    )
+
+
 FAMILIES = (
     ModelFamily(model_type="qwen3", tiny=TinyModel(_dense)),
     ModelFamily(model_type="qwen3_moe", tiny=TinyModel(_moe), experts="separate"),
+    qwen_vision_family("qwen3_vl", TinyModel(_vl_dense, processor), video="timestamps", deepstack=True),
+    # transformers 5.19 writes the stacks of experts without transposing them.
+    qwen_vision_family(
+        "qwen3_vl_moe",
+        TinyModel(_vl_moe, processor, saves_published_names=False),
+        video="timestamps",
+        deepstack=True,
+        experts="transposed",
+    ),
 )

@@ -1,6 +1,8 @@
-"""Qwen3.5, dense and MoE: gated linear attention, and in some layers attention with an output gate.
+"""Qwen3.5, dense and MoE, and Qwen3-Next: gated linear attention.
 
-Its vision tower and its processors are those of Qwen3-VL, without deepstack.
+Some layers have attention with an output gate instead. The vision tower and processors of Qwen3.5
+are those of Qwen3-VL, without deepstack. Qwen3-Next is MoE and has no vision tower. Its projections
+of linear attention are fused into two, in which the parts of each key head are consecutive.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ from typing import Any
 
 import transformers  # its classes are imported on first use
 
-from trigon.models.families.family import qwen_vision_family
-from trigon.models.families.qwen3_vl import processor
+from trigon.models.families.family import ModelFamily, qwen_vision_family
+from trigon.models.families.qwen3 import processor
 from trigon.models.families.tiny import (
     EXPERTS,
     LINEAR,
@@ -45,6 +47,28 @@ def _initialize(model: Any) -> None:
     slow_decay(model.model.language_model.layers)
 
 
+def _next(tokenizer: Any) -> Any:
+    # Three layers, so that one is dense, and linear attention stands before both kinds of MLP.
+    # Positions rotate half of a head; in the published models a quarter of 256.
+    options = {
+        **text_options(tokenizer),
+        **LINEAR,
+        **EXPERTS,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "head_dim": 32,
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+        "shared_expert_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    }
+    return transformers.Qwen3NextConfig(**options)
+
+
+def _initialize_next(model: Any) -> None:
+    slow_decay(model.model.layers)
+
+
 FAMILIES = (
     qwen_vision_family(
         "qwen3_5",
@@ -61,5 +85,12 @@ FAMILIES = (
         experts="stacked",
         linear_attention="linear_attn",
         unused_weights="mtp.",
+    ),
+    ModelFamily(
+        model_type="qwen3_next",
+        tiny=TinyModel(_next, initialize=_initialize_next),
+        experts="separate",
+        linear_attention="linear_attn",
+        unused_weights="mtp.",  # layers that predict more than one token
     ),
 )
