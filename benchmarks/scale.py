@@ -45,7 +45,7 @@ from trigon.report.delivery import LoggerEnvironment
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rollout.fake import FakeEngine
-from trigon.system.garbage import set_gc_threshold
+from trigon.system.process_settings import set_gc_threshold
 from trigon.system.trace import LocalTracer
 from trigon.training.fake import FakeTrainEngine
 from trigon.training.protocol import Sizes

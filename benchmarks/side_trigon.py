@@ -18,7 +18,7 @@ from shared import GEOMETRY, LONG, SHORT, Shape
 from trigon.assemble.run import run_training
 from trigon.config.load import load_config
 from trigon.report.delivery import LoggerEnvironment
-from trigon.system.garbage import set_gc_threshold
+from trigon.system.process_settings import set_gc_threshold
 
 
 def options(folder: Path, shape: Shape, steps: int) -> list[str]:

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from support.ranks import RankProcesses
-from trigon.system.garbage import set_gc_threshold
+from trigon.system.process_settings import set_gc_threshold
 
 set_gc_threshold()  # as every process of ours does
 

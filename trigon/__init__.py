@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trigon.api import TrainResult, train
     from trigon.errors import TrigonError
-    from trigon.report.tables import RunTables, load_run
+    from trigon.report.run import RunTables, load_run
     from trigon.tools.eval.evaluate import evaluate
     from trigon.tools.eval.results import Evaluation
     from trigon.tools.eval.score import ScoreResult, score
@@ -43,12 +43,12 @@ _MODULES = {
     "Evaluation": "trigon.tools.eval.results",
     "RolloutGroup": "trigon.types",
     "RunPlan": "trigon.tools.plan.plan",
-    "RunTables": "trigon.report.tables",
+    "RunTables": "trigon.report.run",
     "ScoreResult": "trigon.tools.eval.score",
     "TrainResult": "trigon.api",
     "TrigonError": "trigon.errors",
     "evaluate": "trigon.tools.eval.evaluate",
-    "load_run": "trigon.report.tables",
+    "load_run": "trigon.report.run",
     "plan": "trigon.tools.plan.call",
     "score": "trigon.tools.eval.score",
     "train": "trigon.api",

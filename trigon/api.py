@@ -19,9 +19,9 @@ from trigon.config.options import options as all_options
 from trigon.config.paths import PYTHON_PREFIX, dataset_names
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ConfigError, raises_at_caller
-from trigon.report.tables import RunTables, load_run
+from trigon.report.run import RunTables, load_run
 from trigon.rewards.callables import Reward, describe_reward, name_of, reward_source
-from trigon.system.suggestions import did_you_mean
+from trigon.system.terminal import did_you_mean
 
 if TYPE_CHECKING:
     import pandas
@@ -188,7 +188,7 @@ def train(
     sources = {spec: open_rows(dataset, spec) for spec, dataset in given.data.items()}
 
     from trigon.assemble.objects import RunObjects, make_episode_code
-    from trigon.report.hooks import Hooks
+    from trigon.report.delivery import Hooks
 
     code = make_episode_code(environment, tools)
     outcome = start_run(

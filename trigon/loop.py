@@ -17,7 +17,7 @@ from trigon.config.plan import Plan
 from trigon.config.schema import Config
 from trigon.errors import NotFiniteError, WatchError
 from trigon.metrics import Metrics, merge, values
-from trigon.report.hooks import Hooks
+from trigon.report.delivery import Hooks
 from trigon.report.reporter import Reporter
 from trigon.report.watch import Alarm, Watch, describe_stop
 from trigon.rewards.pool import RewardPool
@@ -26,9 +26,8 @@ from trigon.rollout.parity import ParityCheck
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.statistics import count_sampled, describe_validation
 from trigon.rollout.validation import Evaluator
-from trigon.system.garbage import return_freed_memory
-from trigon.system.grace import Grace, StepLeft
-from trigon.system.resuming import SAME_COMMAND, SameCommand
+from trigon.system.process_settings import return_freed_memory
+from trigon.system.stopping import SAME_COMMAND, Grace, SameCommand, StepLeft
 from trigon.training.protocol import CriticEngine, GroupOutputs, TrainEngine
 from trigon.training.train_groups import GroupPreparation, has_gradient
 from trigon.training.updates import Updater, how_to_go_on

@@ -467,7 +467,7 @@ def main(reward_input):
             pass  # of listdir itself
     assert opened.pop(0) == "/dev/null", opened
     assert opened.pop(1) == opened.pop(2)
-    memory, channel = sorted(opened.values())  # the first is where its stacks are written, see trigon.system.stacks
+    memory, channel = sorted(opened.values())  # the first is where its stacks are written, see trigon.system.hangs
     assert memory.startswith("/memfd:trigon-stacks") and channel.startswith("socket:"), opened
     return {"overall": 1.0}
 """

@@ -28,7 +28,7 @@ from trigon.rollout.restart import RestartingEngine
 from trigon.rollout.transformers import _TransformersTurns
 from trigon.rollout.turns import TurnRequest
 from trigon.rollout.vllm.turns import VllmTurns
-from trigon.system.resuming import SAME_COMMAND
+from trigon.system.stopping import SAME_COMMAND
 from trigon.types import SamplingParams
 
 MAX_MODEL_LEN = 1024

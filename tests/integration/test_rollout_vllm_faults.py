@@ -16,7 +16,7 @@ from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.rollout.restart import RestartingEngine
 from trigon.rollout.vllm.weights import itself
-from trigon.system.resuming import SAME_COMMAND
+from trigon.system.stopping import SAME_COMMAND
 from trigon.types import LocalWeights, Prompt, SamplingParams
 
 pytestmark = [pytest.mark.faults, pytest.mark.vllm]

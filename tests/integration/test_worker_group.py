@@ -30,7 +30,7 @@ from trigon.distributed.worker import HeartbeatRequest, Worker, WorkerEngines, r
 from trigon.distributed.worker_group import WorkerGroup
 from trigon.errors import CheckpointError, EngineError, LostWorkerError, PeerError, TrigonError, WorkerError
 from trigon.metrics import Sum
-from trigon.system.resuming import SameCommand
+from trigon.system.stopping import SameCommand
 from trigon.types import (
     Completion,
     EncodedMedia,

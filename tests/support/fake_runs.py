@@ -42,8 +42,7 @@ from trigon.rollout.episodes import newest_draw
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.parity import ParityCheck
 from trigon.rollout.validation import Evaluator
-from trigon.system.grace import Grace
-from trigon.system.resuming import SAME_COMMAND, SameCommand
+from trigon.system.stopping import SAME_COMMAND, Grace, SameCommand
 from trigon.system.trace import LocalTracer, Tracer
 from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
 from trigon.training.train_groups import GroupPreparation

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from support.processes import descendants
-from trigon.system.stacks import dump_stacks
+from trigon.system.hangs import dump_stacks
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/")

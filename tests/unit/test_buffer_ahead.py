@@ -26,7 +26,7 @@ from trigon.metrics import EffectiveShare, Max, Mean, Min, Sum
 from trigon.rollout.episodes import newest_draw
 from trigon.rollout.sampling_call import PoolClock
 from trigon.rollout.saved import groups_state, load_groups, load_metrics, metrics_state
-from trigon.system.grace import Grace
+from trigon.system.stopping import Grace
 from trigon.training.fake import FAKE_LOGPROB
 from trigon.types import Completion, Rollout, RolloutGroup, Score
 

@@ -34,8 +34,8 @@ from support.fake_runs import (
 from trigon.errors import EngineError, LostSamplersError, RewardError
 from trigon.loop import train
 from trigon.report.console import Console
-from trigon.report.hooks import Hooks
-from trigon.system.grace import Grace
+from trigon.report.delivery import Hooks
+from trigon.system.stopping import Grace
 from trigon.training.fake import FAKE_LOGPROB
 from trigon.types import Completion
 

@@ -13,7 +13,7 @@ from trigon.errors import CheckpointError, DataError
 from trigon.report.rollouts import parse_row
 from trigon.report.run import RunRecord, read_metrics
 from trigon.report.run_folder import BUDGETS, RunFolder
-from trigon.system.json_files import parse_json, read_json_object
+from trigon.system.files import parse_json, read_json_object
 from trigon.training.checkpointing import read_adapter_rank, read_updates
 from trigon.training.state import ShardedFiles
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from trigon.checkpoint.manifest import replacing_files
 from trigon.checkpoint.store import CheckpointStore, open_checkpoint
 from trigon.errors import CheckpointError
-from trigon.system import disk
+from trigon.system import files as system_files
 
 pytestmark = pytest.mark.faults
 
@@ -428,7 +428,7 @@ def test_a_save_in_the_background_needs_no_thread_that_is_not_running_yet(tmp_pa
 
 @pytest.mark.parametrize("grows", [True, False])
 def test_a_slow_write_is_told_of_as_long_as_its_files_grow(tmp_path, monkeypatch, grows):
-    monkeypatch.setattr(disk, "GROWTH_SECONDS", 0.01)
+    monkeypatch.setattr(system_files, "GROWTH_SECONDS", 0.01)
     told, during = [], []
 
     def write(actor):

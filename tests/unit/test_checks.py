@@ -19,7 +19,7 @@ from trigon.assemble.memory import count_checkpoints
 from trigon.config.load import inspect_config, load_config, split_arguments
 from trigon.data.rows import Reason
 from trigon.models.load import copy_side_files
-from trigon.system.json_files import read_json_object
+from trigon.system.files import read_json_object
 from trigon.tools.check.dataset import ADVICE
 from trigon.tools.check.machine import (
     Gpu,

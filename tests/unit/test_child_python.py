@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from trigon.system.child_python import python_command
+from trigon.system.processes import python_command
 
 
 def test_a_child_does_not_import_from_the_working_folder(tmp_path):

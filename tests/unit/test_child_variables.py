@@ -3,7 +3,7 @@
 import pytest
 
 from trigon.errors import RewardError
-from trigon.system.child_variables import (
+from trigon.system.child import (
     check_passed_variables,
     child_environment,
     explain_withheld,

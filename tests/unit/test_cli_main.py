@@ -12,7 +12,7 @@ from trigon import __version__
 from trigon.assemble import start
 from trigon.assemble.start import StopSignals
 from trigon.system.hangs import HangWatch
-from trigon.system.signals import Terminated
+from trigon.system.stopping import Terminated
 from trigon.tools.cli.main import COMMANDS, main
 
 COMPLETE = [

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from trigon.system.content import FULL_BYTES, file_digest, text_digest
+from trigon.system.files import FULL_BYTES, file_digest, text_digest
 
 
 def test_a_small_file_is_compared_entirely(tmp_path):

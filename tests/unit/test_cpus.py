@@ -6,7 +6,7 @@ import pytest
 
 from trigon.assemble.options import count_image_threads
 from trigon.config.schema import Config
-from trigon.system.cpus import count_usable_cpus
+from trigon.system.machine import count_usable_cpus
 
 AFFINITY = len(os.sched_getaffinity(0))
 

@@ -19,7 +19,7 @@ from trigon.errors import CheckpointError, ConfigError, DataError, DiskError
 from trigon.report.console import LenientStream
 from trigon.report.run_folder import RunFolder
 from trigon.report.writer import RunWriter
-from trigon.system.disk import describe_fault, fault_number
+from trigon.system.files import describe_fault, fault_number
 from trigon.tools.cli import main as command
 
 pytestmark = pytest.mark.faults

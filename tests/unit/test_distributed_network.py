@@ -14,8 +14,8 @@ from trigon.distributed.cluster import open_cluster, set_environment
 from trigon.distributed.local_ray import choose_base, make_base
 from trigon.distributed.rendezvous import listen_at, open_store
 from trigon.errors import ConfigError
-from trigon.system.network import LOOPBACK, find_interface, loopback_variables
-from trigon.system.variables import keep_compiled_code, let_segments_grow
+from trigon.system.machine import LOOPBACK, find_interface, loopback_variables
+from trigon.system.process_settings import keep_compiled_code, let_segments_grow
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

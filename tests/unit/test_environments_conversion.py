@@ -12,8 +12,8 @@ from PIL import Image
 from trigon.environments.conversion import to_observation, to_png, to_step
 from trigon.environments.protocol import MAX_IMAGES, Message, Observation, Outcome, png_size
 from trigon.environments.replies import read_reply
+from trigon.system.files import dump_columns
 from trigon.system.frames import Frame, FrameReader, encode_frame
-from trigon.system.json_files import dump_columns
 
 RED = Image.new("RGB", (3, 2), "red")
 PNG = to_png(RED)

@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from trigon.system.garbage import ARENAS_VARIABLE, NUM_ARENAS
+from trigon.system.process_settings import ARENAS_VARIABLE, NUM_ARENAS
 
 pytestmark = pytest.mark.faults
 
 SCRIPT = """
 import os, sys
-from trigon.system.garbage import return_freed_memory
+from trigon.system.process_settings import return_freed_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -32,7 +32,7 @@ print(before - resident())
 
 ARENAS = """
 import ctypes, sys, threading
-from trigon.system.garbage import limit_arenas
+from trigon.system.process_settings import limit_arenas
 
 if sys.argv[1] == "limited":
     limit_arenas()

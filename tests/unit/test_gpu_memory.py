@@ -12,7 +12,7 @@ from trigon.distributed.messages import pack
 from trigon.distributed.worker import Worker, WorkerEngines
 from trigon.errors import ConfigError
 from trigon.metrics import Max, Min, merge
-from trigon.system.memory import gpu_memory_metrics
+from trigon.system.machine import gpu_memory_metrics
 from trigon.training.parallel import SingleProcess
 
 GIB = 2**30

@@ -6,7 +6,7 @@ import pytest
 
 from trigon.assemble.start import make_grace
 from trigon.config.schema import Config
-from trigon.system.grace import Grace, StepLeft
+from trigon.system.stopping import Grace, StepLeft
 
 pytestmark = pytest.mark.faults
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trigon.system.memory import count_total_bytes, count_usable_bytes
+from trigon.system.machine import count_total_bytes, count_usable_bytes
 
 GIB = 2**30
 MEMINFO = f"MemTotal: {64 * 2**20} kB\nMemFree: 1000 kB\nMemAvailable:   {32 * 2**20} kB\n"

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from trigon.system.json_files import write_json
+from trigon.system.files import write_json
 
 
 def test_a_file_is_indented_and_ends_with_a_newline(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from support.fake_runs import SAMPLING, lines_of, open_run, rollouts_of, saved_steps
 from trigon.loop import train
-from trigon.report.hooks import Hooks
+from trigon.report.delivery import Hooks
 
 
 def test_hooks_get_the_groups_before_the_update_and_the_metrics_after_the_checkpoint(parts, tmp_path):

@@ -22,7 +22,7 @@ from support.fake_runs import (
 from trigon.checkpoint.store import CheckpointStore
 from trigon.errors import CheckpointError, DiskError
 from trigon.loop import train
-from trigon.system.grace import Grace
+from trigon.system.stopping import Grace
 from trigon.types import Prompt
 
 

@@ -27,7 +27,7 @@ from trigon.report.memory_growth import (
     measure_worker,
 )
 from trigon.report.watch import Watch
-from trigon.system.memory import count_usable_bytes
+from trigon.system.machine import count_usable_bytes
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from trigon.config.schema import Config
 from trigon.report.summary import suggest_next_steps
 from trigon.report.watch import Alarm, describe_stop
-from trigon.system.grace import Grace
-from trigon.system.resuming import WEIGHTS_ONLY
+from trigon.system.stopping import WEIGHTS_ONLY, Grace
 from trigon.training.updates import how_to_go_on
 
 

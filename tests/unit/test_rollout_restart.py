@@ -13,7 +13,7 @@ from trigon.errors import EngineError, RolloutError
 from trigon.metrics import Sum, values
 from trigon.rollout.restart import RESTART, RestartingEngine
 from trigon.system.hangs import FOLLOWS
-from trigon.system.resuming import SAME_COMMAND
+from trigon.system.stopping import SAME_COMMAND
 from trigon.types import Completion, Prompt, SamplingParams
 
 pytestmark = pytest.mark.faults

@@ -14,7 +14,7 @@ from trigon.report.run import RunRecord
 from trigon.rewards.arguments import resolve_arguments
 from trigon.rewards.pool import RewardPool
 from trigon.system import secrets
-from trigon.system.child_variables import check_passed_variables
+from trigon.system.child import check_passed_variables
 from trigon.system.secrets import ARGUMENTS, FREE_MAPPINGS, MASKED, mask, mask_text, masked_names, scrub, secrets_in
 from trigon.system.terminal import sanitize
 from trigon.tools.plan.call import load_planned

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trigon.system.suggestions import did_you_mean, nearest, nearest_key
+from trigon.system.terminal import did_you_mean, nearest, nearest_key
 
 LOSSES = ("default", "gspo", "gspo_token", "cispo", "sapo")
 

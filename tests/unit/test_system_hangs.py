@@ -26,10 +26,9 @@ DRIVER = (
     + """
 import subprocess, sys, threading
 from pathlib import Path
-from trigon.system.resuming import SameCommand
+from trigon.system.stopping import SameCommand
 from trigon.system.processes import running_below
-from trigon.system.hangs import Watchdog
-from trigon.system.stacks import register_stacks
+from trigon.system.hangs import Watchdog, register_stacks
 
 def hang_in_a_lock():
     lock = threading.Lock()
@@ -48,7 +47,7 @@ def make_progress():
         watchdog.beat()
 
 if __name__ == "__main__":
-    code = "import time; from trigon.system.stacks import *; register_stacks(); print(1, flush=True); time.sleep(999)"
+    code = "from trigon.system.hangs import *; register_stacks(); print(1, flush=True); time.sleep(999)"
     command = [sys.executable, "-c", code]
     shell = ["sh", "-c", "sleep 998 & echo $!; wait"]
     other = subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -151,7 +150,7 @@ def test_progress_keeps_a_driver_alive_that_is_stopped_for_a_while(tmp_path):
 @pytest.mark.extended
 def test_the_watching_process_outlives_signals_and_ends_with_the_driver(tmp_path):
     with started(tmp_path, "make_progress") as (process, _):
-        [watching] = [pid for pid, command in descendants(process.pid).items() if "trigon.system.hangs" in command]
+        [watching] = [pid for pid, command in descendants(process.pid).items() if "hangs import main" in command]
         time.sleep(1.0)  # it has its handlers
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             os.kill(watching, number)
@@ -164,7 +163,7 @@ def test_the_watching_process_outlives_signals_and_ends_with_the_driver(tmp_path
 
 READ_TWICE = """
 import os, subprocess
-from trigon.system.stacks import dump_stacks, register_stacks
+from trigon.system.hangs import dump_stacks, register_stacks
 
 def outer():
     with subprocess.Popen(["sleep", "60"]) as other:

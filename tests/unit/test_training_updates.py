@@ -23,7 +23,7 @@ from trigon.errors import NotFiniteError
 from trigon.loop import train
 from trigon.metrics import Max, Mean, Sum
 from trigon.report.console import Console
-from trigon.system.resuming import SameCommand
+from trigon.system.stopping import SameCommand
 from trigon.training.protocol import SKIPPED_GRAD_NORM
 from trigon.training.updates import RecentUpdates, describe_skipped
 from trigon.types import Prompt, TrainGroup, TrainSequence

@@ -26,7 +26,7 @@ from trigon.errors import DataError
 from trigon.models.load import Processors, load_processors, require_weights
 from trigon.report.reporter import Reporter
 from trigon.rollout.validation import Evaluator
-from trigon.system.cpus import count_usable_cpus
+from trigon.system.machine import count_usable_cpus
 
 NO_SOURCES: Mapping[str, Source] = MappingProxyType({})
 

@@ -28,9 +28,9 @@ from trigon.report.reporter import Reporter
 from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.restart import RestartableEngine, RestartingEngine
-from trigon.system.cpus import count_usable_cpus
+from trigon.system.files import write_json
 from trigon.system.installation import install_command
-from trigon.system.json_files import write_json
+from trigon.system.machine import count_usable_cpus
 from trigon.system.trace import FOLDER, DecodeTracer, LocalTracer, Tracer
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.device_memory import host_memory_for, memory_of

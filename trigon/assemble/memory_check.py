@@ -18,7 +18,7 @@ from trigon.config.options import with_options
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.models.sizes import ModelSize
-from trigon.system.memory import count_total_bytes
+from trigon.system.machine import count_total_bytes
 from trigon.system.terminal import format_bytes
 
 TIGHT = 0.95

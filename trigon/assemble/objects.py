@@ -10,7 +10,7 @@ from typing import Any
 from trigon.data.sources import Source
 from trigon.environments.settings import find_environment, find_tools
 from trigon.environments.source import CodeSource
-from trigon.report.hooks import Hooks
+from trigon.report.delivery import Hooks
 from trigon.rewards.load import RewardSource, RewardTerm
 
 

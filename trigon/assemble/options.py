@@ -8,7 +8,7 @@ from typing import Any
 from trigon.config.paths import read_template
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
-from trigon.system.cpus import count_usable_cpus
+from trigon.system.machine import count_usable_cpus
 from trigon.types import SamplingParams
 
 PIXEL_CACHE_BYTES = 4 * 2**30

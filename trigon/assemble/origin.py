@@ -29,7 +29,7 @@ from trigon.errors import CheckpointError, ConfigError, ModelError, RewardError
 from trigon.models.load import model_folder
 from trigon.rewards.code import code_digest
 from trigon.rewards.load import RewardSource, RewardTerm, find_reward
-from trigon.system.content import file_digest, text_digest
+from trigon.system.files import file_digest, text_digest
 from trigon.system.installation import installed_version
 from trigon.system.secrets import ENVIRONMENT_ARGUMENTS, without_secrets
 from trigon.system.terminal import shorten

@@ -21,8 +21,8 @@ from trigon.data.images import ignore_pillow_warnings
 from trigon.models.hub import uses_modelscope
 from trigon.models.load import model_folder
 from trigon.report.run import LOCK
-from trigon.system.cpus import count_usable_cpus
 from trigon.system.hangs import FILE as HANG_STACKS
+from trigon.system.machine import count_usable_cpus
 
 if TYPE_CHECKING:
     from trigon.distributed.cluster import ReservedWorkers, WorkerHandle

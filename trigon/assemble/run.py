@@ -56,12 +56,12 @@ from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.report.writer import ImageStore
 from trigon.rollout.buffer import RolloutBuffer
 from trigon.rollout.parity import ParityCheck
-from trigon.system.grace import Grace
 from trigon.system.hangs import HangWatch
 from trigon.system.installation import untested_versions
-from trigon.system.memory import require_free_memory
+from trigon.system.machine import require_free_memory
 from trigon.system.processes import Started
 from trigon.system.secrets import mask
+from trigon.system.stopping import Grace
 from trigon.system.temporary import remove_dead_folders
 from trigon.training.checkpointing import check_lora_rank, read_updates
 from trigon.training.train_groups import GroupPreparation

@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from trigon.config.load import LoadedConfig
 from trigon.config.schema import Config
-from trigon.system.garbage import ARENAS_VARIABLE, limit_arenas
-from trigon.system.grace import Grace
 from trigon.system.hangs import HangWatch
+from trigon.system.process_settings import ARENAS_VARIABLE, keep_compiled_code, let_segments_grow, limit_arenas
 from trigon.system.processes import running_below
-from trigon.system.signals import TERMINATION, Terminated
-from trigon.system.variables import keep_compiled_code, let_segments_grow
+from trigon.system.stopping import TERMINATION, Grace, Terminated
 
 if TYPE_CHECKING:
     from trigon.assemble.objects import RunObjects, RunOutcome

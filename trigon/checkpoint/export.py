@@ -37,9 +37,8 @@ from trigon.models.dtypes import DTYPES, dtype_named
 from trigon.models.load import copy_side_files, family_of_folder
 from trigon.models.value import HEAD_NAME
 from trigon.models.weight_files import save_weights
-from trigon.system.disk import sync_to_disk
-from trigon.system.json_files import write_json
-from trigon.system.memory import count_usable_bytes
+from trigon.system.files import sync_to_disk, write_json
+from trigon.system.machine import count_usable_bytes
 from trigon.system.terminal import format_bytes
 from trigon.system.torchvision_stub import declare_operators
 from trigon.training.checkpointing import ADAPTER_CONFIG, WEIGHTS_FOLDER, is_head_alone, read_object

@@ -16,9 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trigon.errors import CheckpointError
-from trigon.system.cpus import count_usable_cpus
-from trigon.system.disk import DAMAGED_FILE_SYSTEM, sync_to_disk
-from trigon.system.json_files import read_json_object, write_json
+from trigon.system.files import DAMAGED_FILE_SYSTEM, read_json_object, sync_to_disk, write_json
+from trigon.system.machine import count_usable_cpus
 
 MANIFEST = "manifest.json"
 EXPORT_RECORD = "trigon_export.json"

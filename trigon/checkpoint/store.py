@@ -46,8 +46,15 @@ from trigon.checkpoint.manifest import (
     write_manifest,
 )
 from trigon.errors import CheckpointError, DiskError, EngineError
-from trigon.system.disk import describe_fault, fault_number, free_bytes, sync_to_disk, told_while_growing
-from trigon.system.json_files import read_json_object, write_json
+from trigon.system.files import (
+    describe_fault,
+    fault_number,
+    free_bytes,
+    read_json_object,
+    sync_to_disk,
+    told_while_growing,
+    write_json,
+)
 
 TRACKER = "checkpoint_tracker.json"
 

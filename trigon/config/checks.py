@@ -22,7 +22,7 @@ from trigon.config.paths import expand_path, is_python_object, nearest_path
 from trigon.config.plan import suggest_batch_sizes, too_long_critic_warmup
 from trigon.config.schema import GROUP_SIZE, TRUNK_OPTIONS, Config, Section, TrainedConfig, reward_specs
 from trigon.errors import ConfigError
-from trigon.system.suggestions import did_you_mean
+from trigon.system.terminal import did_you_mean
 
 MAX_PROBLEMS = 50
 """Maximum number of problems in one message; the others are counted."""

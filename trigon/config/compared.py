@@ -15,7 +15,7 @@ from typing import Any
 from trigon.config.options import Option, options
 from trigon.config.plan import find_unknown_sizes
 from trigon.config.schema import Config
-from trigon.system.suggestions import nearest_key
+from trigon.system.terminal import nearest_key
 
 _MAX_NAME = 100
 _MAX_UNKNOWN = 10  # problems, each of which takes time to find the nearest name

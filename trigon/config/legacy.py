@@ -12,7 +12,7 @@ from typing import Any
 
 from trigon.config.options import options
 from trigon.config.paths import is_inline_template, path_exists
-from trigon.system.suggestions import nearest_key
+from trigon.system.terminal import nearest_key
 
 RENAMED: Mapping[str, str] = {
     "data.gen_batch_size": "data.mini_rollout_batch_size",

@@ -42,7 +42,7 @@ from trigon.config.yaml_nodes import (
 )
 from trigon.errors import ConfigError
 from trigon.system.secrets import MASKED, REWARD, USER_ARGUMENTS, VAL_REWARD, mask, mask_text, masked_names, secrets_in
-from trigon.system.suggestions import did_you_mean
+from trigon.system.terminal import did_you_mean
 
 COMMAND_LINE = "command line"
 ARGUMENTS = "arguments in Python"

@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from trigon.errors import ConfigError
-from trigon.system.suggestions import nearest
+from trigon.system.terminal import nearest
 
 DATASET_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv")
 """Suffixes of dataset files. A dataset with one of them is a local file, not a hub id."""

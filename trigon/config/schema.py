@@ -33,7 +33,7 @@ from trigon.config.names import (
     WatchLevel,
     WatchRule,
 )
-from trigon.system.resuming import SameCommand
+from trigon.system.stopping import SameCommand
 
 # Upper bounds: a value above one of them is a typing error, not a larger run.
 MAX_COUNT = 1_000_000

@@ -23,7 +23,7 @@ from trigon.data.prompts import PromptBuilder
 from trigon.data.rows import Reason, UnusableRow, require_columns
 from trigon.data.sources import Source, open_source
 from trigon.errors import DataError
-from trigon.system.content import text_digest
+from trigon.system.files import text_digest
 from trigon.types import EncodedMedia, Prompt
 
 _ROWS_PER_TASK = 16

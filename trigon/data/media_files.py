@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, cast
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from trigon.data.rows import Reason, UnusableRow
-from trigon.system.content import file_digest
+from trigon.system.files import file_digest
 from trigon.types import EncodedMedia, MediaKind
 
 _MAX_NAME = 100

@@ -41,7 +41,7 @@ from trigon.data.tokens import MaskedTokens, SpecialTokens
 from trigon.data.videos import FrameSampling, Pixels, VideoLayout, encoded_video, open_video, video_layout
 from trigon.data.vision import MediaSize, Placeholders, media_grids
 from trigon.errors import ConfigError, DataError
-from trigon.system.suggestions import nearest
+from trigon.system.terminal import nearest
 from trigon.types import EncodedMedia, ImageSizes, MediaKind, Prompt, Vision
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trigon.errors import BadRow, DataError
-from trigon.system.suggestions import nearest
+from trigon.system.terminal import nearest
 
 if TYPE_CHECKING:
     from trigon.config.schema import DataConfig

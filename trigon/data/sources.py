@@ -25,7 +25,7 @@ from trigon.data.rows import UnusableRow, column_names, column_value
 from trigon.data.text_rows import MAX_DEPTH, read_text_rows
 from trigon.errors import DataError
 from trigon.models.hub import datasets_cache, modelscope_folder, uses_modelscope
-from trigon.system.suggestions import nearest_file
+from trigon.system.terminal import nearest_file
 
 _LOADERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 

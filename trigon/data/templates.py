@@ -27,7 +27,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trigon.errors import ConfigError
-from trigon.system.child_python import python_command
+from trigon.system.processes import python_command
 
 MAX_SECONDS = 5.0
 """The longest that one rendering may take, in seconds of CPU time."""

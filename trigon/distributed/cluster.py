@@ -31,13 +31,12 @@ from trigon.distributed.local_ray import (
 )
 from trigon.errors import ConfigError, WorkerError, first_line
 from trigon.metrics import Max, Metrics, Min
-from trigon.system.garbage import ARENAS_VARIABLE, NUM_ARENAS
 from trigon.system.installation import clone_folder
-from trigon.system.network import find_interface, loopback_variables
+from trigon.system.machine import find_interface, loopback_variables
+from trigon.system.process_settings import ARENAS_VARIABLE, NUM_ARENAS, set_variables
 from trigon.system.processes import ProcessTree
-from trigon.system.signals import termination_blocked
+from trigon.system.stopping import termination_blocked
 from trigon.system.temporary import private_folder
-from trigon.system.variables import set_variables
 
 _PLACEMENT_SECONDS = 120
 """Time limit for Ray to reserve the resources of all workers."""

@@ -23,7 +23,7 @@ import ray
 from ray._private import ray_constants
 
 from trigon.errors import ConfigError, WorkerError
-from trigon.system.variables import set_variables
+from trigon.system.process_settings import set_variables
 
 _MAX_SOCKET_PATH = 107
 """Most bytes of the path of a Unix socket on Linux."""

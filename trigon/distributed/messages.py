@@ -19,7 +19,7 @@ import ray
 import torch
 
 from trigon.rollout.protocol import Until
-from trigon.system.json_files import dump_columns
+from trigon.system.files import dump_columns
 from trigon.types import (
     Completion,
     EncodedMedia,

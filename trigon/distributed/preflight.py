@@ -19,7 +19,7 @@ from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ign
 
 from trigon.errors import ConfigError, EngineError
 from trigon.system.installation import install_command, installed_version
-from trigon.system.memory import count_total_bytes, require_free_memory
+from trigon.system.machine import count_total_bytes, require_free_memory
 from trigon.training.device_memory import memory_of
 from trigon.training.fsdp import TorchProcessGroup
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from trigon.distributed.worker_group import WorkerGroup
 from trigon.errors import LostWorkerError, RolloutError, TransferError, TrigonError, WorkerError, first_line
-from trigon.system.resuming import SAME_COMMAND, SameCommand
+from trigon.system.stopping import SAME_COMMAND, SameCommand
 from trigon.types import Phase
 
 Result = TypeVar("Result")

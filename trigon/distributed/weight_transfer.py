@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trigon.distributed.rendezvous import listen_at, open_store
 from trigon.errors import ParityError, TransferError
-from trigon.system.variables import set_variables
+from trigon.system.process_settings import set_variables
 from trigon.training.parallel import ProcessGroup
 from trigon.types import LocalWeights, NamedTensors, ReadWeights
 

@@ -34,14 +34,12 @@ from trigon.metrics import Metrics
 from trigon.report.memory_growth import measure_worker
 from trigon.rollout.protocol import Interruption, InterruptKind, RolloutEngine, require_local_weights
 from trigon.rollout.restart import RestartableEngine
-from trigon.system.garbage import return_freed_memory, set_gc_threshold
-from trigon.system.memory import gpu_memory_metrics
-from trigon.system.network import LOOPBACK
+from trigon.system.hangs import register_stacks
+from trigon.system.machine import LOOPBACK, gpu_memory_metrics
+from trigon.system.process_settings import let_segments_grow, return_freed_memory, set_gc_threshold
 from trigon.system.processes import count_resident_bytes
-from trigon.system.signals import ignore_stop_signals
-from trigon.system.stacks import register_stacks
+from trigon.system.stopping import ignore_stop_signals
 from trigon.system.trace import LocalTracer
-from trigon.system.variables import let_segments_grow
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.device_memory import host_memory_for, memory_of

@@ -22,9 +22,9 @@ from trigon.distributed.messages import Message, StoredFiles, unpack
 from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
 from trigon.errors import LostWorkerError, PeerError, TrigonError, WorkerError
 from trigon.metrics import Metric, Sum
+from trigon.system.hangs import dump_stacks, register_stacks
 from trigon.system.processes import ProcessTree
-from trigon.system.resuming import SAME_COMMAND, SameCommand
-from trigon.system.stacks import dump_stacks, register_stacks
+from trigon.system.stopping import SAME_COMMAND, SameCommand
 from trigon.system.terminal import format_bytes
 from trigon.types import Completion, EncodedMedia, Prompt, RolloutGroup, TrainGroup, TrainSequence, parts_of
 

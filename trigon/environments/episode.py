@@ -33,8 +33,7 @@ from trigon.environments.protocol import Observation
 from trigon.environments.source import CodeSource, check_environment, load_code
 from trigon.environments.tools import IMAGES, ToolEnvironment, describe_tools, load_tools
 from trigon.errors import EpisodeError
-from trigon.system.child_main import start
-from trigon.system.confinement.supervisor import Confined
+from trigon.system.confinement.supervisor import Confined, begin_child
 from trigon.system.fork_server import ForkServer, Work, call_in_a_fork
 from trigon.system.frames import encode_frame, read_frames
 from trigon.system.image_formats import LazyImages
@@ -49,7 +48,7 @@ _STDERR = 2
 def main(channel_fd: int, confined: Confined) -> None:
     """Serve until the channel closes."""
     python_tool.connect(confined.code_server)
-    with start(channel_fd, confined, max_open_files=MAX_OPEN_FILES) as channel:
+    with begin_child(channel_fd, confined, max_open_files=MAX_OPEN_FILES) as channel:
         ForkServer(channel).serve(_load)
     os._exit(0)  # not sys.exit, which would wait for threads that the user's code has started
 

@@ -27,10 +27,19 @@ from trigon.environments.protocol import Outcome
 from trigon.environments.replies import max_reply_bytes, read_reply
 from trigon.environments.settings import EnvironmentSettings, encode_setup
 from trigon.errors import EpisodeError
-from trigon.system.child import FORGED, GRACE_SECONDS, KILL_SECONDS, Children, ChildSpec, describe_exit
-from trigon.system.child_variables import check_passed_variables, explain_withheld, warn_of_withheld_variables
+from trigon.system.child import (
+    FORGED,
+    GRACE_SECONDS,
+    KILL_SECONDS,
+    Children,
+    ChildSpec,
+    check_passed_variables,
+    describe_exit,
+    explain_withheld,
+    warn_of_withheld_variables,
+)
+from trigon.system.files import OmittedColumns, dump_columns
 from trigon.system.frames import Channel, encode_frame
-from trigon.system.json_files import OmittedColumns, dump_columns
 
 CLOSE_SECONDS = 2.0
 """How long an environment's close() may take."""

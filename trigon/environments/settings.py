@@ -22,7 +22,7 @@ class EnvironmentSettings:
     max_episodes: how many may exist at the same time, each of which is a process; later ones wait.
     max_image_pixels: maximum width * height of an image of an observation. observation_role: of the
     messages of the environment; tool_role: of those of tools. passed_variables: environment
-    variables that the code gets besides those of child_variables.ALLOWED. confinement: of all
+    variables that the code gets besides those of child.ALLOWED. confinement: of all
     processes together, by the options of reward workers.
     """
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from trigon.environments.protocol import Environment
 from trigon.errors import EpisodeError
-from trigon.system.suggestions import did_you_mean, nearest_file
+from trigon.system.terminal import did_you_mean, nearest_file
 from trigon.system.user_code import check_arguments, load_module, pickle, read_signature, take, unpickle
 
 CodeKind = Literal["environment", "tool"]

@@ -24,7 +24,7 @@ from trigon.environments.protocol import MAX_IMAGES, MAX_TEXT_CHARACTERS, Messag
 from trigon.environments.source import CodeSource, load_code
 from trigon.errors import EpisodeError
 from trigon.system.image_formats import LazyImages
-from trigon.system.suggestions import did_you_mean
+from trigon.system.terminal import did_you_mean
 
 IMAGES = "images"
 TIMEOUT = "timeout_seconds"

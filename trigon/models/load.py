@@ -32,8 +32,8 @@ from trigon.models.kernels import Kernel
 from trigon.models.linear_attention import use_group_linear_attention
 from trigon.models.routing import use_row_routing
 from trigon.models.vision_encoder import use_patch_projection
-from trigon.system.json_files import read_json_object, write_json
-from trigon.system.suggestions import nearest
+from trigon.system.files import read_json_object, write_json
+from trigon.system.terminal import nearest
 from trigon.system.torchvision_stub import declare_operators
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")

@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from PIL import Image
 
@@ -39,6 +39,7 @@ from trigon.config.names import LOGGERS
 from trigon.errors import ConfigError
 from trigon.report.rollouts import RolloutRow
 from trigon.system.installation import install_command
+from trigon.types import RolloutGroup
 
 BUILT_IN = ("console", "file")
 """Names of trainer.logger that need no library: the reporter writes to both."""
@@ -294,3 +295,38 @@ def open_loggers(loggers: Sequence[Logger], run: LoggedRun) -> list[str]:
         if place:
             places.append(f"{name}: {place}")
     return places
+
+
+Asked = Literal["stop", "save"]
+"""What a hook may return. stop: save this step, and end the run. save: save this step."""
+
+OnStep = Callable[[int, Mapping[str, float]], object]
+OnRollouts = Callable[[Sequence[RolloutGroup]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Functions of the user. An error in one ends the run.
+
+    on_rollouts: called with the groups of a step, scored, before the update.
+    on_step: called with a step and its metrics, all numbers of its line in metrics.jsonl, when the
+    step's checkpoint, if one is due, is saved; with step 0 after a validation before training.
+    """
+
+    on_step: OnStep | None = None
+    on_rollouts: OnRollouts | None = None
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> Asked | None:
+        """Call on_step, if there is one, and return what it asks for.
+
+        Raises: ValueError if it returns another text; what is no text is ignored.
+        """
+        asked = None if self.on_step is None else self.on_step(step, metrics)
+        if isinstance(asked, str) and asked not in ("stop", "save"):
+            raise ValueError(f"on_step returned {asked!r}; it may return 'stop', 'save' or None")
+        return cast(Asked, asked) if isinstance(asked, str) else None
+
+    def rollouts(self, groups: Sequence[RolloutGroup]) -> None:
+        """Call on_rollouts, if there is one."""
+        if self.on_rollouts is not None:
+            self.on_rollouts(groups)

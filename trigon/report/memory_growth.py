@@ -19,7 +19,7 @@ from statistics import NormalDist, median
 from types import TracebackType
 
 from trigon.metrics import Max, Metric, Metrics, Min
-from trigon.system.memory import count_usable_bytes, gpu_memory_now
+from trigon.system.machine import count_usable_bytes, gpu_memory_now
 from trigon.system.processes import ProcessTree, count_resident_bytes, descendants
 
 SECONDS = 1.0

@@ -27,7 +27,7 @@ from trigon.report.run_folder import RunFolder
 from trigon.report.samples import make_samples
 from trigon.report.writer import ImageStore, ReadImages, RunWriter
 from trigon.system.hangs import HangWatch
-from trigon.system.memory import gpu_memory_metrics
+from trigon.system.machine import gpu_memory_metrics
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
 
 NOT_TRAINING = ("validation", "save_checkpoint")

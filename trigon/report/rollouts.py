@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeGuard, get_args
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from trigon.errors import DataError
-from trigon.system.json_files import parse_json
+from trigon.system.files import parse_json
 from trigon.types import Completion, EncodedMedia, ImageSizes, RolloutGroup, TokenLogprobs, TrainGroup, TrainSequence
 
 SCHEMA_VERSION = 5

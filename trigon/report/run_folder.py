@@ -40,8 +40,7 @@ from typing import Any
 from trigon.errors import CheckpointError, ConfigError
 from trigon.report.rollouts import IMAGES, RolloutRow, Split, file_name, find_rollouts, row_to_line, to_json_line
 from trigon.report.run import CONFIG, LOCK, METRICS, SOURCES, StepMetrics, parse_step, read_metrics
-from trigon.system.disk import sync_to_disk
-from trigon.system.json_files import read_json_object, write_json
+from trigon.system.files import read_json_object, sync_to_disk, write_json
 from trigon.system.terminal import sanitize
 
 EARLIER_CONFIGS = "earlier_configs"

@@ -19,7 +19,7 @@ from trigon.config.names import WatchRule
 from trigon.config.schema import WatchConfig
 from trigon.metrics import Max, Metric, Metrics, merge, values
 from trigon.report.memory_growth import HOST, MemoryGrowth, MemoryMeter
-from trigon.system.resuming import WEIGHTS_ONLY, SameCommand
+from trigon.system.stopping import WEIGHTS_ONLY, SameCommand
 
 MEMORY = "perf/watch_memory"
 """The metric of a memory alarm, which is a measurement; other rules have watch/<name>."""

@@ -22,7 +22,7 @@ from trigon.errors import BadRow
 from trigon.report.rollouts import IMAGES, RolloutRow, Split
 from trigon.report.run import METRICS
 from trigon.report.run_folder import RunFolder
-from trigon.system.disk import describe_fault, fault_number
+from trigon.system.files import describe_fault, fault_number
 
 ReadImages = Callable[[str], Sequence[bytes]]
 """Returns the images of a prompt, by its id, as encoded files. Called from several threads."""

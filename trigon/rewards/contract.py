@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trigon.errors import RewardError
-from trigon.system.json_files import dump_columns, to_plain
+from trigon.system.files import dump_columns, to_plain
 from trigon.system.secrets import ARGUMENTS
 from trigon.system.user_code import check_arguments, read_signature
 from trigon.types import EncodedMedia, FinishReason, ImageSizes, ReadMedia

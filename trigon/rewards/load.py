@@ -18,7 +18,7 @@ from trigon.errors import RewardError
 from trigon.rewards.arguments import resolve_arguments
 from trigon.system.frames import encode_frame
 from trigon.system.secrets import ARGUMENTS, mask
-from trigon.system.suggestions import nearest, nearest_file
+from trigon.system.terminal import nearest, nearest_file
 from trigon.system.user_code import load_module, take, unpickle
 
 if TYPE_CHECKING:  # reward workers need no options

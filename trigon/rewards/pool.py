@@ -33,11 +33,20 @@ from trigon.rewards.functions import Unit
 from trigon.rewards.load import RewardSource, RewardTerm, make_setup
 from trigon.rewards.media import MediaFolder
 from trigon.rewards.scoring import Call, Scoring
-from trigon.system.child import FORGED, GRACE_SECONDS, Child, Children, ChildSpec, Ending
-from trigon.system.child_variables import check_passed_variables, explain_withheld, warn_of_withheld_variables
+from trigon.system.child import (
+    FORGED,
+    GRACE_SECONDS,
+    Child,
+    Children,
+    ChildSpec,
+    Ending,
+    check_passed_variables,
+    explain_withheld,
+    warn_of_withheld_variables,
+)
 from trigon.system.confinement.options import DEFAULT, Confinement
+from trigon.system.files import OmittedColumns
 from trigon.system.frames import encode_frame
-from trigon.system.json_files import OmittedColumns
 from trigon.system.secrets import scrub
 from trigon.types import Score
 
@@ -105,7 +114,7 @@ class RewardPool:
         completions of one scoring that may fail. concurrency: completions, or lists of them for the
         batch contract, that a worker scores at a time if the function is async.
         passed_variables: environment variables that the workers get besides those of
-        child_variables.ALLOWED. confinement: of the workers; the folders of the functions are
+        child.ALLOWED. confinement: of the workers; the folders of the functions are
         always readable.
         Raises: RewardError if there is no such file, if one of the variables is not set, also of
         `env:NAME` in kwargs, or if JSON cannot represent kwargs.

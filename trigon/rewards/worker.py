@@ -33,12 +33,11 @@ from trigon.errors import RewardError
 from trigon.rewards import contract, functions
 from trigon.rewards.contract import BLOCKED_SECONDS, IMAGES, WrongLength, limit_of_call, read_scores
 from trigon.rewards.functions import LoadedFunction, load_setup, run_now
-from trigon.system.child_main import start
 from trigon.system.confinement import kernel
-from trigon.system.confinement.supervisor import Confined
-from trigon.system.cpus import count_usable_cpus
+from trigon.system.confinement.supervisor import Confined, begin_child
 from trigon.system.frames import Frame, encode_frame, read_frames
-from trigon.system.stacks import register_stacks
+from trigon.system.hangs import register_stacks
+from trigon.system.machine import count_usable_cpus
 from trigon.system.user_code import describe_error
 
 MAX_OPEN_FILES = 1024
@@ -53,7 +52,7 @@ Send = Callable[[Message], None]
 
 def main(channel_fd: int, confined: Confined) -> None:
     """Serve until the channel closes."""
-    with start(channel_fd, confined, max_open_files=MAX_OPEN_FILES) as channel:
+    with begin_child(channel_fd, confined, max_open_files=MAX_OPEN_FILES) as channel:
         register_stacks()
         _serve(channel)
     os._exit(0)  # not sys.exit, which would wait for threads that the user's code has started

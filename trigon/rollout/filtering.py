@@ -15,7 +15,7 @@ from torch import Tensor
 from trigon.config.schema import AlgorithmConfig
 from trigon.errors import RewardError
 from trigon.metrics import Metrics, mean_of
-from trigon.system.suggestions import did_you_mean
+from trigon.system.terminal import did_you_mean
 from trigon.types import RolloutGroup
 
 GroupClass = Literal["kept", "low", "high", "unscored"]

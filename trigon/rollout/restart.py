@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from trigon.errors import RolloutError
 from trigon.metrics import Metrics, Sum, merge
 from trigon.rollout.protocol import OnGroup, RolloutEngine, Until
-from trigon.system.resuming import SameCommand
+from trigon.system.stopping import SameCommand
 from trigon.types import Completion, Prompt, SamplingParams, WeightsHandle
 
 RESTART = "restart rollout engine"

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trigon.system.json_files import parse_json
+from trigon.system.files import parse_json
 
 MAX_FILES = 1024
 """Maximum number of files of a frame."""

@@ -1,4 +1,4 @@
-"""The processes below one, with their memory, read from /proc.
+"""The processes below one, with their memory, read from /proc; the command of a Python process.
 
 Reads a few hundred bytes per process of the machine, about 16 microseconds each.
 Where there is no /proc, there are no processes below any. Imports only the standard library.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -199,3 +200,14 @@ def _read(file: Path | str) -> str:
             return opened.read().decode(errors="replace")
     except OSError:  # it has ended meanwhile
         return ""
+
+
+def python_command(code: str, *arguments: str) -> list[str]:
+    """Return the command of a new Python process that runs code, with sys.argv[1:] = arguments.
+
+    The process imports from the places that this one imports from. Without `-P` the working folder
+    would come first, and a folder named trigon or a file named types.py in it would be imported
+    instead of the package and the standard library's.
+    """
+    boot = r"import sys; sys.path[:] = sys.argv.pop(1).split('\n'); "
+    return [sys.executable, "-P", "-c", boot + code, "\n".join(sys.path), *arguments]

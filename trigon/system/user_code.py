@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from trigon.errors import TrigonError
-from trigon.system.suggestions import did_you_mean, missing_package
+from trigon.system.terminal import did_you_mean, missing_package
 
 MAX_PICKLE_BYTES = 256 << 20
 """Maximum size of a pickled object with all that it captures; each of its processes loads it."""

@@ -26,7 +26,7 @@ from trigon.errors import CheckpointError, NotFiniteError
 from trigon.models.lora import adapter_config
 from trigon.models.policy import Policy
 from trigon.models.value import HEAD_NAME
-from trigon.system.json_files import read_json_object, write_json
+from trigon.system.files import read_json_object, write_json
 from trigon.training.optim import STEP, on_this_rank, state_dtype, step_device
 from trigon.training.parallel import ProcessGroup
 from trigon.training.state import ShardedFiles, copy_to_host, load_tensors, save_tensors

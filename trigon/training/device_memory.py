@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from trigon.data.packing import longest_row
 from trigon.errors import ConfigError, DeviceMemoryError
-from trigon.system.memory import count_usable_bytes, read_meminfo
+from trigon.system.machine import count_usable_bytes, read_meminfo
 from trigon.training.parallel import ProcessGroup, SingleProcess
 from trigon.types import RolloutGroup, TrainGroup
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from trigon.errors import CheckpointError, PeerError
 from trigon.models.weight_files import save_weights
-from trigon.system.json_files import parse_json
+from trigon.system.files import parse_json
 
 FILE_BYTES = 4 * 10**9
 """Approximate size of one file. While a file is written, host memory holds its content twice."""

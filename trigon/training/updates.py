@@ -20,7 +20,7 @@ from torch import Tensor
 from trigon.config.plan import ModelPlan, Plan
 from trigon.errors import NotFiniteError
 from trigon.metrics import Metrics, merge
-from trigon.system.resuming import SameCommand
+from trigon.system.stopping import SameCommand
 from trigon.system.trace import Tracer, traced
 from trigon.training.protocol import (
     SKIPPED_GRAD_NORM,

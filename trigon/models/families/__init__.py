@@ -15,7 +15,7 @@ from typing import Any
 
 from trigon.errors import ModelError
 from trigon.models.families.family import ModelFamily
-from trigon.system.suggestions import nearest
+from trigon.system.terminal import nearest
 
 __all__ = ["ModelFamily", "family_named", "family_of", "supported_model_types"]
 

@@ -11,7 +11,7 @@ from PIL import Image
 from trigon.report.delivery import LoggedRun, LoggerEnvironment, Sample, SampleSplit
 from trigon.report.run import flatten
 from trigon.report.samples import COLUMNS, cells, image_strip
-from trigon.system.json_files import read_json_object, write_json
+from trigon.system.files import read_json_object, write_json
 
 STORE = "mlflow"
 """Folder of a run's store within the run folder, without a tracking server."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from trigon.report.delivery import LoggedRun, LoggerEnvironment, Sample, SampleSplit
 from trigon.report.samples import COLUMNS, cells, image_strip
-from trigon.system.json_files import read_json_object, write_json
+from trigon.system.files import read_json_object, write_json
 
 
 class WandbLogger:

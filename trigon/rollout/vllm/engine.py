@@ -26,11 +26,10 @@ from trigon.rollout.vllm.process import one_thread, start_llm_engine, stop_llm_e
 from trigon.rollout.vllm.sleep import SleepingState, find_state, in_weights_pool
 from trigon.rollout.vllm.turns import VllmTurns
 from trigon.rollout.vllm.weights import canonical_names, checkpoint_names, itself, load_weights, reset_caches
-from trigon.system.memory import gpu_memory_left
-from trigon.system.network import loopback_variables
+from trigon.system.machine import gpu_memory_left, loopback_variables
+from trigon.system.process_settings import set_variables
 from trigon.system.temporary import private_folder
 from trigon.system.trace import DecodeTracer
-from trigon.system.variables import set_variables
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
 
 

@@ -15,6 +15,8 @@ with the same exit code, or by the same signal. If it killed the worker, it send
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import io
 import itertools
 import os
 import resource
@@ -34,6 +36,8 @@ from trigon.system import processes
 from trigon.system.confinement import kernel, mechanisms, seccomp
 from trigon.system.confinement.code_server import serve
 from trigon.system.confinement.options import Confinement, Mechanism
+from trigon.system.frames import encode_frame
+from trigon.system.stopping import outlive_stop_signals
 from trigon.system.temporary import private_folder
 
 WATCH_SECONDS = 0.25
@@ -331,3 +335,33 @@ def _pid_outside() -> int:
     """Return a number that is another one for each worker: the process id outside the namespace."""
     # /proc is still that of the parent's namespace.
     return int(os.readlink("/proc/self"))
+
+
+MAX_FILE_BYTES = 1 << 30
+"""Maximum size of a file that user code may write."""
+
+
+def begin_child(channel_fd: int, confined: Confined, *, max_open_files: int) -> socket.socket:
+    """Limit this process, before it runs user code, and say how it is confined.
+
+    max_open_files: and sockets. Returns: the channel to the driver, a blocking socket.
+    """
+    outlive_stop_signals()  # the driver, which saves first, ends this process
+    kernel.set_limits(
+        {
+            resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
+            resource.RLIMIT_NOFILE: max_open_files,
+            resource.RLIMIT_CORE: 0,
+        }
+    )
+    with contextlib.suppress(OSError):  # not on Linux, or not permitted
+        kernel.end_first_without_memory()
+    os.set_inheritable(channel_fd, False)
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    faulthandler.enable(file=2)
+    channel = socket.socket(fileno=channel_fd)
+    channel.setblocking(True)
+    channel.sendall(encode_frame({"used": list(confined.used), "obstacle": confined.obstacle}))
+    return channel

@@ -20,7 +20,6 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from trigon.config.schema import Config
-from trigon.system.cpus import count_usable_cpus
 from trigon.system.installation import (
     DISTRIBUTION,
     install_command,
@@ -28,7 +27,7 @@ from trigon.system.installation import (
     requirements_of,
     untested_versions,
 )
-from trigon.system.memory import count_total_bytes, count_usable_bytes
+from trigon.system.machine import count_total_bytes, count_usable_bytes, count_usable_cpus
 from trigon.system.terminal import format_bytes
 from trigon.tools.check.result import Result
 

@@ -16,8 +16,7 @@ from trigon.config.checks import find_device_warnings
 from trigon.config.schema import Config
 from trigon.errors import ConfigError, ModelError
 from trigon.report import delivery
-from trigon.system.cpus import count_usable_cpus
-from trigon.system.memory import count_total_bytes
+from trigon.system.machine import count_total_bytes, count_usable_cpus
 from trigon.system.terminal import format_bytes
 from trigon.tools.check.model import Model
 from trigon.tools.check.result import Result, Skipped

@@ -11,7 +11,7 @@ from typing import get_args
 
 from trigon.config.names import SHIPPED_REWARDS
 from trigon.report.console import Console
-from trigon.system.variables import keep_compiled_code
+from trigon.system.process_settings import keep_compiled_code
 from trigon.tools.cli.parser import ArgumentParser, count
 from trigon.tools.eval.models import find_model, looks_like_model
 from trigon.tools.eval.settings import SHORT_NAMES, AnswerForm

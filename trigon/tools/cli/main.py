@@ -16,10 +16,9 @@ from pathlib import Path
 
 from trigon import __version__
 from trigon.errors import ConfigError, TrigonError
-from trigon.system.disk import describe_fault, fault_number
-from trigon.system.garbage import set_gc_threshold
-from trigon.system.suggestions import did_you_mean
-from trigon.system.terminal import sanitize
+from trigon.system.files import describe_fault, fault_number
+from trigon.system.process_settings import set_gc_threshold
+from trigon.system.terminal import did_you_mean, sanitize
 
 COMMANDS = {
     "init": ("cli.init:main", "write a run, a reward function and a few rows to start from"),

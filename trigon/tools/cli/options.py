@@ -10,7 +10,7 @@ from trigon.config.legacy import RENAMED
 from trigon.config.options import Option, descriptions, format_value, options
 from trigon.config.schema import DEVICE_DEFAULTS
 from trigon.errors import ConfigError
-from trigon.system.suggestions import nearest_key
+from trigon.system.terminal import nearest_key
 from trigon.tools.cli.parser import ArgumentParser
 
 _WIDTH = 100

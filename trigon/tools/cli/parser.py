@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
-from trigon.system.suggestions import nearest
-from trigon.system.terminal import sanitize
+from trigon.system.terminal import nearest, sanitize
 
 MAX_COLUMNS = 100
 """Width of help pages on a wider terminal."""

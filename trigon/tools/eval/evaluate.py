@@ -63,7 +63,7 @@ from trigon.report.run import CONFIG, LOCK, METRICS, RunRecord, flatten
 from trigon.report.run_folder import SKIPPED_ROWS, RunFolder
 from trigon.rewards.callables import Reward, describe_reward, name_of, reward_source
 from trigon.rewards.pool import RewardPool
-from trigon.system.json_files import write_json
+from trigon.system.files import write_json
 from trigon.system.secrets import ARGUMENTS, ENVIRONMENT_ARGUMENTS, mask
 from trigon.system.terminal import shorten
 from trigon.tools.eval.models import ModelSource, context_length, exported_folder, find_model, recorded_of

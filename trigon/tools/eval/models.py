@@ -17,7 +17,7 @@ from trigon.checkpoint.manifest import EXPORT_RECORD, EXPORTED, exported_step
 from trigon.config.paths import local_path, nearest_path
 from trigon.errors import DataError, ModelError
 from trigon.report.run import CONFIG, is_run, open_run
-from trigon.system.json_files import read_json_object
+from trigon.system.files import read_json_object
 
 _STEP = re.compile(r"global_step_(\d+)")
 

@@ -19,8 +19,7 @@ from trigon.data.rows import column_names, column_value, has_column
 from trigon.errors import DataError
 from trigon.report.rollouts import RolloutRow
 from trigon.rewards.verifiers.equivalence import extract_boxed, is_same_answer
-from trigon.system.suggestions import did_you_mean
-from trigon.system.terminal import sanitize
+from trigon.system.terminal import did_you_mean, sanitize
 from trigon.tools.eval.settings import AnswerForm
 from trigon.tools.eval.statistics import Difference, Estimate, compare_pairs, estimate_mean, majority_at_k, pass_at_k
 

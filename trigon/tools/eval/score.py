@@ -27,7 +27,7 @@ from trigon.report.run import RunRecord, is_run, open_run
 from trigon.rewards.contract import RewardRequest, turn_input
 from trigon.rewards.pool import RewardPool
 from trigon.system.confinement.options import Confinement, ConfinementLevel
-from trigon.system.cpus import count_usable_cpus
+from trigon.system.machine import count_usable_cpus
 from trigon.system.secrets import ARGUMENTS, mask
 from trigon.tools.eval.results import to_plain
 from trigon.tools.eval.statistics import Estimate, estimate_mean

@@ -20,7 +20,7 @@ from trigon.config.options import options
 from trigon.config.paths import is_python_object
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
-from trigon.system.cpus import count_usable_cpus
+from trigon.system.machine import count_usable_cpus
 
 MAX_RESPONSE_TOKENS = 2048
 """Default of data.max_response_length in evaluations, or half of the model's context."""

@@ -40,8 +40,8 @@ from trigon.data.sources import Source
 from trigon.errors import ConfigError, ModelError
 from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.models.load import load_hf_config
-from trigon.system.suggestions import did_you_mean, nearest
 from trigon.system.temporary import private_folder
+from trigon.system.terminal import did_you_mean, nearest
 from trigon.tools.plan.lengths import LengthOptions, Lengths, find_lengths
 from trigon.tools.plan.work import (
     Batches,

@@ -22,8 +22,7 @@ from typing import Any, Literal, assert_never
 from trigon.config.options import format_value, options
 from trigon.errors import ConfigError, DataError
 from trigon.report.run import RunRecord, StepMetrics, distinct_names, flatten
-from trigon.system.suggestions import did_you_mean, nearest_key
-from trigon.system.terminal import shorten
+from trigon.system.terminal import did_you_mean, nearest_key, shorten
 from trigon.tools.eval.statistics import student_quantile
 
 XAxis = Literal["step", "tokens", "hours"]

@@ -28,7 +28,7 @@ from trigon.config.options import format_value, options
 from trigon.errors import CheckpointError, ConfigError, DataError, PushError
 from trigon.report.rollouts import read_rollouts
 from trigon.report.run import SOURCES, RunRecord, flatten
-from trigon.system.json_files import write_json
+from trigon.system.files import write_json
 from trigon.system.secrets import hide, short_path
 from trigon.tools.plot.curves import learning_curves
 from trigon.tools.plot.figure import save_plot

@@ -20,7 +20,7 @@ from trigon.config.load import load_config, split_arguments
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.report.console import Console
-from trigon.system.child_python import python_command
+from trigon.system.processes import python_command
 from trigon.tools.cli.parser import ArgumentParser
 from trigon.tools.cli.train import train
 from trigon.tools.quickstart.drawings import TRAIN

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trigon.errors import DataError
 from trigon.report.rollouts import RolloutFile, RolloutRow, parse_row
 from trigon.report.run import RunRecord
-from trigon.system.suggestions import did_you_mean
+from trigon.system.terminal import did_you_mean
 
 _Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]
 _Number = Annotated[float, Field(ge=-(2**53), le=2**53, allow_inf_nan=False)]

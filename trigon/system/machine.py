@@ -1,23 +1,104 @@
-"""The memory of this machine and of the GPU of this process: what is free, and what may be used.
+"""What this machine has for this process: CPUs, host memory, GPU memory, the loopback interface.
 
-/proc/meminfo describes the machine. In a container, or under a batch scheduler, a process that uses
-all of it is killed.
+os.cpu_count() and /proc/meminfo describe the machine. In a container, or under a batch scheduler, a
+process usually gets less: one thread for each CPU of the machine would then be slower than one for
+each CPU that it gets, and a process that uses all memory is killed. Imports torch only where the
+GPU is asked for.
 """
 
 from __future__ import annotations
 
+import fcntl
+import math
+import os
 import re
+import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from trigon.errors import ConfigError
 from trigon.metrics import Max, Metrics, Min
-from trigon.system.cpus import cgroup_folders, read_control
 from trigon.system.terminal import format_bytes
 
-_MEMINFO = Path("/proc/meminfo")
 _MEMBERSHIPS = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
+
+
+def count_usable_cpus(*, memberships: Path = _MEMBERSHIPS, mount: Path = _MOUNT) -> int:
+    """Return the number of CPUs that this process may use, at least 1.
+
+    The smallest of its CPU affinity (os.sched_getaffinity) and the CPU time limits of its control
+    groups and of those above them (cpu.max in version 2, cpu.cfs_quota_us in version 1). A limit of
+    a fraction of a CPU is rounded up.
+
+    Args:
+        memberships: the file with the control groups of this process.
+        mount: the folder in which control groups are mounted.
+    """
+    # sched_getaffinity does not exist on macOS and Windows.
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([allowed, *(math.ceil(limit) for limit in _cgroup_limits(memberships, mount))]))
+
+
+def _cgroup_limits(memberships: Path, mount: Path) -> Iterator[float]:
+    """Return the limits of all control groups that apply, in CPUs."""
+    for version, folder in cgroup_folders("cpu", memberships=memberships, mount=mount):
+        limit = _limit_v2(folder) if version == 2 else _limit_v1(folder)
+        if limit is not None:
+            yield limit
+
+
+def cgroup_folders(
+    controller: str, *, memberships: Path = _MEMBERSHIPS, mount: Path = _MOUNT
+) -> Iterator[tuple[Literal[1, 2], Path]]:
+    """Yield the folders of the control groups of this process, and of those above them.
+
+    controller: of version 1 of control groups, such as "cpu"; version 2 has one group for all.
+    memberships, mount: see count_usable_cpus. Yields: the version, and a folder that may not exist.
+    """
+    try:
+        lines = memberships.read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux, or /proc is not mounted
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)  # "0::/user.slice" in version 2, "4:cpu,cpuacct:/user" in 1
+        if controllers == "":
+            hierarchies = [mount]
+        elif controller in controllers.split(","):
+            hierarchies = [mount / controllers, mount / controller]
+        else:
+            continue
+        # A container may see its own group as the root of the mount: then the path of the group,
+        # as the host names it, does not exist there. The root is always among the parents.
+        path = Path(group.lstrip("/"))
+        for hierarchy in hierarchies:
+            for folder in (path, *path.parents):
+                yield (2 if controllers == "" else 1), hierarchy / folder
+
+
+def _limit_v2(folder: Path) -> float | None:
+    """Return the limit of a control group of version 2, None if it has none."""
+    numbers = read_control(folder / "cpu.max").split()  # "150000 100000", or "max 100000"
+    return None if len(numbers) != 2 or numbers[0] == "max" else int(numbers[0]) / int(numbers[1])
+
+
+def _limit_v1(folder: Path) -> float | None:
+    """Return the limit of a control group of version 1, None if it has none."""
+    quota, period = read_control(folder / "cpu.cfs_quota_us"), read_control(folder / "cpu.cfs_period_us")
+    return None if not quota or not period or int(quota) <= 0 else int(quota) / int(period)  # -1: no limit
+
+
+def read_control(file: Path) -> str:
+    """Return what a file of a control group says; "" if there is none."""
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except OSError:  # the group has no such limit, or is not visible here
+        return ""
+
+
+_MEMINFO = Path("/proc/meminfo")
 
 
 def read_meminfo(meminfo: Path, name: str) -> int:
@@ -42,7 +123,7 @@ def count_usable_bytes(
 
     Args:
         meminfo: file in the format of Linux's /proc/meminfo.
-        memberships, mount: see trigon.system.cpus.
+        memberships, mount: see count_usable_cpus.
     """
     try:
         available = read_meminfo(meminfo, "MemAvailable")
@@ -140,3 +221,33 @@ def require_free_memory(fraction: float) -> None:
             f"{format_bytes(total)} free, and vLLM is to take {fraction:.0%} of all "
             "(worker.rollout.gpu_memory_utilization): another process uses it, which nvidia-smi shows"
         )
+
+
+LOOPBACK = "127.0.0.1"
+
+_SIOCGIFADDR = 0x8915  # Linux ioctl: get the IPv4 address of a network interface
+
+
+def loopback_variables() -> dict[str, str]:
+    """Return the environment variables by which gloo and NCCL listen on the loopback interface.
+
+    By default gloo listens on the address that the host name resolves to, and NCCL on the first
+    interface that is not the loopback. GPUs of one machine exchange tensors through NVLink, PCIe or
+    shared memory all the same.
+    """
+    interface = find_interface(LOOPBACK)
+    assert interface is not None, f"no network interface has the address {LOOPBACK}"
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+
+
+def find_interface(address: str) -> str | None:
+    """Return the name of the network interface that has this IPv4 address, or None."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                ifreq = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # the interface has no IPv4 address
+                continue
+            if socket.inet_ntoa(ifreq[20:24]) == address:
+                return name
+    return None

@@ -1,20 +1,134 @@
-"""Whether a step is still finished after a system has asked the run to stop.
+"""How a run stops and continues: signals, the time until it is killed, the command that resumes it.
 
-A system that sends SIGTERM kills the process after a while: Kubernetes and Slurm after 30 s. By the
-times that steps, updates and saves took, the step is finished or left, so that in either case a
-checkpoint is complete by then. Until a step's first update begins, the state of the step before is
-in memory, and leaving the step loses nothing else. Knows neither signals nor engines.
+systemd, Kubernetes and batch systems send SIGTERM to every process of a job at once, and kill it
+after a while: Kubernetes and Slurm after 30 s. Only the driver acts on it: the others must live
+until it has saved. SIGINT is left to Ctrl-C. By the times that steps, updates and saves took, the
+step is finished or left, so that in either case a checkpoint is complete by then. Until a step's
+first update begins, the state of the step before is in memory, and leaving the step loses nothing
+else. Imports only the standard library.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import shlex
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from trigon.system.resuming import SAME_COMMAND, SameCommand
+TERMINATION = (signal.SIGTERM, signal.SIGHUP)
+"""What a system sends to end a job: before it kills it, and when its terminal is closed."""
+
+
+class Terminated(KeyboardInterrupt):
+    """The run ends at once because of SIGTERM or SIGHUP, as KeyboardInterrupt does after Ctrl-C."""
+
+
+@contextmanager
+def termination_blocked() -> Iterator[None]:
+    """Block SIGTERM and SIGHUP in this thread; processes started within keep them blocked.
+
+    A mask is inherited by programs, by their threads and by what they start, and no handler that a
+    program installs undoes it. SIGKILL still ends them. A signal that arrives here meanwhile is
+    delivered when the context ends.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINATION)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def outlive_stop_signals() -> None:
+    """Do nothing at SIGTERM, SIGHUP and SIGINT in this process, and unblock them.
+
+    What this process starts gets the default actions: a reward function may end its own programs by
+    SIGTERM. Handlers, unlike masks and ignored signals, are not inherited by programs, and forked
+    processes reset them; the signals are blocked meanwhile, so that none gets lost.
+    """
+    for number in (*TERMINATION, signal.SIGINT):
+        signal.signal(number, _disregard)
+        signal.siginterrupt(number, False)  # calls of the system go on, in C libraries as well
+    os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_reset)
+    _unblock()
+
+
+def ignore_stop_signals() -> None:
+    """Ignore SIGTERM, SIGHUP and SIGINT in this process, for all of its threads.
+
+    For a worker, in which a library starts threads that have nothing blocked, and whose methods do
+    not run in the main thread, the only one in which Python's signal() may be called.
+    """
+    set_handler = ctypes.CDLL(None).signal
+    set_handler.argtypes, set_handler.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    for number in (*TERMINATION, signal.SIGINT):
+        set_handler(number, int(signal.SIG_IGN))
+
+
+def _disregard(number: int, frame: object) -> None:
+    """Do nothing."""
+
+
+def _block() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, TERMINATION)
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINATION)
+
+
+def _reset() -> None:
+    for number in (*TERMINATION, signal.SIGINT):
+        if signal.getsignal(number) is _disregard:
+            signal.signal(number, signal.SIG_DFL)
+    _unblock()
+
+
+@dataclass(frozen=True, slots=True)
+class SameCommand:
+    """The command of a run, with the option that it needs to continue from a checkpoint.
+
+    folder: run folder. finds_last: without an option the command resumes from the last checkpoint
+    there. saves_weights_only: no checkpoint of the run can be resumed.
+    Each method returns a clause of "the same command", or that "with
+    trainer.load_checkpoint_path=...", and what it does ("resumes after step 5"). With
+    saves_weights_only it returns what can be done with weights.
+    """
+
+    folder: Path = Path()
+    finds_last: bool = True
+    saves_weights_only: bool = False
+
+    def from_last(self, does: str) -> str:
+        """Go on from the last checkpoint in the run folder, whichever that is."""
+        return self.from_checkpoint(self.folder / "global_step_...", does)
+
+    def from_step(self, step: int, does: str) -> str:
+        """Go on after this step, of which the run folder has the last checkpoint."""
+        return self.from_checkpoint(self.folder / f"global_step_{step}", does)
+
+    def from_checkpoint(self, checkpoint: Path, does: str) -> str:
+        """Go on from the last checkpoint. checkpoint: its folder, global_step_N."""
+        if self.saves_weights_only:
+            return WEIGHTS_ONLY
+        option = "" if self.finds_last else f" with trainer.load_checkpoint_path={shlex.quote(str(checkpoint))}"
+        return f"the same command{option} {does}"
+
+
+WEIGHTS_ONLY = (
+    "checkpoints of trainer.save_model_only=true cannot be resumed; to train on from one, export it, and start a new "
+    "run with the export as worker.actor.model.model_path"
+)
+
+SAME_COMMAND = SameCommand()
+"""Of a run whose command finds its last checkpoint."""
+
 
 MEASURED = 5
 """Latest steps, updates or validations whose longest is taken for the duration of the next."""
