@@ -195,7 +195,7 @@ def measure_work(work: Work, folder: Path, shape: Shape, *, repeats: int) -> Sid
             num_workers=1,
         )
         place = DevicePlacement(choose_device(config), SingleProcess())
-        trainer, _ = open_models(config, processors, make_plan(config, num_train_prompts=len(prompts)), place)
+        trainer, *_ = open_models(config, processors, make_plan(config, num_train_prompts=len(prompts)), place)
         stack.callback(trainer.close)
         stack.enter_context(cut_turns_end(lambda output: counts.add(output)))
         processed = stack.enter_context(images_processed())

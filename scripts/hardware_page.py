@@ -13,8 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trigon.assemble.memory import GIB, Hardware, RunMemory, count_memory, size_of_model
-from trigon.assemble.memory_check import TIGHT
+from trigon.assemble.memory import GIB, TIGHT, Hardware, RunMemory, count_memory, size_of_model
 from trigon.config.options import with_options
 from trigon.config.schema import Config
 from trigon.models.sizes import ModelSize

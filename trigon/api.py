@@ -187,7 +187,7 @@ def train(
     )
     sources = {spec: open_rows(dataset, spec) for spec, dataset in given.data.items()}
 
-    from trigon.assemble.objects import RunObjects, make_episode_code
+    from trigon.assemble.preflight import RunObjects, make_episode_code
     from trigon.report.delivery import Hooks
 
     code = make_episode_code(environment, tools)

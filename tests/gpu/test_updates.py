@@ -176,5 +176,5 @@ def open_trainer(machine: Machine) -> LocalTrainEngine:
         }
     )
     place = DevicePlacement(choose_device(config), SingleProcess())
-    trainer, _ = open_models(config, open_processors(config), make_plan(config, num_train_prompts=MANY), place)
+    trainer, *_ = open_models(config, open_processors(config), make_plan(config, num_train_prompts=MANY), place)
     return trainer

@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trigon.checkpoint import export
-from trigon.checkpoint.export import export_checkpoint
-from trigon.checkpoint.export_verification import ACTIVATION_BYTES, loading_bytes, verify_model
+from trigon.checkpoint.export import ACTIVATION_BYTES, export_checkpoint, loading_bytes, verify_model
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from trigon.checkpoint.weights import open_weights
 from trigon.errors import CheckpointError

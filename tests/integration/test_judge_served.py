@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from support.served import served
-from trigon.assemble.rewards import open_rewards
+from trigon.assemble.preflight import open_rewards
 from trigon.config.schema import Config
 from trigon.rewards.contract import RewardRequest
 

@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from support.runs import CONFIG, lines, overrides_of
-from trigon.assemble.objects import NO_OBJECTS, RunObjects
+from trigon.assemble.preflight import NO_OBJECTS, RunObjects
 from trigon.assemble.run import run_training
 from trigon.config.load import load_config
 from trigon.errors import CheckpointError

@@ -16,7 +16,7 @@ import pytest
 
 from support.processes import is_locked, is_running, wait_until
 from support.rewards import requests
-from trigon.assemble.rewards import open_rewards
+from trigon.assemble.preflight import open_rewards
 from trigon.config.schema import Config
 from trigon.errors import RewardError
 from trigon.rewards.pool import RewardPool

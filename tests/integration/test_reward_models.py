@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from trigon.assemble.rewards import open_rewards
+from trigon.assemble.preflight import open_rewards
 from trigon.config.schema import Config
 from trigon.rewards.contract import RewardRequest
 from trigon.system.confinement import mechanisms

@@ -2,8 +2,7 @@
 
 import pytest
 
-from trigon.assemble.auto_micro_batch import tune_plan
-from trigon.assemble.engines import Engines
+from trigon.assemble.engines import Engines, tune_plan
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError

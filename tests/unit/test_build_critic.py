@@ -6,10 +6,10 @@ import pytest
 
 from support.critics import make_critic, make_trunk
 from support.published import configured
-from trigon.assemble.critic import check_trained_critic, require_same_tokens
+from trigon.assemble.engines import config_for_workers
 from trigon.assemble.memory import GIB, Hardware, count_checkpoint_bytes, count_memory, size_of_model
+from trigon.assemble.models import check_trained_critic, require_same_tokens
 from trigon.assemble.remedies import list_changes
-from trigon.assemble.workers import config_for_workers
 from trigon.config.files import hub_names
 from trigon.config.options import with_options
 from trigon.config.plan import make_plan

@@ -10,8 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from trigon.api import read_arguments
-from trigon.assemble.objects import RunObjects
-from trigon.assemble.preflight import open_early
+from trigon.assemble.preflight import RunObjects, open_early
 from trigon.data.sources import open_python_rows
 from trigon.errors import DataError, ModelError, RewardError
 

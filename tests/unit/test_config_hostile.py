@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trigon.config.load import load_config
+from trigon.config.load import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES, load_config
 from trigon.config.options import options
-from trigon.config.yaml_nodes import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES
 from trigon.errors import ConfigError
 
 KWARGS = "worker.reward.reward_function_kwargs"

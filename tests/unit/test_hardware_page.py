@@ -10,8 +10,7 @@ import pytest
 from hardware_page import DEVICE_BYTES, document
 from support.published import CONFIGS
 from support.recipes import RECIPES, arguments_of, name_of
-from trigon.assemble.memory import GIB, Hardware
-from trigon.assemble.memory_check import check_memory
+from trigon.assemble.memory import GIB, Hardware, check_memory
 from trigon.config.load import load_config, split_arguments
 from trigon.config.options import with_options
 from trigon.config.schema import Config

@@ -9,8 +9,15 @@ import yaml
 from support.engines import make_engine
 from support.published import CONFIGS, configured
 from trigon.assemble.engines import staged_bytes
-from trigon.assemble.memory import GIB, Hardware, count_memory, size_of_model
-from trigon.assemble.memory_check import check_memory, find_remedies, memory_counter
+from trigon.assemble.memory import (
+    GIB,
+    Hardware,
+    check_memory,
+    count_memory,
+    find_remedies,
+    memory_counter,
+    size_of_model,
+)
 from trigon.assemble.remedies import find_remedies_in_pass
 from trigon.config.options import with_options
 from trigon.config.schema import Config, LoraConfig

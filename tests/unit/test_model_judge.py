@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from trigon.assemble.rewards import open_rewards
+from trigon.assemble.preflight import open_rewards
 from trigon.config.schema import Config
 from trigon.rewards.contract import RewardRequest
 from trigon.system.confinement import mechanisms

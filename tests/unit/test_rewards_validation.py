@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from support.fake_runs import ALL_INTERVALS, changed, lines_of, open_run
-from trigon.assemble.rewards import open_validation_rewards
+from trigon.assemble.preflight import open_validation_rewards
 from trigon.loop import train
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool

@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from trigon.assemble.origin import KEY, Origin
-from trigon.assemble.rewards import open_rewards
+from trigon.assemble.preflight import open_rewards
 from trigon.checkpoint.store import Checkpoint
 from trigon.config.load import dump_config, load_config
 from trigon.config.schema import WeightedReward, describe_rewards, reward_specs

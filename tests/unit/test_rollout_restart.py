@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from support.rollout import NO_WEIGHTS
-from trigon.assemble.watchers import EXPORT, SLOW_SECONDS, limit_of
+from trigon.assemble.run import EXPORT, SLOW_SECONDS, limit_of
 from trigon.config.schema import Config
 from trigon.errors import EngineError, RolloutError
 from trigon.metrics import Sum, values

@@ -11,8 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from trigon.assemble.objects import NO_CODE, EpisodeCode
-from trigon.assemble.rewards import make_confinement
+from trigon.assemble.preflight import NO_CODE, EpisodeCode, make_confinement
 from trigon.config.names import ToolFormat
 from trigon.config.schema import Config, RolloutConfig
 from trigon.data.media_processing import MediaProcessor

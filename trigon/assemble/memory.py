@@ -28,11 +28,12 @@ import torch
 
 from trigon.assemble.models import check_policy, check_sequence_parallel, open_trained_policy
 from trigon.assemble.options import PIXEL_CACHE_BYTES, model_path
-from trigon.assemble.remedies import Changes, can_divide_engine, format_changes
+from trigon.assemble.remedies import Changes, can_divide_engine, format_changes, list_changes
 from trigon.config.names import DeviceType
 from trigon.config.options import with_options
 from trigon.config.plan import with_critic_as_actor
 from trigon.config.schema import Config
+from trigon.errors import ConfigError
 from trigon.models import activation_memory
 from trigon.models.activation_memory import PassBytes, PassFormat, PassOptions, RowLengths
 from trigon.models.dtypes import DTYPES
@@ -42,6 +43,7 @@ from trigon.models.logprobs import rows_per_chunk
 from trigon.models.policy import Policy
 from trigon.models.sizes import Dimensions, ModelSize, model_size
 from trigon.models.value import ValueModel
+from trigon.system.machine import count_total_bytes
 from trigon.system.terminal import format_bytes
 from trigon.training.optim import state_bytes, update_bytes
 
@@ -728,3 +730,132 @@ def _pixel_bytes(config: Config, dimensions: Dimensions | None) -> int:
         return 0
     patches = config.data.max_prompt_length * dimensions.vision.merge**2
     return patches * dimensions.vision.values_per_patch * 4
+
+
+# -- the refusal of a run that does not fit --------------------------------------------------------
+
+TIGHT = 0.95
+"""Fraction of a pool of memory above which a run that is expected to need as much is warned."""
+
+_MOST_REMEDIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change of the configuration.
+
+    saved_bytes: what it saves in the phase that did not fit. fits: whether the run fits with it.
+    """
+
+    changes: Changes
+    saved_bytes: int
+    fits: bool
+
+    def __str__(self) -> str:
+        fits = ", and the run fits" if self.fits else ""
+        return f"{format_changes(self.changes)}: {format_bytes(self.saved_bytes)} less{fits}"
+
+
+def find_hardware(device: torch.device) -> Hardware:
+    """Return the memory of this process's device and machine."""
+    if device.type == "cuda":
+        return Hardware("cuda", int(torch.cuda.mem_get_info(device)[1]), count_total_bytes())
+    return Hardware("cpu", 0, count_total_bytes())
+
+
+def check_memory(
+    config: Config, hardware: Hardware, *, warn: Callable[[str], None], size: ModelSize | None = None
+) -> RunMemory | None:
+    """Raise ConfigError if the run certainly does not fit, and warn if it probably does not.
+
+    warn: called with a message. size: as for memory_counter.
+    Returns: the memory of the run; None if trainer.check_memory is false.
+    """
+    if not config.trainer.check_memory:
+        return None
+    count = memory_counter(config, hardware, size)
+    memory = count(config)
+    anyway = "trainer.check_memory=false starts the run all the same."
+    worst = memory.worst(certain=True)
+    if memory.fraction(worst, certain=True) > 1:
+        remedies = find_remedies(config, memory, worst, count)
+        lines = [
+            f"this run needs at least {format_bytes(worst.certain)} during {worst.phase}, and there are "
+            f"{memory.describe_capacity(worst)} ({worst.where}):",
+            *(f"  {format_bytes(part.certain):>10}  {part.name}" for part in worst.parts if part.certain),
+            "What helps most:" if remedies else "No single change of the configuration helps.",
+            *(f"  {remedy}" for remedy in remedies),
+            anyway,
+        ]
+        raise ConfigError("\n".join(lines))
+    if memory.problem is not None:
+        raise ConfigError(f"{memory.problem}\n{anyway}")
+    if not memory.counts_passes:
+        warn(
+            "the activations of this model's family are not counted: only weights, optimizer states and the rollout "
+            "engine were compared with the memory that is there"
+        )
+        return memory
+    likely = memory.worst(certain=False)
+    if memory.fraction(likely, certain=False) > TIGHT:
+        warn(
+            f"memory is tight: {likely.phase} is expected to need {format_bytes(likely.expected)} of "
+            f"{memory.describe_capacity(likely)} ({likely.where}) where prompts and completions have "
+            "their maximum length"
+        )
+    return memory
+
+
+def memory_counter(config: Config, hardware: Hardware, size: ModelSize | None = None) -> Callable[[Config], RunMemory]:
+    """Return a function that counts the memory of a configuration with other options.
+
+    It creates the model, without memory, once for each value of the options that change its size.
+    size: sizes of the model of config, if they are known.
+    """
+    sizes: dict[tuple[Any, ...], ModelSize] = {} if size is None else {_sized_by(config): size}
+
+    def count(changed: Config) -> RunMemory:
+        key = _sized_by(changed)
+        if key not in sizes:
+            sizes[key] = size_of_model(changed)
+        return count_memory(changed, sizes[key], hardware)
+
+    return count
+
+
+def _sized_by(config: Config) -> tuple[Any, ...]:
+    """Return the values of the options that change the sizes of the models, but for their paths."""
+    actor, critic = config.worker.actor.model, config.worker.critic
+    models = ((each.lora.rank, each.freeze_vision_tower) for each in (actor, critic.model))
+    return (*models, critic.share_trunk)
+
+
+def find_remedies(
+    config: Config,
+    memory: RunMemory,
+    worst: PhaseMemory,
+    count: Callable[[Config], RunMemory],
+    *,
+    certain: bool = True,
+) -> list[Remedy]:
+    """Return the changes that save most in a phase, those with which the run fits first.
+
+    count: returns the memory of a changed configuration.
+    certain: compare what the run needs at least; False: what it is expected to need.
+    """
+
+    def remedy_of(changes: Changes) -> Remedy:
+        changed = count(with_options(config, changes))
+        place = (worst.phase, worst.pool, worst.workers)
+        same = (each for each in changed.phases if (each.phase, each.pool, each.workers) == place)
+        saved = worst.needed(certain=certain) - sum(each.needed(certain=certain) for each in same)
+        return Remedy(changes, saved, fits=changed.fits(certain=certain))
+
+    remedies = []
+    for alternatives in list_changes(config, memory.hardware.device, memory.tensor_parallel_sizes):
+        saving = [each for each in map(remedy_of, alternatives) if each.saved_bytes > 0]
+        if saving:  # the mildest with which the run fits, or else the one that saves most
+            remedies.append(
+                next((each for each in saving if each.fits), max(saving, key=lambda each: each.saved_bytes))
+            )
+    return sorted(remedies, key=lambda remedy: (not remedy.fits, -remedy.saved_bytes))[:_MOST_REMEDIES]

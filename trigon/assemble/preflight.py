@@ -6,22 +6,91 @@ again. Datasets and models of a hub, and reward functions that take images, are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from trigon.assemble.objects import RunObjects
-from trigon.assemble.rewards import check_rewards, open_rewards, open_validation_rewards
-from trigon.config.paths import is_local_dataset, local_path
-from trigon.config.schema import Config, DataConfig
+from trigon.config.paths import expand_path, is_local_dataset, local_path
+from trigon.config.schema import Config, DataConfig, RewardConfig
 from trigon.data.rows import UnusableRow, column_value, require_columns, without_column
 from trigon.data.sources import Source, open_source, preview_parquet
+from trigon.environments.settings import find_environment, find_tools
+from trigon.environments.source import CodeSource
 from trigon.errors import ConfigError, RewardError
 from trigon.models.hub import require_config_file, require_weight_files
+from trigon.report.delivery import Hooks
+from trigon.rewards.load import RewardSource, RewardTerm, find_reward
 from trigon.rewards.pool import RewardPool
+from trigon.rollout.collect import dummy_requests
+from trigon.system.confinement.options import Confinement
 from trigon.system.installation import install_command, untested_versions
 from trigon.types import Prompt
+
+if TYPE_CHECKING:
+    from trigon.data.stream import Prompts
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeCode:
+    """An environment or tools that are Python objects. None, and empty: those of the options."""
+
+    environment: CodeSource | None = None
+    tools: tuple[CodeSource, ...] = ()
+
+
+NO_CODE = EpisodeCode()
+
+
+def make_episode_code(
+    environment: str | Callable[..., Any] | None, tools: Sequence[str | Callable[..., Any]] | None
+) -> EpisodeCode:
+    """Return what a program gives as the environment or the tools, of which texts are options.
+
+    Raises: EpisodeError for what cannot be sent to other processes, and a tool that is not there.
+    """
+    return EpisodeCode(
+        environment=None if environment is None or isinstance(environment, str) else find_environment(environment),
+        tools=() if tools is None else find_tools(tools),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RunObjects:
+    """What a run is given besides its configuration.
+
+    sources: opened datasets, by their texts in data.train_files and data.val_files. reward: None:
+    worker.reward.reward_function is a file or a shipped name. val_reward: the same for
+    worker.reward.val_reward_function. hooks: functions that it calls. code: of the episodes.
+    """
+
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    reward: RewardSource | Sequence[RewardTerm] | None = None
+    val_reward: RewardSource | Sequence[RewardTerm] | None = None
+    hooks: Hooks = field(default_factory=Hooks)
+    code: EpisodeCode = NO_CODE
+
+
+NO_OBJECTS = RunObjects()
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """How a run ended.
+
+    folder: of the run. step: the last one that was made, here or before a resume. stopped: it ended
+    before its last step, because should_stop said so. checkpoint: of that step; None before the
+    first. exported: the Hugging Face model, if one was to be written.
+    """
+
+    folder: Path
+    step: int
+    stopped: bool
+    checkpoint: Path | None
+    exported: Path | None
+
 
 _TRIED_ROWS = 3
 _SEARCHED_ROWS = 100
@@ -122,3 +191,59 @@ def _text_prompts(sources: Sequence[Source], data: DataConfig) -> Iterator[Promp
                 row=without_column(without_column(row, data.image_key), data.video_key),
                 image_refs=(),
             )
+
+
+# -- reward workers --------------------------------------------------------------------------------
+
+
+def open_rewards(config: Config, objects: RunObjects = NO_OBJECTS) -> RewardPool:
+    """Start the reward workers."""
+    reward = config.worker.reward
+    assert reward.reward_function is not None
+    source = find_reward(reward.reward_function) if objects.reward is None else objects.reward
+    return _open_pool(reward, source, reward.reward_function_kwargs)
+
+
+def open_validation_rewards(config: Config, objects: RunObjects = NO_OBJECTS) -> RewardPool | None:
+    """Start reward workers for validation, if there is any, with a reward function of its own."""
+    reward = config.worker.reward
+    if reward.val_reward_function is None or not config.data.val_files:
+        return None
+    source = find_reward(reward.val_reward_function) if objects.val_reward is None else objects.val_reward
+    return _open_pool(reward, source, {})
+
+
+def _open_pool(
+    reward: RewardConfig, source: RewardSource | Sequence[RewardTerm], kwargs: Mapping[str, Any]
+) -> RewardPool:
+    return RewardPool(
+        source,
+        kwargs=kwargs,
+        num_workers=reward.num_cpus,
+        timeout_seconds=reward.timeout_seconds,
+        max_failed_fraction=reward.max_failed_fraction,
+        concurrency=reward.concurrency,
+        passed_variables=reward.env,
+        confinement=make_confinement(reward),
+    )
+
+
+def make_confinement(reward: RewardConfig) -> Confinement:
+    """Return what is kept from the user's code: reward functions, environments and tools."""
+    return Confinement(
+        level=reward.confinement,
+        network=reward.network,
+        readable=tuple(str(expand_path(path).absolute()) for path in reward.readable),
+        writable=tuple(str(expand_path(path).absolute()) for path in reward.writable),
+        max_memory_bytes=int(reward.max_memory_gb * 2**30),
+    )
+
+
+def check_rewards(rewards: RewardPool, prompts: Prompts | Sequence[Prompt] | None) -> None:
+    """Call the reward function on dummy completions of the first prompt, before the models load.
+
+    Raises: RewardError if it does not score them.
+    """
+    assert prompts is not None, "val_only needs val_files"
+    prompt = prompts[0]
+    rewards.check(dummy_requests(prompt), described=f"a dummy completion of {prompt.prompt_id}")

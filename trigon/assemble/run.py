@@ -7,37 +7,32 @@ and the data before the models, the models before the rollout engine.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from trigon.assemble.auto_micro_batch import tune_plan
-from trigon.assemble.critic import check_trained_critic
 from trigon.assemble.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
-from trigon.assemble.engines import Engines, save_state, staged_bytes
+from trigon.assemble.engines import open_run_engines, save_state, staged_bytes, tune_plan
 from trigon.assemble.episodes import check_episodes, find_episodes
-from trigon.assemble.memory import Hardware
-from trigon.assemble.memory_check import check_memory, find_hardware
-from trigon.assemble.models import check_policy, choose_device, choose_kernel, device_type
-from trigon.assemble.objects import NO_OBJECTS, RunObjects, RunOutcome
+from trigon.assemble.memory import check_memory, find_hardware
+from trigon.assemble.models import check_policy, check_trained_critic, choose_device, choose_kernel, device_type
 from trigon.assemble.options import (
     make_sampling_params,
     max_completion_tokens,
     needs_old_logprobs,
 )
 from trigon.assemble.origin import KEY, Origin
-from trigon.assemble.pools import open_worker_pools
-from trigon.assemble.preflight import Opened, open_early
-from trigon.assemble.rewards import check_rewards
-from trigon.assemble.watchers import EXPORT, open_hang_watch, open_watchers
-from trigon.assemble.workers import open_run_engines
+from trigon.assemble.pools import Workers, open_worker_pools
+from trigon.assemble.preflight import NO_OBJECTS, Opened, RunObjects, RunOutcome, check_rewards, open_early
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.manifest import OnProgress, no_progress
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from trigon.config.checks import find_device_warnings
 from trigon.config.files import hub_names, local_sources
 from trigon.config.load import dump_config
+from trigon.config.names import GROUP_ESTIMATORS
 from trigon.config.plan import Plan, describe_chosen, fill_batch_sizes, find_long_warmups, make_plan
 from trigon.config.schema import Config
 from trigon.data.prompts import PromptBuilder
@@ -46,17 +41,22 @@ from trigon.data.stream import Prompts
 from trigon.data.tokens import TokenTexts
 from trigon.errors import CheckpointError
 from trigon.loop import Checkpoints, Run, Stop, Validation, train
+from trigon.metrics import Metrics
 from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.models.load import Processors
 from trigon.report.console import Console
 from trigon.report.delivery import LoggedRun, Logger, LoggerEnvironment, check_loggers, make_loggers, open_loggers
+from trigon.report.memory_growth import MemoryGrowth, MemoryMeter
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps
+from trigon.report.watch import Watch
 from trigon.report.writer import ImageStore
+from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import RolloutBuffer
 from trigon.rollout.parity import ParityCheck
-from trigon.system.hangs import HangWatch
+from trigon.rollout.restart import RESTART
+from trigon.system.hangs import FOLLOWS, START, HangWatch, Watchdog
 from trigon.system.installation import untested_versions
 from trigon.system.machine import require_free_memory
 from trigon.system.processes import Started
@@ -102,7 +102,9 @@ def run_training(
         opened = open_early(config, objects, stack) if opened is None else opened
         rewards, val_rewards = opened.rewards, opened.val_rewards
         folder = stack.enter_context(RunFolder(config.trainer.run_folder))
-        console = open_console(config)
+        console = Console(
+            progress=not config.worker.rollout.disable_tqdm, step_lines="console" in config.trainer.logger
+        )
         console.print(f"run folder: {folder.path}")
         hang_watch = stack.enter_context(open_hang_watch(config, folder.path, console, others))
         if use_hang_watch is not None:
@@ -117,7 +119,7 @@ def run_training(
         origin.add_model()
         processors = open_processors(config)
         check_policy(config, processors.hf_config)
-        check_hardware = partial(check_run_memory, config, console)
+        check_hardware = partial(check_memory, config, warn=console.warn)
         workers = None
         if config.has_workers:
             workers = stack.enter_context(open_worker_pools(config, folder.path, check_hardware, console.warn))
@@ -165,7 +167,16 @@ def run_training(
         )
         if config.trainer.tunes_budgets_on(device) and not config.trainer.val_only:
             plan = tune_plan(config, plan, engines, folder, report, console, resumes=checkpoint is not None)
-        show_overview(config, plan, engines, val_prompts, report)
+        report.overview(
+            describe_plan(
+                config,
+                plan,
+                num_val_prompts=None if val_prompts is None else len(val_prompts),
+                device=engines.device,
+                sizes=engines.sizes,
+                has_reference=engines.reference is not None,
+            )
+        )
         if checkpoint is not None:
             action = "validating the weights of" if config.trainer.val_only else "resuming after"
             console.print(f"{action} step {checkpoint.step} from {checkpoint.folder}")
@@ -255,11 +266,6 @@ def check_environment(config: Config) -> None:
         choose_kernel(config, device)
 
 
-def check_run_memory(config: Config, console: Console, hardware: Hardware) -> None:
-    """Raise ConfigError if the run does not fit into the memory that is there. See check_memory."""
-    check_memory(config, hardware, warn=console.warn)
-
-
 def warn_if_complete(config: Config, plan: Plan, checkpoint: Checkpoint, console: Console) -> None:
     """Warn that a run resumes after its last step, and makes none."""
     if not config.trainer.val_only and checkpoint.step >= plan.total_steps:
@@ -281,11 +287,6 @@ def open_datasets(
     if config.trainer.val_only:
         return val_prompts, None
     return val_prompts, scan_datasets(config, data.train_files, data.train_weights, builder, report, opened=opened)
-
-
-def open_console(config: Config) -> Console:
-    """Return the console."""
-    return Console(progress=not config.worker.rollout.disable_tqdm, step_lines="console" in config.trainer.logger)
 
 
 def open_store(
@@ -395,19 +396,6 @@ def describe_run(config: Config, folder: Path, checkpoint: Checkpoint | None) ->
     )
 
 
-def show_overview(config: Config, plan: Plan, engines: Engines, val_prompts: Prompts | None, report: Reporter) -> None:
-    """Print the table of what the run will do."""
-    rows = describe_plan(
-        config,
-        plan,
-        num_val_prompts=None if val_prompts is None else len(val_prompts),
-        device=engines.device,
-        sizes=engines.sizes,
-        has_reference=engines.reference is not None,
-    )
-    report.overview(rows)
-
-
 def announce_downloads(config: Config, console: Console) -> None:
     """Say which hub models and datasets are read from, before the first attempt to reach a hub.
 
@@ -419,3 +407,75 @@ def announce_downloads(config: Config, console: Console) -> None:
             f"reading {', '.join(names)} from {hub_endpoint()}, or from the local cache; if that cannot be reached, "
             "set HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to use the cache only"
         )
+
+
+# -- what watches a run ----------------------------------------------------------------------------
+
+SLOW_SECONDS = 3600.0
+"""The least limit of the start, of loading and of saving, as of the calls of workers."""
+
+EXPORT = "export"
+"""The phase of the export after the last step. It has no limit, since it reports no progress."""
+
+_STARTING = (START, "scan ", "load model", "start rollout engine", "measure memory")
+_SLOW = (*_STARTING, RESTART, "save_checkpoint")
+_WORKERS_SECONDS = 60.0  # longer than the deadlines of calls, whose errors name the rank
+_MIN_UNWIND_SECONDS, _MAX_UNWIND_SECONDS = 10.0, 120.0
+
+
+@contextmanager
+def open_watchers(
+    config: Config, plan: Plan, rewards: Sequence[RewardPool], workers: Workers | None, *, save_bytes: int
+) -> Iterator[Watch]:
+    """Yield the rules of a run, which measure the memory of all of its processes in the context.
+
+    save_bytes: host memory into which a save copies the state, on one machine.
+    """
+    watch = config.trainer.watch
+    object_store: Callable[[], Metrics] = dict
+    if workers is not None and watch.level != "off" and "memory" not in watch.ignore:
+        from trigon.distributed.cluster import object_store_metrics as object_store  # asks Ray in each step
+    with MemoryMeter(
+        reward_workers=lambda: [pid for pool in rewards for pid in pool.process_ids],
+        workers=tuple if workers is None else workers.local_process_ids,
+        object_store=object_store,
+    ) as meter:
+        yield Watch(
+            watch,
+            groups_compared=config.group_size > 1 and config.algorithm.adv_estimator in GROUP_ESTIMATORS,
+            completions_end=not config.worker.rollout.ignore_eos,
+            memory=MemoryGrowth(plan.total_steps, num_workers=config.workers_per_machine, save_gb=save_bytes / 2**30),
+            meter=meter,
+        )
+
+
+def open_hang_watch(config: Config, folder: Path, console: Console, others: Sequence[Started] = ()) -> HangWatch:
+    """Start the watchdog of a run. folder: of the run. others: as for Watchdog."""
+    if not hasattr(os, "memfd_create"):  # not Linux
+        console.warn("this system has no memory files: trainer.worker_timeout_seconds is for calls of workers only")
+        return HangWatch()
+    limit = config.trainer.worker_timeout_seconds
+    return Watchdog(
+        folder,
+        partial(limit_of, config, bool(hub_names(config))),
+        option="trainer.worker_timeout_seconds",
+        unwind_seconds=min(max(limit, _MIN_UNWIND_SECONDS), _MAX_UNWIND_SECONDS),
+        same_command=config.trainer.same_command,
+        others=others,
+    )
+
+
+def limit_of(config: Config, reads_hub: bool, name: str) -> float | None:
+    """Return the seconds without progress after which a phase hangs; None: no limit.
+
+    What follows a phase has the limit of the phase; after an export, the limit of a step.
+    reads_hub: a download has no limit.
+    """
+    if name == EXPORT:
+        return None
+    name = name.removeprefix(FOLLOWS)
+    if reads_hub and name.startswith(_STARTING):
+        return None
+    limit = config.trainer.worker_timeout_seconds
+    limit = max(limit, SLOW_SECONDS) if name.startswith(_SLOW) else limit
+    return limit + (_WORKERS_SECONDS if config.has_workers else 0.0)

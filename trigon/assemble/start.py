@@ -22,7 +22,7 @@ from trigon.system.processes import running_below
 from trigon.system.stopping import TERMINATION, Grace, Terminated
 
 if TYPE_CHECKING:
-    from trigon.assemble.objects import RunObjects, RunOutcome
+    from trigon.assemble.preflight import RunObjects, RunOutcome
     from trigon.report.delivery import Logger
 
 REPEAT_SECONDS = 1.0
@@ -173,8 +173,7 @@ def start_run(
     share_heaps()
     keep_compiled_code()
     let_segments_grow()
-    from trigon.assemble.objects import NO_OBJECTS
-    from trigon.assemble.preflight import open_early
+    from trigon.assemble.preflight import NO_OBJECTS, open_early
     from trigon.report.delivery import LoggerEnvironment
 
     objects = NO_OBJECTS if objects is None else objects

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trigon.assemble.critic import require_same_tokens
 from trigon.assemble.data import open_builder, read_processors
 from trigon.assemble.episodes import EpisodeParts, check_chat_template, check_episodes, load_episodes
 from trigon.assemble.memory import size_of_model
-from trigon.assemble.models import check_policy
+from trigon.assemble.models import check_policy, require_same_tokens
 from trigon.assemble.options import max_completion_tokens
 from trigon.config.options import with_options
 from trigon.config.paths import local_path

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trigon.assemble.rewards import check_rewards, open_rewards, open_validation_rewards
+from trigon.assemble.preflight import check_rewards, open_rewards, open_validation_rewards
 from trigon.config.options import with_options
 from trigon.config.schema import Config
 from trigon.errors import RewardError

@@ -25,21 +25,25 @@ from typing import Any
 
 from trigon.api import check_keywords
 from trigon.assemble.data import open_builder, open_evaluator, open_processors, scan_datasets
-from trigon.assemble.engines import Engines
+from trigon.assemble.engines import Engines, open_run_engines
 from trigon.assemble.episodes import check_episodes, find_episodes
-from trigon.assemble.memory_check import find_hardware
+from trigon.assemble.memory import check_memory, find_hardware
 from trigon.assemble.models import choose_device
-from trigon.assemble.objects import EpisodeCode, RunObjects, make_episode_code
 from trigon.assemble.options import make_validation_sampling_params, max_completion_tokens
 from trigon.assemble.pools import open_worker_pools
-from trigon.assemble.rewards import check_rewards, open_rewards, open_validation_rewards
+from trigon.assemble.preflight import (
+    EpisodeCode,
+    RunObjects,
+    check_rewards,
+    make_episode_code,
+    open_rewards,
+    open_validation_rewards,
+)
 from trigon.assemble.run import (
     check_environment,
-    check_run_memory,
     open_reporter,
     open_store,
 )
-from trigon.assemble.workers import open_run_engines
 from trigon.checkpoint.manifest import exported_step
 from trigon.config.files import locate_sources
 from trigon.config.load import as_overrides, check_overrides, dump_config
@@ -274,7 +278,7 @@ def evaluate_model(
         processors = open_processors(config)
         report = stack.enter_context(open_reporter(config, folder, console, processors, (), None))
         workers = None
-        check_hardware = partial(check_run_memory, config, console)
+        check_hardware = partial(check_memory, config, warn=console.warn)
         if config.has_workers:
             workers = stack.enter_context(open_worker_pools(config, folder.path, check_hardware, console.warn))
         else:

@@ -21,13 +21,17 @@ import torch
 from trigon.assemble.data import NO_SOURCES
 from trigon.assemble.memory import (
     GIB,
+    TIGHT,
     Hardware,
+    Remedy,
     RunMemory,
     count_checkpoint_bytes,
     count_checkpoints,
+    find_hardware,
+    find_remedies,
+    memory_counter,
     size_of_model,
 )
-from trigon.assemble.memory_check import TIGHT, Remedy, find_hardware, find_remedies, memory_counter
 from trigon.assemble.options import needs_old_logprobs
 from trigon.assemble.remedies import Changes
 from trigon.config.checks import find_problems, raise_problems
