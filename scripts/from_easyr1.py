@@ -9,6 +9,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,7 @@ LIMITS = {
 """Combinations of an option with others that are errors here."""
 
 
+@cache
 def defaults() -> dict[str, Any]:
     """Return EasyR1's keys and their defaults, in its order. An empty section counts as a key."""
 

@@ -6,12 +6,10 @@ small, so that a wrong value hides few others: see find_problems.
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import FunctionType
 from typing import Any, Literal, assert_never, cast
 
 from trigon.config.compared import find_unknown_names
@@ -48,6 +46,8 @@ def find_problems(config: Config, *, uncertain: Collection[str] = ()) -> list[st
     uncertain: options that have their default because the user's value is invalid or misspelt.
     Checks that read one of these options are left out.
     """
+    if not uncertain:
+        return [problem for check in _CHECKS for problem in check(config)]
     problems: list[str] = []
     for check in _CHECKS:
         recorded = _RecordedSection(config, "", set())
@@ -143,15 +143,17 @@ class _RecordedSection:
         self._section, self._prefix, self.names_read = section, prefix, names_read
 
     def __getattr__(self, key: str) -> Any:
-        attribute = inspect.getattr_static(self._section, key)
-        if isinstance(attribute, property):  # which reads options
-            return cast(Callable[..., Any], attribute.fget)(self)
-        if isinstance(attribute, FunctionType):
+        kind = type(self._section)
+        if key not in kind.model_fields:  # a property or a method, which reads options
+            attribute = getattr(kind, key)
+            if isinstance(attribute, property):
+                return cast(Callable[..., Any], attribute.fget)(self)
             return partial(attribute, self)
-        if isinstance(attribute, Section):
-            return _RecordedSection(attribute, f"{self._prefix}{key}.", self.names_read)
+        value = getattr(self._section, key)
+        if isinstance(value, Section):
+            return _RecordedSection(value, f"{self._prefix}{key}.", self.names_read)
         self.names_read.add(self._prefix + key)
-        return attribute
+        return value
 
 
 # -- data ------------------------------------------------------------------------------------------
