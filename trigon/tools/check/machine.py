@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from trigon.assemble import memory_check
+from trigon.assemble import memory as arithmetic
 from trigon.assemble.memory import Hardware, count_checkpoint_bytes, count_checkpoints
 from trigon.assemble.models import choose_device_type, choose_kernel
 from trigon.config.checks import find_device_warnings
@@ -159,7 +159,7 @@ def check_memory(result: Result, model: Model, machine: Machine) -> None:
     gpu_bytes = min((gpu.total_bytes for gpu in machine.gpus), default=0) if uses_gpu else 0
     hardware = Hardware("cuda" if uses_gpu else "cpu", gpu_bytes, machine.host_bytes)
     warnings: list[str] = []
-    memory = memory_check.check_memory(config, hardware, warn=warnings.append, size=model.require_size())
+    memory = arithmetic.check_memory(config, hardware, warn=warnings.append, size=model.require_size())
     assert memory is not None
     most = memory.worst(certain=False)
     result.summary = f"at most {format_bytes(most.expected)} of {memory.describe_capacity(most)}, during {most.phase}"
