@@ -22,10 +22,10 @@ from trigon.report.reporter import Reporter
 from trigon.report.watch import Alarm, Watch, describe_stop
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import Batch, RolloutBuffer, awake
+from trigon.rollout.collect import Evaluator
 from trigon.rollout.parity import ParityCheck
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.statistics import count_sampled, describe_validation
-from trigon.rollout.validation import Evaluator
 from trigon.system.process_settings import return_freed_memory
 from trigon.system.stopping import SAME_COMMAND, Grace, SameCommand, StepLeft
 from trigon.training.protocol import CriticEngine, GroupOutputs, TrainEngine

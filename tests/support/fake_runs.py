@@ -38,10 +38,10 @@ from trigon.report.run_folder import RunFolder
 from trigon.report.writer import ImageStore
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import RolloutBuffer
+from trigon.rollout.collect import Evaluator
 from trigon.rollout.episodes import newest_draw
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.parity import ParityCheck
-from trigon.rollout.validation import Evaluator
 from trigon.system.stopping import SAME_COMMAND, Grace, SameCommand
 from trigon.system.trace import LocalTracer, Tracer
 from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine

@@ -34,8 +34,8 @@ from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rewards.pool import RewardPool
+from trigon.rollout.episode_state import sample_seed
 from trigon.rollout.saved import groups_state, load_groups
-from trigon.rollout.seeds import sample_seed
 from trigon.types import Completion, EncodedMedia, Prompt, Rollout, RolloutGroup, Score, Turn
 
 

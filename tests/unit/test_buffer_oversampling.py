@@ -25,12 +25,12 @@ from support.fake_runs import (
 from support.rollout import NO_WEIGHTS
 from trigon.errors import BadRow, EngineError
 from trigon.metrics import values
+from trigon.rollout.episode_state import sample_seed, turn_seed
 from trigon.rollout.episodes import newest_draw
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.parity import ended_in_step
 from trigon.rollout.protocol import Until, Work
 from trigon.rollout.saved import completion_state, groups_state, load_completion, load_groups, load_work, work_state
-from trigon.rollout.seeds import sample_seed, turn_seed
 from trigon.rollout.statistics import describe_carried, describe_staleness
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 

@@ -8,10 +8,10 @@ import pytest
 from support.rewards import reward_pool
 from support.rollout import NO_WEIGHTS, Phases
 from trigon.errors import EngineError
-from trigon.rollout.collect import collect, collect_as_they_end, collect_until
+from trigon.rollout.collect import collect, collect_until
+from trigon.rollout.episode_state import sample_seed
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.protocol import Until
-from trigon.rollout.seeds import sample_seed
 from trigon.types import Prompt, SamplingParams, Score
 
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=20, ignore_eos=False, seed=7)
@@ -129,10 +129,8 @@ def collect_in_parts(prompts, engine, rewards, sampling):
 def collect_ended(prompts, engine, rewards, sampling):
     groups = []
     until = Until(len(prompts))
-    unfinished = collect_as_they_end(
-        prompts, engine, rewards, sampling, until, phase=Phases(), on_scored=groups.append, min_counted=0
-    )
-    assert unfinished == []
+    found = collect_until(prompts, engine, rewards, sampling, until, phase=Phases(), on_scored=groups.append)
+    assert (found.groups, found.unfinished) == ([], [])
     return sorted(groups, key=lambda group: group.prompt.prompt_id)
 
 

@@ -14,8 +14,8 @@ from trigon.data.media_processing import MediaProcessor
 from trigon.data.vision import image_processor_of
 from trigon.errors import DataError
 from trigon.metrics import values
+from trigon.rollout.episode_state import sample_seed, turn_seed
 from trigon.rollout.fake import FakeEngine
-from trigon.rollout.seeds import sample_seed, turn_seed
 from trigon.types import EncodedMedia, Prompt, SamplingParams, Turn
 
 SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=200, ignore_eos=False, seed=7)

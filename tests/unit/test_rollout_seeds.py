@@ -1,6 +1,6 @@
 """The seed of a sample is a function of (run seed, step, prompt, sample) alone."""
 
-from trigon.rollout.seeds import sample_seed
+from trigon.rollout.episode_state import sample_seed
 
 
 def test_a_seed_does_not_change_between_versions_of_trigon():

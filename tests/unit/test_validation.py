@@ -11,8 +11,8 @@ from support.rollout import NO_WEIGHTS, Phases
 from trigon.data.stream import mix
 from trigon.errors import BadRow
 from trigon.rewards.pool import RewardPool
+from trigon.rollout.collect import Evaluator
 from trigon.rollout.fake import FakeEngine
-from trigon.rollout.validation import Evaluator
 from trigon.types import SamplingParams
 
 SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=30, ignore_eos=False, seed=7)

@@ -40,7 +40,7 @@ from trigon.data.stream import PromptStream, with_repeat_id
 from trigon.errors import DataError, EngineError, LostSamplersError, first_line
 from trigon.metrics import Metrics, Sum, merge
 from trigon.rewards.pool import RewardPool
-from trigon.rollout.collect import collect_as_they_end, collect_until
+from trigon.rollout.collect import collect_until
 from trigon.rollout.filtering import label_groups
 from trigon.rollout.parity import ParityCheck, Probe, ended_in_step
 from trigon.rollout.protocol import Interruption, RolloutEngine, Until, Work
@@ -708,7 +708,7 @@ class RolloutBuffer:
 
         def sample(phase: Phase) -> _Unfinished:
             with self._clock.sampling():
-                return collect_as_they_end(
+                return collect_until(
                     [each.prompt for each in work],
                     self._rollout,
                     self._rewards,
@@ -717,7 +717,7 @@ class RolloutBuffer:
                     phase=phase,
                     on_scored=ended.append,
                     min_counted=per_step * self._sampling.n,
-                )
+                ).unfinished
 
         return _Flight(
             version=version,

@@ -6,14 +6,14 @@ is scored as soon as it is sampled, while the engine samples other groups.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from trigon.errors import EngineError
+from trigon.data.stream import Prompts
+from trigon.errors import BadRow, EngineError
 from trigon.rewards.contract import RewardRequest, turn_input
 from trigon.rewards.pool import RewardPool
 from trigon.rewards.scoring import Scoring
@@ -60,79 +60,111 @@ def collect_until(
     until: Until | None,
     *,
     phase: Phase,
+    on_scored: Callable[[RolloutGroup], None] | None = None,
+    min_counted: int = 0,
 ) -> Collected:
     """Do what collect does until enough groups are complete; both parts are in order of prompts.
 
-    until: None: all are.
+    until: None: all are. min_counted: see RewardPool.scoring.
+    on_scored: called in this thread with each group as soon as it is scored, in place of returning
+    it. Groups are then scored in the order in which they end, so that functions of the batch
+    contract, which get several completions at a time, wait for few others; and no error is raised
+    if all of them failed.
     """
-    scored: dict[int, _ScoredRow] = {}
-    with _scoring(rewards, sampling, len(prompts)) as scoring:
-
-        def add(index: int, completions: Sequence[Completion]) -> None:
-            scored[index] = scoring.add(index, prompts[index], completions)
-
-        with phase("gen", total=_count_pending(prompts, sampling, until)) as advance:
-            rows = rollout.generate(prompts, sampling, until=until, on_progress=advance, on_group=add)
-        _require_some(rows)
-        with phase("reward") as advance:
-            scoring.finish(on_progress=advance)
-        groups, unfinished = [], []
-        for index, row in enumerate(rows):
-            if _is_unfinished(row):
-                unfinished.append((prompts[index], tuple(row)))
-            elif row:
-                group = scoring.find_group(scored[index])
-                assert group is not None, "all that was added is scored"
-                groups.append(group)
-        return Collected(groups, unfinished)
-
-
-def collect_as_they_end(
-    prompts: Sequence[Prompt],
-    rollout: RolloutEngine,
-    rewards: RewardPool,
-    sampling: SamplingParams,
-    until: Until,
-    *,
-    phase: Phase,
-    on_scored: Callable[[RolloutGroup], None],
-    min_counted: int,
-) -> list[tuple[Prompt, tuple[Completion, ...]]]:
-    """Sample and score prompts, and hand over each group as soon as it is scored.
-
-    Groups are scored in the order in which they end, so that functions of the batch contract, which
-    get several completions at a time, wait for few others.
-    on_scored: called in this thread. min_counted: see RewardPool.scoring.
-    Returns: the prompts whose completions have not all ended when the call is interrupted, with
-    these; in the order of prompts.
-    """
-    waiting: deque[_ScoredRow] = deque()
-    with _scoring(rewards, sampling, len(prompts), min_counted=min_counted) as scoring:
+    waiting: dict[int, _ScoredRow] = {}  # by the index of the prompt
+    groups: dict[int, RolloutGroup] = {}
+    with rewards.scoring(
+        num_completions=len(prompts) * sampling.n,
+        num_separate=len(prompts) * (sampling.num_completions - sampling.n),
+        min_counted=min_counted,
+    ) as pool:
+        scoring = _Scoring(pool, sampling.n, len(prompts))
 
         def add(index: int, completions: Sequence[Completion]) -> None:
             if completions:  # of a group that did not fail
-                waiting.append(scoring.add_next(prompts[index], completions))
+                waiting[index] = scoring.add(prompts[index], completions, index if on_scored is None else None)
 
-        def hand_over() -> None:
-            for _ in range(len(waiting)):
-                row = waiting.popleft()
+        def find_scored() -> None:
+            for index, row in [*waiting.items()]:
                 group = scoring.find_group(row)
                 if group is None:
-                    waiting.append(row)
+                    continue
+                del waiting[index]
+                if on_scored is None:
+                    groups[index] = group
                 else:
                     on_scored(group)
 
         with phase("gen", total=_count_pending(prompts, sampling, until)) as advance:
 
             def on_progress(num_finished: int | None) -> None:
-                hand_over()
+                if on_scored is not None:
+                    find_scored()
                 advance(num_finished)
 
             rows = rollout.generate(prompts, sampling, until=until, on_progress=on_progress, on_group=add)
+        if on_scored is None and rows and not any(rows):
+            raise EngineError(
+                f"The rollout engine failed to sample any of {len(rows)} prompts, twice each. See the engine's log."
+            )
         with phase("reward") as advance:
             scoring.finish(on_progress=advance)
-        hand_over()
-    return [(prompt, tuple(row)) for prompt, row in zip(prompts, rows, strict=True) if row and _is_unfinished(row)]
+        find_scored()
+        assert not waiting, "all that was added is scored"
+    unfinished = [(prompt, tuple(row)) for prompt, row in zip(prompts, rows, strict=True) if _is_unfinished(row)]
+    return Collected([groups[index] for index in sorted(groups)], unfinished)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluator:
+    """Samples and scores the validation prompts.
+
+    prompts_per_call: prompts that are built, sampled and scored together.
+    num_workers: threads that build prompts.
+    warn: called with a message for each prompt that can no longer be built; it is skipped.
+    """
+
+    prompts: Prompts
+    sampling: SamplingParams
+    prompts_per_call: int
+    num_workers: int
+    warn: Callable[[str], None]
+
+    def sample(self, rollout: RolloutEngine, rewards: RewardPool, *, phase: Phase) -> list[RolloutGroup]:
+        """Return a scored group for each prompt, in order. The engine must be awake.
+
+        Prompts that cannot be built, or that the engine fails to sample, have no group. The prompts
+        of the groups have no pixels, which may be more than memory holds.
+        """
+        total = len(self.prompts)
+        groups: list[RolloutGroup] = []
+        with (
+            ThreadPoolExecutor(self.num_workers, thread_name_prefix="validation") as threads,
+            phase("validation", total=total) as advance,
+        ):
+            for start in range(0, total, self.prompts_per_call):
+                indices = range(start, min(start + self.prompts_per_call, total))
+                batch = [prompt for prompt in threads.map(self._build, indices) if prompt is not None]
+                for group in collect(batch, rollout, rewards, self.sampling, phase=phase):
+                    groups.append(replace(group, prompt=replace(group.prompt, vision=None)))
+                advance(len(indices))
+        return groups
+
+    def image_files(self, prompt_id: str) -> list[bytes]:
+        """Return the images of a prompt as encoded files; none with videos.
+
+        May be called from any thread. Raises: as Prompts.image_files.
+        """
+        index = self.prompts.index_of(prompt_id)
+        assert index is not None, f"{prompt_id} is no validation prompt"
+        return self.prompts.image_files(index)
+
+    def _build(self, index: int) -> Prompt | None:
+        try:
+            return self.prompts[index]
+        except BadRow as error:
+            self.warn(f"skipped in this validation: {error}")
+            return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,26 +192,20 @@ class _Scoring:
     def __init__(self, scoring: Scoring, n: int, num_rows: int) -> None:
         self._scoring, self._n, self._first_baseline = scoring, n, n * num_rows
         self._next_index = 0
-        self._next_row = 0
+        self._num_rows = 0
 
-    def add(self, number: int, prompt: Prompt, completions: Sequence[Completion]) -> _ScoredRow:
-        """Begin to score a row. Which requests are sent together depends on its number alone."""
-        places = range(number * self._n, (number + 1) * self._n)
-        indices = [None if each.error else place for place, each in zip(places, completions, strict=False)]
-        return self._add(prompt, completions, indices, number)
+    def add(self, prompt: Prompt, completions: Sequence[Completion], number: int | None) -> _ScoredRow:
+        """Begin to score a row.
 
-    def add_next(self, prompt: Prompt, completions: Sequence[Completion]) -> _ScoredRow:
-        """Begin to score a row, whose requests follow those of the last call without a gap."""
+        number: of the row, on which alone it then depends which requests are sent together; None:
+        its requests follow those of the last call without a gap.
+        """
+        index = self._next_index if number is None else number * self._n
         indices: list[int | None] = []
         for completion in completions[: self._n]:
-            indices.append(None if completion.error else self._next_index)
-            self._next_index += not completion.error
-        self._next_row += 1
-        return self._add(prompt, completions, indices, self._next_row - 1)
-
-    def _add(
-        self, prompt: Prompt, completions: Sequence[Completion], indices: list[int | None], number: int
-    ) -> _ScoredRow:
+            indices.append(None if completion.error else index)
+            index += number is not None or not completion.error
+        self._next_index = index
         requests = {
             index: _request(prompt, completion)
             for index, completion in zip(indices, completions, strict=False)
@@ -187,10 +213,12 @@ class _Scoring:
         }
         first = min(requests, default=0)
         self._scoring.add(first, [requests.get(index) for index in range(first, max(requests, default=-1) + 1)])
+        separate = self._first_baseline + (self._num_rows if number is None else number)
         for baseline in completions[self._n :]:
-            indices.append(None if baseline.error else self._first_baseline + number)
+            indices.append(None if baseline.error else separate)
             if not baseline.error:
-                self._scoring.add(self._first_baseline + number, [_request(prompt, baseline)])
+                self._scoring.add(separate, [_request(prompt, baseline)])
+        self._num_rows += 1
         return _ScoredRow(prompt, completions, indices)
 
     def find_group(self, row: _ScoredRow) -> RolloutGroup | None:
@@ -210,18 +238,6 @@ class _Scoring:
         self._scoring.result(on_progress=on_progress)
 
 
-@contextmanager
-def _scoring(
-    rewards: RewardPool, sampling: SamplingParams, num_prompts: int, *, min_counted: int = 0
-) -> Iterator[_Scoring]:
-    with rewards.scoring(
-        num_completions=num_prompts * sampling.n,
-        num_separate=num_prompts * (sampling.num_completions - sampling.n),
-        min_counted=min_counted,
-    ) as scoring:
-        yield _Scoring(scoring, sampling.n, num_prompts)
-
-
 def _count_pending(prompts: Sequence[Prompt], sampling: SamplingParams, until: Until | None) -> int:
     """Return the number of completions that have not ended before a call."""
     begun = () if until is None else until.begun
@@ -230,13 +246,6 @@ def _count_pending(prompts: Sequence[Prompt], sampling: SamplingParams, until: U
 
 def _is_unfinished(completions: Sequence[Completion]) -> bool:
     return any(completion.is_unfinished for completion in completions)
-
-
-def _require_some(rows: Sequence[Sequence[Completion]]) -> None:
-    if rows and not any(rows):
-        raise EngineError(
-            f"The rollout engine failed to sample any of {len(rows)} prompts, twice each. See the engine's log."
-        )
 
 
 def dummy_requests(prompt: Prompt) -> list[RewardRequest]:

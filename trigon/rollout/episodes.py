@@ -34,9 +34,8 @@ from trigon.environments.protocol import Observation
 from trigon.errors import DataError
 from trigon.metrics import Mean, Metric, Metrics, Sum, mean_of, merge
 from trigon.rollout.episode_settings import EpisodeSettings, Outcome
-from trigon.rollout.episode_state import Episode, Groups
+from trigon.rollout.episode_state import Episode, Groups, sample_seed
 from trigon.rollout.protocol import OnGroup, Until
-from trigon.rollout.seeds import sample_seed
 from trigon.rollout.turns import SampledTurn, TurnEngine
 from trigon.system.trace import DecodeTrace, DecodeTracer
 from trigon.types import Completion, FinishReason, Prompt, SamplingParams, Vision
