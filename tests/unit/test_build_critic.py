@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from support.critics import make_critic, make_trunk
@@ -16,6 +18,7 @@ from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ConfigError, ModelError
 from trigon.models.load import load_processors
+from trigon.models.sizes import ModelSize
 
 GAE = {"algorithm.adv_estimator": "gae", "worker.actor.fsdp.torch_dtype": "fp32"}
 KEPT_REFERENCE = {"worker.ref.fsdp.enable_cpu_offload": False, "worker.ref.offload.offload_params": False}
@@ -26,8 +29,8 @@ def configured_with(**changes) -> Config:
     return with_options(configured("Qwen2.5-VL-3B-Instruct"), GAE | changes)
 
 
-def parts_of(config: Config, phase: str, pool: str = "GPU") -> dict[str, int]:
-    memory = count_memory(config, size_of_model(config), GPU)
+def parts_of(config: Config, phase: str, pool: str = "GPU", size: ModelSize | None = None) -> dict[str, int]:
+    memory = count_memory(config, size or size_of_model(config), GPU)
     [found] = [each for each in memory.phases if (each.phase, each.pool) == (phase, pool)]
     return {part.name: part.expected for part in found.parts}
 
@@ -43,21 +46,26 @@ def test_the_memory_of_a_critic_is_that_of_its_engine(tiny_model):
 
 def test_a_critic_stays_in_memory_while_others_work_unless_it_is_offloaded():
     config = configured_with()
-    resting = parts_of(config, "sampling")
-    rest = parts_of(with_options(config, {"algorithm.adv_estimator": "grpo"}), "sampling")
+    size = size_of_model(config)
+    resting = parts_of(config, "sampling", size=size)
+    without = with_options(config, {"algorithm.adv_estimator": "grpo"})
+    rest = parts_of(without, "sampling", size=replace(size, critic=None))
     assert resting.keys() - rest.keys() == {"critic's weights", "critic's optimizer states"}
     assert resting["critic's optimizer states"] == 2 * resting["critic's weights"] > 20 * GIB
     offload = {f"worker.critic.offload.offload_{name}": True for name in ("params", "optimizer")}
-    assert parts_of(with_options(config, offload), "sampling") == rest
-    assert "critic's weights" in parts_of(with_options(config, offload), "sampling", "host")
+    offloaded = with_options(config, offload)
+    assert parts_of(offloaded, "sampling", size=size) == rest
+    assert "critic's weights" in parts_of(offloaded, "sampling", "host", size)
 
 
 @pytest.mark.extended
 def test_the_inputs_of_the_critics_layers_can_be_in_host_memory():
     offloads = configured_with(**{"worker.critic.model.enable_activation_offload": True})
-    parts, kept = parts_of(offloads, "critic update"), parts_of(configured_with(), "critic update")
+    size = size_of_model(offloads)
+    parts, kept = (parts_of(each, "critic update", size=size) for each in (offloads, configured_with()))
     assert parts["activations"] < kept["activations"]
-    assert parts_of(offloads, "critic update", "host")["inputs of layers"] > kept["activations"] - parts["activations"]
+    moved = parts_of(offloads, "critic update", "host", size)["inputs of layers"]
+    assert moved > kept["activations"] - parts["activations"]
     for share_trunk in (False, True):
         config = configured_with(**{"worker.critic.share_trunk": share_trunk})
         offers = [each for alternatives in list_changes(config, "cuda", ()) for each in alternatives]

@@ -113,7 +113,6 @@ PROMPTS = {
     [
         ("weights", 0, r"other options or files:\n  data\.train_files was old\.jsonl, and is now \S+train\.jsonl\n"),
         ("weights", 8, "all weights of a run without LoRA, and this run trains LoRA adapters; set .*lora.rank=0"),
-        ("adapter", 0, "LoRA adapters of a run with .*lora.rank=8, and this run trains all weights; set .*rank=8"),
         ("adapter", 4, "LoRA adapters of rank 8, and worker.actor.model.lora.rank is 4; set it to 8"),
     ],
 )

@@ -50,25 +50,24 @@ def entry(name="progress.json", size=5, digest="0" * 64):
     return json.dumps({"files": {"progress.json": {"bytes": 1, "sha256": ""}, name: {"bytes": size, "sha256": digest}}})
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "progress.json"])
 @pytest.mark.parametrize(
-    "content",
+    ("file", "content"),
     [
-        NESTED,
-        '{"files": ' + NESTED_OBJECT + "}",
-        "",
-        "[]",
-        '{"files": {"progress.json": {"bytes": true, "sha256": ""}}}',
-        entry(name="/etc/passwd"),
-        entry(name="actor/../../../secret"),
-        entry(size=None),
-        "9" * 5000,
-        "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
-        '{"step": "2", "progress": {}, "val_reward_score": null}',
-        '{"step": 2, "progress": [], "val_reward_score": null}',
-        '{"step": 2, "progress": {}, "val_reward_score": Infinity}',
+        ("manifest.json", NESTED),
+        ("manifest.json", '{"files": ' + NESTED_OBJECT + "}"),
+        ("manifest.json", "[]"),
+        ("manifest.json", '{"files": {"progress.json": {"bytes": true, "sha256": ""}}}'),
+        ("manifest.json", entry(name="/etc/passwd")),
+        ("manifest.json", entry(name="actor/../../../secret")),
+        ("manifest.json", "9" * 5000),
+        ("progress.json", NESTED),
+        ("progress.json", ""),
+        ("progress.json", "\ud800".encode("utf-8", "surrogatepass").decode("latin-1")),
+        ("progress.json", '{"step": "2", "progress": {}, "val_reward_score": null}'),
+        ("progress.json", '{"step": 2, "progress": [], "val_reward_score": null}'),
+        ("progress.json", '{"step": 2, "progress": {}, "val_reward_score": Infinity}'),
     ],
-    ids=lambda content: content[:40],
+    ids=lambda each: each[:40],
 )
 def test_a_hostile_manifest_or_progress_is_a_damaged_checkpoint_like_any_other(
     store, messages, tmp_path, file, content
@@ -146,10 +145,8 @@ def test_files_of_a_run_folder_that_are_nested_deeply_are_a_sentence(tmp_path):
 # Files that were not saved
 
 
-COULD_BE_LOADED = ["actor/weights/.foreign.safetensors", "actor/optimizer/foreign.safetensors"]
-COULD_BE_LOADED += ["actor/weights/inner/foreign.bin", "actor/adapter/shard.safetensors", "actor/adapter_config.json"]
-HARMLESS = ["huggingface_model/model.safetensors", "notes.txt", "actor/huggingface/model.safetensors"]
-HARMLESS += ["actor/lora_adapter/adapter_model.safetensors", "actor/weights/.nfs000000000001", "actor/.DS_Store"]
+COULD_BE_LOADED = ["actor/weights/.foreign.safetensors", "actor/weights/inner/foreign.bin", "actor/adapter_config.json"]
+HARMLESS = ["huggingface_model/model.safetensors", "actor/huggingface/model.safetensors", "actor/weights/.nfs01"]
 
 
 @pytest.mark.parametrize("name", [*COULD_BE_LOADED, *HARMLESS])
@@ -186,7 +183,7 @@ def test_links_to_files_and_folders_with_the_saved_contents_are_followed(store, 
     assert store.latest().step == 1
 
 
-@pytest.mark.parametrize("target", ["nowhere", "shard.safetensors", "/dev/zero", "/etc/passwd", "pipe"])
+@pytest.mark.parametrize("target", ["nowhere", "shard.safetensors", "/dev/zero", "pipe"])
 def test_a_file_replaced_by_a_link_to_something_else_or_a_pipe_is_damage(store, tmp_path, target):
     shard = tmp_path / "run" / "global_step_2" / "actor" / "weights" / "shard.safetensors"
     shard.unlink()

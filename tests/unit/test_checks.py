@@ -158,7 +158,7 @@ def test_an_invalid_option_skips_only_the_checks_that_read_it(run):
 def found_by(check, run, *parts, **options):
     """Return what one check finds. The configuration is that of the run."""
     result = Result("one")
-    check(result, inspect_config(None, run.write()).loaded.config, *parts, **options)
+    check(result, inspect_config(None, run.write()).config, *parts, **options)
     return result
 
 
@@ -200,7 +200,7 @@ def test_the_published_shape_of_qwen3_5_is_accepted_without_its_weights(
     config.save_pretrained(folder)
     run.options |= {"worker.actor.model.model_path": str(folder), "trainer.device": "auto"}
     result = Result("model")
-    model = check_model(result, inspect_config(None, run.write()).loaded.config, on_gpus=True)
+    model = check_model(result, inspect_config(None, run.write()).config, on_gpus=True)
     assert kinds_of(result) == ["model.unusable", "model.kernels"]  # the first: there are no weights
     assert "no weights" in result.problems[0].message
     assert "flash-linear-attention" in result.problems[1].advice
@@ -240,7 +240,7 @@ def test_a_model_that_the_workers_cannot_divide(run):
 
 
 def test_tight_memory(run):
-    model = check_model(Result("model"), inspect_config(None, run.write()).loaded.config)
+    model = check_model(Result("model"), inspect_config(None, run.write()).config)
     roomy, tight = Result("memory"), Result("memory")
     check_memory(roomy, model, MACHINE)
     gib = float(re.search(r"at most ([\d.]+) GiB", roomy.summary)[1])
@@ -250,7 +250,7 @@ def test_tight_memory(run):
 
 def test_the_checkpoints_that_are_kept(run):
     def count(**options):
-        config = inspect_config(None, run.write()).loaded.config
+        config = inspect_config(None, run.write()).config
         trainer = config.trainer.model_copy(update=options)
         return count_checkpoints(config.model_copy(update={"trainer": trainer}), total_steps=100)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trigon.config.load import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES, load_config
+from trigon.config.load import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES, inspect_config, load_config
 from trigon.config.options import options
 from trigon.errors import ConfigError
 
@@ -66,7 +66,7 @@ def test_an_odd_value_on_the_command_line_is_a_configuration_error(override, par
         ("data: &d\n  seed: *d\n", "an alias (*) refers to a value that contains it"),
         ("data: &d {seed: 1, <<: *d}\n", "an alias (*) refers to a value that contains it"),
         ("".join(" " * i + "a:\n" for i in range(600)), f"it has more than {MAX_DEPTH} levels"),
-        ("a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 2000)), "levels"),
+        ("a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 40)), "levels"),
         (
             "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
             + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)),
@@ -78,13 +78,12 @@ def test_an_odd_value_on_the_command_line_is_a_configuration_error(override, par
             f"it has more than {MAX_NODES:,} keys and values",
         ),
         (
-            IN_KWARGS + "".join(f"      k{i}: {i}\n" for i in range(20_000)),
+            IN_KWARGS + "".join(f"      k{i}: {i}\n" for i in range(MAX_NODES)),
             f"it has more than {MAX_NODES:,} keys and values",
         ),
-        (IN_KWARGS + "".join(f"      k{i}: {i}\n" for i in range(4500)), "problems in the configuration"),
-        ("".join(f"unknown_{i}: {i}\n" for i in range(4500)), "\n  - and 4,4"),
-        ("data: {train_files: [" + ", ".join(f"/no/{i}" for i in range(4500)) + "]}", "\n  - and 4,4"),
-        ("data.seed: " + "x" * 10_000_000, f"characters; at most {MAX_CHARACTERS:,} are read"),
+        ("".join(f"unknown_{i}: {i}\n" for i in range(1500)), "\n  - and 1,4"),
+        ("data: {train_files: [" + ", ".join(f"/no/{i}" for i in range(1500)) + "]}", "\n  - and 1,4"),
+        ("data.seed: " + "x" * (MAX_CHARACTERS + 1), f"characters; at most {MAX_CHARACTERS:,} are read"),
         (".: 1\na..b: 1\n", "the key 'a..b' ("),
         ("? [a, b]\n: 1\n", "is not valid YAML"),
         ("%YAML " + "9" * 5000 + ".1\n--- a\n", "is not valid YAML"),
@@ -106,10 +105,10 @@ def test_aliases_and_merge_keys_within_the_limits_are_read(tmp_path):
     assert config.worker.reward.reward_function_kwargs == {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}
 
 
-@pytest.mark.parametrize(
-    "option", [o for o in options().values() if o.item in ("integer", "number")], ids=lambda option: option.name
-)
-def test_every_numeric_option_has_an_upper_bound(option):
-    if option.name not in ("algorithm.filter_low", "algorithm.filter_high"):  # rewards have any range
-        assert "at most" in option.expected or "below" in option.expected
-        assert "but must be" in refusal(None, f"{option.name}={[1e300] if option.kind == 'list' else 1e300}")
+def test_every_numeric_option_has_an_upper_bound():
+    numeric = [option for option in options().values() if option.item in ("integer", "number")]
+    rewards = ("algorithm.filter_low", "algorithm.filter_high")  # which have any range
+    bounded = [option for option in numeric if option.name not in rewards]
+    assert [each.name for each in bounded if "at most" not in each.expected and "below" not in each.expected] == []
+    given = [f"{each.name}={[1e300] if each.kind == 'list' else 1e300}" for each in bounded]
+    assert {each.name for each in bounded} <= inspect_config(None, given).uncertain

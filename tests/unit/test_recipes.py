@@ -35,7 +35,7 @@ def configured(path, folder, *overrides):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=name_of)
-def test_the_comment_of_a_recipe_names_the_model_and_the_number_of_gpus(path, tmp_path):
+def test_a_recipe_names_its_model_and_gpus_and_its_prompt_fits_its_reward(path, tmp_path):
     text = path.read_text(encoding="utf-8")
     assert text.startswith("#!/usr/bin/env bash\n# Qwen")
     assert "\nset -euo pipefail\n" in text
@@ -47,7 +47,17 @@ def test_the_comment_of_a_recipe_names_the_model_and_the_number_of_gpus(path, tm
     model = re.search(r"MODEL_PATH:-Qwen/([\w.-]+?)(-Instruct)?\}", text)[1]
     assert comment.startswith(model), (comment[:40], model)
     assert f"bash examples/{name_of(path)}.sh trainer.max_steps=10" in comment
-    assert configured(path, tmp_path, "trainer.max_steps=10", "worker.rollout.n=3").worker.rollout.n == 3
+    if config.worker.rollout.environment is not None:  # which says what to write, and rewards it
+        assert (config.data.format_prompt, config.worker.reward.reward_function) == (None, "environment")
+    else:
+        prompt, reward = Path(config.data.format_prompt), Path(config.worker.reward.reward_function.partition(":")[0])
+        assert prompt.stem == reward.stem
+        assert reward.is_file()
+
+
+def test_options_follow_the_name_of_a_recipe(tmp_path):
+    config = configured(RECIPES[0], tmp_path, "trainer.max_steps=10", "worker.rollout.n=3")
+    assert (config.trainer.max_steps, config.worker.rollout.n) == (10, 3)
 
 
 def test_the_readme_lists_every_recipe_and_recipes_write_to_different_folders(tmp_path):
@@ -57,17 +67,6 @@ def test_the_readme_lists_every_recipe_and_recipes_write_to_different_folders(tm
     assert sorted(rows) == sorted((name, str(trainer.n_gpus_per_node)) for name, trainer in trainers.items())
     del trainers["qwen2_5_vl_7b_geo3k_swanlab"]  # the same run as ..._grpo with another logger
     assert len({(each.project_name, each.experiment_name) for each in trainers.values()}) == len(trainers)
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=name_of)
-def test_prompt_and_reward_of_a_recipe_match(path, tmp_path):
-    config = configured(path, tmp_path)
-    if config.worker.rollout.environment is not None:  # which says what to write, and rewards it
-        assert (config.data.format_prompt, config.worker.reward.reward_function) == (None, "environment")
-        return
-    prompt, reward = Path(config.data.format_prompt), Path(config.worker.reward.reward_function.partition(":")[0])
-    assert prompt.stem == reward.stem
-    assert reward.is_file()
 
 
 ALGORITHMS = {

@@ -155,7 +155,7 @@ def test_ordinary_names_start_again_from_config_yaml_without_a_warning(tmp_path)
     folder.mkdir(parents=True)
     loaded = inspect_config(
         None, [*runnable(folder), "trainer.experiment_name=sk-learn-v2", f"{ARGUMENTS}.api_key=EMPTY"]
-    ).loaded
+    )
     assert not [each for each in loaded.warnings if "command line" in each]
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(loaded.config))
@@ -256,20 +256,20 @@ def test_errors_of_options_and_of_yaml_have_no_secret(tmp_path, argument, text):
 
 
 def test_a_secret_on_the_command_line_is_warned_of(tmp_path):
-    loaded = inspect_config(None, [*runnable(tmp_path), f"{ARGUMENTS}.api_key={KEY}"]).loaded
+    loaded = inspect_config(None, [*runnable(tmp_path), f"{ARGUMENTS}.api_key={KEY}"])
     (warning,) = [each for each in loaded.warnings if "command line" in each]
     assert warning.startswith(f"{ARGUMENTS} has a secret on the {COMMAND_LINE}")
     assert "write env:NAME in its place" in warning
     assert KEY not in warning
-    loaded = inspect_config(None, [*runnable(tmp_path), f"data.system_prompt=say {TOKEN}"]).loaded
+    loaded = inspect_config(None, [*runnable(tmp_path), f"data.system_prompt=say {TOKEN}"])
     (warning,) = [each for each in loaded.warnings if "command line" in each]
     assert warning.startswith("data.system_prompt has a secret")
     assert "env:NAME" not in warning  # which is read among the arguments of a reward function only
-    loaded = inspect_config(None, [*runnable(tmp_path), f"{ARGUMENTS}.api_key=env:KEY"]).loaded
+    loaded = inspect_config(None, [*runnable(tmp_path), f"{ARGUMENTS}.api_key=env:KEY"])
     assert not [each for each in loaded.warnings if "command line" in each]
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"worker": {"reward": {"reward_function_kwargs": {"api_key": KEY}}}}))
-    loaded = inspect_config(path, runnable(tmp_path)).loaded
+    loaded = inspect_config(path, runnable(tmp_path))
     assert not [each for each in loaded.warnings if "command line" in each]
 
 

@@ -47,14 +47,19 @@ MAX_KEY_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A configuration that passed every check, and the warnings to show.
+    """A configuration, the warnings to show, and its problems.
 
-    sources: where each option that is not a default was written, by its name.
+    config: invalid and misspelt options have their defaults. sources: where each option that is not
+    a default was written, by its name. problems: of the schema and across options; empty if the
+    configuration can run, which load_config ensures. uncertain: the names of the options that have
+    their default because the user's value is invalid or misspelt.
     """
 
     config: Config
     warnings: tuple[str, ...]
     sources: Mapping[str, str]
+    problems: tuple[str, ...] = ()
+    uncertain: frozenset[str] = frozenset()
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -114,9 +119,9 @@ def load_config(
 
     Args: as inspect_config. Raises: ConfigError, with all problems in one message.
     """
-    inspected = inspect_config(path, overrides, arguments=arguments, python_objects=python_objects, undecided=undecided)
-    raise_problems(inspected.problems)
-    return inspected.loaded
+    loaded = inspect_config(path, overrides, arguments=arguments, python_objects=python_objects, undecided=undecided)
+    raise_problems(loaded.problems)
+    return loaded
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -128,20 +133,6 @@ def check_overrides(overrides: Sequence[str]) -> None:
     raise_problems(reader.problems)
 
 
-@dataclass(frozen=True, slots=True)
-class InspectedConfig:
-    """A configuration with its problems.
-
-    loaded: invalid and misspelt options have their defaults. problems: of the schema and across
-    options; empty if the configuration can run. uncertain: the names of the options that have
-    their default because the user's value is invalid or misspelt.
-    """
-
-    loaded: LoadedConfig
-    problems: tuple[str, ...]
-    uncertain: frozenset[str]
-
-
 def inspect_config(
     path: Path | None,
     overrides: Sequence[str],
@@ -149,7 +140,7 @@ def inspect_config(
     arguments: Sequence[Mapping[str, Any]] = (),
     python_objects: Collection[str] = (),
     undecided: Collection[str] = (),
-) -> InspectedConfig:
+) -> LoadedConfig:
     """Return the configuration of a YAML file and of `key=value` overrides, with all its problems.
 
     path: None for the defaults only. arguments: options as Python values, nested or with dotted
@@ -174,10 +165,8 @@ def inspect_config(
     exposed = _find_exposed(config, [key for key, source in sources.items() if source == COMMAND_LINE])
     on_purpose = [key for key, source in sources.items() if source in (COMMAND_LINE, ARGUMENTS)]
     overruled = warn_of_overruled(config, on_purpose) if config.shares_trunk else []
-    loaded = LoadedConfig(
-        config, (*reader.warnings, *find_warnings(config, uncertain=uncertain), *overruled, *exposed), sources
-    )
-    return InspectedConfig(loaded, problems, frozenset(reader.uncertain))
+    warnings = (*reader.warnings, *find_warnings(config, uncertain=uncertain), *overruled, *exposed)
+    return LoadedConfig(config, warnings, sources, problems, frozenset(reader.uncertain))
 
 
 def dump_config(config: Config) -> str:

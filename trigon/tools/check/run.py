@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trigon.config.load import InspectedConfig, inspect_config
+from trigon.config.load import LoadedConfig, inspect_config
 from trigon.config.schema import Config
 from trigon.errors import TrigonError
 from trigon.report.console import Console
@@ -96,18 +96,18 @@ def check_run(
     if not isinstance(inspected, Missing):
         checks.uncertain = sorted(inspected.uncertain)
         with ExitStack() as stack:
-            _check_parts(checks, inspected.loaded.config, stack, machine, has_cluster)
+            _check_parts(checks, inspected.config, stack, machine, has_cluster)
     return Report(checks.results, time.monotonic() - start)
 
 
-def read_configuration(result: Result, path: Path | None, overrides: Sequence[str]) -> InspectedConfig:
+def read_configuration(result: Result, path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
     """Read the configuration, and report its problems and warnings, all at once."""
     inspected = inspect_config(path, overrides)
     for text in inspected.problems:
         result.fail("configuration.invalid", text)
-    for text in inspected.loaded.warnings:
+    for text in inspected.warnings:
         result.warn("configuration.warning", text)
-    result.summary = f"{len(inspected.loaded.sources)} options are set, all others have their defaults"
+    result.summary = f"{len(inspected.sources)} options are set, all others have their defaults"
     return inspected
 
 

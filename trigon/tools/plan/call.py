@@ -121,7 +121,7 @@ def load_planned(
     """
     arguments = [*arguments, _NO_ARGUMENTS]
     inspected = inspect_config(path, overrides, arguments=arguments, undecided=_DEVICES)
-    config = inspected.loaded.config
+    config = inspected.config
     data, rollout, reward = config.data, config.worker.rollout, config.worker.reward.reward_function
     if not reward and _REWARD not in inspected.uncertain:
         reward = f"{PYTHON_PREFIX}any"
