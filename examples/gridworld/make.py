@@ -18,8 +18,8 @@ from pathlib import Path
 
 from environment import ACTIONS, Corridor
 
-from trigon.tools.quickstart.demonstrations import Demonstration, learn_demonstrations
 from trigon.tools.quickstart.model import make_tiny
+from trigon.tools.quickstart.warm_start import Demonstration, learn_demonstrations
 
 PROBLEM = "Walk to the green square: left, right or forward?"
 NUM_TRAIN, NUM_VALIDATION = 1024, 96

@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 from drawings import EXTENT, MAX_PIXELS, PATTERNS, REGIONS, draw
 from trigon.environments.crop import crop
 from trigon.environments.tools import ToolEnvironment, describe_tools
-from trigon.tools.quickstart.demonstrations import Demonstration, learn_demonstrations
 from trigon.tools.quickstart.model import make_tiny
+from trigon.tools.quickstart.warm_start import Demonstration, learn_demonstrations
 
 NUM_TRAIN, NUM_VALIDATION = 1024, 192
 WITHOUT_TOOL = 0.25

@@ -36,8 +36,7 @@ from trigon.data.dataset import open_prompts
 from trigon.environments.settings import find_tools
 from trigon.environments.tools import describe_tools, load_tools
 from trigon.tools.cli.main import main
-from trigon.tools.quickstart.demonstrations import Demonstration, learn_demonstrations
-from trigon.tools.quickstart.warm_start import warm_start_folder
+from trigon.tools.quickstart.warm_start import Demonstration, learn_demonstrations, warm_start_folder
 from trigon.training.optim import Schedule
 
 STEPS = 2

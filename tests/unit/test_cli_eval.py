@@ -20,11 +20,11 @@ from trigon.tools.eval.results import (
     Evaluation,
     ModelEvaluation,
     outcomes_of,
+    show,
     summarize,
     summarize_by,
 )
 from trigon.tools.eval.statistics import compare_pairs
-from trigon.tools.eval.tables import show
 
 HOSTILE = "\x1b[2J\u202e"
 

@@ -10,7 +10,7 @@ import pytest
 from trigon.errors import ConfigError
 from trigon.tools.cli.main import main
 from trigon.tools.eval.evaluate import check_output, open_output, remove_earlier
-from trigon.tools.eval.models import ModelSource
+from trigon.tools.eval.settings import ModelSource
 
 RUN = (
     "config.yaml",

@@ -11,8 +11,17 @@ from trigon.assemble.options import recorded_settings
 from trigon.config.files import local_sources, locate_sources
 from trigon.config.load import dump_config, inspect_config, load_config
 from trigon.errors import ConfigError, ModelError
-from trigon.tools.eval.models import context_length, exported_folder, find_model, looks_like_model, recorded_of
-from trigon.tools.eval.settings import find_differences, given_options, known_settings, load_settings
+from trigon.tools.eval.settings import (
+    context_length,
+    exported_folder,
+    find_differences,
+    find_model,
+    given_options,
+    known_settings,
+    load_settings,
+    looks_like_model,
+    recorded_of,
+)
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "trigon" / "tools" / "quickstart" / "quickstart.yaml"

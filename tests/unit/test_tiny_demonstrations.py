@@ -10,8 +10,7 @@ from support.builders import make_builder
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.turns import TurnTemplate
 from trigon.errors import DataError
-from trigon.tools.quickstart.demonstrations import Demonstration, learn_demonstrations, play
-from trigon.tools.quickstart.warm_start import as_target
+from trigon.tools.quickstart.warm_start import Demonstration, as_target, learn_demonstrations, play
 
 
 class Counter:

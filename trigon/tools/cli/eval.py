@@ -13,8 +13,7 @@ from trigon.config.names import SHIPPED_REWARDS
 from trigon.report.console import Console
 from trigon.system.process_settings import keep_compiled_code
 from trigon.tools.cli.parser import ArgumentParser, count
-from trigon.tools.eval.models import find_model, looks_like_model
-from trigon.tools.eval.settings import SHORT_NAMES, AnswerForm
+from trigon.tools.eval.settings import SHORT_NAMES, AnswerForm, find_model, looks_like_model
 
 _OVERRIDE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+=")
 
@@ -30,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     keep_compiled_code()
     # Imported here, so that errors of the command line do not wait for heavy libraries.
     from trigon.tools.eval.evaluate import evaluate
-    from trigon.tools.eval.tables import show
+    from trigon.tools.eval.results import show
 
     evaluation = evaluate(
         models,

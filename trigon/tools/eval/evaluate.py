@@ -70,7 +70,6 @@ from trigon.rewards.pool import RewardPool
 from trigon.system.files import write_json
 from trigon.system.secrets import ARGUMENTS, ENVIRONMENT_ARGUMENTS, mask
 from trigon.system.terminal import shorten
-from trigon.tools.eval.models import ModelSource, context_length, exported_folder, find_model, recorded_of
 from trigon.tools.eval.results import (
     DATASET,
     Blind,
@@ -83,6 +82,7 @@ from trigon.tools.eval.results import (
     compare_outcomes,
     default_ks,
     outcomes_of,
+    show,
     summarize,
     summarize_by,
 )
@@ -90,13 +90,17 @@ from trigon.tools.eval.settings import (
     SHIPPED_FORMS,
     SHORT_NAMES,
     AnswerForm,
+    ModelSource,
+    context_length,
+    exported_folder,
     find_differences,
+    find_model,
     given_options,
     known_settings,
     load_settings,
+    recorded_of,
 )
 from trigon.tools.eval.statistics import CONFIDENCE, holm
-from trigon.tools.eval.tables import show
 
 _MAX_SHOWN = 60
 """Characters of a setting's value on the console."""
