@@ -107,7 +107,8 @@ def measure_cost(*, repeats: int) -> list[Figure]:
             policy = Policy(model, family, temperature=1.0, banned_token_ids=())
             engine = LocalTrainEngine(policy, config, plan, place, positions=positions)
         elif name == "critic":
-            engine = LocalCriticEngine(ValueModel(model, family), gae, plan, place, positions=positions)
+            value_model = ValueModel(model, family, temperature=1.0, banned_token_ids=())
+            engine = LocalCriticEngine(value_model, gae, plan, place, positions=positions)
         else:
             both = ActorCritic(model, family, temperature=1.0, banned_token_ids=())
             shared = with_options(gae, {f"worker.critic.{name}": value for name, value in trunk.items()})

@@ -17,10 +17,9 @@ from trigon.data.packing import pack_train
 from trigon.metrics import values
 from trigon.models.positions import positions_of
 from trigon.training.budget import Budgets, Lengths, tune_engines
-from trigon.training.critic import value_backward
 from trigon.training.device_memory import HostMemory
 from trigon.training.parallel import SingleProcess
-from trigon.training.step import micro_batch_backward
+from trigon.training.step import micro_batch_backward, reduced_value_loss
 
 ONE_GROUP = 40  # token budget of a row that no two groups fit into
 
@@ -63,7 +62,7 @@ def test_the_head_gets_the_gradient_of_a_critic_of_its_own_and_the_trunk_that_of
     common = {"run_dummy_vision": False, "gradient_scale": 1.0}
     micro_batch_backward(own, batch, config, denominators, nullcontext, reference=None, **common)
     micro_batch_backward(policy, batch, CONFIG, denominators, nullcontext, reference=None, **common)
-    value_backward(apart, batch, config.worker.critic, denominators, nullcontext, **common)
+    reduced_value_loss(apart(batch.packed), batch, config.worker.critic, denominators)[0].backward()
 
     head = own.value_head
     for name, part in apart.model.lm_head.named_parameters():

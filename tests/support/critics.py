@@ -47,7 +47,8 @@ def make_value_model(
     freeze: bool = False,
 ) -> ValueModel:
     """Return the value model of a model folder. head_seed: of a random head; None: zeros."""
-    model = ValueModel(load_model(str(folder), dtype=torch.float32, device=device), processors_of(folder).family)
+    loaded = load_model(str(folder), dtype=torch.float32, device=device)
+    model = ValueModel(loaded, processors_of(folder).family, temperature=1.0, banned_token_ids=())
     if freeze:
         model.freeze_vision_tower()
     if lora_rank:

@@ -44,6 +44,7 @@ def test_the_error_of_an_unknown_model_type_lists_the_known_ones(tmp_path: Path)
         make_tiny(tmp_path, model_type="gpt2")
 
 
+@pytest.mark.extended(but=["qwen2_5_vl-False", "qwen2-True"])
 @pytest.mark.parametrize(
     ("model_type", "tied"), [*((each, False) for each in ALL_TYPES), ("qwen2_5_vl", True), ("qwen2", True)]
 )

@@ -12,7 +12,7 @@ import torch
 from test_training_parallel import ThreadRanks
 
 from support.critics import make_critic
-from support.engines import CONFIG, FULL_KL, KL, make_engine, make_rollouts, to_train, weights_of, with_loss
+from support.engines import FULL_KL, make_engine, make_rollouts, to_train, weights_of, with_loss
 from trigon.data.packing import tokens_of
 from trigon.errors import ConfigError
 from trigon.metrics import values
@@ -214,16 +214,10 @@ def test_a_critic_has_budgets_of_its_own(tiny_model):
     assert (found.critic_update_tokens, found.critic_experience_tokens) == (500, 700)
 
 
-LOSSES = {
-    "plain": CONFIG,
-    "kl": KL,
-    "full kl": FULL_KL,
-    "entropy": with_loss(entropy_coeff=0.1),
-}
+LOSSES = {"full kl": FULL_KL, "entropy": with_loss(entropy_coeff=0.1)}
 
 
 @pytest.mark.extended
-@pytest.mark.extended(but=["entropy"])
 @pytest.mark.parametrize("config", LOSSES.values(), ids=LOSSES)
 def test_a_pass_takes_the_same_memory_each_time_and_a_larger_one_grows_linearly(tiny_model, config):
     folder = tiny_model("qwen2")

@@ -20,28 +20,23 @@ from trigon.training.checkpointing import load_policy_and_optimizer, stage_state
 from trigon.training.optim import make_optimizer
 from trigon.training.parallel import SingleProcess
 
-FAMILIES = ["qwen2", "qwen2_5_vl"]
-
-
 STRATEGIES = pytest.mark.parametrize(
     ("strategy", "dtype"), [("adamw", torch.float32), ("adamw_bf16", torch.bfloat16)], ids=["adamw", "adamw_bf16"]
 )
 
 
 @STRATEGIES
-@pytest.mark.extended(but=["qwen2_5_vl-adamw"])
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_restored_engine_continues_bit_for_bit(tiny_model, tmp_path, model_type, strategy, dtype):
-    folder = tiny_model(model_type)
+@pytest.mark.extended(but=["adamw"])
+def test_a_restored_engine_continues_bit_for_bit(tiny_vlm, tiny_model, tmp_path, strategy, dtype):
     options = {"strategy": strategy, "dtype": dtype, "warmup_updates": 5}
-    batches = [to_train(make_rollouts(folder, seed=seed)) for seed in (0, 20, 40)]
-    engine = make_engine(folder, **options)
+    batches = [to_train(make_rollouts(tiny_vlm, seed=seed)) for seed in (0, 20, 40)]
+    engine = make_engine(tiny_vlm, **options)
     for batch in batches[:2]:
         engine.step(batch)
     engine.save_state(tmp_path, model_only=False)()
     saved = weights_of(engine)
 
-    other = make_engine(tiny_model(model_type, seed=1), **options)
+    other = make_engine(tiny_model("qwen2_5_vl", seed=1), **options)
     other.load_state(tmp_path)
     assert_equal_tensors(weights_of(other), saved)
     (tmp_path / "again").mkdir()
@@ -131,8 +126,6 @@ WEIGHT, STATE = "q_proj.weight", "q_proj.weight/exp_avg"
 @pytest.mark.parametrize(
     ("part", "how", "key_end", "message"),
     [
-        ("weights", "missing", WEIGHT, r"missing \[.*q_proj\.weight"),
-        ("weights", "unknown", WEIGHT, r"unknown \[.*model\.extra\.q_proj"),
         ("weights", "shape", WEIGHT, r"q_proj\.weight .*\[3\] instead of .*\[128, 128\]"),
         ("weights", "dtype", WEIGHT, r"q_proj.*float64.* instead of .*float32"),
         ("optimizer", "missing", STATE, "missing.*q_proj.weight/exp_avg"),

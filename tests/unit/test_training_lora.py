@@ -18,8 +18,6 @@ from trigon.errors import ModelError
 from trigon.metrics import values
 from trigon.models.lora import merge_names, merged_weight
 
-FAMILIES = ["qwen2", "qwen2_5_vl"]
-
 
 def engine_after_updates(folder, **options):
     """Return an engine with adapters of rank 2 after two updates."""
@@ -29,11 +27,8 @@ def engine_after_updates(folder, **options):
     return engine
 
 
-@pytest.mark.extended(cases=["qwen2"])
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_adapters_alone_are_saved_and_continue_bit_for_bit(tiny_model, tmp_path, model_type):
-    folder = tiny_model(model_type)
-    engine, other = engine_after_updates(folder), make_engine(folder, lora_rank=2)
+def test_adapters_alone_are_saved_and_continue_bit_for_bit(tiny_vlm, tmp_path):
+    engine, other = engine_after_updates(tiny_vlm), make_engine(tiny_vlm, lora_rank=2)
     engine.save_state(tmp_path, model_only=False)()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "adapter",
@@ -44,7 +39,7 @@ def test_adapters_alone_are_saved_and_continue_bit_for_bit(tiny_model, tmp_path,
     adapter, states = tensors_in(tmp_path / "adapter"), tensors_in(tmp_path / "optimizer")
     assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in adapter)
     assert all(".lora_A." in name or ".lora_B." in name for name in states)
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tiny_vlm)
 
     other.load_state(tmp_path)
     assert_equal_tensors(weights_of(other), weights_of(engine))
@@ -52,24 +47,21 @@ def test_adapters_alone_are_saved_and_continue_bit_for_bit(tiny_model, tmp_path,
     other.save_state(tmp_path / "again", model_only=False)()
     assert_equal_tensors(tensors_in(tmp_path / "again" / "adapter"), adapter)
     assert_equal_tensors(tensors_in(tmp_path / "again" / "optimizer"), states)
-    groups = to_train(make_rollouts(folder, seed=40))
+    groups = to_train(make_rollouts(tiny_vlm, seed=40))
     assert values(engine.step(groups)) == values(other.step(groups))
     assert_equal_tensors(weights_of(other), weights_of(engine))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.extended(cases=["qwen2"])
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_base_weights_do_not_change(tiny_model, tmp_path, model_type, dtype):
-    folder = tiny_model(model_type)
-    base = weights_of(make_engine(folder, dtype=dtype))
-    assert_equal_tensors(weights_of(make_engine(folder, dtype=dtype, lora_rank=2)), base)
-    engine = engine_after_updates(folder, dtype=dtype)
+def test_base_weights_do_not_change(tiny_vlm, tmp_path, dtype):
+    base = weights_of(make_engine(tiny_vlm, dtype=dtype))
+    assert_equal_tensors(weights_of(make_engine(tiny_vlm, dtype=dtype, lora_rank=2)), base)
+    engine = engine_after_updates(tiny_vlm, dtype=dtype)
     engine.save_state(tmp_path, model_only=True)()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "adapter_config.json"]
     adapter = tensors_in(tmp_path / "adapter")
     expected = dict(base)
-    for name, (lora_a, lora_b) in merge_names(adapter, processors_of(folder).family).items():
+    for name, (lora_a, lora_b) in merge_names(adapter, processors_of(tiny_vlm).family).items():
         assert torch.count_nonzero(adapter[lora_b]) > 0
         expected[name] = merged_weight(base[name], adapter[lora_a], adapter[lora_b], scaling=2.0)
     assert_equal_tensors(weights_of(engine), expected)
@@ -92,13 +84,10 @@ def test_every_adapter_learns_under_gradient_checkpointing_those_of_the_tower_to
     }
 
 
-@pytest.mark.extended(cases=["qwen2"])
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_the_reference_scores_as_the_base_model_after_any_number_of_updates(tiny_model, model_type):
-    folder = tiny_model(model_type)
-    rollouts = make_rollouts(folder)
-    base = torch.cat([logprobs for group in make_engine(folder).logprobs(rollouts) for logprobs in group])
-    engine = engine_after_updates(folder)
+def test_the_reference_scores_as_the_base_model_after_any_number_of_updates(tiny_vlm):
+    rollouts = make_rollouts(tiny_vlm)
+    base = torch.cat([logprobs for group in make_engine(tiny_vlm).logprobs(rollouts) for logprobs in group])
+    engine = engine_after_updates(tiny_vlm)
     reference = engine.reference_without_adapters()
 
     def score(engine) -> Tensor:

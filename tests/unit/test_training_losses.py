@@ -20,21 +20,16 @@ from support.tensors import flatten, max_relative_error
 from trigon.metrics import values
 from trigon.types import TrainGroup
 
-FAMILIES = ["qwen2", "qwen2_5_vl"]
 
-
-@pytest.mark.extended(cases=["qwen2"])
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_without_old_logprobs_the_ratio_is_exactly_one_and_old_logprobs_give_the_same_update(tiny_model, model_type):
-    folder = tiny_model(model_type)
-    rollouts = make_rollouts(folder)
-    engine = make_engine(folder)
+def test_without_old_logprobs_the_ratio_is_exactly_one_and_old_logprobs_give_the_same_update(tiny_vlm):
+    rollouts = make_rollouts(tiny_vlm)
+    engine = make_engine(tiny_vlm)
     metrics = values(engine.step(to_train(rollouts)))
     assert metrics["actor/ratio_max"] == 1.0
     assert metrics["actor/ppo_kl"] == metrics["actor/pg_clipfrac_higher"] == metrics["actor/pg_clipfrac_lower"] == 0.0
     assert metrics["mismatch/logprobs_diff_mean"] > 0
 
-    other = make_engine(folder)
+    other = make_engine(tiny_vlm)
     with_old = values(other.step(to_train(rollouts, old=other.logprobs(rollouts))))
     assert with_old["actor/ratio_max"] == pytest.approx(1.0, abs=1e-5)
     assert max_relative_error(weights_of(other), weights_of(engine)) < 1e-6
@@ -128,18 +123,7 @@ def test_an_entropy_bonus_raises_the_entropy(tiny_model):
 
 
 def test_a_rejected_completion_has_no_gradient(tiny_model):
-    # The sampling log-probabilities are all -6.5; the ratio of the policy to them is within [low,
-    # high] or not.
     folder = tiny_model("qwen2")
-    engine = make_engine(
-        folder,
-        config=with_loss(
-            mismatch_correction="reject", mismatch_level="sequence", mismatch_low=0.0, mismatch_high=1e-6 + 1
-        ),
-    )
-    before = weights_of(engine)
-    metrics = values(engine.step(to_train(make_rollouts(folder))))
-    share = metrics["mismatch/corrected_fraction"]
     none = make_engine(
         folder,
         config=with_loss(mismatch_correction="reject", mismatch_level="token", mismatch_low=1.0, mismatch_high=1.0),
@@ -147,19 +131,6 @@ def test_a_rejected_completion_has_no_gradient(tiny_model):
     untouched = values(none.step(to_train(make_rollouts(folder))))
     assert untouched["mismatch/corrected_fraction"] == 1.0
     assert untouched["actor/grad_norm"] == 0.0
-    assert 0.0 < share < 1.0
-    assert metrics["actor/grad_norm"] > 0
-    assert max_relative_error(weights_of(engine), before) > 0
-
-
-def test_the_kl_from_the_policy_itself_is_zero_and_does_not_change_the_update(tiny_model):
-    folder = tiny_model("qwen2")
-    rollouts = make_rollouts(folder)
-    engine, plain = make_engine(folder, config=KL), make_engine(folder)
-    metrics = values(engine.step(to_train(rollouts, ref=engine.logprobs(rollouts))))
-    plain.step(to_train(rollouts))
-    assert metrics["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
-    assert max_relative_error(weights_of(engine), weights_of(plain)) < 1e-6
 
 
 @pytest.mark.parametrize("config", [KL, FULL_KL], ids=["low_var_kl", "full"])

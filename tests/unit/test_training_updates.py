@@ -58,7 +58,6 @@ def test_updates_with_nothing_to_learn_from_neither_count_nor_end_a_row(outcomes
     assert (recent.num_in_a_row, recent.num_in_window) == (in_a_row, in_window)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
     ("outcomes", "limit", "problem"),
     [
@@ -196,7 +195,6 @@ def test_minibatches_of_other_steps_count_with_several_epochs_too(parts, tmp_pat
     assert sorted(lines_of(tmp_path)) == [1, 2]
 
 
-@pytest.mark.faults
 def test_the_row_goes_on_in_a_resumed_run(parts, tmp_path):
     with open_run(parts, tmp_path, **SAVING) as run:
         asked = iter([False, True])

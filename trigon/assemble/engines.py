@@ -44,8 +44,9 @@ from trigon.system.terminal import format_bytes
 from trigon.system.trace import FOLDER, DecodeTracer, LocalTracer, Tracer
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.device_memory import host_memory_for, memory_of
+from trigon.training.local import LocalTrainEngine
 from trigon.training.parallel import SingleProcess
-from trigon.training.protocol import CriticEngine, LogprobEngine, Sizes, TrainEngine, TunableEngine
+from trigon.training.protocol import CriticEngine, LogprobEngine, Sizes, TrainEngine
 
 if TYPE_CHECKING:
     from trigon.distributed.worker import Opened, WorkerEngines
@@ -156,7 +157,7 @@ def open_rollout(
     config: Config,
     processors: Processors,
     place: DevicePlacement,
-    trainer: TunableEngine | None,
+    trainer: LocalTrainEngine | None,
     *,
     shows_videos: bool,
     episodes: EpisodeSettings | None = None,

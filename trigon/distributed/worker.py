@@ -44,7 +44,8 @@ from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.device_memory import host_memory_for, memory_of
 from trigon.training.fsdp import Rendezvous, TorchProcessGroup
-from trigon.training.protocol import GroupOutputs, LogprobEngine, Sizes, TunableEngine
+from trigon.training.local import LocalTrainEngine
+from trigon.training.protocol import GroupOutputs, LogprobEngine, Sizes
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, WeightsHandle
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -100,7 +101,7 @@ class WorkerEngines:
     estimator gae.
     """
 
-    trainer: TunableEngine | None
+    trainer: LocalTrainEngine | None
     reference: LogprobEngine | None
     rollout: RolloutEngine | None
     images: MediaProcessor | None
@@ -442,7 +443,7 @@ class Worker:
         return critic
 
     @property
-    def _trainer(self) -> TunableEngine:
+    def _trainer(self) -> LocalTrainEngine:
         assert self._require_engines.trainer is not None, "this worker does not train"
         return self._require_engines.trainer
 

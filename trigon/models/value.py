@@ -7,7 +7,6 @@ Both take packed rows: prompts and images are shared by the completions of a gro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trigon.models.dtypes import autocast_off
-from trigon.models.families import ModelFamily
-from trigon.models.logprobs import Predictions, target_and_source_positions
+from trigon.models.logprobs import Predictions, target_and_source_positions, use_logprob_head
 from trigon.models.lora import adapters_of
 from trigon.models.policy import Policy
 from trigon.models.routing import RouterLoad
@@ -62,24 +60,13 @@ class ValueHead(nn.Linear):
 class ValueModel(Policy):
     """Computes the values of states under a model that load_model returned.
 
-    The model's head is replaced by a ValueHead, under the same name.
+    The model's head is replaced by a ValueHead, under the same name. The temperature and the banned
+    tokens of a Policy have no effect.
     """
 
     head_methods = ()
     head_dtype = torch.float32
     num_outputs = 1
-
-    def __init__(
-        self,
-        model: Any,
-        family: ModelFamily,
-        *,
-        temperature: float = 1.0,
-        banned_token_ids: Sequence[int] = (),
-        logprob_chunk: int | None = None,
-    ) -> None:
-        """Replace the head. The other arguments are those of Policy, and have no effect."""
-        super().__init__(model, family, temperature=1.0, banned_token_ids=banned_token_ids, logprob_chunk=logprob_chunk)
 
     def _use_head(self, model: Any) -> None:
         weight = self.family.language_model(model).embed_tokens.weight
@@ -117,20 +104,9 @@ class ActorCritic(Policy):
 
     row_methods = (*Policy.row_methods, "values", "with_values")
 
-    def __init__(
-        self,
-        model: Any,
-        family: ModelFamily,
-        *,
-        temperature: float,
-        banned_token_ids: Sequence[int],
-        logprob_chunk: int | None = None,
-    ) -> None:
-        """Add the head. The arguments are those of Policy."""
-        super().__init__(
-            model, family, temperature=temperature, banned_token_ids=banned_token_ids, logprob_chunk=logprob_chunk
-        )
-        weight = family.language_model(model).embed_tokens.weight
+    def _use_head(self, model: Any) -> None:
+        use_logprob_head(model)
+        weight = self.family.language_model(model).embed_tokens.weight
         self.value_head = ValueHead(weight.shape[1], weight.device)
 
     def values(self, packed: PackedGroups, *, run_dummy_vision: bool = False, with_next: bool = False) -> Tensor:

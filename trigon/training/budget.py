@@ -26,8 +26,10 @@ from trigon.models.activation_offload import host_bytes_at_most
 from trigon.models.policy import Policy
 from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.device_memory import Memory
+from trigon.training.local import LocalTrainEngine
 from trigon.training.parallel import ProcessGroup
-from trigon.training.protocol import LogprobEngine, TunableEngine, TunableScorer
+from trigon.training.protocol import LogprobEngine
+from trigon.training.scorer import LocalScorer
 from trigon.types import (
     Completion,
     Prompt,
@@ -104,7 +106,7 @@ class Budgets:
 
 
 def tune_engines(
-    trainer: TunableEngine,
+    trainer: LocalTrainEngine,
     reference: LogprobEngine | None,
     memory: Memory,
     lengths: Lengths,
@@ -126,7 +128,7 @@ def tune_engines(
     Raises: ConfigError if a pass over the longest sequence does not fit.
     """
     # With LoRA the reference is the trainer without its adapters, and has no budget of its own.
-    scorer = reference if isinstance(reference, TunableScorer) else None
+    scorer = reference if isinstance(reference, LocalScorer) else None
     # A critic on the policy's trunk makes the passes of the policy.
     on_trunk = isinstance(critic, LocalTrunkCritic)
     usable = math.inf if host_bytes is None else _KNOWN_HOST_SHARE * host_bytes
@@ -154,8 +156,8 @@ def tune_engines(
 
 
 def _measure(
-    trainer: TunableEngine,
-    reference: TunableScorer | None,
+    trainer: LocalTrainEngine,
+    reference: LocalScorer | None,
     critic: LocalCriticEngine | None,
     memory: Memory,
     lengths: Lengths,

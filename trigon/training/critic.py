@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from trigon.algorithms.reduce import Denominators, ExpertShares
 from trigon.algorithms.unread import UnreadMetrics
 from trigon.config.plan import ModelPlan
-from trigon.config.schema import Config, CriticConfig
+from trigon.config.schema import Config
 from trigon.data.packing import Positions, tokens_of
 from trigon.metrics import Metric, Metrics
 from trigon.models.features import VisionFeatureCache
@@ -28,36 +27,8 @@ from trigon.training.checkpointing import Saved
 from trigon.training.device_memory import Placement
 from trigon.training.local import LocalTrainEngine, ModelName
 from trigon.training.protocol import GroupOutputs, LoadPixels
-from trigon.training.step import Precision, Reference, idle_row, reduced_value_loss, score_rows
+from trigon.training.step import Reference, idle_row, reduced_value_loss, score_rows
 from trigon.types import MicroBatch, PackedGroups, RolloutGroup, TokenLogprobs, TrainGroup
-
-
-class RowValues(Protocol):
-    """Computes the value before each sampled token of a row, [S], with gradient."""
-
-    def __call__(self, packed: PackedGroups, *, run_dummy_vision: bool) -> Tensor: ...
-
-
-def value_backward(
-    values_of: RowValues,
-    batch: MicroBatch,
-    critic: CriticConfig,
-    denominators: Denominators,
-    precision: Precision,
-    *,
-    run_dummy_vision: bool,
-    gradient_scale: float,
-) -> UnreadMetrics:
-    """Add the gradient of one micro-batch to the parameters, and return its metrics.
-
-    The other arguments are as in micro_batch_backward. "critic/vf_loss" is this micro-batch's
-    summand of the update's loss.
-    """
-    with precision():
-        values = values_of(batch.packed, run_dummy_vision=run_dummy_vision)
-    loss, metrics = reduced_value_loss(values, batch, critic, denominators)
-    torch.autograd.backward(loss * gradient_scale)
-    return metrics
 
 
 class LocalCriticEngine(LocalTrainEngine):
@@ -114,11 +85,11 @@ class LocalCriticEngine(LocalTrainEngine):
         self.offload()
 
     def dry_run(self, groups: Sequence[RolloutGroup]) -> None:
-        """See TunableEngine: the pass of values."""
+        """See LocalTrainEngine: the pass of values."""
         self._score(groups, max_tokens=sum(map(tokens_of, groups)))
 
     def use_budgets(self, *, update_max_tokens: int, score_max_tokens: int) -> None:
-        """See TunableEngine."""
+        """See LocalTrainEngine."""
         super().use_budgets(update_max_tokens=update_max_tokens, score_max_tokens=score_max_tokens)
         self._score_max_tokens = score_max_tokens
 
@@ -177,15 +148,11 @@ class LocalCriticEngine(LocalTrainEngine):
     ) -> UnreadMetrics:
         assert shares is None, "the loss of a critic does not balance experts"
         assert on_outputs is None, "a critic computes no log-probabilities"
-        return value_backward(
-            self._values,
-            batch,
-            self._config.worker.critic,
-            denominators,
-            self._scorer.precision,
-            run_dummy_vision=run_dummy_vision,
-            gradient_scale=gradient_scale,
-        )
+        with self._scorer.precision():
+            values = self._values(batch.packed, run_dummy_vision=run_dummy_vision)
+        loss, metrics = reduced_value_loss(values, batch, self._config.worker.critic, denominators)
+        torch.autograd.backward(loss * gradient_scale)
+        return metrics
 
     def _idle_backward(self, run_dummy_vision: bool) -> None:
         with self._scorer.precision():

@@ -20,11 +20,32 @@ FAKE_LOGPROB = -1.0
 """The log-probability of every token. rollout/fake.py has the same, so there is no mismatch."""
 
 
-class FakeTrainEngine:
-    """Satisfies TrainEngine. Its only weight, "updates", is the number of updates made."""
+class _CountsUpdates:
+    """Has a number of updates as its only state."""
 
     def __init__(self) -> None:
         self.updates = 0
+
+    def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
+        """See TrainedModel."""
+        text = json.dumps({"updates": self.updates})
+
+        def write() -> None:
+            folder.mkdir(exist_ok=True)
+            (folder / "optimizer.json").write_text(text, encoding="utf-8")
+
+        return write
+
+    def load_state(self, folder: Path) -> None:
+        """See TrainedModel."""
+        self.updates = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))["updates"]
+
+    def close(self) -> None:
+        """See TrainedModel."""
+
+
+class FakeTrainEngine(_CountsUpdates):
+    """Satisfies TrainEngine. Its only weight, "updates", is the number of updates made."""
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
@@ -54,33 +75,14 @@ class FakeTrainEngine:
         """See TrainEngine."""
         return LocalWeights(lambda dtype=None: iter([("updates", torch.tensor([float(self.updates)]))]))
 
-    def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
-        """See TrainEngine."""
-        text = json.dumps({"updates": self.updates})
-
-        def write() -> None:
-            (folder / "optimizer.json").write_text(text, encoding="utf-8")
-
-        return write
-
-    def load_state(self, folder: Path) -> None:
-        """See TrainEngine."""
-        self.updates = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))["updates"]
-
-    def close(self) -> None:
-        """See TrainEngine."""
-
 
 def _outputs(sequence: TrainSequence) -> TokenLogprobs:
     logprobs = torch.full(sequence.loss_mask.shape, FAKE_LOGPROB)
     return TokenLogprobs(logprobs, torch.full_like(logprobs, 0.5), None)
 
 
-class FakeCriticEngine:
+class FakeCriticEngine(_CountsUpdates):
     """Satisfies CriticEngine. Values everything at the number of updates made."""
-
-    def __init__(self) -> None:
-        self.updates = 0
 
     def values(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See CriticEngine."""
@@ -99,20 +101,3 @@ class FakeCriticEngine:
             "critic/skipped_updates": Sum(0.0),
             "critic/nonfinite_updates": Sum(0.0),
         }
-
-    def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
-        """See CriticEngine."""
-        text = json.dumps({"updates": self.updates})
-
-        def write() -> None:
-            folder.mkdir(exist_ok=True)
-            (folder / "optimizer.json").write_text(text, encoding="utf-8")
-
-        return write
-
-    def load_state(self, folder: Path) -> None:
-        """See CriticEngine."""
-        self.updates = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))["updates"]
-
-    def close(self) -> None:
-        """See CriticEngine."""

@@ -89,7 +89,9 @@ class Trained:
 
 
 class LocalTrainEngine:
-    """The train engine of one process. Satisfies TunableEngine.
+    """The train engine of one process. Satisfies TrainEngine.
+
+    Its token budgets can be measured and set.
 
     All ranks of the process group call every method together, each with its own groups.
     """
@@ -351,7 +353,11 @@ class LocalTrainEngine:
 
     @contextmanager
     def dry_run_updates(self) -> Iterator[Callable[[Sequence[TrainGroup]], None]]:
-        """See TunableEngine."""
+        """Return a context with a function that makes one update pass over all groups in one row.
+
+        Gradients accumulate inside the context and are discarded at its end. All ranks have to make
+        the same passes.
+        """
         reference = self._full_kl_reference()
         self.wake(optimizer=False)
         with nullcontext() if reference is None else reference.awake():
@@ -376,23 +382,23 @@ class LocalTrainEngine:
         )
 
     def dry_run(self, groups: Sequence[RolloutGroup]) -> None:
-        """See TunableEngine."""
+        """Make the pass of logprobs or full_kl over all groups in one row; discard the result."""
         self.wake(optimizer=False)
         self._scorer.dry_run(groups, against=self._reference)
 
     def use_budgets(self, *, update_max_tokens: int, score_max_tokens: int) -> None:
-        """See TunableEngine."""
+        """Set the token budgets of a packed row with and without gradient."""
         self._update_max_tokens = update_max_tokens
         self._scorer.use_budget(score_max_tokens)
 
     @property
     def policy(self) -> Policy:
-        """See TunableEngine."""
+        """The policy that is trained."""
         return self._policy
 
     @property
     def optimizer_bytes(self) -> int:
-        """See TunableEngine.
+        """Bytes of this rank's device that an update takes: optimizer states and temporaries.
 
         0 if updates are made on another device than the one that computes (FSDP's CPU offload).
         """
@@ -404,11 +410,11 @@ class LocalTrainEngine:
 
     @property
     def resting_bytes(self) -> int:
-        """See TunableEngine."""
+        """Bytes of this rank's device that optimizer states take between updates, or may take."""
         return 0 if self._offload_optimizer else self.optimizer_bytes
 
     def offload(self) -> None:
-        """See TunableEngine."""
+        """Move what is offloaded between uses to host memory now, and free cached device memory."""
         self.offload_weights()
         self._offload_states()
 
@@ -484,7 +490,7 @@ class LocalTrainEngine:
         self._made.updates = updates
 
     def sizes(self) -> Sizes:
-        """See TunableEngine."""
+        """Return the size of the policy, and the memory that training it needs."""
         parameters = list(self._module.parameters())
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         updated = [] if self._made is None else list(map(on_this_rank, trainable))

@@ -1,25 +1,20 @@
 """The interfaces of train engines.
 
 The single-process engine, the worker group and the fake engine implement TrainEngine. What needs an
-engine on its own device (workers, the measurement of token budgets) uses TunableEngine.
+engine on its own device (workers, the measurement of token budgets) uses LocalTrainEngine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from trigon.metrics import Metrics
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup, WeightsHandle
-
-if TYPE_CHECKING:
-    from trigon.models.policy import Policy
-
 
 Group = TypeVar("Group", RolloutGroup, TrainGroup)
 
@@ -152,62 +147,3 @@ class Sizes:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-
-
-@runtime_checkable
-class TunableScorer(Protocol):
-    """A reference policy on this device whose token budget can be measured and set."""
-
-    def dry_run(self, groups: Sequence[RolloutGroup]) -> None:
-        """Make the pass of logprobs over all groups in one row, and discard the result."""
-        ...
-
-    def use_budget(self, max_tokens: int) -> None:
-        """Set the token budget of a packed row."""
-        ...
-
-
-class TunableEngine(TrainEngine, Protocol):
-    """A train engine on this device, whose token budgets can be measured and set."""
-
-    @property
-    def policy(self) -> Policy:
-        """The policy that is trained."""
-        ...
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of this rank's device that an update takes: optimizer states and temporaries."""
-        ...
-
-    @property
-    def resting_bytes(self) -> int:
-        """Bytes of this rank's device that optimizer states take between updates, or may take."""
-        ...
-
-    def sizes(self) -> Sizes:
-        """Return the size of the policy, and the memory that training it needs."""
-        ...
-
-    def offload(self) -> None:
-        """Move what is offloaded between uses to host memory now, and free cached device memory."""
-        ...
-
-    def dry_run(self, groups: Sequence[RolloutGroup]) -> None:
-        """Make the pass of logprobs over all groups in one row, and discard the result.
-
-        Makes the pass of full_kl if the engine has a reference.
-        """
-        ...
-
-    def dry_run_updates(self) -> AbstractContextManager[Callable[[Sequence[TrainGroup]], None]]:
-        """Return a context with a function that makes one update pass over all groups in one row.
-
-        Gradients accumulate inside the context and are discarded at its end. All ranks have to make
-        the same passes.
-        """
-        ...
-
-    def use_budgets(self, *, update_max_tokens: int, score_max_tokens: int) -> None:
-        """Set the token budgets of a packed row with and without gradient."""
-        ...

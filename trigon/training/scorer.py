@@ -24,7 +24,7 @@ from trigon.types import PackedGroups, RolloutGroup, TokenLogprobs
 
 
 class LocalScorer:
-    """Scores completions under a policy. Satisfies LogprobEngine, TunableScorer and step.Reference.
+    """Scores completions under a policy. Satisfies LogprobEngine and step.Reference.
 
     All ranks of the process group call every method together, each with its own groups.
     """

@@ -362,44 +362,6 @@ def qwen_vision_family(
     )
 
 
-def tile_family(
-    model_type: str,
-    tiny: TinyModel,
-    *,
-    tile_tower: str,
-    tower_name: str,
-    vision_layers: str,
-    image_wrap: tuple[str, str] | None = None,
-    image_text: tuple[str, str] | None = None,
-    image_layers: ImageLayers = "none",
-    language_types: tuple[str, ...] = ("llama", "qwen2", "qwen3"),
-    windows: bool = False,
-    tile_assembly: TileAssembly | None = None,
-    image_parameters: tuple[str, ...] = (),
-) -> ModelFamily:
-    """Return a family whose vision tower takes tiles, before any of some language models.
-
-    tower_name: prefix of the tower's weights in published checkpoints. The rest: as ModelFamily.
-    """
-    return ModelFamily(
-        model_type=model_type,
-        tiny=tiny,
-        language_path="model.language_model",
-        vision_path="model.vision_tower",
-        checkpoint_prefixes=llava_prefixes(tower_name),
-        tile_tower=tile_tower,
-        projector_path="model.multi_modal_projector",
-        vision_layers=vision_layers,
-        image_wrap=image_wrap,
-        image_text=image_text,
-        image_layers=image_layers,
-        language_types=language_types,
-        windows=windows,
-        tile_assembly=tile_assembly,
-        image_parameters=image_parameters,
-    )
-
-
 def llava_prefixes(tower_name: str) -> tuple[tuple[str, str], ...]:
     """Return the checkpoint_prefixes of models that are published under the names of LLaVA's parts.
 

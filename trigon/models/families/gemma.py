@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers  # its classes are imported on first use
 
-from trigon.models.families.family import ModelFamily, tile_family
+from trigon.models.families.family import ModelFamily, llava_prefixes
 from trigon.models.families.tiny import INITIAL_STD, ROPE, ROPE_THETA, TILE_SIZE, TinyModel, text_options
 
 _PATCH_SIZE = 14
@@ -74,10 +74,10 @@ def _project(model: Any) -> None:
 FAMILIES = (
     ModelFamily(model_type="gemma", tiny=TinyModel(_gemma)),
     ModelFamily(model_type="gemma3_text", tiny=TinyModel(_gemma3_text), windows=True, caps_logits=True),
-    tile_family(
-        "gemma3",
+    ModelFamily(
+        model_type="gemma3",
         # transformers 5.19 writes the names of SigLIP's weights without their former prefix.
-        TinyModel(
+        tiny=TinyModel(
             _gemma3,
             _gemma3_processor,
             special_tokens={
@@ -89,7 +89,10 @@ FAMILIES = (
             initialize=_project,
         ),
         tile_tower="siglip_vision_model",
-        tower_name="vision_tower.vision_model.",
+        checkpoint_prefixes=llava_prefixes("vision_tower.vision_model."),
+        language_path="model.language_model",
+        vision_path="model.vision_tower",
+        projector_path="model.multi_modal_projector",
         vision_layers="encoder.layers",
         image_text=("{boi_token}", "\n\n{boi_token}{image_token}{eoi_token}\n\n"),
         image_layers="all",

@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers  # its classes are imported on first use
 
-from trigon.models.families.family import tile_family
+from trigon.models.families.family import ModelFamily, llava_prefixes
 from trigon.models.families.tiny import INITIAL_STD, TILE_SIZE, TinyModel, media_tokens, text_options
 
 _TILE_TOKENS = 4
@@ -41,9 +41,9 @@ def _processor(tokenizer: Any) -> Any:
 
 
 FAMILIES = (
-    tile_family(
-        "internvl",
-        TinyModel(
+    ModelFamily(
+        model_type="internvl",
+        tiny=TinyModel(
             _config,
             _processor,
             special_tokens={
@@ -55,8 +55,12 @@ FAMILIES = (
             image_text="<|image_pad|>",
         ),
         tile_tower="internvl_vision",
-        tower_name="vision_tower.",
+        checkpoint_prefixes=llava_prefixes("vision_tower."),
+        language_path="model.language_model",
+        vision_path="model.vision_tower",
+        projector_path="model.multi_modal_projector",
         vision_layers="encoder.layer",
         image_wrap=("start_image_token", "end_image_token"),
+        language_types=("llama", "qwen2", "qwen3"),
     ),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers  # its classes are imported on first use
 
-from trigon.models.families.family import tile_family
+from trigon.models.families.family import ModelFamily, llava_prefixes
 from trigon.models.families.tiny import TILE_SIZE, TinyModel, media_tokens, text_options
 
 
@@ -46,10 +46,10 @@ def _processor(tokenizer: Any) -> Any:
 
 
 FAMILIES = (
-    tile_family(
-        "llava",
+    ModelFamily(
+        model_type="llava",
         # transformers 5.19 writes the names of CLIP's weights without their former prefix.
-        TinyModel(
+        tiny=TinyModel(
             _config,
             _processor,
             special_tokens={"image_token": "<|image_pad|>"},
@@ -57,7 +57,11 @@ FAMILIES = (
             saves_published_names=False,
         ),
         tile_tower="clip_vision_model",
-        tower_name="vision_tower.vision_model.",
+        checkpoint_prefixes=llava_prefixes("vision_tower.vision_model."),
+        language_path="model.language_model",
+        vision_path="model.vision_tower",
+        projector_path="model.multi_modal_projector",
         vision_layers="encoder.layers",
+        language_types=("llama", "qwen2", "qwen3"),
     ),
 )

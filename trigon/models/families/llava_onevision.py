@@ -22,7 +22,7 @@ import torch
 import transformers  # its classes are imported on first use
 from torch import Tensor, nn
 
-from trigon.models.families.family import TileAssembly, tile_family
+from trigon.models.families.family import ModelFamily, TileAssembly, llava_prefixes
 from trigon.models.families.tiny import TILE_SIZE, TinyModel, media_tokens, text_options
 from trigon.types import ImageSizes
 
@@ -135,10 +135,10 @@ def _processor(tokenizer: Any) -> Any:
 
 
 FAMILIES = (
-    tile_family(
-        "llava_onevision",
+    ModelFamily(
+        model_type="llava_onevision",
         # transformers 5.19 writes the names of SigLIP's weights without their former prefix.
-        TinyModel(
+        tiny=TinyModel(
             _config,
             _processor,
             special_tokens={"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
@@ -146,7 +146,10 @@ FAMILIES = (
             saves_published_names=False,
         ),
         tile_tower="siglip_vision_model",
-        tower_name="vision_tower.vision_model.",
+        checkpoint_prefixes=llava_prefixes("vision_tower.vision_model."),
+        language_path="model.language_model",
+        vision_path="model.vision_tower",
+        projector_path="model.multi_modal_projector",
         vision_layers="encoder.layers",
         language_types=("qwen2",),
         tile_assembly=TileAssembly(image_tokens, image_features),
