@@ -153,9 +153,8 @@ class RolloutBuffer:
         self._unfinished: list[Work] = []
         self._taken: list[RolloutGroup] = []  # by the last step that began
         self._found = _Found()  # without groups and unfinished work, which are in the lists above
-        self._ahead: _Ahead | None = None
-        self._flight: _Flight | None = None
-        self._has_failed = False  # every prompt of the last flight
+        self._running: _Running | None = None
+        self._has_failed = False  # every prompt of the call before, if they are sampled all the time
         self._before: _Position | None = None  # of the step that began last, once it is known
         self._staleness: Metrics = {}
 
@@ -176,7 +175,7 @@ class RolloutBuffer:
         else:
             batch = self._sample_for_step(step, weights, version)
             if self._config.algorithm.max_staleness == 1 and step < self._plan.total_steps:
-                self._begin_ahead(step + 1)
+                self._begin_ahead(step + 1, version)
         self._staleness = describe_staleness(batch.groups, version=version)
         return batch
 
@@ -185,40 +184,39 @@ class RolloutBuffer:
         config = self._config
         has_pools = not config.worker.hybrid_engine
         metrics: dict[str, Any] = {}
-        if self._ahead is None:  # else the engine and the prompts are in use; the batch has their counts
-            metrics |= {
-                **({} if config.algorithm.samples_continuously else self._rollout.pop_metrics()),
-                **self._prompts.metrics(),
-            }
+        if config.algorithm.samples_continuously:
+            metrics |= self._prompts.metrics()
+        elif self._running is None:  # else the engine and the prompts are in use; the batch has their counts
+            metrics |= {**self._rollout.pop_metrics(), **self._prompts.metrics()}
         if has_pools or config.worker.rollout.oversampling > 0:
             metrics |= self._staleness
         return {**metrics, **self._clock.pop_metrics()} if has_pools else metrics
 
     def pause(self) -> None:
         """Wait until nothing is sampled any more, for a validation. next() raises errors."""
-        if self._ahead is not None:
-            self._wait_for(self._ahead.call)
-        if self._flight is not None:
-            self._flight.interruption.ask("stop" if self._config.worker.rollout.partial == "continue" else "drain")
-            self._await(None, 0)
-            if self._flight.failure is None:
-                self._end_flight()
+        if self._running is None:
+            return
+        if not self._config.algorithm.samples_continuously:
+            self._wait_for(self._running.call)
+            return
+        self._running.interruption.ask("stop" if self._config.worker.rollout.partial == "continue" else "drain")
+        self._await(None, 0)
+        if self._running.failure is None:
+            self._end_continuous()
 
     def pause_to_save(self) -> None:
         """Wait until a checkpoint loses nothing, where that does not take long.
 
         Completions that are to finish are not waited for: they begin again.
         """
-        if self._ahead is not None or self._config.worker.rollout.partial == "continue":
+        if not self._config.algorithm.samples_continuously or self._config.worker.rollout.partial == "continue":
             self.pause()
 
     def close(self) -> None:
         """Give up what is sampled."""
-        if self._ahead is not None:
-            self._ahead.call.give_up()
-        if self._flight is not None:
-            self._flight.interruption.ask("stop")
-            self._flight.call.give_up()
+        if self._running is not None:
+            self._running.interruption.ask("stop")
+            self._running.call.give_up()
 
     def image_files(self, prompt_id: str) -> list[bytes]:
         """Return the images of a prompt that was sampled, see PromptStream.image_files."""
@@ -286,25 +284,23 @@ class RolloutBuffer:
 
     def _position(self, taken: Sequence[RolloutGroup]) -> _Position:
         """Return what a checkpoint is made of. What is sampled now is in it as it was before."""
-        begun: Sequence[Work] = ()
-        prompts: Mapping[str, Any] | None = None
-        if self._ahead is not None:
+        continuous = self._config.algorithm.samples_continuously
+        if continuous:
+            self._absorb()
+        else:
             self._end_ahead_if_done()
-        if self._ahead is not None:
-            error = self._ahead.call.error
+        running = self._running
+        if running is not None and not continuous:
+            error = running.call.error
             state = "are not sampled yet" if error is None else f"have failed ({first_line(error)})"
             self._report.warn(
-                f"the checkpoint is saved without the groups of step {self._ahead.step}, which {state}: a run that "
+                f"the checkpoint is saved without the groups of step {running.step}, which {state}: a run that "
                 "resumes from it samples them with newer weights, and has other numbers than this one"
             )
-            prompts, begun = self._ahead.prompts, self._ahead.work
-        elif self._flight is not None:
-            self._absorb()
-            begun = list(self._flight.begun.values())
         return _Position(
-            self._prompts.state() if prompts is None else prompts,
+            self._prompts.state() if running is None else running.prompts,
             (*taken, *self._ready),
-            (*begun, *self._unfinished),
+            (*(() if running is None else running.begun.values()), *self._unfinished),
             replace(self._found, filtered=[*self._found.filtered]),
         )
 
@@ -382,8 +378,8 @@ class RolloutBuffer:
     def _sample_for_step(self, step: int, weights: WeightsHandle, version: int) -> Batch:
         """Return the batch of a step; what is missing of it is sampled with these weights."""
         config, report, per_step = self._config, self._report, self._plan.prompts_per_step
-        if self._ahead is not None:
-            self._wait_for(self._ahead.call)
+        if self._running is not None:
+            self._wait_for(self._running.call)
             self._end_ahead(step)
         self._drop_old(version)
         self._before = self._position([])
@@ -419,7 +415,7 @@ class RolloutBuffer:
                 )
         return replace(batch, probes=probes)
 
-    def _begin_ahead(self, step: int) -> None:
+    def _begin_ahead(self, step: int, version: int) -> None:
         """Begin to sample what the next step learns from, with the weights that the engine has."""
         needed = self._plan.prompts_per_step - len(self._ready)
         if needed <= 0:
@@ -436,11 +432,11 @@ class RolloutBuffer:
             return found
 
         prompts = self._prompts.state()
-        self._ahead = _Ahead(step, work, prompts, SamplingCall(step, sample))
+        self._running = _Running(step, version, _by_id(work), prompts, SamplingCall(step, sample))
 
     def _end_ahead(self, step: int) -> None:
         """Take over what was sampled for this step while the one before it was made."""
-        ahead = self._ahead
+        ahead = self._running
         assert ahead is not None
         if not isinstance(ahead.call.error, LostSamplersError):
             if ahead.call.error is not None:
@@ -451,15 +447,14 @@ class RolloutBuffer:
             f"{ahead.call.error}: the groups of step {step} are sampled again, with the weights of step {step - 1}, so "
             "that this run has other numbers than one without the loss"
         )
-        self._ahead = None
+        self._running = None
         self._prompts.load_state(ahead.prompts)
-        self._unfinished = [*ahead.work, *self._unfinished]
+        self._unfinished = [*ahead.begun.values(), *self._unfinished]
 
     def _end_ahead_if_done(self) -> None:
-        assert self._ahead is not None
-        found = self._ahead.call.result
+        found = None if self._running is None else self._running.call.result
         if found is not None:
-            self._ahead = None
+            self._running = None
             self._take_over(found)
 
     def _take_over(self, found: _Found) -> None:
@@ -534,7 +529,7 @@ class RolloutBuffer:
             warn_if_rewards_are_equal(groups, self._report.warn)
         found.unfinished = [_left(prompt, completions) for prompt, completions in unfinished]
         # Not of a group that failed, whose new tokens are not known.
-        begun = {each.prompt.prompt_id: each for each in work}
+        begun = _by_id(work)
         num_new = sum(_count_new(row, begun[prompt.prompt_id]) for prompt, row in unfinished)
         num_new += sum(_count_new(_all(group), begun[group.prompt.prompt_id]) for group in groups)
         num_failed = len(work) - len(groups) - len(unfinished)
@@ -582,11 +577,11 @@ class RolloutBuffer:
         probes: list[Probe] = []
         self._interrupt(version)
         self._await(num_groups, version)
-        if self._flight is not None and not self._flight.call.is_done:
+        if self._running is not None and not self._running.call.is_done:
             return probes
         num_drawn = 0
         while True:
-            self._end_flight()
+            self._end_continuous()
             if num_drawn and self._is_short_after(num_drawn, version):
                 return probes
             new_probes, num_new = self._begin(step, weights, version)
@@ -608,15 +603,15 @@ class RolloutBuffer:
         return True
 
     def _interrupt(self, version: int) -> None:
-        """Let the flight end for new weights: now, or once its weights are old enough."""
-        flight, config = self._flight, self._config
-        if flight is None:
+        """Let the call end for new weights: now, or once its weights are old enough."""
+        running, config = self._running, self._config
+        if running is None:
             return
         if config.worker.rollout.partial == "continue":
-            flight.interruption.ask("stop")
+            running.interruption.ask("stop")
             self._await(None, version)
-        elif version - flight.version >= max(1, config.algorithm.max_staleness // 2):
-            flight.interruption.ask("drain")  # not at each version: the last ones leave most of the engine idle
+        elif version - running.version >= max(1, config.algorithm.max_staleness // 2):
+            running.interruption.ask("drain")  # not at each version: the last ones leave most of the engine idle
 
     def _wait_for(self, call: SamplingCall[Any], until: Callable[[], bool] = lambda: False) -> None:
         """Wait until a call is done, or something else holds, which is asked now and then."""
@@ -629,9 +624,9 @@ class RolloutBuffer:
                 advance(0 if call.pop_progress() else None)
 
     def _await(self, num_groups: int | None, version: int) -> None:
-        """Wait until the flight has ended, or this many groups can be learned from."""
-        if self._flight is not None and not self._has(num_groups, version):
-            self._wait_for(self._flight.call, lambda: self._has(num_groups, version))
+        """Wait until the call has ended, or this many groups can be learned from."""
+        if self._running is not None and not self._has(num_groups, version):
+            self._wait_for(self._running.call, lambda: self._has(num_groups, version))
             self._absorb()
 
     def _has(self, num_groups: int | None, version: int) -> bool:
@@ -641,34 +636,32 @@ class RolloutBuffer:
 
     def _absorb(self) -> None:
         """Take the groups that have ended since the last call."""
-        flight, found = self._flight, self._found
-        while flight is not None and flight.ended:
-            group = flight.ended.popleft()
-            begun = flight.begun.pop(group.prompt.prompt_id)
+        running, found = self._running, self._found
+        while running is not None and running.ended:
+            group = running.ended.popleft()
+            begun = running.begun.pop(group.prompt.prompt_id)
             self._ready += self._kept([group], found)
             found.num_tokens += _count_new(_all(group), begun)
-            flight.num_ended += 1
+            running.num_ended += 1
 
-    def _end_flight(self) -> None:
-        """Take what is left of a flight. Raises: its error, unless samplers were lost."""
-        flight, found = self._flight, self._found
-        if flight is None:
+    def _end_continuous(self) -> None:
+        """Take what is left of the call. Raises: its error, unless samplers were lost."""
+        running, found = self._running, self._found
+        if running is None:
             return
         self._absorb()
-        if flight.failure is not None and not isinstance(flight.failure, LostSamplersError):
-            raise flight.failure
-        self._flight = None
-        self._has_failed = flight.has_failed
-        unfinished = flight.call.result
-        if unfinished is None:
-            self._report.warn(f"{flight.call.error}: their groups are sampled again")
-            self._unfinished += flight.begun.values()
+        if running.failure is not None and not isinstance(running.failure, LostSamplersError):
+            raise running.failure
+        self._running = None
+        self._has_failed = running.has_failed
+        if running.call.result is None:
+            self._report.warn(f"{running.call.error}: their groups are sampled again")
+            self._unfinished += running.begun.values()
             return
-        for prompt, completions in unfinished:
-            begun = flight.begun.pop(prompt.prompt_id)
-            found.num_tokens += _count_new(completions, begun)
-            self._unfinished.append(_left(prompt, completions))
-        found.count(_FAILED, len(flight.begun))
+        for left in running.call.result.unfinished:
+            found.num_tokens += _count_new(left.completions, running.begun.pop(left.prompt.prompt_id))
+            self._unfinished.append(left)
+        found.count(_FAILED, len(running.begun))
 
     def _begin(self, step: int, weights: WeightsHandle, version: int) -> tuple[list[Probe], int]:
         """Send the weights, and begin as many groups as allowed.
@@ -696,19 +689,19 @@ class RolloutBuffer:
             probes = self._parity.probe((), self._rollout, self._sampling, prompt=first, version=version)
         self._found.metrics = merge(self._found.metrics, self._rollout.pop_metrics())
         if work:
-            self._flight = self._fly(step, version, work)
+            self._begin_continuous(step, version, work)
         return probes, len(new)
 
-    def _fly(self, step: int, version: int, work: Sequence[Work]) -> _Flight:
+    def _begin_continuous(self, step: int, version: int, work: Sequence[Work]) -> None:
         """Begin to sample work in a thread, until it is interrupted."""
         per_step = self._plan.prompts_per_step
         ended: deque[RolloutGroup] = deque()
         interruption = Interruption()
         until = Until(len(work), 0, tuple(each.completions for each in work), interruption)
 
-        def sample(phase: Phase) -> _Unfinished:
+        def sample(phase: Phase) -> _Found:
             with self._clock.sampling():
-                return collect_until(
+                collected = collect_until(
                     [each.prompt for each in work],
                     self._rollout,
                     self._rewards,
@@ -717,59 +710,52 @@ class RolloutBuffer:
                     phase=phase,
                     on_scored=ended.append,
                     min_counted=per_step * self._sampling.n,
-                ).unfinished
+                )
+            return _Found(unfinished=[_left(prompt, completions) for prompt, completions in collected.unfinished])
 
-        return _Flight(
-            version=version,
-            begun={each.prompt.prompt_id: each for each in work},
+        self._running = _Running(
+            step,
+            version,
+            _by_id(work),
+            self._prompts.state(),
+            SamplingCall(step, sample),
+            interruption,
+            ended,
             max_failed=0 if self._has_failed else per_step - 1,
-            ended=ended,
-            interruption=interruption,
-            call=SamplingCall(step, sample),
         )
 
 
-_Unfinished = list[tuple[Prompt, tuple[Completion, ...]]]
+@dataclass(slots=True, eq=False)
+class _Running:
+    """What is sampled in a thread: for the next step, or all the time until the next weight sync.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ahead:
-    """Groups that are sampled while the step before theirs is made.
-
-    work: that it began with. prompts: the state of the prompt stream before it.
+    step: for which it is sampled, or in which it began. version: of the weights. begun: the work
+    that it began with, by the prompt's id, without the groups that were taken from ended.
+    prompts: the state of the prompt stream when it began. The fields below have no use in a call
+    for the next step, whose groups are used once all of them are there.
+    ended: groups that have ended and are scored. max_failed: this many prompts may fail although no
+    other one has ended. num_ended: groups that were taken from ended.
     """
 
     step: int
-    work: Sequence[Work]
-    prompts: Mapping[str, Any]
-    call: SamplingCall[_Found]
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """What is sampled between two weight syncs. The result of its call is what has not ended.
-
-    version: of the weights. begun: the work that it began with, by the prompt's id, without the
-    groups that were taken from ended: those that have ended and are scored. num_ended: how many
-    were taken. max_failed: this many prompts may fail although no other one has ended.
-    """
-
     version: int
     begun: dict[str, Work]
-    max_failed: int
-    ended: deque[RolloutGroup]
-    interruption: Interruption
-    call: SamplingCall[_Unfinished]
+    prompts: Mapping[str, Any]
+    call: SamplingCall[_Found]
+    interruption: Interruption = field(default_factory=Interruption)
+    ended: deque[RolloutGroup] = field(default_factory=deque)
+    max_failed: int = 0
     num_ended: int = 0
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine has failed for every prompt of a flight that is done and absorbed."""
-        return self.call.error is None and not self.call.result and not self.num_ended
+        """Whether the engine has failed for every prompt of a call that is done and absorbed."""
+        found = self.call.result
+        return found is not None and not found.unfinished and not self.num_ended
 
     @property
     def failure(self) -> BaseException | None:
-        """The error of a flight that is done, also if the engine failed for too many prompts."""
+        """The error of a call that is done, also if the engine failed for too many prompts."""
         if not self.has_failed or len(self.begun) <= self.max_failed:
             return self.call.error
         return EngineError(
@@ -809,6 +795,10 @@ def _describe_shortage(num_found: int, num_groups: int, tried: str, metrics: Met
         f"online filtering found {num_found} of {num_groups} groups in {tried} (trainer.max_try_make_batch): {low:.0%} "
         f"of those sampled were at or below algorithm.filter_low, {high:.0%} at or above filter_high"
     )
+
+
+def _by_id(work: Sequence[Work]) -> dict[str, Work]:
+    return {each.prompt.prompt_id: each for each in work}
 
 
 def _all(group: RolloutGroup) -> list[Completion]:
