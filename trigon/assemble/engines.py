@@ -340,9 +340,15 @@ def open_workers(
     from trigon.distributed.worker import Worker
 
     learners = workers.learners
-    open_group = partial(open_in_group, config, plan, shows_videos, episodes)
+    pools, open_group = place_pools(config), partial(open_in_group, config, plan, shows_videos, episodes)
     with report.phase("load model and start rollout engine"):
-        opened = open_pools(workers, place_pools(config), open_group)
+        if workers.samplers is None:
+            results = open_group(pools[0], learners)
+        else:  # both pools at the same time
+            learning = workers.samplers.submit_one(partial(open_group, pools[0], learners))
+            workers.samplers.open(partial(open_group, pools[1]))
+            results = learning.result()
+    opened = [sizes for sizes in results if sizes is not None]
     sizes = tuple(own for own, _ in opened)
     critic_sizes = tuple(of_critic for _, of_critic in opened if of_critic is not None)
     check_space(config, store, sizes, critic_sizes)
@@ -365,22 +371,6 @@ def open_workers(
         critic=critic_class(learners, ranks_per_row=ranks_per_row) if config.has_critic else None,
         critic_sizes=critic_sizes,
     )
-
-
-def open_pools(
-    workers: Workers, pools: tuple[Pool, ...], open_group: Callable[[Pool, WorkerGroup], list[Opened | None]]
-) -> list[Opened]:
-    """Build the engines of all pools at the same time. Returns: the sizes of the learners' models.
-
-    open_group: builds those of a group of workers of a pool.
-    """
-    if workers.samplers is None:
-        opened = open_group(pools[0], workers.learners)
-    else:
-        learning = workers.samplers.submit_one(partial(open_group, pools[0], workers.learners))
-        workers.samplers.open(partial(open_group, pools[1]))
-        opened = learning.result()
-    return [sizes for sizes in opened if sizes is not None]
 
 
 def open_in_group(
