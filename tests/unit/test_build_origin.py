@@ -69,9 +69,11 @@ KEY_1, KEY_2 = "sk-abcDEF1234567890abcd", "sk-zyxWVU0987654321zyxw"
     ("before", "now"),
     [
         ({"judge": {"model": "small", "api_key": KEY_1}}, {"judge": {"model": "small", "api_key": KEY_2}}),
+        ({"judges": [{"auth": {"token": "first"}}, 2]}, {"judges": [{"auth": {"token": "second"}}, 2]}),
         ({"judges": [["small", KEY_1]]}, {"judges": [["small", KEY_2]]}),
         ({"judge": {"key": KEY_1}}, {"judge": {"key": "env:JUDGE_KEY"}}),
         ({"url": "https://me:first1@judge/v1"}, {"url": "https://me:second2@judge/v1"}),
+        ({"login": {"password": 1234}}, {"login": {"password": 5678}}),
     ],
 )
 def test_secrets_inside_arguments_of_the_reward_function_are_not_compared(before, now):
@@ -85,6 +87,7 @@ def test_secrets_inside_arguments_of_the_reward_function_are_not_compared(before
     [
         ({"judge": {"model": "small", "api_key": KEY_1}}, {"judge": {"model": "large", "api_key": KEY_1}}),
         ({"judge": [{"api_key": KEY_1}]}, {"judge": [{"api_key": KEY_1}, {"api_key": KEY_1}]}),
+        ({"judge": {"api_key": KEY_1}}, {"judge": {"access_key": KEY_1}}),
         ({"judge": {"answer_key": "final"}}, {"judge": {"answer_key": "boxed"}}),
         ({"judge": {"url": "env:FIRST"}}, {"judge": {"url": "env:SECOND"}}),
         ({"judge": "https://me:first1@judge/v1"}, {"judge": "https://me:first1@judge/v2"}),

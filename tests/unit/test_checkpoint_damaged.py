@@ -183,7 +183,7 @@ def test_links_to_files_and_folders_with_the_saved_contents_are_followed(store, 
     assert store.latest().step == 1
 
 
-@pytest.mark.parametrize("target", ["nowhere", "shard.safetensors", "/dev/zero", "pipe"])
+@pytest.mark.parametrize("target", ["nowhere", "shard.safetensors", "/dev/zero", "/etc/passwd", "pipe"])
 def test_a_file_replaced_by_a_link_to_something_else_or_a_pipe_is_damage(store, tmp_path, target):
     shard = tmp_path / "run" / "global_step_2" / "actor" / "weights" / "shard.safetensors"
     shard.unlink()

@@ -96,17 +96,20 @@ def test_the_tracker_has_the_last_and_the_best_step_in_easyr1s_format(store, tmp
 @pytest.mark.parametrize(
     ("keep", "scores", "remaining"),
     [
+        (1, [None, None, None], [3]),
         (1, [0.9, 0.1, 0.2], [1, 3]),  # the best and the newest
+        (2, [0.9, 0.1, 0.2, 0.3], [1, 4]),
+        (2, [0.1, 0.1, 0.1, 0.9], [3, 4]),
         (3, [0.9, 0.1, 0.2, 0.3, 0.4], [1, 4, 5]),
         (0, [None, None], [1, 2]),
+        (-1, [None, None, None], [1, 2, 3]),
     ],
 )
 def test_old_checkpoints_are_removed_but_never_the_newest_or_the_best(tmp_path, keep, scores, remaining):
-    *earlier, last = enumerate(scores, start=1)
-    for step, score in earlier:
-        save(CheckpointStore(tmp_path, keep=-1), step, score=score)
-    save(CheckpointStore(tmp_path, keep=keep), *last)  # resumed with a lower limit
-    assert steps(tmp_path) == remaining
+    for folder, keep_before in ((tmp_path / "one", keep), (tmp_path / "resumed with a lower limit", -1)):
+        for step, score in enumerate(scores, start=1):
+            save(CheckpointStore(folder, keep=keep if step == len(scores) else keep_before), step, score=score)
+        assert steps(folder) == remaining
 
 
 def flip_a_byte(path: Path):
@@ -144,12 +147,12 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one_with_a_warni
         store.latest()
 
 
-def test_a_truncated_or_outdated_tracker_has_no_effect(store, tmp_path):
+def test_a_missing_truncated_or_outdated_tracker_has_no_effect(store, tmp_path):
     save(store, 1, score=0.5)
     save(store, 2, score=0.25)
     path = tmp_path / "run" / "checkpoint_tracker.json"
-    for tracker in ('{"last_global_step": 1', '{"last_global_step": 99}'):
-        path.write_text(tracker)
+    for tracker in (None, '{"last_global_step": 1', '{"last_global_step": 99}'):
+        path.unlink() if tracker is None else path.write_text(tracker)
         assert (store.latest().step, store.best().step) == (2, 1)
     save(store, 3)
     assert json.loads(path.read_text())["best_global_step"] == 1
@@ -313,6 +316,7 @@ def unblock_soon(blocked):
     [
         lambda store: store.latest().step,
         lambda store: store.best().step,
+        lambda store: store.rewind(2) or store.latest().step,
         lambda store: start_save(store, 3).go.set() or store.latest().step - 1,
     ],
 )
