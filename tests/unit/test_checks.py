@@ -18,16 +18,16 @@ from support.recipes import EXAMPLES, ROOT, arguments_of
 from trigon.assemble.memory import count_checkpoints
 from trigon.config.load import inspect_config, load_config, split_arguments
 from trigon.data.rows import Reason
-from trigon.models.load import copy_side_files
+from trigon.models.load import copy_side_files, load_processors
 from trigon.system.files import read_json_object
-from trigon.tools.check.dataset import ADVICE
+from trigon.tools.check.dataset import ADVICE, RowFacts
 from trigon.tools.check.machine import (
     Gpu,
     check_devices,
     check_memory,
     check_network,
 )
-from trigon.tools.check.model import check_model, find_missing_header
+from trigon.tools.check.model import check_model, find_max_pixels, find_missing_header, token_counter
 from trigon.tools.check.result import Result
 from trigon.tools.check.rewards import asked_formats, final_answer
 from trigon.tools.check.run import check_run
@@ -139,6 +139,21 @@ def test_the_advice_on_lengths_makes_all_rows_fit(run, name, status):
         report = check(run)
         run.options = options
         assert found(report) == set(), (key, value, shown(report))
+
+
+def test_the_advised_number_of_pixels_is_the_largest_with_which_images_of_different_shapes_fit(tiny_vlm):
+    processors = load_processors(str(tiny_vlm))
+    config = inspect_config(None, ["data.max_prompt_length=150"]).config
+    sizes = ((2000, 20), (30, 900), (640, 480))
+    row = RowFacts("row", 0, "1", num_tokens=1100, media_tokens=1050, image_sizes=sizes)
+    pixels = find_max_pixels(config, processors, [row])
+    side = processors.family.patch_size(processors.hf_config) * processors.family.spatial_merge(processors.hf_config)
+
+    def num_tokens(pixels):
+        return 50 + sum(map(token_counter(processors, max_pixels=pixels), sizes))
+
+    assert num_tokens(pixels) <= 150 < num_tokens(pixels + side**2)
+    assert find_max_pixels(config, processors, [replace(row, media_tokens=900)]) is None  # the text is too long
 
 
 def test_an_invalid_option_skips_only_the_checks_that_read_it(run):

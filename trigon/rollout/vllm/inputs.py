@@ -262,7 +262,7 @@ def to_turn(
     if not token_ids:
         raise EngineError(
             f"{name}: vLLM returned a completion without tokens. "
-            "Check that the installed vLLM is a version that Trigon supports (docs/dependencies.md)."
+            "Check that the installed vLLM is a version that Trigon supports (docs/developers/dependencies.md)."
         )
     return SampledTurn(
         token_ids=token_ids,
@@ -287,7 +287,7 @@ def recorded_experts(output: Any, name: str, *, num_tokens: int, num_experts: in
         raise EngineError(
             f"{name}: worker.actor.router_replay needs the experts of {num_tokens} tokens, below {num_experts}, and "
             f"vLLM returned {shape}. Set it to disabled, or check that the installed vLLM is a version that Trigon "
-            "supports (docs/dependencies.md)."
+            "supports (docs/developers/dependencies.md)."
         )
     return experts
 
@@ -305,13 +305,13 @@ def sampled_tokens(
     if len(logprobs) != len(token_ids):
         raise EngineError(
             f"{name}: vLLM returned {len(token_ids)} tokens with {len(logprobs)} log-probabilities. "
-            "Check that the installed vLLM is a version that Trigon supports (docs/dependencies.md)."
+            "Check that the installed vLLM is a version that Trigon supports (docs/developers/dependencies.md)."
         )
     banned = set(token_ids).intersection(processors.banned_token_ids)
     if banned:
         raise EngineError(
             f"{name}: vLLM sampled the banned media tokens {sorted(banned)}. "
-            "Check that the installed vLLM is a version that Trigon supports (docs/dependencies.md)."
+            "Check that the installed vLLM is a version that Trigon supports (docs/developers/dependencies.md)."
         )
     return token_ids, logprobs if sampling.temperature > 0 else (0.0,) * len(token_ids)
 
@@ -323,5 +323,5 @@ def _finish_reason(reason: str | None, name: str) -> Literal["stop", "length"]:
         case _:
             raise EngineError(
                 f"{name}: vLLM ended a completion with {reason!r} instead of 'stop' or 'length'. "
-                "Check that the installed vLLM is a version that Trigon supports (docs/dependencies.md)."
+                "Check that the installed vLLM is a version that Trigon supports (docs/developers/dependencies.md)."
             )

@@ -183,7 +183,8 @@ def compare(ranks: list[RankSums], *, version: int) -> None:
         raise ParityError(
             f"after the weight sync of step {version}, vLLM's parameters are not the trainer's weights: of "
             f"{len(first.parameters)} parameters, {' and '.join(problems)}. Check that the installed vLLM is a version "
-            "that Trigon supports (docs/dependencies.md); worker.rollout.weight_check_freq=0 turns this check off"
+            "that Trigon supports (docs/developers/dependencies.md); worker.rollout.weight_check_freq=0 turns this "
+            "check off"
         )
 
 

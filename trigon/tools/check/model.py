@@ -6,10 +6,11 @@ confinement. An episode is begun; no step is taken, since only a model can show 
 
 from __future__ import annotations
 
+import copy
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,18 @@ from trigon.config.paths import local_path
 from trigon.config.schema import MAX_TOKENS, Config
 from trigon.data.prompts import PromptBuilder
 from trigon.data.templates import TemplateFailure, render_chat
+from trigon.data.vision import ImageProcessor, image_processor_of
 from trigon.environments.pool import EnvironmentPool
 from trigon.errors import ConfigError, ModelError, TrigonError
 from trigon.models.linear_attention import has_fast_kernels
-from trigon.models.load import Processors, folder_without_weights, load_processors, require_weights
+from trigon.models.load import (
+    Processors,
+    folder_without_weights,
+    load_processors,
+    pixel_limits,
+    require_weights,
+    set_pixel_limits,
+)
 from trigon.models.sizes import ModelSize
 from trigon.tools.check.dataset import Reader, RowFacts, ScannedDataset, build, first_dataset, share, show_tokens
 from trigon.tools.check.result import Missing, Result, Skipped
@@ -287,18 +296,49 @@ def advise(config: Config, processors: Processors, rows: Sequence[RowFacts]) -> 
 
 
 def find_max_pixels(config: Config, processors: Processors, lost: Sequence[RowFacts]) -> int | None:
-    """Return a data.max_pixels with which the rows that are too long fit.
+    """Return the largest data.max_pixels with which the rows that are too long fit.
 
-    Their images are then all of the size that what the text leaves allows; the smallest image is
-    counted like the largest. None if no value helps: the text alone is too long, or the model has
-    no such limit.
+    None if no value helps: the text alone is too long, or the model has no such limit.
     """
-    family, limit = processors.family, config.data.max_prompt_length
-    if not family.takes_patches or not all(row.image_sizes for row in lost):
+    if not processors.family.takes_patches:
         return None
-    tokens = min((limit - row.num_tokens + row.media_tokens) // len(row.image_sizes) for row in lost)
-    side = family.patch_size(processors.hf_config) * family.spatial_merge(processors.hf_config)
-    return tokens * side**2 if tokens > 0 else None
+    texts = {row.name: row.num_tokens - row.media_tokens for row in lost}
+    limit = config.data.max_prompt_length
+    if not all(row.image_sizes and texts[row.name] < limit for row in lost):
+        return None
+    side = processors.family.patch_size(processors.hf_config) * processors.family.spatial_merge(processors.hf_config)
+
+    def fits(num_tokens: int) -> bool:
+        count = token_counter(processors, max_pixels=num_tokens * side**2)
+        return all(texts[row.name] + sum(map(count, row.image_sizes)) <= limit for row in lost)
+
+    least, most = 1, limit  # in tokens of an image; an image of more could not fit
+    if not fits(least):
+        return None
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle - 1)
+    return least * side**2
+
+
+def token_counter(processors: Processors, *, max_pixels: int) -> Callable[[tuple[int, int]], int]:
+    """Return a function that counts the tokens of an image of a size, with another max_pixels."""
+    assert processors.image_processor is not None
+    changed = copy.deepcopy(processors.image_processor)
+    limits = pixel_limits(processors)
+    assert limits is not None
+    smallest = max_pixels if limits[0] >= max_pixels else None
+    set_pixel_limits(changed, processors.family, min_pixels=smallest, max_pixels=max_pixels)
+    processor = image_processor_of(replace(processors, image_processor=changed))
+    assert isinstance(processor, ImageProcessor)
+    counted: dict[tuple[int, int], int] = {}
+
+    def count(size: tuple[int, int]) -> int:
+        if size not in counted:
+            counted[size] = processor.image_tokens(*size)
+        return counted[size]
+
+    return count
 
 
 def histogram(rows: Sequence[RowFacts], limit: int) -> str:
