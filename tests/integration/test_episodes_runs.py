@@ -148,7 +148,7 @@ def test_turns_are_sampled_scored_learned_from_and_recorded(uninterrupted):
 PARITY = ("parity/logprobs_diff_max", "rollout/num_turns")
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_a_run_killed_in_the_middle_of_an_episode_equals_an_uninterrupted_one(made, parts, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     process = start_episodes(made, parts, folder)

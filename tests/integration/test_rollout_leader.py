@@ -78,6 +78,7 @@ def test_all_ranks_write_traces_of_decode_steps(turns):
     }
 
 
+@pytest.mark.long
 def test_two_ranks_sample_what_one_does(turns, processes, tiny_model, tmp_path):
     [alone] = processes.run(sample_turns, tiny_model("qwen2_5_vl"), tmp_path, ranks=1)
     assert_close(turns[0]["greedy"], alone["greedy"])

@@ -40,7 +40,7 @@ def count_weight_bytes(folder: Path) -> int:
     return total
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_separate_pools_have_the_numbers_of_shared_workers_also_when_samplers_are_killed(made, tmp_path):
     shared, separate, mark = tmp_path / "shared", tmp_path / "separate", secrets.token_hex(8)
     options = ("trainer.n_gpus_per_node=2", "trainer.save_freq=-1")
@@ -123,7 +123,7 @@ def test_pools_on_two_nodes_with_tensor_parallelism_learn(made, tmp_path):
     assert "4 workers" in log_of(folder).read_text()
 
 
-@pytest.mark.long
+@pytest.mark.extended
 @pytest.mark.timeout(900)
 def test_samplers_that_work_all_the_time_go_on_with_new_weights_and_lose_no_prompt(made, tmp_path):
     folder, mark = tmp_path / "run", secrets.token_hex(8)

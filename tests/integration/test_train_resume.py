@@ -168,7 +168,7 @@ def test_the_export_of_a_run_without_steps_is_of_the_loaded_checkpoint(made, uni
     assert json.loads((tmp_path / "model" / "trigon_export.json").read_text())["step"] == STEPS
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(made, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     finish(start(made, folder, "trainer.save_limit=-1", steps=STEPS - 2), folder)
