@@ -10,15 +10,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trigon.data.stream import Prompts
 from trigon.errors import BadRow, EngineError
 from trigon.rewards.contract import RewardRequest, turn_input
 from trigon.rewards.pool import RewardPool
 from trigon.rewards.scoring import Scoring
 from trigon.rollout.protocol import RolloutEngine, Until
 from trigon.types import Completion, EncodedMedia, Phase, Prompt, Rollout, RolloutGroup, SamplingParams, Score, Vision
+
+if TYPE_CHECKING:  # which imports torch: errors before that import should come at once
+    from trigon.data.stream import Prompts
 
 
 def collect(
