@@ -109,7 +109,6 @@ def test_the_library_sees_every_call_that_strace_sees(folder, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("most_of_rank", "most_of_driver"), [(4, 4), (1000, 60)], ids=["some calls", "each call of a rank"]
 )

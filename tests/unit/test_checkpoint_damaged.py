@@ -50,24 +50,25 @@ def entry(name="progress.json", size=5, digest="0" * 64):
     return json.dumps({"files": {"progress.json": {"bytes": 1, "sha256": ""}, name: {"bytes": size, "sha256": digest}}})
 
 
+@pytest.mark.parametrize("file", ["manifest.json", "progress.json"])
 @pytest.mark.parametrize(
-    ("file", "content"),
+    "content",
     [
-        ("manifest.json", NESTED),
-        ("manifest.json", '{"files": ' + NESTED_OBJECT + "}"),
-        ("manifest.json", "[]"),
-        ("manifest.json", '{"files": {"progress.json": {"bytes": true, "sha256": ""}}}'),
-        ("manifest.json", entry(name="/etc/passwd")),
-        ("manifest.json", entry(name="actor/../../../secret")),
-        ("manifest.json", "9" * 5000),
-        ("progress.json", NESTED),
-        ("progress.json", ""),
-        ("progress.json", "\ud800".encode("utf-8", "surrogatepass").decode("latin-1")),
-        ("progress.json", '{"step": "2", "progress": {}, "val_reward_score": null}'),
-        ("progress.json", '{"step": 2, "progress": [], "val_reward_score": null}'),
-        ("progress.json", '{"step": 2, "progress": {}, "val_reward_score": Infinity}'),
+        NESTED,
+        '{"files": ' + NESTED_OBJECT + "}",
+        "",
+        "[]",
+        '{"files": {"progress.json": {"bytes": true, "sha256": ""}}}',
+        entry(name="/etc/passwd"),
+        entry(name="actor/../../../secret"),
+        entry(size=None),
+        "9" * 5000,
+        "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
+        '{"step": "2", "progress": {}, "val_reward_score": null}',
+        '{"step": 2, "progress": [], "val_reward_score": null}',
+        '{"step": 2, "progress": {}, "val_reward_score": Infinity}',
     ],
-    ids=lambda each: each[:40],
+    ids=lambda content: content[:40],
 )
 def test_a_hostile_manifest_or_progress_is_a_damaged_checkpoint_like_any_other(
     store, messages, tmp_path, file, content
@@ -145,8 +146,10 @@ def test_files_of_a_run_folder_that_are_nested_deeply_are_a_sentence(tmp_path):
 # Files that were not saved
 
 
-COULD_BE_LOADED = ["actor/weights/.foreign.safetensors", "actor/weights/inner/foreign.bin", "actor/adapter_config.json"]
-HARMLESS = ["huggingface_model/model.safetensors", "actor/huggingface/model.safetensors", "actor/weights/.nfs01"]
+COULD_BE_LOADED = ["actor/weights/.foreign.safetensors", "actor/optimizer/foreign.safetensors"]
+COULD_BE_LOADED += ["actor/weights/inner/foreign.bin", "actor/adapter/shard.safetensors", "actor/adapter_config.json"]
+HARMLESS = ["huggingface_model/model.safetensors", "notes.txt", "actor/huggingface/model.safetensors"]
+HARMLESS += ["actor/lora_adapter/adapter_model.safetensors", "actor/weights/.nfs000000000001", "actor/.DS_Store"]
 
 
 @pytest.mark.parametrize("name", [*COULD_BE_LOADED, *HARMLESS])

@@ -57,6 +57,7 @@ PROBLEMS = [
         "only vllm",
     ),
     ("trainer.n_gpus_per_node=4 worker.actor.fsdp.fsdp_size=3", "worker.actor.fsdp.fsdp_size is 3", "1 x 4 = 4"),
+    (f"{GAE} trainer.n_gpus_per_node=4 worker.critic.fsdp.fsdp_size=3", "worker.critic.fsdp.fsdp_size is 3"),
     ("trainer.n_gpus_per_node=4 worker.actor.ulysses_sequence_parallel_size=3", "is 3", "set it to 1 or 2 or 4"),
     ("algorithm.max_staleness=1", f"set {SEPARATE}, or max_staleness=0"),
     (f"{SEPARATE} worker.rollout.partial=continue", "Set max_staleness=2, or partial=finish"),
@@ -78,6 +79,7 @@ PROBLEMS = [
     (f"{GAE} data.rollout_batch_size=512 worker.critic.global_batch_size=100", "worker.critic.global_batch_size (100"),
     (f"{GAE} trainer.critic_warmup=3 trainer.max_steps=3", "trainer.critic_warmup is 3", "would never learn"),
     ("worker.rollout.max_model_len=1000", "prompt (512)", "set it to at least 1024, or leave it out"),
+    ("worker.rollout.max_model_len=1000 worker.rollout.name=transformers", "set it to at least 1024"),
     ("worker.rollout.max_model_len=1024 worker.rollout.val_override_config.max_tokens=1012", "at least 1524"),
     (f"{SMALL_BATCH} {UNSPLIT}", "at least 1024, or worker.rollout.enable_chunked_prefill=true"),
     (f"worker.rollout.max_model_len=9000 {UNSPLIT}", "set it to at least 9000"),
@@ -88,20 +90,38 @@ PROBLEMS = [
     ("data.train_files=[a/b,a/c] data.train_weights=[1,2,0.5]", "has 3 weights", "data.train_files 2"),
     # number formats
     (BF16, f"{BF16[:-5]} is bf16", "learning rate, 1e-06", ADAMW_BF16, "worker.actor.fsdp.torch_dtype=fp32"),
-    (f"{FP16} {ADAMW_BF16}", "torch_dtype is fp16", f"{BF16} {ADAMW_BF16}"),
-    (f"worker.actor.fsdp.mp_param_dtype=fp16 {LORA}", "mp_param_dtype is fp16", "set worker.actor.fsdp.mp_param"),
+    *((f"{FP16} {other}", "torch_dtype is fp16", f"{BF16} {ADAMW_BF16}") for other in ("", ADAMW_BF16)),
+    *(
+        (f"worker.actor.fsdp.mp_param_dtype=fp16 {other}", "mp_param_dtype is fp16", "set worker.actor.fsdp.mp_param")
+        for other in ("", LORA)
+    ),
     (f"{GAE} worker.critic.fsdp.torch_dtype=bf16", "worker.critic.optim.strategy=adamw_bf16"),
-    (
-        f"{GAE} worker.critic.{OFFLOAD} worker.critic.{KEEP}",
-        "worker.critic.model.enable_activation_offload is true without worker.critic.model.enable_gradient",
-        "set both to true",
+    (f"{GAE} worker.critic.fsdp.mp_param_dtype=fp16", "worker.critic.fsdp.mp_param_dtype is fp16"),
+    *(
+        (
+            f"{GAE} worker.{model}.{OFFLOAD} worker.{model}.{KEEP}",
+            f"worker.{model}.model.enable_activation_offload is true without worker.{model}.model.enable_gradient",
+            "set both to true",
+        )
+        for model in ("actor", "critic")
     ),
     # algorithms
-    ("worker.rollout.n=1 algorithm.adv_estimator=opo", "n is 1, but opo", "at least 2", "reinforce_plus_plus or remax"),
+    *(
+        (
+            f"worker.rollout.n=1 algorithm.adv_estimator={estimator}",
+            f"worker.rollout.n is 1, but {estimator}",
+            "at least 2",
+            "reinforce_plus_plus or remax",
+        )
+        for estimator in ("grpo", "opo")
+    ),
     (f"{GDPO} algorithm.kl_coef=0.01", "algorithm.use_kl_loss=true, or algorithm.disable_kl=true"),
     (f"{GDPO} algorithm.disable_kl=true algorithm.reward_weights.accuracy=0", "algorithm.reward_weights"),
     (f"{FILTERING} algorithm.filter_low=0.9 algorithm.filter_high=0.9", "filter_low (0.9)", "filter_high (0.9)"),
-    ("algorithm.mismatch_correction=truncate worker.rollout.top_k=50", "top_k=50", "top_p=1 and top_k=-1"),
+    *(
+        (f"algorithm.mismatch_correction=truncate worker.rollout.{cut}", cut, "top_p=1 and top_k=-1")
+        for cut in ("top_p=0.9", "top_k=50")
+    ),
     (f"{OVERSAMPLING} worker.rollout.top_p=0.9", "mismatch_correction=truncate, the default with worker.rollout.overs"),
     (f"{SEPARATE} algorithm.max_staleness=1 worker.rollout.top_k=9", "the default with algorithm.max_staleness=1"),
     (f"{ADAPTIVE} algorithm.kl_horizon=100", "algorithm.kl_horizon is 100", "set kl_horizon above 409.6"),
@@ -109,11 +129,13 @@ PROBLEMS = [
     # validation and rewards
     ("data.val_files= trainer.val_before_train=true", "leave out trainer.val_before_train and trainer.val_freq"),
     ("data.val_files=null trainer.val_before_train=false trainer.val_freq=5", "data.val_files is not set"),
+    ("data.val_files= trainer.val_before_train=false trainer.val_only=true", "data.val_files is not set"),
     ("data.train_files=", "data.train_files is not set"),
     ("worker.reward.reward_function=environment", "set worker.rollout.environment"),
     ("worker.reward.val_reward_function=[math,environment]", "worker.reward.val_reward_function=environment"),
     # environments and tools
     ("worker.rollout.environment=Maze", "worker.rollout.environment: 'Maze' is not file.py:Class or module:Class"),
+    ("worker.rollout.environment=a.py:not-a-name", "'a.py:not-a-name' is not file.py:Class"),
     ("worker.rollout.environment=no/such.py:Maze", "there is no no/such.py (looked for /"),
     ("worker.rollout.environment=python:Maze", "worker.rollout.environment is python:Maze", "trigon.train"),
     ("worker.rollout.tools=[crop,python:search]", "worker.rollout.tools is python:search", "trigon.train"),
@@ -121,10 +143,17 @@ PROBLEMS = [
     ("worker.rollout.tools=[a.b:search,crop,c.d:crop]", "2 functions of the name 'crop'"),
     ("worker.rollout.tools=crop worker.rollout.ignore_eos=true", "worker.rollout.ignore_eos is true"),
     # a critic on the policy's trunk
-    (
-        f"{SHARED} worker.critic.model.lora.rank=8",
-        "worker.critic.model.lora.rank=8 (worker.actor.model.lora.rank=0)",
-        "set worker.critic.share_trunk=false",
+    *(
+        (
+            f"{SHARED} worker.actor.{other} worker.critic.{option}",
+            f"worker.critic.{option} (worker.actor.{other})",
+            "set worker.critic.share_trunk=false",
+        )
+        for option, other in (
+            ("ppo_epochs=2", "ppo_epochs=1"),
+            ("model.lora.rank=8", "model.lora.rank=0"),
+            ("offload.offload_params=true", "offload.offload_params=false"),
+        )
     ),
     ("algorithm.adv_estimator=grpo_pask", "did you mean grpo_passk?"),
     ("algorithm.kl_penalty=low_var", "did you mean low_var_kl?"),
@@ -256,12 +285,15 @@ def test_options_of_vllm_that_do_not_suit_the_device_are_warned_about(device, ro
     ("key", "value", "missing"),
     [
         ("data.format_prompt", "prompt.jinja", "prompt.jinja"),
+        ("data.override_chat_template", "chat.jinja", "chat.jinja"),
         ("data.train_files", "rows/a.jsonl@train", "rows/a.jsonl"),
         ("data.val_files", "a/b/c@test", "a/b/c"),
         ("data.image_dir", "pictures", "pictures"),
         ("worker.actor.model.model_path", "./model", "./model"),
+        ("worker.actor.model.tokenizer_path", "/nowhere/model", "/nowhere/model"),
         ("worker.reward.reward_function", "score.py:compute", "score.py"),
         ("worker.reward.val_reward_function", "maths", "maths"),
+        ("worker.reward.writable", "judge-cache", "judge-cache"),
         ("trainer.load_checkpoint_path", "runs/global_step_3", "runs/global_step_3"),
     ],
 )

@@ -36,8 +36,10 @@ DEEP = "worker: {reward: {reward_function_kwargs: {weight: 1e-1, kinds: {a.b: 1,
         ("", [], "data.seed", 1),
         ("data:\nworker:\n  actor:\n", [], "data.seed", 1),
         ("data: {seed: 2}", ["data.seed=3"], "data.seed", 3),
+        ("", ["data.seed=3", "data.seed=4"], "data.seed", 4),
         ("trainer: {total_epochs: 9}", ["trainer.total_episodes=2"], "trainer.total_epochs", 2),
         ("trainer: {experiment_name: 0042}", [], "trainer.experiment_name", "0042"),
+        ("trainer: {project_name: yes}", [], "trainer.project_name", "yes"),
         ("worker.actor:\n  optim.lr: 2e-6\n", [], "worker.actor.optim.lr", 2e-6),
         ("", ["worker.rollout={temperature: 0.5}"], "worker.rollout.n", 4),
         (
@@ -59,6 +61,7 @@ def test_the_command_line_overrides_or_joins_yaml_which_overrides_defaults(tmp_p
     ("override", "expected"),
     [
         ("worker.actor.optim.lr=1e-6", 1e-6),
+        ("worker.actor.optim.lr=1", 1.0),
         ("data.max_pixels=4e6", 4_000_000),
         ("data.max_pixels=null", None),
         ("data.shuffle=False", False),
@@ -66,6 +69,7 @@ def test_the_command_line_overrides_or_joins_yaml_which_overrides_defaults(tmp_p
         ("trainer.project_name=a=b", "a=b"),
         ('data.system_prompt=Answer: in {braces}, "quoted" # and\nmore', 'Answer: in {braces}, "quoted" # and\nmore'),
         ("trainer.logger=wandb", ("wandb",)),
+        ("trainer.logger=[console, file]", ("console", "file")),
         ("worker.actor.optim.betas=[0.9, 0.95]", (0.9, 0.95)),
         ("worker.actor.fsdp.torch_dtype=float32", "fp32"),
     ],
@@ -81,9 +85,12 @@ def test_values_of_the_command_line(override, expected):
     [
         ("data.max_promt_length", "did you mean data.max_prompt_length?"),
         ("lr", "did you mean worker.actor.optim.lr?"),
+        ("worker.optim.lr", "did you mean worker.actor.optim.lr?"),
         ("workers.actor", "did you mean worker.actor?"),
         ("data.seed.x", "did you mean data.seed?"),
-        ("num_generations", "worker.rollout.n?"),  # of other libraries
+        # Names of other libraries.
+        ("num_generations", "worker.rollout.n?"),
+        ("worker.actor.optim.learning_rate", "worker.actor.optim.lr?"),
     ],
 )
 def test_an_unknown_key_suggests_the_nearest(key, nearest):
@@ -102,7 +109,9 @@ SINKS = "a list, each one of console, file, mlflow, swanlab, tensorboard, tracki
     ("override", "shown", "expected"),
     [
         ("worker.rollout.temperature=hot", "'hot'", NUMBER),
+        ("worker.rollout.temperature=.inf", "inf", NUMBER),
         ("data.seed=true", "true", INTEGER),
+        ("data.seed=", "null", INTEGER),
         ("data.shuffle=1", "1", "true or false"),
         ("data.max_pixels=0", "0", "an integer, at least 1 and at most 10,000,000,000, or null"),
         ("worker.rollout.dtype=fp8", "'fp8'", "one of fp32, bf16, fp16"),

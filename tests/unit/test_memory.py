@@ -30,14 +30,21 @@ from trigon.training.protocol import Sizes
 PUBLISHED = {
     "Qwen2.5-VL-3B-Instruct": 3_754_622_976,
     "Qwen2.5-VL-7B-Instruct": 8_292_166_656,
+    "Qwen2.5-VL-32B-Instruct": 33_452_718_336,
+    "Qwen2.5-VL-72B-Instruct": 73_410_777_344,
     "Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen2.5-3B-Instruct": 3_085_938_688,
+    "Qwen2.5-7B-Instruct": 7_615_616_512,
     "Qwen3-4B": 4_022_468_096,
+    "Qwen3-14B": 14_768_307_200,
     "Qwen3-VL-4B-Instruct": 4_437_815_808,
+    "Qwen3-VL-8B-Instruct": 8_767_123_696,
     "Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,
     "Qwen3.5-4B": 4_539_265_536,
+    "Qwen3.5-9B": 9_409_813_744,
     "Qwen3.5-35B-A3B": 35_107_181_936,
 }
-"""The number of parameters of published models, of each family with tied and with own heads."""
+"""The number of parameters of each published model."""
 
 VL_7B = "Qwen2.5-VL-7B-Instruct"
 WEIGHTS = PUBLISHED[VL_7B]
@@ -65,10 +72,11 @@ def parts_of(memory, phase, pool="GPU", workers="all"):
 
 @pytest.mark.extended
 def test_the_sizes_of_published_models_are_exact():
-    assert {name: size_of_model(configured(name)).all.trained for name in PUBLISHED} == PUBLISHED
+    assert {path.name: size_of_model(configured(path.name)).all.trained for path in CONFIGS.iterdir()} == PUBLISHED
 
 
-@pytest.mark.parametrize(("family", "rank"), [("qwen3_vl_moe", 4), ("gemma3_text", 0)])
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "gemma3_text"])
+@pytest.mark.parametrize("rank", [0, 4])
 def test_sizes_are_those_of_the_model_that_is_trained(tiny_model, family, rank):
     folder = str(tiny_model(family))
     size = size_of_model(configured("Qwen3-4B", {PATH: folder, "worker.actor.model.lora.rank": rank}))
@@ -82,7 +90,8 @@ def test_sizes_are_those_of_the_model_that_is_trained(tiny_model, family, rank):
     assert size.largest == max(part.numel() for part in model.parameters())
 
 
-@pytest.mark.parametrize(("dtype", "strategy", "freeze"), [("fp32", "adamw", False), ("bf16", "adamw_bf16", True)])
+@pytest.mark.parametrize(("dtype", "strategy"), [("fp32", "adamw"), ("bf16", "adamw_bf16")])
+@pytest.mark.parametrize("freeze", [False, True])
 def test_weights_gradients_and_states_are_those_of_the_train_engine(tiny_model, dtype, strategy, freeze):
     folder = tiny_model("qwen2_5_vl")
     torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
@@ -111,7 +120,7 @@ def test_weights_gradients_and_states_are_those_of_the_train_engine(tiny_model, 
 )
 def test_sizes_of_tensor_parallelism_divide_heads_and_mlps_of_decoder_and_tower(name, sizes):
     hf_config = load_hf_config(CONFIGS / name)
-    for size in (1, 2, 3, 4, 5, 7, 8, 14, 16, 32):
+    for size in range(1, 65):
         if size in sizes:
             require_tensor_parallel(hf_config, size, num_workers=64)
         else:
@@ -187,15 +196,15 @@ def warned(config, hardware=H100):
             ["123.6 GiB during update", "80.0 GiB", "30.9 GiB  weights", "30.9 GiB  gradients", "61.8 GiB  optimizer"],
         ),
         (
-            VL_7B,
+            "Qwen2.5-VL-32B-Instruct",
             {**EIGHT, "worker.actor.offload.offload_optimizer": True, "worker.actor.fsdp.torch_dtype": "bf16"},
-            Hardware("cuda", 141 * GIB, 16 * GIB),
+            Hardware("cuda", 141 * GIB, 64 * GIB),
             ["host of each machine"],
         ),
         (
-            "Qwen2.5-VL-3B-Instruct",
+            "Qwen2.5-VL-32B-Instruct",
             {**SEPARATE, "trainer.n_gpus_per_node": 32, UTILIZATION: 0.9},
-            Hardware("cuda", 5 * GIB, 2000 * GIB),
+            Hardware("cuda", 40 * GIB, 2000 * GIB),
             ["each GPU of the samplers", f"{PARALLEL}=2"],
         ),
         # All phases fit, but not vLLM's weights into its share.
@@ -219,16 +228,18 @@ def test_a_run_that_cannot_fit_is_refused_with_the_arithmetic_and_what_helps(nam
 
 
 def test_remedies_are_the_same_arithmetic_with_the_change():
-    config, small = configured("Qwen2.5-VL-3B-Instruct"), Hardware("cuda", 40 * GIB, 2000 * GIB)
-    memory = count(config, small)
+    config = configured(VL_7B)
+    memory = count(config)
     worst = memory.worst(certain=True)
-    remedies = find_remedies(config, memory, worst, memory_counter(config, small, size_of_model(config)))
+    remedies = find_remedies(config, memory, worst, memory_counter(config, H100, size_of_model(config)))
     assert len(remedies) == 3
     for remedy in remedies:
-        changed = count(with_options(config, remedy.changes), small)
+        changed = count(with_options(config, remedy.changes))
         [same] = [each for each in changed.phases if (each.phase, each.pool) == (worst.phase, worst.pool)]
         assert worst.certain - same.certain == remedy.saved_bytes > 0
-        assert remedy.fits == (changed.worst(certain=True).certain <= 40 * GIB and changed.problem is None)
+        assert remedy.fits == (changed.worst(certain=True).certain <= 80 * GIB and changed.problem is None)
+        if remedy.fits:
+            warned(with_options(config, remedy.changes))
 
 
 def test_a_run_near_the_limit_is_warned_and_not_refused(tiny_model):

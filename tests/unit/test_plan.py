@@ -106,6 +106,8 @@ def test_options_change_the_work_of_their_phase(geo3k):
     filtered = planned({"algorithm.online_filtering": True, "data.mini_rollout_batch_size": 300})
     assert filtered.batches.sampled_prompts == 1200  # 512 / 0.5 = 1,024, in rounds of 300
     assert filtered.flops == replace(flops, prefill=flops.prefill * 1200 / 512, decode=flops.decode * 1200 / 512)
+    kept = planned({"algorithm.online_filtering": True}, lengths=replace(LENGTHS, keep_rate=1.0))
+    assert kept.batches.sampled_prompts == 512
     unneeded = planned({"algorithm.disable_kl": True, "worker.actor.global_batch_size": 512})
     assert (unneeded.flops.old, unneeded.flops.reference) == (0, 0)
     frozen = planned({"worker.actor.model.freeze_vision_tower": True}).flops
@@ -135,7 +137,8 @@ def test_a_run_that_does_not_fit_names_changes_with_which_it_fits():
     assert (small.verdict, small.fits, len(small.remedies)) == ("does not fit", False, 3)
     fitting = [each for each in small.remedies if each.fits and "trainer.n_gpus_per_node" not in each.changes]
     assert fitting
-    assert planned(fitting[0].changes, gpus="4xA100-40G").fits
+    for remedy in fitting:
+        assert planned(remedy.changes, gpus="4xA100-40G").fits
     large = {MODEL: "Qwen/Qwen2.5-VL-72B-Instruct"}
     together = planned(large, gpus="8xA100-40G")
     assert not any(remedy.fits for remedy in together.remedies)
@@ -149,7 +152,8 @@ def test_a_share_of_the_gpu_that_cannot_hold_vllm_does_not_fit():
     assert not small.fits
     ways = [dict(each) for each in small.memory.problem.remedies]
     assert ways == [{"worker.rollout.tensor_parallel_size": 2}, {"worker.rollout.gpu_memory_utilization": 0.8}]
-    assert planned({**MOE, **ways[0]}, gpus="2x8xH100-80G").memory.problem is None
+    for change in ways:
+        assert planned({**MOE, **change}, gpus="2x8xH100-80G").memory.problem is None
     assert planned({**MOE, **small.combination}, gpus="2x8xH100-80G").fits
     little = planned({"worker.rollout.gpu_memory_utilization": 0.1}, gpus="8xRTX4090-24G")
     # Not tensor_parallel_size=8, which 28 heads do not allow.
@@ -198,6 +202,7 @@ def test_disk_by_hand():
     disk = planned({"trainer.save_freq": 10, "trainer.save_limit": 3}).disk
     assert disk.checkpoint == pytest.approx(12 * 8_292_166_656, rel=1e-6)  # weights and two moments in float32
     assert (disk.kept, disk.checkpoints) == (5, 5 * disk.checkpoint)  # the newest three, the best, one being written
+    assert planned({"trainer.save_freq": 10}).disk.kept == 6
     assert planned({"trainer.save_model_only": True}).disk.checkpoint == 4 * 8_292_166_656
     assert planned(LORA).disk.checkpoint < 0.05 * disk.checkpoint
 
@@ -370,10 +375,11 @@ def run(capsys, tmp_path):
     return call
 
 
-def test_tables_fit_their_width_and_every_section_is_there(run):
-    status, out, err = run("--gpus", "8xH100-80G", "--rows", "2101", "--width", "120")
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_fit_their_width_and_every_section_is_there(run, width):
+    status, out, err = run("--gpus", "8xH100-80G", "--rows", "2101", "--width", str(width))
     assert (status, err) == (0, "")
-    assert 80 < max(map(len, out.splitlines())) <= 120
+    assert max(map(len, out.splitlines())) <= width
     assert out.startswith("Qwen/Qwen2.5-VL-7B-Instruct on 8 x H100-80G: fits; ")
     for part in ("512 prompts x 5 = 2,560 completions", "each GPU", "PFLOP", "2,101 prompts, 4 steps", "60 steps"):
         assert part in out

@@ -17,7 +17,7 @@ from trigon.errors import ConfigError, DataError
 from trigon.report.run import RunRecord, open_run
 from trigon.report.run_folder import RunFolder
 from trigon.tools.cli.main import main
-from trigon.tools.plot.curves import as_csv, group_runs, learning_curves, moving_mean
+from trigon.tools.plot.curves import as_csv, group_runs, interval, learning_curves, moving_mean
 from trigon.tools.plot.figure import Reference, describe, save_plot, spread
 
 ROOT = Path(__file__).parents[2]
@@ -169,6 +169,10 @@ def test_the_numbers_are_written_as_csv(seeds):
         "metric": "val/accuracy_reward", "group": "3 seeds", "runs": "3", "step": "0.0", "mean": "0.25", "low": "0.25",
         "high": "0.25",
     }  # fmt: skip
+
+
+def test_the_interval_of_one_run_is_its_value():
+    assert interval([5.0], "ci95") == (5.0, 5.0)
 
 
 @pytest.mark.parametrize(

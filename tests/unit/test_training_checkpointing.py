@@ -126,6 +126,8 @@ WEIGHT, STATE = "q_proj.weight", "q_proj.weight/exp_avg"
 @pytest.mark.parametrize(
     ("part", "how", "key_end", "message"),
     [
+        ("weights", "missing", WEIGHT, r"missing \[.*q_proj\.weight"),
+        ("weights", "unknown", WEIGHT, r"unknown \[.*model\.extra\.q_proj"),
         ("weights", "shape", WEIGHT, r"q_proj\.weight .*\[3\] instead of .*\[128, 128\]"),
         ("weights", "dtype", WEIGHT, r"q_proj.*float64.* instead of .*float32"),
         ("optimizer", "missing", STATE, "missing.*q_proj.weight/exp_avg"),
