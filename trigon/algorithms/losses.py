@@ -1,9 +1,9 @@
-"""The losses of each token: of policy and values, KL to the reference, and weights of a mismatch.
+"""Losses per token of the policy and of values, KL to the reference, and importance sampling.
 
-reduce.py averages them. docs/algorithms.md has a section for each loss. The train-inference
-mismatch is between engine and trainer on the sampled tokens. Both have the same weights, so in
-exact arithmetic every difference is zero. What remains is rounding, or a bug: stale weights, a
-stale cache, other pixels. docs/metrics.md gives the healthy ranges.
+reduce.py averages them. docs/algorithms.md has a section for each loss. Importance sampling
+corrects the train-inference mismatch between engine and trainer on the sampled tokens. Both have
+the same weights, so in exact arithmetic every difference is zero. What remains is rounding, or a
+bug: stale weights, a stale cache, other pixels. docs/metrics.md gives the healthy ranges.
 """
 
 from __future__ import annotations

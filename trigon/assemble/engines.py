@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 TuneMicroBatch = Callable[[Lengths, Budgets | None], Budgets]
 """Sets and returns token budgets; see trigon.training.budget.tune_engines.
 
-Its second argument are budgets of an earlier run, which it returns unchanged if every rank's device
-is of the same kind; None: measure.
+The second argument has the budgets of an earlier run, which are returned unchanged if the device of
+every rank is of the same kind. None: the budgets are measured.
 """
 
 

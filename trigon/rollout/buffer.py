@@ -40,7 +40,7 @@ from trigon.data.stream import PromptStream, with_repeat_id
 from trigon.errors import DataError, EngineError, LostSamplersError, first_line
 from trigon.metrics import Metrics, Sum, merge
 from trigon.rewards.pool import RewardPool
-from trigon.rollout.collect import collect_until
+from trigon.rollout.collect import collect_until, nothing_sampled
 from trigon.rollout.filtering import label_groups
 from trigon.rollout.parity import ParityCheck, Probe, ended_in_step
 from trigon.rollout.protocol import Interruption, RolloutEngine, Until, Work
@@ -184,10 +184,11 @@ class RolloutBuffer:
         config = self._config
         has_pools = not config.worker.hybrid_engine
         metrics: dict[str, Any] = {}
-        if config.algorithm.samples_continuously:
+        continuous = config.algorithm.samples_continuously
+        if not continuous and self._running is None:  # else the engine is in use, and the batch has its counts
+            metrics |= self._rollout.pop_metrics()
+        if continuous or self._running is None:  # else the prompts are in use as well
             metrics |= self._prompts.metrics()
-        elif self._running is None:  # else the engine and the prompts are in use; the batch has their counts
-            metrics |= {**self._rollout.pop_metrics(), **self._prompts.metrics()}
         if has_pools or config.worker.rollout.oversampling > 0:
             metrics |= self._staleness
         return {**metrics, **self._clock.pop_metrics()} if has_pools else metrics
@@ -294,7 +295,7 @@ class RolloutBuffer:
             error = running.call.error
             state = "are not sampled yet" if error is None else f"have failed ({first_line(error)})"
             self._report.warn(
-                f"the checkpoint is saved without the groups of step {running.step}, which {state}: a run that "
+                f"the checkpoint is saved without the groups of step {running.call.step}, which {state}: a run that "
                 "resumes from it samples them with newer weights, and has other numbers than this one"
             )
         return _Position(
@@ -432,7 +433,7 @@ class RolloutBuffer:
             return found
 
         prompts = self._prompts.state()
-        self._running = _Running(step, version, _by_id(work), prompts, SamplingCall(step, sample))
+        self._running = _Running(version, _by_id(work), prompts, SamplingCall(step, sample))
 
     def _end_ahead(self, step: int) -> None:
         """Take over what was sampled for this step while the one before it was made."""
@@ -714,7 +715,6 @@ class RolloutBuffer:
             return _Found(unfinished=[_left(prompt, completions) for prompt, completions in collected.unfinished])
 
         self._running = _Running(
-            step,
             version,
             _by_id(work),
             self._prompts.state(),
@@ -729,15 +729,14 @@ class RolloutBuffer:
 class _Running:
     """What is sampled in a thread: for the next step, or all the time until the next weight sync.
 
-    step: for which it is sampled, or in which it began. version: of the weights. begun: the work
-    that it began with, by the prompt's id, without the groups that were taken from ended.
-    prompts: the state of the prompt stream when it began. The fields below have no use in a call
-    for the next step, whose groups are used once all of them are there.
-    ended: groups that have ended and are scored. max_failed: this many prompts may fail although no
-    other one has ended. num_ended: groups that were taken from ended.
+    version: the policy version of its weights. begun: the work that it began with, by the prompt's
+    id, without the groups that were taken from ended. prompts: the state of the prompt stream when
+    it began. A call for the next step returns its groups together at its end, and does not use the
+    fields that follow.
+    ended: groups that have ended and are scored. max_failed: the number of prompts that may fail
+    although no other one has ended. num_ended: the number of groups that were taken from ended.
     """
 
-    step: int
     version: int
     begun: dict[str, Work]
     prompts: Mapping[str, Any]
@@ -758,9 +757,7 @@ class _Running:
         """The error of a call that is done, also if the engine failed for too many prompts."""
         if not self.has_failed or len(self.begun) <= self.max_failed:
             return self.call.error
-        return EngineError(
-            f"The rollout engine failed to sample any of {len(self.begun)} prompts, twice each. See the engine's log."
-        )
+        return nothing_sampled(len(self.begun))
 
 
 _NO_COUNTS: Metrics = dict.fromkeys((_FAILED, _DROPPED_GROUPS, _DROPPED_TOKENS), Sum(0.0))

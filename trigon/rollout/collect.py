@@ -19,7 +19,7 @@ from trigon.rewards.scoring import Scoring
 from trigon.rollout.protocol import RolloutEngine, Until
 from trigon.types import Completion, EncodedMedia, Phase, Prompt, Rollout, RolloutGroup, SamplingParams, Score, Vision
 
-if TYPE_CHECKING:  # which imports torch: errors before that import should come at once
+if TYPE_CHECKING:  # it imports torch, and dummy_requests is used before a run has imported torch
     from trigon.data.stream import Prompts
 
 
@@ -106,15 +106,20 @@ def collect_until(
 
             rows = rollout.generate(prompts, sampling, until=until, on_progress=on_progress, on_group=add)
         if on_scored is None and rows and not any(rows):
-            raise EngineError(
-                f"The rollout engine failed to sample any of {len(rows)} prompts, twice each. See the engine's log."
-            )
+            raise nothing_sampled(len(rows))
         with phase("reward") as advance:
             scoring.finish(on_progress=advance)
         find_scored()
         assert not waiting, "all that was added is scored"
     unfinished = [(prompt, tuple(row)) for prompt, row in zip(prompts, rows, strict=True) if _is_unfinished(row)]
     return Collected([groups[index] for index in sorted(groups)], unfinished)
+
+
+def nothing_sampled(num_prompts: int) -> EngineError:
+    """Return the error of a call in which the engine failed for every prompt."""
+    return EngineError(
+        f"The rollout engine failed to sample any of {num_prompts} prompts, twice each. See the engine's log."
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

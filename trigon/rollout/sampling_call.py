@@ -24,10 +24,11 @@ class SamplingCall(Generic[Result]):
     def __init__(self, step: int, sample: Callable[[Phase], Result]) -> None:
         """Start the call.
 
-        sample: gets a Phase that counts its progress: the phases that are shown and timed are those
-        of the thread that makes the step.
+        step: the step for which it samples, or in which it begins. sample: gets a Phase that counts
+        its progress: the phases that are shown and timed are those of the thread that makes the
+        step.
         """
-        self._step = step
+        self.step = step
         self._num_progress = 0
         self._is_given_up = False
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"sampling for step {step}")
@@ -72,7 +73,7 @@ class SamplingCall(Generic[Result]):
 
     def _advance(self, k: int | None) -> None:
         if self._is_given_up:
-            raise InterruptedError(f"the sampling for step {self._step} was given up")
+            raise InterruptedError(f"the sampling for step {self.step} was given up")
         self._num_progress += k is not None
 
 

@@ -19,6 +19,9 @@ from trigon.rollout.turns import SampledTurn
 from trigon.rollout.vllm.arguments import VllmSettings
 from trigon.types import Prompt, SamplingParams, Vision
 
+CHECK_VLLM = "Check that the installed vLLM is a version that Trigon supports (docs/developers/dependencies.md)"
+"""The advice of errors about replies of vLLM, and about its weights."""
+
 # vLLM raises a temperature between 0 and the lower bound to it, which the trainer would not
 # reproduce, and rejects one above the upper bound.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
@@ -260,10 +263,7 @@ def to_turn(
     """
     token_ids, logprobs = sampled_tokens(output, name, sampling, processors)
     if not token_ids:
-        raise EngineError(
-            f"{name}: vLLM returned a completion without tokens. "
-            "Check that the installed vLLM is a version that Trigon supports (docs/developers/dependencies.md)."
-        )
+        raise EngineError(f"{name}: vLLM returned a completion without tokens. {CHECK_VLLM}.")
     return SampledTurn(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -286,8 +286,7 @@ def recorded_experts(output: Any, name: str, *, num_tokens: int, num_experts: in
         shape = "nothing" if experts is None else f"experts of shape {list(experts.shape)}"
         raise EngineError(
             f"{name}: worker.actor.router_replay needs the experts of {num_tokens} tokens, below {num_experts}, and "
-            f"vLLM returned {shape}. Set it to disabled, or check that the installed vLLM is a version that Trigon "
-            "supports (docs/developers/dependencies.md)."
+            f"vLLM returned {shape}. {CHECK_VLLM}, or set worker.actor.router_replay=disabled."
         )
     return experts
 
@@ -304,15 +303,11 @@ def sampled_tokens(
     logprobs = tuple(output.logprobs.logprobs)
     if len(logprobs) != len(token_ids):
         raise EngineError(
-            f"{name}: vLLM returned {len(token_ids)} tokens with {len(logprobs)} log-probabilities. "
-            "Check that the installed vLLM is a version that Trigon supports (docs/developers/dependencies.md)."
+            f"{name}: vLLM returned {len(token_ids)} tokens with {len(logprobs)} log-probabilities. {CHECK_VLLM}."
         )
     banned = set(token_ids).intersection(processors.banned_token_ids)
     if banned:
-        raise EngineError(
-            f"{name}: vLLM sampled the banned media tokens {sorted(banned)}. "
-            "Check that the installed vLLM is a version that Trigon supports (docs/developers/dependencies.md)."
-        )
+        raise EngineError(f"{name}: vLLM sampled the banned media tokens {sorted(banned)}. {CHECK_VLLM}.")
     return token_ids, logprobs if sampling.temperature > 0 else (0.0,) * len(token_ids)
 
 
@@ -322,6 +317,5 @@ def _finish_reason(reason: str | None, name: str) -> Literal["stop", "length"]:
             return reason
         case _:
             raise EngineError(
-                f"{name}: vLLM ended a completion with {reason!r} instead of 'stop' or 'length'. "
-                "Check that the installed vLLM is a version that Trigon supports (docs/developers/dependencies.md)."
+                f"{name}: vLLM ended a completion with {reason!r} instead of 'stop' or 'length'. {CHECK_VLLM}."
             )

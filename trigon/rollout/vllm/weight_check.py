@@ -19,6 +19,7 @@ from torch import Tensor
 from trigon.config.names import DeviceType
 from trigon.errors import ParityError
 from trigon.models.weight_files import stored_tensors
+from trigon.rollout.vllm.inputs import CHECK_VLLM
 from trigon.types import NamedTensors
 
 
@@ -182,9 +183,8 @@ def compare(ranks: list[RankSums], *, version: int) -> None:
         ]
         raise ParityError(
             f"after the weight sync of step {version}, vLLM's parameters are not the trainer's weights: of "
-            f"{len(first.parameters)} parameters, {' and '.join(problems)}. Check that the installed vLLM is a version "
-            "that Trigon supports (docs/developers/dependencies.md); worker.rollout.weight_check_freq=0 turns this "
-            "check off"
+            f"{len(first.parameters)} parameters, {' and '.join(problems)}. {CHECK_VLLM}; "
+            "worker.rollout.weight_check_freq=0 turns this check off"
         )
 
 
