@@ -8,7 +8,7 @@ import pytest
 from support.rewards import reward_pool
 from support.rollout import NO_WEIGHTS, Phases
 from trigon.errors import EngineError
-from trigon.rollout.collect import collect, collect_until
+from trigon.rollout.collect import collect, collect_until, collect_until_interrupted
 from trigon.rollout.episode_state import sample_seed
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.protocol import Until
@@ -129,8 +129,10 @@ def collect_in_parts(prompts, engine, rewards, sampling):
 def collect_ended(prompts, engine, rewards, sampling):
     groups = []
     until = Until(len(prompts))
-    found = collect_until(prompts, engine, rewards, sampling, until, phase=Phases(), on_scored=groups.append)
-    assert (found.groups, found.unfinished) == ([], [])
+    unfinished = collect_until_interrupted(
+        prompts, engine, rewards, sampling, until, phase=Phases(), on_scored=groups.append, min_counted=0
+    )
+    assert unfinished == []
     return sorted(groups, key=lambda group: group.prompt.prompt_id)
 
 

@@ -40,7 +40,7 @@ from trigon.data.stream import PromptStream, with_repeat_id
 from trigon.errors import DataError, EngineError, LostSamplersError, first_line
 from trigon.metrics import Metrics, Sum, merge
 from trigon.rewards.pool import RewardPool
-from trigon.rollout.collect import collect_until, nothing_sampled
+from trigon.rollout.collect import collect_until, collect_until_interrupted, nothing_sampled
 from trigon.rollout.filtering import label_groups
 from trigon.rollout.parity import ParityCheck, Probe, ended_in_step
 from trigon.rollout.protocol import Interruption, RolloutEngine, Until, Work
@@ -702,7 +702,7 @@ class RolloutBuffer:
 
         def sample(phase: Phase) -> _Found:
             with self._clock.sampling():
-                collected = collect_until(
+                unfinished = collect_until_interrupted(
                     [each.prompt for each in work],
                     self._rollout,
                     self._rewards,
@@ -712,7 +712,7 @@ class RolloutBuffer:
                     on_scored=ended.append,
                     min_counted=per_step * self._sampling.n,
                 )
-            return _Found(unfinished=[_left(prompt, completions) for prompt, completions in collected.unfinished])
+            return _Found(unfinished=[_left(prompt, completions) for prompt, completions in unfinished])
 
         self._running = _Running(
             version,

@@ -6,10 +6,11 @@ is scored as soon as it is sampled, while the engine samples other groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any
 
 from trigon.errors import BadRow, EngineError
@@ -42,16 +43,20 @@ def collect(
     return collect_until(prompts, rollout, rewards, sampling, None, phase=phase).groups
 
 
+Unfinished = list[tuple[Prompt, tuple[Completion, ...]]]
+"""Prompts whose completions have not all ended, in the order of a call.
+
+Each with all of its completions, also those that have ended; with SamplingParams.with_baseline the
+greedy one is the last.
+"""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Collected:
-    """Groups that are complete and scored, and the completions so far of the other prompts.
-
-    unfinished: each prompt with all of its completions, those included that have ended; with
-    SamplingParams.with_baseline the greedy one is the last.
-    """
+    """Groups that are complete and scored, and the completions so far of the other prompts."""
 
     groups: list[RolloutGroup]
-    unfinished: list[tuple[Prompt, tuple[Completion, ...]]]
+    unfinished: Unfinished
 
 
 def collect_until(
@@ -62,57 +67,63 @@ def collect_until(
     until: Until | None,
     *,
     phase: Phase,
-    on_scored: Callable[[RolloutGroup], None] | None = None,
-    min_counted: int = 0,
 ) -> Collected:
     """Do what collect does until enough groups are complete; both parts are in order of prompts.
 
-    until: None: all are. min_counted: see RewardPool.scoring.
-    on_scored: called in this thread with each group as soon as it is scored, in place of returning
-    it. Groups are then scored in the order in which they end, so that functions of the batch
-    contract, which get several completions at a time, wait for few others; and no error is raised
-    if all of them failed.
+    Which completions a reward function receives in one call depends on the prompts alone, and not
+    on the time at which they ended. until: None: all are complete.
     """
-    waiting: dict[int, _ScoredRow] = {}  # by the index of the prompt
-    groups: dict[int, RolloutGroup] = {}
-    with rewards.scoring(
-        num_completions=len(prompts) * sampling.n,
-        num_separate=len(prompts) * (sampling.num_completions - sampling.n),
-        min_counted=min_counted,
-    ) as pool:
-        scoring = _Scoring(pool, sampling.n, len(prompts))
-
-        def add(index: int, completions: Sequence[Completion]) -> None:
-            if completions:  # of a group that did not fail
-                waiting[index] = scoring.add(prompts[index], completions, index if on_scored is None else None)
-
-        def find_scored() -> None:
-            for index, row in [*waiting.items()]:
-                group = scoring.find_group(row)
-                if group is None:
-                    continue
-                del waiting[index]
-                if on_scored is None:
-                    groups[index] = group
-                else:
-                    on_scored(group)
-
+    n = sampling.n
+    with _scoring(prompts, rewards, sampling) as scoring:
         with phase("gen", total=_count_pending(prompts, sampling, until)) as advance:
 
-            def on_progress(num_finished: int | None) -> None:
-                if on_scored is not None:
-                    find_scored()
-                advance(num_finished)
+            def add(index: int, completions: Sequence[Completion]) -> None:
+                scoring.add(index, completions, count(index * n), count(len(prompts) * n + index))
 
-            rows = rollout.generate(prompts, sampling, until=until, on_progress=on_progress, on_group=add)
-        if on_scored is None and rows and not any(rows):
+            rows = rollout.generate(prompts, sampling, until=until, on_progress=advance, on_group=add)
+        if rows and not any(rows):
             raise nothing_sampled(len(rows))
         with phase("reward") as advance:
-            scoring.finish(on_progress=advance)
-        find_scored()
-        assert not waiting, "all that was added is scored"
-    unfinished = [(prompt, tuple(row)) for prompt, row in zip(prompts, rows, strict=True) if _is_unfinished(row)]
-    return Collected([groups[index] for index in sorted(groups)], unfinished)
+            groups = dict(scoring.finish(on_progress=advance))
+    return Collected([groups[index] for index in sorted(groups)], _unfinished(prompts, rows))
+
+
+def collect_until_interrupted(
+    prompts: Sequence[Prompt],
+    rollout: RolloutEngine,
+    rewards: RewardPool,
+    sampling: SamplingParams,
+    until: Until,
+    *,
+    phase: Phase,
+    on_scored: Callable[[RolloutGroup], None],
+    min_counted: int,
+) -> Unfinished:
+    """Sample and score until the call is interrupted, and return what is then unfinished.
+
+    Groups are scored in the order in which they end, so that functions of the batch contract, which
+    receive several completions at a time, wait for few others. No error is raised if the engine
+    failed for every prompt.
+    on_scored: called in this thread with each group as soon as it is scored. min_counted: see
+    RewardPool.scoring.
+    """
+    slots, separate_slots = count(), count(len(prompts) * sampling.n)
+    with _scoring(prompts, rewards, sampling, min_counted=min_counted) as scoring:
+        with phase("gen", total=_count_pending(prompts, sampling, until)) as advance:
+
+            def add(index: int, completions: Sequence[Completion]) -> None:
+                scoring.add(index, completions, slots, separate_slots)
+
+            def report(num_finished: int | None) -> None:
+                for _, group in scoring.pop_scored():
+                    on_scored(group)
+                advance(num_finished)
+
+            rows = rollout.generate(prompts, sampling, until=until, on_progress=report, on_group=add)
+        with phase("reward") as advance:
+            for _, group in scoring.finish(on_progress=advance):
+                on_scored(group)
+    return _unfinished(prompts, rows)
 
 
 def nothing_sampled(num_prompts: int) -> EngineError:
@@ -174,75 +185,90 @@ class Evaluator:
             return None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@contextmanager
+def _scoring(
+    prompts: Sequence[Prompt], rewards: RewardPool, sampling: SamplingParams, *, min_counted: int = 0
+) -> Iterator[_Scoring]:
+    with rewards.scoring(
+        num_completions=len(prompts) * sampling.n,
+        num_separate=len(prompts) * (sampling.num_completions - sampling.n),
+        min_counted=min_counted,
+    ) as scoring:
+        yield _Scoring(scoring, prompts, sampling.n)
+
+
+@dataclass(frozen=True, slots=True)
 class _ScoredRow:
     """The completions of a prompt that are being scored.
 
-    indices: of each completion's request; None if its environment failed, so that it has none.
+    slots: of each completion's request; None if its environment failed, so that it has none.
     """
 
-    prompt: Prompt
     completions: Sequence[Completion]
-    indices: Sequence[int | None]
+    slots: Sequence[int | None]
 
 
 class _Scoring:
     """Scores rows of completions that arrive while others are sampled.
 
-        index      0 ... n - 1 | n ... 2 n - 1 | ... | P n      | P n + 1  | ...
+    Requests in neighbouring slots are scored in one call by a function of the batch contract:
+
+        slot       0 ... n - 1 | n ... 2 n - 1 | ... | P n      | P n + 1  | ...
         request    of one row    of another            baseline   baseline
 
     The greedy completion of a row is scored by itself, so that a function that receives several
     completions at a time receives the n others alone.
     """
 
-    def __init__(self, scoring: Scoring, n: int, num_rows: int) -> None:
-        self._scoring, self._n, self._first_baseline = scoring, n, n * num_rows
-        self._next_index = 0
-        self._num_rows = 0
+    def __init__(self, scoring: Scoring, prompts: Sequence[Prompt], n: int) -> None:
+        self._scoring, self._prompts, self._n = scoring, prompts, n
+        self._waiting: dict[int, _ScoredRow] = {}  # by the index of the prompt
 
-    def add(self, prompt: Prompt, completions: Sequence[Completion], number: int | None) -> _ScoredRow:
-        """Begin to score a row.
+    def add(
+        self, index: int, completions: Sequence[Completion], slots: Iterator[int], separate_slots: Iterator[int]
+    ) -> None:
+        """Begin to score the completions of a prompt; none, if the engine failed to sample it.
 
-        number: of the row, on which alone it then depends which requests are sent together; None:
-        its requests follow those of the last call without a gap.
+        slots: of the next requests. separate_slots: of the next baselines.
         """
-        index = self._next_index if number is None else number * self._n
-        indices: list[int | None] = []
-        for completion in completions[: self._n]:
-            indices.append(None if completion.error else index)
-            index += number is not None or not completion.error
-        self._next_index = index
+        if not completions:
+            return
+        taken = [None if each.error else next(slots) for each in completions[: self._n]]
+        taken += [None if each.error else next(separate_slots) for each in completions[self._n :]]
+        self._waiting[index] = _ScoredRow(completions, taken)
         requests = {
-            index: _request(prompt, completion)
-            for index, completion in zip(indices, completions, strict=False)
-            if index is not None
+            slot: _request(self._prompts[index], completion)
+            for slot, completion in zip(taken, completions, strict=True)
+            if slot is not None
         }
-        first = min(requests, default=0)
-        self._scoring.add(first, [requests.get(index) for index in range(first, max(requests, default=-1) + 1)])
-        separate = self._first_baseline + (self._num_rows if number is None else number)
-        for baseline in completions[self._n :]:
-            indices.append(None if baseline.error else separate)
-            if not baseline.error:
-                self._scoring.add(separate, [_request(prompt, baseline)])
-        self._num_rows += 1
-        return _ScoredRow(prompt, completions, indices)
+        together = [slot for slot in taken[: self._n] if slot is not None]
+        self._scoring.add(min(together, default=0), [requests.pop(slot) for slot in together])
+        for slot, request in requests.items():
+            self._scoring.add(slot, [request])
 
-    def find_group(self, row: _ScoredRow) -> RolloutGroup | None:
-        """Return a row with its scores; None while one is missing. Raises: as Scoring.add."""
-        found = self._scoring.find_scores([index for index in row.indices if index is not None])
-        if found is None:
-            return None
-        scores = iter(found)
-        rollouts = [
-            Rollout(completion, Score(0.0, {}, "failed", completion.error) if index is None else next(scores))
-            for completion, index in zip(row.completions, row.indices, strict=True)
-        ]
-        return RolloutGroup(row.prompt, tuple(rollouts[: self._n]), *rollouts[self._n :])
+    def pop_scored(self) -> Iterator[tuple[int, RolloutGroup]]:
+        """Yield the groups that are scored, with the indices of their prompts.
 
-    def finish(self, *, on_progress: Callable[[int | None], object]) -> None:
-        """Wait until all that was added is scored. See Scoring.result."""
+        Raises: as Scoring.add.
+        """
+        for index, row in [*self._waiting.items()]:
+            found = self._scoring.find_scores([slot for slot in row.slots if slot is not None])
+            if found is None:
+                continue
+            del self._waiting[index]
+            scores = iter(found)
+            rollouts = [
+                Rollout(completion, Score(0.0, {}, "failed", completion.error) if slot is None else next(scores))
+                for completion, slot in zip(row.completions, row.slots, strict=True)
+            ]
+            yield index, RolloutGroup(self._prompts[index], tuple(rollouts[: self._n]), *rollouts[self._n :])
+
+    def finish(self, *, on_progress: Callable[[int | None], object]) -> list[tuple[int, RolloutGroup]]:
+        """Wait until all that was added is scored, and return the rest. See Scoring.result."""
         self._scoring.result(on_progress=on_progress)
+        scored = list(self.pop_scored())
+        assert not self._waiting, "all that was added is scored"
+        return scored
 
 
 def _count_pending(prompts: Sequence[Prompt], sampling: SamplingParams, until: Until | None) -> int:
@@ -251,8 +277,12 @@ def _count_pending(prompts: Sequence[Prompt], sampling: SamplingParams, until: U
     return len(prompts) * sampling.num_completions - sum(not each.is_unfinished for row in begun for each in row)
 
 
-def _is_unfinished(completions: Sequence[Completion]) -> bool:
-    return any(completion.is_unfinished for completion in completions)
+def _unfinished(prompts: Sequence[Prompt], rows: Sequence[Sequence[Completion]]) -> Unfinished:
+    return [
+        (prompt, tuple(row))
+        for prompt, row in zip(prompts, rows, strict=True)
+        if any(completion.is_unfinished for completion in row)
+    ]
 
 
 def dummy_requests(prompt: Prompt) -> list[RewardRequest]:
