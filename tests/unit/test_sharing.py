@@ -25,13 +25,12 @@ from trigon.tools.cli.main import main
 from trigon.tools.push.push import (
     CURVES,
     PushSettings,
-    RunFacts,
     base_license,
     hub_id,
     model_card,
     public_base,
-    read_facts,
     read_options,
+    read_validations,
 )
 
 BASE = "Qwen/Qwen2.5-VL-3B-Instruct"
@@ -68,22 +67,24 @@ def write_run(folder: Path, *, local: Mapping[str, str] = MappingProxyType({}), 
     return open_run(folder)
 
 
-def facts_of(
-    run: RunRecord, exported: Path, *, step: int = 20, base: str | None = "Qwen/Qwen2.5-VL-3B-Instruct"
-) -> RunFacts:
+def card_of(run: RunRecord, exported: Path, *, step: int = 20, base: str | None = BASE, **given: Any) -> ModelCard:
+    """Return the card of a model that was exported after a step. given: further arguments."""
     exported.mkdir(exist_ok=True)
     record = {"trigon_version": "0.1.0", "step": step, "dtype": "bfloat16"}
     (exported / "trigon_export.json").write_text(json.dumps(record))
-    return read_facts(read_options(run), exported, base_model=base, has_vision=True, is_adapter=False)
+    arguments = {"license_id": None, "has_vision": True, "is_adapter": False, "has_curves": False} | given
+    return model_card(read_options(run), exported, "me/geo", base_model=base, **arguments)
 
 
 @pytest.fixture
-def facts(tmp_path):
-    return facts_of(write_run(tmp_path / "run"), tmp_path / "exported")
+def card(tmp_path):
+    """Return the text of the card of a run with OPTIONS."""
+    run = write_run(tmp_path / "run")
+    return lambda **given: str(card_of(run, tmp_path / "exported", **given))
 
 
-def test_the_metadata_is_valid_and_complete(facts):
-    text = str(model_card(facts, "me/geo", license_id="apache-2.0", has_curves=True))
+def test_the_metadata_is_valid_and_complete(card):
+    text = card(license_id="apache-2.0", has_curves=True)
     data = ModelCard(text).data  # raises for metadata that the hub does not accept
     assert data.base_model == "Qwen/Qwen2.5-VL-3B-Instruct"
     assert data.datasets == ["hiyouga/geometry3k"]
@@ -95,8 +96,8 @@ def test_the_metadata_is_valid_and_complete(facts):
     assert (result.dataset_type, result.metric_type, result.metric_value) == ("hiyouga/geometry3k", "accuracy", 0.75)
 
 
-def test_the_card_has_the_evaluation_the_settings_and_the_curves(facts):
-    text = str(model_card(facts, "me/geo", license_id=None, has_curves=True))
+def test_the_card_has_the_evaluation_the_settings_and_the_curves(card):
+    text = card(has_curves=True)
     for fact in (
         "20 steps of dr_grpo",
         "| accuracy | 0.250 | 0.750 | 7 |",
@@ -105,11 +106,11 @@ def test_the_card_has_the_evaluation_the_settings_and_the_curves(facts):
         CURVES,
     ):
         assert fact in text, fact
-    assert CURVES not in str(model_card(facts, "me/geo", license_id=None, has_curves=False))
+    assert CURVES not in card()
 
 
-def test_the_card_lists_the_options_that_are_not_the_defaults_without_secrets_and_folders_of_the_machine(facts):
-    text = str(model_card(facts, "me/geo", license_id=None, has_curves=False))
+def test_the_card_lists_the_options_that_are_not_the_defaults_without_secrets_and_folders_of_the_machine(card):
+    text = card()
     for part in (SECRET, "plain", ":pw@", "key=5", "/home/me", "/work", "save_checkpoint_path"):
         assert part not in text
     listed = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
@@ -168,8 +169,7 @@ def test_a_local_base_model_and_local_data_have_names_and_no_metadata(tmp_path):
         train_files=["/data/a.parquet", "b/c.jsonl"],
         val_files=["/data/Val_1.parquet"],
     )
-    facts = facts_of(run, tmp_path / "exported", base=None)
-    text = str(model_card(facts, "me/tiny", license_id=None, has_curves=False))
+    text = str(card_of(run, tmp_path / "exported", base=None))
     data = ModelCard(text).data
     assert (data.base_model, data.datasets, data.license) == (None, None, None)
     assert "the local model `mine/tiny`" in text
@@ -183,8 +183,7 @@ def test_several_validation_sets_have_rows_and_results_of_their_own(tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text(
         json.dumps({"step": 20, "metrics": {"val/a/accuracy_reward": 0.5, "val/geometry/accuracy_reward": 0.25}}) + "\n"
     )
-    facts = facts_of(run, tmp_path / "exported")
-    text = str(model_card(facts, "me/geo", license_id=None, has_curves=False))
+    text = str(card_of(run, tmp_path / "exported"))
     assert "| a | accuracy |  | 0.500 | unknown |" in text
     assert "| geometry | accuracy |  | 0.250 | 7 |" in text
     assert [result.dataset_name for result in ModelCard(text).data.eval_results] == ["a", "geometry"]
@@ -192,16 +191,16 @@ def test_several_validation_sets_have_rows_and_results_of_their_own(tmp_path):
 
 def test_the_evaluation_is_that_of_the_pushed_step(tmp_path):
     run = write_run(tmp_path / "run")
-    assert [each.after for each in facts_of(run, tmp_path / "exported", step=15).validations] == [0.5, 0.25]
+    assert [each.after for each in read_validations(run, 15)] == [0.5, 0.25]
+    assert "| accuracy | 0.250 | 0.500 | 7 |" in str(card_of(run, tmp_path / "exported", step=15))
     (tmp_path / "run" / "metrics.jsonl").write_text("")
-    facts = facts_of(run, tmp_path / "exported")
-    assert facts.validations == ()
-    assert "## Evaluation" not in str(model_card(facts, "me/geo", license_id=None, has_curves=False))
+    assert read_validations(run, 20) == []
+    assert "## Evaluation" not in str(card_of(run, tmp_path / "exported"))
 
 
 def test_texts_of_options_cannot_end_the_block_of_code(tmp_path):
     run = write_run(tmp_path / "run", system_prompt="```\n# Other\n[x](javascript:y)")
-    text = str(model_card(facts_of(run, tmp_path / "exported"), "me/geo", license_id=None, has_curves=False))
+    text = str(card_of(run, tmp_path / "exported"))
     assert text.count("```") == 4
     assert "\n# Other" not in text
 
@@ -245,13 +244,9 @@ def test_a_local_path_is_no_hub_id_wherever_the_push_runs(tmp_path, monkeypatch)
     assert public_base(read_options(run), PushSettings()) is None
     assert public_base(read_options(run), PushSettings(base="demo/model")) == "demo/model"
     assert base_license(read_options(run), PushSettings()) == "mit"
-    facts = facts_of(run, tmp_path / "exported", base=None)
-    assert (facts.datasets, facts.dataset_names, facts.val_names) == (
-        ("demo/public",),
-        ("data", "demo/public"),
-        ("data",),
-    )
-    data = model_card(facts, "me/x", license_id=None, has_curves=False).data
+    card = card_of(run, tmp_path / "exported", base=None)
+    assert "on `data`, [demo/public](https://huggingface.co/datasets/demo/public)" in str(card)
+    data = card.data
     assert (data.base_model, data.datasets, data.eval_results[0].dataset_name) == (None, ["demo/public"], "data")
 
 

@@ -290,7 +290,7 @@ def to_json_line(content: Mapping[str, Any]) -> bytes:
 
     Bytes, such as a column of sounds, are replaced by their number.
     """
-    text = json.dumps(_to_json(content), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(to_json(content), ensure_ascii=False, allow_nan=False)
     # An unpaired surrogate, which a model can emit, has no UTF-8; \udcxx is a valid JSON escape.
     return text.encode("utf-8", errors="backslashreplace") + b"\n"
 
@@ -309,18 +309,19 @@ def _fields(value: RolloutRow | TokenRecord | TurnRecord) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names}
 
 
-def _to_json(value: Any) -> Any:
+def to_json(value: Any) -> Any:
+    """Return a value as JSON can represent it: see to_json_line."""
     match value:
         case None | bool() | int() | str():
             return value
         case float():
             return value if isfinite(value) else None
         case TokenRecord() | TurnRecord():
-            return _to_json(_fields(value))
+            return to_json(_fields(value))
         case Mapping():
-            return {str(key): _to_json(item) for key, item in value.items()}
+            return {str(key): to_json(item) for key, item in value.items()}
         case list() | tuple():
-            return [_to_json(item) for item in value]
+            return [to_json(item) for item in value]
         case bytes():
             return f"{len(value)} bytes"
         case _:

@@ -18,7 +18,6 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
@@ -193,21 +192,14 @@ def evaluate(
     # Before anything is exported or downloaded, so that a wrong option is found at once.
     load = partial(load_settings, base, given, overrides, first=first)
     early = load(model_path=sources[0].spec, folder=Path(), context=None, weight_dtype=None).config
-    request = _Request(
-        by=tuple(by),
-        ks=choose_ks(k, make_validation_sampling_params(early).n),
-        form=answers or answer_form(early),
-        blind=blind,
-        limit=limit,
-        console=console,
-        code=make_episode_code(environment, tools),
-        opened=opened,
-    )
+    ks = choose_ks(k, make_validation_sampling_params(early).n)
+    form = answers or answer_form(early)
+    code = make_episode_code(environment, tools)
     if output is not None:
         check_output(Path(output))
-    find_all(sources, early, request)
+    find_all(sources, early, by, opened)
     folder = open_output(output, sources[0])
-    settings = describe_settings(early, request)
+    settings = describe_settings(early, limit=limit, ks=ks, form=form)
     if not (folder / RESULT).exists():  # so that the next evaluation may replace what this one leaves
         write_json(folder / RESULT, {"settings": settings, "models": []}, ensure_ascii=False)
     places = [label(number, source) for number, source in enumerate(sources, start=1)]
@@ -243,7 +235,22 @@ def evaluate(
         for source, each, place in zip(sources, loaded, outputs, strict=True):
             if len(sources) > 1:
                 console.print(f"model {len(results) + 1} of {len(sources)}: {source.spec}")
-            results.append(evaluate_model(source, each.config, rewards, place, request))
+            results.append(
+                evaluate_model(
+                    source,
+                    each.config,
+                    rewards,
+                    place,
+                    console,
+                    by=by,
+                    ks=ks,
+                    form=form,
+                    blind=blind,
+                    limit=limit,
+                    code=code,
+                    opened=opened,
+                )
+            )
     evaluation = Evaluation(
         models=tuple(model for model, _ in results),
         comparisons=compare_models(results),
@@ -256,25 +263,22 @@ def evaluate(
     return evaluation
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """What is evaluated, apart from the models and their configuration. See evaluate."""
-
-    by: tuple[str, ...]
-    ks: tuple[int, ...]
-    form: AnswerForm
-    blind: bool
-    limit: int | None
-    console: Console
-    code: EpisodeCode
-    opened: Mapping[str, Source]
-
-
 def evaluate_model(
-    source: ModelSource, config: Config, rewards: RewardPool, output: Path, request: _Request
+    source: ModelSource,
+    config: Config,
+    rewards: RewardPool,
+    output: Path,
+    console: Console,
+    *,
+    by: Sequence[str],
+    ks: Sequence[int],
+    form: AnswerForm,
+    blind: bool,
+    limit: int | None,
+    code: EpisodeCode,
+    opened: Mapping[str, Source],
 ) -> tuple[ModelEvaluation, list[PromptOutcome]]:
     """Validate one model as a run does, and write its rollouts into the run folder output."""
-    console = request.console
     check_environment(config)
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder(output))
@@ -287,14 +291,14 @@ def evaluate_model(
             workers = stack.enter_context(open_worker_pools(config, folder.path, check_hardware, console.warn))
         else:
             check_hardware(find_hardware(choose_device(config)))
-        episodes = find_episodes(config, processors, stack, request.code)
+        episodes = find_episodes(config, processors, stack, code)
         specs = config.data.val_files
         builder = open_builder(config, processors, schemas=() if episodes is None else episodes[0].schemas)
-        prompts = scan_datasets(config, specs, (), builder, report, max_rows=request.limit, opened=request.opened)
+        prompts = scan_datasets(config, specs, (), builder, report, max_rows=limit, opened=opened)
         check_rewards(rewards, prompts)
         if episodes is not None:
             check_episodes(config, processors, *episodes, prompts, max_tokens=max_completion_tokens(config))
-        check_columns([prompts[0].row], request.by)  # all rows of a table have the same columns
+        check_columns([prompts[0].row], by)  # all rows of a table have the same columns
         plan, store = make_plan(config, num_train_prompts=0), open_store(config, folder, console)
         shows_videos = prompts.shows_videos
         engines = open_run_engines(
@@ -304,20 +308,22 @@ def evaluate_model(
             take = partial(sample, config, engines, rewards, source.step)
             rows = take(prompts, report)
             accuracy = accuracy_name(rows)
-            outcomes = outcomes_of(rows, accuracy=accuracy, form=request.form, ks=request.ks)
-            blind = None
-            if request.blind and not (num_with_images := sum(bool(each.rows[0].images) for each in outcomes)):
+            outcomes = outcomes_of(rows, accuracy=accuracy, form=form, ks=ks)
+            without_images = None
+            if blind and not (num_with_images := sum(bool(each.rows[0].images) for each in outcomes)):
                 console.warn("no prompt has an image or a video: there is no evaluation without images")
-            elif request.blind:
+            elif blind:
                 console.print("the same prompts with blank images:")
                 with RunFolder(output / BLIND) as hidden:
                     hidden.write_config(dump_config(config))
                     with open_reporter(config, hidden, console, processors, (), None) as hidden_report:
                         rows = take(prompts.with_blank_media(), hidden_report)
-                without = outcomes_of(rows, accuracy=accuracy, form=request.form, ks=request.ks)
+                without = outcomes_of(rows, accuracy=accuracy, form=form, ks=ks)
                 difference = compare_outcomes(outcomes, without)
-                blind = Blind(summarize(without, accuracy=accuracy), difference, num_with_images, output / BLIND)
-    columns = (*request.by, DATASET) if len(specs) > 1 and DATASET not in request.by else request.by
+                without_images = Blind(
+                    summarize(without, accuracy=accuracy), difference, num_with_images, output / BLIND
+                )
+    columns = (*by, DATASET) if len(specs) > 1 and DATASET not in by else by
     evaluation = ModelEvaluation(
         model=source.spec,
         path=str(config.worker.actor.model.model_path),
@@ -325,7 +331,7 @@ def evaluate_model(
         folder=output,
         summary=summarize(outcomes, accuracy=accuracy),
         by={column: summarize_by(outcomes, column, accuracy=accuracy) for column in columns},
-        blind=blind,
+        blind=without_images,
         num_rows=prompts.num_rows,
         skipped={str(reason): count for reason, count in prompts.num_skipped.items()},
         num_not_sampled=len(prompts) - len(outcomes),
@@ -395,14 +401,13 @@ def _name_in_config(code: str | Callable[..., Any]) -> str:
     return code if isinstance(code, str) else f"{PYTHON_PREFIX}{name_of(code)}"
 
 
-def find_all(sources: Sequence[ModelSource], config: Config, request: _Request) -> None:
+def find_all(sources: Sequence[ModelSource], config: Config, by: Sequence[str], opened: Mapping[str, Source]) -> None:
     """Find models, datasets and columns, downloaded if needed. Raises: ModelError or DataError."""
     for source in sources:
         if source.kind != "checkpoint":
             model_folder(source.path)
-    known = request.opened
-    opened = [known[spec] if spec in known else open_source(spec) for spec in config.data.val_files]
-    check_columns([dict.fromkeys(opened[0].columns)], request.by)
+    found = [opened[spec] if spec in opened else open_source(spec) for spec in config.data.val_files]
+    check_columns([dict.fromkeys(found[0].columns)], by)
 
 
 def choose_ks(ks: Sequence[int], num_samples: int) -> tuple[int, ...]:
@@ -428,7 +433,7 @@ def stored_weight_dtype(path: str) -> Dtype | None:
     return next((name for name, dtype in DTYPES.items() if dtype == stored), None)
 
 
-def describe_settings(config: Config, request: _Request) -> dict[str, Any]:
+def describe_settings(config: Config, *, limit: int | None, ks: Sequence[int], form: AnswerForm) -> dict[str, Any]:
     """Return what an evaluation is made with, for evaluation.json."""
     sampling = make_validation_sampling_params(config)
     reward, rollout = config.worker.reward, config.worker.rollout
@@ -440,7 +445,7 @@ def describe_settings(config: Config, request: _Request) -> dict[str, Any]:
     }
     return {
         "data": list(config.data.val_files),
-        "limit": request.limit,
+        "limit": limit,
         "format_prompt": config.data.format_prompt,
         "reward_function": describe_rewards(reward.of_validation),
         "reward_function_kwargs": mask(ARGUMENTS, reward.reward_function_kwargs),
@@ -452,8 +457,8 @@ def describe_settings(config: Config, request: _Request) -> dict[str, Any]:
         "top_k": sampling.top_k,
         "max_tokens": sampling.max_tokens,
         "seed": sampling.seed,
-        "k": list(request.ks),
-        "answers": request.form,
+        "k": list(ks),
+        "answers": form,
         "confidence": CONFIDENCE,
     }
 
@@ -497,29 +502,21 @@ def remove_earlier(folder: Path, *, kept: Collection[Path]) -> None:
     """
     check_output(folder)
     (folder / RESULT).unlink(missing_ok=True)
-    _remove_run(folder)
-    for run in _folders(folder):
-        if _MODEL_FOLDER.fullmatch(run.name):
-            _remove_run(run)
-            _remove_empty(run)
+    for run in [*(each for each in _folders(folder) if _MODEL_FOLDER.fullmatch(each.name)), folder]:
+        for place in [each for each in _folders(run) if each.name == BLIND] + [run]:
+            for name in _RUN_FILES:
+                (place / name).unlink(missing_ok=True)
+            for entry in _folders(place):
+                if entry.name in _RUN_FOLDERS:
+                    shutil.rmtree(entry)
+            if place != folder:
+                _remove_empty(place)
     resolved = {path.resolve() for path in kept}
     exported = folder / EXPORTED
     for entry in _folders(exported):
         if exported_step(entry) is not None and entry.resolve() not in resolved:
             shutil.rmtree(entry)
     _remove_empty(exported)
-
-
-def _remove_run(folder: Path) -> None:
-    """Remove what an evaluation wrote into a run folder."""
-    for name in _RUN_FILES:
-        (folder / name).unlink(missing_ok=True)
-    for entry in _folders(folder):
-        if entry.name in _RUN_FOLDERS:
-            shutil.rmtree(entry)
-        elif entry.name == BLIND:
-            _remove_run(entry)
-            _remove_empty(entry)
 
 
 def _folders(folder: Path) -> list[Path]:

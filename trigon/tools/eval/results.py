@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from math import isfinite
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
 from trigon.data.rows import column_names, column_value, has_column
 from trigon.errors import DataError
 from trigon.report.console import Console, format_number
-from trigon.report.rollouts import RolloutRow
+from trigon.report.rollouts import RolloutRow, to_json
 from trigon.rewards.verifiers.equivalence import extract_boxed, is_same_answer
 from trigon.system.terminal import did_you_mean, sanitize
 from trigon.tools.eval.settings import AnswerForm
@@ -158,7 +157,7 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of evaluation.json; numbers that are not finite are null."""
-        content: dict[str, Any] = to_plain(self)
+        content: dict[str, Any] = to_json(asdict(self))
         return content
 
 
@@ -179,19 +178,6 @@ def _row(model: ModelEvaluation) -> dict[str, Any]:
         "num_prompts": summary.num_prompts,
         "num_completions": summary.num_completions,
     }
-
-
-def to_plain(value: Any) -> Any:
-    """Return a result as mappings, lists, texts and numbers, with null for nan and infinity."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: to_plain(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    return str(value) if isinstance(value, Path) else value
 
 
 # -- answers ---------------------------------------------------------------------------------------

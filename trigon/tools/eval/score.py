@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
@@ -22,14 +22,13 @@ from trigon.data.chat_template import IMAGE_MARKER
 from trigon.data.media_files import encoded_files
 from trigon.errors import ConfigError, DataError, raises_at_caller
 from trigon.report.console import Console
-from trigon.report.rollouts import SPLITS, RolloutRow, Split, TurnRecord, find_rollouts, read_rollouts
+from trigon.report.rollouts import SPLITS, RolloutRow, Split, TurnRecord, find_rollouts, read_rollouts, to_json
 from trigon.report.run import RunRecord, is_run, open_run
 from trigon.rewards.contract import RewardRequest, turn_input
 from trigon.rewards.pool import RewardPool
 from trigon.system.confinement.options import Confinement, ConfinementLevel
 from trigon.system.machine import count_usable_cpus
 from trigon.system.secrets import ARGUMENTS, mask
-from trigon.tools.eval.results import to_plain
 from trigon.tools.eval.statistics import Estimate, estimate_mean
 from trigon.types import EncodedMedia, FinishReason, Score
 
@@ -196,14 +195,14 @@ class ScoreResult:
         return {
             "rollouts": self.rollouts,
             "num_rollouts": len(self.completions),
-            "rewards": to_plain(self.rewards),
+            "rewards": to_json([asdict(each) for each in self.rewards]),
             "with_stored": [_agreement_to_json(each) for each in self.with_stored],
             "between": None if self.between is None else _agreement_to_json(self.between),
         }
 
 
 def _agreement_to_json(agreement: Agreement) -> dict[str, Any]:
-    content: dict[str, Any] = to_plain(agreement)
+    content: dict[str, Any] = to_json(asdict(agreement))
     content["num_disagreements"] = len(agreement.disagreements)
     content["disagreements"] = content["disagreements"][:MAX_LISTED]
     return content

@@ -126,34 +126,32 @@ def find_model(spec: str) -> ModelSource:
         raise ModelError(f"there is no model folder {folder}{nearest_path(spec)}")
     if (folder / "config.json").is_file():
         return ModelSource(spec, "folder", str(folder), 0, None)
-    if folder.resolve().name == "actor" and _STEP.fullmatch(folder.resolve().parent.name):
-        folder = folder.resolve().parent
-    if (folder / "actor").is_dir():
-        step = _STEP.fullmatch(folder.resolve().name)
-        config = folder.resolve().parent / CONFIG
-        return ModelSource(
-            spec, "checkpoint", str(folder), int(step[1]) if step else 0, config if config.is_file() else None
-        )
+    resolved = folder.resolve()
+    if resolved.name == "actor" and _STEP.fullmatch(resolved.parent.name):
+        folder = resolved.parent
+    if not (folder / "actor").is_dir():
+        folder = _last_checkpoint(folder)
+    step = _STEP.fullmatch(folder.resolve().name)
+    config = folder.resolve().parent / CONFIG
+    run_config = config if config.is_file() else None
+    return ModelSource(spec, "checkpoint", str(folder), int(step[1]) if step else 0, run_config)
+
+
+def _last_checkpoint(folder: Path) -> Path:
+    """Return the last checkpoint of a run. Raises: ModelError."""
     try:
         run = folder if any(folder.glob("global_step_*")) else open_run(folder).path
     except DataError as error:
         raise ModelError(
             f"{folder} is neither a Hugging Face model (it has no config.json) nor a checkpoint or a run: {error}"
         ) from error
-    steps = [int(match[1]) for each in run.glob("global_step_*") if (match := _STEP.fullmatch(each.name))]
-    if not steps:
+    checkpoints = {int(match[1]): each for each in run.glob("global_step_*") if (match := _STEP.fullmatch(each.name))}
+    if not checkpoints:
         raise ModelError(
             f"the run {run} has no checkpoint yet; wait for one (trainer.save_freq), or name the model that it "
             "starts from"
         )
-    config = run / CONFIG
-    return ModelSource(
-        spec,
-        "checkpoint",
-        str(run / f"global_step_{max(steps)}"),
-        max(steps),
-        config if config.is_file() else None,
-    )
+    return checkpoints[max(checkpoints)]
 
 
 def looks_like_model(spec: str) -> bool:
@@ -198,12 +196,12 @@ def recorded_of(source: ModelSource) -> dict[str, Any]:
     Empty if it has none. Of a hub id, the files except weights are downloaded if needed.
     Raises: ModelError if the file cannot be read, or the hub id is not found.
     """
-    folder = Path(source.path)
-    if source.kind == "hub":
+    if source.kind == "checkpoint":
+        path = Path(source.path) / "actor" / "run_settings.json"
+    else:
         from trigon.models.load import folder_without_weights
 
-        folder = folder_without_weights(source.path)
-    path = folder / "actor" / "run_settings.json" if source.kind == "checkpoint" else folder / EXPORT_RECORD
+        path = folder_without_weights(source.path) / EXPORT_RECORD
     if not path.is_file():
         return {}
     try:

@@ -81,18 +81,14 @@ _LOCAL_BASE = (
 class RunOptions:
     """The options of a run, as its folder has them.
 
-    given: the options in its config.yaml, by name. defaults: of all options.
+    values: of all options, by name. changed: those that are not the defaults.
     local: what RunRecord.local_sources returns.
     """
 
     run: RunRecord
-    given: Mapping[str, Any]
-    defaults: Mapping[str, Any]
+    values: Mapping[str, Any]
+    changed: Mapping[str, Any]
     local: Mapping[str, str] | None
-
-    def value(self, name: str) -> Any:
-        """Return the value of an option in this run."""
-        return self.given[name] if name in self.given else self.defaults[name]
 
     def hub_id(self, text: str, kind: HubKind) -> str | None:
         """Return the hub id that a text of the configuration refers to, or None if it was local.
@@ -104,7 +100,7 @@ class RunOptions:
     def datasets(self, option: str) -> list[tuple[str | None, str]]:
         """Return the hub id, or None, of each dataset of an option, and what to call it."""
         local = self.local or {}
-        texts = [file if file in local else file.rpartition("@")[0] or file for file in self.value(option)]
+        texts = [file if file in local else file.rpartition("@")[0] or file for file in self.values[option]]
         ids = [self.hub_id(text, "datasets") for text in texts]
         return [(each, each or Path(text).name) for each, text in zip(ids, texts, strict=True)]
 
@@ -115,7 +111,15 @@ def read_options(run: RunRecord) -> RunOptions:
     if not config:
         raise DataError(f"{run.path} has no config.yaml, from which the model card is made")
     defaults = {option.name: option.default for option in options().values()}
-    return RunOptions(run, flatten(config, mappings=defaults), defaults, run.local_sources())
+    given = flatten(config, mappings=defaults)
+    values = {name: given.get(name, default) for name, default in defaults.items()}
+    changed = {name: value for name, value in values.items() if _plain(value) != _plain(defaults[name])}
+    return RunOptions(run, values, changed, run.local_sources())
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of an option as config.yaml has it: a list for a tuple."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,97 +139,103 @@ class Validation:
     num_prompts: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class RunFacts:
-    """What a card says of a run.
-
-    base_model, datasets: hub ids; None and empty where they are local. base_name, dataset_names:
-    what to call them. val_names: hub ids; of local files their names. changed: options that are not
-    the defaults, without secrets.
-    """
-
-    step: int
-    base_model: str | None
-    base_name: str
-    datasets: tuple[str, ...]
-    dataset_names: tuple[str, ...]
-    val_names: tuple[str, ...]
-    reward: str
-    options: RunOptions
-    changed: Mapping[str, Any]
-    validations: tuple[Validation, ...]
-    has_vision: bool
-    is_adapter: bool
-    exported: Mapping[str, Any]
-
-
-def model_card(facts: RunFacts, repo_id: str, *, license_id: str | None, has_curves: bool) -> ModelCard:
+def model_card(
+    run: RunOptions,
+    exported: Path,
+    repo_id: str,
+    *,
+    base_model: str | None,
+    license_id: str | None,
+    has_vision: bool,
+    is_adapter: bool,
+    has_curves: bool,
+) -> ModelCard:
     """Return README.md.
 
     Args:
+        exported: folder to which a checkpoint of the run was exported.
         repo_id: where it will be pushed, NAMESPACE/NAME.
+        base_model: hub id; None: a local folder.
         license_id: as the hub names licences, such as apache-2.0; None: the card has none.
         has_curves: whether the folder has CURVES.
     """
-    name = repo_id.rpartition("/")[2]
-    rank, kl = int(facts.options.value("worker.actor.model.lora.rank")), "none"
-    if not facts.options.value("algorithm.disable_kl"):
-        place = "loss" if facts.options.value("algorithm.use_kl_loss") else "reward"
-        kl = f"in the {place}, coefficient {format_value(facts.options.value('algorithm.kl_coef'))}"
+    record = json.loads((exported / EXPORT_RECORD).read_text(encoding="utf-8"))
+    step, name, values = int(record["step"]), repo_id.rpartition("/")[2], run.values
+    sources = run.datasets("data.train_files")
+    datasets = list(dict.fromkeys(each for each, _ in sources if each is not None))
+    dataset_names = list(dict.fromkeys(name for _, name in sources))
+    base_name = base_model or "/".join(Path(_model_path(run)).parts[-2:])
+    reward = _describe_reward(values["worker.reward.reward_function"])
+    validations = read_validations(run.run, step)
+    rank, kl = int(values[_LORA_RANK]), "none"
+    if not values["algorithm.disable_kl"]:
+        place = "loss" if values["algorithm.use_kl_loss"] else "reward"
+        kl = f"in the {place}, coefficient {format_value(values['algorithm.kl_coef'])}"
     training = [
-        ("base model", facts.base_name),
-        ("training data", ", ".join(facts.dataset_names)),
-        ("reward function", f"`{facts.reward}`"),
-        ("steps", f"{facts.step:,}"),
-        *((label, format_value(facts.options.value(option))) for label, option in _MAIN),
+        ("base model", base_name),
+        ("training data", ", ".join(dataset_names)),
+        ("reward function", f"`{reward}`"),
+        ("steps", f"{step:,}"),
+        *((label, format_value(values[option])) for label, option in _MAIN),
         ("KL term", kl),
         ("trained weights", f"LoRA of rank {rank}" if rank else "all that are not frozen"),
-        ("published weights", f"{'adapter' if facts.is_adapter else 'model'} in {facts.exported['dtype']}"),
+        ("published weights", f"{'adapter' if is_adapter else 'model'} in {record['dtype']}"),
     ]
+    task = "image-text-to-text" if has_vision else "text-generation"
+    results = _results(validations, [name for _, name in run.datasets("data.val_files")], task)
+    estimator = str(values["algorithm.adv_estimator"])
+    data = ModelCardData(
+        base_model=base_model,
+        datasets=datasets or None,
+        license=license_id,
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag=task,
+        tags=["trigon", "reinforcement-learning", estimator.replace("_", "-"), *(["lora"] if rank else [])],
+        model_name=name if results else None,
+        eval_results=results or None,
+    )
+    changed = {name: hide(name, value) for name, value in run.changed.items() if name not in _NOT_SHOWN}
     card: ModelCard = ModelCard.from_template(
-        metadata(facts, name, license_id),
+        data,
         template_path=str(TEMPLATE),
         name=name,
         repo_id=repo_id,
-        facts=facts,
-        several=any(each.dataset for each in facts.validations),
+        step=step,
+        base_model=base_model,
+        base_name=base_name,
+        is_adapter=is_adapter,
+        datasets=datasets,
+        dataset_names=dataset_names,
+        estimator=estimator,
+        reward=reward,
+        validations=validations,
         training=training,
         curves=CURVES if has_curves else None,
-        model_class="AutoModelForImageTextToText" if facts.has_vision else "AutoModelForCausalLM",
-        processor_class="AutoProcessor" if facts.has_vision else "AutoTokenizer",
-        options=yaml.safe_dump(_nested(facts.changed), sort_keys=False, allow_unicode=True, width=100),
-        trigon_version=facts.exported.get("trigon_version", __version__),
+        model_class="AutoModelForImageTextToText" if has_vision else "AutoModelForCausalLM",
+        processor_class="AutoProcessor" if has_vision else "AutoTokenizer",
+        options=yaml.safe_dump(_nested(changed), sort_keys=False, allow_unicode=True, width=100),
+        trigon_version=record.get("trigon_version", __version__),
     )
     return card
 
 
-def metadata(facts: RunFacts, name: str, license_id: str | None) -> ModelCardData:
-    """Return the metadata, with the accuracies of validations on data of the hub."""
-    task = "image-text-to-text" if facts.has_vision else "text-generation"
-    results = [
+def _results(validations: Sequence[Validation], val_names: Sequence[str], task: str) -> list[EvalResult]:
+    """Return the accuracies of validations as the hub reads them.
+
+    val_names: hub ids; of local files their names.
+    """
+    return [
         EvalResult(
             task_type=task,
-            dataset_type=_dataset_type(validation.dataset or facts.val_names[0]),
-            dataset_name=validation.dataset or ", ".join(facts.val_names),
+            dataset_type=_dataset_type(validation.dataset or val_names[0]),
+            dataset_name=validation.dataset or ", ".join(val_names),
             metric_type="accuracy",
             metric_name=f"accuracy after step {validation.step}",
             metric_value=round(validation.after, 6),
         )
-        for validation in facts.validations
-        if validation.metric == "accuracy" and facts.val_names
+        for validation in validations
+        if validation.metric == "accuracy" and val_names
     ]
-    estimator = str(facts.options.value("algorithm.adv_estimator")).replace("_", "-")
-    is_lora = bool(facts.options.value("worker.actor.model.lora.rank"))
-    return ModelCardData(
-        base_model=facts.base_model,
-        datasets=list(facts.datasets) or None,
-        license=license_id,
-        library_name="peft" if facts.is_adapter else "transformers",
-        pipeline_tag=task,
-        tags=["trigon", "reinforcement-learning", estimator, *(["lora"] if is_lora else [])],
-        model_name=name if results else None,
-        eval_results=results or None,
-    )
 
 
 def _dataset_type(source: str) -> str:
@@ -243,37 +253,6 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
             section = section.setdefault(part, {})
         section[key] = value
     return tree
-
-
-def read_facts(
-    run: RunOptions, exported: Path, *, base_model: str | None, has_vision: bool, is_adapter: bool
-) -> RunFacts:
-    """Return the facts of a run, of which a checkpoint was exported to a folder.
-
-    base_model: hub id, or None if it is a local folder.
-    """
-    record = json.loads((exported / EXPORT_RECORD).read_text(encoding="utf-8"))
-    sources = run.datasets("data.train_files")
-    changed = {
-        name: hide(name, value)
-        for name, value in run.given.items()
-        if name in run.defaults and name not in _NOT_SHOWN and not _equal(value, run.defaults[name])
-    }
-    return RunFacts(
-        step=int(record["step"]),
-        base_model=base_model,
-        base_name=base_model or "/".join(Path(str(run.value("worker.actor.model.model_path"))).parts[-2:]),
-        datasets=tuple(dict.fromkeys(each for each, _ in sources if each is not None)),
-        dataset_names=tuple(dict.fromkeys(name for _, name in sources)),
-        val_names=tuple(name for _, name in run.datasets("data.val_files")),
-        reward=_describe_reward(run.value("worker.reward.reward_function")),
-        options=run,
-        changed=changed,
-        validations=tuple(read_validations(run.run, int(record["step"]))),
-        has_vision=has_vision,
-        is_adapter=is_adapter,
-        exported=record,
-    )
 
 
 def hub_id(text: str, kind: HubKind, local: Collection[str] | None = None) -> str | None:
@@ -322,22 +301,12 @@ def count_prompts(run: RunRecord, step: int) -> dict[str, int]:
     return counts
 
 
-def _equal(value: Any, default: Any) -> bool:
-    def plain(each: Any) -> Any:
-        return list(each) if isinstance(each, Sequence) and not isinstance(each, str) else each
-
-    return bool(plain(value) == plain(default))
-
-
 def _describe_reward(value: Any) -> str:
     """Return the reward functions of a configuration without folders, with weights if several."""
     if not isinstance(value, list | tuple):
         return short_path(str(value))
     entries = [{"function": each} if isinstance(each, str) else each for each in value]
     return " + ".join(f"{each.get('weight', 1):g} * {short_path(str(each['function']))}" for each in entries)
-
-
-# HTTPError is that of its HTTP client, which differs from version to version.
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +384,7 @@ def write_folder(
     from trigon.training.checkpointing import ADAPTER_CONFIG
 
     options = read_options(run)
-    if settings.merged and not options.value(_LORA_RANK):
+    if settings.merged and not options.values[_LORA_RANK]:
         raise ConfigError(f"{run.path} was trained without LoRA: leave --merged out")
     is_adapter, base = _is_adapter(options, settings), public_base(options, settings)
     if options.local is None:
@@ -442,13 +411,21 @@ def write_folder(
         _name_base(folder / ADAPTER_CONFIG, base)
     elif is_adapter:
         warn(f"this folder cannot be pushed: {_LOCAL_BASE}")
-    facts = read_facts(options, folder, base_model=base, has_vision=has_vision, is_adapter=is_adapter)
     license_id = settings.license_id or base_license(options, settings)
     if license_id is None:
         warn("the licence of the base model is not known here, so the card has none: --license sets it")
     has_curves = _draw_curves(run, folder / CURVES, warn)
-    # In place of the card of the base model, if the export has copied one.
-    model_card(facts, repo_id, license_id=license_id, has_curves=has_curves).save(folder / README)
+    card = model_card(
+        options,
+        folder,
+        repo_id,
+        base_model=base,
+        license_id=license_id,
+        has_vision=has_vision,
+        is_adapter=is_adapter,
+        has_curves=has_curves,
+    )
+    card.save(folder / README)  # in place of the card of the base model, if the export has copied one
     return folder
 
 
@@ -483,11 +460,11 @@ def base_license(options: RunOptions, settings: PushSettings) -> str | None:
 
 
 def _model_path(options: RunOptions) -> str:
-    return str(options.value("worker.actor.model.model_path") or "")
+    return str(options.values["worker.actor.model.model_path"] or "")
 
 
 def _is_adapter(options: RunOptions, settings: PushSettings) -> bool:
-    return bool(options.value(_LORA_RANK)) and not settings.merged
+    return bool(options.values[_LORA_RANK]) and not settings.merged
 
 
 def _checkpoint_folder(run: RunRecord, step: int | None) -> Path:
