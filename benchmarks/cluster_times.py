@@ -64,6 +64,7 @@ class ClusterTimes:
         self.plan: RunPlan = plan(config, gpus=gpu, lengths=lengths)
         model = (config.worker.actor.model.model_path or "").partition("/")[2]
         self._size = size_of_model(with_options(config, {"worker.actor.model.model_path": str(SHIPPED / model)}))
+        self._weights = self._size.all.weights
         self._gpu, flops, batches = GPUS[gpu], self.plan.flops, self.plan.batches
         if flops is None:
             raise ValueError(f"the operations of {model} are not counted")
@@ -74,7 +75,7 @@ class ClusterTimes:
         self.prompt_seconds = flops.prefill / batches.sampled_prompts / rate
         self.token_seconds = self._token_flops / rate
         free = config.worker.rollout.gpu_memory_utilization * self.plan.memory.hardware.device_bytes
-        free -= self._size.parameters * self._item_bytes + 4 * 2**30
+        free -= self._weights * self._item_bytes + 4 * 2**30
         shared = config.group_size if config.worker.rollout.enable_prefix_caching else 1
         tokens = known.mean_prompt / shared + known.response_tokens / 2
         fitting = int(free / (tokens * self._size.key_values * self._item_bytes))
@@ -87,14 +88,14 @@ class ClusterTimes:
         # Of one update without KL, whose forward is that of sampling, and is computed once more.
         operations = flops.update + (flops.prefill + flops.decode if checkpointing else 0)
         computing = operations / config.num_workers / (self._gpu.flops * _PASS_SHARE)
-        others, trained = (shards - 1) / shards, self._size.all.trained
+        others, trained = (shards - 1) / shards, self._size.all.trained(config.worker.actor.model)
         # FSDP gathers the weights twice for each pass, and reduces the gradients once.
-        gathered = 2 * batches.update_rows * self._size.parameters * DTYPES[fsdp.mp_param_dtype].itemsize * others
+        gathered = 2 * batches.update_rows * self._weights * DTYPES[fsdp.mp_param_dtype].itemsize * others
         copies = 2 / shards if config.num_workers > shards else 0
         reduced = trained * DTYPES[fsdp.mp_reduce_dtype].itemsize * (others + copies)
         self.update_seconds = max(computing, (gathered + reduced) / link)
         self.update_seconds += batches.update_rows * launching + 8 * 4 * trained / shards / memory
-        loaded = self._size.parameters * self._item_bytes
+        loaded = self._weights * self._item_bytes
         self.sync_seconds = loaded * others / link + 3 * loaded / memory
 
     def decode_step(self, sequences: int) -> float:
@@ -108,7 +109,7 @@ class ClusterTimes:
         """Return the weights that a decoding step reads: of experts, those that get a token."""
         text = None if self._size.dimensions is None else self._size.dimensions.text
         if text is None or not text.experts:
-            return float(self._size.parameters)
+            return float(self._weights)
         experts = text.moe_layers * text.experts * 3 * text.width * text.expert_mlp
         used = min(1.0, sequences * text.experts_per_token / text.experts)
-        return self._size.parameters - experts * (1 - used)
+        return self._weights - experts * (1 - used)

@@ -46,7 +46,7 @@ from trigon.models.families import ModelFamily, family_of
 from trigon.models.kernels import Kernel
 from trigon.models.policy import Policy
 from trigon.models.positions import prompt_positions
-from trigon.models.sizes import GroupLengths, peak_tflops, update_flops
+from trigon.models.sizes import GroupLengths, dimensions_of, peak_tflops, update_flops
 from trigon.models.vision_encoder import use_patch_projection
 from trigon.types import Prompt, RolloutGroup
 
@@ -307,7 +307,9 @@ def main() -> None:
         for each in lengths
         for completion in each.completions
     ]
-    flops = {name: update_flops(model.config, each) for name, each in zip(_COUNTINGS, (lengths, repeated), strict=True)}
+    dimensions = dimensions_of(model.config)
+    assert dimensions is not None, "the family of the random models is counted"
+    flops = {name: update_flops(dimensions, each) for name, each in zip(_COUNTINGS, (lengths, repeated), strict=True)}
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{name}: {parameters / 1e6:.0f} M parameters on {gpu}, torch {torch.__version__}")
     print(f"{len(groups)} prompts x {COMPLETIONS} completions, {tokens} tokens, {once} with each prompt once")

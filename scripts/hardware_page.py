@@ -70,7 +70,6 @@ SETTINGS: Mapping[str, Any] = {
     "algorithm.kl_penalty": "low_var_kl",
 }
 OFFLOAD = {"worker.actor.offload.offload_params": True, "worker.actor.offload.offload_optimizer": True}
-SIZE_OPTIONS = ("worker.actor.model.model_path", "worker.actor.model.lora.rank")
 
 INTRODUCTION = f"""\
 # Hardware
@@ -265,14 +264,13 @@ def _options(name: str, method: str, gpus: int) -> dict[str, Any]:
 
 def _count(options: Mapping[str, Any], gib: float = DEVICE_BYTES / GIB) -> RunMemory:
     """Return the memory of a run. gib: of each GPU."""
-    config = with_options(Config(), options)
-    size = _size(tuple((key, options[key]) for key in SIZE_OPTIONS if key in options))
-    return count_memory(config, size, Hardware("cuda", int(gib * GIB), HOST_BYTES))
+    size = _size(options["worker.actor.model.model_path"])
+    return count_memory(with_options(Config(), options), size, Hardware("cuda", int(gib * GIB), HOST_BYTES))
 
 
 @cache
-def _size(options: tuple[tuple[str, Any], ...]) -> ModelSize:
-    return size_of_model(with_options(Config(), dict(options)))
+def _size(model_path: str) -> ModelSize:
+    return size_of_model(with_options(Config(), {"worker.actor.model.model_path": model_path}))
 
 
 def _line(cells: Any) -> str:

@@ -17,9 +17,9 @@ from trigon.assemble.data import open_processors
 from trigon.assemble.models import DevicePlacement, choose_device, open_models
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config, OptimConfig
-from trigon.models.activation_memory import PassFormat, PassOptions, RowLengths, update_bytes
+from trigon.models.activation_memory import Pass
 from trigon.models.attention import configured_kernel
-from trigon.models.sizes import dimensions_of
+from trigon.models.sizes import GroupLengths, dimensions_of
 from trigon.system.terminal import format_bytes
 from trigon.training import optim
 from trigon.training.budget import dummy_group
@@ -122,18 +122,16 @@ def compare_pass(figures: Figures, trainer: LocalTrainEngine, device: torch.devi
     prompt, response, image_tokens = (450, 275, 340) if device.type == "cuda" else (100, 40, 64)
     pixels = image_tokens * (family.patch_size(config) * family.spatial_merge(config)) ** 2
     group = dummy_group(policy, prompt_tokens=prompt, response_tokens=response, image_pixels=pixels, num_completions=5)
-    vision = group.prompt.pixels()
-    assert vision is not None
-    patches = vision.grid_thw.prod(1).tolist()
     with trainer.dry_run_updates() as dry_run:
         dry_run([group])  # the gradients that the second pass adds to
         measured = memory_of(device, shared_by=1).peak_bytes(partial(dry_run, [group]))
     bytes_per_value = policy.model.dtype.itemsize
-    computed = update_bytes(
-        dimensions,
-        RowLengths(1, prompt, 5, response, patches=sum(patches), image_patches=max(patches)),
-        PassFormat(weight=bytes_per_value, compute=bytes_per_value),
-        PassOptions(
+    computed = (
+        Pass(
+            model=dimensions,
+            groups=[GroupLengths.of(group.prompt, group.sequences)],
+            weight=bytes_per_value,
+            compute=bytes_per_value,
             checkpointing=True,
             trains_weights=True,
             trains_vision=True,
@@ -141,8 +139,10 @@ def compare_pass(figures: Figures, trainer: LocalTrainEngine, device: torch.devi
             chunk_rows=policy.logprob_chunk,
             tied=config.tie_word_embeddings,
             on_cpu=device.type == "cpu",
-        ),
-    ).total
+        )
+        .update_bytes()
+        .total
+    )
     figures["memory of a pass"] = f"{format_bytes(measured)}, computed {format_bytes(computed)}"
     figures.at_most("error of the computed memory", abs(measured - computed) / measured, PASS_TOLERANCE)
 

@@ -108,11 +108,6 @@ def torch_2_11(
     )
 
 
-def torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
-    window_size = (-1, 0 if is_causal else -1)
-    return torch_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window_size, enable_gqa=False)
-
-
 def flash_attn_2(
     q,
     k,
@@ -137,7 +132,7 @@ def flash_attn_2(
     return attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=scale, left=left, right=right)
 
 
-TORCH_VERSIONS = {"2.10": torch_2_10, "2.11": torch_2_11, "2.13": torch_2_13}
+TORCH_VERSIONS = {"2.11": torch_2_11, "2.13": torch_2_13}
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, function=torch_2_13) -> None:

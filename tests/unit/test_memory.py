@@ -8,15 +8,14 @@ import yaml
 
 from support.engines import make_engine
 from support.published import CONFIGS, configured
-from trigon.assemble.engines import staged_bytes
 from trigon.assemble.memory import (
     GIB,
     Hardware,
     check_memory,
     count_memory,
     find_remedies,
-    memory_counter,
     size_of_model,
+    staged_bytes,
 )
 from trigon.assemble.remedies import find_remedies_in_pass
 from trigon.config.options import with_options
@@ -72,21 +71,21 @@ def parts_of(memory, phase, pool="GPU", workers="all"):
 
 @pytest.mark.extended
 def test_the_sizes_of_published_models_are_exact():
-    assert {path.name: size_of_model(configured(path.name)).all.trained for path in CONFIGS.iterdir()} == PUBLISHED
+    assert {path.name: size_of_model(configured(path.name)).all.weights for path in CONFIGS.iterdir()} == PUBLISHED
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "gemma3_text"])
 @pytest.mark.parametrize("rank", [0, 4])
 def test_sizes_are_those_of_the_model_that_is_trained(tiny_model, family, rank):
     folder = str(tiny_model(family))
-    size = size_of_model(configured("Qwen3-4B", {PATH: folder, "worker.actor.model.lora.rank": rank}))
+    config = configured("Qwen3-4B", {PATH: folder, "worker.actor.model.lora.rank": rank})
+    size, options = size_of_model(config), config.worker.actor.model
     model = load_model(folder, dtype=torch.float32, device="cpu")
     if rank:
         add_lora(model, LoraConfig(rank=rank, alpha=rank), seed=0)
     trained = sum(part.numel() for part in model.parameters() if part.requires_grad)
-    frozen = sum(part.numel() for part in model.parameters() if not part.requires_grad)
-    assert (size.all.trained + size.all.adapters, size.all.frozen) == (trained, frozen)
-    assert size.has_adapters == (rank > 0)
+    assert size.all.trained(options) + size.all.adapters(options) == trained
+    assert size.all.weights + size.all.adapters(options) == sum(part.numel() for part in model.parameters())
     assert size.largest == max(part.numel() for part in model.parameters())
 
 
@@ -231,7 +230,7 @@ def test_remedies_are_the_same_arithmetic_with_the_change():
     config = configured(VL_7B)
     memory = count(config)
     worst = memory.worst(certain=True)
-    remedies = find_remedies(config, memory, worst, memory_counter(config, H100, size_of_model(config)))
+    remedies = find_remedies(config, size_of_model(config), memory, worst)
     assert len(remedies) == 3
     for remedy in remedies:
         changed = count(with_options(config, remedy.changes))

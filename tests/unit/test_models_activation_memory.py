@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from support.engines import make_engine
 from support.varlen import stand_in
-from trigon.models.activation_memory import PassBytes, PassFormat, PassOptions, RowLengths, score_bytes, update_bytes
+from trigon.models.activation_memory import Pass, PassBytes
 from trigon.models.attention import GROUP_ATTENTION
-from trigon.models.sizes import model_size
+from trigon.models.sizes import GroupLengths, dimensions_of
 from trigon.training.budget import as_rollouts, dummy_group
 from trigon.training.device_memory import HostMemory
 
@@ -45,33 +45,23 @@ def measure(engine, *, checkpointing, compute_dtype, kernel="sdpa", has_adapters
     engine.logprobs(rollouts)
     score_peak = memory.peak_bytes(lambda: engine.logprobs(rollouts))
 
-    grid = None if group.prompt.vision is None else group.prompt.vision.grid_thw.prod(1)
-    size = model_size(policy, None)
-    assert size.dimensions is not None
+    vision = policy.family.vision_parameters(policy.model)
     weight = policy.model.dtype
-    arguments = (
-        size.dimensions,
-        RowLengths(
-            groups=GROUPS,
-            prompt=PROMPT,
-            completions=COMPLETIONS,
-            response=RESPONSE,
-            patches=0 if grid is None else int(grid.sum()),
-            image_patches=0 if grid is None else int(grid.max()),
-        ),
-        PassFormat(weight=weight.itemsize, compute=(compute_dtype or weight).itemsize),
-        PassOptions(
-            checkpointing=checkpointing,
-            trains_weights=not has_adapters,
-            trains_vision=size.trains_vision,
-            kernel=kernel,
-            chunk_rows=policy.logprob_chunk,
-            tied=size.tied,
-            on_cpu=True,
-            offloads=offloads,
-        ),
+    counted = Pass(
+        model=dimensions_of(policy.model.config),
+        groups=[GroupLengths.of(each.prompt, each.sequences) for each in groups],
+        weight=weight.itemsize,
+        compute=(compute_dtype or weight).itemsize,
+        checkpointing=checkpointing,
+        trains_weights=not has_adapters,
+        trains_vision=any(parameter.requires_grad for parameter in vision),
+        kernel=kernel,
+        chunk_rows=policy.logprob_chunk,
+        tied=policy.has_tied_head,
+        on_cpu=True,
+        offloads=offloads,
     )
-    return Peaks(update_peak, score_peak, update_bytes(*arguments), score_bytes(*arguments))
+    return Peaks(update_peak, score_peak, counted.update_bytes(), counted.score_bytes())
 
 
 TOLERANCE = 0.15
@@ -126,8 +116,11 @@ def test_linear_attention_with_frozen_parts_or_adapters_is_counted(tiny_model, p
 
 
 def test_the_load_of_the_experts_keeps_their_probabilities(tiny_model):
-    size = model_size(make_engine(tiny_model("qwen2_moe")).policy, None)
-    options = PassOptions(
+    counted = Pass(
+        model=dimensions_of(make_engine(tiny_model("qwen2_moe")).policy.model.config),
+        groups=[GroupLengths(prompt=100, completions=(50,) * 4)],
+        weight=4,
+        compute=4,
         checkpointing=False,
         trains_weights=True,
         trains_vision=False,
@@ -136,10 +129,8 @@ def test_the_load_of_the_experts_keeps_their_probabilities(tiny_model):
         tied=False,
         on_cpu=True,
     )
-    row, formats = RowLengths(groups=1, prompt=100, completions=4, response=50), PassFormat(weight=4, compute=4)
     without, balanced = (
-        update_bytes(size.dimensions, row, formats, replace(options, balances_experts=balances)).activations
-        for balances in (False, True)
+        replace(counted, balances_experts=balances).update_bytes().activations for balances in (False, True)
     )
     assert balanced - without == 2 * 300 * 4 * 4  # two layers, 300 tokens, four experts, float32
 

@@ -16,7 +16,7 @@ from support.oracle import make_episode, make_group, make_prompt, pack_groups
 from support.varlen import stand_in
 from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
-from trigon.models.sizes import GroupLengths, forward_flops, peak_tflops, update_flops
+from trigon.models.sizes import GroupLengths, dimensions_of, forward_flops, peak_tflops, update_flops
 from trigon.types import PackedGroups, Rollout, RolloutGroup, Score
 
 TinyModel = Callable[..., Path]
@@ -106,8 +106,7 @@ def test_forward_and_update_flops_equal_those_that_torch_counts(
     opened = open_pass(tiny_model(model_type), monkeypatch)
     processors, policy, row, lengths = opened.processors, opened.policy, opened.row, opened.lengths
 
-    flops = forward_flops(processors.hf_config, lengths)
-    assert flops is not None
+    flops = forward_flops(dimensions_of(processors.hf_config), lengths)
     of_images = _attention_of_images(processors, lengths)
     with torch.no_grad():
         products, attention = counted(lambda: policy(row))
@@ -120,13 +119,13 @@ def test_forward_and_update_flops_equal_those_that_torch_counts(
     both, attention = counted(update)
     # For the head (logprobs.py) torch counts the logits that the backward recomputes, but not the
     # gradient of the weight, which is accumulated in place.
-    assert both == update_flops(processors.hf_config, lengths) - 3 * (flops.attention + of_images)
+    assert both == update_flops(dimensions_of(processors.hf_config), lengths) - 3 * (flops.attention + of_images)
     assert attention == 3 * (rectangles(processors, lengths) + of_images)
 
     if processors.family.has_vision:
         policy.freeze_vision_tower()
         both, _ = counted(update)
-        frozen = update_flops(processors.hf_config, lengths, trains_vision=False)
+        frozen = update_flops(dimensions_of(processors.hf_config), lengths, trains_vision=False)
         assert both == frozen - 3 * flops.attention - of_images
 
 
@@ -137,8 +136,7 @@ def test_linear_attention_counts_its_matrices_its_convolution_and_its_states(
 ) -> None:
     opened = open_pass(tiny_model(model_type), monkeypatch)
     processors, policy, row, lengths = opened.processors, opened.policy, opened.row, opened.lengths
-    flops = forward_flops(processors.hf_config, lengths)
-    assert flops is not None
+    flops = forward_flops(dimensions_of(processors.hf_config), lengths)
     tokens = len(row.token_ids)
 
     mode = FlopCounterMode(display=False)
@@ -184,8 +182,7 @@ def test_what_completions_observe_is_counted_without_logits_and_with_its_images(
     assert lengths.observed_grids == ((1, 4, 6),)
     assert lengths.observed == sum(map(len, (each.token_ids for each in episodes))) - 9
     row = packed([RolloutGroup(prompt, tuple(Rollout(each, score) for each in episodes))], processors)
-    flops = forward_flops(processors.hf_config, [lengths])
-    assert flops is not None
+    flops = forward_flops(dimensions_of(processors.hf_config), [lengths])
     with torch.no_grad():
         products, attention = counted(lambda: policy(row))
     of_parts = flops.linear + flops.head + flops.vision + flops.patch_embedding
@@ -216,8 +213,7 @@ def test_attention_counts_the_pairs_of_the_mask(tiny_model: TinyModel, window: i
     config.sliding_window = window
     groups = make_groups(processors)
     row = packed(groups, processors)
-    flops = forward_flops(config, lengths_of(groups))
-    assert flops is not None
+    flops = forward_flops(dimensions_of(config), lengths_of(groups))
     pairs = int(dense_mask(row.spans, window).sum())
     assert flops.attention == 2 * 4 * pairs * 4 * 32  # layers, operations, pairs, heads, head dimension
 

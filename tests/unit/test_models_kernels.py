@@ -33,7 +33,7 @@ from support.varlen import TORCH_VERSIONS, stand_in, stand_in_flash_attn, torch_
 from trigon.errors import ModelError
 from trigon.models.attention import group_attention, window_attention
 from trigon.models.attention_metadata import AttentionMetadata
-from trigon.models.kernels import adapt_varlen, gather_keys, resolve_kernel, supports, varlen_attention
+from trigon.models.kernels import gather_keys, resolve_kernel, supports, varlen_attention
 from trigon.types import GroupSpan
 
 # Two groups with two completions each, one with three and one with one: keys are shared by
@@ -182,27 +182,18 @@ def test_the_block_mask_equals_the_one_that_torch_makes_of_the_mask_function(win
     assert dense.tolist() == dense_mask(spans, window)[[305, 899]][:, [0, 299, 305, 899]].tolist()
 
 
-def test_what_each_kernel_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_each_kernel_supports() -> None:
     half = torch.bfloat16
     for kernel in ("varlen", "flash"):
-        assert supports(kernel, half, 80, None)
-        assert not any(supports(kernel, *each, None) for each in ((torch.float32, 80), (half, 4), (half, 264)))
-    assert supports("flash", half, 64, 100)
-    assert supports("flex", torch.float32, 264, 100)
-    for version, options in {"2.10": (0, 0, 0), "2.11": (1, 1, 0), "2.13": (1, 1, 1)}.items():
-        monkeypatch.setattr(varlen, "varlen_attn", TORCH_VERSIONS[version])
-        adapted = adapt_varlen(TORCH_VERSIONS[version])
-        assert (adapted.supports_scale, adapted.supports_window, adapted.supports_gqa) == options
-        assert supports("varlen", half, 64, 100) == adapted.supports_window
-    with pytest.raises(ModelError, match=r"\(query, key, value, mask\), which is not a known signature"):
-        adapt_varlen(lambda query, key, value, mask: None)
+        assert supports(kernel, half, 80)
+        assert not any(supports(kernel, *each) for each in ((torch.float32, 80), (half, 4), (half, 264)))
+        assert not supports(kernel, half, 80, has_images=True)
+    assert supports("flex", torch.float32, 264)
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_installed_varlen_attn_accepts_the_call_and_has_a_backward(window: int | None) -> None:
     """On the meta device, where only shapes are computed."""
-    if window is not None and not adapt_varlen(varlen.varlen_attn).supports_window:
-        pytest.skip("the installed varlen_attn has no sliding window")
     meta = torch.device("meta")
     inputs = [torch.empty(18, heads, 64, dtype=torch.bfloat16, device=meta, requires_grad=True) for heads in (4, 2, 2)]
     segments, layout = AttentionMetadata(TWO_GROUPS, meta, "varlen").segments

@@ -17,7 +17,7 @@ from trigon.data.packing import pack_rollouts
 from trigon.errors import ModelError
 from trigon.models.load import load_model
 from trigon.models.policy import Policy, computing_device
-from trigon.models.sizes import GroupLengths, update_flops
+from trigon.models.sizes import GroupLengths, dimensions_of, update_flops
 from trigon.types import TrainGroup, TrainSequence
 
 TinyModel = Callable[..., Path]
@@ -88,10 +88,12 @@ def test_update_work_counts_the_operations_of_an_update(tiny_model: TinyModel) -
     lengths = [GroupLengths(prompt=len(prompt.token_ids), completions=(3, 3), grids=((1, 4, 6),))]
     [(name, work)] = policy.update_work(groups).items()
     assert name == "actor/model_tflops"
-    assert work.value * 1e12 == pytest.approx(update_flops(policy.model.config, lengths))
+    assert work.value * 1e12 == pytest.approx(update_flops(dimensions_of(policy.model.config), lengths))
     policy.freeze_vision_tower()
     frozen = policy.update_work(groups)["actor/model_tflops"]
-    assert frozen.value * 1e12 == pytest.approx(update_flops(policy.model.config, lengths, trains_vision=False))
+    assert frozen.value * 1e12 == pytest.approx(
+        update_flops(dimensions_of(policy.model.config), lengths, trains_vision=False)
+    )
     assert make_policy(tiny_model("internvl")).update_work([]) == {}
 
 

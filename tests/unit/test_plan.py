@@ -13,7 +13,7 @@ from trigon.config.options import with_options
 from trigon.config.schema import Config
 from trigon.errors import ConfigError, DataError, ModelError
 from trigon.models.load import load_hf_config
-from trigon.models.sizes import GroupLengths, forward_flops, update_flops
+from trigon.models.sizes import GroupLengths, dimensions_of, forward_flops, update_flops
 from trigon.tools.cli.main import main
 from trigon.tools.cli.plan import as_json, as_text
 from trigon.tools.plan.lengths import LengthOptions
@@ -41,7 +41,7 @@ def planned(changes=None, *, gpus="8xH100-80G", lengths=LENGTHS, **options):
     return plan(config, gpus=gpus, lengths=lengths, **options)
 
 
-HF_CONFIG = load_hf_config(SHIPPED / "Qwen2.5-VL-7B-Instruct")
+VL_7B = dimensions_of(load_hf_config(SHIPPED / "Qwen2.5-VL-7B-Instruct"))
 OFFLOAD = {"worker.actor.offload.offload_params": True, "worker.actor.offload.offload_optimizer": True}
 LORA = {"worker.actor.model.lora.rank": 64}
 MODEL = "worker.actor.model.model_path"
@@ -92,11 +92,11 @@ def test_a_measured_budget_is_the_largest_that_fits(geo3k):
 def test_operations_are_counted_as_the_metrics_count_them(geo3k):
     # 324 image tokens are 18 x 18, of 2 x 2 patches.
     group = GroupLengths(434, (290,) * 5, ((1, 36, 36),))
-    forward = forward_flops(HF_CONFIG, [group]).total
-    assert geo3k.flops.update == 512 * update_flops(HF_CONFIG, [group])
+    forward = forward_flops(VL_7B, [group]).total
+    assert geo3k.flops.update == 512 * update_flops(VL_7B, [group])
     assert geo3k.flops.old == geo3k.flops.reference == 512 * forward
     assert geo3k.flops.prefill + geo3k.flops.decode == 512 * forward
-    assert geo3k.flops.prefill == 512 * forward_flops(HF_CONFIG, [replace(group, completions=())]).total
+    assert geo3k.flops.prefill == 512 * forward_flops(VL_7B, [GroupLengths(434, grids=group.grids)]).total
 
 
 def test_options_change_the_work_of_their_phase(geo3k):
@@ -119,10 +119,10 @@ def test_observed_tokens_are_computed_but_neither_decoded_nor_scored(geo3k):
     made = planned(MAZE, lengths=replace(LENGTHS, observed_tokens=200, observed_image_tokens=64))
     # 64 image tokens are 8 x 8, of 2 x 2 patches.
     group = GroupLengths(434, (490,) * 5, ((1, 36, 36),), observed=1000, observed_grids=((1, 16, 16),) * 5)
-    assert made.flops.update == 512 * update_flops(HF_CONFIG, [group])
+    assert made.flops.update == 512 * update_flops(VL_7B, [group])
     assert made.flops.decode == geo3k.flops.decode
     sampling = made.flops.prefill + made.flops.decode
-    assert sampling == 512 * forward_flops(HF_CONFIG, [group]).total
+    assert sampling == 512 * forward_flops(VL_7B, [group]).total
     assert made.batches.row_tokens == 512 * (434 + 5 * 490)
     assert made.batches.sequence_tokens == geo3k.batches.sequence_tokens  # perf/total_num_tokens: no observed ones
     assert "without observed ones" in as_text(made, width=140)
@@ -307,7 +307,7 @@ def test_a_run_that_says_nothing_of_the_planned_one_is_refused(finished, changes
 def test_gpus_are_read_as_people_write_them(text, expected):
     place = find_place(Config(trainer={"nnodes": 3, "n_gpus_per_node": 4}), text, None)
     assert (place.nodes, place.gpus_per_node, place.kind) == expected
-    assert place.device_bytes == int(GPUS[place.kind] * GIB)
+    assert place.hardware.device_bytes == int(GPUS[place.kind] * GIB)
 
 
 @pytest.mark.parametrize(("text", "fact"), [("8xH10", "H100-80G?"), ("0xH100", "8xH100-80G"), ("8xTPU", "A100-40G")])

@@ -16,11 +16,15 @@ from trigon.config.schema import Config
 from trigon.data.sources import open_source
 from trigon.errors import ConfigError
 from trigon.models.load import load_hf_config
-from trigon.models.sizes import GroupLengths
+from trigon.models.sizes import GroupLengths, VisionDimensions, dimensions_of
 from trigon.tools.plan.lengths import MAX_MEASURED_ROWS, LengthOptions, find_lengths
 from trigon.tools.plan.plan import SHIPPED
 
 SIZES = [(640, 480), (28, 28), (1000, 90), (333, 517), (1920, 1080), (57, 800)]
+
+
+def vision_of(folder) -> VisionDimensions | None:
+    return dimensions_of(load_hf_config(folder)).vision
 
 
 def configured(model, data, **changes):
@@ -56,11 +60,11 @@ def test_measured_prompts_are_those_that_are_built(tiny_model, tmp_path, family)
     too_long = {"problem": "long " * 5000, "answer": "a", "images": []}
     data = write_rows(tmp_path, [*rows, too_long])
     config = configured(model, data)
-    lengths = find_lengths(config, load_hf_config(model), LengthOptions())
+    lengths = find_lengths(config, vision_of(model), LengthOptions())
     builder = open_builder(config, processors_of(model)).with_default_image_dir(tmp_path)
     source = open_source(str(data))
     built = [GroupLengths.of(builder.build(row, "row"), ()) for row in list(source.rows)[:-1]]
-    assert [each.tokens for each in lengths.prompts] == [each.prompt for each in built]
+    assert [each.prompt for each in lengths.prompts] == [each.prompt for each in built]
     assert [each.grids for each in lengths.prompts] == [each.grids for each in built]
     assert lengths.num_prompts == len(rows)
     assert str(data) in lengths.sources[0]
@@ -72,10 +76,10 @@ def test_videos_are_measured_without_decoding_them(tiny_model, tmp_path, family)
     (tmp_path / "a.mp4").write_bytes(make_video(frames=12, fps=4, width=96, height=64))
     data = write_rows(tmp_path, [{"problem": "<video> What happens?", "answer": "a", "videos": ["a.mp4"]}])
     config = configured(model, data)
-    [measured] = find_lengths(config, load_hf_config(model), LengthOptions()).prompts
+    [measured] = find_lengths(config, vision_of(model), LengthOptions()).prompts
     builder = open_builder(config, processors_of(model)).with_default_image_dir(tmp_path)
     built = GroupLengths.of(builder.build(open_source(str(data)).rows[0], "row"), ())
-    assert (measured.tokens, measured.grids) == (built.prompt, built.grids)
+    assert (measured.prompt, measured.grids) == (built.prompt, built.grids)
 
 
 def measure_two(tiny_model, folder, numbers, weights):
@@ -84,10 +88,9 @@ def measure_two(tiny_model, folder, numbers, weights):
     files = [folder / "short.jsonl", folder / "long.jsonl"]
     for file, number, text in zip(files, numbers, ("word", "word " * 30), strict=True):
         file.write_text((json.dumps({"problem": text, "answer": "a"}) + "\n") * number)
-    hf_config = load_hf_config(model)
-    alone = [find_lengths(configured(model, file), hf_config, LengthOptions()).mean_prompt for file in files]
+    alone = [find_lengths(configured(model, file), None, LengthOptions()).mean_prompt for file in files]
     changes = {"data.train_files": [str(file) for file in files], "data.train_weights": weights}
-    return find_lengths(configured(model, files[0], **changes), hf_config, LengthOptions()), *alone
+    return find_lengths(configured(model, files[0], **changes), None, LengthOptions()), *alone
 
 
 @pytest.mark.extended
@@ -112,21 +115,21 @@ def test_datasets_count_by_their_share_of_an_epoch(tiny_model, tmp_path, numbers
 def test_what_is_given_comes_first_then_the_data_then_a_finished_run(tiny_model, tmp_path):
     model = tiny_model("qwen2")
     data = write_rows(tmp_path, [{"problem": "Short.", "answer": "a"}])
-    config, hf_config = configured(model, data), load_hf_config(model)
+    config = configured(model, data)
     run = LengthOptions(prompt_tokens=77, response_tokens=33)
-    measured = find_lengths(config, hf_config, LengthOptions(), measured=run)
+    measured = find_lengths(config, None, LengthOptions(), measured=run)
     assert measured.mean_prompt != 77
     assert measured.response_tokens == 33
     remote = with_options(config, {"data.train_files": ["someone/data"]})
-    assert find_lengths(remote, hf_config, LengthOptions(), measured=run).mean_prompt == 77
+    assert find_lengths(remote, None, LengthOptions(), measured=run).mean_prompt == 77
     given = LengthOptions(prompt_tokens=50, response_tokens=500, num_prompts=5)
-    lengths = find_lengths(config, hf_config, given, measured=run)
+    lengths = find_lengths(config, None, given, measured=run)
     assert (lengths.mean_prompt, lengths.response_tokens, lengths.num_prompts) == (50, 500, 5)
     fixed = with_options(config, {"worker.rollout.ignore_eos": True})
-    assert find_lengths(fixed, hf_config, replace(given, response_tokens=3)).response_tokens == 512
+    assert find_lengths(fixed, None, replace(given, response_tokens=3)).response_tokens == 512
 
 
-QWEN = load_hf_config(SHIPPED / "Qwen2.5-VL-7B-Instruct")
+QWEN = vision_of(SHIPPED / "Qwen2.5-VL-7B-Instruct")
 REMOTE = {"data.max_prompt_length": 2048, "data.max_response_length": 2048}
 MAZE = {"worker.rollout.environment": "games.mazes:Maze"}
 

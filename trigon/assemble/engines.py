@@ -19,13 +19,14 @@ import torch
 
 from trigon.assemble.data import open_images, open_processors
 from trigon.assemble.episodes import EpisodeParts, open_episodes
+from trigon.assemble.memory import saved_bytes
 from trigon.assemble.models import DevicePlacement, choose_device, open_models
 from trigon.assemble.options import model_path, recorded_settings
 from trigon.assemble.pools import Pool, Workers, config_for_workers, place_pools
 from trigon.checkpoint.export import RUN_SETTINGS
 from trigon.checkpoint.store import CheckpointStore, Finish
 from trigon.config.plan import Plan
-from trigon.config.schema import Config, TrainedConfig
+from trigon.config.schema import Config
 from trigon.environments.pool import EnvironmentPool
 from trigon.errors import ConfigError
 from trigon.models.dtypes import DTYPES
@@ -271,25 +272,6 @@ def check_space(
         copies = len(critic_sizes) // config.workers_per_copy_of(config.critic)
         needed += sum(saved_bytes(config, config.critic, each) for each in critic_sizes) // copies
     store.check_space(needed)
-
-
-def staged_bytes(config: Config, sizes: Sequence[Sizes], critic_sizes: Sequence[Sizes] = ()) -> int:
-    """Return the host memory into which a save copies the state, on the machine that needs most.
-
-    sizes, critic_sizes: of each rank's part. The ranks of a machine follow each other.
-    """
-    per_machine = config.trainer.n_gpus_per_node
-    staged = [saved_bytes(config, config.worker.actor, each) for each in sizes]
-    if critic_sizes:
-        own = [saved_bytes(config, config.critic, each) for each in critic_sizes]
-        staged = [sum(each) for each in zip(staged, own, strict=True)]
-    return max(sum(staged[first : first + per_machine]) for first in range(0, len(staged), per_machine))
-
-
-def saved_bytes(config: Config, section: TrainedConfig, size: Sizes) -> int:
-    """Return what a rank saves of a model: weights or adapters, and the optimizer states."""
-    weights = size.gradient_bytes if section.model.lora.rank > 0 else size.weight_bytes
-    return weights + (0 if config.trainer.save_model_only else size.optimizer_bytes)
 
 
 # -- the engines in workers ------------------------------------------------------------------------

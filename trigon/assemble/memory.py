@@ -32,20 +32,20 @@ from trigon.assemble.remedies import Changes, can_divide_engine, format_changes,
 from trigon.config.names import DeviceType
 from trigon.config.options import with_options
 from trigon.config.plan import with_critic_as_actor
-from trigon.config.schema import Config
+from trigon.config.schema import Config, TrainedConfig
 from trigon.errors import ConfigError
-from trigon.models import activation_memory
-from trigon.models.activation_memory import PassBytes, PassFormat, PassOptions, RowLengths
+from trigon.models.activation_memory import Pass, PassBytes
 from trigon.models.dtypes import DTYPES
 from trigon.models.kernels import FLASH_DTYPES
-from trigon.models.load import Processors, family_of_folder, load_hf_config, model_folder
+from trigon.models.load import Processors, family_of_folder, model_folder
 from trigon.models.logprobs import rows_per_chunk
 from trigon.models.policy import Policy
-from trigon.models.sizes import Dimensions, ModelSize, model_size
+from trigon.models.sizes import Dimensions, GroupLengths, ModelSize, model_size
 from trigon.models.value import ValueModel
 from trigon.system.machine import count_total_bytes
 from trigon.system.terminal import format_bytes
 from trigon.training.optim import state_bytes, update_bytes
+from trigon.training.protocol import Sizes
 
 GIB = 2**30
 
@@ -145,23 +145,10 @@ class PhaseMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineProblem:
-    """Why vLLM cannot start: its share of a GPU cannot hold its weights and one sequence.
+    """Why vLLM cannot start, as text, and changes with which it does."""
 
-    share_bytes: what it gets. needed_bytes: what it needs. remedies: changes with which it starts.
-    """
-
-    utilization: float
-    share_bytes: int
-    needed_bytes: int
+    text: str
     remedies: tuple[Changes, ...]
-
-    def __str__(self) -> str:
-        ways = " or ".join(map(format_changes, self.remedies))
-        return (
-            f"vLLM gets {format_bytes(self.share_bytes)} of each GPU (worker.rollout.gpu_memory_utilization="
-            f"{self.utilization}), and its weights with one sequence of maximum length need "
-            f"{format_bytes(self.needed_bytes)}: {f'set {ways}' if ways else 'use larger GPUs, or more of them'}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +157,12 @@ class RunMemory:
 
     phases: on the GPUs, and in host memory.
     counts_passes: False for a family whose passes are not counted; their parts are then 0.
-    tensor_parallel_sizes: numbers of GPUs that can hold one copy of the model in the rollout engine
-        together.
     problem: why vLLM cannot start with its share of a GPU; None if it can.
     """
 
     hardware: Hardware
     phases: tuple[PhaseMemory, ...]
     counts_passes: bool
-    tensor_parallel_sizes: tuple[int, ...]
     problem: EngineProblem | None
 
     def capacity(self, phase: PhaseMemory) -> int | None:
@@ -226,22 +210,14 @@ class RunMemory:
 
 
 def size_of_model(config: Config) -> ModelSize:
-    """Return the sizes of policy and critic, from the config.json of their models."""
+    """Return the sizes of policy and critic, from the config.json of their models.
+
+    They are those of every configuration of the same models, whatever it trains of them.
+    """
     size = _size_of(config, Policy, check=check_policy)
-    if config.shares_trunk:
-        hf_config = load_hf_config(
-            model_folder(model_path(config)),
-            trust_remote_code=config.worker.actor.model.trust_remote_code,
-            override_config=config.worker.actor.model.override_config,
-        )
-        return replace(size, value_head=hf_config.get_text_config().hidden_size + 1)
-    if not config.has_critic:
+    if not config.has_critic or config.shares_trunk:
         return size
-    critic = _size_of(with_critic_as_actor(config), ValueModel, check=check_sequence_parallel)
-    if critic.dimensions is not None:  # a critic has no logits
-        text = replace(critic.dimensions.text, vocabulary=1)
-        critic = replace(critic, dimensions=replace(critic.dimensions, text=text))
-    return replace(size, critic=critic)
+    return replace(size, critic=_size_of(with_critic_as_actor(config), ValueModel, check=check_sequence_parallel))
 
 
 def _size_of(config: Config, model_class: type[Policy], *, check: Callable[[Config, Any], None]) -> ModelSize:
@@ -260,21 +236,19 @@ def _size_of(config: Config, model_class: type[Policy], *, check: Callable[[Conf
     trained, meta = plain.worker.actor, torch.device("meta")
     policy = open_trained_policy(plain, trained, processors, "sdpa", meta, model_class=model_class)
     check(config, policy.model.config)
-    return model_size(policy, config.worker.actor.model.lora if config.worker.actor.model.lora.rank > 0 else None)
+    return model_size(policy, config.worker.actor.model.lora)
 
 
 # -- the arithmetic --------------------------------------------------------------------------------
 
 
 def count_memory(config: Config, size: ModelSize, hardware: Hardware) -> RunMemory:
-    """Return the memory of a run. size: of the policy, with frozen parts and adapters.
+    """Return the memory of a run. size: of its models; see size_of_model.
 
     Where token budgets are measured on the device (trainer.auto_micro_batch), a pass has the
     longest sequence, which it has at least.
     """
-    models = [_Trained(config, size, hardware, is_critic=False)]
-    if size.critic is not None:
-        models.append(_Trained(with_critic_as_actor(config), size.critic, hardware, is_critic=True))
+    models = _trained_models(config, size, hardware)
     engine = _Engine(config, size, hardware)
     shared = engine if config.worker.hybrid_engine else None
     phases = [*(_phases_on_gpu(models, shared) if hardware.device == "cuda" else ()), *_phases_on_host(models, shared)]
@@ -283,8 +257,7 @@ def count_memory(config: Config, size: ModelSize, hardware: Hardware) -> RunMemo
     return RunMemory(
         hardware,
         tuple(phases),
-        counts_passes=size.dimensions is not None,
-        tensor_parallel_sizes=size.tensor_parallel_sizes,
+        counts_passes=size.counts_passes,
         problem=engine.problem(),
     )
 
@@ -294,11 +267,7 @@ def count_checkpoint_bytes(config: Config, size: ModelSize) -> int:
 
     size: as for count_memory. Side files of the model (tokenizer, configs) are not counted.
     """
-    nothing = Hardware("cpu", 0, 0)
-    policy = _Trained(config, size, nothing, is_critic=False).checkpoint_bytes()
-    if size.critic is None:
-        return policy
-    return policy + _Trained(with_critic_as_actor(config), size.critic, nothing, is_critic=True).checkpoint_bytes()
+    return sum(model.checkpoint_bytes() for model in _trained_models(config, size, Hardware("cpu", 0, 0)))
 
 
 def count_checkpoints(config: Config, *, total_steps: int) -> int:
@@ -311,7 +280,26 @@ def count_checkpoints(config: Config, *, total_steps: int) -> int:
     return saved if trainer.save_limit <= 0 else min(saved, trainer.save_limit + 2)
 
 
-def longest_row(config: Config, dimensions: Dimensions, max_tokens: int) -> RowLengths:
+def staged_bytes(config: Config, sizes: Sequence[Sizes], critic_sizes: Sequence[Sizes] = ()) -> int:
+    """Return the host memory into which a save copies the state, on the machine that needs most.
+
+    sizes, critic_sizes: of each rank's part. The ranks of a machine follow each other.
+    """
+    per_machine = config.trainer.n_gpus_per_node
+    staged = [saved_bytes(config, config.worker.actor, each) for each in sizes]
+    if critic_sizes:
+        own = [saved_bytes(config, config.critic, each) for each in critic_sizes]
+        staged = [sum(each) for each in zip(staged, own, strict=True)]
+    return max(sum(staged[first : first + per_machine]) for first in range(0, len(staged), per_machine))
+
+
+def saved_bytes(config: Config, section: TrainedConfig, size: Sizes) -> int:
+    """Return what a rank saves of a model: weights or adapters, and the optimizer states."""
+    weights = size.gradient_bytes if section.model.lora.rank > 0 else size.weight_bytes
+    return weights + (0 if config.trainer.save_model_only else size.optimizer_bytes)
+
+
+def _longest_row(config: Config, dimensions: Dimensions, max_tokens: int) -> list[GroupLengths]:
     """Return the row of a pass with this budget that takes most memory: prompts full of images.
 
     With sequence parallelism a rank's slice of it, and its share of the images.
@@ -322,14 +310,12 @@ def longest_row(config: Config, dimensions: Dimensions, max_tokens: int) -> RowL
     patches = 0 if dimensions.vision is None else prompt * dimensions.vision.merge**2
     # Each of the ranks that compute the row together has an equal part of it.
     ranks = config.worker.actor.ulysses_sequence_parallel_size
-    return RowLengths(
-        groups=max(1, max_tokens // (prompt + completions * response)),
+    group = GroupLengths(
         prompt=ceil(prompt / ranks),
-        completions=completions,
-        response=ceil(response / ranks),
-        patches=ceil(patches / ranks),
-        image_patches=ceil(patches / ranks),
+        completions=(ceil(response / ranks),) * completions,
+        grids=((1, 1, ceil(patches / ranks)),) if patches else (),
     )
+    return [group] * max(1, max_tokens // (prompt + completions * response))
 
 
 def _exactly(name: str, num_bytes: int) -> Part:
@@ -339,6 +325,15 @@ def _exactly(name: str, num_bytes: int) -> Part:
 def _phase(phase: Phase, pool: Pool, *parts: Iterable[Part], workers: Workers = "all") -> PhaseMemory:
     """Return a phase without the parts that are empty."""
     return PhaseMemory(phase, pool, tuple(part for each in parts for part in each if part.expected), workers)
+
+
+def _trained_models(config: Config, size: ModelSize, hardware: Hardware) -> list[_Trained]:
+    """Return the policy, and the critic if it is a model of its own."""
+    models = [_Trained(config, size, hardware, is_critic=False)]
+    if config.has_critic and not config.shares_trunk:
+        assert size.critic is not None, "size_of_model counts the critic"
+        models.append(_Trained(with_critic_as_actor(config), size.critic, hardware, is_critic=True))
+    return models
 
 
 class _Trained:
@@ -362,18 +357,23 @@ class _Trained:
         self._shards = config.workers_per_copy
         self._compute = DTYPES[actor.fsdp.mp_param_dtype]
 
-        dtype, of_heads = DTYPES[config.worker.actor.weight_dtype], size.all.adapters + size.value_head
-        self._weight_dtype = dtype
-        self._weight_bytes = ceil((size.parameters * dtype.itemsize + of_heads * _FLOAT32_BYTES) / self._shards)
+        dtype, weights, adapters = DTYPES[actor.weight_dtype], size.all, size.all.adapters(actor.model)
+        of_heads = adapters + (size.width + 1 if config.shares_trunk else 0)  # a value head on the trunk
         # Tensors with as many elements, and of the same dtypes, as this rank trains.
-        trained = ((size.all.trained, dtype), (of_heads, torch.float32)) if self.trains else ()
+        trained = ((weights.trained(actor.model), dtype), (of_heads, torch.float32)) if self.trains else ()
         tensors = [torch.empty(number // self._shards, dtype=each, device="meta") for number, each in trained if number]
-        self._gradient_bytes = sum(tensor.nbytes for tensor in tensors)
-        self._state_bytes = sum(state_bytes(tensor, actor.optim.strategy) for tensor in tensors)
+        self._weight_dtype = dtype
+        self._sizes = Sizes(
+            parameters=weights.weights,
+            trainable=sum(number for number, _ in trained),
+            weight_bytes=ceil((weights.weights * dtype.itemsize + of_heads * _FLOAT32_BYTES) / self._shards),
+            gradient_bytes=sum(tensor.nbytes for tensor in tensors),
+            optimizer_bytes=sum(state_bytes(tensor, actor.optim.strategy) for tensor in tensors),
+        )
         self._step_bytes = update_bytes(tensors, actor.optim.strategy)
         self._reference_bytes = 0
-        if config.needs_reference and not size.has_adapters and not is_critic:
-            self._reference_bytes = ceil(size.parameters * DTYPES[config.worker.ref.dtype].itemsize / self._shards)
+        if config.needs_reference and actor.model.lora.rank == 0 and not is_critic:
+            self._reference_bytes = ceil(weights.weights * DTYPES[config.worker.ref.dtype].itemsize / self._shards)
 
         # FSDP's own offloading keeps everything in host memory, and moves units to the device.
         self._fsdp_offload = config.is_on_host(actor.fsdp) and self.on_gpu
@@ -385,14 +385,14 @@ class _Trained:
 
     def weights(self) -> Part:
         """Return the weights on the device, while the model works."""
-        return _exactly(f"{self._prefix}weights", 0 if self._fsdp_offload else self._weight_bytes)
+        return _exactly(f"{self._prefix}weights", 0 if self._fsdp_offload else self._sizes.weight_bytes)
 
     def resting(self, pool: Pool, *, weights: bool = True, states: bool = True) -> list[Part]:
         """Return what is in a pool while others work: weights, reference and optimizer states."""
         parts = [
-            (weights, self._weights_rest_in, f"{self._prefix}weights", self._weight_bytes),
+            (weights, self._weights_rest_in, f"{self._prefix}weights", self._sizes.weight_bytes),
             (True, self._reference_rests_in, "reference model", self._reference_bytes),
-            (states, self._states_rest_in, f"{self._prefix}optimizer states", self._state_bytes),
+            (states, self._states_rest_in, f"{self._prefix}optimizer states", self._sizes.optimizer_bytes),
         ]
         return [_exactly(name, num_bytes) for counts, place, name, num_bytes in parts if counts and place == pool]
 
@@ -415,12 +415,12 @@ class _Trained:
     def _in_update(self) -> list[Part]:
         in_place = self._full_kl or self._reference_rests_in == "GPU"
         reference = _exactly("reference model", self._reference_bytes if in_place else 0)
-        gradients = _exactly(f"{self._prefix}gradients", self._gradient_bytes)
+        gradients = _exactly(f"{self._prefix}gradients", self._sizes.gradient_bytes)
         at_work = [] if self._fsdp_offload else [self.weights(), gradients, self._states()]
         return [*at_work, reference]
 
     def _states(self) -> Part:
-        return _exactly(f"{self._prefix}optimizer states", self._state_bytes)
+        return _exactly(f"{self._prefix}optimizer states", self._sizes.optimizer_bytes)
 
     def on_host(self) -> list[Part]:
         """Return what an update needs in the host memory of a node beside what rests there."""
@@ -429,7 +429,7 @@ class _Trained:
         parts = [Part("inputs of layers", 0 if counted is None else counted.host, 0)]
         if not self.on_gpu:
             parts = [
-                _exactly(f"{self._prefix}gradients", self._gradient_bytes),
+                _exactly(f"{self._prefix}gradients", self._sizes.gradient_bytes),
                 *self._pass_parts(updates=True),
                 *parts,
             ]
@@ -446,13 +446,14 @@ class _Trained:
         the files, and sends each rank its part.
         """
         converts = self.config.num_workers == 1 and self.on_gpu
-        return _exactly("model, as it is read", self.size.parameters * self._weight_dtype.itemsize if converts else 0)
+        return _exactly("model, as it is read", self._sizes.parameters * self._weight_dtype.itemsize if converts else 0)
 
     def caches(self) -> Part:
         """Return the features of a frozen vision tower, and with workers the pixels of a step."""
         config, dimensions, cached = self.config, self.size.dimensions, 0
         if dimensions is not None and dimensions.vision is not None:
-            cached += 0 if self.size.trains_vision else int(config.worker.actor.model.vision_cache_gb * GIB)
+            trains_vision = self.size.trains_vision(config.worker.actor.model)
+            cached += 0 if trains_vision else int(config.worker.actor.model.vision_cache_gb * GIB)
             cached += _pixel_cache_bytes(config, dimensions, config.num_workers) if config.has_workers else 0
         return Part("caches of images and features", cached * self.ranks, 0)
 
@@ -462,8 +463,7 @@ class _Trained:
 
     def _staged(self) -> int:
         """Return what this rank writes into a checkpoint."""
-        weights = self._gradient_bytes if self.size.has_adapters else self._weight_bytes
-        return weights + (0 if self.config.trainer.save_model_only else self._state_bytes)
+        return saved_bytes(self.config, self.config.worker.actor, self._sizes)
 
     def _pass_parts(self, *, updates: bool) -> list[Part]:
         """Return the parts of a pass; none is certain, since its rows depend on the data."""
@@ -482,7 +482,7 @@ class _Trained:
     def _pass(self, *, updates: bool) -> PassBytes | None:
         """Return the memory of a pass; None for a family whose passes are not counted."""
         config, size, actor, dimensions = self.config, self.size, self.config.worker.actor, self.size.dimensions
-        if dimensions is None:
+        if dimensions is None or not size.counts_passes:
             return None
         micro = actor.micro_batch_size_per_device_for_update
         if not updates:
@@ -492,24 +492,23 @@ class _Trained:
         compute, kernel = self._compute.itemsize, actor.model.attention_kernel
         if kernel == "auto":  # as resolve_kernel chooses it on a recent GPU
             kernel = "varlen" if self.on_gpu and self._compute in FLASH_DTYPES else "sdpa"
-        count = activation_memory.update_bytes if updates else activation_memory.score_bytes
-        return count(
-            dimensions,
-            longest_row(config, dimensions, longest if measures_budgets else micro * longest),
-            PassFormat(weight=self._weight_dtype.itemsize if self._shards == 1 else compute, compute=compute),
-            PassOptions(
-                checkpointing=actor.model.enable_gradient_checkpointing,
-                trains_weights=not size.has_adapters,
-                trains_vision=size.trains_vision,
-                kernel=kernel,
-                chunk_rows=rows_per_chunk(dimensions.text.vocabulary, self._hardware.device),
-                tied=size.tied,
-                on_cpu=not self.on_gpu,
-                full_kl=self._full_kl,
-                offloads=actor.model.enable_activation_offload and actor.model.enable_gradient_checkpointing,
-                balances_experts=self._balances_experts,
-            ),
+        counted = Pass(
+            model=dimensions,
+            groups=_longest_row(config, dimensions, longest if measures_budgets else micro * longest),
+            weight=self._weight_dtype.itemsize if self._shards == 1 else compute,
+            compute=compute,
+            checkpointing=actor.model.enable_gradient_checkpointing,
+            trains_weights=actor.model.lora.rank == 0,
+            trains_vision=size.trains_vision(actor.model),
+            kernel=kernel,
+            chunk_rows=rows_per_chunk(dimensions.text.outputs, self._hardware.device),
+            tied=size.head is None,
+            on_cpu=not self.on_gpu,
+            full_kl=self._full_kl,
+            offloads=actor.model.enable_activation_offload and actor.model.enable_gradient_checkpointing,
+            balances_experts=self._balances_experts,
         )
+        return counted.update_bytes() if updates else counted.score_bytes()
 
     def _gathered(self, counted: PassBytes | None, *, updates: bool) -> Part:
         """Return what FSDP gathers from other ranks at the peak of a pass.
@@ -519,18 +518,19 @@ class _Trained:
         """
         if self._shards == 1 and not self._fsdp_offload:
             return Part("layers gathered by FSDP", 0, 0)
-        size, fsdp = self.size, self.config.worker.actor.fsdp
+        size, model, fsdp = self.size, self.config.worker.actor.model, self.config.worker.actor.fsdp
         compute = self._compute.itemsize
-        layer = max((unit.total for unit in size.layers), default=0)
-        head = 0 if size.head is None else size.head.total
-        layers = 2 * layer if fsdp.enable_full_shard else sum(unit.total for unit in size.layers)
-        expected = (size.root.total + layers) * compute
+        root, *units = (unit.weights + unit.adapters(model) for unit in (size.root, *size.layers))
+        layer = max(units, default=0)
+        head = 0 if size.head is None else size.head.weights + size.head.adapters(model)
+        layers = 2 * layer if fsdp.enable_full_shard else sum(units)
+        expected = (root + layers) * compute
         if counted is not None and counted.logits:
-            expected = (size.root.total + layers - layer + head) * compute
+            expected = (root + layers - layer + head) * compute
         elif updates:
-            largest = max(unit.trained + unit.adapters for unit in size.units)
+            largest = max(unit.trained(model) + unit.adapters(model) for unit in size.units)
             expected += largest * (compute + DTYPES[fsdp.mp_reduce_dtype].itemsize)
-        return Part("layers gathered by FSDP", expected, (size.root.total + layer) * compute)
+        return Part("layers gathered by FSDP", expected, (root + layer) * compute)
 
 
 class _Engine:
@@ -585,7 +585,13 @@ class _Engine:
         enough = ceil(10 * needed / self._hardware.device_bytes) / 10
         if enough < 1:
             remedies.append({"worker.rollout.gpu_memory_utilization": enough})
-        return EngineProblem(self._rollout.gpu_memory_utilization, self._share, needed, tuple(remedies))
+        ways = " or ".join(map(format_changes, remedies))
+        return EngineProblem(
+            f"vLLM gets {format_bytes(self._share)} of each GPU (worker.rollout.gpu_memory_utilization="
+            f"{self._rollout.gpu_memory_utilization}), and its weights with one sequence of maximum length need "
+            f"{format_bytes(needed)}: {f'set {ways}' if ways else 'use larger GPUs, or more of them'}",
+            tuple(remedies),
+        )
 
     def _needed(self, parallel: int) -> int:
         """Return the weights, and the KV cache of one sequence of maximum length."""
@@ -594,7 +600,7 @@ class _Engine:
         return self._weights(parallel) + int(cache * max(key_heads // parallel, 1) / key_heads)
 
     def _weights(self, parallel: int) -> int:
-        return ceil(self._size.parameters * self._item_bytes / parallel)
+        return ceil(self._size.all.weights * self._item_bytes / parallel)
 
 
 def _times(part: Part, number: int) -> Part:
@@ -768,17 +774,17 @@ def check_memory(
 ) -> RunMemory | None:
     """Raise ConfigError if the run certainly does not fit, and warn if it probably does not.
 
-    warn: called with a message. size: as for memory_counter.
+    warn: called with a message. size: of its models, if it is known.
     Returns: the memory of the run; None if trainer.check_memory is false.
     """
     if not config.trainer.check_memory:
         return None
-    count = memory_counter(config, hardware, size)
-    memory = count(config)
+    size = size_of_model(config) if size is None else size
+    memory = count_memory(config, size, hardware)
     anyway = "trainer.check_memory=false starts the run all the same."
     worst = memory.worst(certain=True)
     if memory.fraction(worst, certain=True) > 1:
-        remedies = find_remedies(config, memory, worst, count)
+        remedies = find_remedies(config, size, memory, worst)
         lines = [
             f"this run needs at least {format_bytes(worst.certain)} during {worst.phase}, and there are "
             f"{memory.describe_capacity(worst)} ({worst.where}):",
@@ -789,7 +795,7 @@ def check_memory(
         ]
         raise ConfigError("\n".join(lines))
     if memory.problem is not None:
-        raise ConfigError(f"{memory.problem}\n{anyway}")
+        raise ConfigError(f"{memory.problem.text}\n{anyway}")
     if not memory.counts_passes:
         warn(
             "the activations of this model's family are not counted: only weights, optimizer states and the rollout "
@@ -806,53 +812,24 @@ def check_memory(
     return memory
 
 
-def memory_counter(config: Config, hardware: Hardware, size: ModelSize | None = None) -> Callable[[Config], RunMemory]:
-    """Return a function that counts the memory of a configuration with other options.
-
-    It creates the model, without memory, once for each value of the options that change its size.
-    size: sizes of the model of config, if they are known.
-    """
-    sizes: dict[tuple[Any, ...], ModelSize] = {} if size is None else {_sized_by(config): size}
-
-    def count(changed: Config) -> RunMemory:
-        key = _sized_by(changed)
-        if key not in sizes:
-            sizes[key] = size_of_model(changed)
-        return count_memory(changed, sizes[key], hardware)
-
-    return count
-
-
-def _sized_by(config: Config) -> tuple[Any, ...]:
-    """Return the values of the options that change the sizes of the models, but for their paths."""
-    actor, critic = config.worker.actor.model, config.worker.critic
-    models = ((each.lora.rank, each.freeze_vision_tower) for each in (actor, critic.model))
-    return (*models, critic.share_trunk)
-
-
 def find_remedies(
-    config: Config,
-    memory: RunMemory,
-    worst: PhaseMemory,
-    count: Callable[[Config], RunMemory],
-    *,
-    certain: bool = True,
+    config: Config, size: ModelSize, memory: RunMemory, worst: PhaseMemory, *, certain: bool = True
 ) -> list[Remedy]:
     """Return the changes that save most in a phase, those with which the run fits first.
 
-    count: returns the memory of a changed configuration.
-    certain: compare what the run needs at least; False: what it is expected to need.
+    size, memory: of the run. certain: compare what the run needs at least; False: what it is
+    expected to need.
     """
 
     def remedy_of(changes: Changes) -> Remedy:
-        changed = count(with_options(config, changes))
+        changed = count_memory(with_options(config, changes), size, memory.hardware)
         place = (worst.phase, worst.pool, worst.workers)
         same = (each for each in changed.phases if (each.phase, each.pool, each.workers) == place)
         saved = worst.needed(certain=certain) - sum(each.needed(certain=certain) for each in same)
         return Remedy(changes, saved, fits=changed.fits(certain=certain))
 
     remedies = []
-    for alternatives in list_changes(config, memory.hardware.device, memory.tensor_parallel_sizes):
+    for alternatives in list_changes(config, memory.hardware.device, size.tensor_parallel_sizes):
         saving = [each for each in map(remedy_of, alternatives) if each.saved_bytes > 0]
         if saving:  # the mildest with which the run fits, or else the one that saves most
             remedies.append(

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from trigon.assemble.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
-from trigon.assemble.engines import open_run_engines, save_state, staged_bytes, tune_plan
+from trigon.assemble.engines import open_run_engines, save_state, tune_plan
 from trigon.assemble.episodes import check_episodes, find_episodes
-from trigon.assemble.memory import check_memory, find_hardware
+from trigon.assemble.memory import check_memory, find_hardware, staged_bytes
 from trigon.assemble.models import check_policy, check_trained_critic, choose_device, choose_kernel, device_type
 from trigon.assemble.options import (
     make_sampling_params,

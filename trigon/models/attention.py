@@ -133,7 +133,7 @@ def group_attention(
     # Autocast does not know every kernel, so the functions here cast themselves.
     dtype = compute_dtype(query.device, query.dtype)
     kernel, has_images = metadata.kernel, metadata.images(window) is not None
-    if not supports(kernel, dtype, query.shape[-1], window, has_images=has_images):
+    if not supports(kernel, dtype, query.shape[-1], has_images=has_images):
         kernel = "sdpa"
     match kernel:
         case "sdpa":
@@ -255,7 +255,7 @@ def window_attention(
     """
     # Autocast does not know every kernel, so the functions here cast themselves.
     dtype = compute_dtype(query.device, query.dtype)
-    if kernel == "sdpa" or not supports(kernel, dtype, query.shape[-1], None):
+    if kernel == "sdpa" or not supports(kernel, dtype, query.shape[-1]):
         return _window_attention_sdpa(query, key, value, starts.diff().tolist(), scale=scale)
     if max_length is None:
         max_length = int(starts.diff().max())

@@ -97,8 +97,8 @@ def resolve_kernel(
 ) -> Kernel:
     """Return the kernel for a policy that computes on this device in this dtype.
 
-    "auto" is varlen (flex before torch 2.10, and where a mask is needed) on a GPU of compute
-    capability 8.0 or above in 16 bits, and sdpa otherwise.
+    "auto" is varlen (flex where a mask is needed) on a GPU of compute capability 8.0 or above in 16
+    bits, and sdpa otherwise.
 
     needs_mask: whether the tokens of images attend in both directions, which varlen and flash leave
     to sdpa.
@@ -110,7 +110,7 @@ def resolve_kernel(
         case "auto":
             if device.type != "cuda" or dtype not in FLASH_DTYPES or torch.cuda.get_device_capability(device) < (8, 0):
                 return "sdpa"
-            return "varlen" if not needs_mask and _is_installed("torch.nn.attention.varlen") else "flex"
+            return "flex" if needs_mask else "varlen"
         case "varlen" | "flex" | "flash":
             _require_available(requested, device, dtype)
             return requested
@@ -137,26 +137,15 @@ def _require_available(kernel: Kernel, device: torch.device, dtype: torch.dtype)
             f"{key} needs a GPU of compute capability 8.0 (Ampere) or above, which {torch.cuda.get_device_name(device)}"
             " is not. Set it to auto or sdpa."
         )
-    if kernel == "varlen" and not _is_installed("torch.nn.attention.varlen"):
-        raise ModelError(f"{key} needs torch 2.10 or later, this is {torch.__version__}. Set it to auto or flex.")
-    if kernel == "flash" and not _is_installed("flash_attn"):
+    if kernel == "flash" and importlib.util.find_spec("flash_attn") is None:
         raise ModelError(
             f"{key} needs the package flash-attn, which is not installed: run pip install flash-attn "
             "--no-build-isolation, or set it to auto."
         )
 
 
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent package is missing
-        return False
-
-
-def supports(
-    kernel: Kernel, dtype: torch.dtype, head_dim: int, window: int | None, *, has_images: bool = False
-) -> bool:
-    """Return whether a kernel supports this dtype, head dimension and sliding window.
+def supports(kernel: Kernel, dtype: torch.dtype, head_dim: int, *, has_images: bool = False) -> bool:
+    """Return whether a kernel supports this dtype and head dimension.
 
     has_images: whether the tokens of images attend in both directions, which needs a mask.
     """
@@ -164,9 +153,7 @@ def supports(
         case "sdpa" | "flex":
             return True
         case "varlen" | "flash":
-            if dtype not in FLASH_DTYPES or head_dim % 8 or head_dim > 256 or has_images:
-                return False
-            return kernel == "flash" or window is None or _installed_varlen().supports_window
+            return dtype in FLASH_DTYPES and head_dim % 8 == 0 and head_dim <= 256 and not has_images
         case _:
             assert_never(kernel)
 
@@ -196,106 +183,42 @@ def varlen_attention(
     Returns: [T, H, D].
     """
     assert causal or window is None
+    attention: Any
+    options: dict[str, Any]
     if kernel == "flash":
         from flash_attn import flash_attn_varlen_func
 
-        output: Tensor = flash_attn_varlen_func(
-            query,
-            key,
-            value,
-            segments.query_starts,
-            segments.key_starts,
-            segments.max_queries,
-            segments.max_keys,
-            softmax_scale=scale,
-            causal=causal,
-            window_size=(-1, -1) if window is None else (window - 1, 0),
-        )
-        return output
-    return _installed_varlen()(query, key, value, segments, scale=scale, causal=causal, window=window)
+        attention, options = flash_attn_varlen_func, {"softmax_scale": scale, "causal": causal}
+        if window is not None:
+            options["window_size"] = (window - 1, 0)
+    else:
+        from torch.nn.attention.varlen import varlen_attn
 
-
-@dataclass(frozen=True, slots=True)
-class VarlenFunction:
-    """torch's varlen_attn with the options of its version; they differ from torch 2.10 to 2.14.
-
-    supports_scale: if False, scores are always divided by the square root of the head dimension.
-    supports_window: has window_size, which selects causal attention as well; if False, is_causal.
-    supports_gqa: accepts fewer key heads than query heads.
-    """
-
-    function: Callable[..., Any]
-    supports_scale: bool
-    supports_window: bool
-    supports_gqa: bool
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segments: Segments,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-    ) -> Tensor:
-        """See varlen_attention. window: must be None unless supports_window."""
-        options: dict[str, Any] = {}
-        if self.supports_window:
-            # No window_size for attention that is not causal: (-1, -1) is the default.
-            if causal:
-                options["window_size"] = (-1 if window is None else window - 1, 0)
-        else:
-            assert window is None
-            options["is_causal"] = causal
-        if self.supports_scale:
-            options["scale"] = scale
-        else:
-            query = query * (scale * query.shape[-1] ** 0.5)
+        attention, options = varlen_attn, {"scale": scale}
+        if causal:  # (-1, 0): no bound but that of the diagonal
+            options["window_size"] = (-1 if window is None else window - 1, 0)
         heads_per_key = query.shape[1] // key.shape[1]
-        if heads_per_key > 1:
-            if self.supports_gqa:
-                options["enable_gqa"] = True
-            else:
-                key, value = key.repeat_interleave(heads_per_key, 1), value.repeat_interleave(heads_per_key, 1)
-        output: Tensor = self.function(
-            query,
-            key,
-            value,
-            segments.query_starts,
-            segments.key_starts,
-            segments.max_queries,
-            segments.max_keys,
-            **options,
-        )
-        return output
+        if heads_per_key > 1 and _takes_fewer_key_heads(attention):
+            options["enable_gqa"] = True
+        elif heads_per_key > 1:
+            key, value = key.repeat_interleave(heads_per_key, 1), value.repeat_interleave(heads_per_key, 1)
+    output: Tensor = attention(
+        query,
+        key,
+        value,
+        segments.query_starts,
+        segments.key_starts,
+        segments.max_queries,
+        segments.max_keys,
+        **options,
+    )
+    return output
 
 
 @cache
-def adapt_varlen(function: Callable[..., Any]) -> VarlenFunction:
-    """Return a varlen_attn with the options in its signature.
-
-    Raises: ModelError if the signature is unknown.
-    """
-    names = inspect.signature(function).parameters
-    if "window_size" not in names and "is_causal" not in names:
-        raise ModelError(
-            f"torch {torch.__version__} has a varlen_attn({', '.join(names)}), which is not a known signature. Set "
-            "worker.actor.model.attention_kernel to flex or sdpa."
-        )
-    return VarlenFunction(
-        function=function,
-        supports_scale="scale" in names,
-        supports_window="window_size" in names,
-        supports_gqa="enable_gqa" in names,
-    )
-
-
-def _installed_varlen() -> VarlenFunction:
-    from torch.nn.attention import varlen
-
-    return adapt_varlen(varlen.varlen_attn)
+def _takes_fewer_key_heads(varlen_attn: Callable[..., Any]) -> bool:
+    """Return whether varlen_attn takes fewer key heads than query heads: not in torch 2.11."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def gather_keys(states: Tensor, layout: KeyLayout) -> Tensor:

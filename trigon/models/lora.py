@@ -93,13 +93,14 @@ def add_lora(model: Any, settings: LoraConfig, *, seed: int) -> None:
     model.train(model.training)  # peft creates its modules in train mode
 
 
-def adapter_sizes(model: Any, settings: LoraConfig) -> dict[str, int]:
-    """Return the number of weights of each adapter that add_lora would add, by the layers' names.
+def adapter_widths(model: Any, settings: LoraConfig) -> dict[str, int]:
+    """Return the weights for each rank of the adapters that add_lora would add, by layers' names.
 
-    The model does not change. Raises: ModelError as add_lora does.
+    The model does not change, and the rank of the settings does not matter. Raises: ModelError if
+    the settings do not fit the model, as add_lora does.
     """
     layers = ((name, model.get_submodule(name)) for name in _selected_layers(model, settings))
-    return {name: settings.rank * (layer.in_features + layer.out_features) for name, layer in layers}
+    return {name: layer.in_features + layer.out_features for name, layer in layers}
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:

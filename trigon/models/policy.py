@@ -42,7 +42,7 @@ from trigon.models.sequence_parallel import (
     slice_of,
     sum_over_row,
 )
-from trigon.models.sizes import GroupLengths, peak_tflops, update_flops
+from trigon.models.sizes import GroupLengths, dimensions_of, peak_tflops, update_flops
 from trigon.models.transfer import to_device
 from trigon.models.vision_encoder import VisionEncoder, add_deepstack
 from trigon.models.weight_files import stored_buffers, stored_tensors
@@ -434,15 +434,15 @@ class Policy(nn.Module):
         See sizes.py; prompts and images count once. Empty for a family that is not counted, and
         without the peak on a device whose peak is not known. name: prefix of the former.
         """
+        dimensions = dimensions_of(self.model.config, outputs=self.num_outputs)
+        if dimensions is None:
+            return {}
         tower = self.family.vision_tower(self.model)
         flops = update_flops(
-            self.model.config,
+            dimensions,
             [GroupLengths.of(group.prompt, group.sequences) for group in groups],
             trains_vision=tower is not None and any(parameter.requires_grad for parameter in tower.parameters()),
-            outputs=self.num_outputs,
         )
-        if flops is None:
-            return {}
         metrics: dict[str, Metric] = {f"{name}/model_tflops": Sum(flops / 1e12)}
         device = computing_device(self.family.language_model(self.model).embed_tokens.weight)
         peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

@@ -1,8 +1,8 @@
 """The size of a model: dimensions, parameters, and floating-point operations of a pass.
 
 Dimensions come from the Hugging Face config. Numbers of parameters are exact: the model is created
-on the meta device, which has no memory. Families whose networks are not described here have
-parameters, but neither dimensions nor operations: those functions return None.
+on the meta device, which has no memory. Neither depends on what a run trains. Families whose
+networks are not described here have parameters, but no dimensions, and no operations follow.
 
 Operations: a multiply-add counts as two. Counted are matrix products: those of linear layers, and
 those of attention for the pairs of tokens that attend to each other, so that causal attention
@@ -20,17 +20,18 @@ counted as if all weights were trained.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from trigon.config.schema import LoraConfig
-from trigon.errors import ConfigError
+from trigon.config.schema import LoraConfig, TrainedModelConfig
+from trigon.errors import ConfigError, ModelError
 from trigon.models.attention import sliding_windows
 from trigon.models.families import family_of
-from trigon.models.lora import adapter_sizes
+from trigon.models.lora import adapter_widths
 from trigon.types import Completion, Prompt, TrainSequence, pixels_of
 
 if TYPE_CHECKING:
@@ -124,10 +125,12 @@ class TextDimensions:
 
     layers: number of all layers. moe_layers: number of layers with experts instead of one MLP.
     linear: of the layers with linear attention; None if all have attention.
+    windows: the sliding window of each layer that has attention, in tokens; None: unlimited.
     width: of hidden states. heads, key_heads, head_dim: of attention.
     mlp: inner width of a dense MLP. expert_mlp: inner width of one expert.
     shared_mlp: inner width of the expert that all tokens use; 0 if there is none.
     experts: number of experts in a layer. experts_per_token: number that a token uses.
+    outputs: of the head: one for each token of the vocabulary, or one of a critic.
     normalizes_queries: whether the queries and keys of each head are normalized.
     gates_attention: whether attention has an output gate.
     scales_in_float32: whether norms multiply by their weight before they round.
@@ -136,6 +139,7 @@ class TextDimensions:
     layers: int
     moe_layers: int
     linear: LinearDimensions | None
+    windows: tuple[int | None, ...]
     width: int
     heads: int
     key_heads: int
@@ -145,7 +149,7 @@ class TextDimensions:
     shared_mlp: int
     experts: int
     experts_per_token: int
-    vocabulary: int
+    outputs: int
     normalizes_queries: bool
     gates_attention: bool
     scales_in_float32: bool
@@ -153,7 +157,7 @@ class TextDimensions:
     @property
     def attention_layers(self) -> int:
         """The layers without linear attention."""
-        return self.layers - (0 if self.linear is None else self.linear.layers)
+        return len(self.windows)
 
     @property
     def attention_weights(self) -> int:
@@ -193,7 +197,9 @@ class TextDimensions:
 class VisionDimensions:
     """The dimensions of a vision tower that takes patches.
 
-    layers, width, heads: of its blocks. mlp: inner width of the blocks' MLPs.
+    layers, width, heads: of its blocks. full_layers: number of blocks whose patches attend to all
+    of an image; those of the others attend within windows of so many image tokens along each side.
+    mlp: inner width of the blocks' MLPs.
     is_gated: whether these MLPs have three matrices. out: width of an image token.
     merge: number of patches along each side of an image token.
     mergers: 1, and one more for each layer whose features the decoder gets (deepstack).
@@ -201,6 +207,8 @@ class VisionDimensions:
     """
 
     layers: int
+    full_layers: int
+    window: int
     width: int
     heads: int
     mlp: int
@@ -224,13 +232,17 @@ class Dimensions:
     vision: VisionDimensions | None
 
 
-def dimensions_of(hf_config: Any) -> Dimensions | None:
-    """Return the dimensions of a Hugging Face config; None for a family that is not counted."""
+def dimensions_of(hf_config: Any, *, outputs: int | None = None) -> Dimensions | None:
+    """Return the dimensions of a Hugging Face config; None for a family that is not counted.
+
+    outputs: of the head; None: one for each token of the vocabulary.
+    """
     text, vision = hf_config.get_text_config(), getattr(hf_config, "vision_config", None)
     if text.model_type not in _TEXT or (vision is not None and hf_config.model_type not in _HAS_GATED_VISION_MLP):
         return None
     return Dimensions(
-        text=text_dimensions(text), vision=None if vision is None else vision_dimensions(hf_config.model_type, vision)
+        text=text_dimensions(text, outputs=outputs),
+        vision=None if vision is None else vision_dimensions(hf_config.model_type, vision),
     )
 
 
@@ -239,8 +251,11 @@ def head_dim(text: Any) -> int:
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
-def text_dimensions(text: Any) -> TextDimensions:
-    """Return the dimensions of a decoder, from the config of a text model."""
+def text_dimensions(text: Any, *, outputs: int | None = None) -> TextDimensions:
+    """Return the dimensions of a decoder, from the config of a text model.
+
+    outputs: see dimensions_of.
+    """
     layers = int(text.num_hidden_layers)
     experts = int(getattr(text, "num_experts", None) or 0)
     moe_layers = 0
@@ -251,6 +266,11 @@ def text_dimensions(text: Any) -> TextDimensions:
         layers=layers,
         moe_layers=moe_layers,
         linear=_linear_dimensions(text),
+        windows=tuple(
+            window
+            for window, kind in zip(sliding_windows(text), _layer_types(text), strict=True)
+            if kind != "linear_attention"
+        ),
         width=text.hidden_size,
         heads=text.num_attention_heads,
         key_heads=text.num_key_value_heads,
@@ -260,7 +280,7 @@ def text_dimensions(text: Any) -> TextDimensions:
         shared_mlp=(getattr(text, "shared_expert_intermediate_size", None) or 0) if experts else 0,
         experts=experts,
         experts_per_token=text.num_experts_per_tok if experts else 0,
-        vocabulary=text.vocab_size,
+        outputs=text.vocab_size if outputs is None else outputs,
         normalizes_queries=text.model_type in _NORMALIZES_QUERIES,
         gates_attention=text.model_type in _HYBRID,
         scales_in_float32=text.model_type in _HYBRID,
@@ -289,8 +309,14 @@ def vision_dimensions(model_type: str, vision: Any) -> VisionDimensions:
         width, mlp, out = vision.hidden_size, vision.intermediate_size, vision.out_hidden_size
         if model_type == "glm4v":  # intermediate_size is the inner width of the merger
             mlp = out
+    full_layers, window = vision.depth, 0
+    if hasattr(vision, "fullatt_block_indexes"):  # Qwen2.5-VL
+        full_layers = len(vision.fullatt_block_indexes)
+        window = vision.window_size // vision.patch_size // vision.spatial_merge_size
     return VisionDimensions(
         layers=vision.depth,
+        full_layers=full_layers,
+        window=window,
         width=width,
         heads=vision.num_heads,
         mlp=mlp,
@@ -307,37 +333,48 @@ def vision_dimensions(model_type: str, vision: Any) -> VisionDimensions:
 
 @dataclass(frozen=True, slots=True)
 class UnitSize:
-    """The number of weights in a part of a model. adapters: weights of LoRA, in float32."""
+    """The number of weights in a part of a model.
 
-    frozen: int
-    trained: int
-    adapters: int
+    text, vision: of the decoder, and of what only images use. unused: which no pass uses and no run
+    trains. text_adapters, vision_adapters: of LoRA's adapters of the same layers, for each rank.
+    """
+
+    text: int
+    vision: int
+    unused: int
+    text_adapters: int
+    vision_adapters: int
 
     @property
-    def total(self) -> int:
-        """All weights."""
-        return self.frozen + self.trained + self.adapters
+    def weights(self) -> int:
+        """The weights of the model itself, without adapters."""
+        return self.text + self.vision + self.unused
+
+    def adapters(self, model: TrainedModelConfig) -> int:
+        """Return the weights of the adapters that these options add, in float32."""
+        return model.lora.rank * (self.text_adapters + (0 if model.freeze_vision_tower else self.vision_adapters))
+
+    def trained(self, model: TrainedModelConfig) -> int:
+        """Return the weights of the model itself that these options train: none with LoRA."""
+        return 0 if model.lora.rank > 0 else self.text + (0 if model.freeze_vision_tower else self.vision)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """The sizes of a policy.
+    """The sizes of a policy, whatever the run trains of it.
 
     model_type: model_type of its config.
     layers: sizes of the units that FSDP gathers one by one: decoder layers, vision blocks, mergers,
         and an embedding for the layers.
     head, embedding: sizes of these two units; None if they share a weight.
     root: size of everything else, and of a weight that head and embedding share.
-    largest: number of weights in the largest tensor.
+    largest: number of weights in the largest tensor. width: of hidden states.
     key_values: number of keys and values that a token has in the KV cache, over all layers.
     key_heads: number of key heads in a layer, the least of any.
     tensor_parallel_sizes: numbers of GPUs that can hold one copy of the model in vLLM together.
-    tied: whether the head is the embedding.
-    trains_vision: whether the vision tower has gradients.
-    dimensions: None for a family whose passes are not counted.
-    critic: sizes of the run's critic; None without one.
-    value_head: number of weights in a value head on the policy's trunk, in float32, which are no
-        part of the units.
+    dimensions: None for a family whose operations are not counted.
+    counts_passes: whether the memory of its passes is counted.
+    critic: sizes of the run's critic, if it is a model of its own.
     """
 
     model_type: str
@@ -346,14 +383,13 @@ class ModelSize:
     embedding: UnitSize | None
     root: UnitSize
     largest: int
+    width: int
     key_values: int
     key_heads: int
     tensor_parallel_sizes: tuple[int, ...]
-    tied: bool
-    trains_vision: bool
     dimensions: Dimensions | None
+    counts_passes: bool
     critic: ModelSize | None = None
-    value_head: int = 0
 
     @property
     def units(self) -> tuple[UnitSize, ...]:
@@ -363,54 +399,75 @@ class ModelSize:
     @property
     def all(self) -> UnitSize:
         """The sum over all units."""
+        units = self.units
         return UnitSize(
-            frozen=sum(unit.frozen for unit in self.units),
-            trained=sum(unit.trained for unit in self.units),
-            adapters=sum(unit.adapters for unit in self.units),
+            text=sum(unit.text for unit in units),
+            vision=sum(unit.vision for unit in units),
+            unused=sum(unit.unused for unit in units),
+            text_adapters=sum(unit.text_adapters for unit in units),
+            vision_adapters=sum(unit.vision_adapters for unit in units),
         )
 
-    @property
-    def parameters(self) -> int:
-        """The number of weights of the model itself, without adapters and a value head."""
-        return self.all.frozen + self.all.trained
-
-    @property
-    def has_adapters(self) -> bool:
-        """Whether LoRA's adapters are trained instead of the weights."""
-        return self.all.adapters > 0
+    def trains_vision(self, model: TrainedModelConfig) -> bool:
+        """Return whether the vision tower has gradients with these options."""
+        trained = self.all.vision if model.lora.rank == 0 else self.all.vision_adapters
+        return trained > 0 and not model.freeze_vision_tower
 
 
-def model_size(policy: Policy, lora: LoraConfig | None) -> ModelSize:
+def model_size(policy: Policy, lora: LoraConfig) -> ModelSize:
     """Return the sizes of a policy without adapters, on any device.
 
-    lora: count the adapters that these settings would add; None: all weights that are not frozen
-    are trained. Adding them would take seconds.
-    Raises: ModelError if the settings do not fit the model.
+    lora: selects the layers of adapters, which are counted and not added: that would take seconds.
+    Raises: ModelError if it has a rank, and does not fit the model.
     """
     config = policy.model.config
     text = config.get_text_config()
+    dimensions = dimensions_of(config, outputs=policy.num_outputs)
     units = [*policy.layers(), *policy.mergers(), *policy.layer_embeddings()]
     ends = [] if policy.has_tied_head else [policy.head, policy.embedding]
     in_units = {parameter for unit in (*units, *ends) for parameter in unit.parameters()}
-    adapters: dict[nn.Parameter, int] | None = None
-    if lora is not None:
-        sizes = adapter_sizes(policy.model, lora)
-        adapters = {policy.model.get_submodule(name).weight: number for name, number in sizes.items()}
-    parts = policy.family.vision_parameters(policy.model)
+    vision = set(policy.family.vision_parameters(policy.model))
+    size_of = partial(_unit_size, vision=vision, adapters=_adapters(policy, lora))
     return ModelSize(
         model_type=str(config.model_type),
-        layers=tuple(_unit_size(unit.parameters(), adapters) for unit in units),
-        head=None if policy.has_tied_head else _unit_size(policy.head.parameters(), adapters),
-        embedding=None if policy.has_tied_head else _unit_size(policy.embedding.parameters(), adapters),
-        root=_unit_size((part for part in policy.parameters() if part not in in_units), adapters),
+        layers=tuple(size_of(unit.parameters()) for unit in units),
+        head=None if policy.has_tied_head else size_of(policy.head.parameters()),
+        embedding=None if policy.has_tied_head else size_of(policy.embedding.parameters()),
+        root=size_of(part for part in policy.parameters() if part not in in_units),
         largest=max(parameter.numel() for parameter in policy.parameters()),
+        width=text.hidden_size,
         key_values=key_values(text),
         key_heads=min(config.num_key_value_heads for config in layer_configs(text)),
         tensor_parallel_sizes=tensor_parallel_sizes(config),
-        tied=policy.has_tied_head,
-        trains_vision=any(part.requires_grad if adapters is None else part in adapters for part in parts),
-        dimensions=None if text.model_type in _PASSES_NOT_COUNTED else dimensions_of(config),
+        dimensions=dimensions,
+        counts_passes=dimensions is not None and text.model_type not in _PASSES_NOT_COUNTED,
     )
+
+
+def _adapters(policy: Policy, lora: LoraConfig) -> dict[nn.Parameter, int]:
+    """Return the weights for each rank of the adapter of each weight that has one."""
+    try:
+        widths = adapter_widths(policy.model, lora)
+    except ModelError:
+        if lora.rank > 0:
+            raise
+        return {}  # the run does not use these settings
+    return {policy.model.get_submodule(name).weight: width for name, width in widths.items()}
+
+
+def _unit_size(
+    parameters: Iterable[nn.Parameter], *, vision: Set[nn.Parameter], adapters: Mapping[nn.Parameter, int]
+) -> UnitSize:
+    text = of_vision = unused = text_adapters = vision_adapters = 0
+    for parameter in parameters:
+        number, width = parameter.numel(), adapters.get(parameter, 0)
+        if parameter in vision:
+            of_vision, vision_adapters = of_vision + number, vision_adapters + width
+        elif parameter.requires_grad:
+            text, text_adapters = text + number, text_adapters + width
+        else:
+            unused += number
+    return UnitSize(text, of_vision, unused, text_adapters, vision_adapters)
 
 
 def layer_configs(text: Any) -> list[Any]:
@@ -437,18 +494,6 @@ def key_values(text: Any) -> int:
 
 def _layer_types(text: Any) -> list[str]:
     return list(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
-
-
-def _unit_size(parameters: Iterable[nn.Parameter], adapters: Mapping[nn.Parameter, int] | None) -> UnitSize:
-    """Return the size of a unit. adapters: weights of each parameter's adapter; None: no LoRA."""
-    frozen = trained = of_adapters = 0
-    for parameter in parameters:
-        if adapters is None and parameter.requires_grad:
-            trained += parameter.numel()
-        else:
-            frozen += parameter.numel()
-        of_adapters += 0 if adapters is None else adapters.get(parameter, 0)
-    return UnitSize(frozen=frozen, trained=trained, adapters=of_adapters)
 
 
 # -- tensor parallelism ----------------------------------------------------------------------------
@@ -517,7 +562,7 @@ def _indivisible(hf_config: Any, size: int) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class GroupLengths:
-    """The lengths of a group in tokens.
+    """The lengths of a group in tokens; of a prompt alone, without completions.
 
     grids: (time, height, width) of each image or video of the prompt, in patches.
     observed: how many tokens of the completions together were observed, and have no logits.
@@ -525,7 +570,7 @@ class GroupLengths:
     """
 
     prompt: int
-    completions: tuple[int, ...]
+    completions: tuple[int, ...] = ()
     grids: tuple[tuple[int, int, int], ...] = ()
     observed: int = 0
     observed_grids: tuple[tuple[int, int, int], ...] = ()
@@ -547,6 +592,16 @@ class GroupLengths:
     def tokens(self) -> int:
         """The tokens of the group, with its prompt once."""
         return self.prompt + sum(self.completions)
+
+    @property
+    def sampled(self) -> int:
+        """The tokens of the completions that were sampled, which have logits."""
+        return sum(self.completions) - self.observed
+
+    @property
+    def patches(self) -> tuple[int, ...]:
+        """The patches of each image or video, of the prompt and of the completions."""
+        return tuple(time * rows * columns for time, rows, columns in (*self.grids, *self.observed_grids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -570,58 +625,36 @@ class Flops:
         return self.linear + self.attention + self.head + self.vision + self.patch_embedding
 
 
-def forward_flops(hf_config: Any, groups: Sequence[GroupLengths], *, outputs: int | None = None) -> Flops | None:
-    """Return the operations of a forward over groups; None for a family that is not counted.
-
-    Args:
-        hf_config: the Hugging Face config of the model.
-        groups: the lengths of each group.
-        outputs: number of outputs of the head; None: the vocabulary.
-    """
-    dimensions = dimensions_of(hf_config)
-    if dimensions is None:
-        return None
+def forward_flops(dimensions: Dimensions, groups: Sequence[GroupLengths]) -> Flops:
+    """Return the operations of a forward over groups."""
     text, vision = dimensions.text, dimensions.vision
     tokens = pairs = logits = blocks = patch_embedding = 0
-    text_config = hf_config.get_text_config()
-    kinds = zip(sliding_windows(text_config), _layer_types(text_config), strict=True)
-    windows = [window for window, kind in kinds if kind != "linear_attention"]
     for group in groups:
         prompt, lengths = group.prompt, group.completions
         spans = [(0, prompt), *((prompt, prompt + length) for length in lengths)]
-        logits += sum(lengths) - group.observed
-        tokens += sum(end - start for start, end in spans)
-        pairs += sum(_attended_pairs(start, end, window) for window in windows for start, end in spans)
+        logits += group.sampled
+        tokens += group.tokens
+        pairs += sum(_attended_pairs(start, end, window) for window in text.windows for start, end in spans)
         if grids := (*group.grids, *group.observed_grids):
             assert vision is not None, "a text model has no images"
-            of_blocks, of_patch_embedding = _vision_flops(vision, hf_config.vision_config, grids)
+            of_blocks, of_patch_embedding = _vision_flops(vision, grids)
             blocks += of_blocks
             patch_embedding += of_patch_embedding
     return Flops(
         linear=2 * tokens * text.active_weights,
         attention=4 * pairs * text.heads * text.head_dim + tokens * _recurrence_flops(text.linear),
-        head=2 * logits * text.width * (text.vocabulary if outputs is None else outputs),
+        head=2 * logits * text.width * text.outputs,
         vision=blocks,
         patch_embedding=patch_embedding,
     )
 
 
-def update_flops(
-    hf_config: Any,
-    groups: Sequence[GroupLengths],
-    *,
-    trains_vision: bool = True,
-    outputs: int | None = None,
-) -> int | None:
-    """Return the operations of an update over groups; None for a family that is not counted.
+def update_flops(dimensions: Dimensions, groups: Sequence[GroupLengths], *, trains_vision: bool = True) -> int:
+    """Return the operations of an update over groups: of a forward and a backward.
 
-    An update is a forward and a backward.
-
-    Args: as in forward_flops. trains_vision: False for a frozen vision tower.
+    trains_vision: False for a frozen vision tower.
     """
-    forward = forward_flops(hf_config, groups, outputs=outputs)
-    if forward is None:
-        return None
+    forward = forward_flops(dimensions, groups)
     backward = 2 * (forward.linear + forward.attention + forward.head)
     if trains_vision:
         backward += 2 * forward.vision + forward.patch_embedding
@@ -661,24 +694,20 @@ def _attended_pairs(start: int, end: int, window: int | None) -> int:
     return (limited * (limited + 1) - start * (start + 1)) // 2 + (end - limited) * window
 
 
-def _vision_flops(
-    vision: VisionDimensions, vision_config: Any, grids: Sequence[tuple[int, int, int]]
-) -> tuple[int, int]:
+def _vision_flops(vision: VisionDimensions, grids: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
     """Return the operations of a vision tower: in blocks and mergers, and in its first layer."""
     merge, width = vision.merge, vision.width
     patches = sum(time * height * columns for time, height, columns in grids)
     merged = width * merge**2
-    full_pairs = sum(time * (height * columns) ** 2 for time, height, columns in grids)
-    full_layers = vision.layers
-    window_pairs = 0
-    if hasattr(vision_config, "fullatt_block_indexes"):  # Qwen2.5-VL
-        full_layers = len(vision_config.fullatt_block_indexes)
-        side = vision_config.window_size // vision_config.patch_size // merge
-        window_pairs = sum(
-            time * merge**4 * _sum_of_squares(height // merge, side) * _sum_of_squares(columns // merge, side)
+    pairs = vision.full_layers * sum(time * (height * columns) ** 2 for time, height, columns in grids)
+    if vision.full_layers < vision.layers:
+        pairs += (vision.layers - vision.full_layers) * sum(
+            time
+            * merge**4
+            * _sum_of_squares(height // merge, vision.window)
+            * _sum_of_squares(columns // merge, vision.window)
             for time, height, columns in grids
         )
-    pairs = full_layers * full_pairs + (vision.layers - full_layers) * window_pairs
     blocks = 2 * patches * vision.layers * vision.block_weights + 4 * pairs * width
     merging = vision.mergers * 2 * (patches // merge**2) * (merged**2 + merged * vision.out)
     return blocks + merging, 2 * patches * vision.values_per_patch * width

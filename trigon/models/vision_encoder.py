@@ -317,7 +317,7 @@ def tower_inputs(tower: Any, grid_thw: Tensor) -> dict[str, Any]:
 
 def _attends_by_sdpa(tower: Any, head_dim: int) -> bool:
     kernel = tower_kernel(tower.config)
-    return kernel == "sdpa" or not supports(kernel, compute_dtype(tower.device, tower.dtype), head_dim, None)
+    return kernel == "sdpa" or not supports(kernel, compute_dtype(tower.device, tower.dtype), head_dim)
 
 
 def _longest(starts: Tensor) -> int:

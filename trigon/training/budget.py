@@ -151,7 +151,7 @@ def tune_engines(
         )
     trainer.use_budgets(update_max_tokens=budgets.update_tokens, score_max_tokens=budgets.experience_tokens)
     if scorer is not None:
-        scorer.use_budget(budgets.experience_tokens)
+        scorer.max_tokens = budgets.experience_tokens
     return budgets
 
 

@@ -27,7 +27,7 @@ from trigon.training.checkpointing import Saved
 from trigon.training.device_memory import Placement
 from trigon.training.local import LocalTrainEngine, ModelName
 from trigon.training.protocol import GroupOutputs, LoadPixels
-from trigon.training.step import Reference, idle_row, reduced_value_loss, score_rows
+from trigon.training.step import Reference, idle_row, reduced_value_loss
 from trigon.types import MicroBatch, PackedGroups, RolloutGroup, TokenLogprobs, TrainGroup
 
 
@@ -62,13 +62,12 @@ class LocalCriticEngine(LocalTrainEngine):
         )
         self._before_use = before_use
         self._feature_counts = (0, 0)  # hits and lookups of the critic, of a cache that may be shared
-        self._score_max_tokens = plan.tokens_per_experience_pass
 
     def values(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See CriticEngine."""
-        explained = self._placement.explain_out_of_memory("values", groups, max_tokens=self._score_max_tokens)
+        explained = self._placement.explain_out_of_memory("values", groups, max_tokens=self._scorer.max_tokens)
         with explained, self._counting_apart():
-            scored = self._score(groups, max_tokens=self._score_max_tokens)
+            scored = self._score(groups, self._score_row)
         self.offload()
         return [[_with_last(each) for each in group] for group in scored]
 
@@ -86,31 +85,18 @@ class LocalCriticEngine(LocalTrainEngine):
 
     def dry_run(self, groups: Sequence[RolloutGroup]) -> None:
         """See LocalTrainEngine: the pass of values."""
-        self._score(groups, max_tokens=sum(map(tokens_of, groups)))
+        self._score(groups, self._score_row, max_tokens=sum(map(tokens_of, groups)))
 
-    def use_budgets(self, *, update_max_tokens: int, score_max_tokens: int) -> None:
-        """See LocalTrainEngine."""
-        super().use_budgets(update_max_tokens=update_max_tokens, score_max_tokens=score_max_tokens)
-        self._score_max_tokens = score_max_tokens
-
-    def _score(self, groups: Sequence[RolloutGroup], *, max_tokens: int) -> list[list[Tensor]]:
-        """Return [2, S] for each completion: values before and after each token."""
-        return self._score_with(groups, self._score_row, max_tokens=max_tokens)
-
-    def _score_with(
-        self, groups: Sequence[RolloutGroup], score: Callable[[PackedGroups, bool], Tensor], *, max_tokens: int
+    def _score(
+        self,
+        groups: Sequence[RolloutGroup],
+        score: Callable[[PackedGroups, bool], Tensor],
+        *,
+        max_tokens: int | None = None,
     ) -> list[list[Tensor]]:
-        """Return what score_rows returns for the groups. score: see score_rows."""
+        """See LocalScorer.score."""
         self.wake(optimizer=False)
-        return score_rows(
-            self._policy,
-            self._load_pixels(groups),
-            score,
-            max_tokens=max_tokens,
-            positions=self._positions,
-            precision=self._scorer.precision,
-            process_group=self._process_group,
-        )
+        return self._scorer.score(groups, score, max_tokens=max_tokens)
 
     @contextmanager
     def _counting_apart(self) -> Iterator[None]:
@@ -212,8 +198,8 @@ class LocalTrunkCritic(LocalCriticEngine):
 
     def logprobs_and_values(self, groups: Sequence[RolloutGroup]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
         """See TrunkCriticEngine."""
-        with self._placement.explain_out_of_memory("values", groups, max_tokens=self._score_max_tokens):
-            scored = self._score_with(groups, self._score_row_with_logprobs, max_tokens=self._score_max_tokens)
+        with self._placement.explain_out_of_memory("values", groups, max_tokens=self._scorer.max_tokens):
+            scored = self._score(groups, self._score_row_with_logprobs)
         logprobs = [[each[0] for each in group] for group in scored]
         return logprobs, [[_with_last(each[1:]) for each in group] for group in scored]
 

@@ -389,7 +389,7 @@ class LocalTrainEngine:
     def use_budgets(self, *, update_max_tokens: int, score_max_tokens: int) -> None:
         """Set the token budgets of a packed row with and without gradient."""
         self._update_max_tokens = update_max_tokens
-        self._scorer.use_budget(score_max_tokens)
+        self._scorer.max_tokens = score_max_tokens
 
     @property
     def policy(self) -> Policy:

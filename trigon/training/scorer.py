@@ -5,9 +5,10 @@ LocalScorer is the reference policy's engine, and part of the train engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from trigon.models.lora import adapters_off
 from trigon.models.policy import Policy
 from trigon.training.device_memory import Placement
 from trigon.training.protocol import LoadPixels, LogprobEngine
-from trigon.training.step import Reference, score_rollouts
+from trigon.training.step import Reference, score_rows
 from trigon.types import PackedGroups, RolloutGroup, TokenLogprobs
 
 
@@ -27,6 +28,8 @@ class LocalScorer:
     """Scores completions under a policy. Satisfies LogprobEngine and step.Reference.
 
     All ranks of the process group call every method together, each with its own groups.
+
+    max_tokens: token budget of a packed row.
     """
 
     def __init__(
@@ -43,7 +46,6 @@ class LocalScorer:
 
         Args:
             positions: computes the position ids of a prompt.
-            max_tokens: token budget of a packed row.
             features: cache for a vision tower that does not change; see Policy.use_feature_cache.
             load_pixels: processes the media of groups that are encoded files.
         """
@@ -51,7 +53,7 @@ class LocalScorer:
         self.device = placement.device
         self._positions = positions
         self._load_pixels = load_pixels
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._compute_dtype = placement.compute_dtype
         self._offload_params = placement.offload_params
         self._process_group = process_group = placement.process_group
@@ -85,46 +87,60 @@ class LocalScorer:
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
-        with self._placement.explain_out_of_memory("log-probabilities", groups, max_tokens=self._max_tokens):
-            return [[each.logprobs for each in group] for group in self._score(groups, against=None)]
+        with self._placement.explain_out_of_memory("log-probabilities", groups, max_tokens=self.max_tokens):
+            return [[each[0] for each in group] for group in self.score(groups, self._row_logprobs)]
 
     def full_kl(self, groups: Sequence[RolloutGroup], reference: Reference) -> list[list[Tensor]]:
         """Return the KL of this policy and a reference at each token, as logprobs does."""
-        explained = self._placement.explain_out_of_memory("log-probabilities", groups, max_tokens=self._max_tokens)
+        explained = self._placement.explain_out_of_memory("log-probabilities", groups, max_tokens=self.max_tokens)
         with explained, reference.awake():
-            scored = self._score(groups, against=reference)
-        return [[each.kl for each in group if each.kl is not None] for group in scored]
+            scored = self.score(groups, partial(self._row_kl, reference))
+        return [[each[0] for each in group] for group in scored]
 
     def dry_run(self, groups: Sequence[RolloutGroup], *, against: Reference | None = None) -> None:
         """Make the pass of logprobs over all groups in one row, and discard the result.
 
         against: make the pass of full_kl instead.
         """
+        score = self._row_logprobs if against is None else partial(self._row_kl, against)
         with nullcontext() if against is None else against.awake():
-            self._score(groups, against=against, max_tokens=sum(map(tokens_of, groups)))
+            self.score(groups, score, max_tokens=sum(map(tokens_of, groups)))
 
-    def use_budget(self, max_tokens: int) -> None:
-        """Set the token budget of a packed row."""
-        self._max_tokens = max_tokens
+    def score(
+        self,
+        groups: Sequence[RolloutGroup],
+        score: Callable[[PackedGroups, bool], Tensor],
+        *,
+        max_tokens: int | None = None,
+    ) -> list[list[Tensor]]:
+        """Return what passes without gradient give for each completion: [K, R] float32 on the CPU.
+
+        score: see score_rows. max_tokens: in place of the budget.
+        """
+        with self.awake():
+            return score_rows(
+                self.policy,
+                self._load_pixels(groups),
+                score,
+                max_tokens=self.max_tokens if max_tokens is None else max_tokens,
+                positions=self._positions,
+                precision=self.precision,
+                process_group=self._process_group,
+            )
 
     def predictions(self, packed: PackedGroups, *, run_dummy_vision: bool) -> Predictions:
         """See Policy.predictions."""
         with self.precision():
             return self.policy.predictions(packed, run_dummy_vision=run_dummy_vision)
 
-    def _score(
-        self, groups: Sequence[RolloutGroup], *, against: Reference | None, max_tokens: int | None = None
-    ) -> list[list[TokenLogprobs]]:
-        with self.awake():
-            return score_rollouts(
-                self.policy,
-                self._load_pixels(groups),
-                max_tokens=self._max_tokens if max_tokens is None else max_tokens,
-                positions=self._positions,
-                precision=self.precision,
-                process_group=self._process_group,
-                against=against,
-            )
+    def _row_logprobs(self, packed: PackedGroups, run_dummy_vision: bool) -> Tensor:
+        outputs: TokenLogprobs = self.policy(packed, run_dummy_vision=run_dummy_vision)
+        return outputs.logprobs[None]
+
+    def _row_kl(self, reference: Reference, packed: PackedGroups, run_dummy_vision: bool) -> Tensor:
+        against = reference.predictions(packed, run_dummy_vision=run_dummy_vision)
+        kl: Tensor = self.policy(packed, run_dummy_vision=run_dummy_vision, against=against).kl
+        return kl[None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,43 +302,6 @@ def count_expert_shares(
     return expert_shares(assignments, experts_per_token=policy.experts_per_token)
 
 
-def score_rollouts(
-    policy: Policy,
-    groups: Sequence[RolloutGroup],
-    *,
-    max_tokens: int,
-    positions: Positions,
-    precision: Precision,
-    process_group: ProcessGroup,
-    against: Reference | None = None,
-) -> list[list[TokenLogprobs]]:
-    """Return log-probabilities and entropies: for each group, for each of its rollouts.
-
-    Args:
-        groups: of this rank; may be empty.
-        max_tokens: token budget of a packed row.
-        against: if given, the full KL from this reference is returned as well.
-    Returns: tensors float32 [R] on the CPU, without gradient.
-    """
-
-    def score(packed: PackedGroups, run_dummy_vision: bool) -> Tensor:
-        predicted = None if against is None else against.predictions(packed, run_dummy_vision=run_dummy_vision)
-        return _stacked(policy(packed, run_dummy_vision=run_dummy_vision, against=predicted))
-
-    scored = score_rows(
-        policy,
-        groups,
-        score,
-        max_tokens=max_tokens,
-        positions=positions,
-        precision=precision,
-        process_group=process_group,
-    )
-    return [
-        [TokenLogprobs(each[0], each[1], None if against is None else each[2]) for each in group] for group in scored
-    ]
-
-
 def score_rows(
     policy: Policy,
     groups: Sequence[RolloutGroup],
@@ -351,8 +314,11 @@ def score_rows(
 ) -> list[list[Tensor]]:
     """Return what a pass without gradient gives for each completion: [K, R] float32 on the CPU.
 
-    score: makes the pass over a row, and returns [K, S]; gets the row, and whether the vision tower
-    runs if it has no images. The other arguments are those of score_rollouts.
+    Args:
+        groups: of this rank; may be empty.
+        score: makes the pass over a row, and returns [K, S]; gets the row, and whether the vision
+            tower runs if it has no images.
+        max_tokens: token budget of a packed row.
     """
     rows = pack_rollouts(groups, max_tokens=max_tokens, positions=positions)
     passes = passes_in_step([bool(row.packed.visions) for row in rows], process_group)
@@ -361,18 +327,11 @@ def score_rows(
         for index, run_dummy_vision in enumerate(passes):
             packed = rows[index].packed if index < len(rows) else idle_row(policy)
             values.append(score(packed, run_dummy_vision))
-    process_group.reshard(policy)
     if not rows:
         return []
     # Copied together, since each copy to the host waits for the passes before it.
     scored = torch.cat(values[: len(rows)], dim=1).cpu()
     return by_group(rows, torch.split(scored, [value.shape[1] for value in values[: len(rows)]], dim=1))
-
-
-def _stacked(outputs: TokenLogprobs) -> Tensor:
-    """Return log-probabilities, entropies and, if there is one, the KL: [2 or 3, S]."""
-    columns = [outputs.logprobs, outputs.entropy]
-    return torch.stack(columns if outputs.kl is None else [*columns, outputs.kl])
 
 
 def idle_row(policy: Policy) -> PackedGroups:

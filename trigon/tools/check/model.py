@@ -123,7 +123,7 @@ def check_model(result: Result, config: Config, *, on_gpus: bool = False) -> Mod
             "(max_position_embeddings)",
             "lower data.max_prompt_length, data.max_response_length or worker.rollout.max_model_len",
         )
-    weights = size.all.frozen + size.all.trained
+    weights = size.all.weights
     number = f"{weights:,}" if weights < 10_000_000 else f"{weights / 1e9:.2f} billion"
     result.summary = f"{size.model_type}, {number} weights, {len(processors.tokenizer):,} tokens; no weights were read"
     return Model(local, processors, size)

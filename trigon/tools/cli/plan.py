@@ -133,7 +133,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
     simple = ("model", "devices", "num_devices", "parameters", "trained_parameters", "verdict", "fits", "combination")
     return {
         **{name: getattr(plan, name) for name in simple},
-        "problem": None if plan.memory.problem is None else str(plan.memory.problem),
+        "problem": None if plan.memory.problem is None else plan.memory.problem.text,
         "changes": [asdict(each) for each in plan.remedies],
         "training_prompts": plan.num_prompts,
         "steps": plan.num_steps,
@@ -172,7 +172,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
 
 def _verdict(plan: RunPlan) -> str:
     if plan.memory.problem is not None:
-        return f"{plan.verdict}; {plan.memory.problem}"
+        return f"{plan.verdict}; {plan.memory.problem.text}"
     worst = plan.memory.worst(certain=False)
     limit = "" if plan.memory.capacity(worst) is None else f" of {plan.memory.describe_capacity(worst)}"
     return (

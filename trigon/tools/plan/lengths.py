@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from trigon.data.sources import Source, open_source
 from trigon.errors import ConfigError, ModelError, TrigonError
 from trigon.models.hub import hub_endpoint
 from trigon.models.load import Processors
-from trigon.models.sizes import GroupLengths, VisionDimensions, dimensions_of
+from trigon.models.sizes import GroupLengths, VisionDimensions
 
 MAX_MEASURED_ROWS = 2000
 """Rows that are measured at most: evenly spaced in each dataset, by its share of an epoch."""
@@ -61,18 +61,11 @@ class LengthOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLengths:
-    """A prompt: tokens, image tokens included, and the grids of its images or videos in patches."""
-
-    tokens: int
-    grids: tuple[Grid, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Lengths:
     """What a plan knows or assumes of the data.
 
-    prompts: measured ones, each as often as its share of an epoch asks, or one that stands for all.
+    prompts: measured ones, without completions, each as often as its share of an epoch asks, or one
+        that stands for all.
     num_prompts: number of usable training prompts; None: unknown. num_val_prompts: likewise.
     response_tokens: mean of the tokens of a completion that are sampled.
     observed_tokens: mean of the tokens that a completion observes.
@@ -80,7 +73,7 @@ class Lengths:
     sources: where each of them comes from, one sentence each.
     """
 
-    prompts: tuple[PromptLengths, ...]
+    prompts: tuple[GroupLengths, ...]
     num_prompts: int | None
     num_val_prompts: int | None
     response_tokens: float
@@ -96,19 +89,18 @@ class Lengths:
     @property
     def mean_prompt(self) -> float:
         """The mean tokens of a prompt."""
-        return sum(prompt.tokens for prompt in self.prompts) / len(self.prompts)
+        return sum(prompt.prompt for prompt in self.prompts) / len(self.prompts)
 
     def groups(self, number: int, completions: int) -> list[GroupLengths]:
         """Return so many groups, which go through the prompts in turn."""
         observed = round(self.observed_tokens)
         chosen = (self.prompts[index % len(self.prompts)] for index in range(number))
         return [
-            GroupLengths(
-                prompt.tokens,
-                (self.completion_tokens,) * completions,
-                prompt.grids,
-                observed * completions,
-                self.observed_grids * completions,
+            replace(
+                prompt,
+                completions=(self.completion_tokens,) * completions,
+                observed=observed * completions,
+                observed_grids=self.observed_grids * completions,
             )
             for prompt in chosen
         ]
@@ -116,7 +108,7 @@ class Lengths:
 
 def find_lengths(
     config: Config,
-    hf_config: Any,
+    vision: VisionDimensions | None,
     options: LengthOptions,
     *,
     measured: LengthOptions | None = None,
@@ -126,7 +118,7 @@ def find_lengths(
     """Return the lengths of a run's prompts and completions.
 
     Args:
-        hf_config: the model's config.
+        vision: the dimensions of the vision tower; None: not known, or there is none.
         options: lengths that the user gives; they come first.
         measured: lengths of a finished run, used where nothing else is known.
         download: read the tokenizer and the datasets from the hub if they are not here.
@@ -135,10 +127,8 @@ def find_lengths(
     given completions that are longer than a completion may be.
     """
     data, measured = config.data, measured or LengthOptions()
-    dimensions = dimensions_of(hf_config)
-    vision = None if dimensions is None else dimensions.vision
     sources: list[str] = []
-    prompts: tuple[PromptLengths, ...] = ()
+    prompts: tuple[GroupLengths, ...] = ()
     num_prompts, reason = None, "given"
     if options.prompt_tokens is None and options.image_tokens is None:
         folder, reason = _find_tokenizer(config, opened, download=download)
@@ -219,7 +209,7 @@ def _find_response_tokens(
 
 def _assume_prompt(
     config: Config, vision: VisionDimensions | None, options: LengthOptions, measured: LengthOptions, reason: str
-) -> tuple[PromptLengths, str]:
+) -> tuple[GroupLengths, str]:
     """Return one prompt that stands for all, and where its length comes from."""
     data = config.data
     image, source = 0.0, ""
@@ -239,7 +229,7 @@ def _assume_prompt(
     length = max(1, min(round(tokens), data.max_prompt_length))
     image = min(image, length)
     grids = () if vision is None or round(image) == 0 else (_square_grid(image, vision.merge),)
-    return PromptLengths(length, grids), source
+    return GroupLengths(length, grids=grids), source
 
 
 def _square_grid(tokens: float, merge: int) -> Grid:
@@ -270,7 +260,7 @@ def _find_tokenizer(config: Config, opened: Mapping[str, Source], *, download: b
     return folder, "" if folder is not None else "the model's tokenizer is not on this machine (--download reads it)"
 
 
-def _measure(config: Config, opened: Mapping[str, Source], folder: Path) -> tuple[tuple[PromptLengths, ...], int, str]:
+def _measure(config: Config, opened: Mapping[str, Source], folder: Path) -> tuple[tuple[GroupLengths, ...], int, str]:
     """Return the prompts that an epoch draws, or an even part of them, their number, and a note.
 
     folder: of the tokenizer. A row that is drawn more than once is there more than once.
@@ -285,20 +275,21 @@ def _measure(config: Config, opened: Mapping[str, Source], folder: Path) -> tupl
     drawn = [weight * len(source.rows) for (_, weight), source in zip(_weighted(config), sources, strict=True)]
     total = sum(drawn)
     most = min(MAX_MEASURED_ROWS, max(num_rows, round(total)))
-    placed: list[tuple[float, int, PromptLengths]] = []
+    placed: list[tuple[float, int, GroupLengths]] = []
     num_tried = 0
     for part, (source, spec) in enumerate(zip(sources, data.train_files, strict=True)):
         here = builder.with_default_image_dir(source.folder)
         require_columns(source.columns, spec, data)
         rows = len(source.rows)
         count = max(1, round(most * drawn[part] / total)) if rows else 0
-        known: dict[int, PromptLengths | None] = {}
+        known: dict[int, GroupLengths | None] = {}
         for number in range(count):
             # Fewer than there are: evenly spaced ones. More: all in turn.
             index = number * rows // count if count < rows else number % rows
             if index not in known:
                 try:
-                    known[index] = PromptLengths(*here.measure(source.row(index), f"{source.name}:{index}"))
+                    tokens, grids = here.measure(source.row(index), f"{source.name}:{index}")
+                    known[index] = GroupLengths(tokens, grids=grids)
                 except UnusableRow:
                     known[index] = None
             num_tried += 1

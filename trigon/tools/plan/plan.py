@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 import shutil
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,13 +22,14 @@ from trigon.assemble.memory import (
     GIB,
     TIGHT,
     Hardware,
+    Phase,
     Remedy,
     RunMemory,
     count_checkpoint_bytes,
     count_checkpoints,
+    count_memory,
     find_hardware,
     find_remedies,
-    memory_counter,
     size_of_model,
 )
 from trigon.assemble.options import needs_old_logprobs
@@ -43,7 +43,7 @@ from trigon.config.schema import Config
 from trigon.data.sources import Source
 from trigon.errors import ConfigError, ModelError
 from trigon.models.hub import hub_endpoint, uses_modelscope
-from trigon.models.load import load_hf_config
+from trigon.models.sizes import ModelSize
 from trigon.system.temporary import private_folder
 from trigon.system.terminal import did_you_mean, nearest
 from trigon.tools.plan.lengths import LengthOptions, Lengths, find_lengths
@@ -92,15 +92,13 @@ Verdict = Literal["fits", "tight", "does not fit"]
 class Place:
     """Where a run is planned to run.
 
-    kind: name of the devices, for people. host_bytes: memory of a machine; None: not known.
+    kind: name of the devices, for people. hardware: the memory of each.
     """
 
     nodes: int
     gpus_per_node: int
-    device: DeviceType
     kind: str
-    device_bytes: int
-    host_bytes: int | None
+    hardware: Hardware
 
     def __str__(self) -> str:
         nodes = f"{self.nodes} nodes x " if self.nodes > 1 else ""
@@ -221,7 +219,8 @@ def plan(
         raise ConfigError("trainer.val_only=true makes no training step; plan the run that trains")
     given, place = lengths or LengthOptions(), find_place(config, gpus, host_memory)
     on_place: dict[str, Any] = {"trainer.nnodes": place.nodes, "trainer.n_gpus_per_node": place.gpus_per_node}
-    if place.device == "cuda":
+    hardware = place.hardware
+    if hardware.device == "cuda":
         on_place["trainer.device"] = "cuda"
     config = with_options(config, on_place)
     raise_problems(find_problems(config))
@@ -232,17 +231,20 @@ def plan(
         if config.critic_model_path is not None:
             with open_model_config(config.critic_model_path, None) as own:
                 sized = with_options(sized, {"worker.critic.model.model_path": str(own)})
-        hf_config = load_hf_config(
-            folder, trust_remote_code=trained.trust_remote_code, override_config=trained.override_config
-        )
         size = size_of_model(sized)
-        count = memory_counter(sized, Hardware(place.device, place.device_bytes, place.host_bytes), size)
-        memory = count(sized)
+        memory = count_memory(sized, size, hardware)
         verdict = _judge(memory)
-        remedies, combination = _find_changes(sized, memory, count)
-        micro_batches = _estimate_micro_batches(sized, count) if config.trainer.tunes_budgets_on(place.device) else {}
+        remedies, combination = _find_changes(sized, size, memory)
+        micro_batches = {}
+        if config.trainer.tunes_budgets_on(hardware.device):
+            micro_batches = _estimate_micro_batches(sized, size, hardware)
     known = find_lengths(
-        config, hf_config, given, measured=None if run is None else run.lengths, download=download, opened=opened
+        config,
+        None if size.dimensions is None else size.dimensions.vision,
+        given,
+        measured=None if run is None else run.lengths,
+        download=download,
+        opened=opened,
     )
     knows_steps = bool(known.num_prompts or config.trainer.max_steps)
     # A warm-up cannot be too long for a number of steps that is not known.
@@ -260,18 +262,18 @@ def plan(
         seconds = project_seconds(run, batches, **scores)
     return RunPlan(
         model=trained.model_path or "",
-        device=place.device,
+        device=hardware.device,
         devices=_describe_devices(config, place),
         num_devices=config.num_devices,
-        parameters=size.all.total,
-        trained_parameters=size.all.trained + size.all.adapters,
+        parameters=size.all.weights + size.all.adapters(trained),
+        trained_parameters=size.all.trained(trained) + size.all.adapters(trained),
         plan=steps,
         num_prompts=known.num_prompts,
         num_steps=num_steps,
         num_validations=_num_validations(config, known, num_steps or 0),
         lengths=known,
         batches=batches,
-        flops=count_flops(config, steps, hf_config, size, known, batches),
+        flops=count_flops(config, steps, size, known, batches),
         memory=memory,
         verdict=verdict,
         remedies=remedies,
@@ -364,14 +366,13 @@ def find_place(config: Config, gpus: str | None, host_memory: int | None) -> Pla
         if counts := [int(count) for count in written.groups()[:2] if count is not None]:
             nodes, per_node = (1, *counts)[-2:]
         kind = _find_gpu(written[3])
-        return Place(nodes, per_node, "cuda", kind, int(GPUS[kind] * GIB), host_memory)
+        return Place(nodes, per_node, kind, Hardware("cuda", int(GPUS[kind] * GIB), host_memory))
     device = torch.device("cuda" if config.trainer.device != "cpu" and torch.cuda.is_available() else "cpu")
     if config.trainer.device == "cuda" and device.type == "cpu":
         raise ConfigError("trainer.device is cuda, and this machine has no GPU: name the GPUs, --gpus 8xH100-80G")
     found = find_hardware(device)
     kind = "CPU worker" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    host_bytes = found.host_bytes if host_memory is None else host_memory
-    return Place(nodes, per_node, found.device, kind, found.device_bytes, host_bytes)
+    return Place(nodes, per_node, kind, found if host_memory is None else replace(found, host_bytes=host_memory))
 
 
 def _find_gpu(text: str) -> str:
@@ -406,9 +407,7 @@ def _judge(memory: RunMemory) -> Verdict:
     return "tight" if memory.fraction(memory.worst(certain=False), certain=False) > TIGHT else "fits"
 
 
-def _find_changes(
-    config: Config, memory: RunMemory, count: Callable[[Config], RunMemory]
-) -> tuple[tuple[Remedy, ...], Changes | None]:
+def _find_changes(config: Config, size: ModelSize, memory: RunMemory) -> tuple[tuple[Remedy, ...], Changes | None]:
     """Return the changes that help most alone, and several together with which the run fits.
 
     Each of the latter is the one that helps most after those before it; None if there are none, or
@@ -416,21 +415,21 @@ def _find_changes(
     """
     worst = memory.worst(certain=False)
     overflows = memory.fraction(worst, certain=False) > 1
-    remedies = find_remedies(config, memory, worst, count, certain=False) if overflows else []
+    remedies = find_remedies(config, size, memory, worst, certain=False) if overflows else []
     changes: dict[str, Any] = dict(memory.problem.remedies[0]) if memory.problem and memory.problem.remedies else {}
     for _ in range(_MOST_CHANGES + 1):
         changed_config = with_options(config, changes)
-        changed = count(changed_config)
+        changed = count_memory(changed_config, size, memory.hardware)
         if changed.fits(certain=False):
             return tuple(remedies), changes or None
-        found = find_remedies(changed_config, changed, changed.worst(certain=False), count, certain=False)
+        found = find_remedies(changed_config, size, changed, changed.worst(certain=False), certain=False)
         if not found:
             break
         changes |= found[0].changes
     return tuple(remedies), None
 
 
-def _estimate_micro_batches(config: Config, count: Callable[[Config], RunMemory]) -> dict[str, int]:
+def _estimate_micro_batches(config: Config, size: ModelSize, hardware: Hardware) -> dict[str, int]:
     """Return the options of the most sequences of a row, in an update and in a scoring.
 
     They are the most that fit by the arithmetic of memory, with the reserve of a run, which
@@ -438,23 +437,24 @@ def _estimate_micro_batches(config: Config, count: Callable[[Config], RunMemory]
     """
     sequences = config.prompts_per_update * config.group_size
     most = max(1, -(-sequences // config.num_workers))
+
+    def find_most(key: str, phase: Phase) -> int:
+        def overflows(micro: int) -> bool:
+            changed = with_options(config, {key: micro, "trainer.auto_micro_batch": False})
+            memory = count_memory(changed, size, hardware)
+            return any(
+                memory.fraction(each, certain=False) > (1 - HEADROOM if each.pool == "GPU" else 1)
+                for each in memory.phases
+                if each.phase == phase
+            )
+
+        return max(1, bisect_left(range(1, most + 1), True, key=overflows))
+
+    section = "worker.actor.micro_batch_size_per_device_for"
     return {
-        key: max(1, bisect_left(range(1, most + 1), True, key=partial(_overflows, config, count, key, phase)))
-        for key, phase in (
-            ("worker.actor.micro_batch_size_per_device_for_update", "update"),
-            ("worker.actor.micro_batch_size_per_device_for_experience", "log-probs"),
-        )
+        f"{section}_update": find_most(f"{section}_update", "update"),
+        f"{section}_experience": find_most(f"{section}_experience", "log-probs"),
     }
-
-
-def _overflows(config: Config, count: Callable[[Config], RunMemory], key: str, phase: str, micro: int) -> bool:
-    """Return whether a phase does not fit with rows of micro sequences, set by the option key."""
-    memory = count(with_options(config, {key: micro, "trainer.auto_micro_batch": False}))
-    return any(
-        memory.fraction(each, certain=False) > (1 - HEADROOM if each.pool == "GPU" else 1)
-        for each in memory.phases
-        if each.phase == phase
-    )
 
 
 # -- the run ---------------------------------------------------------------------------------------
@@ -481,7 +481,7 @@ def _assumptions(
 ) -> list[str]:
     """Return what the figures rest on, but for lengths."""
     lines = []
-    if config.trainer.tunes_budgets_on(place.device):
+    if config.trainer.tunes_budgets_on(place.hardware.device):
         lines.append("token budgets: estimated; the run measures them before its first step (trainer.auto_micro_batch)")
     if config.algorithm.online_filtering:
         source = "given" if given.keep_rate is not None else "assumed (--keep-rate)"
@@ -493,9 +493,9 @@ def _assumptions(
     if config.has_critic:
         critic = "the critic, a head of the policy," if config.shares_trunk else "the critic"
         lines.append(f"{critic} counts in memory and checkpoints, not in operations")
-    if place.device == "cpu" and config.trainer.device == "auto":
+    if place.hardware.device == "cpu" and config.trainer.device == "auto":
         lines.append("devices: this machine has no GPU; name those of the run with --gpus 8xH100-80G")
-    if place.host_bytes is None:
+    if place.hardware.host_bytes is None:
         lines.append("host memory: not known, so that it is not a limit (--host-memory)")
     if run is None:
         lines.append("seconds: not known without a finished run (--measured RUN)")

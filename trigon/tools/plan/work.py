@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from math import ceil, isfinite
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 from trigon.assemble.options import needs_old_logprobs
 from trigon.config.plan import Plan
@@ -133,22 +132,20 @@ def _rows(config: Config, lengths: Lengths, num_groups: int, budget: int) -> tup
     return max(map(len, packed)), sum(map(sum, packed))
 
 
-def count_flops(
-    config: Config, plan: Plan, hf_config: Any, size: ModelSize, lengths: Lengths, batches: Batches
-) -> StepFlops | None:
+def count_flops(config: Config, plan: Plan, size: ModelSize, lengths: Lengths, batches: Batches) -> StepFlops | None:
     """Return the operations of a step; None for a family that is not counted.
 
     Exact for the mean step of an epoch in which all measured prompts are drawn equally often.
     """
+    dimensions = size.dimensions
+    if dimensions is None:
+        return None
     measured = len(lengths.prompts)
     groups = lengths.groups(measured, batches.completions)
     unobserving = replace(lengths, observed_tokens=0.0, observed_grids=()).groups(measured, batches.completions)
-    forward = forward_flops(hf_config, groups)
-    update = update_flops(hf_config, groups, trains_vision=size.trains_vision)
-    prompts = forward_flops(hf_config, lengths.groups(measured, 0))
-    turns = forward_flops(hf_config, unobserving)
-    if forward is None or update is None or prompts is None or turns is None:
-        return None
+    forward, turns = forward_flops(dimensions, groups), forward_flops(dimensions, unobserving)
+    update = update_flops(dimensions, groups, trains_vision=size.trains_vision(config.worker.actor.model))
+    prompts = forward_flops(dimensions, lengths.groups(measured, 0))
     learned, drawn = batches.prompts / measured, batches.sampled_prompts / measured
     repeats = 1 if config.worker.rollout.enable_prefix_caching else batches.completions
     return StepFlops(
