@@ -24,7 +24,8 @@ SIZES = [(640, 480), (28, 28), (1000, 90), (333, 517), (1920, 1080), (57, 800)]
 
 
 def vision_of(folder) -> VisionDimensions | None:
-    return dimensions_of(load_hf_config(folder)).vision
+    dimensions = dimensions_of(load_hf_config(folder))
+    return None if dimensions is None else dimensions.vision
 
 
 def configured(model, data, **changes):
