@@ -40,13 +40,12 @@ gpu-check: ## versions and devices, then the tests for a GPU: kernels, updates, 
 	mkdir -p runs; \
 	{ $$python -m trigon doctor --versions; $$python -m pytest -W default $(DURATIONS) tests/gpu; } 2>&1 | tee runs/gpu-check.txt
 
-test: lint ## lint, types, unit tests, invariants, and one run of each kind (about 8 minutes on 2 cores)
+test: lint ## lint, types, unit tests, invariants, and one run of each kind (about 6 minutes on 2 cores)
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "not alone and not extended and not long"
-	$(VENV)/$(PYTEST) $(DURATIONS) -m "alone and not extended and not long"
 
-test-all: test ## the same, then every algorithm and model family, recipes and cluster layouts (about half an hour): what CI runs
-	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "extended and not long and not alone"
-	$(VENV)/$(PYTEST) $(DURATIONS) -m "extended and not long and alone"
+test-all: lint ## the same, and every algorithm and model family, recipes and cluster layouts (about 35 minutes): what CI runs
+	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "not alone and not long"
+	$(VENV)/$(PYTEST) $(DURATIONS) -m "alone and not long"
 
 test-long: $(VENV)/.ready laptop-model ## what test-all leaves out: the other recipes, layouts and episodes, and faults that take minutes
 	TRIGON_GPU_TESTS=cpu $(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "long and not alone"

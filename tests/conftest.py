@@ -78,7 +78,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Apply marks that name cases to these cases only; skip tests of vLLM where there is none.
 
-    Raises: pytest.UsageError if a mark names a case that does not exist.
+    Raises: pytest.UsageError if a mark names a case that does not exist, or no target runs a test.
     """
     has_vllm = find_spec("vllm") is not None
     found: dict[tuple[str, str, str], bool] = {}
@@ -93,6 +93,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.own_markers.remove(mark)
         if item.get_closest_marker("vllm") and not has_vllm:
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+        if item.get_closest_marker("alone") and not (
+            item.get_closest_marker("extended") or item.get_closest_marker("long")
+        ):
+            raise pytest.UsageError(f"{item.nodeid}: `make test` runs no test alone; mark it extended or long")
     unknown = [f"{function}: {name}: {case!r}" for (function, name, case), exists in found.items() if not exists]
     if unknown and config.args == list(config.getini("testpaths")):
         raise pytest.UsageError("marks name cases that do not exist: " + "; ".join(unknown))

@@ -57,6 +57,7 @@ def is_loaded_or_refused(path: Path | None, overrides: list[str]) -> None:
     assert time.process_time() - start < SECONDS
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 @given(st.dictionaries(names | near_names, values, max_size=6))
 def test_any_mapping_in_a_file(path: Path, content: dict[str, Any]):
@@ -87,6 +88,7 @@ def test_any_arguments(arguments: list[str]):
         assert all("=" in override for override in overrides)
 
 
+@pytest.mark.extended
 @given(st.dictionaries(st.sampled_from(NAMES), values, min_size=1, max_size=4))
 def test_a_configuration_without_problems_is_read_back_as_it_was_written(path: Path, content: dict[str, Any]):
     path.write_text(yaml.safe_dump(content), encoding="utf-8")

@@ -108,6 +108,7 @@ def builders(tiny_vlm: Path) -> list[PromptBuilder]:
     return [make_builder(processors, max_image_pixels=MAX_PIXELS, **each) for each in changes]
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @given(row=rows, number=st.integers(0, 2))

@@ -162,6 +162,7 @@ def test_any_line_of_metrics(line: bytes):
         assert all(isinstance(value, int | float) for value in step.metrics.values())
 
 
+@pytest.mark.extended
 @given(
     content=st.one_of(st.binary(max_size=80), values.map(lambda value: json.dumps(value).encode()), deep),
     name=st.sampled_from(["config.yaml", "metrics.jsonl", "rollouts/train_1.jsonl", "local_sources.json"]),

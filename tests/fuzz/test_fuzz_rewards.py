@@ -127,6 +127,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
     pool.close()
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 @settings(max_examples=max(6, settings.default.max_examples // 20))
 @given(st.lists(messages.map(json.dumps) | st.text(max_size=50) | st.just("DEEP"), min_size=1, max_size=4))

@@ -14,6 +14,8 @@ from trigon.errors import EpisodeError
 from trigon.models.load import load_processors
 from trigon.types import EncodedMedia, Prompt
 
+pytestmark = pytest.mark.extended
+
 
 class Sizes:
     def reset(self, row):

@@ -29,6 +29,7 @@ CASES = [
 ]
 
 
+@pytest.mark.extended(but=["qwen2_5_vl"])
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
 @pytest.mark.parametrize(("problem", "sizes", "content"), CASES)
 @pytest.mark.parametrize("pixels", [None, (6_000, 20_000)])

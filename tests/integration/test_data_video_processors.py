@@ -23,6 +23,8 @@ from trigon.models.positions import completion_positions, positions_of
 from trigon.system.torchvision_stub import declare_operators
 from trigon.types import EncodedMedia, Prompt, Vision
 
+pytestmark = pytest.mark.extended
+
 MODELS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 SAMPLING = FrameSampling(fps=2.0, max_frames=6)
 
@@ -72,7 +74,6 @@ def size_of(processors: Processors, frames: np.ndarray) -> dict[str, int]:
     return {edge: limits[edge] * factor for edge in ("shortest_edge", "longest_edge")}
 
 
-@pytest.mark.extended(but=["one-qwen2_5_vl", "two-qwen3_vl"])
 @pytest.mark.parametrize("model_type", MODELS)
 @pytest.mark.parametrize("clips", [(SHORT,), (SHORT, {**SHORT, "first": 5})], ids=["one", "two"])
 def test_prompts_equal_those_of_transformers(
@@ -127,7 +128,6 @@ def test_text_positions_continue_after_the_last_second_of_a_long_video(tiny_vlm:
     assert positions[:, after].tolist() == [start + 4 * 19 + 1] * 3
 
 
-@pytest.mark.extended(but=["qwen2_5_vl"])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_prompts_sent_to_a_worker_get_the_same_pixel_values(tiny_model: Callable[..., Path], model_type: str) -> None:
     processors = load_processors(str(tiny_model(model_type)))

@@ -23,6 +23,8 @@ from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.types import LocalWeights, SamplingParams
 
+pytestmark = pytest.mark.extended
+
 BOS, EOS = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
 USER, ASSISTANT = "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"
 CHAT_TEMPLATE = """\

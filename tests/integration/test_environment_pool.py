@@ -256,6 +256,7 @@ def test_the_death_of_the_fork_server_costs_the_episodes_that_run(pool):
     assert {outcome.error for outcome in started(pool, 3).values()} == {""}
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of other processes are set on Linux only")
 def test_a_fork_server_without_descriptors_is_started_again(tmp_path):
@@ -270,6 +271,7 @@ def test_a_fork_server_without_descriptors_is_started_again(tmp_path):
         assert "fork server of its process" in step(pool, "go", 0).error
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_a_fork_server_that_dies_again_and_again_ends_the_run(tmp_path):
     with running(settings_of(tmp_path)) as pool, pytest.raises(EpisodeError, match="died 3 times in a row"):  # noqa: PT012
@@ -280,6 +282,7 @@ def test_a_fork_server_that_dies_again_and_again_ends_the_run(tmp_path):
             step(pool, "kill the server", number)
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_the_largest_episode_is_killed_when_memory_runs_out(tmp_path):
     confinement = Confinement(max_memory_bytes=700 << 20)
@@ -290,6 +293,7 @@ def test_the_largest_episode_is_killed_when_memory_runs_out(tmp_path):
         assert step(pool, "go", 1).error == ""
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_much_output_is_logged_in_part_and_harms_nothing(pool, caplog):
     started(pool, 1)
@@ -307,6 +311,7 @@ CONFINEMENTS = {
 }
 
 
+@pytest.mark.extended(but=["all"])
 @pytest.mark.faults
 @pytest.mark.parametrize("confinement", CONFINEMENTS.values(), ids=CONFINEMENTS)
 def test_what_an_episode_leaves_is_killed_with_it(tmp_path, confinement):
@@ -321,6 +326,7 @@ def test_what_an_episode_leaves_is_killed_with_it(tmp_path, confinement):
         assert step(pool, "go", 1).error == ""
 
 
+@pytest.mark.extended
 def test_64_steps_run_at_the_same_time_in_processes_of_their_own(tmp_path):
     # Each waits until all 64 are in the same call, so one less at a time would never end.
     with running(settings_of(tmp_path, kwargs={"folder": str(tmp_path)})) as pool:
@@ -331,6 +337,7 @@ def test_64_steps_run_at_the_same_time_in_processes_of_their_own(tmp_path):
         assert {outcome.observation.messages[0].text for outcome in found.values()} == {"all were here"}
 
 
+@pytest.mark.extended
 def test_hundreds_of_steps(pool):
     before = len(descendants(os.getpid()))
     started(pool, 4)
@@ -351,6 +358,7 @@ def test_the_code_is_loaded_once_and_every_episode_starts_from_the_same_state(po
     assert len(drawn) == 1
 
 
+@pytest.mark.extended
 def test_episodes_beyond_the_limit_wait_for_a_process(tmp_path):
     with running(settings_of(tmp_path, max_episodes=2)) as pool:
         for number in range(5):
@@ -394,6 +402,7 @@ def test_tools_are_described_when_the_code_is_loaded(tmp_path):
         described(EnvironmentSettings(environment=None, tools=find_tools([f"{tmp_path}/tools.py:look"])))
 
 
+@pytest.mark.extended
 def test_a_class_given_in_python_runs_in_processes_of_its_own():
     class Echo:
         def reset(self, row):
@@ -435,6 +444,7 @@ def test_nothing_is_left_after_close(tmp_path):
         pool.poll(1.0)
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_nothing_is_left_when_the_process_of_the_pool_is_killed(tmp_path):
     settings_of(tmp_path)
@@ -529,7 +539,7 @@ def python(needs_python, tools):
     tools.stop(0)
 
 
-@pytest.mark.extended(cases=["strict"])
+@pytest.mark.extended
 def test_a_turn_without_a_call_ends_the_episode_without_a_process(tools):
     before = descendants(tools.process_ids[0])
     tools.start(5, {})
@@ -539,7 +549,7 @@ def test_a_turn_without_a_call_ends_the_episode_without_a_process(tools):
     tools.stop(5)
 
 
-@pytest.mark.extended(cases=["strict"])
+@pytest.mark.extended
 def test_tools_see_the_pixels_that_the_model_sees(tools):
     files = odd_files()
     tools.start(0, {}, list(files.values()))
@@ -619,7 +629,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.extended(cases=["strict"])
+@pytest.mark.extended
 @pytest.mark.faults
 def test_python_keeps_its_limits(python):
     for code, expected in LIMITS.items():
@@ -654,6 +664,7 @@ def test_python_leaves_no_process(python, tools):
     assert left == set()
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_python_that_takes_too_long_is_ended_and_the_episode_goes_on(needs_python):
     with running(EnvironmentSettings(environment=None, tools=find_tools(["python"]), timeout_seconds=4.0)) as pool:
@@ -731,6 +742,7 @@ def succeeding(found):
 """
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 @pytest.mark.skipif(sys.platform != "linux", reason="the attacks are those of Linux")
 def test_python_can_attack_nothing_that_an_ordinary_process_of_the_user_can(python, tools, tmp_path):
@@ -824,6 +836,7 @@ def test_python_is_refused_with_a_reason_where_it_cannot_be_confined():
         described(settings)
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 @pytest.mark.skipif(not seccomp.is_available(), reason="this system has no seccomp")
 @pytest.mark.parametrize("forbidden", ["unshare", "mount"])

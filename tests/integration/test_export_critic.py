@@ -17,6 +17,8 @@ from trigon.tools.cli.export import main
 from trigon.training.critic import LocalCriticEngine
 from trigon.training.local import LocalTrainEngine
 
+pytestmark = pytest.mark.extended
+
 
 def save(model: Path, root: Path, critic: LocalCriticEngine | None, policy: LocalTrainEngine | None = None) -> None:
     """Save a checkpoint of a policy, and of a critic if there is one. policy: None: a new one."""

@@ -27,6 +27,8 @@ from trigon.system.torchvision_stub import declare_operators
 from trigon.tools.cli.export import main
 from trigon.training.state import save_tensors
 
+pytestmark = pytest.mark.extended
+
 FAMILIES = [
     ("qwen2_5_vl", False),
     ("qwen2_5_vl", True),
@@ -115,7 +117,6 @@ def checkpoint(tmp_path: Path, tiny_vlm: Path, adapted: Policy) -> Path:
     return save(tmp_path / "run", tiny_vlm, adapted)
 
 
-@pytest.mark.extended(but=["qwen2_5_vl", "gemma4"])
 @pytest.mark.parametrize(("model_type", "tied"), FAMILIES)
 def test_merged_weights_equal_the_policys_and_have_the_logits_of_peft_with_the_adapter(
     tmp_path: Path, tiny_model: Callable[..., Path], model_type: str, tied: bool
@@ -162,7 +163,6 @@ def test_an_adapter_folder_equals_what_peft_saves(
     assert exported["base_model_name_or_path"] == str(tiny_vlm)
 
 
-@pytest.mark.extended
 def test_merging_rounds_once_to_the_base_models_dtype_or_to_the_given_one(tmp_path: Path, tiny_vlm: Path) -> None:
     base = tmp_path / "base"
     hugging_face(tiny_vlm).bfloat16().save_pretrained(base)

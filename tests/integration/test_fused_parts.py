@@ -23,6 +23,8 @@ from trigon.models.policy import Policy
 from trigon.models.positions import prompt_positions
 from trigon.types import PackedGroups, Prompt
 
+pytestmark = pytest.mark.extended
+
 TinyModel = Callable[..., Path]
 
 
@@ -74,7 +76,6 @@ def with_adapters(policy: Policy) -> Policy:
     return policy
 
 
-@pytest.mark.extended
 @pytest.mark.long(cases=["all weights"])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler here")
 # torch's own warnings while it compiles.

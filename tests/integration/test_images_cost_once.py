@@ -21,6 +21,8 @@ from trigon.training.local import LocalTrainEngine
 from trigon.training.train_groups import build_train_groups
 from trigon.types import Rollout, RolloutGroup, SamplingParams, Score
 
+pytestmark = pytest.mark.extended
+
 
 class CountingProcessor:
     """A Hugging Face image processor that counts its calls."""
@@ -39,7 +41,7 @@ class CountingProcessor:
 
 @pytest.mark.parametrize(
     ("engine_name", "n"),
-    [pytest.param("vllm", 5, marks=[pytest.mark.vllm, pytest.mark.extended]), ("transformers", 2)],
+    [pytest.param("vllm", 5, marks=pytest.mark.vllm), ("transformers", 2)],
 )
 def test_one_image_processor_call_for_each_prompt_of_a_step(engine_name, n, tiny_vlm, tmp_path):
     loaded = load_processors(str(tiny_vlm))

@@ -11,6 +11,8 @@ import pytest
 from support.runs import finish, kill, lines, log_of, num_lines, rollouts, start, wait_for
 from support.videos import make_video
 
+pytestmark = pytest.mark.extended
+
 SEPARATE = ("worker.hybrid_engine=false",)
 OPTIONS = {
     "environment": ("worker.rollout.max_turns=3", "worker.rollout.max_turn_tokens=40"),

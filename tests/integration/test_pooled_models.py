@@ -23,6 +23,8 @@ from trigon.models.policy import Policy
 from trigon.models.tiles import pad_patches, patch_positions
 from trigon.types import LocalWeights, Vision
 
+pytestmark = pytest.mark.extended
+
 # Square, wide, high, larger and smaller than its tokens, and the longest sides that it takes.
 SIZES = [(96, 96), (300, 60), (60, 200), (17, 90), (500, 400), (1, 1), (3000, 20), (20, 3000)]
 

@@ -25,6 +25,8 @@ from trigon.report.run_folder import RunFolder
 from trigon.tools.cli.main import main
 from trigon.training.state import save_tensors
 
+pytestmark = pytest.mark.extended
+
 SECRET = "hf_abcdefghij0123456789"
 
 
@@ -121,7 +123,6 @@ def pushed(run, tmp_path_factory):
     return hub, results, folder
 
 
-@pytest.mark.extended
 def test_the_files_of_the_folder_arrive_in_a_private_repository(pushed):
     hub, results, folder = pushed
     status, out, err = results[0]
@@ -135,7 +136,6 @@ def test_the_files_of_the_folder_arrive_in_a_private_repository(pushed):
     assert out.splitlines()[-1].startswith(f"pushed: {hub.endpoint}/me/geo/commit/")
 
 
-@pytest.mark.extended
 def test_large_files_are_uploaded_by_lfs_and_small_ones_in_the_commit(pushed):
     hub, _, folder = pushed
     assert hub.repositories["me/geo"].files["model.safetensors"] in hub.objects.values()
@@ -144,7 +144,6 @@ def test_large_files_are_uploaded_by_lfs_and_small_ones_in_the_commit(pushed):
     assert names.index("GET /api") < names.index("POST /api/repos") < names.index("PUT /storage")
 
 
-@pytest.mark.extended
 def test_another_step_replaces_the_files_and_its_folder_is_removed(pushed, run):
     hub, results, _ = pushed
     assert results[1][0] == 0
@@ -183,7 +182,6 @@ def test_the_folder_of_a_dry_run_is_loaded_by_transformers(run, tmp_path, capsys
     assert main(["push", str(run), "me/geo", "--dry-run", "--output", str(folder), "--no-logits"]) == 0
 
 
-@pytest.mark.extended
 def test_a_lora_run_pushes_its_adapter_or_with_merged_a_model(lora_run, tiny_vlm, tmp_path, capsys):
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
@@ -202,7 +200,6 @@ def test_a_lora_run_pushes_its_adapter_or_with_merged_a_model(lora_run, tiny_vlm
     assert ModelCard((tmp_path / "merged" / "README.md").read_text()).data.library_name == "transformers"
 
 
-@pytest.mark.extended
 def test_failures_are_one_sentence_and_nothing_is_exported(run, lora_run):
     with fake_hub() as hub:
         hub.locked.add("closed")

@@ -25,6 +25,8 @@ from trigon.errors import CheckpointError
 from trigon.report.delivery import LoggerEnvironment
 from trigon.rewards.callables import reward_source
 
+pytestmark = pytest.mark.extended
+
 REWARD_OPTION = "worker.reward.reward_function"
 
 LOADING = "loading the model"
@@ -259,7 +261,6 @@ def test_an_accepted_dataset_is_drawn_from_its_beginning(parts, saved, tmp_path,
     assert {json.loads(row)["prompt_id"] for row in rows} == {"train:0", "train:1"}
 
 
-@pytest.mark.extended
 @pytest.mark.faults
 def test_a_function_given_in_python_is_compared_by_its_code(parts, tmp_path):
     def reward(response, ground_truth, judge, api_key):

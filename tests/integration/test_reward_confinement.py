@@ -375,7 +375,7 @@ def main(reward_input):
     assert not is_locked(lock)
 
 
-@pytest.mark.extended(but=["all"])
+@pytest.mark.extended
 @pytest.mark.faults
 @pytest.mark.parametrize("without", SYSTEMS)
 def test_the_memory_of_all_processes_of_a_function_counts(pool_of, without):
@@ -627,6 +627,7 @@ def test_strict_leaves_what_is_needed_to_compute_a_score(pool_of, outside, witho
     assert works(pool_of, outside, strict, [*USUAL, *denied, "processes"]) == can
 
 
+@pytest.mark.extended
 @needs_landlock
 def test_strict_can_be_told_of_folders_and_of_the_network(pool_of, outside):
     confinement = Confinement(level="strict", network=True, readable=(str(Path(outside["secret"]).parent),))
@@ -641,6 +642,7 @@ def test_strict_can_be_told_where_functions_may_write(pool_of, outside):
     assert works(pool_of, outside, confinement, FILES) == {"read_elsewhere", "write_elsewhere"}
 
 
+@pytest.mark.extended
 def test_without_the_network_files_and_sockets_of_this_machine_stay(pool_of, outside):
     responses = [*USUAL, *FILES, "network", "unix_sockets"]
     assert works(pool_of, outside, Confinement(network=False), responses) == {*USUAL, *FILES, "unix_sockets"}

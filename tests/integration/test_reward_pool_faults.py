@@ -84,6 +84,7 @@ BAD = {
 pool_of = partial(reward_pool, function="compute_score", num_workers=2, timeout_seconds=1.0)
 
 
+@pytest.mark.extended(but=["sequential"])
 @pytest.mark.faults
 @pytest.mark.parametrize("reward_type", ["sequential", "batch"])
 def test_a_failure_affects_only_its_completion(tmp_path, reward_type):
@@ -99,6 +100,7 @@ def test_a_failure_affects_only_its_completion(tmp_path, reward_type):
             assert (score.outcome, score.overall) == ("ok", float(len(response))), (response, score)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "response",
     [
@@ -150,6 +152,7 @@ def compute_score(reward_inputs):
         assert {score.outcome for score in scores} == {"ok"}
 
 
+@pytest.mark.extended
 def test_a_file_that_hangs_while_loading_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("trigon.system.child.LOAD_SECONDS", 1.0)
     with (
@@ -159,6 +162,7 @@ def test_a_file_that_hangs_while_loading_is_an_error(tmp_path, monkeypatch):
         pool.ready()
 
 
+@pytest.mark.extended
 def test_an_idle_worker_that_exits_is_replaced_without_a_failure(tmp_path):
     text = """
 import os, threading

@@ -42,7 +42,9 @@ SCENES = [
     pytest.param(("vllm", "qwen2_5_vl", False), id="vllm-qwen2_5_vl-untied", marks=pytest.mark.vllm),
     pytest.param(("vllm", "qwen3_vl", True), id="vllm-qwen3_vl-tied", marks=[pytest.mark.vllm, pytest.mark.extended]),
     pytest.param(("vllm", "qwen2", True), id="vllm-qwen2-tied", marks=[pytest.mark.vllm, pytest.mark.long]),
-    pytest.param(("transformers", "qwen2_5_vl", False), id="transformers-qwen2_5_vl-untied"),
+    pytest.param(
+        ("transformers", "qwen2_5_vl", False), id="transformers-qwen2_5_vl-untied", marks=pytest.mark.extended
+    ),
     pytest.param(("transformers", "qwen3_vl", True), id="transformers-qwen3_vl-tied", marks=pytest.mark.long),
     pytest.param(("transformers", "qwen2", False), id="transformers-qwen2-untied", marks=pytest.mark.long),
 ]
@@ -255,6 +257,7 @@ EDGE = 1e-4
 """Largest difference of cumulative probabilities by rounding, if log-probs differ by up to 1e-4."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
 def test_logprobs_are_of_the_truncated_distribution(scene, truncation):
     sampling = replace(FULL_LENGTH, n=2, **truncation)
@@ -479,6 +482,7 @@ def test_a_call_after_one_that_stopped_gives_what_it_would_without_it(scene):
     assert sample_until(scene, scene.prompts, sampling, Until(1)) == first
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("num_passes", [1, 5, 30])
 @pytest.mark.parametrize(
     "scene", [each for each in SCENES if each.id == "transformers-qwen2_5_vl-untied"], indirect=True

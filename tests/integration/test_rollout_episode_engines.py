@@ -182,7 +182,7 @@ def sample_turn(scene, request):
     return ended[0][1]
 
 
-@pytest.mark.extended(but=["vllm-qwen2_5_vl", "transformers-qwen2_5_vl"])
+@pytest.mark.extended
 def test_a_turn_ends_with_the_token_that_completes_a_stop_text(scene):
     prompt, stops = scene.prompts[1], []
     request = TurnRequest("a", prompt, prompt.token_ids, (), 60, seed=3)
@@ -218,7 +218,7 @@ def test_logprobs_of_episodes_equal_a_forward_of_the_whole_sequence(scene, monke
     assert values(scene.engine.pop_metrics())["rollout/episodes_failed"] == 0
 
 
-@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
+@pytest.mark.extended
 @pytest.mark.faults
 def test_results_are_the_same_bits_however_long_environments_take(scene):
     rows = [
@@ -229,7 +229,7 @@ def test_results_are_the_same_bits_however_long_environments_take(scene):
     assert len({completion.token_ids for row in rows[0] for completion in row}) == 2 * len(scene.prompts)
 
 
-@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
+@pytest.mark.extended
 def test_vllm_held_the_tokens_of_the_completion_and_computed_new_ones_only(scene, monkeypatch):
     if not scene.is_vllm:
         pytest.skip("it has no cache")
@@ -251,7 +251,7 @@ def test_vllm_held_the_tokens_of_the_completion_and_computed_new_ones_only(scene
     assert num_computed <= 1.2 * num_new
 
 
-@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
+@pytest.mark.extended
 def test_another_image_in_a_later_turn_gives_other_log_probabilities(scene):
     if not scene.processors.family.has_vision:
         pytest.skip("a text model")
@@ -272,7 +272,7 @@ def test_another_image_in_a_later_turn_gives_other_log_probabilities(scene):
         assert one.sampling_logprobs[second] != pytest.approx(two.sampling_logprobs[second], abs=1e-4)
 
 
-@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
+@pytest.mark.extended
 @pytest.mark.faults
 def test_a_request_lost_in_a_later_turn_is_repeated_with_the_same_tokens(scene, monkeypatch):
     if not scene.is_vllm:
@@ -298,7 +298,7 @@ def test_a_request_lost_in_a_later_turn_is_repeated_with_the_same_tokens(scene, 
     assert values(scene.engine.pop_metrics())["rollout/retried_requests"] == 1
 
 
-@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
+@pytest.mark.extended
 @pytest.mark.faults
 def test_a_prompt_whose_turn_is_lost_twice_has_no_completions(scene, monkeypatch):
     if not scene.is_vllm:
@@ -326,7 +326,6 @@ def test_a_prompt_whose_turn_is_lost_twice_has_no_completions(scene, monkeypatch
 
 
 @pytest.mark.extended
-@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
 @pytest.mark.faults
 def test_an_engine_that_fails_in_a_later_turn_is_started_anew_with_the_same_bits(scene, monkeypatch):
     if not scene.is_vllm:
@@ -356,7 +355,7 @@ def test_an_engine_that_fails_in_a_later_turn_is_started_anew_with_the_same_bits
     assert metrics["rollout/num_turns"] == pytest.approx(sum(num_turns) / len(num_turns))
 
 
-@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
+@pytest.mark.extended
 @pytest.mark.faults
 def test_an_interrupted_call_does_not_affect_the_next_one(scene):
     expected = scene.expected
@@ -415,7 +414,7 @@ def pooled(scene, monkeypatch, tmp_path):
         assert pool._episodes == {}
 
 
-@pytest.mark.extended(but=["vllm-qwen2_5_vl-False"])
+@pytest.mark.extended
 @pytest.mark.parametrize("turn_by_turn", [True, False])
 def test_greedy_episodes_that_are_interrupted_are_those_of_one_call(pooled, monkeypatch, turn_by_turn):
     scene = pooled
@@ -457,7 +456,7 @@ def test_greedy_episodes_that_are_interrupted_are_those_of_one_call(pooled, monk
     assert values(scene.engine.pop_metrics())["rollout/episodes_begun_again"] == 0
 
 
-@pytest.mark.extended(but=["vllm-qwen2_5_vl"])
+@pytest.mark.extended
 def test_the_log_probabilities_of_an_interrupted_episode_are_those_of_its_whole_sequence(scene):
     rows: Any = ()
     for num_passes in (10, 25, 40, 10**9):

@@ -21,7 +21,7 @@ from trigon.rollout.vllm.weight_check import read_sums, sum_values
 from trigon.system.trace import DecodeTracer
 from trigon.types import LocalWeights, Prompt, SamplingParams, Vision
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.extended]
 
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, ignore_eos=True, seed=5)
 TRACED_STEP = 99
@@ -249,7 +249,6 @@ def with_an_error(weights):
     raise EngineError("the trainer died")
 
 
-@pytest.mark.extended(but=["with_a_missing_tensor"])
 @pytest.mark.long(cases=["with_an_unknown_tensor", "with_a_repeated_tensor"])
 @pytest.mark.parametrize(
     ("read", "message"),
@@ -313,7 +312,6 @@ def load_a_wrong_key(monkeypatch):
     return lambda model: None
 
 
-@pytest.mark.extended(but=["keep_an_old_norm"])
 @pytest.mark.parametrize(
     ("defect", "parameter"),
     [
@@ -339,7 +337,6 @@ def test_parameters_that_are_not_the_trainers_weights_raise(small, monkeypatch, 
         engine.close()
 
 
-@pytest.mark.extended
 def test_weights_are_read_in_the_dtype_of_vllm_with_the_same_completions(small, prompts):
     """The checksums of all parameters are compared at each load."""
     folder, processors, *_ = small
@@ -363,7 +360,6 @@ def test_weights_are_read_in_the_dtype_of_vllm_with_the_same_completions(small, 
     assert [[replace(each, policy_version=1) for each in group] for group in rounded] == exact
 
 
-@pytest.mark.extended
 def test_a_checkpoint_may_hold_a_tied_head_and_old_names(tiny_model, tmp_path, prompts):
     """Published folders name tensors differently from what save_pretrained writes today."""
     import shutil
@@ -435,7 +431,6 @@ def test_warnings_that_users_cannot_act_on_are_off_after_a_start_on_a_gpu(monkey
             logging.getLogger(name).setLevel(before)
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("backend", ["FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM", "TRITON"])
 def test_the_layouts_of_moe_weights_on_a_gpu_keep_their_checksums(engine, monkeypatch, backend):
     """vLLM's own conversions, with arbitrary permutations in the place of FlashInfer's."""

@@ -19,7 +19,7 @@ from trigon.rollout.vllm.weights import itself
 from trigon.system.stopping import SAME_COMMAND
 from trigon.types import LocalWeights, Prompt, SamplingParams
 
-pytestmark = [pytest.mark.faults, pytest.mark.vllm]
+pytestmark = [pytest.mark.faults, pytest.mark.vllm, pytest.mark.extended]
 
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, ignore_eos=True, seed=5)
 
@@ -209,7 +209,6 @@ def test_an_engine_that_fails_is_started_anew_once_with_the_same_bits(engine, we
     engine.restart()
 
 
-@pytest.mark.extended
 def test_a_weight_sync_that_fails_half_way_is_made_again_by_a_new_engine(
     engine, weights, prompts, expected, monkeypatch
 ):
@@ -229,7 +228,6 @@ def test_a_weight_sync_that_fails_half_way_is_made_again_by_a_new_engine(
     assert "no memory for a copy" in warning
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("again", "state"),
     [(4, "it could not be started anew"), (20, "its last weight sync did not finish")],

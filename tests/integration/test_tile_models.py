@@ -32,6 +32,8 @@ from trigon.models.load import auto_class, load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.types import LocalWeights, Vision
 
+pytestmark = pytest.mark.extended
+
 TYPES = ["internvl", "llava", "llava_onevision", "gemma3", "mistral3", "idefics3", "smolvlm"]
 # One tile; several, wide and high, with a thumbnail; small and odd sizes.
 SIZES = [(56, 56), (300, 60), (60, 200), (120, 110), (1, 1), (17, 90), (500, 400)]
@@ -112,7 +114,6 @@ def test_freezing_the_vision_tower_freezes_its_projector(folder: Path) -> None:
     }
 
 
-@pytest.mark.extended(but=["llava-qwen2"])
 @pytest.mark.vllm
 @pytest.mark.parametrize(("model_type", "inside"), [("internvl", "qwen3"), ("internvl", "llama"), ("llava", "qwen2")])
 def test_another_supported_language_model_gives_the_same_log_probabilities_in_all_engines(

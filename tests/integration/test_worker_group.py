@@ -44,6 +44,8 @@ from trigon.types import (
     TrainSequence,
 )
 
+pytestmark = pytest.mark.extended
+
 SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=20, ignore_eos=False, seed=7)
 
 
@@ -321,7 +323,6 @@ def test_a_call_that_hangs_ends_at_its_deadline_with_the_stack_of_the_worker(wor
     assert "in wait_for\n" in str(caught.value)
 
 
-@pytest.mark.extended
 @pytest.mark.faults
 def test_no_server_of_ray_answers_without_the_token(workers):
     grpc = pytest.importorskip("grpc")
@@ -367,7 +368,6 @@ def test_the_rank_that_died_is_named_rather_than_the_rank_that_failed_first(work
     assert survivor.call_all(TestWorker.awake_version, phase="version") == [None]
 
 
-@pytest.mark.extended
 @pytest.mark.faults
 def test_the_stacks_of_a_worker_that_hangs_in_c_code_are_in_a_file(workers, tmp_path):
     file = tmp_path / "hang_stacks.txt"

@@ -213,7 +213,7 @@ def train_on_ranks(
     return metrics, [[each.tolist() for each in group] for group in scored]
 
 
-@pytest.mark.extended(but=["full"])
+@pytest.mark.extended
 @pytest.mark.long(cases=["rows together"])
 @pytest.mark.parametrize(
     ("lora_rank", "shares", "ranks_per_row"),

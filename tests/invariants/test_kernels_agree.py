@@ -53,6 +53,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return calls
 
 
+@pytest.mark.extended(but=["qwen2_5_vl-varlen"])
 @pytest.mark.parametrize("kernel", ["varlen", "flash"])
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3"])
 def test_one_kernel_call_per_row_equals_the_padded_forward_in_float64(
@@ -75,6 +76,7 @@ def test_one_kernel_call_per_row_equals_the_padded_forward_in_float64(
 
 
 # Sliding windows in all layers and in one of two; image windows, with and without deepstack; MoE.
+@pytest.mark.extended(but=["qwen2_5_vl"])
 @pytest.mark.parametrize("model_type", ["mistral", "gemma3_text", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_varlen_equals_sdpa_with_and_without_gradient_checkpointing(
     tiny_model: TinyModel, count_calls: list[tuple[int, int]], model_type: str
@@ -120,6 +122,7 @@ def test_sliding_windows_use_sdpa_on_torch_2_10(tiny_model: TinyModel, monkeypat
     assert calls == [True]  # one of its two layers has a sliding window
 
 
+@pytest.mark.extended(but=["qwen3"])
 @pytest.mark.parametrize("model_type", ["gemma3_text", "qwen2_5_vl", "qwen3"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_equals_sdpa(tiny_model: TinyModel, model_type: str) -> None:

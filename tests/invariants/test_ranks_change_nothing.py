@@ -463,6 +463,7 @@ def test_in_bfloat16_ranks_compute_the_updates_of_one_process_within_rounding_er
     assert sum(metrics["actor/skipped_updates"].value for result in many for metrics in result.metrics) == 0.0
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_update_on_all_and_is_counted_once(processes, tiny_vlm):
     first, infinite, last = ON_TWO[0], replace(ON_TWO[1], infinite=1), ON_TWO[2]
@@ -509,6 +510,7 @@ def use_poisoned(task: Poisoned) -> list[str]:
     return messages
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 @pytest.mark.parametrize("moments", [False, True], ids=["weight", "moment"])
 def test_a_value_that_is_not_finite_on_one_rank_is_neither_saved_nor_sampled_from_by_any(

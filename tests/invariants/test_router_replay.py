@@ -37,6 +37,8 @@ from trigon.models.policy import Policy
 from trigon.models.routing import ExpertRecorder, routers_of
 from trigon.types import NO_RECORD, Completion, LocalWeights, RolloutGroup, RoutedExperts, SamplingParams
 
+pytestmark = pytest.mark.extended
+
 MOE = ["qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_next"]
 SAMPLING = SamplingParams(n=4, temperature=0.7, top_p=1.0, top_k=-1, max_tokens=24, ignore_eos=True, seed=5)
 TinyModel = Callable[..., Path]
@@ -104,7 +106,6 @@ def forced_logprobs(oracle: Any, processors: Processors, group: RolloutGroup) ->
     return logprobs
 
 
-@pytest.mark.extended(but=["qwen3_vl_moe"])
 @pytest.mark.parametrize("model_type", MOE)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_packed_rows_use_the_recorded_experts_as_a_padded_forward_would(
@@ -166,7 +167,6 @@ def sample(
     ]
 
 
-@pytest.mark.extended(but=["qwen3_moe"])
 @pytest.mark.parametrize("model_type", MOE)
 def test_without_rounding_the_engine_records_what_the_trainer_would_choose(
     tiny_model: TinyModel, model_type: str
@@ -201,7 +201,6 @@ def test_without_rounding_the_engine_records_what_the_trainer_would_choose(
     torch.testing.assert_close(replayed, sampled, atol=1e-4, rtol=0)
 
 
-@pytest.mark.extended
 def test_in_bfloat16_replay_removes_the_mismatch_of_experts(tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen3_moe")
     processors = load_processors(str(folder))
@@ -225,7 +224,6 @@ def answer(row: Any, actions: Sequence[str]) -> Answer:
     return Answer(0, Observed(f"Turn {len(actions)} of 3.", images), 0.25, len(actions) == 3)
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "qwen3_5_moe"])
 def test_episodes_record_the_experts_of_prompt_observations_and_turns(tiny_model: TinyModel, model_type: str) -> None:
     folder = tiny_model(model_type)

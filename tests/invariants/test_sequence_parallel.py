@@ -24,6 +24,8 @@ from trigon.training.fsdp import Sharding
 from trigon.training.step import micro_batch_backward
 from trigon.types import RoutedExperts, TokenLogprobs, TrainGroup
 
+pytestmark = pytest.mark.extended
+
 FULL = Sharding(
     full_shard=True, ranks_per_copy=None, param_dtype=torch.float32, reduce_dtype=torch.float32, cpu_offload=False
 )
@@ -117,7 +119,6 @@ FOUR = ((2,), (0, 1))  # two ranks for each of two rows, one of which has no ima
 LORA = {"lora_rank": 2, "freeze": True}
 
 
-@pytest.mark.extended(but=["qwen2_5_vl, two rows of 2, lora, frozen tower", "qwen3_vl, two rows of 2"])
 @pytest.mark.long(cases=["qwen2_5_vl, two rows of 2, lora, frozen tower", "qwen3_vl on 4, lora, offloaded inputs"])
 @pytest.mark.parametrize(
     ("model", "rows", "ranks_per_row", "options"),

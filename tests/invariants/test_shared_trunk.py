@@ -32,6 +32,7 @@ def changed_in(engine, before: dict[str, Tensor]) -> set[str]:
     return {name for name, part in engine.policy.named_parameters() if not torch.equal(part, before[name])}
 
 
+@pytest.mark.extended(but=["token"])
 @pytest.mark.parametrize("averaging", ["token", "seq"])
 def test_values_log_probabilities_and_loss_are_those_of_two_models(tiny_vlm, averaging):
     trainer, critic = make_trunk(tiny_vlm, averaging=averaging)
@@ -50,6 +51,7 @@ def test_values_log_probabilities_and_loss_are_those_of_two_models(tiny_vlm, ave
         assert metrics[key] == pytest.approx(of_policy[key], abs=1e-6), key
 
 
+@pytest.mark.extended(but=["0.3"])
 @pytest.mark.parametrize("coefficient", [0.0, 0.3])
 def test_the_head_gets_the_gradient_of_a_critic_of_its_own_and_the_trunk_that_of_both(tiny_vlm, coefficient):
     trainer, _ = make_trunk(tiny_vlm, coefficient=coefficient)
@@ -76,6 +78,7 @@ def test_the_head_gets_the_gradient_of_a_critic_of_its_own_and_the_trunk_that_of
         torch.testing.assert_close(part.grad, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.extended
 def test_without_weight_the_values_leave_the_policy_as_it_would_be_without_them(tiny_vlm):
     (trainer, _), plain = make_trunk(tiny_vlm, coefficient=0.0), make_engine(tiny_vlm)
     groups = to_learn(make_rollouts(tiny_vlm))
@@ -87,6 +90,7 @@ def test_without_weight_the_values_leave_the_policy_as_it_would_be_without_them(
     assert all(torch.equal(own[name], weight) for name, weight in expected.items())
 
 
+@pytest.mark.extended(but=["full"])
 @pytest.mark.parametrize("lora_rank", [0, 4], ids=["full", "lora"])
 def test_the_head_learns_alone_while_the_policy_rests_and_with_it_afterwards(tiny_vlm, lora_rank):
     trainer, critic = make_trunk(tiny_vlm, lora_rank=lora_rank)
@@ -114,6 +118,7 @@ def test_groups_without_advantages_teach_the_values(tiny_vlm):
     assert values(trainer.step(groups))["actor/skipped_groups"] == 0
 
 
+@pytest.mark.extended
 def test_micro_batches_change_nothing_but_rounding(tiny_vlm):
     groups = to_learn(make_rollouts(tiny_vlm), masked=[(0, 1), (2, 0), (2, 1), (2, 2)])
     (large, _), (small, _) = (make_trunk(tiny_vlm, max_tokens=tokens) for tokens in (10_000, ONE_GROUP))
@@ -133,6 +138,7 @@ def test_an_update_whose_value_gradient_is_not_finite_is_skipped_for_both(tiny_v
     assert not changed_in(trainer, before)
 
 
+@pytest.mark.extended(but=["lora"])
 @pytest.mark.parametrize("lora_rank", [0, 4], ids=["full", "lora"])
 def test_a_restored_policy_and_its_head_continue_bit_for_bit(tiny_vlm, tmp_path, lora_rank):
     steps = [to_learn(make_rollouts(tiny_vlm, seed=seed)) for seed in (1, 20, 40)]

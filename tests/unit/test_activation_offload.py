@@ -61,7 +61,7 @@ CASES = {f"all-{family}": (family, {}) for family in supported_model_types()} | 
 }
 
 
-@pytest.mark.extended(but=["all-qwen2_5_vl", "lora-qwen2_5_vl"])
+@pytest.mark.extended(but=["all-qwen2_5_vl"])
 @pytest.mark.long(but=["all-qwen2_5_vl", "lora-qwen2_5_vl", "all-qwen3_5", "all-gemma4", "lora-frozen-qwen3_vl_moe"])
 @pytest.mark.parametrize(("model_type", "options"), CASES.values(), ids=CASES)
 def test_updates_are_the_same_bit_for_bit(tiny_model, inputs, model_type, options):
@@ -111,6 +111,7 @@ def test_an_input_comes_back_while_the_layer_above_computes(inputs, layers):
     assert inputs.alive() == 0
 
 
+@pytest.mark.extended
 def test_a_graph_without_a_backward_frees_what_it_saved(inputs, layers):
     offload = ActivationOffload()
     through(layers, torch.randn(2, 3), offload)

@@ -197,6 +197,7 @@ def test_completions_that_finish_have_one_version_and_steps_go_on_meanwhile(part
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 6)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("partial", ["finish", "continue"])
 def test_groups_that_become_too_old_are_counted_and_begin_again(parts, tmp_path, partial):
     train_in(tmp_path, parts, **stream(parts, 2, partial, steps=8, complete=long_tailed, pause_after=30))
@@ -208,6 +209,7 @@ def test_groups_that_become_too_old_are_counted_and_begin_again(parts, tmp_path,
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 8)
 
 
+@pytest.mark.extended(but=["continue"])
 @pytest.mark.parametrize("partial", ["finish", "continue"])
 def test_a_run_that_resumes_learns_from_each_prompt_once(parts, tmp_path, partial):
     settings = full_settings(6) | stream(parts, 4, partial, steps=6, complete=long_tailed, pause_after=30)

@@ -32,9 +32,7 @@ FILTERS = {
     "filtered": FILTER | {"mini_rollout_batch_size": 6, "max_try_make_batch": 0},
     "kept": FILTER | {"mini_rollout_batch_size": 6, "max_try_make_batch": 0, "filter_surplus": "keep"},
 }
-IN_EACH_RUN = [  # of the tests: with everything, once for each way to sample
-    ("in line", 0.5, "filtered", "remax"),
-    ("one ahead", 0.5, "kept", "grpo"),
+IN_EACH_RUN = [  # of the tests: with everything
     ("continue", 0.5, "filtered", "remax"),
     ("finish", 0.5, "kept", "grpo"),
 ]

@@ -88,6 +88,7 @@ run([{"question": "?", "answer": "1"}])
 """
 
 
+@pytest.mark.extended
 def test_the_traceback_of_a_script_ends_in_the_script_and_nothing_heavy_was_imported(model, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "rows.jsonl").write_text('{"question": "?", "answer": "1"}')

@@ -72,6 +72,7 @@ def test_a_good_run_has_no_problem_and_no_weights_are_read(run, tiny_vlm, tmp_pa
     assert [result.name for result in report.results] == checks
 
 
+@pytest.mark.extended
 def test_without_the_model_rows_and_rewards_are_checked(run, monkeypatch):
     """A hub that is out of reach hides neither an unreadable image nor a wrong reward function."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it is tried again for seconds
@@ -338,6 +339,7 @@ def test_a_reward_function_of_groups_is_called_and_not_judged(run):
     assert found(check(run)) == {"reward.fails"}
 
 
+@pytest.mark.extended
 def test_the_reward_function_of_validation_is_called_too(run):
     (run.folder / "strict.py").write_text("def main(response, ground_truth):\n    raise ValueError('strict')\n")
     run.options["worker.reward.val_reward_function"] = f"{run.folder / 'strict.py'}:main"
@@ -348,6 +350,7 @@ def test_the_reward_function_of_validation_is_called_too(run):
     assert "ValueError: strict" in problem.message
 
 
+@pytest.mark.extended
 def test_an_environment_is_begun_and_its_reward_is_no_problem_without_turns(run):
     plant_environment(run, MAZE)
     for row in (*run.train, *run.validation):

@@ -13,7 +13,7 @@ from trigon.distributed import cluster
 from trigon.errors import ConfigError
 
 # In a process of its own: a signal goes to any thread that has it not blocked, also of xdist.
-pytestmark = [pytest.mark.faults, pytest.mark.alone]
+pytestmark = [pytest.mark.faults, pytest.mark.extended, pytest.mark.alone]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -125,6 +125,7 @@ def assert_begins(completion, whole):
     assert completion.vision.encoded == whole.vision.encoded[:num_images]
 
 
+@pytest.mark.extended(but=["4-4-False"])
 @pytest.mark.parametrize("turn_by_turn", [True, False])
 @pytest.mark.parametrize("delay", [0, 4])
 @pytest.mark.parametrize("after", [1, 4, 7, 29])

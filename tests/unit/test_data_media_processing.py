@@ -185,7 +185,7 @@ RESIZED = [
 ]
 
 
-@pytest.mark.extended(but=["qwen2_5_vl", "gemma4"])
+@pytest.mark.extended(but=["qwen2_5_vl-16384"])
 @pytest.mark.parametrize(("model_type", "max_pixels"), [*RESIZED, *((each, None) for each in OTHERS)])
 def test_the_processed_size_and_the_grid_follow_from_the_size(tiny_model, model_type, max_pixels):
     """As rewards get it, and as prompts are planned by."""

@@ -245,6 +245,7 @@ EXPANDING = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", EXPANDING)
 @pytest.mark.faults
 def test_a_small_parquet_file_that_would_fill_the_memory_is_refused(tmp_path, name):
@@ -261,6 +262,7 @@ def test_a_small_parquet_file_of_repeated_texts_is_read(tmp_path):
     assert len(open_source(str(tmp_path / "x.parquet")).rows) == 2000
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
 @pytest.mark.faults
 def test_a_row_that_would_fill_the_memory_is_refused(tmp_path, suffix):

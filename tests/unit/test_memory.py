@@ -157,6 +157,7 @@ def test_the_memory_of_a_run_in_numbers():
 # -- separate workers ------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_learners_have_no_engine_and_samplers_nothing_else():
     four = {"trainer.n_gpus_per_node": 4}
     shared, apart = count(configured(VL_7B, four)), count(configured(VL_7B, {**four, **SEPARATE}))
@@ -185,6 +186,7 @@ def warned(config, hardware=H100):
     return warnings
 
 
+@pytest.mark.extended(but=["hardware0"])
 @pytest.mark.parametrize(
     ("name", "changes", "hardware", "facts"),
     [
@@ -226,6 +228,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_arithmetic_and_what_helps(nam
         assert "tensor_parallel_size" not in str(refused.value)
 
 
+@pytest.mark.extended
 def test_remedies_are_the_same_arithmetic_with_the_change():
     config = configured(VL_7B)
     memory = count(config)

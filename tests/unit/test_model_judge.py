@@ -367,6 +367,7 @@ def test_a_call_that_takes_too_long_costs_its_completion_alone(tmp_path, monkeyp
     assert sorted(each.outcome for each in scores) == ["ok", "ok", "ok", "timeout"]
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_the_key_is_in_no_error(tmp_path, monkeypatch):
     with Endpoint(401) as endpoint:

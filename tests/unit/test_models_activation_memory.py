@@ -79,7 +79,7 @@ def check(peaks) -> None:
     assert peaks.score_counted.total == pytest.approx(peaks.score, rel=TOLERANCE), peaks.score_counted
 
 
-@pytest.mark.extended(but=["qwen2_5_vl-autocast-checkpointing"])
+@pytest.mark.extended
 @pytest.mark.long(but=["autocast-checkpointing"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def fake_varlen(
     return _KeepsWhatTheKernelKeeps.apply(query, key, value)
 
 
-@pytest.mark.extended(but=["checkpointing"])
+@pytest.mark.extended
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_a_kernel_of_variable_lengths_is_counted(tiny_model, monkeypatch, checkpointing):
     stand_in(monkeypatch, fake_varlen)

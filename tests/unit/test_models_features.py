@@ -88,6 +88,7 @@ def logprobs_of(policy: Policy, packed: PackedGroups) -> Tensor:
     return logprobs
 
 
+@pytest.mark.extended(but=["qwen2_5_vl"])
 @pytest.mark.parametrize("model_type", TOWERS)
 def test_an_image_is_encoded_once_and_its_features_do_not_depend_on_the_rest_of_its_row(
     tiny_model, model_type: str
@@ -156,7 +157,6 @@ def concatenated(logprobs: list[list[Tensor]]) -> Tensor:
 
 
 @pytest.mark.extended
-@pytest.mark.extended(but=["qwen3_vl"])
 @pytest.mark.parametrize(
     ("model_type", "checkpointing"), [("qwen2_5_vl", False), ("qwen3_vl", True), ("internvl", True)]
 )

@@ -97,7 +97,7 @@ def open_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Pass:
     return Pass(processors, policy, packed(groups, processors), lengths_of(groups))
 
 
-@pytest.mark.extended(but=["qwen2_5_vl", "gemma3_text"])
+@pytest.mark.extended(but=["gemma3_text"])
 @pytest.mark.parametrize("model_type", COUNTED)
 def test_forward_and_update_flops_equal_those_that_torch_counts(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, model_type: str

@@ -133,6 +133,7 @@ def test_the_windows_of_a_vision_tower_are_computed_in_one_call(
     assert len(calls) == (name == "varlen")
 
 
+@pytest.mark.extended(but=["None"])
 @pytest.mark.parametrize("window", [None, 3])
 def test_flex_equals_a_dense_mask(window: int | None) -> None:
     inputs = [part.detach() for part in states(30, KEY_HEADS, torch.float64)]

@@ -99,6 +99,7 @@ def test_operations_are_counted_as_the_metrics_count_them(geo3k):
     assert geo3k.flops.prefill == 512 * forward_flops(VL_7B, [GroupLengths(434, grids=group.grids)]).total
 
 
+@pytest.mark.extended
 def test_options_change_the_work_of_their_phase(geo3k):
     flops = geo3k.flops
     twice = planned({"worker.actor.ppo_epochs": 2, "worker.rollout.enable_prefix_caching": False})
@@ -132,6 +133,7 @@ def test_observed_tokens_are_computed_but_neither_decoded_nor_scored(geo3k):
 # -- memory ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_a_run_that_does_not_fit_names_changes_with_which_it_fits():
     small = planned(gpus="4xA100-40G")
     assert (small.verdict, small.fits, len(small.remedies)) == ("does not fit", False, 3)
@@ -165,7 +167,7 @@ def test_host_memory_is_a_limit_only_if_it_is_known(geo3k):
     assert planned(OFFLOAD, host_memory=100 * GIB).verdict == "does not fit"
 
 
-@pytest.mark.extended(but=["critic", "lora, hybrid"])
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("model", "gpus", "changes"),
     [

@@ -136,6 +136,7 @@ async def main(reward_inputs):
 """
 
 
+@pytest.mark.extended
 def test_lists_of_a_batch_function_run_at_the_same_time_and_fail_one_by_one(tmp_path):
     with pool_of(tmp_path, BATCH, timeout_seconds=1.0) as pool:
         fine = pool.score(requests(*["fine"] * 16))

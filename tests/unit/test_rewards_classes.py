@@ -29,6 +29,7 @@ class main:
 """
 
 
+@pytest.mark.extended
 def test_an_object_is_made_once_per_worker_before_the_time_limit_of_a_score_counts(tmp_path):
     with reward_pool(tmp_path, SLOW_START, kwargs={"scale": 2}, num_workers=2, timeout_seconds=1.0) as pool:
         scores = pool.score(requests(*["abc"] * 20))

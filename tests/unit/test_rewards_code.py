@@ -74,6 +74,7 @@ class Scorer:
         return reward(response, ground_truth)
 
 
+@pytest.mark.extended
 def test_a_python_function_is_its_source_and_what_has_none_cannot_be_compared():
     assert function_digest(reward) == function_digest(partial(reward, scale=3.0))
     assert function_digest(Scorer()) == function_digest(Scorer)

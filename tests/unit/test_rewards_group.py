@@ -67,6 +67,7 @@ def test_a_function_gets_the_completions_of_a_prompt_together_in_any_order_of_pr
     assert {each.parts["size"] for each in scores} == {3}
 
 
+@pytest.mark.extended(but=["text0"])
 @pytest.mark.faults
 @pytest.mark.parametrize("text", [GROUP, ASYNC])
 @pytest.mark.parametrize(

@@ -221,6 +221,7 @@ def test_an_answer_that_is_too_complex_is_wrong_at_once():
     check(LONG, ["8.25", r"\sqrt{2}+x", r"2^{\pi}"])
 
 
+@pytest.mark.extended
 def test_long_completions_take_no_time():
     check(REPEATED, ["8.25", r"\sqrt{2}+x"])
 

@@ -98,6 +98,7 @@ class main:
 }
 
 
+@pytest.mark.extended(but=["batch-", "group-async", "class-"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
 @pytest.mark.parametrize("text", CONTRACTS.values(), ids=CONTRACTS)
 def test_every_contract(tmp_path, text, is_async):
@@ -128,6 +129,7 @@ def main(reward_input):
         assert pool.score([request])[0].overall == 1.0
 
 
+@pytest.mark.extended(but=["sequential"])
 @BOTH
 def test_only_the_completion_that_fails_or_hangs_gets_no_score(tmp_path, text, caplog):
     bad = {
@@ -180,6 +182,7 @@ def test_output_of_the_function_is_logged_safely_and_does_not_affect_scores(tmp_
     assert sanitize_line(b"z" * 600) == "z" * 500 + " ... (100 more characters)"
 
 
+@pytest.mark.extended
 def test_too_many_failures_are_an_error_with_the_first_traceback_and_the_pool_stays_usable(tmp_path):
     responses = ["good"] * 7 + ["raise"] * 3
     with reward_pool(tmp_path, SEQUENTIAL, max_failed_fraction=0.3) as pool:
@@ -223,6 +226,7 @@ def test_an_unusable_function_is_an_error_before_anything_is_scored(tmp_path, te
             assert message in str(caught.value)
 
 
+@pytest.mark.extended
 def test_a_check_on_dummy_completions_raises_what_is_wrong(tmp_path):
     main = "def main(predict_str, ground_truth):\n    return misbehave(ground_truth)\n"
     with reward_pool(tmp_path, MISBEHAVE + main, timeout_seconds=0.5) as pool:

@@ -168,6 +168,7 @@ def test_leaving_the_context_stops_the_workers_and_the_pool_is_usable(pool, tmp_
     assert [score.overall for score in pool.score([request("aa", tmp_path)] * 5)] == [2.0] * 5
 
 
+@pytest.mark.extended
 def test_a_crash_or_hang_before_result_affects_only_its_completion(open_pool, tmp_path):
     pool = open_pool(REWARD, num_workers=1, timeout_seconds=0.5)
     with pool.scoring(num_completions=7) as scoring:

@@ -54,6 +54,7 @@ def test_tensors_other_than_parameters_and_buffers_survive_a_sleep():
     assert model.table.isnan().all()
 
 
+@pytest.mark.extended
 def test_every_waking_restores_the_values_of_the_start():
     model = Model()
     model.embeds[1].zero_()
@@ -74,6 +75,7 @@ def process_group(tmp_path):
     dist.destroy_process_group()
 
 
+@pytest.mark.extended
 def test_tensors_of_the_trainer_without_memory_of_their_own_are_passed_over(process_group):
     mesh = init_device_mesh("cpu", (1,))
     sharded = DTensor.from_local(torch.zeros(3), mesh)

@@ -183,6 +183,7 @@ def test_every_free_mapping_is_known():
     assert len(mappings) == 4
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 @pytest.mark.parametrize(
     "text",

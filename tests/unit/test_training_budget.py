@@ -180,7 +180,7 @@ def test_a_dummy_group_has_the_maximum_lengths_and_as_many_images_as_fit(tiny_mo
     )
 
 
-@pytest.mark.extended(but=["{}"])
+@pytest.mark.extended
 @pytest.mark.parametrize("options", [{}, {"freeze": True}, {"lora_rank": 2}, {"checkpointing": True}], ids=str)
 def test_measuring_does_not_change_training(tiny_vlm, options):
     measured, configured = make_engine(tiny_vlm, **options), make_engine(tiny_vlm, **options)

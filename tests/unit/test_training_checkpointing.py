@@ -59,6 +59,7 @@ def test_an_engine_without_updates_can_be_saved_and_restored(tiny_model, tmp_pat
     assert_equal_tensors(weights_of(engine), weights_of(fresh))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("has_states", [False, True])
 def test_a_vision_tower_that_had_no_image_is_restored_without_optimizer_state(tiny_vlm, tmp_path, has_states):
     engine, other = make_engine(tiny_vlm), make_engine(tiny_vlm)

@@ -146,6 +146,7 @@ def test_an_update_waits_once_for_any_number_of_micro_batches(tiny_model, monkey
     assert micro_batches[1] in (6, 7)
 
 
+@pytest.mark.extended
 def test_scoring_waits_once_for_any_number_of_rows(tiny_model):
     folder = tiny_model("qwen2_5_vl")
     rollouts = make_rollouts(folder)

@@ -52,6 +52,7 @@ def test_adapters_alone_are_saved_and_continue_bit_for_bit(tiny_vlm, tmp_path):
     assert_equal_tensors(weights_of(other), weights_of(engine))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_base_weights_do_not_change(tiny_vlm, tmp_path, dtype):
     base = weights_of(make_engine(tiny_vlm, dtype=dtype))
@@ -67,6 +68,7 @@ def test_base_weights_do_not_change(tiny_vlm, tmp_path, dtype):
     assert_equal_tensors(weights_of(engine), expected)
 
 
+@pytest.mark.extended(but=["qwen2_5_vl-checkpointing"])
 @pytest.mark.parametrize("option", ["checkpointing", "offloads_activations"])
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 def test_every_adapter_learns_under_gradient_checkpointing_those_of_the_tower_too(
@@ -101,6 +103,7 @@ def test_the_reference_scores_as_the_base_model_after_any_number_of_updates(tiny
     assert torch.equal(score(reference), base)
 
 
+@pytest.mark.extended
 def test_a_bfloat16_base_model_is_trained_with_float32_adapters(tiny_vlm, tmp_path):
     engine, exact = make_engine(tiny_vlm, dtype=torch.bfloat16, lora_rank=2), make_engine(tiny_vlm, lora_rank=2)
     groups = to_train(make_rollouts(tiny_vlm))

@@ -94,6 +94,7 @@ def test_an_update_of_bf16_adamw_reads_no_number_from_the_device():
     assert float(state["step"]) == 2.0
 
 
+@pytest.mark.extended(but=["shape1-dtype1"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(37,), (8, 129), (3, 5, 7, 11), (0, 4)])
 def test_slices_do_not_change_the_update_of_bf16_adamw_bit_for_bit(shape, dtype):
@@ -158,6 +159,7 @@ def float32_weight(parameter, optimizer):
     return ((high << 16) + low).view(torch.float32)
 
 
+@pytest.mark.extended(but=["1e-06"])
 @pytest.mark.parametrize("learning_rate", [1e-6, 1e-3])
 def test_bf16_adamw_updates_weights_as_float32_bit_for_bit(learning_rate):
     exact = nn.Parameter(start_weights())

@@ -60,6 +60,7 @@ def transformers_loss(logits: tuple[Tensor, ...], config: Any) -> Tensor:
     return loss
 
 
+@pytest.mark.extended(but=["qwen3_moe"])
 @pytest.mark.parametrize("model_type", MOE)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_on_one_sequence_it_is_that_of_transformers(

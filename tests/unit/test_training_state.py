@@ -91,6 +91,7 @@ def saved(processes, tmp_path_factory):
     return saved_by
 
 
+@pytest.mark.extended(but=["2-1"])
 @pytest.mark.parametrize(("writers", "copies"), [(0, 1), (1, 1), (2, 1), (3, 1), (2, 2)])
 def test_any_number_of_ranks_loads_what_any_number_saved(processes, saved, writers, copies):
     folder = saved(writers, copies)

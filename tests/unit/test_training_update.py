@@ -60,6 +60,7 @@ def test_packing_fill_by_hand(tiny_model):
     assert metrics["actor/packing_fill"] == tokens / (45 * metrics["actor/micro_batches"])
 
 
+@pytest.mark.extended(but=["with_gradient0"])
 @pytest.mark.parametrize("with_gradient", [(0, 2), (2,), (1,), ()])
 def test_groups_without_an_advantage_take_no_pass_and_do_not_change_the_update(tiny_vlm, with_gradient):
     rollouts = make_rollouts(tiny_vlm)
@@ -165,6 +166,7 @@ def test_only_a_frozen_vision_tower_does_not_change_and_has_no_optimizer_state(t
     assert sizes.parameters - sizes.trainable == sum(start[name].numel() for name in frozen)
 
 
+@pytest.mark.extended(but=["all-adamw_bf16"])
 @pytest.mark.parametrize(
     ("strategy", "dtype", "bytes_each"),
     [
@@ -174,7 +176,6 @@ def test_only_a_frozen_vision_tower_does_not_change_and_has_no_optimizer_state(t
     ],
     ids=["adamw fp32", "adamw_bf16", "adamw_bf16 fp32"],
 )
-@pytest.mark.extended(cases=["adamw_bf16 fp32"])
 @pytest.mark.parametrize("freeze", [False, True], ids=["all", "frozen tower"])
 def test_sizes_are_those_of_the_tensors_after_an_update(tiny_vlm, tmp_path, strategy, dtype, bytes_each, freeze):
     engine = make_engine(tiny_vlm, strategy=strategy, dtype=dtype, freeze=freeze)

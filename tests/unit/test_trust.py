@@ -54,6 +54,7 @@ def calls() -> list[tuple[str, str, ast.Call]]:
     ]
 
 
+@pytest.mark.extended
 def test_nothing_is_unpickled_but_what_trigon_pickled_itself():
     loads = {"pickle.loads", "pickle.load", "cloudpickle.loads", "cloudpickle.load", "torch.load", "marshal.loads"}
     assert {file for file, name, _ in calls() if name in loads} == OWN_PICKLES
