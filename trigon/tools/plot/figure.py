@@ -71,6 +71,7 @@ _STYLE = {
     "ytick.color": "#333333",
     "ytick.left": False,
     "axes.labelcolor": "#333333",
+    "legend.fontsize": 8.5,
     "pdf.fonttype": 42,  # TrueType, which journals ask for; 3 has bitmaps in some viewers
     "svg.fonttype": "path",  # the same look where the font is not installed
     "svg.hashsalt": "trigon",
@@ -127,9 +128,8 @@ def _draw(curves: LearningCurves, title: str | None, references: Sequence[Refere
     num_columns = 2 if num_panels == 4 else min(num_panels, MAX_COLUMNS)
     num_rows = -(-num_panels // num_columns)
     labels = list(dict.fromkeys(curve.label for curve in curves.curves))
-    # Labels stand right of the lines; one group alone needs none.
-    label_width = 0.075 * max(map(len, labels)) if len(labels) > 1 else 0.0
-    width = num_columns * (PANEL_WIDTH + label_width)
+    # A legend stands right of the panels; one group alone needs none.
+    width = num_columns * PANEL_WIDTH + (0.5 + 0.075 * max(map(len, labels)) if len(labels) > 1 else 0.0)
     figure = Figure(figsize=(width, num_rows * PANEL_HEIGHT + 0.35), layout="constrained")
     grid = figure.subplots(num_rows, num_columns, squeeze=False)
     for number, axes in enumerate(grid.flat):
@@ -140,6 +140,9 @@ def _draw(curves: LearningCurves, title: str | None, references: Sequence[Refere
         _draw_panel(axes, curves, metric, labels, references if number == 0 else ())
         if number + num_columns >= num_panels:
             axes.set_xlabel(X_LABELS[curves.x])
+    if len(labels) > 1:
+        lines = {line.get_label(): line for axes in grid.flat for line in axes.lines}
+        figure.legend([lines[label] for label in labels], labels, loc="outside right upper", frameon=False)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     caption = textwrap.fill(describe(curves), max(40, int(width * 14)))
@@ -164,18 +167,15 @@ def _draw_panel(
 ) -> None:
     axes.set_title(TITLES.get(metric, metric))
     axes.margins(x=0.01)
-    ends: list[tuple[float, str, str]] = []
     drawn = curves.of(metric)
     for curve in drawn:
         number = labels.index(curve.label)
         colour, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
         marker = "o" if is_validation(metric) and len(curve.x) <= 40 else None
-        axes.plot(curve.x, curve.mean, color=colour, linestyle=dash, linewidth=1.6, marker=marker, markersize=3.5)
+        style: dict[str, Any] = {"color": colour, "linestyle": dash, "marker": marker, "label": curve.label}
+        axes.plot(curve.x, curve.mean, linewidth=1.6, markersize=3.5, **style)
         if curve.num_runs > 1:
             axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
-        finite = [mean for mean in curve.mean if isfinite(mean)]
-        if finite and len(labels) > 1:
-            ends.append((finite[-1], curve.label, colour))
     if _is_share(metric, drawn):
         axes.set_ylim(-SHARE_MARGIN, 1 + SHARE_MARGIN)
     for reference in references:
@@ -188,7 +188,6 @@ def _draw_panel(
         from matplotlib.ticker import EngFormatter
 
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    _label_ends(axes, ends)
 
 
 def _is_share(metric: str, curves: Sequence[Curve]) -> bool:
@@ -196,33 +195,3 @@ def _is_share(metric: str, curves: Sequence[Curve]) -> bool:
     if not any(word in metric for word in ("accuracy", "fraction", "share", "format")):
         return False
     return all(0 <= mean <= 1 for curve in curves for mean in curve.mean if isfinite(mean))
-
-
-def spread(places: Sequence[float], *, gap: float, top: float) -> list[float]:
-    """Return ascending places moved apart to at least a gap, as little as possible, below top."""
-    moved: list[float] = []
-    for place in places:
-        moved.append(max(place, moved[-1] + gap) if moved else place)
-    for index in range(len(moved) - 1, -1, -1):
-        moved[index] = min(moved[index], top if index == len(moved) - 1 else moved[index + 1] - gap)
-    return moved
-
-
-def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write labels right of the ends of their lines, moved up or down so that none overlap.
-
-    ends: (height, label, colour) of each line.
-    """
-    if not ends:
-        return
-    bottom, top = axes.get_ylim()
-    num_lines = PANEL_HEIGHT * 0.72 * 72 / 11  # of text that fit into a panel
-    gap = (top - bottom) / num_lines
-    ordered = sorted(ends)
-    places = spread([height for height, _, _ in ordered], gap=gap, top=top)
-    right = max(axes.get_xlim())
-    for place, (_, label, colour) in zip(places, ordered, strict=True):
-        axes.annotate(
-            label, (right, place), xytext=(5, 0), textcoords="offset points", va="center", color=colour,
-            fontsize=8.5, annotation_clip=False,
-        )  # fmt: skip

@@ -37,96 +37,14 @@ _SPECIAL_TOKENS = (
     "<|video_pad|>",
 )
 _IMAGE_IN_TEMPLATE = "<|vision_start|><|image_pad|><|vision_end|>"
-CHAT_TEMPLATE = """\
-{%- macro show(content) -%}
-  {%- if content is string -%}
-    {{- content -}}
-  {%- else -%}
-    {%- for part in content -%}
-      {%- if part.type in ('image', 'image_url') -%}
-        {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
-      {%- elif part.type == 'video' -%}
-        {{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
-      {%- else -%}
-        {{- part.text -}}
-      {%- endif -%}
-    {%- endfor -%}
-  {%- endif -%}
-{%- endmacro -%}
-{%- if messages[0].role != 'system' -%}
-  {{- '<|im_start|>system\\nYou answer questions about pictures.<|im_end|>\\n' -}}
-{%- endif -%}
-{%- for message in messages -%}
-  {{- '<|im_start|>' + message.role + '\\n' + show(message.content) + '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-  {{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+TEXTS = Path(__file__).with_name("tokenizer_texts.json")
+"""The training text of the tokenizer.
+
+Frequent words become single tokens first, so many sentences are close to the prompts and
+completions of the tests; the others give tokens for ordinary English. A change changes all token
+ids.
 """
-# The training text of the tokenizer. Frequent words become single tokens first, so many sentences
-# are close to the prompts and completions of the tests; the others give tokens for ordinary
-# English. A change changes all token ids.
-_CORPUS = (
-    (
-        r"<think> </think> \boxed{0} \boxed{1} \boxed{2} \boxed{3} \boxed{4} \boxed{5} \boxed{6} \boxed{7} "
-        r"\boxed{8} \boxed{9}"
-    ),
-    r"<think> I look at the drawing. </think> \boxed{12} <think> I see it in the picture. </think> \boxed{30}",
-    r"First think between <think> and </think>, then give the final answer in \boxed{}. The answer is a number.",
-    "system\nYou answer questions about pictures.",
-    "user\nFirst come the picture and the question.",
-    "assistant\nThen comes the answer. You are a helpful assistant.",
-    "I look at the drawing and see that the answer is one, two, three, four, five, six, seven, eight, nine, ten.",
-    "How many sides does the polygon in the drawing have? The polygon has three sides. How many corners can you see?",
-    "At which mark of the ruler is the point P? The point lies on the line, between the first and the last mark.",
-    "What is the measure of the angle in degrees? The angle between the two rays measures 30, 45, 60, 90, 120 degrees.",
-    "Find the length of the side. Find x. Find the area of the shaded triangle, square, circle, rectangle or pentagon.",
-    "What number does the dot stand on? Which segment of the figure is marked? Count the shapes in the image.",
-    (
-        "The question is about the picture, and the picture shows what the question does not say, so one has "
-        "to look at it."
-    ),
-    "The radius of a circle is half of its diameter; a square has four equal sides and four right angles.",
-    "If the sum of two angles is known, then the third angle of a triangle follows, for all three make a half turn.",
-    "Reason step by step, check the result, and write down only what you are sure of. Put the result at the end.",
-    "red green blue yellow black white left right top bottom above below inside outside near far small large",
-    "We start from what is given, name what is wanted, and go from one to the other in steps that anyone can follow.",
-    (
-        "This is not the only way to do it, but it is short. Here is another: draw a line through the middle "
-        "of the figure."
-    ),
-    "Please explain your answer in a few words. Let me think about it. Wait, that would be more than the whole.",
-    "def add(a, b):\n    return a + b\n\nfor i in range(10):\n    print(i, add(i, i))\n",
-    "There were people who had been there before, and they could tell which of these things would work and which not.",
-    (
-        "Mathematics describes numbers, shapes, quantities and change; geometry, algebra, statistics and "
-        "calculus are branches."
-    ),
-    (
-        "Measure twice before cutting once. Estimate roughly, calculate carefully, compare, and round "
-        "towards the nearest integer."
-    ),
-    (
-        "Parallel lines never cross, perpendicular lines meet at ninety degrees, and a tangent touches its "
-        "circle at a single point."
-    ),
-    (
-        "Opposite edges of a parallelogram have equal lengths. A hexagon has six vertices, an octagon eight, "
-        "a trapezoid only four."
-    ),
-    (
-        "Colour, brightness, position, rotation, texture and size vary from image to image, so remembering "
-        "pixels does not help."
-    ),
-    "Reinforcement learning rewards good samples and discourages bad ones until the policy improves during training.",
-    "Yesterday morning several children walked along the river, picked flowers, watched birds and talked about school.",
-    "Bread, butter, apples, cheese, coffee and fresh water were bought cheaply from the small market behind our house.",
-    "Please write a short program which reads every file, counts its lines, sorts them by name and prints the totals.",
-    (
-        "import numpy as np\nclass Model:\n    def forward(self, x):\n        if x is None:\n            "
-        "raise ValueError(x)\n"
-    ),
-)
 
 
 def make_tiny(
@@ -189,11 +107,10 @@ def train_tokenizer(family: ModelFamily) -> Any:
     from tokenizers import AddedToken, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
 
-    template = CHAT_TEMPLATE
     image_text = family.tiny.image_text
     if family.image_text is not None:
         image_text = family.image_text[0].format(**family.tiny.special_tokens)
-    template = template.replace(_IMAGE_IN_TEMPLATE, image_text)
+    template = CHAT_TEMPLATE.read_text(encoding="utf-8").replace(_IMAGE_IN_TEMPLATE, image_text)
     special_tokens = dict(family.tiny.special_tokens)
     # The untrained tokenizer has Qwen's normalizer, pre-tokenizer and decoder, with which the
     # merges are learned.
@@ -203,7 +120,7 @@ def train_tokenizer(family: ModelFamily) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    learner.train_from_iterator(_CORPUS, trainer)
+    learner.train_from_iterator(json.loads(TEXTS.read_text(encoding="utf-8")), trainer)
     learned = json.loads(learner.to_str())["model"]
     tokenizer = Qwen2Tokenizer(
         vocab=learned["vocab"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from base64 import b64encode
@@ -11,11 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Template
+
 from trigon.errors import DataError
 from trigon.report.rollouts import RolloutRow, row_to_line, to_json_line
 from trigon.tools.view.index import RolloutFilter
 from trigon.tools.view.runs import ViewedRun, configurations
 from trigon.tools.view.server import EMPTY_STYLE_HASH, STATIC, plotly_script, read_image, shrink, source_hash
+
+TEMPLATE = Path(__file__).with_name("export.html.jinja")
 
 MAX_IMAGE_BYTES = 300_000
 MAX_IMAGE_SIDE = 1024
@@ -127,28 +130,9 @@ def _html(names: str, content: Mapping[str, Any]) -> str:
         ]
     )
     plotly, page = scripts
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">',
-            '<meta name="referrer" content="no-referrer">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>{html.escape(names)} – Trigon</title>",
-            f"<style>{style}</style>",
-            "</head>",
-            "<body>",
-            f'<script type="application/json" id="embedded">{data}</script>',
-            f"<script>{plotly}</script>",
-            f'<script type="module">{page}</script>',
-            "</body>",
-            "</html>",
-            "",
-        ]
-    )
+    template = Template(TEMPLATE.read_text(encoding="utf-8"), keep_trailing_newline=True)
+    document: str = template.render(names=names, policy=policy, style=style, data=data, plotly=plotly, page=page)
+    return document
 
 
 def as_one_script() -> str:

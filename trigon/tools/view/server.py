@@ -26,13 +26,12 @@ from urllib.parse import urlencode
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trigon.errors import ConfigError, DataError
 from trigon.report.rollouts import row_to_line, to_json_line
@@ -71,8 +70,9 @@ PAGE_POLICY = "; ".join(
         "frame-ancestors 'none'",
     ]
 )
-_OTHER_POLICY = "default-src 'none'; frame-ancestors 'none'; sandbox"
 _HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; sandbox",
+    "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -152,6 +152,7 @@ def make_app(runs: Sequence[ViewedRun], *, host: str = "127.0.0.1", token: str =
     """
     if not is_loopback(host) and not token:
         raise ConfigError(f"the page would be open to the network at {host}; it needs a token there")
+    guard = partial(_guard, any_host=not is_loopback(host), token=token)
     return Starlette(
         routes=[
             Route("/", _page),
@@ -160,64 +161,41 @@ def make_app(runs: Sequence[ViewedRun], *, host: str = "127.0.0.1", token: str =
             *(Route(f"/api/{name}", partial(answer, runs)) for name, answer in _ANSWERS.items()),
             Route("/image/{run:int}/{name:path}", partial(_image, runs)),
         ],
-        middleware=[Middleware(_Guard, any_host=not is_loopback(host), token=token)],
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)],
         exception_handlers={DataError: _bad_request},
     )
 
 
-class _Guard:
-    """Refuses requests for other hosts, without the token, or that would change something.
+async def _guard(request: Request, call_next: RequestResponseEndpoint, *, any_host: bool, token: str) -> Response:
+    """Add the security headers to every response; see _refusal."""
+    response = _refusal(request, any_host=any_host, token=token) or await call_next(request)
+    for name, value in _HEADERS.items():
+        response.headers.setdefault(name, value)
+    return response
 
-    Adds the security headers to every response.
-    """
 
-    def __init__(self, app: ASGIApp, *, any_host: bool, token: str) -> None:
-        self._app = app
-        self._any_host = any_host
-        self._token = token
-        # Cookies are separated by host, not by port: another viewer on this machine has its own.
-        self._cookie = f"trigon_view_{sha256(token.encode()).hexdigest()[:16]}"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await self._app(scope, receive, send)
-            return
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = Headers(raw=message["headers"]).mutablecopy()
-                for name, value in {**_HEADERS, "Content-Security-Policy": _OTHER_POLICY}.items():
-                    headers.setdefault(name, value)
-                headers.setdefault("Cache-Control", "no-store")
-                message["headers"] = headers.raw
-            await send(message)
-
-        answer = self._refusal(Request(scope)) or self._app
-        await answer(scope, receive, send_with_headers)
-
-    def _refusal(self, request: Request) -> Response | None:
-        host = request.headers.get("host", "")
-        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-        if not self._any_host and not is_loopback(name.strip("[]")):
-            text = f"This page is served to this machine only, not as {name[:200]!r}.\n"
-            return Response(text, 421, media_type="text/plain")
-        if request.method not in ("GET", "HEAD"):
-            return Response("This page is read-only.\n", 405, media_type="text/plain")
-        if not self._token:
-            return None
-        if self._is_token(request.query_params.get("token", "")):
-            others = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
-            url = f"{request.url.path}{'?' if others else ''}{urlencode(others)}"
-            response = RedirectResponse("/" if url.startswith("//") else url)
-            response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
-            return response
-        if self._is_token(request.cookies.get(self._cookie, "")):
-            return None
-        return Response("Open the address that `trigon view` printed, with its token.\n", 403, media_type="text/plain")
-
-    def _is_token(self, text: str) -> bool:
-        return hmac.compare_digest(text.encode(), self._token.encode())
+def _refusal(request: Request, *, any_host: bool, token: str) -> Response | None:
+    """Return the answer to a request for another host, without the token, or that would write."""
+    host = request.headers.get("host", "")
+    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+    if not any_host and not is_loopback(name.strip("[]")):
+        text = f"This page is served to this machine only, not as {name[:200]!r}.\n"
+        return Response(text, 421, media_type="text/plain")
+    if request.method not in ("GET", "HEAD"):
+        return Response("This page is read-only.\n", 405, media_type="text/plain")
+    if not token:
+        return None
+    # Cookies are separated by host, not by port: another viewer on this machine has its own.
+    cookie = f"trigon_view_{sha256(token.encode()).hexdigest()[:16]}"
+    if hmac.compare_digest(request.query_params.get("token", "").encode(), token.encode()):
+        others = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
+        url = f"{request.url.path}{'?' if others else ''}{urlencode(others)}"
+        response = RedirectResponse("/" if url.startswith("//") else url)
+        response.set_cookie(cookie, token, httponly=True, samesite="strict")
+        return response
+    if hmac.compare_digest(request.cookies.get(cookie, "").encode(), token.encode()):
+        return None
+    return Response("Open the address that `trigon view` printed, with its token.\n", 403, media_type="text/plain")
 
 
 def _page(request: Request) -> Response:
