@@ -49,5 +49,8 @@ for reward in math r1v dapo geoqa counting vqa android_gui; do # the shipped one
 done
 attempt doctor
 attempt quickstart trainer.max_steps=2
-test -f runs/quickstart/model/config.json
-echo "      train, quickstart, tiny, export and doctor work from the wheel"
+attempt view runs/quickstart --export page.html
+attempt push runs/quickstart me/quickstart --dry-run --no-logits
+attempt init started
+test -f runs/quickstart/model/config.json -a -f page.html -a -f runs/quickstart/run/push/README.md -a -f started/run.yaml
+echo "      train, quickstart, tiny, export, view, push, init and doctor work from the wheel"

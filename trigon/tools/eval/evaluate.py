@@ -502,15 +502,16 @@ def remove_earlier(folder: Path, *, kept: Collection[Path]) -> None:
     """
     check_output(folder)
     (folder / RESULT).unlink(missing_ok=True)
-    for run in [*(each for each in _folders(folder) if _MODEL_FOLDER.fullmatch(each.name)), folder]:
-        for place in [each for each in _folders(run) if each.name == BLIND] + [run]:
-            for name in _RUN_FILES:
-                (place / name).unlink(missing_ok=True)
-            for entry in _folders(place):
-                if entry.name in _RUN_FOLDERS:
-                    shutil.rmtree(entry)
-            if place != folder:
-                _remove_empty(place)
+    models = [each for each in _folders(folder) if _MODEL_FOLDER.fullmatch(each.name)]
+    blind = [each for run in (folder, *models) for each in _folders(run) if each.name == BLIND]
+    for run in (folder, *models, *blind):
+        for name in _RUN_FILES:
+            (run / name).unlink(missing_ok=True)
+        for entry in _folders(run):
+            if entry.name in _RUN_FOLDERS:
+                shutil.rmtree(entry)
+    for run in (*blind, *models):
+        _remove_empty(run)
     resolved = {path.resolve() for path in kept}
     exported = folder / EXPORTED
     for entry in _folders(exported):

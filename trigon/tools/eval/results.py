@@ -423,15 +423,15 @@ def summary_rows(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
     name = "accuracy" if first.accuracy_name == "accuracy" else f"accuracy (score {first.accuracy_name!r})"
     rows: list[tuple[str, ...]] = [(name, *(show_estimate(each.accuracy) for each in summaries))]
     if max(first.pass_at, default=1) > 1:
-        rows += [(f"pass@{k}", *(show_optional(each.pass_at.get(k)) for each in summaries)) for k in first.pass_at]
+        rows += [(f"pass@{k}", *(show_estimate(each.pass_at.get(k)) for each in summaries)) for k in first.pass_at]
         rows += [
-            (f"maj@{k}", *(show_optional(each.majority_at.get(k)) for each in summaries))
+            (f"maj@{k}", *(show_estimate(each.majority_at.get(k)) for each in summaries))
             for k in first.majority_at
             if k > 1
         ]
     for part in dict.fromkeys(part for each in summaries for part in each.parts):
         if part != first.accuracy_name:
-            rows.append((f"score {part}", *(show_optional(each.parts.get(part)) for each in summaries)))
+            rows.append((f"score {part}", *(show_estimate(each.parts.get(part)) for each in summaries)))
     rows += [
         ("tokens", *(f"{show_estimate(each.length)} max {each.max_length:,}" for each in summaries)),
         ("cut at the limit", *(f"{each.cut.value:.1%}" for each in summaries)),
@@ -444,21 +444,20 @@ def summary_rows(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
 
 def show_column(column: str, models: Sequence[ModelEvaluation], names: Sequence[str], console: Console) -> None:
     """Print the accuracy for each value of a column."""
-    first = models[0].by[column]
+    first, *others = [each.by[column] for each in models]
     rows = [
-        (value, f"{summary.num_prompts:,}", *(show_value(each, column, value) for each in models))
+        (
+            value,
+            f"{summary.num_prompts:,}",
+            show_estimate(summary.accuracy),
+            *(show_estimate(other[value].accuracy if value in other else None) for other in others),
+        )
         for value, summary in list(first.items())[:MAX_VALUES_SHOWN]
     ]
     title = f"Accuracy by {column}"
     if len(first) > MAX_VALUES_SHOWN:
         title += f" ({MAX_VALUES_SHOWN} of {len(first)} values; evaluation.json has all)"
     console.table(title, (column, "prompts", *names), rows)
-
-
-def show_value(model: ModelEvaluation, column: str, value: str) -> str:
-    """Return the accuracy for one value of a column as text; empty if the model has none."""
-    summary = model.by[column].get(value)
-    return "" if summary is None else show_estimate(summary.accuracy)
 
 
 def show_blind(model: ModelEvaluation, console: Console) -> None:
@@ -522,18 +521,15 @@ def short_name(model: str) -> str:
     return "/".join(Path(model).parts[-2:])
 
 
-def show_estimate(estimate: Estimate) -> str:
-    """Return a mean with its interval as text: 0.4635 [0.3944, 0.5341]."""
+def show_estimate(estimate: Estimate | None) -> str:
+    """Return a mean with its interval as text, 0.4635 [0.3944, 0.5341]; empty for None."""
+    if estimate is None:
+        return ""
     value, low, high = (
         f"{number:.4f}" if abs(number) < 10 else format_number(number)
         for number in (estimate.value, estimate.low, estimate.high)
     )
     return f"{value} [{low}, {high}]"
-
-
-def show_optional(estimate: Estimate | None) -> str:
-    """Return a mean with its interval as text; empty for None."""
-    return "" if estimate is None else show_estimate(estimate)
 
 
 def show_difference(difference: Difference) -> str:

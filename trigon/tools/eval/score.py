@@ -23,7 +23,7 @@ from trigon.data.media_files import encoded_files
 from trigon.errors import ConfigError, DataError, raises_at_caller
 from trigon.report.console import Console
 from trigon.report.rollouts import SPLITS, RolloutRow, Split, TurnRecord, find_rollouts, read_rollouts, to_json
-from trigon.report.run import RunRecord, is_run, open_run
+from trigon.report.run import RunRecord, flatten, is_run, open_run
 from trigon.rewards.contract import RewardRequest, turn_input
 from trigon.rewards.pool import RewardPool
 from trigon.system.confinement.options import Confinement, ConfinementLevel
@@ -53,6 +53,7 @@ ENDING_CHARACTERS = 300
 """Characters of a completion's end that are kept, where the answer usually is."""
 
 _DEFAULTS = RewardConfig()
+_KWARGS = "worker.reward.reward_function_kwargs"
 _FINISH_REASONS: Mapping[str, FinishReason] = {name: name for name in get_args(FinishReason)}
 # Their JSON is read back as an equal object.
 _PLAIN_TYPES = ("str", "int", "float", "bool", "NoneType", "list", "dict", "tuple")
@@ -566,16 +567,14 @@ def choose_kwargs(
 
 def run_kwargs(record: RunRecord | None, spec: str) -> dict[str, Any]:
     """Return the keyword arguments of a run's reward function, if it is this one; otherwise {}."""
-    reward: Any = {} if record is None else record.config()
-    for key in ("worker", "reward"):
-        reward = reward.get(key) if isinstance(reward, dict) else None
-    if not isinstance(reward, dict):
+    if record is None:
         return {}
-    functions = reward.get("reward_function")
+    options = flatten(record.config(), mappings=[_KWARGS])
+    functions = options.get("worker.reward.reward_function")
     if isinstance(functions, list):  # of entries with arguments of their own, see WeightedReward
         own = [each.get("kwargs") for each in functions if isinstance(each, dict) and each.get("function") == spec]
         return dict(own[0] or {}) if own else {}
-    return dict(reward.get("reward_function_kwargs") or {}) if functions == spec else {}
+    return dict(options.get(_KWARGS) or {}) if functions == spec else {}
 
 
 def name_rewards(rewards: Sequence[str]) -> list[str]:
