@@ -34,6 +34,9 @@ from trigon.tools.check.run import check_run
 
 PAGE = (ROOT / "docs" / "check.md").read_text(encoding="utf-8").partition("\n## Checking a machine\n")[0]
 """What the page says about a configuration."""
+SKIPPED_ROWS = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").partition("\n## Skipped rows\n")[2]
+SKIPPED_ROWS = SKIPPED_ROWS.partition("\n## ")[0]
+"""The reasons for which a row is skipped; the check `rows` names a problem after each."""
 
 
 @pytest.fixture(autouse=True)
@@ -114,8 +117,10 @@ def test_every_kind_of_problem_is_planted_or_has_a_test():
     planted = {kind for kind, _ in FAULTS.values()}
     with_tests = {"devices.used", "network.loopback", "loggers.package", "memory.tight", "model.kernels"}
     videos = {f"rows.{reason}" for reason in ADVICE if reason.startswith("video_")}  # as images, by the code of a run
-    named = re.findall(r"^\| `(\w+\.\w+)` \|", PAGE, flags=re.MULTILINE)
-    assert planted | with_tests | videos == set(named)
+    named = {*re.findall(r"^\| `(\w+\.\w+)` \|", PAGE, flags=re.MULTILINE)} - {"rows.REASON"}
+    cells = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", SKIPPED_ROWS, flags=re.MULTILINE)
+    reasons = {reason for cell in cells for reason in re.findall(r"\w+", cell)} - {"overlong"}
+    assert planted | with_tests | videos == named | {f"rows.{reason}" for reason in reasons}
     assert set(ADVICE) == set(get_args(Reason)) - {"overlong"}
 
 
