@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -252,7 +251,7 @@ LIMITS = {
     "worker.critic.model.model_path": "`null` is the policy's model; an error in EasyR1",
     "worker.critic.fsdp.torch_dtype": "as `worker.actor.fsdp.torch_dtype`",
     "worker.critic.fsdp.mp_param_dtype": "not `fp16`, whose gradients would need scaling",
-    "trainer.critic_warmup": "the policy rests in this number of steps; in EasyR1 in one fewer",
+    "trainer.critic_warmup": "the policy is not updated in this number of steps; in EasyR1 in one fewer",
     "worker.actor.fsdp.mp_param_dtype": "not `fp16`, whose gradients would need scaling",
 }
 """Combinations of an option with others that are errors here."""
@@ -312,42 +311,32 @@ def is_same_default(option: Option, default: Any) -> bool:
 
 
 def tables() -> str:
-    """Return the generated part: per section the unchanged keys, and a table of the others."""
-    parts: list[str] = []
-    sections: dict[str, list[str]] = {}
-    for key in defaults():
-        sections.setdefault(section_of(key), []).append(key)
-    for section, keys in sections.items():
-        statuses = {key: status_of(key, defaults()[key]) for key in keys}
-        same = [f"`{key.removeprefix(section + '.')}`" for key in keys if statuses[key] == ("same", "")]
-        parts += [f"### {section}", ""]
-        if same:
-            parts += [*textwrap.wrap(f"Same: {', '.join(same)}.", 150, break_long_words=False), ""]
-        rows = [
-            _row(f"`{key.removeprefix(section + '.')}`", *statuses[key])
-            for key in keys
-            if statuses[key] != ("same", "")
-        ]
-        if rows:
-            parts += ["| key | here | comment |", "|---|---|---|", *rows, ""]
-    parts += ["### Older releases and verl", "", "| key | here | comment |", "|---|---|---|"]
-    parts += [_row(f"`{old}`", "renamed", f"`{new}`") for old, new in RENAMED.items()]
-    known = defaults()
+    """Return the generated part: EasyR1's keys that differ, then older keys and sections of verl."""
+    differing = {key: status_of(key, default) for key, default in defaults().items()}
+    older = {old: ("renamed", f"`{new}`") for old, new in RENAMED.items()}
     # Without what was an option of an earlier version, and of EasyR1 never.
-    others = [key for key, entry in IGNORED.items() if key not in known and entry.allowed != ()]
-    parts += [_row(f"`{key}`", *status_of(key, None)) for key in others]
-    parts += [_row(f"`{section}.*`", "error", why) for section, why in VERL_SECTIONS.items()]
-    return "\n".join([*parts, ""])
+    older |= {key: status_of(key, None) for key, entry in IGNORED.items() if entry.allowed != ()}
+    older |= {f"{section}.*": ("error", why) for section, why in VERL_SECTIONS.items()}
+    return "\n".join(
+        [
+            *_table({key: status for key, status in differing.items() if status != ("same", "")}),
+            *("", "### Older releases and verl", ""),
+            *_table({key: status for key, status in older.items() if key not in differing}),
+            "",
+        ]
+    )
+
+
+def _table(statuses: dict[str, tuple[str, str]]) -> list[str]:
+    """Return the lines of a table of keys; those with the same status and comment share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for key, status in statuses.items():
+        rows.setdefault(status, []).append(f"`{key}`")
+    return ["| key | here | comment |", "|---|---|---|", *(_row(", ".join(keys), *row) for row, keys in rows.items())]
 
 
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def section_of(key: str) -> str:
-    """Return the heading of a key."""
-    parts = key.split(".")
-    return ".".join(parts[:2]) if parts[0] == "worker" and len(parts) > 2 else parts[0]
 
 
 def format_yaml(value: Any) -> str:
