@@ -311,7 +311,7 @@ def is_same_default(option: Option, default: Any) -> bool:
 
 
 def tables() -> str:
-    """Return the generated part: EasyR1's keys that differ, then older keys and sections of verl."""
+    """Return the generated part: EasyR1's keys that differ, then older keys and verl's sections."""
     differing = {key: status_of(key, default) for key, default in defaults().items()}
     older = {old: ("renamed", f"`{new}`") for old, new in RENAMED.items()}
     # Without what was an option of an earlier version, and of EasyR1 never.
