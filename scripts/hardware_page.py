@@ -77,10 +77,31 @@ INTRODUCTION = f"""\
 <!-- Written by `python scripts/hardware_page.py > docs/hardware.md`; change the script instead. -->
 
 What fits on GPUs of 24, 40, 48 and 80 GB, by arithmetic. **No figure on this page was measured on a GPU.**
+For your own model, lengths and GPUs, without a GPU ([planning a run](check.md#planning-a-run)):
+
+```bash
+trigon plan examples/config.yaml --gpus 8xH100-80G
+```
 
 The same arithmetic is made when a run starts. A run that cannot fit is refused before anything is
 loaded, with the parts of the phase that does not fit and the changes that help most, each with the
 bytes that it saves. `trainer.check_memory=false` turns this off.
+
+## GPUs of 80 GB
+
+Conditions: prompts and completions of 2,048 tokens, n = 5, `gpu_memory_utilization=0.6`, gradient
+checkpointing, passes of one longest sequence (the least that `trainer.auto_micro_batch` accepts), a
+KL term whose reference is in host memory between its passes, the vision tower trained, 16 GPUs as
+two machines of eight, {DEVICE_BYTES // GIB} GiB of each GPU. `tensor_parallel_size` is the smallest of 1, 2, 4 and 8
+with which a run fits.
+
+Each cell has the phase that needs most and its GiB on each GPU. **fits**: at most {TIGHT:.0%} of the GPU.
+**offload**: fits with `worker.actor.offload.offload_params=true` and `offload_optimizer=true`.
+**no**: does not fit with these conditions.
+"""
+
+
+HOW_IT_IS_COUNTED = """\
 
 ## How it is counted
 
@@ -99,20 +120,7 @@ such as workspaces of kernels, fragmentation and CUDA graphs, is not checked.
 A run is refused for what it needs with certainty, however short its prompts and completions are, and
 where vLLM's share of a GPU cannot hold its weights and one sequence of maximum length; rows of maximum
 length, at which this page counts, only give a warning.
-
-## GPUs of 80 GB
-
-Conditions: prompts and completions of 2,048 tokens, n = 5, `gpu_memory_utilization=0.6`, gradient
-checkpointing, passes of one longest sequence (the least that `trainer.auto_micro_batch` accepts), a
-KL term whose reference is in host memory between its passes, the vision tower trained, 16 GPUs as
-two machines of eight, {DEVICE_BYTES // GIB} GiB of each GPU. `tensor_parallel_size` is the smallest of 1, 2, 4 and 8
-with which a run fits.
-
-Each cell has the phase that needs most and its GiB on each GPU. **fits**: at most {TIGHT:.0%} of the GPU.
-**offload**: fits with `worker.actor.offload.offload_params=true` and `offload_optimizer=true`.
-**no**: does not fit with these conditions.
 """
-
 
 SMALLER_GPUS = f"""\
 ## GPUs of other sizes
@@ -160,8 +168,9 @@ def document() -> str:
     example = _count(_options(MODELS[1], "All weights in float32 (`adamw`)", 8) | OFFLOAD)
     parts.append(
         f"\n## Phase by phase\n\n{MODELS[1].removesuffix('-Instruct')} on eight GPUs, all weights in float32, with "
-        f"offloading:\n\n```text\n{example.table()}\n```\n"
+        f"offloading:\n\n```text\n{example.table()}\n```"
     )
+    parts.append(HOW_IT_IS_COUNTED)
     return "\n".join(parts)
 
 
