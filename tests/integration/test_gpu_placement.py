@@ -96,7 +96,7 @@ def worker_group(gpu_node: None) -> Iterator[WorkerGroup]:
 
 def test_each_worker_sees_one_gpu_of_its_own_as_its_first(worker_group):
     def variables(name: str) -> list[str | None]:
-        return worker_group.call_all(TestWorker.variable, name, phase="environment")
+        return worker_group.call(TestWorker.variable, name, phase="environment").result()
 
     assert sorted(variables("CUDA_VISIBLE_DEVICES")) == ["0", "1"]
     assert variables("LOCAL_RANK") == ["0", "0"]
@@ -109,7 +109,7 @@ def test_gpus_that_torch_cannot_use_are_an_error_that_says_what_to_do(worker_gro
     """Before, it was NCCL's own error, with a traceback."""
     join = partial(join_ranks, Config(), "cuda", tmp_path, place_pools(Config())[0])
     with pytest.raises(ConfigError) as caught:
-        worker_group.call_all(Worker.join, join, phase="preflight")
+        worker_group.call(Worker.join, join, phase="preflight").result()
     message = str(caught.value)
     assert message.startswith("rank ")
     assert "Ray has assigned GPU " in message

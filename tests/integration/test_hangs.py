@@ -98,5 +98,5 @@ def test_of_two_workers_one_that_is_stopped_is_named_with_the_stacks_of_all_othe
     stacks = (folder / "hang_stacks.txt").read_text()
     assert stacks.count("it is STOPPED") == 1
     assert f"== process {worker}: ray::Worker" in stacks
-    assert "in call_all" in stacks  # the driver
+    assert "in _write_stacks" in stacks  # the driver
     assert "trigon/rewards/worker.py" in stacks

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from trigon.distributed.sampler_engine import SamplersRolloutEngine
 from trigon.distributed.sampler_pool import MAX_REPLACEMENTS, SamplerPool
 from trigon.distributed.weight_transfer import TransferMember
 from trigon.distributed.worker import Worker, WorkerEngines, ray_actor_class
-from trigon.distributed.worker_group import WorkerGroup
+from trigon.distributed.worker_group import Call, WorkerGroup
 from trigon.errors import (
     ConfigError,
     EngineError,
@@ -192,8 +192,13 @@ class Starts:
     def end(self, group: WorkerGroup) -> None:
         self.reserved.end(group.workers)
 
-    def open(self, group: WorkerGroup) -> None:
-        group.call_all(TestWorker.open_fakes, self.faults, phase="load")
+    def open(self, group: WorkerGroup) -> Call[None]:
+        return group.call(TestWorker.open_fakes, self.faults, phase="load")
+
+
+@contextmanager
+def no_phase(name: str, *, total: int | None = None) -> Iterator[Callable[[int | None], None]]:
+    yield lambda _: None
 
 
 class Pools:
@@ -201,7 +206,7 @@ class Pools:
 
     def __init__(self, learners: WorkerGroup, samplers: SamplerPool, starts: Starts, warnings: list[str]) -> None:
         self.learners, self.samplers, self.starts, self.warnings = learners, samplers, starts, warnings
-        self.engine = SamplersRolloutEngine(learners, samplers, loopback=True)
+        self.engine = SamplersRolloutEngine(learners, samplers, loopback=True, phase=no_phase)
         self.version = 0
 
     def plan_fault(self, when: str, how: str) -> None:
@@ -209,11 +214,13 @@ class Pools:
         self.warnings.clear()
 
     def learn(self) -> None:
-        self.learners.call_all(TestWorker.update, phase="update")
+        self.learners.call(TestWorker.update, phase="update").result()
         self.version += 1
 
     def values(self) -> list[float]:
-        return [value for group in self.samplers.groups for value in group.call_all(TestWorker.value, phase="value")]
+        return [
+            value for group in self.samplers.groups for value in group.call(TestWorker.value, phase="value").result()
+        ]
 
     def sample(self, *, step: int = 1, num_prompts: int = 5) -> list[tuple[int, int, int]]:
         """Return (prompt, weights, replica) of each prompt; each group is announced once."""
@@ -265,7 +272,7 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
         learners = WorkerGroup(
             for_learners.start([0], ray_actor_class(TestWorker), run_name, loopback=True), "cpu", 300.0
         )
-        learners.call_all(TestWorker.open_fakes, None, phase="load")
+        learners.call(TestWorker.open_fakes, None, phase="load").result()
         starts, warnings = Starts(for_samplers, run_name, faults), []
         samplers = SamplerPool(starts, [starts.start(replica) for replica in range(2)], warn=warnings.append)
         samplers.open(starts.open)
@@ -423,7 +430,7 @@ def test_a_replica_that_dies_while_it_is_idle_is_replaced_before_the_next_sampli
 def test_a_replica_that_dies_before_it_connects_holds_the_others_up_for_seconds_only(pools):
     pools.learn()
     pools.samplers.lose(1, LostWorkerError("it died before"))
-    pools.samplers.replace_lost()
+    pools.samplers.replace_lost(no_phase)
     killed = pools.samplers.group(1).workers[0].pid
     timer = threading.Timer(0.0, partial(os.kill, killed, signal.SIGKILL))
     timer.start()

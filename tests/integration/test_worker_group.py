@@ -24,8 +24,9 @@ from support.clusters import start_workers
 from support.processes import descendants
 from support.sockets import listeners
 from trigon.distributed.cluster import Layout, WorkerHandle, open_cluster
-from trigon.distributed.engines import WorkersRolloutEngine, WorkersTrainEngine
+from trigon.distributed.engines import WorkersTrainEngine
 from trigon.distributed.messages import pack
+from trigon.distributed.rollout_engine import WorkersRolloutEngine
 from trigon.distributed.worker import HeartbeatRequest, Worker, WorkerEngines, ray_actor_class
 from trigon.distributed.worker_group import WorkerGroup
 from trigon.errors import CheckpointError, EngineError, LostWorkerError, PeerError, TrigonError, WorkerError
@@ -164,16 +165,18 @@ def worker_group(workers: list[WorkerHandle]) -> WorkerGroup:
 def failure(workers: list[WorkerHandle], how: str) -> TrigonError:
     """Make workers fail in the phase "update", and return the error that the driver raises."""
     with pytest.raises(TrigonError) as caught:
-        WorkerGroup(workers, "cpu", deadline_seconds=60.0).call_all(TestWorker.fail, how, Path("/"), phase="update")
+        WorkerGroup(workers, "cpu", deadline_seconds=60.0).call(
+            TestWorker.fail, how, Path("/"), phase="update"
+        ).result()
     return caught.value
 
 
 def test_results_are_in_the_order_of_ranks_and_arguments_the_same_for_all_or_one_for_each(worker_group):
-    assert worker_group.call_all(TestWorker.rank, phase="rank") == [0, 1]
-    assert worker_group.call_all(TestWorker.double, 3, 1, phase="double") == [7, 7]
-    assert worker_group.call_all(TestWorker.double, 1, per_rank=[3, 5], phase="double") == [7, 11]
+    assert worker_group.call(TestWorker.rank, phase="rank").result() == [0, 1]
+    assert worker_group.call(TestWorker.double, 3, 1, phase="double").result() == [7, 7]
+    assert worker_group.call(TestWorker.double, 1, per_rank=[3, 5], phase="double").result() == [7, 11]
     with pytest.raises(AssertionError):
-        worker_group.call_all(TestWorker.double, 1, per_rank=[3], phase="double")
+        worker_group.call(TestWorker.double, 1, per_rank=[3], phase="double").result()
 
 
 def make_prompts(*names: str, draw: int = 0) -> list[Prompt]:
@@ -213,7 +216,7 @@ def test_finished_groups_arrive_while_others_are_still_sampled(worker_group, tmp
     num_bytes = worker_group.traffic.pop_metrics()["moved/received_bytes"].value
     assert num_bytes <= sum(pack(row).num_bytes for row in rows)
     # A heartbeat for a generation that has not begun does not include the previous one.
-    heartbeats = worker_group.call_all(Worker.heartbeat, HeartbeatRequest(generation=2), phase="heartbeat")
+    heartbeats = worker_group.call(Worker.heartbeat, HeartbeatRequest(generation=2), phase="heartbeat").result()
     assert [(heartbeat.num_samples, heartbeat.groups) for heartbeat in heartbeats] == [(0, ())] * 2
     second_rows = engine.generate([replace(prompt, draw=8) for prompt in prompts[:3]], SAMPLING)
     assert [[completion.token_ids[-1] for completion in row] for row in second_rows] == [[8, 8], [8, 8], []]
@@ -271,9 +274,9 @@ def test_a_file_is_sent_once_to_each_worker_that_needs_it(worker_group, tmp_path
 def open_engine(
     worker_group: WorkerGroup, folder: Path, replica_size: int = 1
 ) -> tuple[WorkersRolloutEngine, WorkersTrainEngine]:
-    worker_group.call_all(TestWorker.open_echo_engine, folder, replica_size, phase="open")
+    worker_group.call(TestWorker.open_echo_engine, folder, replica_size, phase="open").result()
     return (
-        WorkersRolloutEngine(worker_group, tensor_parallel_size=replica_size),
+        WorkersRolloutEngine(worker_group, replica_size=replica_size),
         WorkersTrainEngine(worker_group, regularized=False),
     )
 
@@ -282,7 +285,7 @@ def test_workers_sleep_after_the_context_also_if_an_error_ends_it_while_others_s
     engine, trainer = open_engine(worker_group, tmp_path)
 
     def versions() -> list[int | None]:
-        return worker_group.call_all(TestWorker.awake_version, phase="version")
+        return worker_group.call(TestWorker.awake_version, phase="version").result()
 
     with engine.awake(trainer.weights(), version=5):
         assert versions() == [5, 5]
@@ -318,7 +321,9 @@ def test_an_error_has_the_rank_whose_it_is_and_its_own_type_or_its_traceback(wor
 
 def test_a_call_that_hangs_ends_at_its_deadline_with_the_stack_of_the_worker(workers, worker_group, tmp_path):
     with pytest.raises(WorkerError, match=r"^joining was not done after 2 s; ranks \[1\] of 2 hang:") as caught:
-        worker_group.call_all(TestWorker.fail, "hang", tmp_path / "released", phase="joining", max_deadline_seconds=2.0)
+        worker_group.call(
+            TestWorker.fail, "hang", tmp_path / "released", phase="joining", max_deadline_seconds=2.0
+        ).result()
     (tmp_path / "released").touch()
     assert "in wait_for\n" in str(caught.value)
 
@@ -356,7 +361,7 @@ def test_the_rank_that_died_is_named_rather_than_the_rank_that_failed_first(work
     engine, trainer = open_engine(worker_group, tmp_path)
     # Within awake(): that the dead worker cannot be put to sleep does not replace the first error.
     with pytest.raises(WorkerError) as caught, engine.awake(trainer.weights(), version=5):
-        worker_group.call_all(TestWorker.fail, "peer dies", Path("/"), phase="update")
+        worker_group.call(TestWorker.fail, "peer dies", Path("/"), phase="update").result()
     error = caught.value
     assert type(error) is LostWorkerError
     assert str(error).startswith("rank 1 on ")
@@ -365,7 +370,7 @@ def test_the_rank_that_died_is_named_rather_than_the_rank_that_failed_first(work
     going_on = "the same command with trainer.load_checkpoint_path=/runs/x/global_step_... goes on from the last"
     assert f"All other workers were stopped; {going_on} checkpoint" in str(error)
     survivor = WorkerGroup(workers[:1], "cpu", deadline_seconds=60.0)
-    assert survivor.call_all(TestWorker.awake_version, phase="version") == [None]
+    assert survivor.call(TestWorker.awake_version, phase="version").result() == [None]
 
 
 @pytest.mark.faults
@@ -373,10 +378,10 @@ def test_the_stacks_of_a_worker_that_hangs_in_c_code_are_in_a_file(workers, tmp_
     file = tmp_path / "hang_stacks.txt"
     survivor = WorkerGroup(workers[:1], "cpu", deadline_seconds=3.0, stacks_file=file)
     with pytest.raises(WorkerError) as caught:
-        survivor.call_all(TestWorker.hang_in_c, phase="update")
+        survivor.call(TestWorker.hang_in_c, phase="update").result()
     assert "update was not done after 3 s (trainer.worker_timeout_seconds); ranks [0] of 1" in str(caught.value)
     assert "does not respond: its process is stopped, or blocked outside of Python" in str(caught.value)
     assert f"The stacks of all processes on this machine are in {file}" in str(caught.value)
     _, _, stacks = file.read_text().partition(f"== process {workers[0].pid}: ray::")
     assert "in hang_in_c" in stacks.partition("== process")[0]
-    assert "in call_all" in file.read_text()  # the driver
+    assert "in _write_stacks" in file.read_text()  # the driver

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,11 @@ import pytest
 from support.episodes import Answer, LocalEnvironments, Observed, drawing, make_settings
 from support.models import processors_of
 from support.rollout import NO_WEIGHTS
-from trigon.distributed.engines import WorkersRolloutEngine
+from trigon.distributed.cluster import WorkerHandle
 from trigon.distributed.messages import pack, unpack
+from trigon.distributed.rollout_engine import WorkersRolloutEngine
 from trigon.distributed.worker import Worker, WorkerEngines
-from trigon.distributed.worker_group import WorkerGroup
+from trigon.distributed.worker_group import Call, WorkerGroup
 from trigon.metrics import values
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.protocol import Interruption, Until
@@ -333,24 +335,41 @@ def test_turn_by_turn_a_call_stops_at_the_same_tokens_however_long_environments_
 # -- several replicas --
 
 
+class LocalCall(Call):
+    """A call that has ended as soon as it is made."""
+
+    def __init__(self, results):
+        self.error, self._pending, self._found = None, {}, results
+
+    def result(self):
+        return self._found
+
+
 class LocalWorkers(WorkerGroup):
     """Workers of this process, each with an engine of its own."""
 
     def __init__(self, engines):
-        super().__init__([Worker(rank) for rank in range(len(engines))], "cpu", 60.0)
+        handles = [WorkerHandle(rank, "", 0, Worker(rank), is_local=True) for rank in range(len(engines))]
+        super().__init__(handles, "cpu", 60.0)
         for rank, fake in enumerate(engines):
             self.replace(rank, fake)
 
     def replace(self, rank, fake):
         """Replace a worker by one that has kept nothing."""
-        self.workers[rank]._engines = WorkerEngines(None, None, fake, None, replica_rank=0, has_episodes=True)
+        self.workers[rank].actor._engines = WorkerEngines(None, None, fake, None, replica_rank=0, has_episodes=True)
+
+    def part(self, first, end):
+        group = copy(self)
+        group.workers = self.workers[first:end]
+        return group
 
     def put(self, payload, *, phase):
         return payload
 
-    def call_all(self, method, *arguments, per_rank=None, phase, listener=None):
+    def call(self, method, *arguments, per_rank=None, phase, listener=None):
         firsts = [()] * len(self.workers) if per_rank is None else [(each,) for each in per_rank]
-        return [method(worker, *first, *arguments) for worker, first in zip(self.workers, firsts, strict=True)]
+        pairs = zip(self.workers, firsts, strict=True)
+        return LocalCall([method(worker.actor, *first, *arguments) for worker, first in pairs])
 
 
 @pytest.mark.faults
@@ -361,7 +380,7 @@ def test_begun_episodes_return_to_the_replica_that_has_them(processors, complete
     environments = [LocalEnvironments(answer) for _ in range(3)]
     fakes = [engine(processors, each, complete) for each in environments]
     group = LocalWorkers(fakes[:2])
-    rollout = WorkersRolloutEngine(group, tensor_parallel_size=1, sends_rows=True)
+    rollout = WorkersRolloutEngine(group, replica_size=1, sends_rows=True)
     with ExitStack() as stack:
         for fake in fakes:
             stack.enter_context(fake.awake(NO_WEIGHTS, version=3))

@@ -9,7 +9,8 @@ import torch
 
 from trigon.data.packing import tokens_of
 from trigon.distributed.balance import TOLERANCE, deal, partition_balanced, partition_near
-from trigon.distributed.engines import deal_prompts, update_costs
+from trigon.distributed.engines import update_costs
+from trigon.distributed.rollout_engine import deal_prompts
 from trigon.rollout.protocol import Until
 from trigon.types import (
     Completion,

@@ -51,7 +51,7 @@ from trigon.training.protocol import CriticEngine, LogprobEngine, Sizes, TrainEn
 
 if TYPE_CHECKING:
     from trigon.distributed.worker import Opened, WorkerEngines
-    from trigon.distributed.worker_group import WorkerGroup
+    from trigon.distributed.worker_group import Call, WorkerGroup
     from trigon.training.fsdp import TorchProcessGroup
 
 
@@ -324,12 +324,10 @@ def open_workers(
     learners = workers.learners
     pools, open_group = place_pools(config), partial(open_in_group, config, plan, shows_videos, episodes)
     with report.phase("load model and start rollout engine"):
-        if workers.samplers is None:
-            results = open_group(pools[0], learners)
-        else:  # both pools at the same time
-            learning = workers.samplers.submit_one(partial(open_group, pools[0], learners))
+        learning = open_group(pools[0], learners)
+        if workers.samplers is not None:  # both pools at the same time
             workers.samplers.open(partial(open_group, pools[1]))
-            results = learning.result()
+        results = learning.result()
     opened = [sizes for sizes in results if sizes is not None]
     sizes = tuple(own for own, _ in opened)
     critic_sizes = tuple(of_critic for _, of_critic in opened if of_critic is not None)
@@ -340,7 +338,7 @@ def open_workers(
 
     def tune_micro_batch(lengths: Lengths, known: Budgets | None) -> Budgets:
         num_sharing = config.workers_per_machine
-        return learners.call_all(Worker.tune_micro_batch, lengths, known, num_sharing, phase="fit")[0]
+        return learners.call(Worker.tune_micro_batch, lengths, known, num_sharing, phase="fit").result()[0]
 
     return Engines(
         device=describe_workers(config, workers),
@@ -357,15 +355,15 @@ def open_workers(
 
 def open_in_group(
     config: Config, plan: Plan, shows_videos: bool, episodes: EpisodeParts | None, pool: Pool, group: WorkerGroup
-) -> list[Opened | None]:
-    """Build the engines of a group of workers of a pool. Returns: the sizes of their models."""
+) -> Call[Opened | None]:
+    """Build the engines of workers of a pool, in a call that returns the sizes of their models."""
     from trigon.distributed.worker import Worker
     from trigon.distributed.worker_group import DISK_SECONDS
 
     traces = config.trainer.run_folder.absolute() / FOLDER
     make_tracer = partial(DecodeTracer, traces, steps=config.trainer.profile_steps, pool=group.role.replace(" ", "_"))
     build = partial(open_worker_engines, config_for_workers(config), plan, shows_videos, episodes, pool, make_tracer)
-    return group.call_all(Worker.open, build, phase="load", min_deadline_seconds=DISK_SECONDS)
+    return group.call(Worker.open, build, phase="load", min_deadline_seconds=DISK_SECONDS)
 
 
 def open_workers_rollout(config: Config, workers: Workers, report: Reporter, *, sends_rows: bool) -> RolloutEngine:
@@ -375,22 +373,20 @@ def open_workers_rollout(config: Config, workers: Workers, report: Reporter, *, 
     when one rank of a replica fails, the others wait for it in a collective operation, and cannot
     be told to start anew.
     """
-    from trigon.distributed.engines import WorkersRolloutEngine
+    from trigon.distributed.rollout_engine import WorkersRolloutEngine
     from trigon.distributed.sampler_engine import SamplersRolloutEngine
 
     rollout = config.worker.rollout
     if workers.samplers is not None:
-        workers.samplers.phase = report.phase
         return SamplersRolloutEngine(
             workers.learners,
             workers.samplers,
             loopback=workers.loopback,
+            phase=report.phase,
             sends_rows=sends_rows,
             shares_homes=config.algorithm.max_staleness == 0,
         )
-    engine = WorkersRolloutEngine(
-        workers.learners, tensor_parallel_size=rollout.tensor_parallel_size, sends_rows=sends_rows
-    )
+    engine = WorkersRolloutEngine(workers.learners, replica_size=rollout.tensor_parallel_size, sends_rows=sends_rows)
     if rollout.name == "vllm" and rollout.tensor_parallel_size == 1:
         return RestartingEngine(engine, warn=report.warn, same_command=config.trainer.same_command, phase=report.phase)
     return engine

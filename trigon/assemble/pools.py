@@ -233,7 +233,7 @@ class _PoolStart:
             role=role,
         )
         join = partial(join_ranks, config_for_workers(config), self._device, self._folder.absolute(), self._pool)
-        return group, group.call_all(Worker.join, join, phase=JOIN_PHASE, max_deadline_seconds=JOIN_SECONDS)
+        return group, group.call(Worker.join, join, phase=JOIN_PHASE, max_deadline_seconds=JOIN_SECONDS).result()
 
 
 def smallest_hardware(device: Literal["cpu", "cuda"], reports: Sequence[NodeReport]) -> Hardware:

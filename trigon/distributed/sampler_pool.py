@@ -6,13 +6,12 @@ the others as they are. Does not depend on what is sampled, and with which weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
 
-from trigon.distributed.worker_group import WorkerGroup
+from trigon.distributed.worker import Worker
+from trigon.distributed.worker_group import POLL_SECONDS, Call, WorkerGroup
 from trigon.errors import LostWorkerError, RolloutError, TransferError, TrigonError, WorkerError, first_line
 from trigon.system.stopping import SAME_COMMAND, SameCommand
 from trigon.types import Phase
@@ -27,19 +26,6 @@ REPLACE = "restart rollout engine: replace lost samplers"
 
 LOST = (LostWorkerError, RolloutError, TransferError)
 """Errors of a replica after which another one in its place may work."""
-
-POLL_SECONDS = 0.2
-"""How often the driver looks whether the run ends while it waits for replicas."""
-
-
-def _ignore(_: object) -> None:
-    """Do nothing."""
-
-
-@contextmanager
-def _no_phase(name: str, *, total: int | None = None) -> Iterator[Callable[[int | None], None]]:
-    """Show nothing. See Phase."""
-    yield _ignore
 
 
 class StartReplica(Protocol):
@@ -67,25 +53,22 @@ class SamplerPool:
         *,
         warn: Callable[[str], object],
         same_command: SameCommand = SAME_COMMAND,
-        phase: Phase | None = None,
     ) -> None:
         """Take over replicas that are started.
 
         starts: starts others in their places. warn: called with a message when one is replaced.
-        phase: the context in which replicas are replaced, or get weights. None: shown nowhere.
         """
         self._starts = starts
         self._replica_size = len(groups[0].workers)
         self.groups: list[WorkerGroup | None] = list(groups)
         self.warn = warn
-        self.phase: Phase = _no_phase if phase is None else phase
         self._same_command = same_command
-        self._open: Callable[[WorkerGroup], object] | None = None
+        self._open: Callable[[WorkerGroup], Call[Any]] | None = None
         self._num_rounds = 0  # of replacements since completions were last sampled
         self._num_replaced = 0  # replicas since the last pop_replaced
         self._losses: list[str] = []  # what was lost and is not replaced yet
         self._starting: list[WorkerGroup] = []  # in place of lost ones
-        self._threads = ThreadPoolExecutor(1 + len(groups), thread_name_prefix="samplers")
+        self._threads = ThreadPoolExecutor(len(groups), thread_name_prefix="samplers")  # that start replicas
         self._is_closed = False
 
     @property
@@ -97,11 +80,6 @@ class SamplerPool:
     def replica_size(self) -> int:
         """The number of ranks of a replica."""
         return self._replica_size
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the run ends."""
-        return self._is_closed
 
     @property
     def alive(self) -> list[int]:
@@ -118,43 +96,30 @@ class SamplerPool:
         """Return the process ids of the workers on this machine."""
         return [pid for group in self.groups if group is not None for pid in group.local_process_ids()]
 
-    def open(self, open_engines: Callable[[WorkerGroup], object]) -> None:
+    def open(self, open_engines: Callable[[WorkerGroup], Call[Any]]) -> None:
         """Build the engines of all replicas, now and of those that are started later."""
         self._open = open_engines
-        for future in self.submit(
-            {number: partial(open_engines, self.group(number)) for number in self.alive}
-        ).values():
-            future.result()
+        for call in [open_engines(self.group(number)) for number in self.alive]:
+            call.result()
 
-    def submit(self, calls: Mapping[int, Callable[[], Result]]) -> dict[int, Future[Result]]:
-        """Make calls of replicas, each in a thread of its own."""
-        return {number: self._threads.submit(call) for number, call in calls.items()}
-
-    def call(self, calls: Mapping[int, Callable[[], Result]]) -> dict[int, Result]:
-        """Make calls of replicas at the same time, and return the results of those not lost by it.
+    def call(self, method: Callable[[Worker], Result], *, phase: str) -> list[Result]:
+        """Call a method of all workers, and return the results of the replicas not lost by it.
 
         Raises: the error of a call if it is none of LOST.
         """
-        futures = self.submit(calls)
-        self._wait_for_all(futures.values())
-        return {number: future.result() for number, future in futures.items() if not self.check(number, future)}
+        results = []
+        for number, call in [(number, self.group(number).call(method, phase=phase)) for number in self.alive]:
+            call.wait()
+            results += [] if self.is_lost(number, call) else call.result()
+        return results
 
-    def submit_one(self, call: Callable[[], Result]) -> Future[Result]:
-        """Make one more call, of other workers, in a thread of its own."""
-        return self._threads.submit(call)
-
-    def wait_for_any(self, futures: Iterable[Future[Any]]) -> None:
-        """Wait until one of these calls has ended, or for a moment."""
-        wait([future for future in futures if not future.done()], POLL_SECONDS, return_when=FIRST_COMPLETED)
-
-    def check(self, replica: int, future: Future[Any]) -> bool:
-        """Return whether a call that ended has lost its replica, and note it."""
-        error = future.exception()
-        if error is None:
+    def is_lost(self, replica: int, call: Call[Any]) -> bool:
+        """Return whether a call that ended has lost its replica, and note it. Raises: as call."""
+        if call.error is None:
             return False
-        if not isinstance(error, LOST):
-            raise error
-        self.lose(replica, error)
+        if not isinstance(call.error, LOST):
+            raise call.error
+        self.lose(replica, call.error)
         return True
 
     def lose(self, replica: int, error: BaseException) -> None:
@@ -165,8 +130,8 @@ class SamplerPool:
         self._losses.append(first_line(error))
         self._starts.end(group)
 
-    def replace_lost(self) -> None:
-        """Start others in place of the replicas that are lost.
+    def replace_lost(self, phase: Phase) -> None:
+        """Start others in place of the replicas that are lost, in a phase of the run.
 
         Raises: WorkerError if that was done too often since the last completed step.
         """
@@ -181,9 +146,13 @@ class SamplerPool:
                 )
             self._num_rounds += 1
             self.warn(f"{losses}. Sampler {', '.join(map(str, lost))} is replaced, and the run goes on")
-            with self.phase(REPLACE) as advance:
-                futures = self.submit({number: partial(self._start, number) for number in lost})
-                self._wait_for_all(futures.values(), advance)
+            with phase(REPLACE) as advance:
+                futures = {number: self._threads.submit(self._start, number) for number in lost}
+                pending = set(futures.values())
+                while pending:
+                    self.require_open()
+                    advance(None)
+                    _, pending = wait(pending, POLL_SECONDS)
             for number, future in futures.items():
                 error = future.exception()
                 # Also errors of another kind: the memory of a GPU whose process has ended just now
@@ -215,14 +184,6 @@ class SamplerPool:
             group.is_closed = True
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _wait_for_all(self, futures: Iterable[Future[Any]], advance: Callable[[None], object] = _ignore) -> None:
-        """Wait until all these calls have ended. advance: called with None meanwhile."""
-        pending = set(futures)
-        while pending:
-            self.require_open()
-            advance(None)
-            _, pending = wait(pending, POLL_SECONDS)
-
     def _start(self, replica: int) -> WorkerGroup:
         """Start the workers of a replica, with engines; close() ends it."""
         group = self._starts.start(replica)
@@ -230,7 +191,7 @@ class SamplerPool:
         try:
             self.require_open()
             if self._open is not None:
-                self._open(group)
+                self._open(group).result()
         except BaseException:
             self._starts.end(group)
             raise

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import ray
 
@@ -49,12 +49,6 @@ from trigon.training.protocol import GroupOutputs, LogprobEngine, Sizes
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, WeightsHandle
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-class JoinRanks(Protocol):
-    """Joins the process group and inspects the node. Called in the worker, on all ranks at once."""
-
-    def __call__(self, rendezvous: Rendezvous) -> tuple[TorchProcessGroup, NodeReport]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +106,6 @@ class WorkerEngines:
 
 Opened = tuple[Sizes, Sizes | None]
 """The sizes of the trainer's model and of the critic's on a rank; None without a critic."""
-
-
-class OpenWorkerEngines(Protocol):
-    """Builds a worker's engines. Called in the worker, on all ranks at once."""
-
-    def __call__(self, process_group: TorchProcessGroup) -> WorkerEngines: ...
 
 
 @dataclass(slots=True)
@@ -187,8 +175,8 @@ class Worker:
         set_environment(environment, address=None if loopback else ray.util.get_node_ip_address())
         self._environment = environment
 
-    def join(self, join_ranks: JoinRanks) -> NodeReport:
-        """Join the process group, and return the report about this node."""
+    def join(self, join_ranks: Callable[[Rendezvous], tuple[TorchProcessGroup, NodeReport]]) -> NodeReport:
+        """Join the process group, and return the report about this node. Collective."""
         size = int(self._environment["WORLD_SIZE"])
         store = open_store(
             self._environment["MASTER_ADDR"],
@@ -200,9 +188,12 @@ class Worker:
         self._transfer = TransferMember(self._process_group.device)
         return report
 
-    def open(self, open_worker_engines: OpenWorkerEngines) -> Opened | None:
-        """Build the engines. Returns: sizes of the models; None if this worker only samples."""
-        self._engines = open_worker_engines(self._process_group)
+    def open(self, open_engines: Callable[[TorchProcessGroup], WorkerEngines]) -> Opened | None:
+        """Build the engines. Collective.
+
+        Returns: sizes of the models; None if this worker only samples.
+        """
+        self._engines = open_engines(self._process_group)
         # vLLM collects garbage at each sleep and waking, which need not scan what is there now.
         gc.collect()
         gc.freeze()

@@ -1,6 +1,7 @@
-"""Calls to all workers at once, with deadlines and error reports.
+"""Calls of all workers at once, with deadlines and error reports.
 
-Runs in the driver, and counts the bytes that go through it. Does not depend on what is computed.
+Runs in the driver, and counts the bytes that go through it. One thread can wait for the calls of
+several groups. Does not depend on what is computed.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, TypeVarTuple, overload
+from typing import Any, Generic, Literal, Protocol, TypeVar, TypeVarTuple, overload
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
@@ -38,6 +39,9 @@ Result = TypeVar("Result")
 DISK_SECONDS = 3600.0
 """Minimum deadline of calls that load models, or write or read a checkpoint."""
 
+POLL_SECONDS = 0.2
+"""How often the driver looks for other things while it waits for calls of several groups."""
+
 _HEARTBEAT_SECONDS = 1.0
 """Interval at which busy workers are asked for a heartbeat."""
 
@@ -57,7 +61,7 @@ class HeartbeatListener(Protocol):
         ...
 
     def receive(self, rank: int, heartbeat: Heartbeat) -> None:
-        """Process a heartbeat. Called by the thread that made the call."""
+        """Process a heartbeat. Called by the thread that waits for the call."""
         ...
 
 
@@ -115,15 +119,6 @@ class Traffic:
 
 
 @dataclass(slots=True)
-class _Failure:
-    """The error of one rank. order: 0 for the failure that the driver saw first."""
-
-    rank: int
-    error: Exception
-    order: int
-
-
-@dataclass(slots=True)
 class WorkerGroup:
     """The workers of a run, in the order of their ranks.
 
@@ -149,17 +144,17 @@ class WorkerGroup:
     _heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
 
     @overload
-    def call_all(
+    def call(
         self,
         method: Callable[[W, *Arguments], Result],
         *arguments: *Arguments,
         phase: str,
         min_deadline_seconds: float = 0.0,
         max_deadline_seconds: float = math.inf,
-    ) -> list[Result]: ...
+    ) -> Call[Result]: ...
 
     @overload
-    def call_all(
+    def call(
         self,
         method: Callable[[W, First, *Arguments], Result],
         *arguments: *Arguments,
@@ -168,9 +163,9 @@ class WorkerGroup:
         listener: HeartbeatListener | None = None,
         min_deadline_seconds: float = 0.0,
         max_deadline_seconds: float = math.inf,
-    ) -> list[Result]: ...
+    ) -> Call[Result]: ...
 
-    def call_all(
+    def call(
         self,
         method: Callable[..., Any],
         *arguments: *Arguments,
@@ -179,11 +174,14 @@ class WorkerGroup:
         listener: HeartbeatListener | None = None,
         min_deadline_seconds: float = 0.0,
         max_deadline_seconds: float = math.inf,
-    ) -> list[Any]:
-        """Call a method of Worker on all ranks at once, and return the results by rank.
+    ) -> Call[Any]:
+        """Call a method of Worker on all ranks at once, and return the call at once.
 
-            worker_group.call_all(Worker.wake, version, phase="weights")
-            worker_group.call_all(Worker.step, per_rank=payloads, phase="update")
+            worker_group.call(Worker.wake, version, phase="weights").result()
+            worker_group.call(Worker.step, per_rank=payloads, phase="update").result()
+
+        It runs after the calls that are running. One whose result nobody waits for delays and
+        replaces no error, as for cleanup; Ray logs its errors.
 
         Args:
             method: looked up on the Ray actors by its name.
@@ -195,56 +193,22 @@ class WorkerGroup:
                 been received when the call ends are dropped.
             min_deadline_seconds: the deadline, if deadline_seconds is smaller.
             max_deadline_seconds: the deadline, if deadline_seconds is larger.
-        Raises: the worker's own TrigonError with its rank prepended; WorkerError for any other
-        error, for a process that died, and for a deadline that passed.
         """
-        pending = self._submit(method, arguments, per_rank)
-        results: dict[int, Any] = {}
-        failures: list[_Failure] = []
+        assert per_rank is None or len(per_rank) == len(self.workers), f"{per_rank} for {len(self.workers)} workers"
+        pending = {}
+        for index, worker in enumerate(self.workers):
+            first = () if per_rank is None else (per_rank[index],)
+            pending[getattr(worker.actor, method.__name__).remote(*first, *arguments)] = worker
         deadline = min(max(self.deadline_seconds, min_deadline_seconds), max_deadline_seconds)
-        started = time.monotonic()
-        heartbeats: dict[Any, int] = {}  # requested and not yet received: Ray's reference -> rank
-        while pending:
-            done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_HEARTBEAT_SECONDS)
-            _collect(done, pending, results, failures)
-            if failures:
-                self._wait_for_failures(pending, results, failures)
-                raise self._root_cause(failures, phase)
-            if self.is_closed:
-                raise WorkerError(f"{phase} was given up, since the run ends")
-            if pending and time.monotonic() - started > deadline:
-                raise self._deadline_error(list(pending.values()), phase, deadline)
-            for rank in self._receive_heartbeats(heartbeats):
-                if listener is not None:
-                    listener.receive(rank, self._heartbeats[rank])
-            for worker in pending.values():
-                if worker.rank not in heartbeats.values():
-                    request = HeartbeatRequest() if listener is None else listener.request(worker.rank)
-                    heartbeats[worker.actor.heartbeat.remote(request)] = worker.rank
-        return [results[worker.rank] for worker in self.workers]
+        return Call(self, pending, phase=phase, deadline_seconds=deadline, listener=listener)
 
-    def first(self) -> WorkerGroup:
-        """Return a group of the first worker alone."""
-        return WorkerGroup(
-            self.workers[:1],
-            self.device,
-            self.deadline_seconds,
-            stacks_file=self.stacks_file,
-            same_command=self.same_command,
-            role=self.role,
-        )
+    def part(self, first: int, end: int) -> WorkerGroup:
+        """Return the group of some consecutive workers, whose messages count as of this group."""
+        return replace(self, workers=self.workers[first:end])
 
     def local_process_ids(self) -> list[int]:
         """Return the process ids of the workers on this machine."""
         return [worker.pid for worker in self.workers if worker.is_local]
-
-    def submit_all(self, method: Callable[[W, *Arguments], Any], *arguments: *Arguments) -> None:
-        """Queue a call of a method of Worker on all ranks, and return at once.
-
-        It runs after the calls that are running. For cleanup while an error is raised: neither a
-        busy nor a failed worker delays or replaces that error. Ray logs the errors of these calls.
-        """
-        self._submit(method, arguments, None)
 
     def put(self, message: Message, *, phase: str) -> Any:
         """Put a message into Ray's object store, and count its bytes.
@@ -260,86 +224,54 @@ class WorkerGroup:
         self.traffic.count(phase, received=message.num_bytes)
         return unpack(message)
 
-    def _submit(
-        self, method: Callable[..., Any], arguments: Sequence[Any], per_rank: Sequence[Any] | None
-    ) -> dict[Any, WorkerHandle]:
-        """Start a call on each worker. Returns: Ray's reference of each call -> its worker."""
-        assert per_rank is None or len(per_rank) == len(self.workers), f"{per_rank} for {len(self.workers)} workers"
-        calls = {}
-        for index, worker in enumerate(self.workers):
-            first = () if per_rank is None else (per_rank[index],)
-            calls[getattr(worker.actor, method.__name__).remote(*first, *arguments)] = worker
-        return calls
-
-    def _receive_heartbeats(self, heartbeats: dict[Any, int]) -> list[int]:
-        """Store the requested heartbeats that have arrived, and return their ranks."""
-        arrived, _ = ray.wait(list(heartbeats), num_returns=len(heartbeats), timeout=0) if heartbeats else ([], [])
-        ranks = []
-        for reference in arrived:
-            rank = heartbeats.pop(reference)
-            try:
-                self._heartbeats[rank] = ray.get(reference)
-            except (RayActorError, RayTaskError):  # the pending call of this worker fails, too, and is reported
-                continue
-            ranks.append(rank)
-        return ranks
-
-    def _wait_for_failures(
-        self, pending: dict[Any, WorkerHandle], results: dict[int, Any], failures: list[_Failure]
-    ) -> None:
-        """Collect further calls for _GRACE_SECONDS, or until Ray reports that a process died."""
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while pending and (left := deadline - time.monotonic()) > 0:
-            if any(isinstance(failure.error, RayActorError) for failure in failures):
-                return
-            done, _ = ray.wait(list(pending), num_returns=1, timeout=left)
-            _collect(done, pending, results, failures)
-
-    def _root_cause(self, failures: Sequence[_Failure], phase: str) -> TrigonError:
+    def _root_cause(self, failures: Sequence[tuple[WorkerHandle, Exception]], phase: str) -> TrigonError:
         """Return the error to raise for the most likely root cause.
 
         A process that died comes before a TrigonError, a TrigonError before any other error, and
         that before a PeerError, of which another rank has the cause.
+        failures: the first one that the driver saw is the first.
         """
 
-        def priority(failure: _Failure) -> tuple[int, int]:
-            if isinstance(failure.error, RayActorError | OutOfMemoryError):
-                return 0, failure.order
-            error = _unwrap(failure.error)
-            return (3 if isinstance(error, PeerError) else 1 if isinstance(error, TrigonError) else 2), failure.order
+        def priority(failure: tuple[WorkerHandle, Exception]) -> int:
+            if isinstance(failure[1], RayActorError | OutOfMemoryError):
+                return 0
+            error = _unwrap(failure[1])
+            return 3 if isinstance(error, PeerError) else 1 if isinstance(error, TrigonError) else 2
 
-        first = min(failures, key=priority)
-        cause = _unwrap(first.error)
-        location = f"{self._describe_rank(first.rank)}, in {phase}"
+        worker, error = min(failures, key=priority)
+        cause = _unwrap(error)
+        location = f"{self._describe(worker)}, in {phase}"
         if isinstance(cause, TrigonError):
             return type(cause)(f"{location}: {cause}")
-        other_ranks = sorted(failure.rank for failure in failures if failure is not first)
+        other_ranks = sorted(other.rank for other, _ in failures if other is not worker)
         also = f"\nAlso failed: {', '.join(f'rank {rank}' for rank in other_ranks)}" if other_ranks else ""
-        memory = self._describe_memory(first.rank)
-        if isinstance(first.error, RayTaskError):
-            return WorkerError(f"{location}: raised an error{memory}:\n{first.error}{also}")
+        memory = self._describe_memory(worker.rank)
+        if isinstance(error, RayTaskError):
+            return WorkerError(f"{location}: raised an error{memory}:\n{error}{also}")
         goes_on = f"All other workers were stopped; {self.same_command.from_last('goes on from the last checkpoint')}"
-        return LostWorkerError(f"{location}: the process died{memory}: {_describe_death(first.error)}{also}\n{goes_on}")
+        return LostWorkerError(f"{location}: the process died{memory}: {_describe_death(error)}{also}\n{goes_on}")
 
     def _deadline_error(self, workers: Sequence[WorkerHandle], phase: str, deadline: float) -> LostWorkerError:
         """Return the error for workers that missed the deadline, with their stacks."""
         request = HeartbeatRequest(with_stack=True)
-        references = {worker.rank: worker.actor.heartbeat.remote(request) for worker in workers}
+        references = [worker.actor.heartbeat.remote(request) for worker in workers]
         # One wait for all of them: the watchdog of the run gives the driver a minute in total.
-        arrived, _ = ray.wait(list(references.values()), num_returns=len(references), timeout=_GRACE_SECONDS)
+        arrived, _ = ray.wait(references, num_returns=len(references), timeout=_GRACE_SECONDS)
         lines = []
-        for rank, reference in references.items():
+        for worker, reference in zip(workers, references, strict=True):
             state = "does not respond: its process is stopped, or blocked outside of Python"
             if reference in arrived:
                 with suppress(RayActorError, RayTaskError):
                     heartbeat = ray.get(reference)
-                    self._heartbeats[rank] = heartbeat
+                    self._heartbeats[worker.rank] = heartbeat
                     state = f"is in\n{heartbeat.stack}"
-            lines.append(f"{self._describe_rank(rank)}{self._describe_memory(rank)} {state}")
+            lines.append(f"{self._describe(worker)}{self._describe_memory(worker.rank)} {state}")
         limit = " (trainer.worker_timeout_seconds)" if deadline == self.deadline_seconds else ""
         return LostWorkerError(
             f"{phase} was not done after {deadline:g} s{limit}; {self.role and self.role + ' '}ranks "
-            f"{sorted(references)} of {len(self.workers)} hang:\n" + "\n".join(lines) + self._write_stacks()
+            f"{sorted(worker.rank for worker in workers)} of {len(self.workers)} hang:\n"
+            + "\n".join(lines)
+            + self._write_stacks()
         )
 
     def _write_stacks(self) -> str:
@@ -355,9 +287,8 @@ class WorkerGroup:
             return f"\nThe stacks of all processes cannot be written to {self.stacks_file} ({error}):\n{text}"
         return f"\nThe stacks of all processes on this machine are in {self.stacks_file}"
 
-    def _describe_rank(self, rank: int) -> str:
-        worker = self.workers[rank]
-        return f"{self.role} rank {rank} on {worker.host} (process {worker.pid})".lstrip()
+    def _describe(self, worker: WorkerHandle) -> str:
+        return f"{self.role} rank {worker.rank} on {worker.host} (process {worker.pid})".lstrip()
 
     def _describe_memory(self, rank: int) -> str:
         heartbeat = self._heartbeats.get(rank)
@@ -367,16 +298,106 @@ class WorkerGroup:
         return f", last seen with {current} (at most {peak})"
 
 
-def _collect(
-    done: Sequence[Any], pending: dict[Any, WorkerHandle], results: dict[int, Any], failures: list[_Failure]
-) -> None:
-    """Move finished calls from `pending` to `results`, by rank, or to `failures`."""
-    for reference in done:
-        worker = pending.pop(reference)
-        try:
-            results[worker.rank] = ray.get(reference)
-        except (RayActorError, RayTaskError, OutOfMemoryError) as error:
-            failures.append(_Failure(worker.rank, error, len(failures)))
+class Call(Generic[Result]):
+    """A method that runs on all workers of a group; see WorkerGroup.call.
+
+    error: why it has failed; None: it has not. That is the worker's own TrigonError with its rank
+    prepended; WorkerError for any other error, for a process that died, and for a deadline that
+    passed.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        pending: dict[Any, WorkerHandle],
+        *,
+        phase: str,
+        deadline_seconds: float,
+        listener: HeartbeatListener | None,
+    ) -> None:
+        """Wait for calls of methods. pending: Ray's reference of each call -> its worker."""
+        self.error: TrigonError | None = None
+        self._group = group
+        self._pending = pending
+        self._phase = phase
+        self._listener = listener
+        self._results: dict[int, Result] = {}
+        self._failures: list[tuple[WorkerHandle, Exception]] = []
+        self._failed_at = math.inf
+        self._started = time.monotonic()
+        self._deadline_seconds = deadline_seconds
+        self._next_heartbeats = self._started + _HEARTBEAT_SECONDS
+        self._heartbeats: dict[Any, WorkerHandle] = {}  # requested and not received, by Ray's reference
+
+    def wait(self) -> None:
+        """Wait until the call has ended."""
+        while not self.poll():
+            ray.wait(list(self._pending), num_returns=len(self._pending), timeout=_HEARTBEAT_SECONDS)
+
+    def result(self) -> list[Result]:
+        """Wait until the call has ended, and return the results by rank. Raises: its error."""
+        self.wait()
+        if self.error is not None:
+            raise self.error
+        return [self._results[worker.rank] for worker in self._group.workers]
+
+    def poll(self) -> bool:
+        """Process what has arrived, and return whether the call has ended.
+
+        To be called about once a second until it has.
+        """
+        if self.error is not None or not self._pending:
+            return True
+        now = time.monotonic()
+        self._collect()
+        if self._failures:
+            self._failed_at = min(self._failed_at, now)
+            has_cause = any(isinstance(error, RayActorError) for _, error in self._failures)
+            if has_cause or not self._pending or now > self._failed_at + _GRACE_SECONDS:
+                self.error = self._group._root_cause(self._failures, self._phase)
+        elif self._pending and self._group.is_closed:
+            self.error = WorkerError(f"{self._phase} was given up, since the run ends")
+        elif self._pending and now > self._started + self._deadline_seconds:
+            workers = list(self._pending.values())
+            self.error = self._group._deadline_error(workers, self._phase, self._deadline_seconds)
+        elif self._pending and now >= self._next_heartbeats:
+            self._next_heartbeats = now + _HEARTBEAT_SECONDS
+            self._exchange_heartbeats()
+        return self.error is not None or not self._pending
+
+    def _collect(self) -> None:
+        """Move calls of workers that have ended to the results or to the failures."""
+        done, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
+        for reference in done:
+            worker = self._pending.pop(reference)
+            try:
+                self._results[worker.rank] = ray.get(reference)
+            except (RayActorError, RayTaskError, OutOfMemoryError) as error:
+                self._failures.append((worker, error))
+
+    def _exchange_heartbeats(self) -> None:
+        """Receive the heartbeats that have arrived, and request one of each worker that is busy."""
+        heartbeats, listener = self._heartbeats, self._listener
+        arrived, _ = ray.wait(list(heartbeats), num_returns=len(heartbeats), timeout=0) if heartbeats else ([], [])
+        for reference in arrived:
+            rank = heartbeats.pop(reference).rank
+            try:
+                heartbeat = self._group._heartbeats[rank] = ray.get(reference)
+            except (RayActorError, RayTaskError):  # the pending call of this worker fails, too, and is reported
+                continue
+            if listener is not None:
+                listener.receive(rank, heartbeat)
+        asked = {worker.rank for worker in heartbeats.values()}
+        for worker in self._pending.values():
+            if worker.rank not in asked:
+                request = HeartbeatRequest() if listener is None else listener.request(worker.rank)
+                heartbeats[worker.actor.heartbeat.remote(request)] = worker
+
+
+def wait_for_any(calls: Iterable[Call[Any]], seconds: float) -> None:
+    """Wait until a worker has ended its part of one of these calls, for at most n seconds."""
+    if pending := [reference for call in calls for reference in call._pending]:
+        ray.wait(pending, timeout=seconds)
 
 
 def _unwrap(error: Exception) -> BaseException:

@@ -1,0 +1,290 @@
+"""The rollout engine of workers: deals the prompts of a call to replicas, and collects completions.
+
+A replica is one worker, or several consecutive ones with tensor parallelism. Prompts are dealt in
+turn, except for those of which an earlier call has begun completions: these stay with their
+replica, which may have kept their episodes. sampler_engine.py has the same for replicas that do not
+learn, and may be lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from trigon.distributed.balance import deal
+from trigon.distributed.engines import require_weights_of_workers
+from trigon.distributed.messages import Message, for_sampling, pack, without_observed_images
+from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
+from trigon.distributed.worker_group import DISK_SECONDS, POLL_SECONDS, Call, WorkerGroup, wait_for_any
+from trigon.metrics import Metrics, merge
+from trigon.rollout.protocol import InterruptKind, OnGroup, Until
+from trigon.types import Completion, Prompt, SamplingParams, WeightsHandle
+
+
+class WorkersRolloutEngine:
+    """Samples on the workers that learn. Implements RolloutEngine.
+
+    replica_size: the number of consecutive ranks that form one replica. sends_rows: with the
+    prompts, for environments.
+    """
+
+    def __init__(self, learners: WorkerGroup, *, replica_size: int, sends_rows: bool = False) -> None:
+        self._learners = learners
+        self._replica_size = replica_size
+        self._sends_rows = sends_rows
+        self._version = -1  # of the weights that were asked for last
+        self._generation = 0  # the number of the last call of Worker.generate
+
+    @property
+    def num_replicas(self) -> int:
+        """See RolloutEngine."""
+        return len(self._learners.workers) // self._replica_size
+
+    @contextmanager
+    def awake(self, weights: WeightsHandle, *, version: int) -> Iterator[None]:
+        """See RolloutEngine. Each worker reads the weights of its own trainer."""
+        require_weights_of_workers(weights)
+        self._version = version
+        self._learners.processed.forget()
+        self._learners.call(Worker.wake, version, phase="weights").result()
+        try:
+            yield
+        except BaseException:
+            self._learners.call(Worker.sleep, phase="sleep")  # its own error does not replace this one
+            raise
+        self._learners.call(Worker.sleep, phase="sleep").result()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        until: Until | None = None,
+        on_progress: Callable[[int | None], None] | None = None,
+        on_group: OnGroup | None = None,
+    ) -> list[list[Completion]]:
+        """See RolloutEngine. Finished groups arrive with heartbeats, about a second apart.
+
+        Each replica stops when its part of until is reached. Without until, the prompts of a
+        replica that is lost are sampled by another one. With until, which the other one may not
+        reach for long, they are returned as they were begun, less those that had ended.
+        """
+        rows: dict[int, list[Completion]] = {}
+
+        def advance(num_finished: int | None) -> None:
+            if on_progress is not None:
+                on_progress(num_finished)
+
+        def receive(index: int, completions: Sequence[Completion], replica: int) -> None:
+            if index in rows:  # from a replica that was lost since
+                return
+            rows[index] = [replace(each, replica=replica) for each in completions]
+            self._note_home(rows[index], replica, num_ranks=1)
+            if on_group is not None and not any(each.is_unfinished for each in completions):
+                on_group(index, rows[index])
+
+        shares: dict[int, _Share] = {}  # by the replica that each is dealt to
+        replicas = self._replicas(until)
+        dealt = deal_prompts(len(prompts), sampling, until, replicas) if replicas else []
+        parts = [None] * len(dealt) if until is None else until.of_shares(dealt)
+        for replica, indices, part in zip(replicas, dealt, parts, strict=True):
+            # With until also those without prompts, which then stop the episodes they have kept.
+            if indices or until is not None:
+                own = [prompts[index] for index in indices]
+                begun = None if part is None else without_observed_images(part)
+                message = pack((for_sampling(own, with_rows=self._sends_rows), begun))
+                shares[replica] = _Share(replica, indices, message, advance, receive)
+                self._note_home(own, replica, num_ranks=self._replica_size)
+        while shares:
+            able = self._able()
+            running = {replica: shares.pop(replica) for replica in able if replica in shares}
+            free = [replica for replica in able if replica not in running]
+            running |= {replica: shares.pop(lost) for replica, lost in zip(free, list(shares), strict=False)}
+            lost_shares = self._sample(running, sampling, until, advance)
+            if until is not None:
+                break
+            shares |= {share.replica: share for share in lost_shares}
+        return [
+            rows[index] if index in rows else self._begun(until, index, sampling.num_completions)
+            for index in range(len(prompts))
+        ]
+
+    def restart(self) -> None:
+        """See RestartableEngine. All workers start their engines anew, since their starts are one.
+
+        A worker that is still sampling does so first.
+        """
+        phase = "restart of the rollout engines"
+        self._learners.call(Worker.restart_rollout, phase=phase, min_deadline_seconds=DISK_SECONDS).result()
+
+    def pop_metrics(self) -> Metrics:
+        """See RolloutEngine."""
+        return merge(*self._learners.call(Worker.pop_rollout_metrics, phase="rollout").result())
+
+    def close(self) -> None:
+        """Do nothing: the workers end with the context that started them."""
+
+    # -- the replicas --
+
+    def _replicas(self, until: Until | None) -> Sequence[int]:
+        """Return the replicas to which the prompts of a call are dealt."""
+        return range(self.num_replicas)
+
+    def _able(self) -> Sequence[int]:
+        """Return the replicas that can sample now, at least one."""
+        return range(self.num_replicas)
+
+    def _group(self, replica: int) -> WorkerGroup:
+        """Return the workers of a replica that can sample now."""
+        return self._learners.part(replica * self._replica_size, (replica + 1) * self._replica_size)
+
+    def _is_lost(self, replica: int, call: Call[Any]) -> bool:
+        """Return whether a call that has ended has lost its replica. Raises: another error."""
+        call.result()
+        return False
+
+    def _note_home(self, parts: Sequence[Prompt | Completion], replica: int, *, num_ranks: int) -> None:
+        """Note that the first ranks of a replica have the pixels of prompts or completions.
+
+        Of more replicas than learners, the rest begins with the first learner again.
+        """
+        first, size = replica * self._replica_size, len(self._learners.workers)
+        self._learners.processed.add(parts, [rank % size for rank in range(first, first + num_ranks)])
+
+    def _sample(
+        self,
+        shares: dict[int, _Share],
+        sampling: SamplingParams,
+        until: Until | None,
+        advance: Callable[[int | None], None],
+    ) -> list[_Share]:
+        """Sample a share on each of these replicas; return those whose replica was lost."""
+        self._generation += 1
+        running, lost = dict(shares), []
+        for replica, share in running.items():
+            share.begin(self._group(replica), sampling, self._generation)
+        interrupted_at = 0.0
+        try:
+            while running:
+                kind = None if until is None else until.interrupted
+                # Again and again: a call that a worker has not begun is not interrupted.
+                if kind is not None and time.monotonic() > interrupted_at + POLL_SECONDS:
+                    interrupted_at = time.monotonic()
+                    for share in running.values():
+                        share.interrupt(kind)
+                wait_for_any([share.call for share in running.values()], POLL_SECONDS)
+                advance(None)
+                for replica in [replica for replica, share in running.items() if share.poll()]:
+                    share = running.pop(replica)
+                    if self._is_lost(replica, share.call):
+                        lost.append(share)
+        except BaseException:
+            for share in running.values():  # what they would sample to the end is not used
+                share.interrupt("stop")
+            raise
+        return lost
+
+    def _begun(self, until: Until | None, index: int, num_completions: int) -> list[Completion]:
+        """Return the completions of a prompt as they were before a call that has lost them."""
+        assert until is not None, "without until, all prompts are sampled"
+        begun = until.begun[index] if index < len(until.begun) else ()
+        nothing = Completion(
+            token_ids=(), sampling_logprobs=(), finish_reason="unfinished", text="", policy_version=self._version
+        )
+        return list(begun) or [nothing] * num_completions
+
+
+class _Share:
+    """The prompts of a call that a replica samples, or another one in its place.
+
+    Implements HeartbeatListener.
+    replica: that they were dealt to. call: of the replica that samples them.
+    """
+
+    def __init__(
+        self,
+        replica: int,
+        indices: Sequence[int],
+        message: Message,
+        advance: Callable[[int | None], None],
+        receive: Callable[[int, Sequence[Completion], int], None],
+    ) -> None:
+        """Take prompts.
+
+        indices: of the prompts. message: for Worker.generate. advance: called with the number of
+        newly finished completions. receive: called with the index of a prompt, its completions, and
+        replica.
+        """
+        self.replica = replica
+        self.call: Call[Any]
+        self._indices = indices
+        self._message = message
+        self._advance = advance
+        self._receive = receive
+        self._num_samples = 0  # that advance has been called with
+        self._num_groups = 0  # received from the replica that samples them now
+        self._is_sampled = False
+
+    def begin(self, group: WorkerGroup, sampling: SamplingParams, generation: int) -> None:
+        """Let the workers of a replica sample the prompts. generation: the number of the call."""
+        self._group, self._generation = group, generation
+        self._num_groups, self._is_sampled = 0, False
+        messages = [group.put(self._message, phase="rollout")] * len(group.workers)
+        self.call = group.call(Worker.generate, sampling, generation, per_rank=messages, phase="rollout", listener=self)
+
+    def poll(self) -> bool:
+        """Process what has arrived, and return whether the replica is done, or has failed."""
+        if not self.call.poll():
+            return False
+        if self.call.error is None and not self._is_sampled:
+            # For the groups that have finished since the last heartbeat of the call.
+            self._is_sampled = True
+            requests = [self.request(worker.rank) for worker in self._group.workers]
+            self.call = self._group.call(Worker.heartbeat, per_rank=requests, phase="rollout")
+            return self.poll()
+        if self.call.error is None:
+            for worker, heartbeat in zip(self._group.workers, self.call.result(), strict=True):
+                self.receive(worker.rank, heartbeat)
+        return True
+
+    def interrupt(self, kind: InterruptKind) -> None:
+        """Let the replica stop, unless the run ends."""
+        if not self._group.is_closed:
+            self._group.call(Worker.interrupt, self._generation, kind, phase="interrupt")
+
+    def request(self, rank: int) -> HeartbeatRequest:
+        """See HeartbeatListener."""
+        return HeartbeatRequest(generation=self._generation, skip_groups=self._num_groups)
+
+    def receive(self, rank: int, heartbeat: Heartbeat) -> None:
+        """See HeartbeatListener. Of the ranks of a replica, only the first one has completions."""
+        num_more = max(heartbeat.num_samples - self._num_samples, 0)
+        self._num_samples += num_more
+        self._num_groups += len(heartbeat.groups)
+        self._advance(num_more or None)  # that a worker answers is no progress of its sampling
+        for number, message in heartbeat.groups:
+            completions = self._group.receive(message, phase="rollout")
+            self._receive(self._indices[number], completions, self.replica)
+
+
+def deal_prompts(
+    num_prompts: int, sampling: SamplingParams, until: Until | None, replicas: Sequence[int]
+) -> list[list[int]]:
+    """Return the indices of the prompts that each of these replicas samples, ascending.
+
+    A prompt with tokens of unfinished completions stays with the replica that has sampled them. The
+    others balance the numbers of completions that are left to sample; without begun ones they are
+    dealt in turn, so that adjacent prompts, which are often similar, go to different replicas.
+    """
+    begun = () if until is None else until.begun
+    costs = [sampling.num_completions] * num_prompts
+    homes: list[int | None] = [None] * num_prompts
+    for index, row in enumerate(begun):
+        unfinished = [completion for completion in row if completion.is_unfinished]
+        costs[index] = len(unfinished) if row else sampling.num_completions
+        found = next((completion.replica for completion in unfinished if completion.token_ids), None)
+        homes[index] = replicas.index(found) if found in replicas else None
+    return deal(costs, homes, len(replicas))
