@@ -34,8 +34,7 @@ from trigon.loop import Checkpoints, Run, Stop, Validation, train
 from trigon.models.load import Processors
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
-from trigon.report.run_folder import RunFolder
-from trigon.report.writer import ImageStore
+from trigon.report.run_folder import ImageStore, RunFolder
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import RolloutBuffer
 from trigon.rollout.collect import Evaluator

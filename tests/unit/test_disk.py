@@ -17,8 +17,7 @@ import pytest
 from trigon.checkpoint.store import CheckpointStore
 from trigon.errors import CheckpointError, ConfigError, DataError, DiskError
 from trigon.report.console import LenientStream
-from trigon.report.run_folder import RunFolder
-from trigon.report.writer import RunWriter
+from trigon.report.run_folder import RunFolder, RunWriter
 from trigon.system.files import describe_fault, fault_number
 from trigon.tools.cli import main as command
 

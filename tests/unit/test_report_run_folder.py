@@ -16,8 +16,7 @@ import pytest
 from trigon.errors import CheckpointError, ConfigError
 from trigon.report.rollouts import rollout_rows
 from trigon.report.run import StepMetrics, read_metrics
-from trigon.report.run_folder import RunFolder
-from trigon.report.writer import RunWriter
+from trigon.report.run_folder import RunFolder, RunWriter
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 
 

@@ -13,8 +13,7 @@ from PIL import Image
 
 from trigon.errors import BadRow
 from trigon.report.rollouts import read_rollouts, rollout_rows
-from trigon.report.run_folder import RunFolder
-from trigon.report.writer import MAX_BYTES, MAX_PENDING, ImageStore, RunWriter
+from trigon.report.run_folder import MAX_IMAGE_BYTES, MAX_PENDING, ImageStore, RunFolder, RunWriter
 from trigon.types import (
     Completion,
     EncodedMedia,
@@ -131,7 +130,7 @@ def test_a_large_image_is_reduced_and_found_again_by_a_resumed_run(tmp_path):
     noise = Image.effect_noise((800, 400), 100)
     stream = io.BytesIO()
     noise.save(stream, "PNG")
-    assert len(stream.getvalue()) > MAX_BYTES
+    assert len(stream.getvalue()) > MAX_IMAGE_BYTES
     name = ImageStore(tmp_path, max_side=200).add(stream.getvalue(), where="x")
     assert name == f"images/{hashlib.sha256(stream.getvalue()).hexdigest()}.jpg"
     with Image.open(tmp_path / name) as image:

@@ -16,7 +16,7 @@ from support.rollout import NO_WEIGHTS, Phases
 from trigon.data.images import open_image
 from trigon.errors import RewardError
 from trigon.report.rollouts import rollout_rows, row_to_line
-from trigon.report.writer import ImageStore
+from trigon.report.run_folder import ImageStore
 from trigon.rewards.callables import reward_source
 from trigon.rewards.contract import RewardRequest
 from trigon.rollout.collect import collect, dummy_requests

@@ -48,10 +48,9 @@ from trigon.report.console import Console
 from trigon.report.delivery import LoggedRun, Logger, LoggerEnvironment, check_loggers, make_loggers, open_loggers
 from trigon.report.memory_growth import MemoryGrowth, MemoryMeter
 from trigon.report.reporter import Reporter
-from trigon.report.run_folder import RunFolder
+from trigon.report.run_folder import ImageStore, RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.report.watch import Watch
-from trigon.report.writer import ImageStore
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import RolloutBuffer
 from trigon.rollout.parity import ParityCheck

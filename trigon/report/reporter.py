@@ -23,9 +23,8 @@ from trigon.report.console import SAMPLE_CHARACTERS, Advance, Console, format_du
 from trigon.report.delivery import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Deliveries, Logger
 from trigon.report.rollouts import Filtered, RolloutRow, rollout_rows
 from trigon.report.run import StepMetrics
-from trigon.report.run_folder import RunFolder
+from trigon.report.run_folder import ImageStore, ReadImages, RunFolder, RunWriter
 from trigon.report.samples import make_samples
-from trigon.report.writer import ImageStore, ReadImages, RunWriter
 from trigon.system.hangs import HangWatch
 from trigon.system.machine import gpu_memory_metrics
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup

@@ -16,7 +16,7 @@ from trigon.errors import BadRow
 from trigon.report.console import format_number
 from trigon.report.delivery import MAX_IMAGE_SIDE, Sample
 from trigon.report.rollouts import RolloutRow
-from trigon.report.writer import ReadImages
+from trigon.report.run_folder import ReadImages
 from trigon.system.terminal import sanitize
 
 COLUMNS = (

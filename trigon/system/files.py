@@ -150,23 +150,35 @@ def write_json(
     allow_nan: bool = True,
     sync: bool = False,
 ) -> None:
-    """Write content to path as JSON that ends with a newline, by a temporary file and a rename.
+    """Write content to path as JSON that ends with a newline, as replace_file does.
 
     Args:
         indent: spaces per level.
         ensure_ascii: escape characters outside ASCII; False writes them as UTF-8.
         allow_nan: write NaN and infinity as the literals `NaN` and `Infinity`, which are not JSON.
-        sync: flush the content to the disk before the rename. The caller flushes the folder.
     Raises: ValueError for NaN or infinity with allow_nan=False; OSError.
     """
+    text = json.dumps(content, indent=indent, ensure_ascii=ensure_ascii, allow_nan=allow_nan)
+    replace_file(path, f"{text}\n".encode(), sync=sync)
+
+
+def replace_file(path: Path, content: bytes, *, sync: bool = True) -> None:
+    """Write a file by a temporary one and a rename. One thread at a time may write a path.
+
+    sync: flush the content to the disk before the rename; without, the file may be empty after a
+    crash of the machine. The caller flushes the folder.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=indent, ensure_ascii=ensure_ascii, allow_nan=allow_nan)
-        file.write("\n")
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # it may hold the last bytes of a full disk
+        raise
 
 
 GROWTH_SECONDS = 1.0
