@@ -188,15 +188,15 @@ def test_every_free_mapping_is_known():
 @pytest.mark.parametrize(
     "text",
     [
-        "a" * 60_000, "?token" * 10_000, "a-" * 30_000, "eyJ" * 20_000, "://x" * 10_000, "eyJaaaaaaaa-" * 5_000,
-        "sk-" * 20_000, "sk-a_ " * 10_000, "://a:" * 5_000, "a1." * 20_000, "Bearer " * 8_000,
+        "a" * 20_000, "?token" * 3_000, "a-" * 10_000, "eyJ" * 7_000, "://x" * 5_000, "eyJaaaaaaaa-" * 2_000,
+        "sk-" * 7_000, "sk-a_ " * 3_000, "://a:" * 4_000, "a1." * 7_000, "Bearer " * 3_000,
     ],
 )  # fmt: skip
 def test_long_texts_take_no_time(text):
     start = time.process_time()
     mask(ARGUMENTS, {"text": text, "key": text, "token": text})
     mask_text(text)
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 2  # in the square of the length it would take longer
 
 
 def test_config_yaml_has_no_secret_and_is_refused_until_it_is_given_again(tmp_path, monkeypatch):

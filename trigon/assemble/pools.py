@@ -27,7 +27,7 @@ from trigon.system.machine import count_usable_cpus
 if TYPE_CHECKING:
     from trigon.distributed.cluster import ReservedWorkers, WorkerHandle
     from trigon.distributed.preflight import NodeReport
-    from trigon.distributed.sampler_pool import SamplerPool
+    from trigon.distributed.sampler_engine import SamplerPool
     from trigon.distributed.worker_group import WorkerGroup
     from trigon.training.fsdp import Rendezvous, TorchProcessGroup
 
@@ -103,7 +103,7 @@ def open_worker_pools(
     """
     from trigon.distributed.cluster import Layout, check_total, has_gpus, open_cluster, reserve, starts_cluster
     from trigon.distributed.preflight import check_node_reports, find_token_warning
-    from trigon.distributed.sampler_pool import SamplerPool
+    from trigon.distributed.sampler_engine import SamplerPool
 
     trainer, (learning, *others) = config.trainer, place_pools(config)
     pools = (learning, *others)

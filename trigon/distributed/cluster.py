@@ -22,13 +22,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trigon.distributed.local_ray import (
-    OTHERS_CLUSTER,
-    check_loopback,
-    ending_with_driver,
-    make_base,
-    prepare_local_cluster,
-)
+from trigon.distributed.local_ray import check_loopback, ending_with_driver, make_base, prepare_local_cluster
 from trigon.errors import ConfigError, WorkerError, first_line
 from trigon.metrics import Max, Metrics, Min
 from trigon.system.installation import clone_folder
@@ -112,21 +106,25 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Workers have threads before any of their code runs, so glibc reads this as they start.
     os.environ.setdefault(ARENAS_VARIABLE, str(NUM_ARENAS))
+    is_local = address == "local"
+    no_options: dict[str, Any] = {}  # a cluster that runs already has its settings
     with (
         private_folder(make_base()) as folder,
-        ending_with_driver(folder / "ray") if address == "local" else nullcontext(),
-        prepare_local_cluster(folder, workers_per_node) if address == "local" else nullcontext(OTHERS_CLUSTER) as local,
+        ending_with_driver(folder / "ray") if is_local else nullcontext(),
+        prepare_local_cluster(folder, workers_per_node) if is_local else nullcontext(no_options) as options,
     ):
+        # For the files of the workers, which are killed at the end and remove none.
+        variables = {"TMPDIR": str(folder / "tmp")} if is_local else {}
         try:
             # Ray's processes and the workers keep them blocked: only the driver acts on a signal
             # that all processes of a job get. Ray itself does the same with SIGINT.
-            with set_variables(local.variables), termination_blocked(), _sigterm_handler_kept():
+            with set_variables(variables), termination_blocked(), _sigterm_handler_kept():
                 ray.init(
                     address=address,
                     logging_level="ERROR",
                     log_to_driver=True,
                     job_config=_job_config(),
-                    **local.options,
+                    **options,
                 )
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
             raise ConfigError(
@@ -136,11 +134,11 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
                 "docs/distributed.md"
             ) from error
         try:
-            if address == "local":
+            if is_local:
                 check_loopback()
             yield folder.name
         finally:
-            if address == "local":
+            if is_local:
                 _kill_at_shutdown()
             ray.shutdown()
 

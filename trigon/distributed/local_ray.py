@@ -13,9 +13,8 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,28 +50,13 @@ if not sys.stdin.readline():
 """
 
 
-@dataclass(frozen=True, slots=True)
-class LocalCluster:
-    """A cluster that is about to be started.
-
-    options: arguments of ray.init. variables: environment variables of Ray's processes and of the
-    workers, to be set while ray.init starts them.
-    """
-
-    options: Mapping[str, Any]
-    variables: Mapping[str, str]
-
-
-OTHERS_CLUSTER = LocalCluster({}, {})
-"""For a cluster that runs already, and has its settings."""
-
-
 @contextmanager
-def prepare_local_cluster(folder: Path, num_cpus: int) -> Iterator[LocalCluster]:
+def prepare_local_cluster(folder: Path, num_cpus: int) -> Iterator[dict[str, Any]]:
     """Set up a cluster on this machine, which starts and ends within this context.
 
-    On exit, environment variables have their former values.
-    folder: a private one, for the files of Ray and of the workers; see make_base.
+    Yields: the arguments of ray.init. On exit, environment variables have their former values.
+    folder: a private one, for the files of Ray, and in tmp/ for those of the workers; see
+    make_base.
     """
     allows_clusters = ray_constants.ENABLE_RAY_CLUSTER
     variables = {
@@ -83,25 +67,18 @@ def prepare_local_cluster(folder: Path, num_cpus: int) -> Iterator[LocalCluster]
         # servers listen there only.
         ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
     }
-    temporary = folder / "tmp"
-    temporary.mkdir()
+    (folder / "tmp").mkdir()
     try:
         with set_variables(variables):
             ray_constants.ENABLE_RAY_CLUSTER = False  # it was read when ray was imported
             reload_auth_token()
-            yield LocalCluster(
-                {
-                    "num_cpus": num_cpus,
-                    "include_dashboard": False,
-                    "_node_ip_address": "127.0.0.1",
-                    # Not the folder itself: Ray lets all users into the one that it is given.
-                    "_temp_dir": str(folder / "ray"),
-                },
-                {
-                    # For the files of the workers, which are killed at the end and remove none.
-                    "TMPDIR": str(temporary),
-                },
-            )
+            yield {
+                "num_cpus": num_cpus,
+                "include_dashboard": False,
+                "_node_ip_address": "127.0.0.1",
+                # Not the folder itself: Ray lets all users into the one that it is given.
+                "_temp_dir": str(folder / "ray"),
+            }
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = allows_clusters
         reload_auth_token()

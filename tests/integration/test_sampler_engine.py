@@ -22,8 +22,7 @@ from ray import cloudpickle
 
 from trigon.distributed.cluster import Layout, check_total, open_cluster, reserve
 from trigon.distributed.engines import WorkerWeights
-from trigon.distributed.sampler_engine import SamplersRolloutEngine
-from trigon.distributed.sampler_pool import MAX_REPLACEMENTS, SamplerPool
+from trigon.distributed.sampler_engine import MAX_REPLACEMENTS, SamplerPool, SamplersRolloutEngine
 from trigon.distributed.weight_transfer import TransferMember
 from trigon.distributed.worker import Worker, WorkerEngines, ray_actor_class
 from trigon.distributed.worker_group import Call, WorkerGroup
