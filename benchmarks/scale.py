@@ -35,7 +35,6 @@ from trigon.assemble import run as build_run
 from trigon.assemble.engines import Engines, open_engines
 from trigon.assemble.options import make_sampling_params
 from trigon.assemble.run import run_training
-from trigon.checkpoint.store import CheckpointStore
 from trigon.config.load import load_config
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
@@ -48,7 +47,6 @@ from trigon.rollout.fake import FakeEngine
 from trigon.system.process_settings import set_gc_threshold
 from trigon.system.trace import LocalTracer
 from trigon.training.fake import FakeTrainEngine
-from trigon.training.protocol import Sizes
 from trigon.training.train_groups import build_reward_batch, build_train_groups
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
@@ -106,9 +104,8 @@ def controller(prompts: int, folder: Path) -> dict[str, float]:
             stop_token_id=processors.stop_token_ids[0],
             complete=lambda prompt, version, seed: f"\\boxed{{{seed % 7}}}",
         )
-        nothing = Sizes(parameters=0, trainable=0, weight_bytes=0, gradient_bytes=0, optimizer_bytes=0)
         tracer = LocalTracer(folder, rank=None)
-        return Engines("none", FakeTrainEngine(), None, rollout, (nothing,), tracer, tune_micro_batch=nobody_asks)
+        return Engines("none", FakeTrainEngine(), None, rollout, tracer, tune_micro_batch=nobody_asks)
 
     def nobody_asks(*_: Any) -> Any:
         raise AssertionError("trainer.auto_micro_batch is false")
@@ -169,8 +166,7 @@ def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, f
             config, config.data.train_files, (), build_data.open_builder(config, processors), report
         )
         plan = make_plan(config, num_train_prompts=prompts.prompts_per_epoch)
-        store = CheckpointStore(folder / "run", keep=0, background=False, warn=report.warn)
-        opened = open_engines(config, processors, plan, store, report, stack, shows_videos=False)
+        opened = open_engines(config, processors, plan, report, stack, shows_videos=False)
         rows = [prompts[index] for index in range(widest.prompts)]
         for number, shape in enumerate([shapes[0], *shapes]):  # the first one warms up
             sampling = replace(make_sampling_params(config), n=shape.n, max_tokens=shape.response)

@@ -42,7 +42,7 @@ def tune(config: Config, folder: RunFolder, *, resumes: bool = False) -> tuple[t
     plan = tune_plan(
         config,
         make_plan(config, num_train_prompts=1000),
-        Engines("", FakeTrainEngine(), None, None, (), None, tune_micro_batch),
+        Engines("", FakeTrainEngine(), None, None, None, tune_micro_batch),
         folder,
         Reporter(folder, console),
         console,

@@ -38,10 +38,10 @@ def parts_of(config: Config, phase: str, pool: str = "GPU", size: ModelSize | No
 def test_the_memory_of_a_critic_is_that_of_its_engine(tiny_model):
     folder = str(tiny_model("qwen2_5_vl"))
     config = with_options(configured("Qwen2.5-VL-3B-Instruct"), GAE | {"worker.actor.model.model_path": folder})
-    parts, sizes = parts_of(config, "critic update"), make_critic(tiny_model("qwen2_5_vl")).sizes()
-    assert parts["critic's weights"] == sizes.weight_bytes
-    assert parts["critic's gradients"] == sizes.gradient_bytes
-    assert parts["critic's optimizer states"] == sizes.optimizer_bytes
+    parts, engine = parts_of(config, "critic update"), make_critic(tiny_model("qwen2_5_vl"))
+    weights = sum(part.nbytes for part in engine.policy.parameters())
+    assert parts["critic's weights"] == parts["critic's gradients"] == weights
+    assert parts["critic's optimizer states"] == engine.optimizer_bytes
 
 
 def test_a_critic_stays_in_memory_while_others_work_unless_it_is_offloaded():
@@ -140,14 +140,17 @@ def test_the_memory_of_a_shared_trunk_is_that_of_its_engine(tiny_model):
     changes = {"worker.actor.model.model_path": str(folder), "worker.critic.share_trunk": True}
     config = with_options(configured("Qwen2.5-VL-3B-Instruct"), GAE | changes)
     parts, engines = parts_of(config, "update"), make_trunk(folder)
-    sizes = [engine.sizes() for engine in engines]
-    for part, name in (("weights", "weight"), ("gradients", "gradient"), ("optimizer states", "optimizer")):
-        assert parts[part] == sum(getattr(each, f"{name}_bytes") for each in sizes)
+    policy_engine, _ = engines
+    weights = sum(part.nbytes for part in policy_engine.policy.parameters())  # the value head too
+    assert parts["weights"] == parts["gradients"] == weights
+    assert parts["optimizer states"] == sum(engine.optimizer_bytes for engine in engines)
     phases = {phase.phase for phase in count_memory(config, size_of_model(config), GPU).phases}
     assert not {"critic values", "critic update"} & phases
     checkpoint = count_checkpoint_bytes(config, size_of_model(config))
     policy = with_options(config, {"algorithm.adv_estimator": "grpo"})
-    assert checkpoint - count_checkpoint_bytes(policy, size_of_model(policy)) == 12 * sizes[1].parameters
+    assert checkpoint - count_checkpoint_bytes(policy, size_of_model(policy)) == 12 * sum(
+        part.numel() for part in policy_engine.policy.value_head.parameters()
+    )
 
 
 def test_a_checkpoint_of_another_critic_is_refused_before_models_are_loaded(tiny_model, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from hardware_page import DEVICE_BYTES, document
 from support.published import CONFIGS
 from support.recipes import RECIPES, arguments_of, name_of
-from trigon.assemble.memory import GIB, Hardware, check_memory
+from trigon.assemble.memory import GIB, Hardware, check_memory, size_of_model
 from trigon.config.load import load_config, split_arguments
 from trigon.config.options import with_options
 from trigon.config.schema import Config
@@ -29,7 +29,7 @@ def test_the_page_is_up_to_date():
 def fits(config: Config, model: str) -> None:
     config = with_options(config, {"worker.actor.model.model_path": str(CONFIGS / model)})
     warnings: list[str] = []
-    check_memory(config, HARDWARE, warn=warnings.append)
+    check_memory(config, size_of_model(config), HARDWARE, warn=warnings.append)
     # Of linear attention, weights and states are counted, and not what a pass keeps.
     assert [text for text in warnings if "are not counted" not in text] == []
 

@@ -13,18 +13,19 @@ from trigon.assemble.memory import (
     Hardware,
     check_memory,
     count_memory,
+    count_sizes,
+    count_staged_bytes,
     find_remedies,
     size_of_model,
-    staged_bytes,
 )
 from trigon.assemble.remedies import find_remedies_in_pass
 from trigon.config.options import with_options
-from trigon.config.schema import Config, LoraConfig
+from trigon.config.schema import LoraConfig
 from trigon.errors import ConfigError
 from trigon.models.load import load_hf_config, load_model
 from trigon.models.lora import add_lora
 from trigon.models.sizes import require_tensor_parallel
-from trigon.training.protocol import Sizes
+from trigon.training.optim import state_bytes
 
 PUBLISHED = {
     "Qwen2.5-VL-3B-Instruct": 3_754_622_976,
@@ -89,24 +90,31 @@ def test_sizes_are_those_of_the_model_that_is_trained(tiny_model, family, rank):
     assert size.largest == max(part.numel() for part in model.parameters())
 
 
-@pytest.mark.parametrize(("dtype", "strategy"), [("fp32", "adamw"), ("bf16", "adamw_bf16")])
-@pytest.mark.parametrize("freeze", [False, True])
-def test_weights_gradients_and_states_are_those_of_the_train_engine(tiny_model, dtype, strategy, freeze):
+@pytest.mark.parametrize(("dtype", "strategy"), [("fp32", "adamw"), ("bf16", "adamw_bf16"), ("fp32", "adamw_bf16")])
+@pytest.mark.parametrize("options", [{}, {"freeze": True}, {"lora_rank": 4}], ids=["all", "frozen tower", "lora"])
+def test_weights_gradients_and_states_are_those_of_the_train_engine(tiny_model, dtype, strategy, options):
     folder = tiny_model("qwen2_5_vl")
     torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
-    sizes = make_engine(folder, dtype=torch_dtype, strategy=strategy, freeze=freeze).sizes()
+    engine = make_engine(folder, dtype=torch_dtype, strategy=strategy, **options)
     changes = {
         PATH: str(folder),
-        "worker.actor.model.freeze_vision_tower": freeze,
+        "worker.actor.model.freeze_vision_tower": "freeze" in options,
+        "worker.actor.model.lora.rank": options.get("lora_rank", 0),
         "worker.actor.fsdp.torch_dtype": dtype,
         "worker.actor.optim.strategy": strategy,
     }
-    parts = parts_of(count(configured("Qwen3-4B", changes)), "update")
-    assert [parts[name] for name in ("weights", "gradients", "optimizer states")] == [
-        sizes.weight_bytes,
-        sizes.gradient_bytes,
-        sizes.optimizer_bytes,
-    ]
+    config = configured("Qwen3-4B", changes)
+    size = size_of_model(config)
+    parts = parts_of(count_memory(config, size, H100), "optimizer step")
+    weights = list(engine.policy.model.parameters())
+    trained = [part for part in weights if part.requires_grad]
+    assert parts["weights"] == sum(part.nbytes for part in weights)
+    assert parts["gradients"] == sum(part.nbytes for part in trained)
+    assert parts["optimizer states"] == sum(state_bytes(part, strategy) for part in trained)
+    sizes = count_sizes(config, size)
+    assert (sizes.parameters, sizes.trainable) == tuple(
+        sum(part.numel() for part in each) for each in (weights, trained)
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,7 +190,7 @@ def test_learners_have_no_engine_and_samplers_nothing_else():
 
 def warned(config, hardware=H100):
     warnings: list[str] = []
-    check_memory(config, hardware, warn=warnings.append)
+    check_memory(config, size_of_model(config), hardware, warn=warnings.append)
     return warnings
 
 
@@ -255,20 +263,18 @@ def test_a_run_near_the_limit_is_warned_and_not_refused(tiny_model):
 
 
 def test_a_save_copies_what_all_workers_of_a_machine_save():
-    ranks = [
-        Sizes(parameters=9, trainable=9, weight_bytes=100 + rank, gradient_bytes=10, optimizer_bytes=1000)
-        for rank in range(4)
-    ]
+    config = configured("Qwen2.5-1.5B-Instruct")
+    size, weights = size_of_model(config), PUBLISHED["Qwen2.5-1.5B-Instruct"]
 
-    def staged(*, rank: int = 0, **trainer) -> int:
-        config = Config(trainer=trainer, worker={"actor": {"model": {"lora": {"rank": rank}}}})
-        return staged_bytes(config, ranks[: config.trainer.n_gpus_per_node * config.trainer.nnodes])
+    def staged(**changes) -> int:
+        return count_staged_bytes(with_options(config, changes), size)
 
-    assert staged() == 1100
-    assert staged(n_gpus_per_node=4) == 4 * 1100 + 6
-    assert staged(n_gpus_per_node=2, nnodes=2) == 2 * 1100 + 5  # of the second machine
-    assert staged(n_gpus_per_node=4, rank=8) == 4 * 1010
-    assert staged(n_gpus_per_node=4, save_model_only=True) == 406
+    four, two_machines = {"trainer.n_gpus_per_node": 4}, {"trainer.n_gpus_per_node": 2, "trainer.nnodes": 2}
+    rank = {"worker.actor.model.lora.rank": 8}
+    assert staged() == staged(**four) == 2 * staged(**two_machines) == 12 * weights
+    assert staged(**four, **{"worker.actor.fsdp.fsdp_size": 2}) == 2 * 12 * weights  # two copies
+    assert staged(**four, **{"trainer.save_model_only": True}) == 4 * weights
+    assert staged(**four, **rank) == 12 * size.all.adapters(with_options(config, rank).worker.actor.model)
 
 
 # -- out of memory in a pass -----------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,12 +19,11 @@ import torch
 
 from trigon.assemble.data import open_images, open_processors
 from trigon.assemble.episodes import EpisodeParts, open_episodes
-from trigon.assemble.memory import saved_bytes
 from trigon.assemble.models import DevicePlacement, choose_device, open_models
 from trigon.assemble.options import model_path, recorded_settings
 from trigon.assemble.pools import Pool, Workers, config_for_workers, place_pools
 from trigon.checkpoint.export import RUN_SETTINGS
-from trigon.checkpoint.store import CheckpointStore, Finish
+from trigon.checkpoint.store import Finish
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
 from trigon.environments.pool import EnvironmentPool
@@ -47,10 +46,10 @@ from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.device_memory import host_memory_for, memory_of
 from trigon.training.local import LocalTrainEngine
 from trigon.training.parallel import SingleProcess
-from trigon.training.protocol import CriticEngine, LogprobEngine, Sizes, TrainEngine
+from trigon.training.protocol import CriticEngine, LogprobEngine, TrainEngine
 
 if TYPE_CHECKING:
-    from trigon.distributed.worker import Opened, WorkerEngines
+    from trigon.distributed.worker import WorkerEngines
     from trigon.distributed.worker_group import Call, WorkerGroup
     from trigon.training.fsdp import TorchProcessGroup
 
@@ -68,26 +67,22 @@ class Engines:
     """The engines of a run, in this process or in the workers.
 
     device: description for the console. reference: None where the loop needs no log-probabilities
-    of it. sizes: of each rank's shard, by rank; one entry for a single process. tune_micro_batch:
-    measures token budgets. critic: None but for the estimator gae. critic_sizes: as sizes.
+    of it. tune_micro_batch: measures token budgets. critic: None but for the estimator gae.
     """
 
     device: str
     trainer: TrainEngine
     reference: LogprobEngine | None
     rollout: RolloutEngine
-    sizes: tuple[Sizes, ...]
     tracer: Tracer
     tune_micro_batch: TuneMicroBatch
     critic: CriticEngine | None = None
-    critic_sizes: tuple[Sizes, ...] = ()
 
 
 def open_engines(
     config: Config,
     processors: Processors,
     plan: Plan,
-    store: CheckpointStore,
     report: Reporter,
     stack: ExitStack,
     *,
@@ -106,8 +101,6 @@ def open_engines(
         images = None if episodes is None else open_images(config, processors)
         trainer, reference, critic = open_models(config, processors, plan, place, images)
         stack.callback(trainer.close)
-        critic_sizes = () if critic is None else (critic.sizes(),)
-        check_space(config, store, (trainer.sizes(),), critic_sizes)
     with report.phase("start rollout engine"):
         settings = None if episodes is None else open_episodes(config, processors, *episodes, images)
         if settings is not None:
@@ -146,11 +139,9 @@ def open_engines(
         trainer,
         reference,
         rollout,
-        (trainer.sizes(),),
         tracer,
         tune_micro_batch,
         critic,
-        critic_sizes,
     )
 
 
@@ -257,23 +248,6 @@ def save_state(
     return finish_both
 
 
-def check_space(
-    config: Config, store: CheckpointStore, sizes: Sequence[Sizes], critic_sizes: Sequence[Sizes] = ()
-) -> None:
-    """Raise CheckpointError if the disk has no space for one checkpoint.
-
-    sizes, critic_sizes: of each rank's part.
-    """
-    if config.trainer.val_only:
-        return
-    copies = len(sizes) // config.workers_per_copy
-    needed = sum(saved_bytes(config, config.worker.actor, each) for each in sizes) // copies
-    if critic_sizes:
-        copies = len(critic_sizes) // config.workers_per_copy_of(config.critic)
-        needed += sum(saved_bytes(config, config.critic, each) for each in critic_sizes) // copies
-    store.check_space(needed)
-
-
 # -- the engines in workers ------------------------------------------------------------------------
 
 
@@ -282,7 +256,6 @@ def open_run_engines(
     processors: Processors,
     plan: Plan,
     workers: Workers | None,
-    store: CheckpointStore,
     report: Reporter,
     stack: ExitStack,
     *,
@@ -294,18 +267,15 @@ def open_run_engines(
     stack, shows_videos, episodes: see open_engines.
     """
     if workers is None:
-        return open_engines(
-            config, processors, plan, store, report, stack, shows_videos=shows_videos, episodes=episodes
-        )
+        return open_engines(config, processors, plan, report, stack, shows_videos=shows_videos, episodes=episodes)
     parts = None if episodes is None else episodes[0]
-    return open_workers(config, plan, workers, store, report, shows_videos=shows_videos, episodes=parts)
+    return open_workers(config, plan, workers, report, shows_videos=shows_videos, episodes=parts)
 
 
 def open_workers(
     config: Config,
     plan: Plan,
     workers: Workers,
-    store: CheckpointStore,
     report: Reporter,
     *,
     shows_videos: bool,
@@ -327,11 +297,7 @@ def open_workers(
         learning = open_group(pools[0], learners)
         if workers.samplers is not None:  # both pools at the same time
             workers.samplers.open(partial(open_group, pools[1]))
-        results = learning.result()
-    opened = [sizes for sizes in results if sizes is not None]
-    sizes = tuple(own for own, _ in opened)
-    critic_sizes = tuple(of_critic for _, of_critic in opened if of_critic is not None)
-    check_space(config, store, sizes, critic_sizes)
+        learning.result()
     ranks_per_row = config.worker.actor.ulysses_sequence_parallel_size
     has_reference = config.needs_reference and not config.has_full_kl
     critic_class = WorkersTrunkCritic if config.shares_trunk else WorkersCritic
@@ -345,18 +311,16 @@ def open_workers(
         trainer=WorkersTrainEngine(learners, regularized=config.learns_without_advantage, ranks_per_row=ranks_per_row),
         reference=WorkersReference(learners, ranks_per_row=ranks_per_row) if has_reference else None,
         rollout=open_workers_rollout(config, workers, report, sends_rows=episodes is not None),
-        sizes=sizes,
         tracer=WorkersTracer(learners, config.trainer.run_folder.absolute() / FOLDER),
         tune_micro_batch=tune_micro_batch,
         critic=critic_class(learners, ranks_per_row=ranks_per_row) if config.has_critic else None,
-        critic_sizes=critic_sizes,
     )
 
 
 def open_in_group(
     config: Config, plan: Plan, shows_videos: bool, episodes: EpisodeParts | None, pool: Pool, group: WorkerGroup
-) -> Call[Opened | None]:
-    """Build the engines of workers of a pool, in a call that returns the sizes of their models."""
+) -> Call[None]:
+    """Build the engines of workers of a pool."""
     from trigon.distributed.worker import Worker
     from trigon.distributed.worker_group import DISK_SECONDS
 

@@ -32,7 +32,7 @@ from trigon.assemble.remedies import Changes, can_divide_engine, format_changes,
 from trigon.config.names import DeviceType
 from trigon.config.options import with_options
 from trigon.config.plan import with_critic_as_actor
-from trigon.config.schema import Config, TrainedConfig
+from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.models.activation_memory import Pass, PassBytes
 from trigon.models.dtypes import DTYPES
@@ -280,23 +280,17 @@ def count_checkpoints(config: Config, *, total_steps: int) -> int:
     return saved if trainer.save_limit <= 0 else min(saved, trainer.save_limit + 2)
 
 
-def staged_bytes(config: Config, sizes: Sequence[Sizes], critic_sizes: Sequence[Sizes] = ()) -> int:
-    """Return the host memory into which a save copies the state, on the machine that needs most.
+def count_staged_bytes(config: Config, size: ModelSize) -> int:
+    """Return the host memory into which a save copies the state, on each machine that learns.
 
-    sizes, critic_sizes: of each rank's part. The ranks of a machine follow each other.
+    size: as for count_memory.
     """
-    per_machine = config.trainer.n_gpus_per_node
-    staged = [saved_bytes(config, config.worker.actor, each) for each in sizes]
-    if critic_sizes:
-        own = [saved_bytes(config, config.critic, each) for each in critic_sizes]
-        staged = [sum(each) for each in zip(staged, own, strict=True)]
-    return max(sum(staged[first : first + per_machine]) for first in range(0, len(staged), per_machine))
+    return sum(model.copied().expected for model in _trained_models(config, size, Hardware("cpu", 0, 0)))
 
 
-def saved_bytes(config: Config, section: TrainedConfig, size: Sizes) -> int:
-    """Return what a rank saves of a model: weights or adapters, and the optimizer states."""
-    weights = size.gradient_bytes if section.model.lora.rank > 0 else size.weight_bytes
-    return weights + (0 if config.trainer.save_model_only else size.optimizer_bytes)
+def count_sizes(config: Config, size: ModelSize) -> Sizes:
+    """Return the sizes of the policy on each rank that learns. size: as for count_memory."""
+    return _trained_models(config, size, Hardware("cpu", 0, 0))[0].sizes
 
 
 def _longest_row(config: Config, dimensions: Dimensions, max_tokens: int) -> list[GroupLengths]:
@@ -363,8 +357,8 @@ class _Trained:
         trained = ((weights.trained(actor.model), dtype), (of_heads, torch.float32)) if self.trains else ()
         tensors = [torch.empty(number // self._shards, dtype=each, device="meta") for number, each in trained if number]
         self._weight_dtype = dtype
-        self._sizes = Sizes(
-            parameters=weights.weights,
+        self.sizes = Sizes(
+            parameters=weights.weights + of_heads,
             trainable=sum(number for number, _ in trained),
             weight_bytes=ceil((weights.weights * dtype.itemsize + of_heads * _FLOAT32_BYTES) / self._shards),
             gradient_bytes=sum(tensor.nbytes for tensor in tensors),
@@ -385,14 +379,14 @@ class _Trained:
 
     def weights(self) -> Part:
         """Return the weights on the device, while the model works."""
-        return _exactly(f"{self._prefix}weights", 0 if self._fsdp_offload else self._sizes.weight_bytes)
+        return _exactly(f"{self._prefix}weights", 0 if self._fsdp_offload else self.sizes.weight_bytes)
 
     def resting(self, pool: Pool, *, weights: bool = True, states: bool = True) -> list[Part]:
         """Return what is in a pool while others work: weights, reference and optimizer states."""
         parts = [
-            (weights, self._weights_rest_in, f"{self._prefix}weights", self._sizes.weight_bytes),
+            (weights, self._weights_rest_in, f"{self._prefix}weights", self.sizes.weight_bytes),
             (True, self._reference_rests_in, "reference model", self._reference_bytes),
-            (states, self._states_rest_in, f"{self._prefix}optimizer states", self._sizes.optimizer_bytes),
+            (states, self._states_rest_in, f"{self._prefix}optimizer states", self.sizes.optimizer_bytes),
         ]
         return [_exactly(name, num_bytes) for counts, place, name, num_bytes in parts if counts and place == pool]
 
@@ -415,12 +409,12 @@ class _Trained:
     def _in_update(self) -> list[Part]:
         in_place = self._full_kl or self._reference_rests_in == "GPU"
         reference = _exactly("reference model", self._reference_bytes if in_place else 0)
-        gradients = _exactly(f"{self._prefix}gradients", self._sizes.gradient_bytes)
+        gradients = _exactly(f"{self._prefix}gradients", self.sizes.gradient_bytes)
         at_work = [] if self._fsdp_offload else [self.weights(), gradients, self._states()]
         return [*at_work, reference]
 
     def _states(self) -> Part:
-        return _exactly(f"{self._prefix}optimizer states", self._sizes.optimizer_bytes)
+        return _exactly(f"{self._prefix}optimizer states", self.sizes.optimizer_bytes)
 
     def on_host(self) -> list[Part]:
         """Return what an update needs in the host memory of a node beside what rests there."""
@@ -429,7 +423,7 @@ class _Trained:
         parts = [Part("inputs of layers", 0 if counted is None else counted.host, 0)]
         if not self.on_gpu:
             parts = [
-                _exactly(f"{self._prefix}gradients", self._sizes.gradient_bytes),
+                _exactly(f"{self._prefix}gradients", self.sizes.gradient_bytes),
                 *self._pass_parts(updates=True),
                 *parts,
             ]
@@ -446,7 +440,7 @@ class _Trained:
         the files, and sends each rank its part.
         """
         converts = self.config.num_workers == 1 and self.on_gpu
-        return _exactly("model, as it is read", self._sizes.parameters * self._weight_dtype.itemsize if converts else 0)
+        return _exactly("model, as it is read", self.size.all.weights * self._weight_dtype.itemsize if converts else 0)
 
     def caches(self) -> Part:
         """Return the features of a frozen vision tower, and with workers the pixels of a step."""
@@ -462,8 +456,10 @@ class _Trained:
         return self._staged() * self._shards
 
     def _staged(self) -> int:
-        """Return what this rank writes into a checkpoint."""
-        return saved_bytes(self.config, self.config.worker.actor, self._sizes)
+        """Return what this rank writes into a checkpoint: weights or adapters, and the states."""
+        has_adapters = self.config.worker.actor.model.lora.rank > 0
+        weights = self.sizes.gradient_bytes if has_adapters else self.sizes.weight_bytes
+        return weights + (0 if self.config.trainer.save_model_only else self.sizes.optimizer_bytes)
 
     def _pass_parts(self, *, updates: bool) -> list[Part]:
         """Return the parts of a pass; none is certain, since its rows depend on the data."""
@@ -770,16 +766,15 @@ def find_hardware(device: torch.device) -> Hardware:
 
 
 def check_memory(
-    config: Config, hardware: Hardware, *, warn: Callable[[str], None], size: ModelSize | None = None
+    config: Config, size: ModelSize, hardware: Hardware, *, warn: Callable[[str], None]
 ) -> RunMemory | None:
     """Raise ConfigError if the run certainly does not fit, and warn if it probably does not.
 
-    warn: called with a message. size: of its models, if it is known.
+    size: as for count_memory. warn: called with a message.
     Returns: the memory of the run; None if trainer.check_memory is false.
     """
     if not config.trainer.check_memory:
         return None
-    size = size_of_model(config) if size is None else size
     memory = count_memory(config, size, hardware)
     anyway = "trainer.check_memory=false starts the run all the same."
     worst = memory.worst(certain=True)

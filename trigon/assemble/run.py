@@ -16,7 +16,14 @@ from pathlib import Path
 from trigon.assemble.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
 from trigon.assemble.engines import open_run_engines, save_state, tune_plan
 from trigon.assemble.episodes import check_episodes, find_episodes
-from trigon.assemble.memory import check_memory, find_hardware, staged_bytes
+from trigon.assemble.memory import (
+    check_memory,
+    count_checkpoint_bytes,
+    count_sizes,
+    count_staged_bytes,
+    find_hardware,
+    size_of_model,
+)
 from trigon.assemble.models import check_policy, check_trained_critic, choose_device, choose_kernel, device_type
 from trigon.assemble.options import (
     make_sampling_params,
@@ -118,7 +125,8 @@ def run_training(
         origin.add_model()
         processors = open_processors(config)
         check_policy(config, processors.hf_config)
-        check_hardware = partial(check_memory, config, warn=console.warn)
+        size = size_of_model(config)
+        check_hardware = partial(check_memory, config, size, warn=console.warn)
         workers = None
         if config.has_workers:
             workers = stack.enter_context(open_worker_pools(config, folder.path, check_hardware, console.warn))
@@ -160,9 +168,11 @@ def run_training(
             stack.callback(prompts.close)
         origin.add_data(config, prompts, () if val_prompts is None else val_prompts.contents, plan)
 
+        if not config.trainer.val_only:
+            store.check_space(count_checkpoint_bytes(config, size))
         console.print("loading the model and starting the rollout engine")
         engines = open_run_engines(
-            config, processors, plan, workers, store, report, stack, shows_videos=shows_videos, episodes=episodes
+            config, processors, plan, workers, report, stack, shows_videos=shows_videos, episodes=episodes
         )
         if config.trainer.tunes_budgets_on(device) and not config.trainer.val_only:
             plan = tune_plan(config, plan, engines, folder, report, console, resumes=checkpoint is not None)
@@ -172,7 +182,7 @@ def run_training(
                 plan,
                 num_val_prompts=None if val_prompts is None else len(val_prompts),
                 device=engines.device,
-                sizes=engines.sizes,
+                sizes=count_sizes(config, size),
                 has_reference=engines.reference is not None,
             )
         )
@@ -183,7 +193,7 @@ def run_training(
         folder.record_start(dump_config(config), origin.describe_start())
         folder.write_local_sources(local_sources(config))
 
-        save_bytes = staged_bytes(config, engines.sizes, engines.critic_sizes)
+        save_bytes = count_staged_bytes(config, size)
         parity = ParityCheck(config.parity_tolerance)
         run = Run(
             config=config,

@@ -45,7 +45,7 @@ from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.device_memory import host_memory_for, memory_of
 from trigon.training.fsdp import Rendezvous, TorchProcessGroup
 from trigon.training.local import LocalTrainEngine
-from trigon.training.protocol import GroupOutputs, LogprobEngine, Sizes
+from trigon.training.protocol import GroupOutputs, LogprobEngine
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, WeightsHandle
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -102,10 +102,6 @@ class WorkerEngines:
     replica_rank: int
     has_episodes: bool = False
     critic: LocalCriticEngine | None = None
-
-
-Opened = tuple[Sizes, Sizes | None]
-"""The sizes of the trainer's model and of the critic's on a rank; None without a critic."""
 
 
 @dataclass(slots=True)
@@ -188,17 +184,12 @@ class Worker:
         self._transfer = TransferMember(self._process_group.device)
         return report
 
-    def open(self, open_engines: Callable[[TorchProcessGroup], WorkerEngines]) -> Opened | None:
-        """Build the engines. Collective.
-
-        Returns: sizes of the models; None if this worker only samples.
-        """
+    def open(self, open_engines: Callable[[TorchProcessGroup], WorkerEngines]) -> None:
+        """Build the engines. Collective."""
         self._engines = open_engines(self._process_group)
         # vLLM collects garbage at each sleep and waking, which need not scan what is there now.
         gc.collect()
         gc.freeze()
-        trainer, critic = self._engines.trainer, self._engines.critic
-        return None if trainer is None else (trainer.sizes(), None if critic is None else critic.sizes())
 
     def tune_micro_batch(self, lengths: Lengths, known: Budgets | None, num_sharing: int) -> Budgets:
         """Find and set the number of tokens per pass. num_sharing: workers on this machine."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from trigon.config.plan import Plan
@@ -18,24 +17,23 @@ def describe_plan(
     *,
     num_val_prompts: int | None,
     device: str,
-    sizes: Sequence[Sizes],
+    sizes: Sizes,
     has_reference: bool,
 ) -> list[tuple[str, str]]:
     """Return the rows of the overview as (name, value).
 
-    num_val_prompts: None without validation. device: description of the devices. sizes: of each
-    rank's shard.
+    num_val_prompts: None without validation. device: description of the devices. sizes: of the
+    policy on each rank that learns.
     """
     n = config.group_size
-    size = sizes[0]
-    per_worker = " on each worker" if len(sizes) > 1 else ""
+    per_worker = " on each worker" if config.num_workers > 1 else ""
     if config.trainer.val_only:
         return [
             ("device", device),
             ("validation prompts", f"{num_val_prompts or 0:,}"),
             ("steps", "none: trainer.val_only"),
-            ("parameters", f"{size.parameters:,}"),
-            ("memory", f"weights {format_bytes(size.weight_bytes)}{per_worker}; rollout engine not counted"),
+            ("parameters", f"{sizes.parameters:,}"),
+            ("memory", f"weights {format_bytes(sizes.weight_bytes)}{per_worker}; rollout engine not counted"),
         ]
     return [
         ("device", device),
@@ -57,11 +55,11 @@ def describe_plan(
         ),
         ("tokens per step", f"at most {plan.max_tokens_per_step:,}, prompts counted once"),
         ("reference policy", "yes" if has_reference else "none"),
-        ("parameters", f"{size.parameters:,}, {size.trainable:,} of them trained"),
+        ("parameters", f"{sizes.parameters:,}, {sizes.trainable:,} of them trained"),
         (
             "memory",
-            f"weights {format_bytes(size.weight_bytes)}, gradients {format_bytes(size.gradient_bytes)}, optimizer "
-            f"{format_bytes(size.optimizer_bytes)}{per_worker}; activations and rollout engine not counted",
+            f"weights {format_bytes(sizes.weight_bytes)}, gradients {format_bytes(sizes.gradient_bytes)}, optimizer "
+            f"{format_bytes(sizes.optimizer_bytes)}{per_worker}; activations and rollout engine not counted",
         ),
     ]
 

@@ -29,7 +29,7 @@ from trigon.training import checkpointing
 from trigon.training.checkpointing import require_finite
 from trigon.training.device_memory import Placement, free_cached_memory
 from trigon.training.optim import Schedule, make_optimizer, move_states, on_this_rank, state_bytes, update_bytes
-from trigon.training.protocol import SKIPPED_GRAD_NORM, GroupOutputs, LoadPixels, Sizes
+from trigon.training.protocol import SKIPPED_GRAD_NORM, GroupOutputs, LoadPixels
 from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
 from trigon.training.step import (
     ROUTER_LOSS,
@@ -406,7 +406,8 @@ class LocalTrainEngine:
         if self._made is None or not (is_on_device or self._offload_params):
             return 0
         trainable = [on_this_rank(part) for part in self._module.parameters() if part.requires_grad]
-        return self.sizes().optimizer_bytes + update_bytes(trainable, self._strategy)
+        states = sum(state_bytes(part, self._strategy) for part in trainable)
+        return states + update_bytes(trainable, self._strategy)
 
     @property
     def resting_bytes(self) -> int:
@@ -488,19 +489,6 @@ class LocalTrainEngine:
             self._saved, self._made.optimizer, folder, strategy=self._strategy, process_group=self._process_group
         )
         self._made.updates = updates
-
-    def sizes(self) -> Sizes:
-        """Return the size of the policy, and the memory that training it needs."""
-        parameters = list(self._module.parameters())
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        updated = [] if self._made is None else list(map(on_this_rank, trainable))
-        return Sizes(
-            parameters=sum(parameter.numel() for parameter in parameters),
-            trainable=sum(parameter.numel() for parameter in trainable),
-            weight_bytes=sum(part.numel() * part.element_size() for part in map(on_this_rank, parameters)),
-            gradient_bytes=sum(part.numel() * part.element_size() for part in updated),
-            optimizer_bytes=sum(state_bytes(part, self._strategy) for part in updated),
-        )
 
     def close(self) -> None:
         """See TrainEngine. There is nothing to free but memory."""

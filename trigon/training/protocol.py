@@ -136,10 +136,10 @@ class TrunkCriticEngine(CriticEngine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The size of a policy, and the memory that training it needs on this rank without activations.
+    """The size of a policy, and the memory that training it needs on each rank without activations.
 
-    parameters, trainable: numbers of parameters of the full policy.
-    weight_bytes, gradient_bytes, optimizer_bytes: bytes on this rank during an update.
+    parameters, trainable: numbers of parameters of the full policy, adapters included.
+    weight_bytes, gradient_bytes, optimizer_bytes: bytes on a rank during an update.
     """
 
     parameters: int

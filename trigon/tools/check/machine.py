@@ -159,7 +159,7 @@ def check_memory(result: Result, model: Model, machine: Machine) -> None:
     gpu_bytes = min((gpu.total_bytes for gpu in machine.gpus), default=0) if uses_gpu else 0
     hardware = Hardware("cuda" if uses_gpu else "cpu", gpu_bytes, machine.host_bytes)
     warnings: list[str] = []
-    memory = arithmetic.check_memory(config, hardware, warn=warnings.append, size=model.require_size())
+    memory = arithmetic.check_memory(config, model.require_size(), hardware, warn=warnings.append)
     assert memory is not None
     most = memory.worst(certain=False)
     result.summary = f"at most {format_bytes(most.expected)} of {memory.describe_capacity(most)}, during {most.phase}"

@@ -26,7 +26,7 @@ from trigon.api import check_keywords
 from trigon.assemble.data import open_builder, open_evaluator, open_processors, scan_datasets
 from trigon.assemble.engines import Engines, open_run_engines
 from trigon.assemble.episodes import check_episodes, find_episodes
-from trigon.assemble.memory import check_memory, find_hardware
+from trigon.assemble.memory import check_memory, find_hardware, size_of_model
 from trigon.assemble.models import choose_device
 from trigon.assemble.options import make_validation_sampling_params, max_completion_tokens
 from trigon.assemble.pools import open_worker_pools
@@ -41,7 +41,6 @@ from trigon.assemble.preflight import (
 from trigon.assemble.run import (
     check_environment,
     open_reporter,
-    open_store,
 )
 from trigon.checkpoint.manifest import exported_step
 from trigon.config.files import locate_sources
@@ -286,7 +285,7 @@ def evaluate_model(
         processors = open_processors(config)
         report = stack.enter_context(open_reporter(config, folder, console, processors, (), None))
         workers = None
-        check_hardware = partial(check_memory, config, warn=console.warn)
+        check_hardware = partial(check_memory, config, size_of_model(config), warn=console.warn)
         if config.has_workers:
             workers = stack.enter_context(open_worker_pools(config, folder.path, check_hardware, console.warn))
         else:
@@ -299,10 +298,10 @@ def evaluate_model(
         if episodes is not None:
             check_episodes(config, processors, *episodes, prompts, max_tokens=max_completion_tokens(config))
         check_columns([prompts[0].row], by)  # all rows of a table have the same columns
-        plan, store = make_plan(config, num_train_prompts=0), open_store(config, folder, console)
+        plan = make_plan(config, num_train_prompts=0)
         shows_videos = prompts.shows_videos
         engines = open_run_engines(
-            config, processors, plan, workers, store, report, stack, shows_videos=shows_videos, episodes=episodes
+            config, processors, plan, workers, report, stack, shows_videos=shows_videos, episodes=episodes
         )
         with engines.rollout.awake(engines.trainer.weights(), version=source.step):
             take = partial(sample, config, engines, rewards, source.step)
