@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from trigon.assemble.models import check_policy, check_sequence_parallel, open_trained_policy
+from trigon.assemble.models import check_policy, check_sequence_parallel
 from trigon.assemble.options import PIXEL_CACHE_BYTES, model_path
 from trigon.assemble.remedies import Changes, can_divide_engine, format_changes, list_changes
 from trigon.config.names import DeviceType
@@ -36,8 +36,9 @@ from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.models.activation_memory import Pass, PassBytes
 from trigon.models.dtypes import DTYPES
+from trigon.models.families import family_of
 from trigon.models.kernels import FLASH_DTYPES
-from trigon.models.load import Processors, family_of_folder, model_folder
+from trigon.models.load import load_model
 from trigon.models.logprobs import rows_per_chunk
 from trigon.models.policy import Policy
 from trigon.models.sizes import Dimensions, GroupLengths, ModelSize, model_size
@@ -221,22 +222,19 @@ def size_of_model(config: Config) -> ModelSize:
 
 
 def _size_of(config: Config, model_class: type[Policy], *, check: Callable[[Config, Any], None]) -> ModelSize:
-    # These kernels change no size, and may need a GPU. Adapters are counted, not added.
-    plain = with_options(
-        config,
-        {
-            "worker.actor.model.use_liger_kernel": False,
-            "worker.actor.model.compile_layers": False,
-            "worker.actor.model.lora.rank": 0,
-        },
+    options = config.worker.actor.model
+    model = load_model(
+        model_path(config),
+        dtype=DTYPES[config.worker.actor.weight_dtype],
+        device="meta",
+        trust_remote_code=options.trust_remote_code,
+        override_config=options.override_config,
     )
-    # Sizes depend on the family alone, not on the tokenizer and the processors.
-    family = family_of_folder(model_folder(model_path(config)))
-    processors = Processors(None, None, None, family, None, (), ())
-    trained, meta = plain.worker.actor, torch.device("meta")
-    policy = open_trained_policy(plain, trained, processors, "sdpa", meta, model_class=model_class)
-    check(config, policy.model.config)
-    return model_size(policy, config.worker.actor.model.lora)
+    policy = model_class(model, family_of(model.config), temperature=1.0, banned_token_ids=())
+    if options.freeze_vision_tower:  # which then gets no adapters
+        policy.freeze_vision_tower()
+    check(config, model.config)
+    return model_size(policy, options.lora)
 
 
 # -- the arithmetic --------------------------------------------------------------------------------
