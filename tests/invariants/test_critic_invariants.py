@@ -19,7 +19,7 @@ from trigon.errors import CheckpointError
 from trigon.metrics import Metrics, merge, values
 from trigon.models.positions import positions_of
 from trigon.models.value import ValueModel
-from trigon.training.fsdp import Sharding
+from trigon.training.parallel import Sharding
 from trigon.types import RolloutGroup, TrainGroup
 
 TinyModel = Callable[..., Path]

@@ -37,7 +37,8 @@ from trigon.metrics import Metrics, merge, values
 from trigon.models.families import family_named
 from trigon.training.budget import Lengths, tune_engines
 from trigon.training.device_memory import HostMemory
-from trigon.training.fsdp import Sharding, TorchProcessGroup
+from trigon.training.fsdp import TorchProcessGroup
+from trigon.training.parallel import Sharding
 
 FULL = Sharding(
     full_shard=True, ranks_per_copy=None, param_dtype=torch.float32, reduce_dtype=torch.float32, cpu_offload=False

@@ -20,7 +20,7 @@ from trigon.algorithms.reduce import count_denominators
 from trigon.data.packing import by_owner, pack_train
 from trigon.models.policy import Policy, full_tensor
 from trigon.models.positions import positions_of
-from trigon.training.fsdp import Sharding
+from trigon.training.parallel import Sharding
 from trigon.training.step import micro_batch_backward
 from trigon.types import RoutedExperts, TokenLogprobs, TrainGroup
 

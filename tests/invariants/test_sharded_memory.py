@@ -22,7 +22,8 @@ from trigon.config.schema import Config
 from trigon.models.load import load_model
 from trigon.models.policy import Policy
 from trigon.models.weight_files import stored_dtype
-from trigon.training.fsdp import Sharding, TorchProcessGroup, open_sharded
+from trigon.training.fsdp import TorchProcessGroup, open_sharded
+from trigon.training.parallel import Sharding
 
 SHARDING = Sharding(
     full_shard=True, ranks_per_copy=None, param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cpu_offload=False

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from support.engines import CONFIG, FULL_KL, make_engine, make_rollouts, to_train, weights_of
 from trigon.metrics import Metrics
 from trigon.training import local
-from trigon.training.fsdp import Sharding
 from trigon.training.optim import STEP, on_this_rank
+from trigon.training.parallel import Sharding
 
 SHARDING = Sharding(
     full_shard=True, ranks_per_copy=None, param_dtype=torch.float32, reduce_dtype=torch.float32, cpu_offload=False

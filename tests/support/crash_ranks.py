@@ -37,8 +37,8 @@ from support.faulty_disk import FaultyDisk, check_order, lose_unsynced
 from trigon.checkpoint.store import CheckpointStore
 from trigon.errors import WorkerError
 from trigon.models.load import copy_side_files
-from trigon.training.fsdp import Sharding
 from trigon.training.local import LocalTrainEngine
+from trigon.training.parallel import Sharding
 
 Role = Literal["driver", "rank 0", "rank 1"]
 ROLES: tuple[Role, ...] = ("driver", "rank 0", "rank 1")

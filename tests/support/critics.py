@@ -20,9 +20,9 @@ from trigon.models.positions import positions_of
 from trigon.models.value import ActorCritic, ValueModel
 from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.device_memory import Placement
-from trigon.training.fsdp import Sharding, TorchProcessGroup, open_sharded
+from trigon.training.fsdp import TorchProcessGroup, open_sharded
 from trigon.training.local import LocalTrainEngine
-from trigon.training.parallel import SingleProcess
+from trigon.training.parallel import Sharding, SingleProcess
 from trigon.types import RolloutGroup, TrainGroup
 
 

@@ -26,9 +26,9 @@ from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.models.weight_files import stored_dtype
 from trigon.training.device_memory import Placement
-from trigon.training.fsdp import MakePolicy, Sharding, TorchProcessGroup, open_sharded
+from trigon.training.fsdp import MakePolicy, TorchProcessGroup, open_sharded
 from trigon.training.local import LocalTrainEngine
-from trigon.training.parallel import SingleProcess
+from trigon.training.parallel import Sharding, SingleProcess
 from trigon.training.scorer import LocalScorer
 from trigon.training.state import ShardedFiles
 from trigon.types import RolloutGroup, TrainGroup, TrainSequence

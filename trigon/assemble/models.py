@@ -32,7 +32,7 @@ from trigon.training.checkpointing import check_lora_rank, is_head_alone, read_u
 from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.device_memory import Placement
 from trigon.training.local import LocalTrainEngine
-from trigon.training.parallel import ProcessGroup
+from trigon.training.parallel import ProcessGroup, Sharding
 from trigon.training.protocol import LoadPixels, LogprobEngine
 from trigon.training.scorer import LocalScorer
 
@@ -241,21 +241,17 @@ def open_reference(
     ref, actor = config.worker.ref, config.worker.actor
     dtype = DTYPES[ref.dtype]
     offload = (ref.fsdp.enable_cpu_offload or ref.offload.offload_params) and place.device.type != "cpu"
+    kernel = choose_kernel(config, place.device, processors=processors)
     policy = place_policy(
-        partial(
-            open_policy,
-            config,
-            actor,
-            processors,
-            choose_kernel(config, place.device, processors=processors),
-            dtype,
-        ),
+        partial(open_policy, config, actor, processors, kernel, dtype),
         place,
-        ranks_per_copy=config.workers_per_copy,
-        full_shard=ref.fsdp.enable_full_shard,
-        param_dtype=dtype,
-        reduce_dtype=dtype,
-        cpu_offload=offload,
+        Sharding(
+            full_shard=ref.fsdp.enable_full_shard,
+            ranks_per_copy=config.workers_per_copy,
+            param_dtype=dtype,
+            reduce_dtype=dtype,
+            cpu_offload=offload,
+        ),
     )
     return LocalScorer(
         policy,
@@ -353,40 +349,22 @@ def place_trained(config: Config, section: TrainedConfig, make_policy: MakePolic
     return place_policy(
         make_policy,
         place,
-        ranks_per_copy=config.workers_per_copy_of(section),
-        full_shard=section.fsdp.enable_full_shard,
-        param_dtype=DTYPES[section.fsdp.mp_param_dtype],
-        reduce_dtype=DTYPES[section.fsdp.mp_reduce_dtype],
-        cpu_offload=config.is_on_host(section.fsdp) and place.device.type != "cpu",
+        Sharding(
+            full_shard=section.fsdp.enable_full_shard,
+            ranks_per_copy=config.workers_per_copy_of(section),
+            param_dtype=DTYPES[section.fsdp.mp_param_dtype],
+            reduce_dtype=DTYPES[section.fsdp.mp_reduce_dtype],
+            cpu_offload=config.is_on_host(section.fsdp) and place.device.type != "cpu",
+        ),
     )
 
 
-def place_policy(
-    make_policy: MakePolicy,
-    place: DevicePlacement,
-    *,
-    ranks_per_copy: int,
-    full_shard: bool,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    cpu_offload: bool,
-) -> Policy:
-    """Return make_policy's policy, sharded over the ranks if there are several.
-
-    ranks_per_copy, full_shard, param_dtype, reduce_dtype: of FSDP, unused with one rank.
-    cpu_offload: keep the weights in host memory.
-    """
+def place_policy(make_policy: MakePolicy, place: DevicePlacement, sharding: Sharding) -> Policy:
+    """Return make_policy's policy, sharded over the ranks if there are several."""
     if place.is_alone:
-        return make_policy(torch.device("cpu") if cpu_offload else place.device)
-    from trigon.training.fsdp import Sharding, open_sharded
+        return make_policy(torch.device("cpu") if sharding.cpu_offload else place.device)
+    from trigon.training.fsdp import open_sharded
 
-    sharding = Sharding(
-        full_shard=full_shard,
-        ranks_per_copy=ranks_per_copy,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        cpu_offload=cpu_offload,
-    )
     policy = open_sharded(make_policy, place.process_group, sharding, place.device)
     if place.row_ranks is not None:
         policy.use_row_ranks(place.row_ranks)

@@ -29,30 +29,10 @@ from torch.distributed.fsdp import (
 from trigon.models.policy import Policy
 from trigon.models.sequence_parallel import RowRanks
 from trigon.models.value import ActorCritic
-from trigon.training.parallel import ProcessGroup
+from trigon.training.parallel import ProcessGroup, Sharding
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """How the weights of a policy are sharded over the ranks.
-
-    full_shard: free each layer after the forward pass and gather it again for the backward pass.
-        False keeps layers gathered in between, which is faster and needs the memory of all weights.
-    ranks_per_copy: number of ranks that share one copy of the weights; the other ranks hold further
-        copies (hybrid sharding). None: all ranks share one copy.
-    param_dtype: dtype in which weights are gathered and used for computation.
-    reduce_dtype: dtype in which gradients are reduced.
-    cpu_offload: keep weights, gradients and optimizer states in host memory permanently.
-    """
-
-    full_shard: bool
-    ranks_per_copy: int | None
-    param_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    cpu_offload: bool
 
 
 @dataclass(frozen=True, slots=True)
