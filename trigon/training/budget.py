@@ -164,53 +164,48 @@ def _measure(
     process_group: ProcessGroup,
     host_bytes: int | None,
 ) -> Budgets:
-    reserved = trainer.optimizer_bytes + (0 if critic is None else critic.resting_bytes)
-    tuner = _Tuner(trainer.policy, memory, lengths, process_group, host_bytes=host_bytes)
-    with trainer.dry_run_updates() as update:  # offloaded weights are on the device then
-        update_tokens, update_bytes = tuner.of_updates(
-            update, reserved_bytes=reserved, limit=lengths.update_tokens, what="an update's pass"
-        )
-    scored = [
-        tuner.max_tokens(
-            partial(_score, dry_run),
-            reserved_bytes=reserved,
-            limit=lengths.step_tokens,
-            what="a pass without gradient",
-        )
-        for dry_run in (trainer.dry_run, *(() if reference is None else (reference.dry_run,)))
-    ]
-    experience_tokens, pinned_bytes = min(tokens for tokens, _ in scored), tuner.pinned_bytes
-    of_critic = (0, 0)
-    if critic is not None:
-        reserved = trainer.resting_bytes + critic.optimizer_bytes
-        tuner = _Tuner(
-            critic.policy, memory, lengths, process_group, model="worker.critic.model", host_bytes=host_bytes
-        )
-        with critic.dry_run_updates() as update:
-            tokens, _ = tuner.of_updates(
-                update,
+    def measure(
+        engine: LocalTrainEngine, *scorers: LocalScorer, reserved: int, limit: int, of: str = ""
+    ) -> tuple[tuple[int, int], tuple[int, int], int]:
+        """Return tokens and bytes of a pass with gradient and without, and pinned host memory."""
+        tuner = _Tuner(engine, memory, lengths, process_group, host_bytes=host_bytes)
+        with engine.dry_run_updates() as update:  # offloaded weights are on the device then
+            updates = tuner.of_updates(update, reserved_bytes=reserved, limit=limit, what=f"an update's pass{of}")
+        scored = [
+            tuner.max_tokens(
+                partial(_score, dry_run),
                 reserved_bytes=reserved,
-                limit=lengths.critic_update_tokens,
-                what="an update's pass of the critic",
+                limit=lengths.step_tokens,
+                what=f"a pass{of} without gradient",
             )
-        scored_tokens, _ = tuner.max_tokens(
-            partial(_score, critic.dry_run),
-            reserved_bytes=reserved,
-            limit=lengths.step_tokens,
-            what="a pass of the critic without gradient",
+            for dry_run in (engine.dry_run, *(scorer.dry_run for scorer in scorers))
+        ]
+        tokens, used_bytes = zip(*scored, strict=True)
+        return updates, (min(tokens), max(used_bytes)), tuner.pinned_bytes
+
+    reserved = trainer.optimizer_bytes + (0 if critic is None else critic.resting_bytes)
+    scorers = () if reference is None else (reference,)
+    update, experience, pinned_bytes = measure(trainer, *scorers, reserved=reserved, limit=lengths.update_tokens)
+    critic_update = critic_experience = (0, 0)
+    if critic is not None:
+        critic_update, critic_experience, pinned_by_critic = measure(
+            critic,
+            reserved=trainer.resting_bytes + critic.optimizer_bytes,
+            limit=lengths.critic_update_tokens,
+            of=" of the critic",
         )
-        of_critic, pinned_bytes = (tokens, scored_tokens), max(pinned_bytes, tuner.pinned_bytes)
+        pinned_bytes = max(pinned_bytes, pinned_by_critic)
         critic.offload()
     [most_pinned] = process_group.all_reduce_max([float(pinned_bytes)])
     return Budgets(
-        update_tokens=update_tokens,
-        update_bytes=update_bytes,
-        experience_tokens=experience_tokens,
-        experience_bytes=max(used_bytes for _, used_bytes in scored),
+        update_tokens=update[0],
+        update_bytes=update[1],
+        experience_tokens=experience[0],
+        experience_bytes=experience[1],
         device=memory.device_name,
         device_bytes=memory.total_bytes,
-        critic_update_tokens=of_critic[0],
-        critic_experience_tokens=of_critic[1],
+        critic_update_tokens=critic_update[0],
+        critic_experience_tokens=critic_experience[0],
         host_bytes=int(most_pinned),
     )
 
@@ -243,21 +238,18 @@ class _Tuner:
 
     def __init__(
         self,
-        policy: Policy,
+        engine: LocalTrainEngine,
         memory: Memory,
         lengths: Lengths,
         process_group: ProcessGroup,
         *,
-        model: str = "worker.actor.model",
-        host_bytes: int | None = None,
+        host_bytes: int | None,
     ) -> None:
-        """Make the groups of the passes.
-
-        model: the section of its options, for error messages. host_bytes: see tune_engines.
-        """
-        self._policy, self._model, self._host_bytes = policy, model, host_bytes
+        """Make the groups of the passes. host_bytes: see tune_engines."""
+        self._policy = policy = engine.policy
+        self._model, self._host_bytes = f"worker.{engine.name}.model", host_bytes
         self.pinned_bytes = 0
-        self._remedies = _REMEDIES.format(model=model)
+        self._remedies = _REMEDIES.format(model=self._model)
         self._memory = memory
         self._lengths = lengths
         self._process_group = process_group
