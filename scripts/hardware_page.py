@@ -17,6 +17,7 @@ from trigon.assemble.memory import GIB, TIGHT, Hardware, RunMemory, count_memory
 from trigon.config.options import with_options
 from trigon.config.schema import Config
 from trigon.models.sizes import ModelSize
+from trigon.system.terminal import format_bytes
 
 CONFIGS = Path(__file__).parents[1] / "trigon" / "tools" / "plan" / "model_configs"
 
@@ -168,7 +169,7 @@ def document() -> str:
     example = _count(_options(MODELS[1], "All weights in float32 (`adamw`)", 8) | OFFLOAD)
     parts.append(
         f"\n## Phase by phase\n\n{MODELS[1].removesuffix('-Instruct')} on eight GPUs, all weights in float32, with "
-        f"offloading:\n\n```text\n{example.table()}\n```"
+        f"offloading:\n\n```text\n{_phases(example)}\n```"
     )
     parts.append(HOW_IT_IS_COUNTED)
     return "\n".join(parts)
@@ -219,7 +220,7 @@ def _against_easyr1() -> list[str]:
             lines.append(_line([method, short, f"{gpus} x {size}", cell]))
             if cell.startswith("no"):
                 memory = _count(_options(name, method, gpus) | OFFLOAD, SIZES[size])
-                phases = re.split(r"\n(?=\S)", memory.table())
+                phases = re.split(r"\n(?=\S)", _phases(memory))
                 update = "\n".join(each for each in phases if re.match("(update|optimizer step), each GPU", each))
                 tables.append(f"{short} in bfloat16 on {gpus} x {size}, with offloading:\n\n```text\n{update}\n```\n")
     return [*lines, DISAGREEMENT, *tables]
@@ -269,6 +270,16 @@ def _options(name: str, method: str, gpus: int) -> dict[str, Any]:
         "trainer.n_gpus_per_node": min(gpus, 8),
         "trainer.nnodes": max(1, gpus // 8),
     }
+
+
+def _phases(memory: RunMemory) -> str:
+    """Return all phases and their parts as text."""
+    lines = []
+    for phase in memory.phases:
+        needed, capacity = format_bytes(phase.expected), memory.describe_capacity(phase)
+        lines.append(f"{phase.phase}, {phase.where}: {needed} of {capacity}")
+        lines += [f"    {format_bytes(part.expected):>12}  {part.name}" for part in phase.parts if part.expected]
+    return "\n".join(lines)
 
 
 def _count(options: Mapping[str, Any], gib: float = DEVICE_BYTES / GIB) -> RunMemory:

@@ -196,16 +196,6 @@ class RunMemory:
         """Return whether all phases fit into their pools, and vLLM into its share of a GPU."""
         return self.problem is None and all(self.fraction(phase, certain=certain) <= 1 for phase in self.phases)
 
-    def table(self) -> str:
-        """Return all phases and parts as text for people, in GiB."""
-        lines = []
-        for phase in self.phases:
-            lines.append(
-                f"{phase.phase}, {phase.where}: {format_bytes(phase.expected)} of {self.describe_capacity(phase)}"
-            )
-            lines += [f"    {format_bytes(part.expected):>12}  {part.name}" for part in phase.parts if part.expected]
-        return "\n".join(lines)
-
 
 # -- the sizes of the models -----------------------------------------------------------------------
 

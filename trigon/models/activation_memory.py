@@ -23,10 +23,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trigon.models.activation_offload import DEVICE_INPUTS, host_bytes
+from trigon.models.activation_offload import DEVICE_INPUTS
 from trigon.models.attention_metadata import RECURRENT_CHUNK, padded_length
 from trigon.models.kernels import Kernel
 from trigon.models.sizes import Dimensions, GroupLengths, LinearDimensions, TextDimensions, VisionDimensions
+from trigon.models.transfer import host_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,6 @@ DEVICE_INPUTS = 2
 """The inputs of layers that are on the device at a time: a layer's own, and the next one's."""
 
 
-def host_bytes(num_bytes: int, *, pinned: bool) -> int:
-    """Return the host memory of an input: torch rounds pinned memory up to a power of two."""
-    return 1 << max(0, num_bytes - 1).bit_length() if pinned else num_bytes
-
-
 def host_bytes_at_most(num_bytes: int) -> int:
     """Return the most pinned memory that inputs of so many bytes, and shorter ones before, take.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trigon.models.transfer import to_device, to_pinned
+from trigon.models.transfer import host_bytes, to_device, to_pinned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ class VisionFeatures:
     @property
     def num_bytes(self) -> int:
         """The memory that the features take."""
-        return sum(map(_bytes_of, (self.tokens, *self.deepstack)))
+        return sum(host_bytes(part.nbytes, pinned=part.is_pinned()) for part in (self.tokens, *self.deepstack))
 
     def map(self, copy: Callable[[Tensor], Tensor]) -> VisionFeatures:
         """Return the features with each tensor replaced by its copy."""
@@ -95,8 +95,3 @@ class VisionFeatureCache:
         counts = self._num_hits, self._num_lookups
         self._num_hits = self._num_lookups = 0
         return counts
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    # Blocks of pinned memory have sizes of powers of two.
-    return 1 << (tensor.nbytes - 1).bit_length() if tensor.is_pinned() else tensor.nbytes

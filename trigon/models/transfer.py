@@ -38,6 +38,11 @@ def concatenated(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.cat(list(parts), out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))
 
 
+def host_bytes(num_bytes: int, *, pinned: bool) -> int:
+    """Return the host memory of a tensor: torch rounds pinned memory up to a power of two."""
+    return 1 << max(0, num_bytes - 1).bit_length() if pinned else num_bytes
+
+
 def to_pinned(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor in host memory, pinned if the tensor is on a GPU.
 
