@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 import yaml
@@ -20,7 +22,7 @@ from trigon.assemble.memory import (
 )
 from trigon.assemble.remedies import find_remedies_in_pass
 from trigon.config.options import with_options
-from trigon.config.schema import LoraConfig
+from trigon.config.schema import Config, LoraConfig
 from trigon.errors import ConfigError
 from trigon.models.load import load_hf_config, load_model
 from trigon.models.lora import add_lora
@@ -58,8 +60,14 @@ ACTIVATION_OFFLOAD = "worker.actor.model.enable_activation_offload"
 H100 = Hardware("cuda", 80 * GIB, 2000 * GIB)
 
 
+@cache
+def size_of(path):
+    """Return the sizes of a model, which are those of all its configurations."""
+    return size_of_model(with_options(Config(), {PATH: path}))
+
+
 def count(config, hardware=H100):
-    return count_memory(config, size_of_model(config), hardware)
+    return count_memory(config, size_of(config.worker.actor.model.model_path), hardware)
 
 
 def parts_of(memory, phase, pool="GPU", workers="all"):
@@ -190,7 +198,7 @@ def test_learners_have_no_engine_and_samplers_nothing_else():
 
 def warned(config, hardware=H100):
     warnings: list[str] = []
-    check_memory(config, size_of_model(config), hardware, warn=warnings.append)
+    check_memory(config, size_of(config.worker.actor.model.model_path), hardware, warn=warnings.append)
     return warnings
 
 
@@ -241,7 +249,7 @@ def test_remedies_are_the_same_arithmetic_with_the_change():
     config = configured(VL_7B)
     memory = count(config)
     worst = memory.worst(certain=True)
-    remedies = find_remedies(config, size_of_model(config), memory, worst)
+    remedies = find_remedies(config, size_of(config.worker.actor.model.model_path), memory, worst)
     assert len(remedies) == 3
     for remedy in remedies:
         changed = count(with_options(config, remedy.changes))
