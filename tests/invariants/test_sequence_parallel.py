@@ -21,7 +21,7 @@ from trigon.data.packing import by_owner, pack_train
 from trigon.models.policy import Policy, full_tensor
 from trigon.models.positions import positions_of
 from trigon.training.parallel import Sharding
-from trigon.training.step import micro_batch_backward
+from trigon.training.step import PolicyLoss
 from trigon.types import RoutedExperts, TokenLogprobs, TrainGroup
 
 pytestmark = pytest.mark.extended
@@ -77,13 +77,9 @@ def compute(task: Task) -> bytes:
             positions=positions_of(processors.family, processors.hf_config),
         )
         outputs: list[TokenLogprobs] = []
-        micro_batch_backward(
-            engine.policy,
+        PolicyLoss(engine.policy, ENTROPY_LOSS, nullcontext, reference=None).backward(
             batch,
-            ENTROPY_LOSS,
             denominators,
-            nullcontext,
-            reference=None,
             run_dummy_vision=task.images,
             gradient_scale=float(task.ranks) if is_split else 1.0,
             on_outputs=outputs.append,

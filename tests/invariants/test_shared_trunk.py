@@ -19,7 +19,7 @@ from trigon.models.positions import positions_of
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.device_memory import HostMemory
 from trigon.training.parallel import SingleProcess
-from trigon.training.step import micro_batch_backward, reduced_value_loss
+from trigon.training.step import PolicyLoss, reduced_value_loss
 
 ONE_GROUP = 40  # token budget of a row that no two groups fit into
 
@@ -62,8 +62,8 @@ def test_the_head_gets_the_gradient_of_a_critic_of_its_own_and_the_trunk_that_of
     denominators = count_denominators(part.loss_mask for group in groups for part in group.sequences)
     config = critic_config(trunk=coefficient)
     common = {"run_dummy_vision": False, "gradient_scale": 1.0}
-    micro_batch_backward(own, batch, config, denominators, nullcontext, reference=None, **common)
-    micro_batch_backward(policy, batch, CONFIG, denominators, nullcontext, reference=None, **common)
+    for model, its_config in ((own, config), (policy, CONFIG)):
+        PolicyLoss(model, its_config, nullcontext, reference=None).backward(batch, denominators, **common)
     reduced_value_loss(apart(batch.packed), batch, config.worker.critic, denominators)[0].backward()
 
     head = own.value_head

@@ -15,8 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trigon.algorithms.reduce import Denominators, ExpertShares
-from trigon.algorithms.unread import UnreadMetrics
 from trigon.config.plan import ModelPlan
 from trigon.config.schema import Config
 from trigon.data.packing import Positions, tokens_of
@@ -27,8 +25,8 @@ from trigon.training.checkpointing import Saved
 from trigon.training.device_memory import Placement
 from trigon.training.local import LocalTrainEngine, ModelName
 from trigon.training.protocol import GroupOutputs, LoadPixels
-from trigon.training.step import Reference, idle_row, reduced_value_loss
-from trigon.types import MicroBatch, PackedGroups, RolloutGroup, TokenLogprobs, TrainGroup
+from trigon.training.step import ValueLoss
+from trigon.types import PackedGroups, RolloutGroup, TrainGroup
 
 
 class LocalCriticEngine(LocalTrainEngine):
@@ -114,47 +112,16 @@ class LocalCriticEngine(LocalTrainEngine):
         self._before_use()
         super().wake(optimizer=optimizer)
 
-    def _score_row(self, packed: PackedGroups, run_dummy_vision: bool) -> Tensor:
-        return self._values(packed, run_dummy_vision=run_dummy_vision, with_next=True)
+    def _make_loss(self) -> ValueLoss:
+        return ValueLoss(self._policy, self._config, self._scorer.precision, values=self._values)
 
-    def _values(self, packed: PackedGroups, *, run_dummy_vision: bool, with_next: bool = False) -> Tensor:
+    def _score_row(self, packed: PackedGroups, run_dummy_vision: bool) -> Tensor:
+        return self._values(packed, run_dummy_vision, with_next=True)
+
+    def _values(self, packed: PackedGroups, run_dummy_vision: bool, *, with_next: bool = False) -> Tensor:
         """Return the values of a row; see ValueModel.forward."""
         values: Tensor = self._policy(packed, run_dummy_vision=run_dummy_vision, with_next=with_next)
         return values
-
-    def _backward(
-        self,
-        batch: MicroBatch,
-        denominators: Denominators,
-        *,
-        run_dummy_vision: bool,
-        gradient_scale: float,
-        shares: ExpertShares | None = None,
-        on_outputs: Callable[[TokenLogprobs], None] | None = None,
-    ) -> UnreadMetrics:
-        assert shares is None, "the loss of a critic does not balance experts"
-        assert on_outputs is None, "a critic computes no log-probabilities"
-        with self._scorer.precision():
-            values = self._values(batch.packed, run_dummy_vision=run_dummy_vision)
-        loss, metrics = reduced_value_loss(values, batch, self._config.worker.critic, denominators)
-        torch.autograd.backward(loss * gradient_scale)
-        return metrics
-
-    def _idle_backward(self, run_dummy_vision: bool) -> None:
-        with self._scorer.precision():
-            values = self._values(idle_row(self._policy), run_dummy_vision=run_dummy_vision)
-        torch.autograd.backward(values.sum() * 0.0)
-
-    @property
-    def _balances_experts(self) -> bool:
-        return False
-
-    @property
-    def _is_regularized(self) -> bool:
-        return True  # every value has a gradient
-
-    def _full_kl_reference(self) -> Reference | None:
-        return None
 
 
 class LocalTrunkCritic(LocalCriticEngine):
@@ -224,7 +191,7 @@ class LocalTrunkCritic(LocalCriticEngine):
         outputs, values = self._trunk.with_values(packed, run_dummy_vision=run_dummy_vision, with_next=True)
         return torch.cat([outputs.logprobs[None], values])
 
-    def _values(self, packed: PackedGroups, *, run_dummy_vision: bool, with_next: bool = False) -> Tensor:
+    def _values(self, packed: PackedGroups, run_dummy_vision: bool, *, with_next: bool = False) -> Tensor:
         return self._trunk.values(packed, run_dummy_vision=run_dummy_vision, with_next=with_next)
 
     def wake(self, *, optimizer: bool) -> None:

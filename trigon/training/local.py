@@ -1,6 +1,6 @@
 """The train engine of one process on one device: alone, or one rank of several.
 
-An update passes through LocalTrainEngine.step and, for each packed row, micro_batch_backward
+An update passes through LocalTrainEngine.step and, for each packed row, PolicyLoss.backward
 (step.py). Does not depend on Ray and vLLM; other ranks are reached through the process group only.
 """
 
@@ -34,16 +34,16 @@ from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
 from trigon.training.step import (
     ROUTER_LOSS,
     AppliedUpdate,
+    PolicyLoss,
     Reference,
     UpdatePlan,
+    ValueLoss,
     count_expert_shares,
-    idle_backward,
-    micro_batch_backward,
     plan_update,
     to_device,
 )
 from trigon.training.train_groups import has_gradient
-from trigon.types import NO_RECORD, LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup
+from trigon.types import NO_RECORD, LocalWeights, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup
 
 ModelName = Literal["actor", "critic"]
 """What a run has a trained model for: the prefix of its metrics, and its section in worker."""
@@ -152,6 +152,12 @@ class LocalTrainEngine:
         self._reference: Reference | None = reference or (
             self.reference_without_adapters() if policy.has_adapters else None
         )
+        self._loss = self._make_loss()
+
+    def _make_loss(self) -> PolicyLoss | ValueLoss:
+        """Return the loss that updates minimize."""
+        reference = self._reference if self._config.algorithm.kl_in_loss == "full" else None
+        return PolicyLoss(self._policy, self._config, self._scorer.precision, reference=reference)
 
     def update_too(self, trained: Trained) -> None:
         """Let each update also update this, from the same backward passes."""
@@ -180,16 +186,16 @@ class LocalTrainEngine:
         """
         if self._unchecked == "none":
             self._unchecked = "trainable"
-        learned = (group for group in groups if has_gradient(group, regularized=self._is_regularized))
+        learned = (group for group in groups if has_gradient(group, regularized=self._loss.is_regularized))
         explained = self._placement.explain_out_of_memory("update", learned, max_tokens=self._update_max_tokens)
-        reference = self._full_kl_reference()
+        reference = self._loss.reference
         with explained, nullcontext() if reference is None else reference.awake():
             self.wake(optimizer=True)
             groups = self._load_pixels(groups)
             plan = plan_update(
                 groups,
                 self._denominators(groups),
-                regularized=self._is_regularized,
+                regularized=self._loss.is_regularized,
                 max_tokens=self._update_max_tokens,
                 positions=self._positions,
                 process_group=self._process_group,
@@ -200,10 +206,10 @@ class LocalTrainEngine:
             for index, run_dummy_vision in enumerate(plan.passes):
                 self._process_group.before_forward(self._policy, sync_gradients=plan.syncs_gradients(index))
                 if index >= len(plan.batches):  # other ranks have more micro-batches
-                    self._idle_backward(run_dummy_vision)
+                    self._loss.idle_backward(run_dummy_vision=run_dummy_vision)
                     continue
                 unread.append(
-                    self._backward(
+                    self._loss.backward(
                         to_device(plan.batches[index], self._device),
                         plan.denominators,
                         run_dummy_vision=run_dummy_vision,
@@ -222,35 +228,12 @@ class LocalTrainEngine:
                 outputs.update(recorded.by_group())  # read_metrics has waited for their copies
             return metrics
 
-    def _backward(
-        self,
-        batch: MicroBatch,
-        denominators: Denominators,
-        *,
-        run_dummy_vision: bool,
-        gradient_scale: float,
-        shares: ExpertShares | None = None,
-        on_outputs: Callable[[TokenLogprobs], None] | None = None,
-    ) -> UnreadMetrics:
-        return micro_batch_backward(
-            self._policy,
-            batch,
-            self._config,
-            denominators,
-            self._scorer.precision,
-            reference=self._full_kl_reference(),
-            run_dummy_vision=run_dummy_vision,
-            gradient_scale=gradient_scale,
-            shares=shares,
-            on_outputs=on_outputs,
-        )
-
     def _count_expert_shares(self, plan: UpdatePlan) -> ExpertShares | None:
         """Return the shares of the experts in an update; None without a load-balancing loss.
 
         They depend on all micro-batches, and are needed before the first backward.
         """
-        if not self._balances_experts:
+        if not self._loss.balances_experts:
             return None
         shares = count_expert_shares(
             self._policy,
@@ -261,16 +244,6 @@ class LocalTrainEngine:
             counts_row=self._counts_row,
         )
         return replace(shares, fractions=shares.fractions.to(self._device))
-
-    def _idle_backward(self, run_dummy_vision: bool) -> None:
-        against = self._full_kl_reference()
-        idle_backward(
-            self._policy,
-            self._config,
-            self._scorer.precision,
-            reference=against,
-            run_dummy_vision=run_dummy_vision,
-        )
 
     def _denominators(self, groups: Sequence[TrainGroup]) -> Denominators:
         """Return the trainable tokens and sequences of the update, over all ranks."""
@@ -340,7 +313,7 @@ class LocalTrainEngine:
 
         batch_metrics: of this rank's micro-batches, merged.
         """
-        keys = [trained.loss_key, *([ROUTER_LOSS] if trained.name == "actor" and self._balances_experts else [])]
+        keys = [trained.loss_key, *([ROUTER_LOSS] if trained.name == "actor" and self._loss.balances_experts else [])]
         own = [batch_metrics.get(key, Sum(0.0)).value if self._counts_row else 0.0 for key in keys]
         losses = self._process_group.all_reduce_sum(own)
         return {
@@ -358,14 +331,14 @@ class LocalTrainEngine:
         Gradients accumulate inside the context and are discarded at its end. All ranks have to make
         the same passes.
         """
-        reference = self._full_kl_reference()
+        reference = self._loss.reference
         self.wake(optimizer=False)
         with nullcontext() if reference is None else reference.awake():
             try:
                 yield self._dry_run_update
                 # FSDP would add deferred gradients of a sharded policy to the first real update.
                 self._process_group.before_forward(self._policy, sync_gradients=True)
-                self._idle_backward(run_dummy_vision=True)
+                self._loss.idle_backward(run_dummy_vision=True)
             finally:
                 self._process_group.reshard(self._policy)
                 self._free_gradients()
@@ -374,7 +347,7 @@ class LocalTrainEngine:
         """Make one update pass over all groups in one row. The gradients are discarded later."""
         [batch] = pack_train(groups, max_tokens=sum(map(tokens_of, groups)), positions=self._positions)
         self._process_group.before_forward(self._policy, sync_gradients=False)
-        self._backward(
+        self._loss.backward(
             to_device(batch, self._device),
             Denominators(tokens=len(batch.loss_mask), sequences=batch.num_sequences),
             run_dummy_vision=bool(batch.packed.visions),
@@ -503,20 +476,6 @@ class LocalTrainEngine:
     def _saved(self) -> checkpointing.Saved:
         """What a checkpoint has."""
         return self._policy
-
-    @property
-    def _balances_experts(self) -> bool:
-        """Whether the loss has a term that spreads the tokens over the experts."""
-        return self._config.worker.actor.router_aux_loss_coef > 0
-
-    @property
-    def _is_regularized(self) -> bool:
-        """Whether a token whose advantage is zero can have a gradient."""
-        return self._config.learns_without_advantage
-
-    def _full_kl_reference(self) -> Reference | None:
-        """Return the reference of the full KL; None if the loss does not have one."""
-        return self._reference if self._config.algorithm.kl_in_loss == "full" else None
 
     @property
     def _counts_row(self) -> bool:

@@ -62,95 +62,150 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return dataclasses.replace(batch, **moved)
 
 
-def micro_batch_backward(
-    policy: Policy,
-    batch: MicroBatch,
-    config: Config,
-    denominators: Denominators,
-    precision: Precision,
-    *,
-    reference: Reference | None,
-    run_dummy_vision: bool,
-    gradient_scale: float,
-    shares: ExpertShares | None = None,
-    on_outputs: Callable[[TokenLogprobs], None] | None = None,
-) -> UnreadMetrics:
-    """Add the gradient of one micro-batch to the parameters, and return its metrics.
+class PolicyLoss:
+    """The loss of a policy over the packed rows of an update.
 
-    Nothing here makes the host wait for a GPU, so that it prepares the next micro-batch, its images
-    included, while the GPU computes this one.
+    It is the policy loss + kl_coef * KL - entropy_coeff * entropy + router_aux_loss_coef * the
+    load-balancing loss of the experts. A critic on the policy's trunk adds its loss, whose gradient
+    reaches the trunk times vf_coef, and its head whole.
 
-    The loss is the policy loss + kl_coef * KL - entropy_coeff * entropy + router_aux_loss_coef *
-    the load-balancing loss of the experts. A critic on the policy's trunk adds its loss, whose
-    gradient reaches the trunk times vf_coef, and its head whole.
-    Means are weighted by the trainable tokens; "actor/pg_loss" is this micro-batch's summand of the
-    update's loss.
-
-    Args:
-        denominators: trainable tokens and sequences of the whole update, over all ranks.
-        reference: required if the KL term is the full KL; None otherwise.
-        run_dummy_vision: see Policy.forward.
-        gradient_scale: factor of the gradient; the metrics are not scaled.
-        shares: of the experts in the whole update, on the device; None without the last term.
-        on_outputs: receives what the forward pass returned, which still has its gradient.
+    reference: of the full KL; None if the loss does not have one. is_regularized: whether a token
+    whose advantage is zero can have a gradient. balances_experts: whether it has the load-balancing
+    loss.
     """
-    against = None if reference is None else reference.predictions(batch.packed, run_dummy_vision=run_dummy_vision)
-    with precision():
-        outputs, values = _pass_with_gradient(
-            policy,
-            batch.packed,
-            config,
-            run_dummy_vision=run_dummy_vision,
-            against=against,
-            router_load=shares is not None,
-        )
-    if on_outputs is not None:
-        on_outputs(outputs)
-    # Without an update since sampling, old and current log-probabilities are equal: the ratio is
-    # exactly 1.
-    old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    loss, metrics = _total_loss(outputs, old, batch, config, denominators)
-    if shares is not None:
-        assert outputs.router_probabilities is not None
-        balance = load_balancing_loss(outputs.router_probabilities, shares)
-        loss = loss + config.worker.actor.router_aux_loss_coef * balance
-        metrics[ROUTER_LOSS] = Unread(Sum, (balance.detach(),))
-    if values is not None:
-        of_values, value_metrics = reduced_value_loss(values, batch, config.worker.critic, denominators)
-        loss, metrics = loss + of_values, metrics | value_metrics
-    torch.autograd.backward(loss * gradient_scale)
-    return metrics | mismatch_metrics(batch.sampling_logprobs, old, batch.trainable)
+
+    def __init__(self, policy: Policy, config: Config, precision: Precision, *, reference: Reference | None) -> None:
+        self._policy, self._config, self._precision, self.reference = policy, config, precision, reference
+        self.is_regularized = config.learns_without_advantage
+        self.balances_experts = config.worker.actor.router_aux_loss_coef > 0
+
+    def backward(
+        self,
+        batch: MicroBatch,
+        denominators: Denominators,
+        *,
+        run_dummy_vision: bool,
+        gradient_scale: float,
+        shares: ExpertShares | None = None,
+        on_outputs: Callable[[TokenLogprobs], None] | None = None,
+    ) -> UnreadMetrics:
+        """Add the gradient of one micro-batch to the parameters, and return its metrics.
+
+        Nothing here makes the host wait for a GPU, so that it prepares the next micro-batch, its
+        images included, while the GPU computes this one.
+
+        Means are weighted by the trainable tokens; "actor/pg_loss" is this micro-batch's summand of
+        the update's loss.
+
+        Args:
+            denominators: trainable tokens and sequences of the whole update, over all ranks.
+            run_dummy_vision: see Policy.forward.
+            gradient_scale: factor of the gradient; the metrics are not scaled.
+            shares: of the experts in the whole update, on the device; None without the last term.
+            on_outputs: receives what the forward pass returned, which still has its gradient.
+        """
+        against = None
+        if self.reference is not None:
+            against = self.reference.predictions(batch.packed, run_dummy_vision=run_dummy_vision)
+        outputs, values = self._pass(batch.packed, run_dummy_vision, against, router_load=shares is not None)
+        if on_outputs is not None:
+            on_outputs(outputs)
+        # Without an update since sampling, old and current log-probabilities are equal: the ratio
+        # is exactly 1.
+        old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        loss, metrics = _total_loss(outputs, old, batch, self._config, denominators)
+        if shares is not None:
+            assert outputs.router_probabilities is not None
+            balance = load_balancing_loss(outputs.router_probabilities, shares)
+            loss = loss + self._config.worker.actor.router_aux_loss_coef * balance
+            metrics[ROUTER_LOSS] = Unread(Sum, (balance.detach(),))
+        if values is not None:
+            of_values, value_metrics = reduced_value_loss(values, batch, self._config.worker.critic, denominators)
+            loss, metrics = loss + of_values, metrics | value_metrics
+        torch.autograd.backward(loss * gradient_scale)
+        return metrics | mismatch_metrics(batch.sampling_logprobs, old, batch.trainable)
+
+    def idle_backward(self, *, run_dummy_vision: bool) -> None:
+        """Make a pass whose gradient is zero, for a rank with fewer micro-batches than another."""
+        row = idle_row(self._policy)
+        if self.reference is not None:
+            self.reference.predictions(row, run_dummy_vision=run_dummy_vision)
+        outputs, values = self._pass(row, run_dummy_vision, None)
+        total = outputs.logprobs.sum() if values is None else outputs.logprobs.sum() + values.sum()
+        torch.autograd.backward(total * 0.0)
+
+    def _pass(
+        self,
+        packed: PackedGroups,
+        run_dummy_vision: bool,
+        against: Predictions | None,
+        *,
+        router_load: bool = False,
+    ) -> tuple[TokenLogprobs, Tensor | None]:
+        """Return the outputs of a row, and its values if the loss has a term of them."""
+        policy, config = self._policy, self._config
+        entropy_gradient = config.worker.actor.entropy_coeff > 0
+        with self._precision():
+            if not config.shares_trunk:
+                outputs: TokenLogprobs = policy(
+                    packed,
+                    run_dummy_vision=run_dummy_vision,
+                    entropy_gradient=entropy_gradient,
+                    against=against,
+                    router_load=router_load,
+                )
+                return outputs, None
+            assert isinstance(policy, ActorCritic), "the value loss needs a value head"
+            return policy.with_values(
+                packed,
+                run_dummy_vision=run_dummy_vision,
+                entropy_gradient=entropy_gradient,
+                against=against,
+                trunk_gradient=config.worker.critic.vf_coef,
+                router_load=router_load,
+            )
 
 
-def _pass_with_gradient(
-    policy: Policy,
-    packed: PackedGroups,
-    config: Config,
-    *,
-    run_dummy_vision: bool,
-    against: Predictions | None,
-    router_load: bool = False,
-) -> tuple[TokenLogprobs, Tensor | None]:
-    """Return the outputs of a row, and its values if the loss has a term of them."""
-    entropy_gradient = config.worker.actor.entropy_coeff > 0
-    if not config.shares_trunk:
-        outputs: TokenLogprobs = policy(
-            packed,
-            run_dummy_vision=run_dummy_vision,
-            entropy_gradient=entropy_gradient,
-            against=against,
-            router_load=router_load,
-        )
-        return outputs, None
-    assert isinstance(policy, ActorCritic), "the value loss needs a value head"
-    return policy.with_values(
-        packed,
-        run_dummy_vision=run_dummy_vision,
-        entropy_gradient=entropy_gradient,
-        against=against,
-        trunk_gradient=config.worker.critic.vf_coef,
-        router_load=router_load,
-    )
+class ValueLoss:
+    """The loss of a critic over the packed rows of an update. As PolicyLoss."""
+
+    reference = None
+    is_regularized = True  # every value has a gradient
+    balances_experts = False
+
+    def __init__(
+        self, policy: Policy, config: Config, precision: Precision, *, values: Callable[[PackedGroups, bool], Tensor]
+    ) -> None:
+        """Compute the loss of these values of rows: [S] with gradient. policy: the model.
+
+        values: gets a row, and whether the vision tower runs if it has no images.
+        """
+        self._policy, self._critic, self._precision, self._values = policy, config.worker.critic, precision, values
+
+    def backward(
+        self,
+        batch: MicroBatch,
+        denominators: Denominators,
+        *,
+        run_dummy_vision: bool,
+        gradient_scale: float,
+        shares: ExpertShares | None = None,
+        on_outputs: Callable[[TokenLogprobs], None] | None = None,
+    ) -> UnreadMetrics:
+        """See PolicyLoss."""
+        assert shares is None, "the loss of a critic does not balance experts"
+        assert on_outputs is None, "a critic computes no log-probabilities"
+        with self._precision():
+            values = self._values(batch.packed, run_dummy_vision)
+        loss, metrics = reduced_value_loss(values, batch, self._critic, denominators)
+        torch.autograd.backward(loss * gradient_scale)
+        return metrics
+
+    def idle_backward(self, *, run_dummy_vision: bool) -> None:
+        """See PolicyLoss."""
+        with self._precision():
+            values = self._values(idle_row(self._policy), run_dummy_vision)
+        torch.autograd.backward(values.sum() * 0.0)
 
 
 def _total_loss(
@@ -258,19 +313,6 @@ def _kl_of(outputs: TokenLogprobs, batch: MicroBatch, estimator: KlEstimator) ->
         return outputs.kl
     assert batch.ref_logprobs is not None, "a KL term needs the reference's log-probabilities"
     return kl_per_token(outputs.logprobs, batch.ref_logprobs, estimator)
-
-
-def idle_backward(
-    policy: Policy, config: Config, precision: Precision, *, reference: Reference | None, run_dummy_vision: bool
-) -> None:
-    """Make a pass whose gradient is zero, for a rank with fewer micro-batches than another one."""
-    row = idle_row(policy)
-    if reference is not None:
-        reference.predictions(row, run_dummy_vision=run_dummy_vision)
-    with precision():
-        outputs, values = _pass_with_gradient(policy, row, config, run_dummy_vision=run_dummy_vision, against=None)
-    total = outputs.logprobs.sum() if values is None else outputs.logprobs.sum() + values.sum()
-    torch.autograd.backward(total * 0.0)
 
 
 def count_expert_shares(
