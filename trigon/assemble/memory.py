@@ -105,6 +105,10 @@ class Hardware:
     host_bytes: int | None
 
 
+_ANY_HARDWARE = Hardware("cpu", 0, None)
+"""For sizes that do not depend on it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One part of the memory of a phase, in bytes. certain: what it needs at least."""
@@ -255,7 +259,7 @@ def count_checkpoint_bytes(config: Config, size: ModelSize) -> int:
 
     size: as for count_memory. Side files of the model (tokenizer, configs) are not counted.
     """
-    return sum(model.checkpoint_bytes() for model in _trained_models(config, size, Hardware("cpu", 0, 0)))
+    return sum(model.checkpoint_bytes() for model in _trained_models(config, size, _ANY_HARDWARE))
 
 
 def count_checkpoints(config: Config, *, total_steps: int) -> int:
@@ -273,12 +277,12 @@ def count_staged_bytes(config: Config, size: ModelSize) -> int:
 
     size: as for count_memory.
     """
-    return sum(model.copied().expected for model in _trained_models(config, size, Hardware("cpu", 0, 0)))
+    return sum(model.copied().expected for model in _trained_models(config, size, _ANY_HARDWARE))
 
 
 def count_sizes(config: Config, size: ModelSize) -> Sizes:
     """Return the sizes of the policy on each rank that learns. size: as for count_memory."""
-    return _trained_models(config, size, Hardware("cpu", 0, 0))[0].sizes
+    return _trained_models(config, size, _ANY_HARDWARE)[0].sizes
 
 
 def _longest_row(config: Config, dimensions: Dimensions, max_tokens: int) -> list[GroupLengths]:
