@@ -19,7 +19,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from trigon.environments.actions import action_text
+from trigon.environments.protocol import action_text
 
 GROUPS = {
     "Network": ("Wi-Fi", "Bluetooth", "Mobile data", "Hotspot", "Flight mode"),

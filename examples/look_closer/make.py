@@ -21,8 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from drawings import EXTENT, MAX_PIXELS, PATTERNS, REGIONS, draw
-from trigon.environments.crop import crop
-from trigon.environments.tools import ToolEnvironment, describe_tools
+from trigon.environments.tools import ToolEnvironment, crop, describe_tools
 from trigon.tools.quickstart.model import make_tiny
 from trigon.tools.quickstart.warm_start import Demonstration, learn_demonstrations
 

@@ -9,7 +9,7 @@ from PIL import Image
 from trigon.assemble.episodes import EpisodeParts, check_episodes
 from trigon.config.schema import Config, RolloutConfig
 from trigon.environments.pool import EnvironmentPool
-from trigon.environments.settings import EnvironmentSettings, find_environment
+from trigon.environments.source import EnvironmentSettings, find_environment
 from trigon.errors import EpisodeError
 from trigon.models.load import load_processors
 from trigon.types import EncodedMedia, Prompt

@@ -21,7 +21,7 @@ from support.processes import descendants, is_locked, is_running, wait_until
 from trigon.data.images import open_image
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.protocol import Message, Observation, Outcome
-from trigon.environments.settings import EnvironmentSettings, find_environment, find_tools
+from trigon.environments.source import EnvironmentSettings, find_environment, find_tools
 from trigon.errors import EpisodeError
 from trigon.system.confinement import mechanisms, seccomp
 from trigon.system.confinement.options import Confinement
@@ -451,7 +451,7 @@ def test_nothing_is_left_when_the_process_of_the_pool_is_killed(tmp_path):
     script = f"""
 import time
 from trigon.environments.pool import EnvironmentPool
-from trigon.environments.settings import EnvironmentSettings, find_environment
+from trigon.environments.source import EnvironmentSettings, find_environment
 source = find_environment("{tmp_path}/counter.py:Counter")
 pool = EnvironmentPool(EnvironmentSettings(environment=source, kwargs={{"folder": "{tmp_path}"}}))
 pool.start(0, {{}})
@@ -843,7 +843,7 @@ def test_python_is_refused_with_a_reason_where_it_cannot_be_confined():
 def test_python_says_what_to_allow_where_a_container_forbids_namespaces(needs_python, forbidden):
     script = f"""
 from trigon.environments.pool import EnvironmentPool
-from trigon.environments.settings import EnvironmentSettings, find_tools
+from trigon.environments.source import EnvironmentSettings, find_tools
 from trigon.system.confinement import seccomp
 seccomp.keep_only(seccomp.Profile(seccomp.ALL.keys() - {{"clone3", {forbidden!r}}}))
 pool = EnvironmentPool(EnvironmentSettings(environment=None, tools=find_tools(["python"])))

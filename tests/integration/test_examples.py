@@ -33,7 +33,7 @@ from trigon.config.load import load_config, split_arguments
 from trigon.config.options import options
 from trigon.config.schema import Config, OptimConfig
 from trigon.data.dataset import open_prompts
-from trigon.environments.settings import find_tools
+from trigon.environments.source import find_tools
 from trigon.environments.tools import describe_tools, load_tools
 from trigon.tools.cli.main import main
 from trigon.tools.quickstart.warm_start import Demonstration, learn_demonstrations, warm_start_folder

@@ -19,7 +19,7 @@ from support.rollout import handle_of, make_transformers_engine, make_vllm_setti
 from support.videos import make_video
 from trigon.data.turns import TurnTemplate
 from trigon.environments.pool import EnvironmentPool
-from trigon.environments.settings import EnvironmentSettings, find_environment
+from trigon.environments.source import EnvironmentSettings, find_environment
 from trigon.metrics import values
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy

@@ -8,7 +8,7 @@ from typing import Any
 
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.protocol import Outcome
-from trigon.environments.settings import EnvironmentSettings, find_environment
+from trigon.environments.source import EnvironmentSettings, find_environment
 
 
 def play_in_pool(

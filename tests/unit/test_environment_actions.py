@@ -2,7 +2,7 @@
 
 import pytest
 
-from trigon.environments.actions import action_text, as_names, find_action
+from trigon.environments.protocol import action_text, as_names, find_action
 
 NAMES = as_names(["left", "right", "turn left", "Move_Forward", "no-op", "7"])
 

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from trigon.environments.conversion import to_observation, to_png, to_step
+from trigon.environments.pool import read_reply
 from trigon.environments.protocol import MAX_IMAGES, Message, Observation, Outcome, png_size
-from trigon.environments.replies import read_reply
 from trigon.system.files import dump_columns
 from trigon.system.frames import Frame, FrameReader, encode_frame
 

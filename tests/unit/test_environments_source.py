@@ -6,8 +6,14 @@ import pytest
 
 from support.images import png
 from trigon.environments.conversion import to_observation
-from trigon.environments.settings import EnvironmentSettings, encode_setup, find_environment, find_tools
-from trigon.environments.source import check_environment, load_code
+from trigon.environments.source import (
+    EnvironmentSettings,
+    check_environment,
+    encode_setup,
+    find_environment,
+    find_tools,
+    load_code,
+)
 from trigon.environments.tools import ToolEnvironment, describe_tools, load_tools
 from trigon.errors import EpisodeError
 from trigon.system.image_formats import LazyImages

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trigon.environments.crop import crop
+from trigon.environments.tools import crop
 from trigon.models.load import load_processors
 
 FOLDER = Path(__file__).parents[2] / "examples" / "look_closer"

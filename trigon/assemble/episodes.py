@@ -19,8 +19,7 @@ from trigon.data.stream import Prompts
 from trigon.data.turns import TurnTemplate, TurnTokens
 from trigon.environments.calls import format_of
 from trigon.environments.pool import EnvironmentPool
-from trigon.environments.settings import EnvironmentSettings, find_environment, find_tools
-from trigon.environments.source import CodeSource
+from trigon.environments.source import CodeSource, EnvironmentSettings, find_environment, find_tools
 from trigon.errors import EpisodeError, ObservationError
 from trigon.models.load import Processors
 from trigon.rewards.arguments import resolve_arguments

@@ -17,8 +17,7 @@ from trigon.config.paths import expand_path, is_local_dataset, local_path
 from trigon.config.schema import Config, DataConfig, RewardConfig
 from trigon.data.rows import UnusableRow, column_value, require_columns, without_column
 from trigon.data.sources import Source, open_source, preview_parquet
-from trigon.environments.settings import find_environment, find_tools
-from trigon.environments.source import CodeSource
+from trigon.environments.source import CodeSource, find_environment, find_tools
 from trigon.errors import ConfigError, RewardError
 from trigon.models.hub import require_config_file, require_weight_files
 from trigon.report.delivery import Hooks

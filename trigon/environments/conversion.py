@@ -24,8 +24,8 @@ from trigon.environments.protocol import (
     check_observation,
     check_size,
     escape_markers,
+    read_reward,
 )
-from trigon.environments.replies import read_reward
 from trigon.system.image_formats import orientation_of, upright_rgb
 
 _KEYS = ("text", "image", "images")

@@ -27,11 +27,18 @@ from typing import Any
 
 from PIL import Image
 
-from trigon.environments import python_tool
 from trigon.environments.conversion import to_observation, to_png, to_step
 from trigon.environments.protocol import Observation
 from trigon.environments.source import CodeSource, check_environment, load_code
-from trigon.environments.tools import IMAGES, ToolEnvironment, describe_tools, load_tools
+from trigon.environments.tools import (
+    IMAGES,
+    ToolEnvironment,
+    connect_code_server,
+    describe_tools,
+    find_obstacle,
+    load_tools,
+    python,
+)
 from trigon.errors import EpisodeError
 from trigon.system.confinement.supervisor import Confined, begin_child
 from trigon.system.fork_server import ForkServer, Work, call_in_a_fork
@@ -47,7 +54,7 @@ _STDERR = 2
 
 def main(channel_fd: int, confined: Confined) -> None:
     """Serve until the channel closes."""
-    python_tool.connect(confined.code_server)
+    connect_code_server(confined.code_server)
     with begin_child(channel_fd, confined, max_open_files=MAX_OPEN_FILES) as channel:
         ForkServer(channel).serve(_load)
     os._exit(0)  # not sys.exit, which would wait for threads that the user's code has started
@@ -65,7 +72,7 @@ def _load(setup: dict[str, Any]) -> tuple[dict[str, Any], Work]:
         check_environment(made, kwargs, where=source.where)
         make_environment = partial(made, **kwargs)
     tools = load_tools([CodeSource(**each) for each in setup["tools"]])
-    if tools.get("python") is python_tool.python and (obstacle := python_tool.find_obstacle()):
+    if tools.get("python") is python and (obstacle := find_obstacle()):
         raise EpisodeError(
             f"the tool python cannot be confined on this system: {obstacle}; see docs/agents.md, or leave it "
             "out of worker.rollout.tools"

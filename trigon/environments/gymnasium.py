@@ -23,7 +23,7 @@ import numpy as np
 from gymnasium import spaces
 from PIL import Image
 
-from trigon.environments.actions import action_text, as_names, find_action
+from trigon.environments.protocol import action_text, as_names, find_action
 
 _HIGHLIGHT, _END_OF_HIGHLIGHT = re.compile(r"\x1b\[[1-9][\d;]*m"), re.compile(r"\x1b\[0?m")
 
@@ -38,7 +38,7 @@ class GymnasiumEnvironment:
     change. Others, such as vectors of numbers, need a subclass with a `describe` of its own. After
     the last step nothing is observed.
 
-    Actions: each turn is searched for the name of an action (see trigon.environments.actions); if
+    Actions: each turn is searched for the name of an action (see trigon.environments.protocol); if
     the action space is `Text`, the turn's text is the action. A turn that names none, or several,
     does not step the environment: the model is told the names, gets unknown_reward, and the turn
     counts as one of max_steps. With unknown_action, that action is taken instead.

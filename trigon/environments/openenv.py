@@ -23,7 +23,7 @@ import numpy as np
 from openenv.core import GenericEnvClient
 from PIL import Image
 
-from trigon.environments.actions import action_text
+from trigon.environments.protocol import action_text
 from trigon.system.image_formats import DECODING_ERRORS, read_image
 
 ACTION = "{action}"

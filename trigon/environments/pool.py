@@ -23,9 +23,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trigon.environments.calls import find_calls
-from trigon.environments.protocol import Outcome
-from trigon.environments.replies import max_reply_bytes, read_reply
-from trigon.environments.settings import EnvironmentSettings, encode_setup
+from trigon.environments.protocol import (
+    MAX_IMAGES,
+    MAX_TEXT_CHARACTERS,
+    Message,
+    Observation,
+    Outcome,
+    check_observation,
+    read_reward,
+)
+from trigon.environments.source import EnvironmentSettings, encode_setup
 from trigon.errors import EpisodeError
 from trigon.system.child import (
     FORGED,
@@ -39,7 +46,8 @@ from trigon.system.child import (
     warn_of_withheld_variables,
 )
 from trigon.system.files import OmittedColumns, dump_columns
-from trigon.system.frames import Channel, encode_frame
+from trigon.system.frames import Channel, Frame, encode_frame
+from trigon.system.secrets import scrub
 
 CLOSE_SECONDS = 2.0
 """How long an environment's close() may take."""
@@ -49,6 +57,8 @@ MAX_SERVER_DEATHS = 3
 
 _MAX_TRACEBACKS = 5  # of failed episodes, in the log
 _MAX_REASON_CHARACTERS = 500
+_MAX_ERROR_CHARACTERS = 1000
+_MAX_TRACEBACK_CHARACTERS = 10_000
 _PROCESSES_PER_EPISODE = 16
 
 _log = logging.getLogger(__name__)
@@ -450,3 +460,45 @@ class EnvironmentPool:
             "the fork server of %s %s; %d episodes are lost, and it is started again", where, ending.text, len(lost)
         )
         self._server = self._children.start("environment")
+
+
+def max_reply_bytes(max_image_pixels: int) -> int:
+    """Return the maximum size of a reply: escaped text, and images that do not compress."""
+    return 12 * MAX_TEXT_CHARACTERS + MAX_IMAGES * (4 * max_image_pixels + (1 << 16))
+
+
+def read_reply(episode: int, frame: Frame, *, max_image_pixels: int) -> tuple[Outcome, str]:
+    """Return the outcome that a reply reports, and the traceback of its error.
+
+    The reply may be forged, since the user's code runs in the process that sends it.
+    Raises: ValueError if it is not a reply.
+    """
+    content = frame.content
+    if error := content.get("error"):
+        line = " ".join(scrub(str(error)).split())[:_MAX_ERROR_CHARACTERS]
+        trace = scrub(str(content.get("traceback", "")))[-_MAX_TRACEBACK_CHARACTERS:]
+        return Outcome(episode, None, None, True, line), trace
+    try:
+        observation = _read_observation(content["messages"], frame.files)
+        reward, done = content["reward"], content["done"]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"an invalid reply: {type(error).__name__}: {error}") from None
+    if observation is not None:
+        check_observation(observation, max_image_pixels=max_image_pixels)
+    if not isinstance(done, bool):
+        raise ValueError("an invalid reply: done is not true or false")
+    return Outcome(episode, observation, None if reward is None else read_reward(reward), done), ""
+
+
+def _read_observation(messages: Any, files: tuple[bytes, ...]) -> Observation | None:
+    if messages is None:
+        return None
+    read: list[Message] = []
+    start = 0
+    for message in messages:
+        end = start + message["num_images"]
+        if not isinstance(message["text"], str) or not start <= end <= len(files):
+            raise ValueError("an invalid reply: a message without its text or its images")
+        read.append(Message(message["role"], message["text"], files[start:end]))
+        start = end
+    return Observation(tuple(read))

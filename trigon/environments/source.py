@@ -1,20 +1,24 @@
 """Finds and loads the user's environments and tools: `file.py:Name`, `module:Name`, or a pickle.
 
-find_code() checks names and files only, and may run anywhere. load_code() runs the user's file, and
-is called in fork servers only.
+find_environment() and find_tools() check names and files only, and may run anywhere; so may
+encode_setup(), which makes what a fork server gets: the code and its limits. load_code() runs the
+user's file, and is called in fork servers only.
 """
 
 from __future__ import annotations
 
 import inspect
 import socket
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from trigon.config.names import BUILT_IN_TOOLS, ObservationRole, ToolFormat
 from trigon.environments.protocol import Environment
 from trigon.errors import EpisodeError
+from trigon.system.confinement.options import DEFAULT, Confinement
+from trigon.system.frames import encode_frame
 from trigon.system.terminal import did_you_mean, nearest_file
 from trigon.system.user_code import check_arguments, load_module, pickle, read_signature, take, unpickle
 
@@ -47,14 +51,71 @@ class CodeSource:
         return f"{self.kind} {self.name!r}" + (f" of {place}" if place else "")
 
 
-def find_code(spec: str, kind: CodeKind, *, built_in: Collection[str] = ()) -> CodeSource:
-    """Return the source of `file.py:Name`, `package.module:Name`, or the name of a built-in tool.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSettings:
+    """The environment and the tools of episodes, and how they are run. Can be sent to workers.
 
-    Raises: EpisodeError, with the nearest known name, if there is no such file or built-in tool.
+    environment: None for tools alone. kwargs: of its constructor; JSON can represent them.
+    tool_format: of the calls. timeout_seconds: of reset (with the constructor) and of each step.
+    max_episodes: how many may exist at the same time, each of which is a process; later ones wait.
+    max_image_pixels: maximum width * height of an image of an observation. observation_role: of the
+    messages of the environment; tool_role: of those of tools. passed_variables: environment
+    variables that the code gets besides those of child.ALLOWED. confinement: of all
+    processes together, by the options of reward workers.
     """
+
+    environment: CodeSource | None
+    kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may have secrets
+    tools: tuple[CodeSource, ...] = ()
+    tool_format: ToolFormat = "hermes"
+    timeout_seconds: float = 60.0
+    max_episodes: int = 256
+    max_image_pixels: int = 1 << 24
+    observation_role: ObservationRole = "user"
+    tool_role: ObservationRole = "tool"
+    passed_variables: tuple[str, ...] = ()
+    confinement: Confinement = DEFAULT
+
+    @property
+    def where(self) -> str:
+        """The code in error messages."""
+        tools = f"tools {', '.join(source.name for source in self.tools)}"
+        if self.environment is None:
+            return tools
+        return f"{self.environment.where} with the {tools}" if self.tools else self.environment.where
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether code that a model wrote is run: by the built-in tool `python`."""
+        return CodeSource("tool", "python") in self.tools
+
+    @property
+    def sources(self) -> tuple[CodeSource, ...]:
+        """The user's code."""
+        return self.tools if self.environment is None else (self.environment, *self.tools)
+
+
+def find_environment(environment: str | Callable[..., Any]) -> CodeSource:
+    """Return the source of worker.rollout.environment, or of a class given in Python.
+
+    Raises: EpisodeError, with the nearest known name, if there is no such file.
+    """
+    return _find(environment, "environment")
+
+
+def find_tools(tools: Sequence[str | Callable[..., Any]]) -> tuple[CodeSource, ...]:
+    """Return the sources of worker.rollout.tools, or of functions. Raises: as find_environment."""
+    return tuple(_find(tool, "tool", built_in=BUILT_IN_TOOLS) for tool in tools)
+
+
+def _find(spec: str | Callable[..., Any], kind: CodeKind, *, built_in: Collection[str] = ()) -> CodeSource:
+    option, form = _OPTIONS[kind], f"file.py:{_NAMES[kind]}"
+    if not isinstance(spec, str):
+        name = getattr(spec, "__name__", type(spec).__name__)
+        pickled = pickle(spec, where=f"{kind} {name!r}", instead=f"{option}='{form}'", error=EpisodeError)
+        return CodeSource(kind, name, pickled=pickled)
     if spec in built_in:
         return CodeSource(kind, spec)
-    option, form = _OPTIONS[kind], f"file.py:{_NAMES[kind]}"
     path, _, name = spec.rpartition(":")
     if not path:
         hint = did_you_mean(spec, built_in)
@@ -72,11 +133,20 @@ def find_code(spec: str, kind: CodeKind, *, built_in: Collection[str] = ()) -> C
     return CodeSource(kind, name, file=str(file))
 
 
-def pickle_code(value: Callable[..., Any], kind: CodeKind) -> CodeSource:
-    """Return the source of a class or a function that is given in Python. Raises: EpisodeError."""
-    name = getattr(value, "__name__", type(value).__name__)
-    instead = f"{_OPTIONS[kind]}='file.py:{_NAMES[kind]}'"
-    return CodeSource(kind, name, pickled=pickle(value, where=f"{kind} {name!r}", instead=instead, error=EpisodeError))
+def encode_setup(settings: EnvironmentSettings, *, describe: bool) -> bytes:
+    """Return the first frame for a fork server. describe: whether it returns the tools' schemas.
+
+    Raises: EpisodeError if JSON cannot represent the keyword arguments.
+    """
+    memory = replace(settings.confinement, runs_code=settings.runs_code).worker_memory_bytes
+    try:
+        fields = {**asdict(settings), "confinement": None}  # the supervisor's
+        return encode_frame({**fields, "max_memory_bytes": memory, "describe": describe})
+    except (TypeError, ValueError) as error:
+        raise EpisodeError(
+            f"worker.rollout.environment_kwargs cannot be sent to another process: {error}; use only text, numbers, "
+            "lists and dicts"
+        ) from error
 
 
 def load_code(source: CodeSource) -> Any:

@@ -5,24 +5,36 @@ description is made. Two parameters are not described: `images` gets the images 
 as PIL images that are opened when they are indexed, and `timeout_seconds` the time that the call
 may take.
 What a function raises is the reply to the model, since most errors are the model's.
+
+The built-in tools are at the end: `crop` shows a region of an image enlarged, and `python` runs
+code that a model wrote, in a sandbox of its own for each call. The sandbox is made by the code
+server of this process's supervisor (system/confinement), which does not know the row of the episode
+and its ground truth.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import math
+import os
+import signal
 import traceback
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trigon.config.names import BUILT_IN_TOOLS, ObservationRole, ToolFormat
+from PIL import Image
+
+from trigon.config.names import ObservationRole, ToolFormat
 from trigon.environments.calls import MAX_CALLS, ToolCall, find_calls
-from trigon.environments.conversion import to_message, without_surrogates
+from trigon.environments.conversion import to_message, to_png, without_surrogates
 from trigon.environments.protocol import MAX_IMAGES, MAX_TEXT_CHARACTERS, Message, Observation, escape_markers
 from trigon.environments.source import CodeSource, load_code
 from trigon.errors import EpisodeError
+from trigon.system.confinement.code_server import CodeResult, run_code
+from trigon.system.confinement.sandbox import MAX_FILE_BYTES, MAX_MEMORY_BYTES
 from trigon.system.image_formats import LazyImages
 from trigon.system.terminal import did_you_mean
 
@@ -30,10 +42,24 @@ IMAGES = "images"
 TIMEOUT = "timeout_seconds"
 """The parameters of a tool that the model is not told."""
 
+MIN_CROP_PIXELS = 1 << 18
+"""Area to which smaller regions are enlarged: 256 tokens of Qwen3-VL, 334 of Qwen2.5-VL."""
+
+MAX_SCALE = 1000
+"""Boxes are relative: from 0 to 1000 in each direction, as Qwen3-VL is trained."""
+
+MAX_PYTHON_SECONDS = 10.0
+"""Time limit of a call of `python`; less if the step may take less."""
+
+MAX_OUTPUT_CHARACTERS = 10_000
+"""How much of its output the model gets: the first and the last half."""
+
 _NOTHING = "(no output)"
 """The reply of a tool that returns None or an empty text."""
 
 _MAX_ERROR_CHARACTERS = 500
+_TRIAL_SECONDS = 60.0
+_code_server: int | None = None  # the descriptor of that of this process's supervisor
 
 Tool = Callable[..., Any]
 
@@ -136,7 +162,7 @@ def load_tools(sources: Sequence[CodeSource]) -> dict[str, Tool]:
     """Return the tools by name. Raises: EpisodeError for one that cannot be loaded or described."""
     tools: dict[str, Tool] = {}
     for source in sources:
-        tool = _built_in(source.name) if not (source.file or source.module or source.pickled) else load_code(source)
+        tool = load_code(source) if source.file or source.module or source.pickled else _BUILT_IN[source.name]
         name = getattr(tool, "__name__", source.name)
         if name in tools:
             raise EpisodeError(f"worker.rollout.tools has two tools named {name!r}; rename one of the functions")
@@ -170,21 +196,6 @@ def describe(error: BaseException) -> str:
     if isinstance(error, ValueError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _built_in(name: str) -> Tool:
-    # Imported here: `crop` needs Pillow, and users who name none of them need neither.
-    match name:
-        case "crop":
-            from trigon.environments.crop import crop
-
-            return crop
-        case "python":
-            from trigon.environments.python_tool import python
-
-            return python
-        case _:
-            raise EpisodeError(f"there is no built-in tool {name!r}; they are {', '.join(BUILT_IN_TOOLS)}")
 
 
 def _check(tool: Tool, where: str) -> None:
@@ -262,3 +273,106 @@ def _shortened(text: str) -> str:
 
 def _has_images(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(hasattr(each, "getbands") for each in value)
+
+
+def crop(bbox_2d: list[float], images: list[Image.Image], img_idx: int = 0) -> Image.Image:
+    """Zoom in on a region of an image, and see it enlarged.
+
+    Args:
+        bbox_2d: The region as [x1, y1, x2, y2], relative to the image: from 0 to 1000, where [0, 0] is the top left corner and [1000, 1000] the bottom right one
+        img_idx: The number of the image in the conversation, starting from 0 (the results of earlier calls count)
+    """  # noqa: E501, W505 - a model reads it: each line break would be one more token
+    if not images:
+        raise ValueError("the conversation has no image")
+    if isinstance(img_idx, bool) or not isinstance(img_idx, int) or not 0 <= img_idx < len(images):
+        raise ValueError(f"img_idx is {img_idx!r}; it must be from 0 to {len(images) - 1}")
+    is_box = isinstance(bbox_2d, list | tuple) and len(bbox_2d) == 4
+    if not is_box or not all(isinstance(each, int | float) and abs(each) < math.inf for each in bbox_2d):
+        raise ValueError("bbox_2d must have four numbers: [x1, y1, x2, y2]")
+    x1, y1, x2, y2 = (min(max(each, 0), MAX_SCALE) for each in bbox_2d)
+    if x1 >= x2 or y1 >= y2:
+        raise ValueError("the region of bbox_2d is empty: x1 < x2 and y1 < y2 must hold, from 0 to 1000")
+    image = images[img_idx]
+    left, right = _pixels(x1, x2, image.width)
+    top, bottom = _pixels(y1, y2, image.height)
+    return _enlarged(image.crop((left, top, right, bottom)))
+
+
+def _pixels(start: float, end: float, side: int) -> tuple[int, int]:
+    """Return the pixels that a range of 0 to 1000 touches: at least one."""
+    first = min(math.floor(start * side / MAX_SCALE), side - 1)
+    return first, max(math.ceil(end * side / MAX_SCALE), first + 1)
+
+
+def _enlarged(image: Image.Image) -> Image.Image:
+    scale = math.sqrt(MIN_CROP_PIXELS / (image.width * image.height))
+    if scale <= 1:
+        return image
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    return image.resize(size, Image.Resampling.BICUBIC)
+
+
+def connect_code_server(server: int | None) -> None:
+    """Set the descriptor of the code server for this process and all that are forked from it."""
+    global _code_server
+    _code_server = server
+
+
+def find_obstacle() -> str:
+    """Return why the tool python cannot run code here, with a remedy; "" if it can. Tries it."""
+    result = _run("import ctypes, math", {}, seconds=_TRIAL_SECONDS)
+    if result.ending == "impossible":
+        return result.reason
+    if result.ending == "exited" and result.status == 0:
+        return ""
+    output = result.output.decode(errors="replace").strip().rpartition("\n")[2]
+    why = output or _ending_of(result, _TRIAL_SECONDS)
+    return f"Python does not start there ({why}); all users must be able to read its files"
+
+
+def python(code: str, images: list[Any], timeout_seconds: float) -> str:
+    """Run Python code and get what it prints, and the value of its last expression. Each call starts anew. The images of the conversation are in the working folder: image_0.png, image_1.png, ...
+
+    Args:
+        code: The code to run
+    """  # noqa: E501, W505 - a model reads it: each line break would be one more token
+    if not isinstance(code, str):
+        raise ValueError("code must be text")
+    limit = min(MAX_PYTHON_SECONDS, timeout_seconds)
+    files = {f"image_{number}.png": to_png(image) for number, image in enumerate(images)}
+    result = _run(code.encode(errors="replace").decode(), files, seconds=limit)
+    if result.ending == "impossible":
+        raise RuntimeError(result.reason)
+    text = result.output.decode("utf-8", errors="replace")
+    parts = (_cut(text.rstrip("\n")), _ending_of(result, limit))
+    return escape_markers("\n".join(part for part in parts if part) or _NOTHING)
+
+
+def _run(code: str, files: dict[str, bytes], *, seconds: float) -> CodeResult:
+    if _code_server is None:
+        raise RuntimeError("the tool python is used by a process that has no code server")
+    return run_code(_code_server, code, files, seconds=seconds)
+
+
+def _ending_of(result: CodeResult, limit: float) -> str:
+    """Return how the code ended, for the model; "" if its output says all."""
+    if result.ending == "late":
+        return f"The code took more than {limit:g} s and was ended."
+    if result.ending == "output":
+        return f"The code printed more than {MAX_FILE_BYTES >> 20} MiB and was ended."
+    code = os.waitstatus_to_exitcode(result.status)
+    if code >= 0:
+        return ""
+    if -code in (signal.SIGXCPU, signal.SIGKILL):
+        return "The code was ended: it used too much time or memory."
+    return f"The code was ended by signal {-code} ({signal.strsignal(-code)}); it may use {MAX_MEMORY_BYTES >> 30} GiB."
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MAX_OUTPUT_CHARACTERS:
+        return text
+    half = MAX_OUTPUT_CHARACTERS // 2
+    return f"{text[:half]}\n... ({len(text) - 2 * half:,} characters are left out) ...\n{text[-half:]}"
+
+
+_BUILT_IN: Mapping[str, Tool] = {"crop": crop, "python": python}  # config.names.BUILT_IN_TOOLS
