@@ -20,7 +20,7 @@ from trigon.config.paths import PYTHON_PREFIX, dataset_names
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ConfigError, raises_at_caller
 from trigon.report.run import RunTables, load_run
-from trigon.rewards.callables import Reward, describe_reward, name_of, reward_source
+from trigon.rewards.callables import Reward, describe_reward, name_of, reward_terms
 from trigon.system.terminal import did_you_mean
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from trigon.data.sources import Source
     from trigon.report.delivery import Logger
-    from trigon.rewards.load import RewardSource, RewardTerm
+    from trigon.rewards.load import RewardTerm
     from trigon.types import RolloutGroup
 
     Data: TypeAlias = str | PurePath | Sequence[str | PurePath] | Sequence[Mapping[str, Any]] | Any
@@ -218,8 +218,8 @@ class Arguments:
 
     loaded: LoadedConfig
     data: Mapping[str, Any]
-    reward: RewardSource | tuple[RewardTerm, ...] | None
-    val_reward: RewardSource | tuple[RewardTerm, ...] | None
+    reward: tuple[RewardTerm, ...] | None
+    val_reward: tuple[RewardTerm, ...] | None
     loggers: Sequence[Logger]
 
 
@@ -281,7 +281,7 @@ def read_arguments(
     sources = (
         {}
         if load_planned is not None
-        else {key: reward_source(function, kwargs=kwargs.get(key, {})) for key, function in functions.items()}
+        else {key: reward_terms(function, kwargs=kwargs.get(key, {})) for key, function in functions.items()}
     )
     return Arguments(loaded, datasets, sources.get("reward_function"), sources.get("val_reward_function"), log_objects)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardRequest, encode_request, read_scores
+from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
 
 numbers = st.one_of(
@@ -122,7 +123,7 @@ messages = st.fixed_dictionaries(
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
     file = tmp_path_factory.mktemp("fuzz") / "hostile.py"
     file.write_text(HOSTILE)
-    pool = RewardPool(f"{file}:score", kwargs={}, num_workers=1, timeout_seconds=5.0, max_failed_fraction=1.0)
+    pool = RewardPool(find_reward(f"{file}:score", {}), num_workers=1, timeout_seconds=5.0, max_failed_fraction=1.0)
     yield pool
     pool.close()
 

@@ -23,7 +23,7 @@ from trigon.assemble.run import run_training
 from trigon.config.load import load_config
 from trigon.errors import CheckpointError
 from trigon.report.delivery import LoggerEnvironment
-from trigon.rewards.callables import reward_source
+from trigon.rewards.callables import reward_terms
 
 pytestmark = pytest.mark.extended
 
@@ -270,7 +270,7 @@ def test_a_function_given_in_python_is_compared_by_its_code(parts, tmp_path):
         return sum(map(ord, response)) % 5 / 7
 
     def given(function) -> RunObjects:
-        return RunObjects(reward=reward_source(function, kwargs={"judge": "", "api_key": ""}))
+        return RunObjects(reward=reward_terms(function, kwargs={"judge": "", "api_key": ""}))
 
     train(parts, tmp_path / "run", objects=given(reward))
     train(parts, tmp_path / "run", objects=given(reward))

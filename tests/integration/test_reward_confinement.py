@@ -19,6 +19,7 @@ from support.rewards import requests
 from trigon.assemble.preflight import open_rewards
 from trigon.config.schema import Config
 from trigon.errors import RewardError
+from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
 from trigon.system import processes
 from trigon.system.confinement import kernel, mechanisms
@@ -170,8 +171,7 @@ def pool_of(tmp_path):
         (tmp_path / "reward.py").write_text(text)
         pools.append(
             RewardPool(
-                f"{tmp_path}/reward.py:main",
-                kwargs=kwargs,
+                find_reward(f"{tmp_path}/reward.py:main", kwargs),
                 num_workers=num_workers,
                 timeout_seconds=timeout_seconds,
                 max_failed_fraction=1.0,
@@ -220,13 +220,14 @@ import json, os, subprocess, sys, time
 from trigon.system.confinement import seccomp
 from trigon.system.confinement.options import Confinement
 from trigon.rewards.contract import RewardRequest
+from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
 
 if {forbidden!r}:
     seccomp.keep_only(seccomp.Profile(seccomp.ALL.keys() - set({forbidden!r})))
 responses = {responses!r}
 children = [subprocess.Popen(["sleep", "4711.25"]) for _ in responses]  # each attack has its own
-pool = RewardPool({str(folder / "reward.py")!r} + ":main", kwargs={{"pid": os.getpid()}},
+pool = RewardPool(find_reward({str(folder / "reward.py")!r} + ":main", {{"pid": os.getpid()}}),
                   num_workers=1, timeout_seconds=20, max_failed_fraction=1.0,
                   confinement=Confinement.from_json({confinement.to_json()!r}))
 texts = [f"{{response}} {{child.pid}}" for response, child in zip(responses, children)]
@@ -303,9 +304,10 @@ def test_nothing_outlives_a_driver_that_is_killed(tmp_path, without):
 import time
 from trigon.system.confinement.options import Confinement
 from trigon.rewards.contract import RewardRequest
+from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
 
-pool = RewardPool({str(tmp_path / "reward.py")!r} + ":main", kwargs={{"lock": {str(lock)!r}}}, num_workers=1,
+pool = RewardPool(find_reward({str(tmp_path / "reward.py")!r} + ":main", {{"lock": {str(lock)!r}}}), num_workers=1,
                   timeout_seconds=60, max_failed_fraction=1.0, confinement=Confinement(without={without!r}))
 pool.score([RewardRequest("return", 1, "4", "?", "stop", {{}})])
 print("scored", flush=True)

@@ -195,10 +195,11 @@ def compute_score(reward_input):
 """)
     script = f"""
 from trigon.rewards.contract import RewardRequest
+from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
 
-pool = RewardPool({str(tmp_path / "reward.py")!r} + ":compute_score", kwargs={{}}, num_workers=1, timeout_seconds=500,
-                  max_failed_fraction=1.0)
+pool = RewardPool(find_reward({str(tmp_path / "reward.py")!r} + ":compute_score", {{}}), num_workers=1,
+                  timeout_seconds=500, max_failed_fraction=1.0)
 pool.score([RewardRequest({response!r}, 1, "4", "?", "stop", {{}})])
 """
     with subprocess.Popen([sys.executable, "-c", script]) as parent:

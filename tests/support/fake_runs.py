@@ -35,6 +35,7 @@ from trigon.models.load import Processors
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import ImageStore, RunFolder
+from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import RolloutBuffer
 from trigon.rollout.collect import Evaluator
@@ -165,7 +166,7 @@ def open_shared_parts(model: Path, folder: Path) -> Iterator[SharedParts]:
 
     (folder / "reward.py").write_text(REWARD)
     rewards = RewardPool(
-        f"{folder / 'reward.py'}:reward", kwargs={}, num_workers=1, timeout_seconds=10, max_failed_fraction=0.5
+        find_reward(f"{folder / 'reward.py'}:reward", {}), num_workers=1, timeout_seconds=10, max_failed_fraction=0.5
     )
     before = datasets.config.HF_DATASETS_CACHE
     datasets.config.HF_DATASETS_CACHE = folder / "cache"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from trigon.rewards.contract import RewardRequest
+from trigon.rewards.load import RewardTerm, find_reward
 from trigon.rewards.pool import RewardPool
 
 
@@ -25,15 +26,22 @@ def requests(*responses: str, **changes: Any) -> list[RewardRequest]:
 
 @contextmanager
 def reward_pool(
-    folder: Path, text: str = "", *, function: str = "main", reward: Any = None, kwargs: Any = None, **options: Any
+    folder: Path,
+    text: str = "",
+    *,
+    function: str = "main",
+    reward: Sequence[RewardTerm] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator[RewardPool]:
-    """Open a pool for a function of a file with this text, or for another reward.
+    """Open a pool for a function of a file with this text, or for the terms of another reward.
 
     options: of RewardPool, instead of one worker, 20 seconds and any number of failures.
     """
     (folder / "reward.py").write_text(text)
     usual: dict[str, Any] = {"num_workers": 1, "timeout_seconds": 20.0, "max_failed_fraction": 1.0}
-    pool = RewardPool(reward or f"{folder}/reward.py:{function}", kwargs=kwargs or {}, **(usual | options))
+    terms = reward or find_reward(f"{folder}/reward.py:{function}", kwargs or {})
+    pool = RewardPool(terms, **(usual | options))
     try:
         yield pool
     finally:

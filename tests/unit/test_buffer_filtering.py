@@ -33,6 +33,7 @@ from trigon.loop import train
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
+from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.episode_state import sample_seed
 from trigon.rollout.saved import groups_state, load_groups
@@ -116,10 +117,10 @@ def test_a_step_that_crosses_an_epoch_samples_its_prompts_again_under_new_ids(pa
 def test_filter_bounds_equal_the_numbers_that_a_reward_function_returns(parts, tmp_path):
     # 0.1 cannot be represented in float32.
     (tmp_path / "tenth.py").write_text("def main(answer: dict):\n    return {'overall': 0.1}\n")
-    source = f"{tmp_path / 'tenth.py'}:main"
+    terms = find_reward(f"{tmp_path / 'tenth.py'}:main", {})
     group_filter = FILTER | {"filter_key": "overall", "filter_low": 0.1, "max_try_make_batch": 1}
     with (
-        closing(RewardPool(source, kwargs={}, num_workers=1, timeout_seconds=10, max_failed_fraction=0.5)) as rewards,
+        closing(RewardPool(terms, num_workers=1, timeout_seconds=10, max_failed_fraction=0.5)) as rewards,
         pytest.raises(DataError, match="100% of those sampled were at or below"),
     ):
         train_in(tmp_path / "run", parts, **group_filter, rewards=rewards)

@@ -53,7 +53,7 @@ ONLY_IN = {
         "training/fsdp.py",
         "training/state.py",
     ),
-    "cloudpickle": ("rewards/callables.py", "system/user_code.py", "environments/source.py"),
+    "cloudpickle": ("system/user_code.py",),
     "datasets": ("data/sources.py",),
     "av": ("data/videos.py",),
     "peft": ("models/lora.py",),

@@ -5,6 +5,7 @@ from contextlib import closing
 import pytest
 
 from trigon.rewards.contract import RewardRequest
+from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
 
 FUNCTIONS = """
@@ -47,7 +48,7 @@ def score(tmp_path):
 
     def score(name, responses):
         options = {"timeout_seconds": 20.0, "max_failed_fraction": 1.0, "concurrency": 16}
-        with closing(RewardPool(f"{file}:{name}", kwargs={}, num_workers=1, **options)) as pool:
+        with closing(RewardPool(find_reward(f"{file}:{name}", {}), num_workers=1, **options)) as pool:
             return pool.score([RewardRequest(text, 1, "7", "?", "stop", {}) for text in responses])
 
     return score

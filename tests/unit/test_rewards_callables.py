@@ -13,14 +13,14 @@ import pytest
 
 from support.rewards import requests, reward_pool
 from trigon.errors import RewardError
-from trigon.rewards.callables import describe_reward, reward_source
+from trigon.rewards.callables import describe_reward, reward_terms
 from trigon.system import user_code
 
 
 def parts_of(reward, *responses, kwargs=None):
     """Return the scores of these completions by real reward workers."""
-    source = reward_source(reward, kwargs=kwargs or {})
-    with tempfile.TemporaryDirectory() as folder, reward_pool(Path(folder), reward=source, kwargs=kwargs) as pool:
+    terms = reward_terms(reward, kwargs=kwargs or {})
+    with tempfile.TemporaryDirectory() as folder, reward_pool(Path(folder), reward=terms) as pool:
         scores = pool.score(requests(*responses, row={"id": 7}))
     assert {score.error for score in scores} == {""}
     return [dict(score.parts) for score in scores]
@@ -88,16 +88,16 @@ def test_what_cannot_be_pickled_is_an_error_that_names_its_type():
     lock, judge = threading.Lock(), in_main("def judge(completion): return client", "judge")
     judge.__globals__["client"] = lock
     with pytest.raises(RewardError, match=r"'judge' cannot be sent .*_thread\.lock"):
-        reward_source(judge, kwargs={})
+        reward_terms(judge, kwargs={})
     with pytest.raises(RewardError, match=r"'score' cannot be sent .*_thread\.lock"):
-        reward_source(functools.partial(in_main("def score(x, lock): ...", "score"), lock=lock), kwargs={})
+        reward_terms(functools.partial(in_main("def score(x, lock): ...", "score"), lock=lock), kwargs={})
 
 
 def test_what_is_too_large_is_an_error(monkeypatch):
     monkeypatch.setattr(user_code, "MAX_PICKLE_BYTES", 1 << 20)
     table = b"x" * (2 << 20)
     with pytest.raises(RewardError, match=r"has 2 MiB with the variables that it uses, .* at most 1 MiB are sent"):
-        reward_source(lambda completion: len(table), kwargs={})
+        reward_terms(lambda completion: len(table), kwargs={})
 
 
 def test_async_functions_and_objects_travel_alone_and_in_sums():
@@ -143,7 +143,7 @@ def test_one_of_several_may_be_a_file_or_a_dict_with_a_name_and_arguments(tmp_pa
     }
     for message, reward in wrong.items():
         with pytest.raises(RewardError, match=message):
-            reward_source(reward, kwargs={})
+            reward_terms(reward, kwargs={})
 
 
 def test_a_function_whose_module_a_worker_lacks_is_an_error_with_the_module(monkeypatch, tmp_path):
@@ -151,7 +151,7 @@ def test_a_function_whose_module_a_worker_lacks_is_an_error_with_the_module(monk
     monkeypatch.syspath_prepend(str(tmp_path))
     import only_here
 
-    source = reward_source(only_here.score, kwargs={})
+    source = reward_terms(only_here.score, kwargs={})
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path)])
     with (
         reward_pool(tmp_path, reward=source) as pool,

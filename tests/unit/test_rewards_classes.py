@@ -8,7 +8,7 @@ import pytest
 
 from support.rewards import requests, reward_pool
 from trigon.errors import RewardError
-from trigon.rewards.callables import reward_source
+from trigon.rewards.callables import reward_terms
 
 # Returns how often an object was made in its process. Making one takes longer than a score may.
 SLOW_START = """
@@ -71,6 +71,6 @@ class Scaled:
     [(Scaled, {}, 3.0), (functools.partial(Scaled, scale=2.0), {}, 6.0), (Scaled, {"scale": 4.0}, 12.0)],
 )
 def test_one_given_in_python_is_made_in_the_worker(tmp_path, reward, kwargs, expected):
-    with reward_pool(tmp_path, reward=reward_source(reward, kwargs=kwargs), kwargs=kwargs) as pool:
+    with reward_pool(tmp_path, reward=reward_terms(reward, kwargs=kwargs)) as pool:
         [score] = pool.score(requests("abc"))
     assert score.parts == {"overall": expected, "own": 1.0}

@@ -4,9 +4,8 @@ from functools import partial
 
 import pytest
 
-from trigon.rewards.callables import reward_source
-from trigon.rewards.code import code_digest, function_digest
-from trigon.rewards.load import find_source
+from trigon.rewards.callables import code_digest, function_digest, reward_terms
+from trigon.rewards.load import find_reward
 
 REWARD = """
 import math
@@ -38,7 +37,7 @@ def write(path, text):
 
 
 def digest(folder, function="compute_score"):
-    return code_digest(find_source(f"{folder / 'reward.py'}:{function}"))
+    return code_digest(find_reward(f"{folder / 'reward.py'}:{function}", {}))
 
 
 @pytest.mark.parametrize(
@@ -82,4 +81,4 @@ def test_a_python_function_is_its_source_and_what_has_none_cannot_be_compared():
     names: dict = {}
     exec("def reward(response, ground_truth): return 0.0", names)
     assert function_digest(names["reward"]) == ""
-    assert code_digest(reward_source([names["reward"], "math"], kwargs={})) == ""
+    assert code_digest(reward_terms([names["reward"], "math"], kwargs={})) == ""

@@ -17,7 +17,6 @@ from trigon.rewards.contract import (
     MAX_PART,
     MAX_REWARD,
     RewardRequest,
-    bind_kwargs,
     detect_contract,
     encode_request,
     read_scores,
@@ -103,18 +102,6 @@ def no_arguments(): ...
 def test_what_fits_no_contract_is_an_error(function, reward_type, message):
     with pytest.raises(RewardError, match=message):
         detect_contract(function, reward_type, {}, where="f")
-
-
-def test_keyword_arguments_are_bound_or_named():
-    assert bind_kwargs(lambda reward_inputs, weight: weight, "batch", {"weight": 0.3}, where="f")([]) == 0.3
-    assert bind_kwargs(lambda reward_inputs, **rest: rest["weight"], "batch", {"weight": 0.3}, where="f")([]) == 0.3
-    assert bind_kwargs(lambda predict_str, ground_truth, w: w, "legacy", {"w": 0.3}, where="f")("", "") == 0.3
-    with pytest.raises(RewardError, match=r"does not accept 'format_wieght' .* did you mean format_weight"):
-        bind_kwargs(legacy_names, "legacy", {"format_wieght": 0.3}, where="f")
-    with pytest.raises(RewardError, match="does not accept 'predict_str'"):  # it is the completion
-        bind_kwargs(legacy_names, "legacy", {"predict_str": "x"}, where="f")
-    with pytest.raises(RewardError, match=r"missing a required argument: 'strictness'"):
-        bind_kwargs(named_reward_inputs, "batch", {}, where="f")
 
 
 def test_all_kinds_of_numbers_are_accepted():

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from trigon.rewards.verifiers.equivalence import MAX_ANSWER_CHARACTERS, extract_boxed, is_same_answer
-from trigon.rewards.verifiers.expression import NotAnExpression, TooComplex, parse
-from trigon.rewards.verifiers.values import is_equal
+from trigon.rewards.verifiers.expression import NotAnExpression, TooComplex, is_equal, parse
 
 # Answers as people and models write them. "mathruler" is the verdict of mathruler 0.1.0, on which
 # EasyR1's rewards are based; a pair with another verdict here has a reason.

@@ -6,6 +6,7 @@ import pytest
 
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardRequest
+from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
 from trigon.rewards.verifiers import android_gui, counting, dapo, geoqa, math, r1v, vqa
 
@@ -40,7 +41,8 @@ def test_android_gui_refuses_what_is_not_an_action(ground_truth, message):
 
 
 def test_the_run_stops_with_the_message():
-    with closing(RewardPool("math", kwargs={}, num_workers=1, timeout_seconds=10.0, max_failed_fraction=0.1)) as pool:
+    terms = find_reward("math", {})
+    with closing(RewardPool(terms, num_workers=1, timeout_seconds=10.0, max_failed_fraction=0.1)) as pool:
         request = RewardRequest(
             response=RESPONSE, response_length=10, ground_truth=VERL, prompt="", finish_reason="stop", row={}
         )

@@ -6,7 +6,7 @@ import pytest
 
 from support.rewards import reward_pool as pool_of
 from trigon.report.rollouts import rollout_rows
-from trigon.rewards.callables import reward_source
+from trigon.rewards.callables import reward_terms
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.load import RewardSource, RewardTerm
 from trigon.tools.eval import score as score_module
@@ -96,7 +96,7 @@ def test_a_sum_with_a_group_function_scores_groups(tmp_path):
     async def right(response, ground_truth):
         return response == ground_truth
 
-    terms = reward_source([(longest, 2), (right, 1), ("math", 0)], kwargs={})
+    terms = reward_terms([(longest, 2), (right, 1), ("math", 0)], kwargs={})
     with pool_of(tmp_path, GROUP, reward=terms) as pool:
         scores = score_groups(pool, group("?", "4", "", "aa"))
     assert [each.overall for each in scores] == [3, 0, 4]

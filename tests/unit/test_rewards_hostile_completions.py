@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from trigon.rewards.contract import RewardRequest
+from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
 from trigon.rewards.verifiers import android_gui, counting, dapo, geoqa, math, r1v, vqa
 
@@ -229,7 +230,7 @@ def test_long_completions_take_no_time():
 def test_answers_that_are_too_complex_are_scored_rather_than_timed_out():
     """A completion without a score is excluded from the loss, which would be better than wrong."""
     arguments = {"kwargs": {}, "num_workers": 1, "timeout_seconds": 10.0, "max_failed_fraction": 0.0}
-    with closing(RewardPool("math", **arguments)) as pool:
+    with closing(RewardPool(find_reward("math", {}), **arguments)) as pool:
         requests = [
             RewardRequest(
                 response=rf"<think>a</think>\boxed{{{answer}}}",

@@ -17,7 +17,7 @@ from trigon.data.images import open_image
 from trigon.errors import RewardError
 from trigon.report.rollouts import rollout_rows, row_to_line
 from trigon.report.run_folder import ImageStore
-from trigon.rewards.callables import reward_source
+from trigon.rewards.callables import reward_terms
 from trigon.rewards.contract import RewardRequest
 from trigon.rollout.collect import collect, dummy_requests
 from trigon.rollout.fake import FakeEngine
@@ -132,12 +132,12 @@ def test_python_functions_look_by_an_argument_or_an_attribute(tmp_path):
     number.REWARD_IMAGES = True
     (tmp_path / "reward.py").write_text(SUM)
     files = [f"{tmp_path}/reward.py:{name}" for name in ("main", "legacy", "plain")]
-    with pool_of(tmp_path, SUM, reward=reward_source([width, number, *files], kwargs={})) as pool:
+    with pool_of(tmp_path, SUM, reward=reward_terms([width, number, *files], kwargs={})) as pool:
         [scored] = pool.score([request(media_of(red(0, 5), red(0, 6)))])
     assert scored.parts == {"overall": 16, "width": 5, "number": 2, "main": 2, "legacy": 6, "plain": 1}
     number.REWARD_IMAGES = "yes"
     with pytest.raises(RewardError, match="REWARD_IMAGES is 'yes'; it must be True or False"):
-        reward_source(number, kwargs={})
+        reward_terms(number, kwargs={})
 
 
 @pytest.mark.faults

@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from trigon.errors import RewardError
-from trigon.rewards.load import RewardSource, find_source, load_function
+from trigon.rewards.load import RewardSource, find_reward, find_source, load_function
+from trigon.rewards.worker import load_terms
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,7 @@ def test_a_file_can_import_files_beside_it_but_does_not_replace_modules(tmp_path
     (tmp_path / "file_beside_reward.py").write_text("x = 5")
     (tmp_path / "fractions.py").write_text("x = 'not the real one'")
     text = "import file_beside_reward, fractions\ndef main(): return file_beside_reward.x, fractions.Fraction(1, 2)"
-    assert load_text(tmp_path, text).function() == (5, 0.5)
+    assert load_text(tmp_path, text)[0]() == (5, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,34 @@ def test_functions_of_two_files_do_not_replace_each_other_and_a_file_runs_once(t
         (tmp_path / f"{name}.py").write_text(
             f"import pickle\nclass Points: pass\ndef main(): return {name!r}, pickle.loads(pickle.dumps(Points()))\n"
         )
-    one, two, again = (load_function(find_source(f"{tmp_path}/{name}.py:main")) for name in ("one", "two", "one"))
-    assert [each.function()[0] for each in (one, two)] == ["one", "two"]  # with the classes of its own module
-    assert type(one.function()[1]) is not type(two.function()[1])
-    assert again.function is one.function
+    sources = [find_source(f"{tmp_path}/{name}.py:main") for name in ("one", "two", "one")]
+    one, two, again = (load_function(source)[0] for source in sources)
+    assert [one()[0], two()[0]] == ["one", "two"]  # with the classes of its own module
+    assert type(one()[1]) is not type(two()[1])
+    assert again is one
+
+
+LEGACY = "def main(predict_str, ground_truth, format_weight=0.1): return format_weight"
+
+
+@pytest.mark.parametrize(
+    ("text", "kwargs", "result"),
+    [
+        ("def main(reward_inputs, weight): return [weight]", {"weight": 0.3}, [0.3]),
+        ("def main(reward_inputs, **rest): return [rest['weight']]", {"weight": 0.3}, [0.3]),
+        (LEGACY, {"format_weight": 0.3}, [0.3]),
+        (LEGACY, {"format_wieght": 0.3}, r"does not accept 'format_wieght' .* did you mean format_weight"),
+        (LEGACY, {"predict_str": "x"}, "does not accept 'predict_str'"),  # it is the completion
+        ("def main(reward_inputs, strictness): ...", {}, r"missing a required argument: 'strictness'"),
+    ],
+)
+def test_keyword_arguments_are_bound_or_named(tmp_path, text, kwargs, result):
+    (tmp_path / "reward.py").write_text(text)
+    terms = find_reward(f"{tmp_path}/reward.py", kwargs)
+    if isinstance(result, str):
+        with pytest.raises(RewardError, match=result):
+            load_terms(terms, concurrency=1)
+        return
+    with pytest.raises(StopIteration) as returned:  # it is not async, and never waits
+        load_terms(terms, concurrency=1).score([{"response": "a", "ground_truth": "b"}]).send(None)
+    assert returned.value.value == result

@@ -11,6 +11,7 @@ import pytest
 from support.processes import is_locked, wait_until
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardRequest
+from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
 
 # Writes files that show its progress, and behaves as the ground truth of a completion says. Its
@@ -62,8 +63,7 @@ def open_pool(tmp_path_factory):
         file.write_text(text)
         pools.append(
             RewardPool(
-                f"{file}:main",
-                kwargs={},
+                find_reward(f"{file}:main", {}),
                 num_workers=num_workers,
                 timeout_seconds=timeout_seconds,
                 max_failed_fraction=max_failed_fraction,

@@ -9,6 +9,7 @@ from support.fake_runs import ALL_INTERVALS, changed, lines_of, open_run
 from trigon.assemble.preflight import open_validation_rewards
 from trigon.loop import train
 from trigon.rewards.contract import RewardRequest
+from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
 from trigon.system.secrets import VAL_REWARD
 
@@ -24,7 +25,9 @@ def load(load, tmp_path):
 
 def test_validation_is_scored_by_its_own_function_and_training_by_the_other(parts, tmp_path):
     (tmp_path / "strict.py").write_text(STRICT)
-    pool = RewardPool(f"{tmp_path}/strict.py:main", kwargs={}, num_workers=1, timeout_seconds=10, max_failed_fraction=0)
+    pool = RewardPool(
+        find_reward(f"{tmp_path}/strict.py:main", {}), num_workers=1, timeout_seconds=10, max_failed_fraction=0
+    )
     with (
         closing(pool),
         open_run(parts, tmp_path / "own", **(ALL_INTERVALS | {"save_freq": 0})) as run,

@@ -11,7 +11,7 @@ from trigon.config.load import COMMAND_LINE, dump_config, inspect_config, load_c
 from trigon.config.options import options
 from trigon.errors import ConfigError, RewardError
 from trigon.report.run import RunRecord
-from trigon.rewards.arguments import resolve_arguments
+from trigon.rewards.load import find_reward, resolve_arguments
 from trigon.rewards.pool import RewardPool
 from trigon.system import secrets
 from trigon.system.child import check_passed_variables
@@ -322,8 +322,7 @@ def test_a_reward_function_that_has_its_key_in_errors_and_output_does_not_show_i
     )
     monkeypatch.setenv(variable, KEY)
     pool = RewardPool(
-        f"{path}:main",
-        kwargs={"api_key": f"env:{variable}"} if given_by == "reward_function_kwargs" else {},
+        find_reward(f"{path}:main", {"api_key": f"env:{variable}"} if given_by == "reward_function_kwargs" else {}),
         passed_variables=[variable] if given_by == "env" else [],
         num_workers=1,
         timeout_seconds=10,

@@ -10,6 +10,7 @@ from support.builders import make_builder, prompts_of
 from support.rollout import NO_WEIGHTS, Phases
 from trigon.data.stream import mix
 from trigon.errors import BadRow
+from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import Evaluator
 from trigon.rollout.fake import FakeEngine
@@ -38,7 +39,7 @@ class RecordingEngine(FakeEngine):
 def rewards(tmp_path_factory):
     file = tmp_path_factory.mktemp("reward") / "reward.py"
     file.write_text(REWARD)
-    pool = RewardPool(f"{file}:reward", kwargs={}, num_workers=1, timeout_seconds=10, max_failed_fraction=0.0)
+    pool = RewardPool(find_reward(f"{file}:reward", {}), num_workers=1, timeout_seconds=10, max_failed_fraction=0.0)
     yield pool
     pool.close()
 

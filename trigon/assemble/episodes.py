@@ -22,7 +22,7 @@ from trigon.environments.pool import EnvironmentPool
 from trigon.environments.source import CodeSource, EnvironmentSettings, find_environment, find_tools
 from trigon.errors import EpisodeError, ObservationError
 from trigon.models.load import Processors
-from trigon.rewards.arguments import resolve_arguments
+from trigon.rewards.load import resolve_arguments
 from trigon.rollout.episode_settings import EpisodeSettings, encoded_images
 from trigon.rollout.episodes import find_long_opening
 from trigon.system.secrets import ENVIRONMENT_ARGUMENTS

@@ -27,7 +27,7 @@ from trigon.data.dataset import DatasetContent
 from trigon.data.stream import PromptStream
 from trigon.errors import CheckpointError, ConfigError, ModelError, RewardError
 from trigon.models.load import model_folder
-from trigon.rewards.code import code_digest
+from trigon.rewards.callables import code_digest, source_digest
 from trigon.rewards.load import RewardSource, RewardTerm, find_reward
 from trigon.system.files import file_digest, text_digest
 from trigon.system.installation import installed_version
@@ -93,8 +93,8 @@ class Origin:
 
     def add_options(
         self,
-        reward: RewardSource | Sequence[RewardTerm] | None,
-        val_reward: RewardSource | Sequence[RewardTerm] | None = None,
+        reward: Sequence[RewardTerm] | None,
+        val_reward: Sequence[RewardTerm] | None = None,
     ) -> None:
         """Compare options, templates, the reward function, and the model if it is on this machine.
 
@@ -110,9 +110,9 @@ class Origin:
         ):
             self._add(name, {"text": text_digest(read_template(text) or "")}, _shown(text))
         assert option.reward_function is not None
-        of_terms = self._add_reward(REWARD, option.reward_function, reward)
-        self._add(ARGUMENTS, _argument_digests("", option.reward_function_kwargs) | of_terms)
-        of_terms = self._add_reward(VAL_REWARD, option.val_reward_function, val_reward)
+        kwargs = option.reward_function_kwargs
+        self._add(ARGUMENTS, self._add_reward(REWARD, option.reward_function, kwargs, reward))
+        of_terms = self._add_reward(VAL_REWARD, option.val_reward_function, {}, val_reward)
         self._contents[VAL_REWARD] |= of_terms
         self._add_episodes()
         if local_path(model_path(config)) is not None:
@@ -169,17 +169,22 @@ class Origin:
         self._contents[name], self._given[name] = contents, given
 
     def _add_reward(
-        self, name: str, option: RewardOption | None, reward: RewardSource | Sequence[RewardTerm] | None
+        self,
+        name: str,
+        option: RewardOption | None,
+        kwargs: Mapping[str, Any],
+        reward: Sequence[RewardTerm] | None,
     ) -> dict[str, str]:
-        """Record a reward function's code; return digests of the arguments of each of several."""
-        source = find_reward(option) if reward is None and option is not None else reward
+        """Record the code of a reward, and return the digests of its arguments, by term."""
+        terms = reward or (() if option is None else find_reward(option, kwargs))
         given = describe_rewards(option) or ""
         try:
-            self._add(name, {"code": text_digest("") if source is None else code_digest(source)}, given)
+            self._add(name, {"code": code_digest(terms) if terms else text_digest("")}, given)
         except OSError as error:
             raise RewardError(f"{name}={given}: its code cannot be read: {error}") from error
-        terms = () if source is None or isinstance(source, RewardSource) else source
-        return {key: each for term in terms for key, each in _argument_digests(f"{term.name}.", term.kwargs).items()}
+        prefixes = [f"{term.name}." if term.name else "" for term in terms]
+        digests = [_argument_digests(prefix, term.kwargs) for prefix, term in zip(prefixes, terms, strict=True)]
+        return {key: digest for each in digests for key, digest in each.items()}
 
     def _add_episodes(self) -> None:
         """Add the code of the environment, or of the tools, each by its text in the option."""
@@ -322,8 +327,8 @@ def _episode_code_digest(text: str) -> str:
         return ""
     place, _, name = text.rpartition(":")
     if not place.endswith(".py"):
-        return code_digest(RewardSource(file="", module=text, function=name))
-    return code_digest(RewardSource(file=str(expand_path(place).absolute()), module="", function=name))
+        return source_digest(RewardSource(file="", module=text, function=name))
+    return source_digest(RewardSource(file=str(expand_path(place).absolute()), module="", function=name))
 
 
 def _versions() -> dict[str, str]:

@@ -21,7 +21,7 @@ from trigon.environments.source import CodeSource, find_environment, find_tools
 from trigon.errors import ConfigError, RewardError
 from trigon.models.hub import require_config_file, require_weight_files
 from trigon.report.delivery import Hooks
-from trigon.rewards.load import RewardSource, RewardTerm, find_reward
+from trigon.rewards.load import RewardTerm, find_reward
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
 from trigon.system.confinement.options import Confinement
@@ -66,8 +66,8 @@ class RunObjects:
     """
 
     sources: Mapping[str, Source] = field(default_factory=dict)
-    reward: RewardSource | Sequence[RewardTerm] | None = None
-    val_reward: RewardSource | Sequence[RewardTerm] | None = None
+    reward: Sequence[RewardTerm] | None = None
+    val_reward: Sequence[RewardTerm] | None = None
     hooks: Hooks = field(default_factory=Hooks)
     code: EpisodeCode = NO_CODE
 
@@ -199,8 +199,7 @@ def open_rewards(config: Config, objects: RunObjects = NO_OBJECTS) -> RewardPool
     """Start the reward workers."""
     reward = config.worker.reward
     assert reward.reward_function is not None
-    source = find_reward(reward.reward_function) if objects.reward is None else objects.reward
-    return _open_pool(reward, source, reward.reward_function_kwargs)
+    return _open_pool(reward, objects.reward or find_reward(reward.reward_function, reward.reward_function_kwargs))
 
 
 def open_validation_rewards(config: Config, objects: RunObjects = NO_OBJECTS) -> RewardPool | None:
@@ -208,16 +207,12 @@ def open_validation_rewards(config: Config, objects: RunObjects = NO_OBJECTS) ->
     reward = config.worker.reward
     if reward.val_reward_function is None or not config.data.val_files:
         return None
-    source = find_reward(reward.val_reward_function) if objects.val_reward is None else objects.val_reward
-    return _open_pool(reward, source, {})
+    return _open_pool(reward, objects.val_reward or find_reward(reward.val_reward_function, {}))
 
 
-def _open_pool(
-    reward: RewardConfig, source: RewardSource | Sequence[RewardTerm], kwargs: Mapping[str, Any]
-) -> RewardPool:
+def _open_pool(reward: RewardConfig, terms: Sequence[RewardTerm]) -> RewardPool:
     return RewardPool(
-        source,
-        kwargs=kwargs,
+        terms,
         num_workers=reward.num_cpus,
         timeout_seconds=reward.timeout_seconds,
         max_failed_fraction=reward.max_failed_fraction,

@@ -26,6 +26,7 @@ from trigon.environments.protocol import (
     escape_markers,
     read_reward,
 )
+from trigon.rewards.contract import short_repr
 from trigon.system.image_formats import orientation_of, upright_rgb
 
 _KEYS = ("text", "image", "images")
@@ -71,7 +72,7 @@ def to_message(value: object, *, role: ObservationRole, max_image_pixels: int) -
         case _:
             hint = "; Image.fromarray(array) of Pillow makes an image of it" if hasattr(value, "__array__") else ""
             raise ValueError(
-                f"returned {_short(value)} as observation; return a str, a PIL image, "
+                f"returned {short_repr(value)} as observation; return a str, a PIL image, "
                 f'{{"text": ..., "images": [...]}}, or None{hint}'
             )
 
@@ -79,12 +80,15 @@ def to_message(value: object, *, role: ObservationRole, max_image_pixels: int) -
 def to_step(value: object) -> tuple[object, float | None, bool]:
     """Return what step returned as (observation, reward, done). Raises: as to_observation."""
     if not isinstance(value, tuple) or len(value) not in (2, 3):
-        hint = ", such as (observation, reward, terminated or truncated)" if _length(value) == 5 else ""
-        raise ValueError(f"returned {_short(value)}; return (observation, reward, done), or (observation, done){hint}")
+        is_gymnasium = isinstance(value, tuple) and len(value) == 5
+        hint = ", such as (observation, reward, terminated or truncated)" if is_gymnasium else ""
+        raise ValueError(
+            f"returned {short_repr(value)}; return (observation, reward, done), or (observation, done){hint}"
+        )
     observation, *rest = value
     done = _plain(rest[-1])
     if not isinstance(done, bool):
-        raise ValueError(f"returned {_short(rest[-1])} as done, the last of the tuple; it must be True or False")
+        raise ValueError(f"returned {short_repr(rest[-1])} as done, the last of the tuple; it must be True or False")
     if len(rest) == 1 or rest[0] is None:
         return observation, None, done
     try:
@@ -122,10 +126,10 @@ def _from_dict(value: Mapping[Any, Any], role: ObservationRole, max_image_pixels
     text = value.get("text") or ""
     images = [value["image"]] if value.get("image") is not None else list(value.get("images") or ())
     if not isinstance(text, str):
-        raise ValueError(f"returned {_short(text)} as 'text' of the observation; it must be a str")
+        raise ValueError(f"returned {short_repr(text)} as 'text' of the observation; it must be a str")
     for image in images:
         if not isinstance(image, Image.Image):
-            raise ValueError(f"returned {_short(image)} among the images of the observation; they are PIL images")
+            raise ValueError(f"returned {short_repr(image)} among the images of the observation; they are PIL images")
     return _with_images(without_surrogates(text), images, role, max_image_pixels)
 
 
@@ -158,12 +162,3 @@ def without_surrogates(text: str) -> str:
 def _plain(value: object) -> object:
     """Return a numpy scalar as what it is in Python."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
-
-
-def _length(value: object) -> int:
-    return len(value) if isinstance(value, tuple) else -1
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

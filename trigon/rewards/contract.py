@@ -20,18 +20,19 @@ import functools
 import inspect
 import json
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trigon.errors import RewardError
 from trigon.system.files import dump_columns, to_plain
-from trigon.system.secrets import ARGUMENTS
-from trigon.system.user_code import check_arguments, read_signature
+from trigon.system.terminal import shorten
 from trigon.types import EncodedMedia, FinishReason, ImageSizes, ReadMedia
 
 RewardContract = Literal["batch", "group", "sequential", "legacy"]
+
+Unit = Literal["completion", "batch", "group"]
+"""What a function scores in a call: one completion, several, or all completions of a prompt."""
 
 IMAGES = "images"
 """The entry of a reward_input, or the argument of a legacy function, with the prompt's images."""
@@ -143,7 +144,7 @@ def encode_request(request: RewardRequest, files: RequestFiles | None = None) ->
         text = json.dumps(reward_input, default=to_plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise RewardError(
-            f"the ground truth {_short_repr(request.ground_truth)} (a {type(request.ground_truth).__name__}) cannot be "
+            f"the ground truth {short_repr(request.ground_truth)} (a {type(request.ground_truth).__name__}) cannot be "
             "passed to the reward function; store it as text, numbers, lists or dicts in the dataset"
         ) from error
     return f'{text[:-1]}, "row": {columns}}}', omitted
@@ -185,98 +186,28 @@ def detect_contract(
     )
 
 
-def is_async(function: Callable[..., object]) -> bool:
-    """Return whether a function, or the __call__ of an object, is an `async def`."""
+def unwrap(function: object) -> object:
+    """Return the function, class or object of which functools.partial has bound some arguments."""
     while isinstance(function, functools.partial):
         function = function.func
-    call = getattr(type(function), "__call__", None)  # noqa: B004 - it is not called
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    return function
 
 
-def media_arguments(
-    function: Callable[..., object], contract: RewardContract, kwargs: Mapping[str, Any], *, where: str
-) -> tuple[str, ...]:
-    """Return the further arguments of a legacy function that are for images and their sizes."""
-    if contract != "legacy":
-        return ()
-    return tuple(
-        each.name
-        for each in list(read_signature(function, where=where, error=RewardError).parameters.values())[2:]
-        if each.name in (IMAGES, IMAGE_SIZES)
-        and each.name not in kwargs
-        and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    )
-
-
-def bind_kwargs(
-    function: Callable[..., object],
-    contract: RewardContract,
-    kwargs: Mapping[str, Any],
-    *,
-    where: str,
-    option: str = ARGUMENTS,
-) -> Callable[..., object]:
-    """Return the function with kwargs bound.
-
-    option: the name of kwargs in errors.
-    Raises: RewardError if it does not accept one of kwargs, or requires one that is missing.
-    """
-    check_arguments(
-        function,
-        kwargs,
-        num_positional=2 if contract == "legacy" else 1,
-        others=media_arguments(function, contract, kwargs, where=where),
-        where=where,
-        called=f"called by the {contract} contract",
-        option=option,
-        error=RewardError,
-    )
-    return functools.partial(function, **kwargs)
+def is_async(function: Callable[..., object]) -> bool:
+    """Return whether a function, or the __call__ of an object, is an `async def`."""
+    unwrapped = unwrap(function)
+    call = getattr(type(unwrapped), "__call__", None)  # noqa: B004 - it is not called
+    return inspect.iscoroutinefunction(unwrapped) or inspect.iscoroutinefunction(call)
 
 
 def is_class(function: object) -> bool:
     """Return whether a reward function is a class, or a class with some of its arguments."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return isinstance(function, type)
-
-
-def construct(
-    function: Callable[..., object], kwargs: Mapping[str, Any], *, where: str, option: str = ARGUMENTS
-) -> Callable[..., object]:
-    """Return an object of a class that is a reward function, made with kwargs.
-
-    option: the name of kwargs in errors.
-    Raises: RewardError if the class does not accept one of kwargs, requires one that is missing,
-    or raises; or if its objects cannot be called.
-    """
-    check_arguments(function, kwargs, where=where, called="made", option=option, error=RewardError)
-    try:
-        made = function(**kwargs)
-    except (Exception, SystemExit) as error:
-        trace = "".join(traceback.format_exception(error))
-        raise RewardError(f"{where} failed to start: {type(error).__name__}: {error}\n{trace}") from error
-    if not callable(made):
-        raise RewardError(f"{where} is a class whose objects cannot be called; give it a method __call__")
-    return made
-
-
-class WrongLength(RewardError):
-    """A batch function returned no list, or one of another length than its argument."""
+    return isinstance(unwrap(function), type)
 
 
 def limit_of_call(num_completions: int, *, is_group: bool, timeout_seconds: float) -> float:
     """Return the time limit of a call, in seconds: of a group, which cannot be split, their sum."""
     return timeout_seconds * num_completions if is_group else timeout_seconds
-
-
-def check_length(returned: object, length: int) -> list[object] | tuple[object, ...]:
-    """Return what a batch function returned for `length` completions. Raises: WrongLength."""
-    if not isinstance(returned, list | tuple):
-        raise WrongLength(f"returned {repr(returned)[:80]}, expected a list of {length} dicts")
-    if len(returned) != length:
-        raise WrongLength(f"returned a list of {len(returned)} for {length} completions")
-    return returned
 
 
 def read_scores(returned: object) -> dict[str, float]:
@@ -291,20 +222,25 @@ def read_scores(returned: object) -> dict[str, float]:
         returned.close()
         raise RewardError("returned a coroutine; declare the function itself with `async def`")
     if not isinstance(returned, Mapping):
-        raise RewardError(f"returned {_short_repr(returned)}, expected a number, or a dict with 'overall'")
+        raise RewardError(f"returned {short_repr(returned)}, expected a number, or a dict with 'overall'")
     if "overall" not in returned:
-        raise RewardError(f"returned a dict without 'overall': {_short_repr(returned)}")
+        raise RewardError(f"returned a dict without 'overall': {short_repr(returned)}")
     if len(returned) > MAX_PARTS:
         raise RewardError(f"returned {len(returned)} scores for one completion; the maximum is {MAX_PARTS}")
     scores = {}
     for name, value in returned.items():
         if not isinstance(name, str) or len(name) > MAX_NAME_CHARACTERS:
             raise RewardError(
-                f"returned {_short_repr(name)} as the name of a score; names are text of at most "
+                f"returned {short_repr(name)} as the name of a score; names are text of at most "
                 f"{MAX_NAME_CHARACTERS} characters"
             )
         scores[name] = _read_number(name, value)
     return scores
+
+
+def short_repr(value: object) -> str:
+    """Return the text of a value for an error, at most 80 characters."""
+    return shorten(repr(value), 80)
 
 
 def _is_number(value: object) -> bool:
@@ -319,13 +255,13 @@ def _read_number(name: str, value: object) -> float:
     except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several numbers, or of none
         plain = None
     if not isinstance(plain, int | float):
-        raise RewardError(f"returned {_short_repr(value)} for {name!r}, expected a number")
+        raise RewardError(f"returned {short_repr(value)} for {name!r}, expected a number")
     try:
         number = float(plain)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise RewardError(f"returned {_short_repr(value)} for {name!r}, expected a finite number")
+        raise RewardError(f"returned {short_repr(value)} for {name!r}, expected a finite number")
     largest = MAX_REWARD if name == "overall" else MAX_PART
     if abs(number) > largest:
         raise RewardError(f"returned {number:g} for {name!r}, expected a number from {-largest:g} to {largest:g}")
@@ -339,9 +275,7 @@ def call_signature(function: Callable[..., object]) -> inspect.Signature:
     """
     if not is_class(function):
         return inspect.signature(function)
-    while isinstance(function, functools.partial):
-        function = function.func
-    call = inspect.getattr_static(function, "__call__", None)
+    call = inspect.getattr_static(unwrap(function), "__call__", None)
     if not inspect.isfunction(call):
         raise TypeError("its objects cannot be called; give it a method __call__")
     signature = inspect.signature(call)
@@ -356,8 +290,3 @@ def _is_annotated(parameters: list[inspect.Parameter], *type_names: str) -> bool
     origin = getattr(annotation, "__origin__", annotation)
     text = annotation if isinstance(annotation, str) else getattr(origin, "__name__", "")
     return text.rpartition("typing.")[2].lower().startswith(type_names)
-
-
-def _short_repr(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

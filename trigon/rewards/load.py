@@ -1,12 +1,16 @@
 """Finds and loads a reward function: `file.py:function`, a shipped verifier, or a pickled function.
 
-find_source() only checks names and files, and may run anywhere. make_setup() is what the reward
-workers are told of the function and its arguments. load_function() runs the user's file, or
-unpickles what callables.py pickled, and is only called in reward workers.
+find_reward() only checks names and files, and may run anywhere. encode_setup() makes what the
+reward workers get: the functions and their arguments, in which `env:NAME` is then the value of an
+environment variable. The run folder and trackers have the text `env:NAME`; every secret among the
+values is known to trigon.system.secrets.scrub, since a reward function may print it or have it in
+an error. load_function() runs the user's file, or unpickles what callables.py pickled, and is only
+called in reward workers.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from trigon.config.names import SHIPPED_REWARDS
 from trigon.errors import RewardError
-from trigon.rewards.arguments import resolve_arguments
 from trigon.system.frames import encode_frame
-from trigon.system.secrets import ARGUMENTS, mask
+from trigon.system.secrets import ARGUMENTS, mask, masked_names, remember, secrets_in, variable_of
 from trigon.system.terminal import nearest, nearest_file
 from trigon.system.user_code import load_module, take, unpickle
 
@@ -30,9 +33,9 @@ class RewardSource:
     """The location of a reward function: in a file, in a shipped module, or pickled.
 
     file: an absolute path, or "". module: of a shipped function, or "". pickled: base64 of a
-    pickled (function, REWARD_TYPE), made by callables.py, or ""; function is then its name.
-    content: a digest of a pickled function (code.py), which unlike the pickle is the same in every
-    process; else "". reward_images: REWARD_IMAGES of a pickled function.
+    pickled (function, contract, REWARD_IMAGES), made by callables.py, or ""; function is then its
+    name. content: a digest of a pickled function, which unlike the pickle is the same in every
+    process; else "".
 
     Example: RewardSource(file="/home/me/reward.py", module="", function="compute_score").
     """
@@ -42,7 +45,6 @@ class RewardSource:
     function: str
     pickled: str = field(default="", repr=False)
     content: str = field(default="", repr=False)
-    reward_images: bool = False
 
     @property
     def where(self) -> str:
@@ -54,10 +56,11 @@ class RewardSource:
 
 @dataclass(frozen=True, slots=True)
 class RewardTerm:
-    """One of several reward functions whose weighted sum is the reward.
+    """The reward function, or one of several whose weighted sum is the reward.
 
-    name: begins the names of its parts. kwargs: keyword arguments, in which `env:NAME` stands for
-    the value of an environment variable.
+    name: begins the names of its parts; "" if it is the only one, whose scores are as it returns
+    them. kwargs: keyword arguments, in which `env:NAME` stands for the value of an environment
+    variable.
     """
 
     name: str
@@ -92,13 +95,13 @@ def find_source(spec: str) -> RewardSource:
     raise RewardError(f"worker.reward.reward_function={spec!r}: there is no file {file}; {hint}")
 
 
-def find_reward(option: str | Sequence[WeightedReward]) -> RewardSource | tuple[RewardTerm, ...]:
-    """Return the source of a reward function that an option names, or a term for each of several.
+def find_reward(option: str | Sequence[WeightedReward], kwargs: Mapping[str, Any]) -> tuple[RewardTerm, ...]:
+    """Return the reward function that an option names, or each of several.
 
-    Raises: RewardError as find_source.
+    kwargs: of a single one. Raises: RewardError as find_source.
     """
     if isinstance(option, str):
-        return find_source(option)
+        return (RewardTerm("", 1.0, find_source(option), kwargs),)
     names: list[str] = []
     for entry in option:
         names.append(unique_name(entry.name or spec_name(entry.function), names))
@@ -123,86 +126,90 @@ def unique_name(name: str, others: Sequence[str]) -> str:
     return unique
 
 
-@dataclass(frozen=True, slots=True)
-class RewardSetup:
-    """What the reward workers are told, and what messages and the confinement need of it.
+def describe_terms(terms: Sequence[RewardTerm]) -> tuple[str, str]:
+    """Return a reward in messages, short and in full: "reward.py", "reward function 'f' of ..."."""
+    if terms[0].name:
+        names = ", ".join(repr(term.name) for term in terms)
+        return " + ".join(term.name for term in terms), f"the sum of the reward functions {names}"
+    [source] = [term.source for term in terms]
+    name = Path(source.file).name if source.file else source.function if source.pickled else source.module
+    return name.removeprefix("trigon.rewards.verifiers."), source.where
 
-    frame: for functions.load_setup. name, where: the reward in messages, short and in full. files:
-    of the functions that have one.
+
+def encode_setup(terms: Sequence[RewardTerm], *, timeout_seconds: float, concurrency: int) -> bytes:
+    """Return the first frame for a reward worker. Args: as of RewardPool.
+
+    Raises: RewardError as resolve_arguments, or if JSON cannot represent kwargs.
     """
-
-    frame: bytes
-    name: str
-    where: str
-    files: tuple[str, ...]
-
-
-def make_setup(
-    reward: str | RewardSource | Sequence[RewardTerm],
-    kwargs: Mapping[str, Any],
-    *,
-    timeout_seconds: float,
-    concurrency: int,
-) -> RewardSetup:
-    """Return the setup of a reward. Args: as of RewardPool.
-
-    Raises: RewardError if there is no such file, if a variable of `env:NAME` in kwargs is not set,
-    or if JSON cannot represent kwargs.
-    """
-    source = find_source(reward) if isinstance(reward, str) else reward
-    setup: dict[str, Any] = {"timeout_seconds": timeout_seconds, "concurrency": concurrency}
-    given: Mapping[str, Any]
-    if isinstance(source, RewardSource):
-        sources, given, where = [source], dict(kwargs), source.where
-        name = Path(source.file).name if source.file else source.function if source.pickled else source.module
-        name = name.rpartition("trigon.rewards.verifiers.")[2]  # a shipped one
-        setup |= {"source": asdict(source), "kwargs": resolve_arguments(kwargs)}
-    else:
-        if kwargs:
-            raise RewardError(
-                "worker.reward.reward_function_kwargs are arguments of a single reward function, and there are "
-                f"{len(source)}; give each its own"
-            )
-        sources, given = [term.source for term in source], {term.name: dict(term.kwargs) for term in source}
-        name = " + ".join(term.name for term in source)
-        where = f"the sum of the reward functions {', '.join(repr(term.name) for term in source)}"
-        terms = [{**asdict(term), "kwargs": resolve_arguments(term.kwargs, term.name)} for term in source]
-        setup |= {"source": None, "terms": terms}
+    resolved = [{**asdict(term), "kwargs": resolve_arguments(term.kwargs, term.name)} for term in terms]
     try:
-        frame = encode_frame(setup)
+        return encode_frame({"terms": resolved, "timeout_seconds": timeout_seconds, "concurrency": concurrency})
     except (TypeError, ValueError) as error:
+        given = {term.name: dict(term.kwargs) for term in terms}
         raise RewardError(
-            f"{ARGUMENTS}={mask(ARGUMENTS, given)!r} cannot be sent to another process: {error}; use only text, "
-            "numbers, lists and dicts"
+            f"{ARGUMENTS}={mask(ARGUMENTS, given.get('', given))!r} cannot be sent to another process: {error}; use "
+            "only text, numbers, lists and dicts"
         ) from error
-    return RewardSetup(frame, name, where, tuple(each.file for each in sources if each.file))
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedReward:
-    """A reward function and what its file declares.
+def decode_terms(setup: Mapping[str, Any]) -> list[RewardTerm]:
+    """Return the functions of what encode_setup made, in a reward worker."""
+    return [RewardTerm(**{**term, "source": RewardSource(**term["source"])}) for term in setup["terms"]]
 
-    reward_type: REWARD_TYPE; None if it has none. takes_images: REWARD_IMAGES.
+
+def resolve_arguments(kwargs: Mapping[str, Any], term: str = "", *, option: str = ARGUMENTS) -> dict[str, Any]:
+    """Return the keyword arguments with the value of its variable in place of each `env:NAME`.
+
+    term: which of several functions they are of, for errors. option: in which they are: those of a
+    reward function, or of an environment.
+    Raises: RewardError if a variable is not set, or if a secret is missing, since a run wrote the
+    file that the arguments are from.
     """
+    place = f"kwargs of the reward function {term!r}: " if term else f"{option}."
+    for name in masked_names(option, kwargs):
+        name = f"{place}{name.removeprefix(f'{option}.')}"
+        raise RewardError(f"{name} is a secret that the run folder does not have; give it again, or write env:NAME")
+    remember(secrets_in(option, kwargs))
+    return {key: _resolve(f"{place}{key}", value) for key, value in kwargs.items()}
 
-    function: Callable[..., object]
-    reward_type: object
-    takes_images: bool
+
+def _resolve(name: str, value: Any) -> Any:
+    match value:
+        case Mapping():
+            return {key: _resolve(f"{name}.{key}", item) for key, item in value.items()}
+        case list() | tuple():
+            return [_resolve(f"{name}[{number}]", item) for number, item in enumerate(value)]
+        case str() if (variable := variable_of(value)) is not None:
+            return _read(name, variable)
+        case _:
+            return value
 
 
-def load_function(source: RewardSource) -> LoadedReward:
-    """Run the source's file, and return its function with what the file declares.
+def _read(name: str, variable: str) -> str:
+    value = os.environ.get(variable, "")
+    if not value:
+        raise RewardError(
+            f"{name} is env:{variable}, but the environment variable {variable} is not set, or empty; export it before "
+            "the run is started"
+        )
+    remember([value])
+    return value
 
+
+def load_function(source: RewardSource) -> tuple[Callable[..., object], Any, bool]:
+    """Run the source's file, and return its function, with its REWARD_TYPE and REWARD_IMAGES.
+
+    The type is None if the file has none; that of a pickled function is its contract.
     Raises: RewardError if the file fails to run, has no such function, or declares REWARD_IMAGES as
     something else than a bool.
     """
     if source.pickled:
-        function, reward_type = unpickle(source.pickled, where=source.where, error=RewardError)
-        return LoadedReward(function, reward_type, source.reward_images)
+        function, contract, takes_images = unpickle(source.pickled, where=source.where, error=RewardError)
+        return function, contract, takes_images
     module = load_module(source.file, source.module, error=RewardError)
     function = take(module, source.function, where=source.where, wanted="function", error=RewardError)
-    declared = check_reward_images(getattr(module, "REWARD_IMAGES", False), where=source.where)
-    return LoadedReward(function, getattr(module, "REWARD_TYPE", None), declared)
+    takes_images = check_reward_images(getattr(module, "REWARD_IMAGES", False), where=source.where)
+    return function, getattr(module, "REWARD_TYPE", None), takes_images
 
 
 def check_reward_images(declared: object, *, where: str) -> bool:

@@ -28,11 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from trigon.errors import RewardError
-from trigon.rewards.contract import BLOCKED_SECONDS, RewardRequest, limit_of_call, read_scores
-from trigon.rewards.functions import Unit
-from trigon.rewards.load import RewardSource, RewardTerm, make_setup
-from trigon.rewards.media import MediaFolder
-from trigon.rewards.scoring import Call, Scoring
+from trigon.rewards.contract import BLOCKED_SECONDS, RewardRequest, Unit, limit_of_call, read_scores
+from trigon.rewards.load import RewardTerm, describe_terms, encode_setup
+from trigon.rewards.scoring import Call, MediaFolder, Scoring
 from trigon.system.child import (
     FORGED,
     GRACE_SECONDS,
@@ -95,9 +93,8 @@ class RewardPool:
 
     def __init__(
         self,
-        reward: str | RewardSource | Sequence[RewardTerm],
+        terms: Sequence[RewardTerm],
         *,
-        kwargs: Mapping[str, Any],
         num_workers: int,
         timeout_seconds: float,
         max_failed_fraction: float,
@@ -107,32 +104,29 @@ class RewardPool:
     ) -> None:
         """Start the workers, which load the function; ready() waits for them.
 
-        Args: reward: `file.py:function`, or a name of names.SHIPPED_REWARDS; or the source of a
-        function, or several functions with their weights. kwargs: keyword arguments of a single
-        function.
+        Args: terms: the function, or several with their weights (load.find_reward).
         timeout_seconds: time limit for each completion. max_failed_fraction: the fraction of the
         completions of one scoring that may fail. concurrency: completions, or lists of them for the
         batch contract, that a worker scores at a time if the function is async.
         passed_variables: environment variables that the workers get besides those of
         child.ALLOWED. confinement: of the workers; the folders of the functions are
         always readable.
-        Raises: RewardError if there is no such file, if one of the variables is not set, also of
-        `env:NAME` in kwargs, or if JSON cannot represent kwargs.
+        Raises: RewardError if one of the variables is not set, also of `env:NAME` in the functions'
+        arguments, or if JSON cannot represent these.
         """
-        setup = make_setup(reward, kwargs, timeout_seconds=timeout_seconds, concurrency=concurrency)
-        self._name, self._where = setup.name, setup.where
+        setup = encode_setup(terms, timeout_seconds=timeout_seconds, concurrency=concurrency)
+        self._name, self._where = describe_terms(terms)
+        files = [term.source.file for term in terms if term.source.file]
         check_passed_variables(passed_variables)
-        warn_of_withheld_variables(setup.files, passed_variables)
+        warn_of_withheld_variables(files, passed_variables)
         self._media = MediaFolder()
         spec = ChildSpec(
             program="trigon.rewards.worker",
-            setup=setup.frame,
-            where=setup.where,
+            setup=setup,
+            where=self._where,
             confined="reward functions",
             error=RewardError,
-            confinement=confinement.with_readable(
-                [str(self._media.path), *(str(Path(file).parent) for file in setup.files)]
-            ),
+            confinement=confinement.with_readable([str(self._media.path), *(str(Path(file).parent) for file in files)]),
             passed_variables=tuple(passed_variables),
             max_frame_bytes=_MAX_REPLY_BYTES,
         )

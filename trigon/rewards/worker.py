@@ -1,4 +1,8 @@
-"""The main program of a reward worker, which calls the reward function with a time limit.
+"""The main program of a reward worker: loads the reward function, and calls it with a time limit.
+
+At load, each contract is adapted to one: `async score(list) -> list`. A function that is not async
+becomes a coroutine that never waits, and is run without an event loop, so that it can start one of
+its own. A weighted sum of several functions is one function of the same kind.
 
 Calls one after the other, in the main thread, or several at a time in an event loop if the function
 is async. Does not depend on how failures are handled. Messages after those of system/child.py:
@@ -21,33 +25,69 @@ async function may end calls in any order.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from trigon.errors import RewardError
-from trigon.rewards import contract, functions
-from trigon.rewards.contract import BLOCKED_SECONDS, IMAGES, WrongLength, limit_of_call, read_scores
-from trigon.rewards.functions import LoadedFunction, load_setup, run_now
+from trigon.rewards import contract as contract_module
+from trigon.rewards.contract import (
+    APPLIES,
+    BLOCKED_SECONDS,
+    IMAGE_SIZES,
+    IMAGES,
+    Unit,
+    detect_contract,
+    is_async,
+    is_class,
+    limit_of_call,
+    read_scores,
+)
+from trigon.rewards.load import RewardTerm, decode_terms, load_function
 from trigon.system.confinement import kernel
 from trigon.system.confinement.supervisor import Confined, begin_child
 from trigon.system.frames import Frame, encode_frame, read_frames
 from trigon.system.hangs import register_stacks
 from trigon.system.machine import count_usable_cpus
-from trigon.system.user_code import describe_error
+from trigon.system.secrets import ARGUMENTS
+from trigon.system.user_code import check_arguments, describe_error, read_signature
 
 MAX_OPEN_FILES = 1024
 """Maximum number of files and sockets that a reward function may have open."""
 
 _STDERR = 2
-_OWN_FILES = (__file__, functions.__file__, contract.__file__)
+_OWN_FILES = (__file__, contract_module.__file__)
 
 Message = dict[str, object]
-Send = Callable[[Message], None]
+RewardInput = Mapping[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedFunction:
+    """A reward function with its arguments bound, or a sum of several.
+
+    score: returns what the function returns for each completion of a list, in order; with the unit
+    "completion", the list has one. is_async: whether calls may run at the same time, in an event
+    loop. takes_images: whether reward inputs have images.
+    """
+
+    score: Callable[[Sequence[RewardInput]], Coroutine[Any, Any, Sequence[object]]]
+    unit: Unit
+    is_async: bool
+    takes_images: bool
+
+
+class WrongLength(RewardError):
+    """A batch function returned no list, or one of another length than its argument."""
 
 
 def main(channel_fd: int, confined: Confined) -> None:
@@ -62,7 +102,7 @@ def _serve(channel: socket.socket) -> None:
     frames = read_frames(channel)
     for setup in frames:
         try:
-            function = load_setup(setup.content)
+            function = load_terms(decode_terms(setup.content), concurrency=setup.content["concurrency"])
         except RewardError as error:
             channel.sendall(encode_frame({"load_error": str(error)}))
             return
@@ -76,6 +116,166 @@ def _serve(channel: socket.socket) -> None:
         import asyncio  # here, since other functions do not need it
 
         asyncio.run(calls.run_async(frames))
+
+
+def load_terms(terms: Sequence[RewardTerm], *, concurrency: int) -> LoadedFunction:
+    """Return a reward function, or the weighted sum of several.
+
+    concurrency: calls of async functions at a time, where a list of completions is scored.
+    Raises: RewardError if a function cannot be loaded, fits no contract, or does not accept its
+    keyword arguments.
+    """
+    loaded = [(term, _load(term)) for term in terms]
+    return _weighted_sum(loaded, concurrency=concurrency) if terms[0].name else loaded[0][1]
+
+
+def _load(term: RewardTerm) -> LoadedFunction:
+    source, kwargs, where = term.source, term.kwargs, term.source.where
+    option = f"kwargs of {term.name!r}" if term.name else ARGUMENTS
+    function, declared, takes_images = load_function(source)
+    if is_class(function):  # once for each worker, so that it can load a model or open a connection
+        function, kwargs = _construct(function, kwargs, where=where, option=option), {}
+    contract = declared if source.pickled else detect_contract(function, declared, kwargs, where=where)
+    media: tuple[str, ...] = ()  # further arguments of the legacy contract
+    if contract == "legacy":
+        parameters = list(read_signature(function, where=where, error=RewardError).parameters.values())[2:]
+        named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        media = tuple(name for name in named if name in (IMAGES, IMAGE_SIZES) and name not in kwargs)
+    check_arguments(
+        function,
+        kwargs,
+        num_positional=2 if contract == "legacy" else 1,
+        others=media,
+        where=where,
+        called=f"called by the {contract} contract",
+        option=option,
+        error=RewardError,
+    )
+    unit: Unit = "completion" if contract in ("sequential", "legacy") else "batch" if contract == "batch" else "group"
+    waits = is_async(function)
+    call: Callable[..., Any] = functools.partial(function, **kwargs)
+
+    async def score(reward_inputs: Sequence[RewardInput]) -> Sequence[object]:
+        if unit != "completion":
+            returned = call(reward_inputs)
+        elif contract == "sequential":
+            returned = call(*reward_inputs)
+        else:
+            [one] = reward_inputs
+            returned = call(one["response"], one["ground_truth"], **{name: one[name] for name in media})
+        if waits:
+            returned = await returned
+        return [returned] if unit == "completion" else _check_length(returned, len(reward_inputs))
+
+    return LoadedFunction(score, unit, waits, takes_images or IMAGES in media)
+
+
+def _construct(
+    function: Callable[..., object], kwargs: Mapping[str, Any], *, where: str, option: str
+) -> Callable[..., object]:
+    """Return an object of a class that is a reward function. Raises: RewardError."""
+    check_arguments(function, kwargs, where=where, called="made", option=option, error=RewardError)
+    try:
+        made = function(**kwargs)
+    except (Exception, SystemExit) as error:
+        trace = "".join(traceback.format_exception(error))
+        raise RewardError(f"{where} failed to start: {type(error).__name__}: {error}\n{trace}") from error
+    if not callable(made):
+        raise RewardError(f"{where} is a class whose objects cannot be called; give it a method __call__")
+    return made
+
+
+def _check_length(returned: object, length: int) -> list[object] | tuple[object, ...]:
+    """Return what a batch function returned for `length` completions. Raises: WrongLength."""
+    if not isinstance(returned, list | tuple):
+        raise WrongLength(f"returned {repr(returned)[:80]}, expected a list of {length} dicts")
+    if len(returned) != length:
+        raise WrongLength(f"returned a list of {len(returned)} for {length} completions")
+    return returned
+
+
+def _weighted_sum(terms: Sequence[tuple[RewardTerm, LoadedFunction]], *, concurrency: int) -> LoadedFunction:
+    """Return a function that sums the rewards of all terms.
+
+    It scores one completion at a time, unless one of the functions scores a batch or a group, and
+    is async if one of them is: these then run at the same time. Its parts are "overall", the
+    weighted sum; by the name of each term its reward, without the weight; and its other parts with
+    that name before them: "accuracy", "accuracy/steps".
+    A function that returns None for a completion does not apply to it: it has no part in the sum,
+    and the weights of the others are scaled so that all of them together weigh as before (APPLIES).
+    """
+    units = {function.unit for _, function in terms}
+    unit: Unit = "group" if "group" in units else "batch" if "batch" in units else "completion"
+    any_async = any(function.is_async for _, function in terms)
+    limit: AbstractAsyncContextManager[Any] = nullcontext()
+    if any_async and unit != "completion":
+        import asyncio  # here, since other functions do not need it
+
+        limit = asyncio.Semaphore(concurrency)
+
+    async def score(reward_inputs: Sequence[RewardInput]) -> Sequence[object]:
+        if any_async:
+            scores = await _gather([_scores(term, function, reward_inputs, limit) for term, function in terms])
+        else:
+            scores = [await _scores(term, function, reward_inputs, limit) for term, function in terms]
+        names = [term for term, _ in terms]
+        return [_sum(list(zip(names, each, strict=True))) for each in zip(*scores, strict=True)]
+
+    return LoadedFunction(score, unit, any_async, any(function.takes_images for _, function in terms))
+
+
+async def _scores(
+    term: RewardTerm,
+    function: LoadedFunction,
+    reward_inputs: Sequence[RewardInput],
+    limit: AbstractAsyncContextManager[Any],
+) -> list[dict[str, float] | None]:
+    """Return the scores of completions by one function, None where it does not apply.
+
+    limit: entered for each call of an async function. Raises: RewardError that names the function.
+    """
+    lists = [[each] for each in reward_inputs] if function.unit == "completion" else [reward_inputs]
+
+    async def call(reward_inputs: Sequence[RewardInput]) -> Sequence[object]:
+        async with limit:
+            return await function.score(reward_inputs)
+
+    if function.is_async:
+        returned = await _gather([call(each) for each in lists])
+    else:
+        returned = [await function.score(each) for each in lists]
+    try:
+        return [None if value is None else read_scores(value) for values in returned for value in values]
+    except RewardError as error:
+        raise RewardError(f"{term.name} {error}") from error
+
+
+def _sum(scores: Sequence[tuple[RewardTerm, Mapping[str, float] | None]]) -> dict[str, float]:
+    """Return the weighted sum and its parts. Raises: RewardError if no function applies."""
+    applied = [(term, each) for term, each in scores if each is not None]
+    if not applied:
+        names = " and ".join(term.name for term, _ in scores)
+        raise RewardError(f"{names} returned None: no function applies to this completion; at least one must score it")
+    weight = sum(abs(term.weight) for term, _ in applied)
+    scale = sum(abs(term.weight) for term, _ in scores) / weight if weight and len(applied) < len(scores) else 1.0
+    parts = {"overall": sum(term.weight * scale * each["overall"] for term, each in applied)}
+    if len(applied) < len(scores):
+        parts |= {f"{term.name}{APPLIES}": float(each is not None) for term, each in scores}
+    for term, each in applied:
+        parts[term.name] = each["overall"]
+        parts |= {f"{term.name}/{part}": value for part, value in each.items() if part != "overall"}
+    return parts
+
+
+async def _gather(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """Return the results of calls that run at the same time. Raises: the error of the first one."""
+    import asyncio
+
+    results = await asyncio.gather(*calls, return_exceptions=True)  # all of them, so that the error is always the same
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 class _Calls:
@@ -98,7 +298,10 @@ class _Calls:
         _print_stack_after(limit)
         begin = time.perf_counter()
         try:
-            reply = _results(run_now(self._function.score(reward_inputs)))
+            self._function.score(reward_inputs).send(None)
+            raise AssertionError("a function that is not async has waited")
+        except StopIteration as stop:
+            reply = _results(stop.value)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             reply = _failure(error)
         finally:

@@ -13,9 +13,9 @@ import re
 from decimal import Decimal, InvalidOperation
 
 from trigon.errors import RewardError
-from trigon.rewards.verifiers.expression import NotAnExpression, TooComplex
+from trigon.rewards.contract import short_repr
+from trigon.rewards.verifiers.expression import NotAnExpression, TooComplex, is_equal
 from trigon.rewards.verifiers.notation import OR, join_values, plain_form, short_form, without_name, without_unit
-from trigon.rewards.verifiers.values import is_equal
 
 MAX_ANSWER_CHARACTERS = 2000
 """A longer answer is only right if it has the same text as the ground truth."""
@@ -55,9 +55,8 @@ def ground_truth_text(ground_truth: object) -> str:
     if isinstance(ground_truth, str | int | float):
         return str(ground_truth)
     kind = "empty" if ground_truth is None else f"a {type(ground_truth).__name__}"
-    text = repr(ground_truth)
     raise RewardError(
-        f"the ground truth {text if len(text) <= 80 else text[:77] + '...'} is {kind}, expected text or a number; "
+        f"the ground truth {short_repr(ground_truth)} is {kind}, expected text or a number; "
         "set data.answer_key to the column that contains the final answer itself, or use a reward function of your own"
     )
 

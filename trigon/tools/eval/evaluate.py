@@ -63,7 +63,7 @@ from trigon.report.reporter import Reporter
 from trigon.report.rollouts import IMAGES, RolloutRow, rollout_rows
 from trigon.report.run import CONFIG, LOCK, METRICS, RunRecord, flatten
 from trigon.report.run_folder import SKIPPED_ROWS, RunFolder
-from trigon.rewards.callables import Reward, describe_reward, name_of, reward_source
+from trigon.rewards.callables import Reward, describe_reward, name_of, reward_terms
 from trigon.rewards.pool import RewardPool
 from trigon.system.files import write_json
 from trigon.system.secrets import ARGUMENTS, ENVIRONMENT_ARGUMENTS, mask
@@ -212,7 +212,7 @@ def evaluate(
     with ExitStack() as stack:
         kwargs = early.worker.reward.reward_function_kwargs
         objects = RunObjects(
-            reward=None if reward is None or isinstance(reward, str) else reward_source(reward, kwargs=kwargs)
+            reward=None if reward is None or isinstance(reward, str) else reward_terms(reward, kwargs=kwargs)
         )
         rewards = open_validation_rewards(early, objects) or open_rewards(early, objects)
         stack.callback(rewards.close)

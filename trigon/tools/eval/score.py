@@ -24,6 +24,7 @@ from trigon.errors import ConfigError, DataError, raises_at_caller
 from trigon.report.console import Console
 from trigon.report.rollouts import SPLITS, RolloutRow, Split, TurnRecord, find_rollouts, read_rollouts, to_json
 from trigon.report.run import RunRecord, flatten, is_run, open_run
+from trigon.rewards.callables import describe_reward, reward_terms
 from trigon.rewards.contract import RewardRequest, turn_input
 from trigon.rewards.pool import RewardPool
 from trigon.system.confinement.options import Confinement, ConfinementLevel
@@ -370,8 +371,6 @@ def score(
     Raises: DataError if there are no rollouts; RewardError if a function cannot be loaded, or times
     out for many completions in a row.
     """
-    from trigon.rewards.callables import describe_reward, reward_source  # imports cloudpickle
-
     console = console or Console()
     given = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
     if not 1 <= len(given) <= 2:
@@ -388,8 +387,7 @@ def score(
         pools = []
         for function, arguments in zip(given, each_kwargs, strict=True):
             pool = RewardPool(
-                reward_source(function, kwargs=arguments) if callable(function) else function,
-                kwargs=arguments,
+                reward_terms(function, kwargs=arguments),
                 num_workers=num_workers or count_usable_cpus(),
                 timeout_seconds=timeout_seconds,
                 max_failed_fraction=1.0,  # failures are a result here
