@@ -44,21 +44,6 @@ def test_a_file_that_another_machine_lacks_is_an_error_with_its_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("{folder}/mase.py:Maze", r"there is no file .*mase.py; did you mean maze.py\?"),
-        ("{folder}/maze.py", "use file.py:Class"),
-        ("{folder}/maze.py:2", "'2' is not a name"),
-        ("maze", "use file.py:Class"),
-    ],
-)
-def test_a_name_that_leads_nowhere_says_so(tmp_path, name, error):
-    written(tmp_path, GOOD)
-    with pytest.raises(EpisodeError, match=error):
-        find_environment(name.format(folder=tmp_path))
-
-
-@pytest.mark.parametrize(
     ("old", "new", "kwargs", "error"),
     [
         ("", "", {"size": 3}, None),
@@ -132,7 +117,6 @@ def tools_of(folder, *names):
 @pytest.mark.parametrize(
     ("name", "text", "error"),
     [
-        ("crp", "", r"worker.rollout.tools='crp': use file.py:function.*; did you mean crop\?"),
         ("{file}:f", "def f(x): 'Do it.'", "no type hint for its parameter 'x'"),
         ("{file}:f", "def f(x: int): return 1", "no docstring"),
         ("{file}:f", "def f(*x: int): 'Do it.'", "models give arguments by name"),

@@ -8,7 +8,8 @@ from support.rewards import reward_pool as pool_of
 from trigon.report.rollouts import rollout_rows
 from trigon.rewards.callables import reward_terms
 from trigon.rewards.contract import RewardRequest
-from trigon.rewards.load import RewardSource, RewardTerm
+from trigon.rewards.load import RewardTerm
+from trigon.system.user_code import CodeSource
 from trigon.tools.eval import score as score_module
 from trigon.tools.eval.score import score
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
@@ -101,8 +102,8 @@ def test_a_sum_with_a_group_function_scores_groups(tmp_path):
         scores = score_groups(pool, group("?", "4", "", "aa"))
     assert [each.overall for each in scores] == [3, 0, 4]
     assert [each.parts["right"] for each in scores] == [1, 0, 0]
-    file = RewardSource(file=str(tmp_path / "reward.py"), module="", function="main")
-    with pool_of(tmp_path, GROUP, reward=[RewardTerm("rank", 1.0, file)]) as pool:
+    source = CodeSource("reward function", "main", file=str(tmp_path / "reward.py"))
+    with pool_of(tmp_path, GROUP, reward=[RewardTerm("rank", 1.0, source)]) as pool:
         scores = score_groups(pool, group("?", "4", "", "aa"), group("!", "raise", "", "aa"))
     assert [each.parts for each in scores[:3]] == [{"overall": n, "rank": n, "rank/size": 3} for n in (1, 0, 2)]
     assert {each.outcome for each in scores[3:]} == {"failed"}

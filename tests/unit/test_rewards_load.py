@@ -5,8 +5,9 @@ import sys
 import pytest
 
 from trigon.errors import RewardError
-from trigon.rewards.load import RewardSource, find_reward, find_source, load_function
+from trigon.rewards.load import find_reward, find_source, load_function
 from trigon.rewards.worker import load_terms
+from trigon.system.user_code import CodeSource
 
 
 @pytest.fixture(autouse=True)
@@ -17,11 +18,12 @@ def _restore_search_path(monkeypatch):
 def test_a_function_of_a_file_and_a_shipped_name_are_found(tmp_path, monkeypatch):
     (tmp_path / "reward.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    expected = RewardSource(file=str(tmp_path / "reward.py"), module="", function="compute_score")
+    expected = CodeSource("reward function", "compute_score", file=str(tmp_path / "reward.py"))
     assert find_source("./reward.py:compute_score") == expected
     assert find_source(f"{tmp_path}/reward.py:compute_score") == expected
-    assert find_source(f"{tmp_path}/reward.py").function == "main"
-    assert find_source("r1v") == RewardSource(file="", module="trigon.rewards.verifiers.r1v", function="compute_score")
+    assert find_source(f"{tmp_path}/reward.py").name == "main"
+    shipped = CodeSource("reward function", "compute_score", module="trigon.rewards.verifiers.r1v")
+    assert find_source("r1v") == shipped
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def test_an_unknown_source_is_an_error_with_the_nearest_name(tmp_path, spec, mes
 def load_text(folder, text, function="main"):
     folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text(text)
-    return load_function(RewardSource(file=str(folder / "reward.py"), module="", function=function))
+    return load_function(CodeSource("reward function", function, file=str(folder / "reward.py")))
 
 
 def test_a_file_can_import_files_beside_it_but_does_not_replace_modules(tmp_path):

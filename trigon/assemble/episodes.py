@@ -19,13 +19,14 @@ from trigon.data.stream import Prompts
 from trigon.data.turns import TurnTemplate, TurnTokens
 from trigon.environments.calls import format_of
 from trigon.environments.pool import EnvironmentPool
-from trigon.environments.source import CodeSource, EnvironmentSettings, find_environment, find_tools
+from trigon.environments.source import EnvironmentSettings, find_environment, find_tools
 from trigon.errors import EpisodeError, ObservationError
 from trigon.models.load import Processors
 from trigon.rewards.load import resolve_arguments
 from trigon.rollout.episode_settings import EpisodeSettings, encoded_images
 from trigon.rollout.episodes import find_long_opening
 from trigon.system.secrets import ENVIRONMENT_ARGUMENTS
+from trigon.system.user_code import CodeSource
 from trigon.types import EncodedMedia, Prompt, Vision
 
 CHECKED_EPISODE = -1

@@ -28,11 +28,12 @@ from trigon.data.stream import PromptStream
 from trigon.errors import CheckpointError, ConfigError, ModelError, RewardError
 from trigon.models.load import model_folder
 from trigon.rewards.callables import code_digest, source_digest
-from trigon.rewards.load import RewardSource, RewardTerm, find_reward
+from trigon.rewards.load import RewardTerm, find_reward
 from trigon.system.files import file_digest, text_digest
 from trigon.system.installation import installed_version
 from trigon.system.secrets import ENVIRONMENT_ARGUMENTS, without_secrets
 from trigon.system.terminal import shorten
+from trigon.system.user_code import CodeSource
 
 KEY = "made_from"
 """The entry of a checkpoint's progress that has the record."""
@@ -327,8 +328,8 @@ def _episode_code_digest(text: str) -> str:
         return ""
     place, _, name = text.rpartition(":")
     if not place.endswith(".py"):
-        return source_digest(RewardSource(file="", module=text, function=name))
-    return source_digest(RewardSource(file=str(expand_path(place).absolute()), module="", function=name))
+        return source_digest(CodeSource("environment", name, module=text))
+    return source_digest(CodeSource("environment", name, file=str(expand_path(place).absolute())))
 
 
 def _versions() -> dict[str, str]:

@@ -17,7 +17,7 @@ from trigon.config.paths import expand_path, is_local_dataset, local_path
 from trigon.config.schema import Config, DataConfig, RewardConfig
 from trigon.data.rows import UnusableRow, column_value, require_columns, without_column
 from trigon.data.sources import Source, open_source, preview_parquet
-from trigon.environments.source import CodeSource, find_environment, find_tools
+from trigon.environments.source import find_environment, find_tools
 from trigon.errors import ConfigError, RewardError
 from trigon.models.hub import require_config_file, require_weight_files
 from trigon.report.delivery import Hooks
@@ -26,6 +26,7 @@ from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
 from trigon.system.confinement.options import Confinement
 from trigon.system.installation import install_command, untested_versions
+from trigon.system.user_code import CodeSource
 from trigon.types import Prompt
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from PIL import Image
 
 from trigon.environments.conversion import to_observation, to_png, to_step
 from trigon.environments.protocol import Observation
-from trigon.environments.source import CodeSource, check_environment, load_code
+from trigon.environments.source import check_environment, load_code
 from trigon.environments.tools import (
     IMAGES,
     ToolEnvironment,
@@ -44,7 +44,7 @@ from trigon.system.confinement.supervisor import Confined, begin_child
 from trigon.system.fork_server import ForkServer, Work, call_in_a_fork
 from trigon.system.frames import encode_frame, read_frames
 from trigon.system.image_formats import LazyImages
-from trigon.system.user_code import describe_error
+from trigon.system.user_code import CodeSource, describe_error
 
 MAX_OPEN_FILES = 4096
 """Maximum number of files and sockets that an episode may have open."""

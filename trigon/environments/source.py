@@ -1,54 +1,39 @@
 """Finds and loads the user's environments and tools: `file.py:Name`, `module:Name`, or a pickle.
 
-find_environment() and find_tools() check names and files only, and may run anywhere; so may
-encode_setup(), which makes what a fork server gets: the code and its limits. load_code() runs the
-user's file, and is called in fork servers only.
+find_environment() and find_tools() only read names, and may run anywhere; so may encode_setup(),
+which makes what a fork server gets: the code and its limits. load_code() runs the user's file, and
+is called in fork servers only.
 """
 
 from __future__ import annotations
 
 import inspect
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trigon.config.names import BUILT_IN_TOOLS, ObservationRole, ToolFormat
+from trigon.config.names import ObservationRole, ToolFormat
 from trigon.environments.protocol import Environment
 from trigon.errors import EpisodeError
 from trigon.system.confinement.options import DEFAULT, Confinement
 from trigon.system.frames import encode_frame
-from trigon.system.terminal import did_you_mean, nearest_file
-from trigon.system.user_code import check_arguments, load_module, pickle, read_signature, take, unpickle
+from trigon.system.terminal import did_you_mean
+from trigon.system.user_code import (
+    CodeSource,
+    check_arguments,
+    load_module,
+    pickle,
+    read_signature,
+    take,
+    unpickle,
+)
 
 CodeKind = Literal["environment", "tool"]
 
 _OPTIONS = {"environment": "worker.rollout.environment", "tool": "worker.rollout.tools"}
 _NAMES = {"environment": "Class", "tool": "function"}
-
-
-@dataclass(frozen=True, slots=True)
-class CodeSource:
-    """The location of an environment or a tool.
-
-    file: an absolute path, or "". module: that can be imported, or "". name: of the class or the
-    function. pickled: base64 of a pickle, or "". A tool with none of these is a built-in one.
-    """
-
-    kind: CodeKind
-    name: str
-    file: str = ""
-    module: str = ""
-    pickled: str = field(default="", repr=False)
-
-    @property
-    def where(self) -> str:
-        """Its description in error messages."""
-        if self.pickled:
-            return f"{self.kind} {self.name!r}, given in Python,"
-        place = self.file or self.module
-        return f"{self.kind} {self.name!r}" + (f" of {place}" if place else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,39 +83,27 @@ class EnvironmentSettings:
 def find_environment(environment: str | Callable[..., Any]) -> CodeSource:
     """Return the source of worker.rollout.environment, or of a class given in Python.
 
-    Raises: EpisodeError, with the nearest known name, if there is no such file.
+    Raises: EpisodeError if it cannot be pickled. Whether the text has this form, and whether there
+    is such a file, config/checks.py has checked.
     """
     return _find(environment, "environment")
 
 
 def find_tools(tools: Sequence[str | Callable[..., Any]]) -> tuple[CodeSource, ...]:
     """Return the sources of worker.rollout.tools, or of functions. Raises: as find_environment."""
-    return tuple(_find(tool, "tool", built_in=BUILT_IN_TOOLS) for tool in tools)
+    return tuple(_find(tool, "tool") for tool in tools)
 
 
-def _find(spec: str | Callable[..., Any], kind: CodeKind, *, built_in: Collection[str] = ()) -> CodeSource:
-    option, form = _OPTIONS[kind], f"file.py:{_NAMES[kind]}"
-    if not isinstance(spec, str):
-        name = getattr(spec, "__name__", type(spec).__name__)
-        pickled = pickle(spec, where=f"{kind} {name!r}", instead=f"{option}='{form}'", error=EpisodeError)
+def _find(code: str | Callable[..., Any], kind: CodeKind) -> CodeSource:
+    if not isinstance(code, str):
+        name = getattr(code, "__name__", type(code).__name__)
+        instead = f"{_OPTIONS[kind]}='file.py:{_NAMES[kind]}'"
+        pickled = pickle(code, where=f"{kind} {name!r}", instead=instead, error=EpisodeError)
         return CodeSource(kind, name, pickled=pickled)
-    if spec in built_in:
-        return CodeSource(kind, spec)
-    path, _, name = spec.rpartition(":")
-    if not path:
-        hint = did_you_mean(spec, built_in)
-        known = f", or one of the built-in {', '.join(built_in)}" if built_in else ""
-        raise EpisodeError(f"{option}={spec!r}: use {form}{known}{hint}")
-    if not name.isidentifier():
-        raise EpisodeError(f"{option}={spec!r}: {name!r} is not a name; use {form}")
-    if not path.endswith(".py") and all(part.isidentifier() for part in path.split(".")):
-        return CodeSource(kind, name, module=path)
-    file = Path(path).expanduser().absolute()
-    if not file.is_file():
-        near = nearest_file(file, "*.py")
-        hint = f"did you mean {near}?" if near else f"use {form}"
-        raise EpisodeError(f"{option}={spec!r}: there is no file {file}; {hint}")
-    return CodeSource(kind, name, file=str(file))
+    place, _, name = code.rpartition(":")
+    if not place.endswith(".py") and all(part.isidentifier() for part in place.split(".") if place):
+        return CodeSource(kind, name, module=place)  # without a place, a built-in tool
+    return CodeSource(kind, name, file=str(Path(place).expanduser().absolute()))
 
 
 def encode_setup(settings: EnvironmentSettings, *, describe: bool) -> bytes:

@@ -31,12 +31,13 @@ from trigon.config.names import ObservationRole, ToolFormat
 from trigon.environments.calls import MAX_CALLS, ToolCall, find_calls
 from trigon.environments.conversion import to_message, to_png, without_surrogates
 from trigon.environments.protocol import MAX_IMAGES, MAX_TEXT_CHARACTERS, Message, Observation, escape_markers
-from trigon.environments.source import CodeSource, load_code
+from trigon.environments.source import load_code
 from trigon.errors import EpisodeError
 from trigon.system.confinement.code_server import CodeResult, run_code
 from trigon.system.confinement.sandbox import MAX_FILE_BYTES, MAX_MEMORY_BYTES
 from trigon.system.image_formats import LazyImages
 from trigon.system.terminal import did_you_mean
+from trigon.system.user_code import CodeSource
 
 IMAGES = "images"
 TIMEOUT = "timeout_seconds"

@@ -26,7 +26,6 @@ from typing import Any
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardContract, call_signature, detect_contract, short_repr, unwrap
 from trigon.rewards.load import (
-    RewardSource,
     RewardTerm,
     check_reward_images,
     find_reward,
@@ -34,7 +33,7 @@ from trigon.rewards.load import (
     spec_name,
     unique_name,
 )
-from trigon.system.user_code import pickle
+from trigon.system.user_code import CodeSource, pickle
 
 _MAX_MODULES = 1000
 
@@ -117,19 +116,14 @@ def name_of(function: RewardFunction | str) -> str:
     return re.sub(r"\W+", "_", name).strip("_") or "reward"
 
 
-def _pickled(function: RewardFunction, kwargs: Mapping[str, Any]) -> RewardSource:
+def _pickled(function: RewardFunction, kwargs: Mapping[str, Any]) -> CodeSource:
     name = name_of(function)
     # Only for the errors: the pickle is not there yet.
     where = f"reward function {name!r}"
     takes_images = check_reward_images(_declared(function, "REWARD_IMAGES") or False, where=where)
     given = function, _contract_of(function, kwargs, where=where), takes_images
-    return RewardSource(
-        file="",
-        module="",
-        function=name,
-        pickled=pickle(given, where=where, instead="reward='file.py:function'", error=RewardError),
-        content=function_digest(function),
-    )
+    pickled = pickle(given, where=where, instead="reward='file.py:function'", error=RewardError)
+    return CodeSource("reward function", name, pickled=pickled, content=function_digest(function))
 
 
 def _contract_of(function: RewardFunction, kwargs: Mapping[str, Any], *, where: str) -> RewardContract:
@@ -174,7 +168,7 @@ def code_digest(terms: Sequence[RewardTerm]) -> str:
     return _digest(repr(parts).encode()) if all(digest for _, _, digest in parts) else ""
 
 
-def source_digest(source: RewardSource) -> str:
+def source_digest(source: CodeSource) -> str:
     """Return a digest of a function's code; "" if it cannot be compared.
 
     Of a file, comments and spaces do not count. Raises: OSError if the file cannot be read.
@@ -185,7 +179,7 @@ def source_digest(source: RewardSource) -> str:
         return _digest(source.module.encode())
     modules = sorted(_local_modules(Path(source.file)).items())
     parts = [part for name, text in modules for part in (name.encode(), _without_comments(text))]
-    return _digest(b"".join(map(_framed, [source.function.encode(), *parts])))
+    return _digest(b"".join(map(_framed, [source.name.encode(), *parts])))
 
 
 def function_digest(function: object) -> str:

@@ -22,36 +22,12 @@ from trigon.errors import RewardError
 from trigon.system.frames import encode_frame
 from trigon.system.secrets import ARGUMENTS, mask, masked_names, remember, secrets_in, variable_of
 from trigon.system.terminal import nearest, nearest_file
-from trigon.system.user_code import load_module, take, unpickle
+from trigon.system.user_code import CodeSource, load_module, take, unpickle
 
 if TYPE_CHECKING:  # reward workers need no options
     from trigon.config.schema import WeightedReward
 
-
-@dataclass(frozen=True, slots=True)
-class RewardSource:
-    """The location of a reward function: in a file, in a shipped module, or pickled.
-
-    file: an absolute path, or "". module: of a shipped function, or "". pickled: base64 of a
-    pickled (function, contract, REWARD_IMAGES), made by callables.py, or ""; function is then its
-    name. content: a digest of a pickled function, which unlike the pickle is the same in every
-    process; else "".
-
-    Example: RewardSource(file="/home/me/reward.py", module="", function="compute_score").
-    """
-
-    file: str
-    module: str
-    function: str
-    pickled: str = field(default="", repr=False)
-    content: str = field(default="", repr=False)
-
-    @property
-    def where(self) -> str:
-        """The description of the function in error messages."""
-        if self.pickled:
-            return f"reward function {self.function!r}, given in Python,"
-        return f"reward function {self.function!r} of {self.file or self.module}"
+_SHIPPED = "trigon.rewards.verifiers."
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,39 +36,35 @@ class RewardTerm:
 
     name: begins the names of its parts; "" if it is the only one, whose scores are as it returns
     them. kwargs: keyword arguments, in which `env:NAME` stands for the value of an environment
-    variable.
+    variable. source: one that is pickled is (function, contract, REWARD_IMAGES), see callables.py.
     """
 
     name: str
     weight: float
-    source: RewardSource
+    source: CodeSource
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def find_source(spec: str) -> RewardSource:
+def find_source(spec: str) -> CodeSource:
     """Return the source of `file.py:function`, `file.py` (its function `main`), or a shipped name.
 
     Raises: RewardError, with the nearest known name, if there is no such file or shipped verifier.
     """
     if spec in SHIPPED_REWARDS:
-        return RewardSource(file="", module=f"trigon.rewards.verifiers.{spec}", function="compute_score")
-    path, _, function = spec.rpartition(":") if ":" in spec else (spec, "", "main")
-    file = Path(path).expanduser().absolute()
-    if not function.isidentifier():
-        raise RewardError(
-            f"worker.reward.reward_function={spec!r}: {function!r} is not a function name; use file.py:function"
-        )
+        return CodeSource("reward function", "compute_score", module=f"{_SHIPPED}{spec}")
+    path, _, name = spec.rpartition(":") if ":" in spec else (spec, "", "main")
+    where, file = f"worker.reward.reward_function={spec!r}", Path(path).expanduser().absolute()
+    if not name.isidentifier():
+        raise RewardError(f"{where}: {name!r} is not a function name; use file.py:function")
     if file.is_file():
-        return RewardSource(file=str(file), module="", function=function)
-    similar = nearest_file(file, "*.py")
-    nearest_shipped = nearest(path, SHIPPED_REWARDS)
-    if similar:
+        return CodeSource("reward function", name, file=str(file))
+    if similar := nearest_file(file, "*.py"):
         hint = f"did you mean {file.parent / similar}?"
-    elif nearest_shipped:
-        hint = f"did you mean the shipped {nearest_shipped!r}?"
+    elif shipped := nearest(path, SHIPPED_REWARDS):
+        hint = f"did you mean the shipped {shipped!r}?"
     else:
         hint = f"use file.py:function, or one of the shipped {', '.join(SHIPPED_REWARDS)}"
-    raise RewardError(f"worker.reward.reward_function={spec!r}: there is no file {file}; {hint}")
+    raise RewardError(f"{where}: there is no file {file}; {hint}")
 
 
 def find_reward(option: str | Sequence[WeightedReward], kwargs: Mapping[str, Any]) -> tuple[RewardTerm, ...]:
@@ -132,8 +104,8 @@ def describe_terms(terms: Sequence[RewardTerm]) -> tuple[str, str]:
         names = ", ".join(repr(term.name) for term in terms)
         return " + ".join(term.name for term in terms), f"the sum of the reward functions {names}"
     [source] = [term.source for term in terms]
-    name = Path(source.file).name if source.file else source.function if source.pickled else source.module
-    return name.removeprefix("trigon.rewards.verifiers."), source.where
+    name = Path(source.file).name if source.file else source.name if source.pickled else source.module
+    return name.removeprefix(_SHIPPED), source.where
 
 
 def encode_setup(terms: Sequence[RewardTerm], *, timeout_seconds: float, concurrency: int) -> bytes:
@@ -154,7 +126,7 @@ def encode_setup(terms: Sequence[RewardTerm], *, timeout_seconds: float, concurr
 
 def decode_terms(setup: Mapping[str, Any]) -> list[RewardTerm]:
     """Return the functions of what encode_setup made, in a reward worker."""
-    return [RewardTerm(**{**term, "source": RewardSource(**term["source"])}) for term in setup["terms"]]
+    return [RewardTerm(**{**term, "source": CodeSource(**term["source"])}) for term in setup["terms"]]
 
 
 def resolve_arguments(kwargs: Mapping[str, Any], term: str = "", *, option: str = ARGUMENTS) -> dict[str, Any]:
@@ -196,7 +168,7 @@ def _read(name: str, variable: str) -> str:
     return value
 
 
-def load_function(source: RewardSource) -> tuple[Callable[..., object], Any, bool]:
+def load_function(source: CodeSource) -> tuple[Callable[..., object], Any, bool]:
     """Run the source's file, and return its function, with its REWARD_TYPE and REWARD_IMAGES.
 
     The type is None if the file has none; that of a pickled function is its contract.
@@ -207,7 +179,7 @@ def load_function(source: RewardSource) -> tuple[Callable[..., object], Any, boo
         function, contract, takes_images = unpickle(source.pickled, where=source.where, error=RewardError)
         return function, contract, takes_images
     module = load_module(source.file, source.module, error=RewardError)
-    function = take(module, source.function, where=source.where, wanted="function", error=RewardError)
+    function = take(module, source.name, where=source.where, wanted="function", error=RewardError)
     takes_images = check_reward_images(getattr(module, "REWARD_IMAGES", False), where=source.where)
     return function, getattr(module, "REWARD_TYPE", None), takes_images
 

@@ -1,7 +1,7 @@
-"""Runs the user's files and unpickles what a program gave: reward functions, environments, tools.
+"""The user's code: reward functions, environments and tools. Runs its file, or unpickles it.
 
-The only place that does either. Called in the processes that run user code, and nowhere else, but
-for what reads signatures. Does not know what is asked of the code: the callers' errors say that.
+The only place that does either. load_module and unpickle are called in the processes that run user
+code, and nowhere else. Does not know what is asked of the code: the callers' errors say that.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from trigon.errors import TrigonError
 from trigon.system.terminal import did_you_mean, missing_package
@@ -27,6 +28,33 @@ MAX_PICKLE_BYTES = 256 << 20
 
 _MAX_ERROR_CHARACTERS = 300
 _MAX_TRACEBACK_CHARACTERS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class CodeSource:
+    """The location of a reward function, an environment or a tool.
+
+    name: of the function or the class. file: an absolute path, or "". module: that can be imported,
+    or "". pickled: what pickle returned, or "". content: a digest of what is pickled, which unlike
+    the pickle is the same in every process, or "". A tool with none of these is a built-in one.
+
+    Example: CodeSource("reward function", "compute_score", file="/home/me/reward.py").
+    """
+
+    kind: Literal["reward function", "environment", "tool"]
+    name: str
+    file: str = ""
+    module: str = ""
+    pickled: str = field(default="", repr=False)
+    content: str = field(default="", repr=False)
+
+    @property
+    def where(self) -> str:
+        """Its description in error messages."""
+        if self.pickled:
+            return f"{self.kind} {self.name!r}, given in Python,"
+        place = self.file or self.module
+        return f"{self.kind} {self.name!r}" + (f" of {place}" if place else "")
 
 
 def load_module(file: str, module: str, *, error: type[TrigonError]) -> ModuleType:
