@@ -321,9 +321,8 @@ def test_format_prompt_is_a_template_or_a_file(processors, tmp_path):
         prompt = make_builder(processors, format_prompt=given).build(row(" <image>What? "), "train:0")
         assert prompt.text == "<image>What? Think first."
         assert prompt.row["problem"] == " <image>What? "
-    for missing, fact in ((str(tmp_path / "meth.jinja"), "math.jinja"), ("no/such/folder/x.jinja", "no file")):
-        with pytest.raises(ConfigError, match=fact):
-            make_builder(processors, format_prompt=missing)
+    with pytest.raises(ConfigError, match=r"meth\.jinja: .*No such file"):
+        make_builder(processors, format_prompt=str(tmp_path / "meth.jinja"))
 
 
 @pytest.mark.parametrize(

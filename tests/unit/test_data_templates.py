@@ -116,7 +116,7 @@ DATES = "on 27000000, 36000000.00, 45000000%: question"
     ],
 )
 def test_the_results_of_operations_are_those_of_jinja(source, text):
-    assert load_format_prompt(source).render("question") == text
+    assert render(load_format_prompt(source), "plain", {"content": "question"}) == text
 
 
 CHAT = (

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from trigon.config.paths import is_inline_template
+from trigon.config.paths import is_inline_template, read_template
 from trigon.config.schema import DataConfig
 from trigon.data.chat_template import MARKERS, ChatTemplate, Message, media_in_messages, messages_as_text, read_messages
 from trigon.data.images import decoded_images, encoded_image, image_size, reserve_frames
@@ -41,7 +41,6 @@ from trigon.data.tokens import MaskedTokens, SpecialTokens
 from trigon.data.videos import FrameSampling, Pixels, VideoLayout, encoded_video, open_video, video_layout
 from trigon.data.vision import MediaSize, Placeholders, media_grids
 from trigon.errors import ConfigError, DataError
-from trigon.system.terminal import nearest
 from trigon.types import EncodedMedia, ImageSizes, MediaKind, Prompt, Vision
 
 if TYPE_CHECKING:
@@ -395,7 +394,7 @@ class PromptBuilder:
             messages = [Message(message.role, masked.mask(message.content)) for message in messages]
         if self._format is not None:
             try:
-                messages[-1] = Message("user", self._format.render(messages[-1].content))
+                messages[-1] = Message("user", render(self._format, "plain", {"content": messages[-1].content}))
             except TemplateFailure as error:
                 raise self._template_error(name, "format_prompt fails", error) from error
         if data.system_prompt is not None and messages[0].role != "system":
@@ -467,27 +466,16 @@ class PromptBuilder:
         return UnusableRow("prompt", f"{name}: {what}: {error}")
 
 
-@dataclass(frozen=True, slots=True)
-class FormatPrompt:
-    """The template of data.format_prompt, whose one variable is the question of a row."""
+def load_format_prompt(format_prompt: str) -> str:
+    """Return the source of a template after rendering it once.
 
-    source: str
-
-    def render(self, content: str) -> str:
-        """Return what the template writes for a question. Raises: TemplateFailure."""
-        return render(self.source, "plain", {"content": content})
-
-
-def load_format_prompt(format_prompt: str) -> FormatPrompt:
-    """Return a template after rendering it once.
-
-    format_prompt: a file name, or, if it contains {{ or {%, the template itself.
+    format_prompt: a file name, or, if it contains {{ or {%, the template itself. Its one variable
+    is the question of a row.
     Raises: ConfigError naming the file, line or unknown variable.
     """
-    source, where = format_prompt, "data.format_prompt"
-    if not is_inline_template(format_prompt):
-        source, where = _read_template(format_prompt), f"data.format_prompt={format_prompt}"
-    template = FormatPrompt(source.strip())
+    source = read_template(format_prompt)
+    assert source is not None
+    where = "data.format_prompt" if is_inline_template(format_prompt) else f"data.format_prompt={format_prompt}"
     try:
         variables = variables_of(source)
         if variables != {"content"}:
@@ -495,21 +483,12 @@ def load_format_prompt(format_prompt: str) -> FormatPrompt:
             raise ConfigError(
                 f"{where} uses {found}; it must use the one variable {{{{ content }}}}, the row's question"
             )
-        template.render("question")
+        source = source.strip()
+        render(source, "plain", {"content": "question"})
     except TemplateFailure as error:
         line = "" if error.line is None else f" in line {error.line}"
         raise ConfigError(f"{where} is not a usable Jinja template: {error}{line}") from error
-    return template
-
-
-def _read_template(name: str) -> str:
-    path = Path(name).expanduser()
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    folder = path.parent if path.parent.is_dir() else Path()
-    near = nearest(path.name, sorted(entry.name for entry in folder.iterdir()))
-    hint = f"did you mean {folder / near}?" if near else "give a file, or a template with {{ content }}"
-    raise ConfigError(f"data.format_prompt: there is no file {name!r}; {hint}")
+    return source
 
 
 def _media_of(row: Mapping[str, Any], kind: MediaKind, *, key: str, prompt_key: str) -> tuple[list[Any], str]:
