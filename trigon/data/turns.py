@@ -31,9 +31,6 @@ from trigon.types import EncodedMedia, ImageSizes
 if TYPE_CHECKING:
     from trigon.models.load import Processors
 
-MAX_OBSERVATION_CHARACTERS = 2**20
-"""The characters of an observation, which is tokenized before its tokens can be counted."""
-
 _ROLE = "worker.rollout.observation_role"
 _OVERRIDE = "data.override_chat_template"
 
@@ -167,28 +164,19 @@ class TurnTemplate:
         return self._placeholders.count(self._chat.tokenize(text), "image") == 1
 
     def _messages(self, observation: Observation | None) -> tuple[list[Message], MaskedTokens | None]:
-        """Return an observation's messages, with special tokens masked if there are any."""
+        """Return an observation's messages, with special tokens masked if there are any.
+
+        Its length and its markers are within the limits of environments/protocol.py.
+        """
         if observation is None:
             return [], None
         if not observation.messages:
             raise ObservationError("an observation has no messages; return a text, an image, or both")
-        num_characters = sum(len(message.text) for message in observation.messages)
-        if num_characters > MAX_OBSERVATION_CHARACTERS:
-            raise ObservationError(
-                f"an observation has {num_characters:,} characters, more than {MAX_OBSERVATION_CHARACTERS:,}; "
-                "shorten it"
-            )
         for message in observation.messages:
             if message.images and not self._takes_images:
                 raise ObservationError(
                     f"an observation has {len(message.images)} images, but a {self._model_type} model takes none; "
                     "train a vision-language model, or return text"
-                )
-            num_markers = message.text.count(IMAGE_MARKER) if self._takes_images else 0
-            if num_markers != len(message.images):
-                raise ObservationError(
-                    f"an observation has {num_markers} {IMAGE_MARKER} markers, but {len(message.images)} images; it "
-                    "needs one for each"
                 )
         masked = self._special_tokens.find([message.text for message in observation.messages])
         messages = [

@@ -25,6 +25,7 @@ from PIL import Image
 
 from trigon.environments.protocol import action_text
 from trigon.system.image_formats import DECODING_ERRORS, read_image
+from trigon.system.terminal import shorten
 
 ACTION = "{action}"
 """Stands for the text of a turn in an action's template."""
@@ -179,7 +180,9 @@ class OpenEnvEnvironment:
             keys = [key for key in self.text_keys if key in observation]
         shown = {key: observation[key] for key in keys if observation[key] not in (None, "", [], {})}
         if not shown and not images:
-            raise ValueError(f"the observation {_short(observation)} has neither text nor a picture; see text_keys")
+            raise ValueError(
+                f"the observation {shorten(repr(observation), 200)} has neither text nor a picture; see text_keys"
+            )
         if len(shown) == 1 and isinstance(only := next(iter(shown.values())), str):
             return {"text": only, "images": images}
         return {"text": "\n".join(f"{key}: {_written(value)}" for key, value in shown.items()), "images": images}
@@ -202,11 +205,6 @@ def _written(value: Any) -> str:
 
 def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _pictures(value: Any, key: str) -> list[Image.Image]:

@@ -36,7 +36,7 @@ from trigon.errors import EpisodeError
 from trigon.system.confinement.code_server import CodeResult, run_code
 from trigon.system.confinement.sandbox import MAX_FILE_BYTES, MAX_MEMORY_BYTES
 from trigon.system.image_formats import LazyImages
-from trigon.system.terminal import did_you_mean
+from trigon.system.terminal import did_you_mean, shorten
 from trigon.system.user_code import CodeSource
 
 IMAGES = "images"
@@ -132,7 +132,7 @@ class ToolEnvironment:
             return self._error(call.error)
         if call.name not in self._tools:
             hint = f"{did_you_mean(call.name, self._tools)} (the tools are {', '.join(self._tools)})"
-            return self._error(f"there is no tool {_shortened(repr(call.name))}{hint}")
+            return self._error(f"there is no tool {shorten(repr(call.name), _MAX_ERROR_CHARACTERS)}{hint}")
         tool = self._tools[call.name]
         try:
             arguments = _bind(tool, call, LazyImages(self._image_files), timeout_seconds)
@@ -193,7 +193,7 @@ def describe_tools(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
 
 def describe(error: BaseException) -> str:
     """Return an error of a tool in one line, for the model."""
-    text = _shortened(" ".join(str(error).split()))
+    text = shorten(" ".join(str(error).split()), _MAX_ERROR_CHARACTERS)
     if isinstance(error, ValueError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -228,7 +228,7 @@ def _bind(tool: Tool, call: ToolCall, images: LazyImages, timeout_seconds: float
     for name, value in call.arguments.items():
         if name not in names:
             raise ValueError(
-                f"{call.name} has no argument {_shortened(repr(name))}{did_you_mean(name, names)} "
+                f"{call.name} has no argument {shorten(repr(name), _MAX_ERROR_CHARACTERS)}{did_you_mean(name, names)} "
                 f"(it has {', '.join(names) or 'none'})"
             )
         arguments[name] = _read(tool, name, value) if call.are_texts else value
@@ -266,10 +266,6 @@ def _as_described(tool: Tool) -> Tool:
         parameters=[parameter for name, parameter in signature.parameters.items() if name in names]
     )
     return shown
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_ERROR_CHARACTERS else f"{text[: _MAX_ERROR_CHARACTERS - 3]}..."
 
 
 def _has_images(value: object) -> bool:
