@@ -142,7 +142,8 @@ def test_loggers_are_names_and_objects_and_the_latter_leave_the_names_of_the_con
 def test_keyword_arguments_of_the_reward_function_count_for_its_contract():
     kwargs = {"worker.reward.reward_function_kwargs": {"limit": 3}}
     given = read(reward=lambda samples, limit: 1.0, options=kwargs)
-    assert given.reward.pickled
+    [term] = given.reward
+    assert (bool(term.source.pickled), term.kwargs) == (True, {"limit": 3})
     with pytest.raises(RewardError, match=r"takes \(samples, limit\), which fits no contract"):
         read(reward=lambda samples, limit: 1.0)
 

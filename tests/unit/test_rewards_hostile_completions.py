@@ -229,7 +229,7 @@ def test_long_completions_take_no_time():
 
 def test_answers_that_are_too_complex_are_scored_rather_than_timed_out():
     """A completion without a score is excluded from the loss, which would be better than wrong."""
-    arguments = {"kwargs": {}, "num_workers": 1, "timeout_seconds": 10.0, "max_failed_fraction": 0.0}
+    arguments = {"num_workers": 1, "timeout_seconds": 10.0, "max_failed_fraction": 0.0}
     with closing(RewardPool(find_reward("math", {}), **arguments)) as pool:
         requests = [
             RewardRequest(
