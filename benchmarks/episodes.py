@@ -188,7 +188,7 @@ def measure_work(work: Work, folder: Path, shape: Shape, *, repeats: int) -> Sid
         found = find_episodes(config, processors, stack)
         assert found is not None
         images = open_images(config, processors)
-        settings = open_episodes(config, processors, *found, images)
+        settings = open_episodes(config, processors, found, images, schemas=found.schemas)
         prompts = open_prompts(
             str(folder / "data.parquet"),
             open_builder(config, processors),
@@ -205,7 +205,7 @@ def measure_work(work: Work, folder: Path, shape: Shape, *, repeats: int) -> Sid
         episodes = make_sampling_params(config)
         one_turn = replace(episodes, one_turn=True, max_tokens=sampled)
         rows = iter([prompts[index] for index in range(len(prompts))])
-        [server] = found[1].process_ids
+        [server] = found.process_ids
         idle = processes.descendants(server)
         num_observed = num_images = 0
         counts = Counts()

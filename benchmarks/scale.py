@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,12 @@ from trigon.assemble import data as build_data
 from trigon.assemble import run as build_run
 from trigon.assemble.engines import Engines, open_engines
 from trigon.assemble.options import make_sampling_params
-from trigon.assemble.run import run_training
+from trigon.assemble.start import StopSignals, start_run
 from trigon.config.load import load_config
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.data.prompts import PromptBuilder
 from trigon.report.console import Console
-from trigon.report.delivery import LoggerEnvironment
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rollout.fake import FakeEngine
@@ -117,14 +116,7 @@ def controller(prompts: int, folder: Path) -> dict[str, float]:
 
     real_builder = build_data.open_builder
     with mock.patch.multiple(build_run, open_engines=open_fakes, open_builder=open_builder):
-        run_training(
-            loaded.config,
-            warnings=(),
-            logger_environment=LoggerEnvironment(),
-            should_stop=lambda: False,
-            defer_interrupts=nullcontext,
-            export_to=None,
-        )
+        start_run(loaded, stop=StopSignals())
     return phases_of(folder / "run", statistics.median)
 
 
@@ -166,7 +158,7 @@ def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, f
             config, config.data.train_files, (), build_data.open_builder(config, processors), report
         )
         plan = make_plan(config, num_train_prompts=prompts.prompts_per_epoch)
-        opened = open_engines(config, processors, plan, report, stack, shows_videos=False)
+        opened = open_engines(config, processors, plan, None, report, stack, shows_videos=False)
         rows = [prompts[index] for index in range(widest.prompts)]
         for number, shape in enumerate([shapes[0], *shapes]):  # the first one warms up
             sampling = replace(make_sampling_params(config), n=shape.n, max_tokens=shape.response)

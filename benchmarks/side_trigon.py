@@ -9,15 +9,13 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from shared import GEOMETRY, LONG, SHORT, Shape
 
-from trigon.assemble.run import run_training
+from trigon.assemble.start import StopSignals, start_run
 from trigon.config.load import load_config
-from trigon.report.delivery import LoggerEnvironment
 from trigon.system.process_settings import set_gc_threshold
 
 
@@ -80,15 +78,9 @@ def train(options: Sequence[str], steps: int, describe: Callable[[], dict[str, f
     set_gc_threshold()  # as the command does
     loaded = load_config(None, options)
     wait()  # the first step has the start in it, and is not counted
-    logger_environment = LoggerEnvironment()
-    run_training(
-        loaded.config,
-        warnings=loaded.warnings,
-        logger_environment=logger_environment,
-        should_stop=after_step,
-        defer_interrupts=nullcontext,
-        export_to=None,
-    )
+    stop = StopSignals()
+    stop.requested = after_step  # type: ignore[method-assign]
+    start_run(loaded, stop=stop)
 
 
 if __name__ == "__main__":

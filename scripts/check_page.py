@@ -18,8 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trigon.tools.check.machine import Machine
-from trigon.tools.check.result import Result, console_lines, count_statuses
-from trigon.tools.check.run import check_run
+from trigon.tools.check.run import Result, check_run, console_lines, count_statuses
 from trigon.tools.quickstart.drawings import PROBLEM, draw
 
 PAGE = Path(__file__).parents[1] / "docs" / "check.md"

@@ -11,7 +11,8 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trigon.api import TrainResult, train
+    from trigon.api import train
+    from trigon.assemble.start import TrainResult
     from trigon.errors import TrigonError
     from trigon.report.run import RunTables, load_run
     from trigon.tools.eval.evaluate import evaluate
@@ -45,7 +46,7 @@ _MODULES = {
     "RunPlan": "trigon.tools.plan.plan",
     "RunTables": "trigon.report.run",
     "ScoreResult": "trigon.tools.eval.score",
-    "TrainResult": "trigon.api",
+    "TrainResult": "trigon.assemble.start",
     "TrigonError": "trigon.errors",
     "evaluate": "trigon.tools.eval.evaluate",
     "load_run": "trigon.report.run",

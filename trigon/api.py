@@ -1,4 +1,4 @@
-"""Trigon from Python: training with Python objects, and what a run has written.
+"""Trigon from Python: training with Python objects.
 
 The names that users import are in trigon/__init__.py. Imports nothing heavy: torch, transformers
 and vLLM are imported when a run starts, after the errors that can be found without them.
@@ -12,23 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trigon.assemble.start import StopSignals, start_run
+from trigon.assemble.start import StopSignals, TrainResult, start_run
 from trigon.config.legacy import nearest_option
-from trigon.config.load import LoadedConfig, load_config
+from trigon.config.load import load_config
 from trigon.config.options import options as all_options
 from trigon.config.paths import PYTHON_PREFIX, dataset_names
 from trigon.config.schema import Config
-from trigon.errors import CheckpointError, ConfigError, raises_at_caller
-from trigon.report.run import RunTables, load_run
+from trigon.errors import ConfigError, raises_at_caller
 from trigon.rewards.callables import Reward, describe_reward, name_of, reward_terms
 from trigon.system.terminal import did_you_mean
 
 if TYPE_CHECKING:
-    import pandas
-
     from trigon.data.sources import Source
     from trigon.report.delivery import Logger
-    from trigon.rewards.load import RewardTerm
     from trigon.types import RolloutGroup
 
     Data: TypeAlias = str | PurePath | Sequence[str | PurePath] | Sequence[Mapping[str, Any]] | Any
@@ -37,83 +33,6 @@ if TYPE_CHECKING:
 TRAIN = f"{PYTHON_PREFIX}train"
 """What data.train_files is in a run whose training data is a Python object."""
 VALIDATION = f"{PYTHON_PREFIX}validation"
-
-Load: TypeAlias = Callable[..., LoadedConfig]
-"""Loads a configuration as load_config does."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainResult:
-    """How a run ended, and where its results are.
-
-    folder: the run folder. step: the last step that was made, here or before a resume. stopped: the
-    run was stopped by on_step, Ctrl-C or SIGTERM; the same call continues it. checkpoint: the
-    folder of that step's checkpoint; None before the first step. model_folder: the exported Hugging
-    Face model; None without export_to, and after a signal.
-    """
-
-    folder: Path
-    step: int
-    stopped: bool
-    checkpoint: Path | None
-    model_folder: Path | None
-
-    @property
-    def run(self) -> RunTables:
-        """The run as load_run returns it: configuration, metrics and rollouts."""
-        return load_run(self.folder)
-
-    @property
-    def metrics(self) -> pandas.DataFrame:
-        """The metrics, a row for each step; steps before a resume are included."""
-        return self.run.metrics()
-
-    @property
-    def checkpoints(self) -> list[Path]:
-        """The folders of the checkpoints in the run folder, by step."""
-        from trigon.checkpoint.store import find_checkpoints
-
-        return find_checkpoints(self.folder)
-
-    def export(self, folder: str | Path | None = None, *, dtype: str | None = None) -> Path:
-        """Write the last checkpoint as a Hugging Face model, and return its folder.
-
-        An earlier export in the folder is replaced.
-        folder: None: huggingface_model in the checkpoint. dtype: bf16, fp16 or fp32; None: that of
-        the checkpoint.
-        Raises: CheckpointError if the run has no checkpoint, if its folder has been removed, and as
-        trigon.checkpoint.export.export_checkpoint.
-        """
-        from trigon.checkpoint.export import export_checkpoint
-
-        return export_checkpoint(self._last_checkpoint(), None if folder is None else Path(folder), dtype=dtype)
-
-    def load_model(self) -> Any:
-        """Return the trained model as a transformers model, on the CPU.
-
-        It is loaded from model_folder, or else from huggingface_model in the checkpoint, which is
-        exported first if it has not been. Its dtype is that of the folder: the checkpoint's, unless
-        export() was called with another one. The tokenizer or processor is in the same folder, such
-        as AutoProcessor.from_pretrained(result.checkpoint / "huggingface_model").
-        Raises: CheckpointError as export.
-        """
-        from trigon.checkpoint.manifest import EXPORTED, exported_step
-        from trigon.models.load import ATTENTION, auto_class, family_of_folder, without_progress_bars
-
-        folder = self.model_folder
-        if folder is None:
-            folder = self._last_checkpoint() / EXPORTED
-            if exported_step(folder) != self.step:
-                folder = self.export()
-        with without_progress_bars():
-            return auto_class(family_of_folder(folder)).from_pretrained(
-                folder, dtype="auto", attn_implementation=ATTENTION
-            )
-
-    def _last_checkpoint(self) -> Path:
-        if self.checkpoint is None:
-            raise CheckpointError(f"the run in {self.folder} has no checkpoint: it has made no step")
-        return self.checkpoint
 
 
 @raises_at_caller
@@ -185,41 +104,47 @@ def train(
         options=options,
         keyword_options=keyword_options,
     )
+    loaded = load_config(given.config, given.options, python_objects=given.objects)
+    kwargs = loaded.config.worker.reward.reward_function_kwargs
+    own_reward = None if given.reward is None else reward_terms(given.reward, kwargs=kwargs)
+    own_val_reward = None if given.val_reward is None else reward_terms(given.val_reward, kwargs={})
     sources = {spec: open_rows(dataset, spec) for spec, dataset in given.data.items()}
 
-    from trigon.assemble.preflight import RunObjects, make_episode_code
+    from trigon.assemble.preflight import RunObjects
+    from trigon.environments.source import find_environment, find_tools
     from trigon.report.delivery import Hooks
 
-    code = make_episode_code(environment, tools)
-    outcome = start_run(
-        given.loaded,
+    return start_run(
+        loaded,
         stop=StopSignals(owns_process=False),
         export_to=None if export_to is None else Path(export_to),
         loggers=given.loggers,
         objects=RunObjects(
             sources=sources,
-            reward=given.reward,
-            val_reward=given.val_reward,
+            reward=own_reward,
+            val_reward=own_val_reward,
             hooks=Hooks(on_step, on_rollouts),
-            code=code,
+            environment=None if environment is None else find_environment(environment),
+            tools=find_tools(tools or ()),
         ),
     )
-    return TrainResult(outcome.folder, outcome.step, outcome.stopped, outcome.checkpoint, outcome.exported)
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of train or trigon.plan, read and checked.
+    """The arguments of train or trigon.plan, as a configuration and Python objects.
 
-    data: the datasets that are Python objects, by what the configuration has in their place.
-    reward, val_reward: the same for reward functions; None: the configuration names it, or a plan
-    is made.
+    config, options: what load_config takes, options with the names of Python objects. objects:
+    these names. data: the datasets among them, by their names. reward, val_reward: None if it is
+    text, or not given.
     """
 
-    loaded: LoadedConfig
+    config: Path | None
+    options: Sequence[Mapping[str, Any]]
+    objects: Collection[str]
     data: Mapping[str, Any]
-    reward: tuple[RewardTerm, ...] | None
-    val_reward: tuple[RewardTerm, ...] | None
+    reward: Reward | None
+    val_reward: Reward | None
     loggers: Sequence[Logger]
 
 
@@ -237,12 +162,10 @@ def read_arguments(
     environment: str | Callable[..., Any] | None = None,
     tools: Sequence[str | Callable[..., Any]] | None = None,
     caller: Callable[..., Any] = train,
-    load_planned: Load | None = None,
 ) -> Arguments:
-    """Return the arguments of train as a configuration and Python objects. Raises: as train.
+    """Return the arguments of train. caller: the function that got them.
 
-    caller: the function that got the arguments. load_planned: of a plan, which needs no reward
-    function, and for which none is pickled.
+    Raises: TypeError for an unknown argument; ConfigError for data or loggers of another type.
     """
     check_keywords(keyword_options, caller)
     named: dict[str, Any] = {}
@@ -263,27 +186,28 @@ def read_arguments(
             named[f"worker.reward.{key}"] = f"{PYTHON_PREFIX}{describe_reward(function)}"
             objects.add(named[f"worker.reward.{key}"])
             functions[key] = function
-    codes = [] if environment is None else [environment]
-    for key, given_code in (("environment", codes), ("tools", tools or [])):
-        texts = [code if isinstance(code, str) else f"{PYTHON_PREFIX}{name_of(code)}" for code in given_code]
-        if texts:
-            named[f"worker.rollout.{key}"] = texts[0] if key == "environment" else texts
-            objects |= {text for text, code in zip(texts, given_code, strict=True) if not isinstance(code, str)}
+    if environment is not None:
+        named["worker.rollout.environment"] = name_in_config(environment)
+    if tools:
+        named["worker.rollout.tools"] = [name_in_config(tool) for tool in tools]
+    objects |= {name_in_config(code) for code in (environment, *(tools or ())) if not isinstance(code, str | None)}
     log_names, log_objects = _split_loggers(loggers)
     if log_names:
         named["trainer.logger"] = log_names
-    path, values = None if config is None else Path(config), [dict(options or {}), keyword_options, named]
-    if load_planned is None:
-        loaded = load_config(path, [], arguments=values, python_objects=objects)
-    else:
-        loaded = load_planned(path, [], arguments=values)
-    kwargs = {"reward_function": loaded.config.worker.reward.reward_function_kwargs}
-    sources = (
-        {}
-        if load_planned is not None
-        else {key: reward_terms(function, kwargs=kwargs.get(key, {})) for key, function in functions.items()}
+    return Arguments(
+        config=None if config is None else Path(config),
+        options=[dict(options or {}), keyword_options, named],
+        objects=objects,
+        data=datasets,
+        reward=functions.get("reward_function"),
+        val_reward=functions.get("val_reward_function"),
+        loggers=log_objects,
     )
-    return Arguments(loaded, datasets, sources.get("reward_function"), sources.get("val_reward_function"), log_objects)
+
+
+def name_in_config(code: str | Callable[..., Any]) -> str:
+    """Return an environment or a tool as the text of an option."""
+    return code if isinstance(code, str) else f"{PYTHON_PREFIX}{name_of(code)}"
 
 
 def _split_loggers(loggers: Any) -> tuple[list[str], list[Logger]]:

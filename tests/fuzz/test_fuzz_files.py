@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from support.view_runs import make_row, write_run
-from trigon.checkpoint.manifest import MANIFEST
-from trigon.checkpoint.store import CheckpointStore
+from trigon.checkpoint.store import MANIFEST, CheckpointStore
 from trigon.errors import CheckpointError, DataError, TrigonError
 from trigon.report.rollouts import parse_row, row_to_line
 from trigon.report.run import open_run, parse_step

@@ -6,8 +6,8 @@ from contextlib import closing
 import pytest
 from PIL import Image
 
-from trigon.assemble.episodes import EpisodeParts, check_episodes
-from trigon.config.schema import Config, RolloutConfig
+from trigon.assemble.episodes import check_episodes
+from trigon.config.schema import Config
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.source import EnvironmentSettings, find_environment
 from trigon.errors import EpisodeError
@@ -26,9 +26,6 @@ class Sizes:
         return None, True
 
 
-ROLLOUT = RolloutConfig(environment="python:Sizes")
-
-
 @pytest.fixture(scope="module")
 def processors(tiny_vlm):
     return load_processors(str(tiny_vlm))
@@ -41,8 +38,7 @@ def check(processors, row, max_tokens=64):
     prompt = Prompt("train:0", (1,), images, "<image>", "4", row, ("figure.png",))
     settings = EnvironmentSettings(environment=find_environment(Sizes))
     with closing(EnvironmentPool(settings)) as pool:
-        parts = EpisodeParts(ROLLOUT, settings, ())
-        check_episodes(Config(), processors, parts, pool, [prompt], max_tokens=max_tokens)
+        check_episodes(Config(), processors, pool, [prompt], max_tokens=max_tokens)
 
 
 def test_the_first_reset_gets_the_row_and_its_images(processors):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -19,10 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from support.runs import CONFIG, lines, overrides_of
 from trigon.assemble.preflight import NO_OBJECTS, RunObjects
-from trigon.assemble.run import run_training
+from trigon.assemble.start import StopSignals, start_run
 from trigon.config.load import load_config
 from trigon.errors import CheckpointError
-from trigon.report.delivery import LoggerEnvironment
 from trigon.rewards.callables import reward_terms
 
 pytestmark = pytest.mark.extended
@@ -80,15 +80,9 @@ def train(parts: Path, folder: Path, *overrides: str, objects: RunObjects = NO_O
         "trainer.val_freq=1",
         *overrides,
     ]
-    run_training(
-        load_config(CONFIG, options).config,
-        warnings=(),
-        logger_environment=LoggerEnvironment(),
-        should_stop=lambda: True,
-        defer_interrupts=nullcontext,
-        export_to=None,
-        objects=objects,
-    )
+    stop = StopSignals()
+    stop.received = signal.SIGTERM  # the run ends after its first step
+    start_run(load_config(CONFIG, options), stop=stop, objects=objects)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

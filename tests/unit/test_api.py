@@ -12,7 +12,7 @@ from PIL import Image
 
 import trigon
 from trigon.api import TRAIN, VALIDATION, read_arguments
-from trigon.config.load import dump_config
+from trigon.config.load import dump_config, load_config
 from trigon.errors import CheckpointError, ConfigError, DataError, RewardError
 from trigon.tools.cli.plan import main
 
@@ -27,6 +27,11 @@ def read(**given):
     arguments["reward"] = arguments["reward"] or "math"
     arguments["data"] = [{"prompt": "?", "answer": "1"}] if arguments["data"] is None else arguments["data"]
     return read_arguments(**arguments, keyword_options=given)
+
+
+def configured(**given):
+    read_as = read(**given)
+    return load_config(read_as.config, read_as.options, python_objects=read_as.objects).config
 
 
 def test_no_module_hides_a_public_name():
@@ -61,7 +66,7 @@ def test_a_run_of_python_objects_is_planned_without_calling_or_pickling_them(tin
 def test_the_configuration_of_a_run_of_python_objects_is_planned(tiny_vlm, tmp_path, capsys):
     rows = [{"prompt": "What?", "answer": "1"}] * 20
     file = tmp_path / "config.yaml"
-    file.write_text(dump_config(read(model=tiny_vlm, data=rows, val_data=rows, reward=len).loaded.config))
+    file.write_text(dump_config(configured(model=tiny_vlm, data=rows, val_data=rows, reward=len)))
     plan = trigon.plan(file, gpus="2xH100-80G")
     assert (plan.num_prompts, plan.lengths.num_val_prompts) == (None, None)
     assert "python:train was a Python object" in "\n".join(plan.lengths.sources)
@@ -97,55 +102,47 @@ def test_python_objects_have_names_in_the_configuration():
     def accuracy(response, ground_truth):
         return 1.0
 
-    given = read(data=rows, val_data=rows, reward=[(accuracy, 2), accuracy])
-    config = given.loaded.config
+    given = {"data": rows, "val_data": rows, "reward": [(accuracy, 2), accuracy]}
+    config = configured(**given)
     assert (config.data.train_files, config.data.val_files) == ((TRAIN,), (VALIDATION,))
-    assert given.data == {TRAIN: rows, VALIDATION: rows}
+    assert read(**given).data == {TRAIN: rows, VALIDATION: rows}
     assert config.worker.reward.reward_function == "python:2 * accuracy + 1 * accuracy"
-    assert [(term.name, term.weight) for term in given.reward] == [("accuracy", 2.0), ("accuracy_2", 1.0)]
 
 
 def test_without_validation_data_there_is_no_validation_before_training(tmp_path):
-    assert not read().loaded.config.validates_first
+    assert not configured().validates_first
     (tmp_path / "run.yaml").write_text("data: {val_files: owner/data}")
-    assert read(config=tmp_path / "run.yaml").loaded.config.validates_first
+    assert configured(config=tmp_path / "run.yaml").validates_first
     with pytest.raises(ConfigError, match=r"data\.val_files is not set, but validation is on"):
-        read(trainer={"val_before_train": True})
+        configured(trainer={"val_before_train": True})
 
 
 def test_later_arguments_replace_earlier_ones(tmp_path):
     (tmp_path / "run.yaml").write_text(
         "trainer: {max_steps: 1, save_freq: 1, val_freq: -1}\nworker: {actor: {model: {model_path: owner/yaml}}}"
     )
-    given = read(
+    config = configured(
         config=tmp_path / "run.yaml",
         options={"trainer.max_steps": 2, "trainer.save_freq": 2},
         trainer={"max_steps": 3},
         **{"worker.rollout.temperature": 0.5},
     )
-    config = given.loaded.config
     assert (config.trainer.max_steps, config.trainer.save_freq, config.worker.rollout.temperature) == (3, 2, 0.5)
     assert config.worker.actor.model.model_path == "owner/model"
 
 
 def test_loggers_are_names_and_objects_and_the_latter_leave_the_names_of_the_configuration(tmp_path):
     mine = object()
-    given = read(loggers=["console", mine, "tensorboard"])
-    assert (given.loaded.config.trainer.logger, given.loggers) == (("console", "tensorboard"), [mine])
-    assert read(loggers=[mine]).loaded.config.trainer.logger == ("console", "file")
-    (tmp_path / "run.yaml").write_text("trainer: {logger: [console, wandb]}")
-    given = read(config=tmp_path / "run.yaml", loggers=(mine,))
-    assert (given.loaded.config.trainer.logger, given.loggers) == (("console", "wandb"), [mine])
-    assert read(config=tmp_path / "run.yaml", loggers="file").loaded.config.trainer.logger == ("file",)
-
-
-def test_keyword_arguments_of_the_reward_function_count_for_its_contract():
-    kwargs = {"worker.reward.reward_function_kwargs": {"limit": 3}}
-    given = read(reward=lambda samples, limit: 1.0, options=kwargs)
-    [term] = given.reward
-    assert (bool(term.source.pickled), term.kwargs) == (True, {"limit": 3})
-    with pytest.raises(RewardError, match=r"takes \(samples, limit\), which fits no contract"):
-        read(reward=lambda samples, limit: 1.0)
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer: {logger: [console, wandb]}")
+    for config, loggers, names, objects in (
+        (None, ["console", mine, "tensorboard"], ("console", "tensorboard"), [mine]),
+        (None, [mine], ("console", "file"), [mine]),
+        (file, (mine,), ("console", "wandb"), [mine]),
+        (file, "file", ("file",), []),
+    ):
+        assert configured(config=config, loggers=loggers).trainer.logger == names
+        assert read(config=config, loggers=loggers).loggers == objects
 
 
 @pytest.mark.parametrize(
@@ -165,9 +162,14 @@ def test_wrong_arguments_are_errors_that_say_what_to_write(arguments, error, mes
 def test_what_cannot_travel_and_what_is_no_data_are_errors_of_train_before_anything_heavy():
     rows = [{"prompt": "?", "answer": "1"}]
     lock = threading.Lock()
-    arguments = {"model": "owner/model", "options": REQUIRED}
+    arguments = {"model": "owner/model", "options": {**REQUIRED}}
     with pytest.raises(RewardError, match=r"'lambda' cannot be sent to other processes .*_thread"):
         trigon.train(**arguments, data=rows, reward=lambda completion: lock)
+    with pytest.raises(RewardError, match=r"takes \(samples, limit\), which fits no contract"):
+        trigon.train(**arguments, data=rows, reward=lambda samples, limit: 1.0)
+    arguments["options"] |= {"worker.reward.reward_function_kwargs": {"limit": 3}}
+    with pytest.raises(DataError, match="row 0, 'answer' is a builtins"):  # the reward fits one then
+        trigon.train(**arguments, data=[{"prompt": "?", "answer": object()}], reward=lambda samples, limit: 1.0)
     with pytest.raises(DataError, match="row 0, 'answer' is a builtins"):
         trigon.train(**arguments, data=[{"prompt": "?", "answer": object()}], reward="math")
 

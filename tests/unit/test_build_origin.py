@@ -48,7 +48,7 @@ def resumed(each, checkpoint, *, validation=VALIDATION):
 
 def test_the_same_run_has_no_changes():
     origin, said = resumed(config(), saved_by(config()))
-    assert (origin.accepted, origin.notes, said) == ([], [], [])
+    assert (origin.accepted, origin.notes, said) == ({}, [], [])
     assert origin.describe_start()["after_step"] == 7
 
 
@@ -79,7 +79,7 @@ KEY_1, KEY_2 = "sk-abcDEF1234567890abcd", "sk-zyxWVU0987654321zyxw"
 def test_secrets_inside_arguments_of_the_reward_function_are_not_compared(before, now):
     checkpoint = saved_by(config({"worker.reward.reward_function_kwargs": before}))
     origin, said = resumed(config({"worker.reward.reward_function_kwargs": now}), checkpoint)
-    assert (origin.accepted, said) == ([], [])
+    assert (origin.accepted, said) == ({}, [])
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,9 @@ def test_the_code_of_an_environment_and_of_tools_is_compared(tmp_path):
     file.write_text("class Maze:\n    size = 3\n")
     maze = config({"worker.rollout.environment": f"{file}:Maze"})
     checkpoint = saved_by(maze)
-    assert resumed(maze, checkpoint)[0].accepted == []
+    assert resumed(maze, checkpoint)[0].accepted == {}
     file.write_text("class Maze:\n    size = 3  # cells\n")  # a comment is no difference
-    assert resumed(maze, checkpoint)[0].accepted == []
+    assert resumed(maze, checkpoint)[0].accepted == {}
     file.write_text("class Maze:\n    size = 4\n")
     with pytest.raises(CheckpointError, match=r"worker\.rollout\.environment has other content than before \(Maze\)"):
         resumed(maze, checkpoint)

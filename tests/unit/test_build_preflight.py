@@ -11,8 +11,10 @@ from pyarrow import parquet
 
 from trigon.api import read_arguments
 from trigon.assemble.preflight import RunObjects, open_early
+from trigon.config.load import load_config
 from trigon.data.sources import open_python_rows
 from trigon.errors import DataError, ModelError, RewardError
+from trigon.rewards.callables import reward_terms
 
 ROWS = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(5)]
 
@@ -31,9 +33,11 @@ def open_run(model, *, data=None, val_data=None, reward="half"):
         model=model, data=data, reward=REWARDS[reward], val_data=val_data, config=None, loggers=None, options=None,
         keyword_options={},
     )  # fmt: skip
+    loaded = load_config(given.config, given.options, python_objects=given.objects)
     sources = {spec: open_python_rows(rows, spec=spec, name="rows") for spec, rows in given.data.items()}
     with ExitStack() as stack:
-        opened = open_early(given.loaded.config, RunObjects(sources=sources, reward=given.reward), stack)
+        objects = RunObjects(sources=sources, reward=reward_terms(given.reward, kwargs={}))
+        opened = open_early(loaded.config, objects, stack)
         return sorted(opened.sources)
 
 

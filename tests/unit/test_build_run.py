@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 
 import datasets
@@ -10,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trigon.assemble.run import describe_run, run_training
+from trigon.assemble.run import describe_run
+from trigon.assemble.start import StopSignals, start_run
 from trigon.checkpoint.store import Checkpoint, CheckpointStore
+from trigon.config.load import LoadedConfig
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ConfigError, DataError, RewardError
-from trigon.report.delivery import LoggerEnvironment
 
 
 def test_loggers_get_the_resolved_configuration():
@@ -55,14 +55,7 @@ def run(tiny_vlm, tmp_path, monkeypatch):
             },
             trainer={"save_checkpoint_path": str(tmp_path / "run"), "device": "cpu", "val_freq": -1},
         )
-        run_training(
-            config,
-            warnings=(),
-            logger_environment=LoggerEnvironment(),
-            should_stop=lambda: True,
-            defer_interrupts=nullcontext,
-            export_to=None,
-        )
+        start_run(LoadedConfig(config, (), {}), stop=StopSignals())
 
     return start
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trigon.checkpoint.manifest import replacing_files
-from trigon.checkpoint.store import CheckpointStore, find_checkpoints, open_checkpoint
+from trigon.checkpoint.store import CheckpointStore, find_checkpoints, open_checkpoint, replacing_files
 from trigon.errors import CheckpointError, DataError
 from trigon.report.rollouts import parse_row
 from trigon.report.run import RunRecord, read_metrics

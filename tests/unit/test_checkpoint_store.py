@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trigon.checkpoint.manifest import replacing_files
-from trigon.checkpoint.store import CheckpointStore, open_checkpoint
+from trigon.checkpoint.store import CheckpointStore, open_checkpoint, replacing_files
 from trigon.errors import CheckpointError
 from trigon.system import files as system_files
 

@@ -28,9 +28,8 @@ from trigon.tools.check.machine import (
     check_network,
 )
 from trigon.tools.check.model import check_model, find_max_pixels, find_missing_header, token_counter
-from trigon.tools.check.result import Result
 from trigon.tools.check.rewards import asked_formats, final_answer
-from trigon.tools.check.run import check_run
+from trigon.tools.check.run import Result, check_run
 
 PAGE = (ROOT / "docs" / "check.md").read_text(encoding="utf-8").partition("\n## Checking a machine\n")[0]
 """What the page says about a configuration."""
@@ -156,7 +155,7 @@ def test_the_advised_number_of_pixels_is_the_largest_with_which_images_of_differ
     side = processors.family.patch_size(processors.hf_config) * processors.family.spatial_merge(processors.hf_config)
 
     def num_tokens(pixels):
-        return 50 + sum(map(token_counter(processors, max_pixels=pixels), sizes))
+        return 50 + sum(token_counter(processors, max_pixels=pixels)(*size) for size in sizes)
 
     assert num_tokens(pixels) <= 150 < num_tokens(pixels + side**2)
     assert find_max_pixels(config, processors, [replace(row, media_tokens=900)]) is None  # the text is too long

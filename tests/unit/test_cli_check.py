@@ -11,7 +11,7 @@ from PIL import Image
 
 from support.planted import FAULTS, good_run
 from trigon.config.load import load_config
-from trigon.tools.check.result import Problem, Result, console_lines
+from trigon.tools.check.run import Problem, Result, console_lines
 from trigon.tools.cli.main import main
 
 

@@ -17,7 +17,7 @@ from trigon.tools.check.environment import (
     missing_extras,
     unmet_requirements,
 )
-from trigon.tools.check.result import Result
+from trigon.tools.check.run import Result
 from trigon.tools.cli.check import _run, check_training, doctor
 
 GIB = 2**30

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trigon.config.load import as_overrides, load_config
+from trigon.config.load import load_config
 from trigon.config.options import value_of
 from trigon.errors import ConfigError
 
@@ -19,7 +19,7 @@ REQUIRED = {
 
 
 def load(*arguments, **options):
-    return load_config(None, [], arguments=[REQUIRED, *arguments], **options)
+    return load_config(None, [REQUIRED, *arguments], **options)
 
 
 def test_nested_and_dotted_names_mean_the_same():
@@ -27,6 +27,18 @@ def test_nested_and_dotted_names_mean_the_same():
     dotted = load({"worker.rollout.temperature": 0.5, "worker.actor.optim.lr": 1e-5}).config
     assert nested == dotted
     assert (nested.worker.rollout.temperature, nested.worker.actor.optim.lr) == (0.5, 1e-5)
+
+
+def test_python_values_and_texts_replace_each_other_in_their_order():
+    given = (
+        {"data.seed": 2, "data": {"val_files": ["a/b"]}},
+        "data.seed=3",
+        {"trainer.max_steps": 1},
+        "data.val_files=c/d",
+    )
+    config = load(*given).config
+    assert (config.data.seed, config.data.val_files, config.trainer.max_steps) == (3, ("c/d",), 1)
+    assert load(*given, {"data.seed": 4}).config.data.seed == 4
 
 
 @pytest.mark.parametrize(
@@ -56,9 +68,9 @@ def test_all_problems_are_in_one_error_without_lines():
     with pytest.raises(ConfigError) as caught:
         load(wrong)
     text = str(caught.value)
-    assert "trainer.max_steps is 0 (arguments in Python), but must be an integer, at least 1" in text
-    assert "trainer.max_stesp (arguments in Python) is unknown; did you mean trainer.max_steps?" in text
-    assert "trainer.save_freq is given twice (arguments in Python)" in text
+    assert "trainer.max_steps is 0 (arguments), but must be an integer, at least 1" in text
+    assert "trainer.max_stesp (arguments) is unknown; did you mean trainer.max_steps?" in text
+    assert "trainer.save_freq is given twice (arguments)" in text
     assert "line" not in text
 
 
@@ -92,13 +104,3 @@ def test_names_of_python_objects_need_the_objects():
         caught.value
     )
     assert "worker.reward.reward_function is python:score, which a program gave" in str(caught.value)
-
-
-def test_options_as_texts_mean_the_same():
-    options = {
-        "data": {"format_prompt": "{{ content }}: true", "val_files": ["a/b"], "seed": np.int64(3)},
-        "worker.reward.reward_function_kwargs": {"name": "true", "limit": 2},
-        "worker.actor.model": {"tokenizer_path": None, "freeze_vision_tower": True},
-    }
-    given = load_config(None, as_overrides(REQUIRED | options)).config
-    assert given == load(options).config

@@ -176,7 +176,7 @@ def test_a_run_of_another_folder_is_evaluated_with_its_own_files(tmp_path, monke
         "worker.reward.val_reward_function": "other.py:score",
         "worker.rollout.environment": "games.py:Maze",
     }
-    config = inspect_config(None, [], arguments=[values]).config
+    config = inspect_config(None, [values]).config
     sources = local_sources(config)
     monkeypatch.chdir(tmp_path)
     located = locate_sources(values, sources)

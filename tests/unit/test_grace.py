@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from trigon.assemble.start import make_grace
 from trigon.config.schema import Config
 from trigon.system.stopping import Grace, StepLeft
 
@@ -86,8 +85,8 @@ def test_without_a_limit_and_after_ctrl_c_a_step_takes_as_long_as_it_needs(secon
     ],
 )
 def test_a_command_that_does_not_find_the_last_checkpoint_is_given_the_option_that_names_it(started, saved, text):
-    config = Config(trainer={"save_checkpoint_path": "/my runs/x", "find_last_checkpoint": False, "grace_seconds": 0.5})
-    grace = make_grace(config)
+    trainer = Config(trainer={"save_checkpoint_path": "/my runs/x", "find_last_checkpoint": False}).trainer
+    grace = Grace(0.5, trainer.same_command)
     grace.started_step, grace.saved_step = started, saved
     grace.begin_step(saved + 1)
     with grace.update():

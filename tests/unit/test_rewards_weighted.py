@@ -127,7 +127,7 @@ def test_a_resumed_run_notices_other_code_weights_and_arguments(load, tmp_path):
 
     progress = json.loads(json.dumps({KEY: origin().state()}))
     checkpoint = Checkpoint(7, tmp_path, progress, None)
-    assert origin(checkpoint).accepted == []
+    assert origin(checkpoint).accepted == {}
     with pytest.raises(CheckpointError, match=r"reward_function was .*0\.5 \* .* and is now .*0\.6 \* "):
         origin(checkpoint, weight=0.6)
     with pytest.raises(CheckpointError, match=r"reward_function_kwargs has other content than before \(brief\.limit\)"):

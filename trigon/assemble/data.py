@@ -85,31 +85,20 @@ def scan_datasets(
     max_rows: int | None = None,
     opened: Mapping[str, Source] = NO_SOURCES,
 ) -> Prompts:
-    """Open several datasets as one. See scan_dataset.
+    """Open several datasets as one, check each row, and warn about the rows that are skipped.
 
+    These are written into the run folder, also if there are too many.
     weights: how often an epoch goes through each dataset; empty: once.
-    """
-    return mix(
-        [scan_dataset(config, spec, builder, report, max_rows=max_rows, opened=opened) for spec in specs], weights
-    )
-
-
-def scan_dataset(
-    config: Config,
-    spec: str,
-    builder: PromptBuilder,
-    report: Reporter,
-    *,
-    max_rows: int | None = None,
-    opened: Mapping[str, Source] = NO_SOURCES,
-) -> PromptSet:
-    """Open a dataset, check each of its rows, and warn about the rows that are skipped.
-
-    They are written into the run folder, also if there are too many.
     opened: the datasets that were given as Python objects, by spec.
-    max_rows: of the dataset, from its beginning; None: all.
+    max_rows: of each dataset, from its beginning; None: all.
     Raises: DataError.
     """
+    return mix([_scan(config, spec, builder, report, opened.get(spec), max_rows) for spec in specs], weights)
+
+
+def _scan(
+    config: Config, spec: str, builder: PromptBuilder, report: Reporter, source: Source | None, max_rows: int | None
+) -> PromptSet:
     listing = ""
     with report.phase(f"scan {spec}") as advance:
 
@@ -129,7 +118,7 @@ def scan_dataset(
                 num_workers=count_data_threads(config),
                 on_progress=on_progress,
                 on_skipped=on_skipped,
-                source=opened.get(spec),
+                source=source,
                 max_rows=max_rows,
             )
         except DataError as error:

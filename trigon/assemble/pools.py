@@ -8,13 +8,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from trigon.assemble.memory import Hardware
 from trigon.assemble.models import set_determinism
 from trigon.assemble.options import model_path
+from trigon.config.options import with_options
 from trigon.config.paths import local_path, read_template
 from trigon.config.schema import Config
 from trigon.data.images import ignore_pillow_warnings
@@ -153,50 +154,45 @@ def _close(learners: WorkerGroup, samplers: SamplerPool) -> None:
     samplers.close()
 
 
+@dataclass(slots=True, eq=False)
 class _PoolStart:
     """Starts the workers of a pool: all of them as one group, or those of one replica."""
 
-    def __init__(
-        self,
-        config: Config,
-        folder: Path,
-        pool: Pool,
-        device: Literal["cpu", "cuda"],
-        run_name: str,
-        loopback: bool,
-        reserved: ReservedWorkers,
-    ) -> None:
-        self._config = config
-        self._folder = folder
-        self._pool = pool
-        self._device = device
-        self._run_name = run_name
-        self._loopback = loopback
-        self._reserved = reserved
-        self._replica_size = config.worker.rollout.tensor_parallel_size
-        self._num_started = 0
+    config: Config
+    folder: Path
+    pool: Pool
+    device: Literal["cpu", "cuda"]
+    run_name: str
+    loopback: bool
+    reserved: ReservedWorkers
+    num_started: int = 0
+
+    @property
+    def replica_size(self) -> int:
+        """The number of workers in a replica."""
+        return self.config.worker.rollout.tensor_parallel_size
 
     @property
     def size(self) -> int:
         """The number of replicas in the pool."""
-        return self._pool.nodes * self._pool.workers_per_node // self._replica_size
+        return self.pool.nodes * self.pool.workers_per_node // self.replica_size
 
     def start_all(self) -> tuple[WorkerGroup, Sequence[NodeReport]]:
         """Start all workers as one group."""
-        places = range(self._pool.nodes * self._pool.workers_per_node)
-        return self._join(self._start_in(places, self._run_name, "", None), "")
+        places = range(self.pool.nodes * self.pool.workers_per_node)
+        return self._join(self._start_in(places, self.run_name, "", None), "")
 
     def start_checked(self, replica: int) -> tuple[WorkerGroup, Sequence[NodeReport]]:
         """Start the workers of a replica, and return the reports on their nodes."""
-        self._num_started += 1
-        first, role = replica * self._replica_size, f"sampler {replica}"
-        name = f"{self._run_name}-{replica}-{self._num_started}"  # of memory that its ranks share
-        places = range(first, first + self._replica_size)
+        self.num_started += 1
+        first, role = replica * self.replica_size, f"sampler {replica}"
+        name = f"{self.run_name}-{replica}-{self.num_started}"  # of memory that its ranks share
+        places = range(first, first + self.replica_size)
         workers = self._start_in(places, name, role, START_SECONDS)
         try:
             return self._join(workers, role)
         except BaseException:
-            self._reserved.end(workers)  # so that others can be started in their places
+            self.reserved.end(workers)  # so that others can be started in their places
             raise
 
     def start(self, replica: int) -> WorkerGroup:
@@ -209,13 +205,13 @@ class _PoolStart:
 
     def end(self, group: WorkerGroup) -> None:
         """See StartReplica."""
-        self._reserved.end(group.workers)
+        self.reserved.end(group.workers)
 
     def _start_in(self, places: range, name: str, role: str, seconds: float | None) -> list[WorkerHandle]:
         from trigon.distributed.worker import Worker, ray_actor_class
 
-        return self._reserved.start(
-            places, ray_actor_class(Worker), name, loopback=self._loopback, role=role, seconds=seconds
+        return self.reserved.start(
+            places, ray_actor_class(Worker), name, loopback=self.loopback, role=role, seconds=seconds
         )
 
     def _join(self, workers: list[WorkerHandle], role: str) -> tuple[WorkerGroup, Sequence[NodeReport]]:
@@ -223,16 +219,16 @@ class _PoolStart:
         from trigon.distributed.worker import Worker
         from trigon.distributed.worker_group import WorkerGroup
 
-        config = self._config
+        config = self.config
         group = WorkerGroup(
             workers,
-            self._device,
+            self.device,
             deadline_seconds=config.trainer.worker_timeout_seconds,
-            stacks_file=self._folder / HANG_STACKS,
+            stacks_file=self.folder / HANG_STACKS,
             same_command=config.trainer.same_command,
             role=role,
         )
-        join = partial(join_ranks, config_for_workers(config), self._device, self._folder.absolute(), self._pool)
+        join = partial(join_ranks, config_for_workers(config), self.device, self.folder.absolute(), self.pool)
         return group, group.call(Worker.join, join, phase=JOIN_PHASE, max_deadline_seconds=JOIN_SECONDS).result()
 
 
@@ -256,21 +252,16 @@ def config_for_workers(config: Config) -> Config:
         local = local_path(path) if path else None
         return path if local is None else str(local.absolute())
 
-    model_paths = {"model_path": absolute(model.model_path), "tokenizer_path": absolute(model.tokenizer_path)}
-    actor = config.worker.actor.model_copy(update={"model": model.model_copy(update=model_paths)})
-    value_model = config.worker.critic.model
-    value_model = value_model.model_copy(update={"model_path": absolute(value_model.model_path)})
-    critic = config.worker.critic.model_copy(update={"model": value_model})
-    reward = config.worker.reward.model_copy(
-        update={"reward_function": None, "reward_function_kwargs": {}, "val_reward_function": None}
-    )
-    chat_template = {"override_chat_template": read_template(data.override_chat_template)}
-    return config.model_copy(
-        update={
-            "worker": config.worker.model_copy(update={"actor": actor, "critic": critic, "reward": reward}),
-            "data": data.model_copy(update=chat_template),
-        }
-    )
+    changes: dict[str, Any] = {
+        "data.override_chat_template": read_template(data.override_chat_template),
+        "worker.actor.model.model_path": absolute(model.model_path),
+        "worker.actor.model.tokenizer_path": absolute(model.tokenizer_path),
+        "worker.critic.model.model_path": absolute(config.worker.critic.model.model_path),
+        "worker.reward.reward_function": None,
+        "worker.reward.reward_function_kwargs": {},
+        "worker.reward.val_reward_function": None,
+    }
+    return with_options(config, changes)
 
 
 def join_ranks(

@@ -6,18 +6,16 @@ again. Datasets and models of a hub, and reward functions that take images, are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trigon.config.paths import expand_path, is_local_dataset, local_path
 from trigon.config.schema import Config, DataConfig, RewardConfig
 from trigon.data.rows import UnusableRow, column_value, require_columns, without_column
 from trigon.data.sources import Source, open_source, preview_parquet
-from trigon.environments.source import find_environment, find_tools
 from trigon.errors import ConfigError, RewardError
 from trigon.models.hub import require_config_file, require_weight_files
 from trigon.report.delivery import Hooks
@@ -34,62 +32,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeCode:
-    """An environment or tools that are Python objects. None, and empty: those of the options."""
-
-    environment: CodeSource | None = None
-    tools: tuple[CodeSource, ...] = ()
-
-
-NO_CODE = EpisodeCode()
-
-
-def make_episode_code(
-    environment: str | Callable[..., Any] | None, tools: Sequence[str | Callable[..., Any]] | None
-) -> EpisodeCode:
-    """Return what a program gives as the environment or the tools, of which texts are options.
-
-    Raises: EpisodeError for what cannot be sent to other processes, and a tool that is not there.
-    """
-    return EpisodeCode(
-        environment=None if environment is None or isinstance(environment, str) else find_environment(environment),
-        tools=() if tools is None else find_tools(tools),
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class RunObjects:
     """What a run is given besides its configuration.
 
-    sources: opened datasets, by their texts in data.train_files and data.val_files. reward: None:
-    worker.reward.reward_function is a file or a shipped name. val_reward: the same for
-    worker.reward.val_reward_function. hooks: functions that it calls. code: of the episodes.
+    sources: opened datasets, by their texts in data.train_files and data.val_files. reward,
+    val_reward, environment, tools: those of the options that are Python objects; None, and empty:
+    the options name files, modules or shipped code. hooks: functions that the run calls.
     """
 
     sources: Mapping[str, Source] = field(default_factory=dict)
     reward: Sequence[RewardTerm] | None = None
     val_reward: Sequence[RewardTerm] | None = None
+    environment: CodeSource | None = None
+    tools: tuple[CodeSource, ...] = ()
     hooks: Hooks = field(default_factory=Hooks)
-    code: EpisodeCode = NO_CODE
 
 
 NO_OBJECTS = RunObjects()
-
-
-@dataclass(frozen=True, slots=True)
-class RunOutcome:
-    """How a run ended.
-
-    folder: of the run. step: the last one that was made, here or before a resume. stopped: it ended
-    before its last step, because should_stop said so. checkpoint: of that step; None before the
-    first. exported: the Hugging Face model, if one was to be written.
-    """
-
-    folder: Path
-    step: int
-    stopped: bool
-    checkpoint: Path | None
-    exported: Path | None
 
 
 _TRIED_ROWS = 3

@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 from trigon.assemble.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
-from trigon.assemble.engines import open_run_engines, save_state, tune_plan
+from trigon.assemble.engines import open_engines, save_state, tune_plan
 from trigon.assemble.episodes import check_episodes, find_episodes
 from trigon.assemble.memory import (
     check_memory,
@@ -32,13 +32,13 @@ from trigon.assemble.options import (
 )
 from trigon.assemble.origin import KEY, Origin
 from trigon.assemble.pools import Workers, open_worker_pools
-from trigon.assemble.preflight import NO_OBJECTS, Opened, RunObjects, RunOutcome, check_rewards, open_early
+from trigon.assemble.preflight import Opened, RunObjects, check_rewards
+from trigon.assemble.start import StopSignals, TrainResult
 from trigon.checkpoint.export import export_checkpoint
-from trigon.checkpoint.manifest import OnProgress, no_progress
-from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+from trigon.checkpoint.store import Checkpoint, CheckpointStore, OnProgress, no_progress, open_checkpoint
 from trigon.config.checks import find_device_warnings
 from trigon.config.files import hub_names, local_sources
-from trigon.config.load import dump_config
+from trigon.config.load import LoadedConfig, dump_config
 from trigon.config.names import GROUP_ESTIMATORS
 from trigon.config.plan import Plan, describe_chosen, fill_batch_sizes, find_long_warmups, make_plan
 from trigon.config.schema import Config
@@ -67,7 +67,6 @@ from trigon.system.installation import untested_versions
 from trigon.system.machine import require_free_memory
 from trigon.system.processes import Started
 from trigon.system.secrets import mask
-from trigon.system.stopping import Grace
 from trigon.system.temporary import remove_dead_folders
 from trigon.training.checkpointing import check_lora_rank, read_updates
 from trigon.training.train_groups import GroupPreparation
@@ -75,37 +74,30 @@ from trigon.training.updates import Updater
 
 
 def run_training(
-    config: Config,
+    loaded: LoadedConfig,
+    opened: Opened,
+    objects: RunObjects,
     *,
-    warnings: Sequence[str],
-    logger_environment: LoggerEnvironment,
-    should_stop: Callable[[], bool],
-    defer_interrupts: Callable[[], AbstractContextManager[None]],
+    stop: StopSignals,
     export_to: Path | None,
-    loggers: Sequence[Logger] = (),
-    opened: Opened | None = None,
-    objects: RunObjects = NO_OBJECTS,
-    grace: Grace | None = None,
-    use_hang_watch: Callable[[HangWatch], object] | None = None,
-    others: Sequence[Started] = (),
-) -> RunOutcome:
+    loggers: Sequence[Logger],
+    others: Sequence[Started],
+) -> TrainResult:
     """Train from the beginning or from the last checkpoint, and print a summary.
 
-    warnings: of the configuration, to be printed. should_stop: called after each step; True saves a
-    checkpoint and ends the run. defer_interrupts, grace: see Stop. export_to: folder in which the
+    opened: datasets and reward workers. objects: what else is given as Python objects. stop: asked
+    after each step whether to save a checkpoint and end the run. export_to: folder in which the
     last checkpoint is written as a Hugging Face model; None, or a stopped run: not exported.
-    logger_environment: settings of the loggers in trainer.logger. loggers: further ones, which
-    this function opens. opened: datasets and reward workers; None: they are opened here.
-    objects: what else the run is given as Python objects. use_hang_watch: called with the watchdog
-    of the run, which does not kill others.
+    loggers: further ones than trainer.logger, which this function opens. others: processes that
+    the watchdog of the run does not kill.
     Raises: TrigonError, before the models are loaded where possible.
     """
+    config = loaded.config
     check_environment(config)
     remove_dead_folders()
     with ExitStack() as stack:
         # Again at the end: some processes of a run that was killed shortly before may end later.
         stack.callback(remove_dead_folders)
-        opened = open_early(config, objects, stack) if opened is None else opened
         rewards, val_rewards = opened.rewards, opened.val_rewards
         folder = stack.enter_context(RunFolder(config.trainer.run_folder))
         console = Console(
@@ -113,9 +105,8 @@ def run_training(
         )
         console.print(f"run folder: {folder.path}")
         hang_watch = stack.enter_context(open_hang_watch(config, folder.path, console, others))
-        if use_hang_watch is not None:
-            use_hang_watch(hang_watch)
-        for warning in warnings:
+        stop.use_hang_watch(hang_watch)
+        for warning in loaded.warnings:
             console.warn(warning)
         store = open_store(config, folder, console, hang_watch.beat)
         checkpoint = choose_checkpoint(config, store, hang_watch.beat)
@@ -138,14 +129,14 @@ def run_training(
         _, newer = untested_versions()
         for warning in (*newer, *find_device_warnings(config, device)):
             console.warn(warning)
-        episodes = find_episodes(config, processors, stack, objects.code)
+        episodes = find_episodes(config, processors, stack, objects)
         pools = [pool for pool in (rewards, val_rewards) if pool is not None]
-        all_loggers = [*make_loggers(config.trainer.logger, logger_environment), *loggers]
+        all_loggers = [*make_loggers(config.trainer.logger, read_logger_environment()), *loggers]
         report = stack.enter_context(
             open_reporter(config, folder, console, processors, all_loggers, checkpoint, hang_watch)
         )
 
-        builder = open_builder(config, processors, schemas=() if episodes is None else episodes[0].schemas)
+        builder = open_builder(config, processors, schemas=() if episodes is None else episodes.schemas)
         val_prompts, train_prompts = open_datasets(config, builder, report, opened.sources)
         shows_videos = any(each is not None and each.shows_videos for each in (train_prompts, val_prompts))
         first = val_prompts if train_prompts is None else train_prompts
@@ -154,7 +145,7 @@ def run_training(
         if val_rewards is not None:
             check_rewards(val_rewards, val_prompts)
         if episodes is not None:
-            check_episodes(config, processors, *episodes, first, max_tokens=max_completion_tokens(config))
+            check_episodes(config, processors, episodes, first, max_tokens=max_completion_tokens(config))
         num_train_prompts = 0 if train_prompts is None else train_prompts.prompts_per_epoch
         plan = make_plan(config, num_train_prompts=num_train_prompts)
         for warning in find_long_warmups(config, plan):
@@ -171,7 +162,7 @@ def run_training(
         if not config.trainer.val_only:
             store.check_space(count_checkpoint_bytes(config, size))
         console.print("loading the model and starting the rollout engine")
-        engines = open_run_engines(
+        engines = open_engines(
             config, processors, plan, workers, report, stack, shows_videos=shows_videos, episodes=episodes
         )
         if config.trainer.tunes_budgets_on(device) and not config.trainer.val_only:
@@ -242,7 +233,7 @@ def run_training(
                 made_from={KEY: origin.state()},
             ),
             report=report,
-            stop=Stop(should_stop, defer_interrupts, Grace() if grace is None else grace, config.trainer.same_command),
+            stop=Stop(stop.requested, stop.deferred, stop.grace, config.trainer.same_command),
             hooks=objects.hooks,
             watch=stack.enter_context(open_watchers(config, plan, pools, workers, save_bytes=save_bytes)),
         )
@@ -254,12 +245,12 @@ def run_training(
         last = last_checkpoint(folder, checkpoint, step)
         exported = None
         # A run that a hook has stopped is as its user wants it.
-        if export_to is not None and last is not None and not (stopped and should_stop()):
+        if export_to is not None and last is not None and not (stopped and stop.requested()):
             with hang_watch.phase(EXPORT):
                 exported = export_checkpoint(last, export_to, dtype=None)
         next_steps = suggest_next_steps(config, folder.path, last, exported, stopped=stopped)
         report.summary(exported=exported, next_steps=next_steps)
-        return RunOutcome(folder.path, step, stopped, last, exported)
+        return TrainResult(folder.path, step, stopped, last, exported)
 
 
 def check_environment(config: Config) -> None:
@@ -289,7 +280,7 @@ def open_datasets(
 ) -> tuple[Prompts | None, Prompts | None]:
     """Return the validation and the training prompts; None without val_files, and with val_only.
 
-    opened: as for scan_dataset.
+    opened: as for scan_datasets.
     """
     data = config.data
     val_prompts = scan_datasets(config, data.val_files, (), builder, report, opened=opened) if data.val_files else None
@@ -387,6 +378,17 @@ def open_reporter(
         images=ImageStore(folder.path, max_side=trainer.saved_image_side) if trainer.save_images else None,
         token_texts=TokenTexts(processors.tokenizer),
         watch=hang_watch,
+    )
+
+
+def read_logger_environment() -> LoggerEnvironment:
+    """Return the settings of loggers in the environment variables of this process."""
+    tensorboard, swanlab = (os.environ.get(f"{name}_DIR") for name in ("TENSORBOARD", "SWANLAB"))
+    return LoggerEnvironment(
+        tensorboard_dir=Path(tensorboard) if tensorboard else None,
+        swanlab_dir=Path(swanlab) if swanlab else None,
+        swanlab_mode=os.environ.get("SWANLAB_MODE"),
+        swanlab_api_key=os.environ.get("SWANLAB_API_KEY"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Starts a run in this process, for the command line and for Python: signals and environment.
+"""Starts a run in this process, for the command line and for Python: signals, environment, result.
 
 Imports heavy libraries only when a run is started.
 """
@@ -11,18 +11,22 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trigon.config.load import LoadedConfig
-from trigon.config.schema import Config
+from trigon.errors import CheckpointError
+from trigon.report.run import RunTables, load_run
 from trigon.system.hangs import HangWatch
 from trigon.system.process_settings import ARENAS_VARIABLE, keep_compiled_code, let_segments_grow, limit_arenas
 from trigon.system.processes import running_below
 from trigon.system.stopping import TERMINATION, Grace, Terminated
 
 if TYPE_CHECKING:
-    from trigon.assemble.preflight import RunObjects, RunOutcome
+    import pandas
+
+    from trigon.assemble.preflight import RunObjects
     from trigon.report.delivery import Logger
 
 REPEAT_SECONDS = 1.0
@@ -141,15 +145,84 @@ def leave_closed_terminal() -> None:
     os.close(nowhere)
 
 
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a run ended, and where its results are.
+
+    folder: the run folder. step: the last step that was made, here or before a resume. stopped: the
+    run was stopped by on_step, Ctrl-C or SIGTERM; the same call continues it. checkpoint: the
+    folder of that step's checkpoint; None before the first step. model_folder: the exported Hugging
+    Face model; None without export_to, and after a signal.
+    """
+
+    folder: Path
+    step: int
+    stopped: bool
+    checkpoint: Path | None
+    model_folder: Path | None
+
+    @property
+    def run(self) -> RunTables:
+        """The run as load_run returns it: configuration, metrics and rollouts."""
+        return load_run(self.folder)
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """The metrics, a row for each step; steps before a resume are included."""
+        return self.run.metrics()
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The folders of the checkpoints in the run folder, by step."""
+        from trigon.checkpoint.store import find_checkpoints
+
+        return find_checkpoints(self.folder)
+
+    def export(self, folder: str | Path | None = None, *, dtype: str | None = None) -> Path:
+        """Write the last checkpoint as a Hugging Face model, and return its folder.
+
+        An earlier export in the folder is replaced.
+        folder: None: huggingface_model in the checkpoint. dtype: bf16, fp16 or fp32; None: that of
+        the checkpoint.
+        Raises: CheckpointError if the run has no checkpoint, if its folder has been removed, and as
+        trigon.checkpoint.export.export_checkpoint.
+        """
+        from trigon.checkpoint.export import export_checkpoint
+
+        return export_checkpoint(self._last_checkpoint(), None if folder is None else Path(folder), dtype=dtype)
+
+    def load_model(self) -> Any:
+        """Return the trained model as a transformers model, on the CPU.
+
+        It is loaded from model_folder, or else from huggingface_model in the checkpoint, which is
+        exported first if it has not been. Its dtype is that of the folder: the checkpoint's, unless
+        export() was called with another one. The tokenizer or processor is in the same folder, such
+        as AutoProcessor.from_pretrained(result.checkpoint / "huggingface_model").
+        Raises: CheckpointError as export.
+        """
+        from trigon.checkpoint.store import EXPORTED, exported_step
+        from trigon.models.load import ATTENTION, auto_class, family_of_folder, without_progress_bars
+
+        folder = self.model_folder
+        if folder is None:
+            folder = self._last_checkpoint() / EXPORTED
+            if exported_step(folder) != self.step:
+                folder = self.export()
+        with without_progress_bars():
+            return auto_class(family_of_folder(folder)).from_pretrained(
+                folder, dtype="auto", attn_implementation=ATTENTION
+            )
+
+    def _last_checkpoint(self) -> Path:
+        if self.checkpoint is None:
+            raise CheckpointError(f"the run in {self.folder} has no checkpoint: it has made no step")
+        return self.checkpoint
+
+
 def share_heaps() -> None:
-    """Limit the heaps of this process's threads (garbage.limit_arenas), unless the user has."""
+    """Limit the heaps of this process's threads (limit_arenas), unless the user has."""
     if ARENAS_VARIABLE not in os.environ:
         limit_arenas()
-
-
-def make_grace(config: Config) -> Grace:
-    """Return what decides, after a request to stop, whether a step is finished or left."""
-    return Grace(config.trainer.grace_seconds, config.trainer.same_command)
 
 
 def start_run(
@@ -159,7 +232,7 @@ def start_run(
     export_to: Path | None = None,
     loggers: Sequence[Logger] = (),
     objects: RunObjects | None = None,
-) -> RunOutcome:
+) -> TrainResult:
     """Train with a configuration, until the last step or until stop has received a signal.
 
     SIGTERM and SIGHUP are handled all the time, and Ctrl-C (SIGINT) during the steps.
@@ -174,38 +247,14 @@ def start_run(
     keep_compiled_code()
     let_segments_grow()
     from trigon.assemble.preflight import NO_OBJECTS, open_early
-    from trigon.report.delivery import LoggerEnvironment
 
     objects = NO_OBJECTS if objects is None else objects
-    logger_environment = LoggerEnvironment(
-        tensorboard_dir=read_path("TENSORBOARD_DIR"),
-        swanlab_dir=read_path("SWANLAB_DIR"),
-        swanlab_mode=os.environ.get("SWANLAB_MODE"),
-        swanlab_api_key=os.environ.get("SWANLAB_API_KEY"),
-    )
-    stop.grace = make_grace(loaded.config)
+    trainer = loaded.config.trainer
+    stop.grace = Grace(trainer.grace_seconds, trainer.same_command)
     with stop.handled(), ExitStack() as stack:
         opened = open_early(loaded.config, objects, stack)
         from trigon.assemble.run import run_training
         from trigon.data.images import ignore_pillow_warnings
 
         ignore_pillow_warnings()
-        return run_training(
-            loaded.config,
-            warnings=loaded.warnings,
-            logger_environment=logger_environment,
-            loggers=loggers,
-            should_stop=stop.requested,
-            defer_interrupts=stop.deferred,
-            grace=stop.grace,
-            use_hang_watch=stop.use_hang_watch,
-            others=others,
-            export_to=export_to,
-            objects=objects,
-            opened=opened,
-        )
-
-
-def read_path(variable: str) -> Path | None:
-    """Return the path in an environment variable, or None if it is unset or empty."""
-    return Path(os.environ[variable]) if os.environ.get(variable) else None
+        return run_training(loaded, opened, objects, stop=stop, export_to=export_to, loggers=loggers, others=others)

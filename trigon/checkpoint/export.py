@@ -24,8 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from trigon import __version__
-from trigon.checkpoint.manifest import EXPORT_RECORD, EXPORTED, MANIFEST, replacing_files, sync_tree
-from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint, removed_on_failure
+from trigon.checkpoint.store import (
+    EXPORT_RECORD,
+    EXPORTED,
+    MANIFEST,
+    Checkpoint,
+    CheckpointStore,
+    open_checkpoint,
+    removed_on_failure,
+    replacing_files,
+    sync_tree,
+)
 from trigon.checkpoint.weights import Lora, MergedWeights, Weights, has_adapter, open_lora, open_weights
 from trigon.config.names import DTYPE_ALIASES
 from trigon.errors import CheckpointError, DiskError

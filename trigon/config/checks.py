@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, assert_never, cast
 
-from trigon.config.compared import find_unknown_names
+from trigon.config.compared import find_unknown_names, warn_of_unused
 from trigon.config.files import PATH_OPTIONS, find_missing
 from trigon.config.names import BUILT_IN_TOOLS, SHIPPED_REWARDS, SINGLE_COMPLETION_ESTIMATORS, DeviceType
-from trigon.config.options import format_value, options, value_of
+from trigon.config.options import options, value_of
 from trigon.config.paths import expand_path, is_python_object, nearest_path
 from trigon.config.plan import suggest_batch_sizes, too_long_critic_warmup
 from trigon.config.schema import GROUP_SIZE, TRUNK_OPTIONS, Config, Section, TrainedConfig, reward_specs
@@ -66,7 +66,7 @@ def find_warnings(config: Config, *, uncertain: Collection[str] = ()) -> tuple[s
     return (
         *(_warn_of_cpu_offload(config) if knows_workers else ()),
         *_warn_of_conflicts(config),
-        *_warn_of_unused(config),
+        *warn_of_unused(config),
     )
 
 
@@ -623,44 +623,6 @@ def _warn_of_conflicts(config: Config) -> Iterator[str]:
         )
     if rollout.has_episodes and rollout.max_turns == 1:
         yield "worker.rollout.max_turns=1 ends each episode with its first turn, and no observation follows it"
-
-
-_NEEDS: Mapping[str, tuple[str, ...]] = {
-    "data.mini_rollout_batch_size": ("algorithm.online_filtering=true",),
-    "algorithm.filter_surplus": ("algorithm.online_filtering=true",),
-    "algorithm.reward_weights": ("algorithm.adv_estimator=gdpo",),
-    "algorithm.gamma": ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.adv_estimator=gae"),
-    **{f"algorithm.{key}": (_GAE,) for key in ("lam", "lam_critic", "lam_alpha", "bootstrap_cut")},
-    "trainer.critic_warmup": (_GAE,),
-    "worker.critic": (_GAE,),
-    "worker.critic.vf_coef": ("worker.critic.share_trunk=true",),
-    "algorithm.kl_type": ("algorithm.disable_kl=false",),
-    "worker.actor.cispo_cap": ("worker.actor.loss_type=cispo",),
-    "worker.actor.loss_fixed_length": ("worker.actor.loss_avg_mode=seq_fixed",),
-    "worker.rollout.max_carried_steps": ("worker.rollout.oversampling",),
-    **{f"worker.rollout.{key}": (_SEPARATE,) for key in ("nnodes", "n_gpus_per_node")},
-    **{f"worker.rollout.{key}": (_ENVIRONMENT, _TOOLS) for key in ("observation_role", "max_turns", "max_turn_tokens")},
-    "worker.rollout.tool_format": (_TOOLS,),
-    "worker.rollout.environment_kwargs": (_ENVIRONMENT,),
-}
-"""Options that have no effect unless one of others is set, or has a value."""
-
-
-def _warn_of_unused(config: Config) -> list[str]:
-    """Return warnings about options that are not at their defaults and have no effect."""
-
-    def holds(need: str) -> bool:
-        name, equals, value = need.partition("=")
-        return format_value(value_of(config, name)) == value if equals else bool(value_of(config, name))
-
-    defaults, warnings = Config(), []
-    for name, needs in _NEEDS.items():
-        value = value_of(config, name)
-        is_below = name.startswith("worker.critic.") and not config.algorithm.has_values
-        if value != value_of(defaults, name) and not is_below and not any(map(holds, needs)):
-            shown = f"={format_value(value)}" if isinstance(value, str | bool) else ""
-            warnings.append(f"{name}{shown} has no effect without {' or '.join(needs)}")
-    return warnings
 
 
 # -- words -----------------------------------------------------------------------------------------

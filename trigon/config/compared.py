@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
-from functools import cache, reduce
+from functools import cache
 from typing import Any
 
-from trigon.config.options import Option, options
+from trigon.config.options import Option, format_value, options, value_of
 from trigon.config.plan import find_unknown_sizes
 from trigon.config.schema import Config
 from trigon.system.terminal import nearest_key
@@ -59,6 +59,49 @@ FREE = (
 _OF_TRAINER = ("trainer.max_try_make_batch", "trainer.critic_warmup")
 
 
+NEEDS: Mapping[str, str] = {
+    "algorithm.adv_estimator=gae": "algorithm.lam algorithm.lam_critic algorithm.lam_alpha algorithm.bootstrap_cut "
+    "trainer.critic_warmup worker.critic",
+    "worker.critic.share_trunk=true": "worker.critic.vf_coef",
+    "algorithm.adv_estimator=reinforce_plus_plus or algorithm.adv_estimator=gae": "algorithm.gamma",
+    "algorithm.adv_estimator=gdpo": "algorithm.reward_weights",
+    "algorithm.disable_kl=false": "algorithm.kl_type",
+    "algorithm.online_filtering=true": "algorithm.filter_surplus data.mini_rollout_batch_size",
+    "worker.actor.loss_type=cispo": "worker.actor.cispo_cap",
+    "worker.actor.loss_avg_mode=seq_fixed": "worker.actor.loss_fixed_length",
+    "worker.rollout.oversampling": "worker.rollout.max_carried_steps",
+    "worker.hybrid_engine=false": "worker.rollout.nnodes worker.rollout.n_gpus_per_node",
+    "worker.rollout.environment or worker.rollout.tools": "worker.rollout.observation_role worker.rollout.max_turns "
+    "worker.rollout.max_turn_tokens",
+    "worker.rollout.tools": "worker.rollout.tool_format",
+    "worker.rollout.environment": "worker.rollout.environment_kwargs",
+}
+"""What options need to have an effect: others, set or with a value. There is a warning without."""
+
+NEEDS_WITHOUT_WARNING: Mapping[str, str] = {
+    "worker.critic.share_trunk=false": "worker.critic.model worker.critic.fsdp worker.critic.global_batch_size "
+    "worker.critic.ppo_epochs",
+    "algorithm.disable_kl=false": "algorithm.kl_* algorithm.use_kl_loss worker.ref",
+    "algorithm.use_kl_loss=false": "algorithm.kl_type algorithm.kl_horizon algorithm.kl_target",
+    "algorithm.kl_type=adaptive": "algorithm.kl_horizon algorithm.kl_target",
+    "algorithm.online_filtering=true": "algorithm.filter_* trainer.max_try_make_batch",
+    "mismatch_correction!=off": "algorithm.mismatch_level algorithm.mismatch_low algorithm.mismatch_high",
+    "algorithm.samples_continuously": "worker.rollout.partial",
+    "worker.actor.loss_type=sapo": "worker.actor.tau_*",
+    "worker.actor.loss_type!=sapo": "worker.actor.clip_ratio_*",
+    **{
+        f"worker.{name}.{need}": f"worker.{name}.{patterns}"
+        for name in ("actor", "critic")
+        for need, patterns in (
+            ("model.lora.rank", "model.lora.[aet]*"),
+            ("optim.lr_warmup_steps=null", "optim.lr_warmup_ratio"),
+            ("optim.lr_scheduler_type=cosine", "optim.min_lr_ratio"),
+        )
+    },
+}
+"""The same for options that EasyR1's files set all the same, and for sections (patterns)."""
+
+
 def compared_options(config: Config) -> dict[str, Any]:
     """Return the value of each option on which numbers depend, as JSON, by its name.
 
@@ -68,7 +111,7 @@ def compared_options(config: Config) -> dict[str, Any]:
     """
     ignored = [*_without_effect(config), *find_unknown_sizes(config)]
     names = [option.name for option in _candidates() if not _is_any(option.name, ignored)]
-    values = {option.name: reduce(getattr, option.path, config) for option in _candidates()} | _resolved(config)
+    values = {option.name: value_of(config, option.name) for option in _candidates()} | _resolved(config)
     return {name: _as_json(values[name]) for name in names}
 
 
@@ -114,44 +157,32 @@ def _resolved(config: Config) -> dict[str, Any]:
 
 def _without_effect(config: Config) -> list[str]:
     """Return patterns of the names of options that have no effect in this configuration."""
-    algorithm, actor, critic, rollout = (
-        config.algorithm,
-        config.worker.actor,
-        config.worker.critic,
-        config.worker.rollout,
-    )
-    estimator, has_critic = algorithm.adv_estimator, algorithm.has_values
-    has_correction = config.mismatch_correction != "off"
-    adapts_kl = not algorithm.use_kl_loss and algorithm.kl_type == "adaptive"
-    uses: list[tuple[bool, tuple[str, ...]]] = [
-        (has_critic, ("algorithm.lam*", "algorithm.bootstrap_cut", "trainer.critic_warmup", "worker.critic.*")),
-        (critic.share_trunk, ("worker.critic.vf_coef",)),
-        (not critic.share_trunk, ("worker.critic.model.*", "worker.critic.fsdp.*", "worker.critic.global_batch_size")),
-        (not critic.share_trunk, ("worker.critic.ppo_epochs",)),
-        (has_critic or estimator == "reinforce_plus_plus", ("algorithm.gamma",)),
-        (estimator == "gdpo", ("algorithm.reward_weights",)),
-        (not algorithm.disable_kl, ("algorithm.kl_*", "algorithm.use_kl_loss", "worker.ref.*")),
-        (not algorithm.use_kl_loss, ("algorithm.kl_type",)),
-        (adapts_kl, ("algorithm.kl_horizon", "algorithm.kl_target")),
-        (algorithm.online_filtering, ("algorithm.filter_*", "data.mini_rollout_batch_size", "trainer.max_try_*")),
-        (has_correction, ("algorithm.mismatch_level", "algorithm.mismatch_low", "algorithm.mismatch_high")),
-        (algorithm.max_staleness > 1, ("worker.rollout.partial",)),
-        (actor.loss_type == "sapo", ("worker.actor.tau_*",)),
-        (actor.loss_type != "sapo", ("worker.actor.clip_ratio_*",)),
-        (actor.loss_type == "cispo", ("worker.actor.cispo_cap",)),
-        (actor.loss_avg_mode == "seq_fixed", ("worker.actor.loss_fixed_length",)),
-        (rollout.oversampling > 0, ("worker.rollout.max_carried_steps",)),
-        (rollout.has_episodes, ("worker.rollout.observation_role", "worker.rollout.max_turn*")),
-        (bool(rollout.tools), ("worker.rollout.tool_format",)),
-    ]
-    for section, name in ((actor, "actor"), (critic, "critic")):
-        lora = f"worker.{name}.model.lora."
-        uses += [
-            (section.model.lora.rank > 0, (f"{lora}alpha", f"{lora}*_modules")),
-            (section.optim.lr_warmup_steps is None, (f"worker.{name}.optim.lr_warmup_ratio",)),
-            (section.optim.lr_scheduler_type == "cosine", (f"worker.{name}.optim.min_lr_ratio",)),
-        ]
-    return [pattern for is_used, patterns in uses if not is_used for pattern in patterns]
+    rows = (*NEEDS.items(), *NEEDS_WITHOUT_WARNING.items())
+    names = [name for needs, options in rows if not _holds(config, needs) for name in options.split()]
+    return [*names, *(f"{name}.*" for name in names)]
+
+
+def warn_of_unused(config: Config) -> list[str]:
+    """Return warnings about options that are not at their defaults and have no effect."""
+    defaults, warnings = Config(), []
+    for needs, names in NEEDS.items():
+        for name in () if _holds(config, needs) else names.split():
+            value = value_of(config, name)
+            is_below = name.startswith("worker.critic.") and not config.algorithm.has_values
+            if value != value_of(defaults, name) and not is_below:
+                shown = f"={format_value(value)}" if isinstance(value, str | bool) else ""
+                warnings.append(f"{name}{shown} has no effect without {needs}")
+    return warnings
+
+
+def _holds(config: Config, needs: str) -> bool:
+    """Return whether one of the needs holds: "name" is set, "name=value", or "name!=value"."""
+    for need in needs.split(" or "):
+        name, equals, expected = need.partition("=")
+        value = value_of(config, name.removesuffix("!"))
+        if (format_value(value) == expected) != name.endswith("!") if equals else value:
+            return True
+    return False
 
 
 def is_accepted(name: str, accepted: Collection[str]) -> bool:

@@ -1,13 +1,12 @@
 """Reads a YAML file, a command line and Python values into one frozen configuration.
 
-Python values override the command line, which overrides the file, which overrides the defaults. All
-problems are reported in one error, each with its file and line. Checks across options are in
-checks.py, renamed and ignored keys in legacy.py.
+The command line and Python values override the file, which overrides the defaults. All problems are
+reported in one error, each with its file and line. Checks across options are in checks.py, renamed
+and ignored keys in legacy.py.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,10 @@ from trigon.system.secrets import MASKED, REWARD, USER_ARGUMENTS, VAL_REWARD, ma
 from trigon.system.terminal import did_you_mean
 
 COMMAND_LINE = "command line"
-ARGUMENTS = "arguments in Python"
+ARGUMENTS = "arguments"
+
+Override = str | Mapping[str, Any]
+"""`key=value`, or options as Python values, nested or with dotted names."""
 
 MAX_KEY_CHARACTERS = 200
 """Maximum length of a key outside of free mappings, all its parts together."""
@@ -109,53 +111,46 @@ def advise_without_dashes(argument: str, following: Sequence[str]) -> str:
 
 def load_config(
     path: Path | None,
-    overrides: Sequence[str],
+    overrides: Sequence[Override],
     *,
-    arguments: Sequence[Mapping[str, Any]] = (),
     python_objects: Collection[str] = (),
     undecided: Collection[str] = (),
 ) -> LoadedConfig:
-    """Return the checked configuration of a YAML file and of `key=value` overrides.
+    """Return the checked configuration of a YAML file and of overrides.
 
     Args: as inspect_config. Raises: ConfigError, with all problems in one message.
     """
-    loaded = inspect_config(path, overrides, arguments=arguments, python_objects=python_objects, undecided=undecided)
+    loaded = inspect_config(path, overrides, python_objects=python_objects, undecided=undecided)
     raise_problems(loaded.problems)
     return loaded
 
 
-def check_overrides(overrides: Sequence[str]) -> None:
-    """Raise ConfigError if a name or the type of a value in `key=value` overrides is wrong."""
+def check_overrides(overrides: Sequence[Override]) -> None:
+    """Raise ConfigError if a name or the type of a value in overrides is wrong."""
     reader = _ConfigReader()
-    for override in overrides:
-        reader.read_override(override)
+    reader.read_overrides(overrides)
     reader.build()
     raise_problems(reader.problems)
 
 
 def inspect_config(
     path: Path | None,
-    overrides: Sequence[str],
+    overrides: Sequence[Override],
     *,
-    arguments: Sequence[Mapping[str, Any]] = (),
     python_objects: Collection[str] = (),
     undecided: Collection[str] = (),
 ) -> LoadedConfig:
-    """Return the configuration of a YAML file and of `key=value` overrides, with all its problems.
+    """Return the configuration of a YAML file and of overrides, with all its problems.
 
-    path: None for the defaults only. arguments: options as Python values, nested or with dotted
-    names; a later mapping replaces values of an earlier one. python_objects: the names of those
-    that the caller has (paths.PYTHON_PREFIX). undecided: options that the caller will change; the
-    checks across options that read them are left out, see find_problems.
+    path: None for the defaults only. overrides: later ones replace earlier ones. python_objects:
+    the names of those that the caller has (paths.PYTHON_PREFIX). undecided: options that the caller
+    will change; the checks across options that read them are left out, see find_problems.
     Raises: ConfigError if the file cannot be read, or is no YAML.
     """
     reader = _ConfigReader()
     if path is not None:
         reader.read_yaml(_read_text(path), str(path))
-    for override in overrides:
-        reader.read_override(override)
-    for values in arguments:
-        reader.read_yaml(write_arguments(values), ARGUMENTS)
+    reader.read_overrides(overrides)
     config = reader.build()
     missing = find_missing_objects(config, python_objects)
     sources = {_option_at_or_above(key).name: value.location for key, value in reader.values.items()}
@@ -219,8 +214,16 @@ class _ConfigReader:
                 self.uncertain.add(_dotted(current))
             self._add(path, node, _place(source, node))
 
+    def read_overrides(self, overrides: Sequence[Override]) -> None:
+        """Add values of the command line, and Python values."""
+        for override in overrides:
+            if isinstance(override, str):
+                self.read_override(override)
+            else:
+                self.read_yaml(write_arguments(override), ARGUMENTS)
+
     def read_override(self, override: str) -> None:
-        """Add one `key=value` of the command line."""
+        """Add one `key=value`."""
         key, _, text = override.partition("=")
         path = tuple(key.strip().split("."))
         if not self._check_path(path, COMMAND_LINE):
@@ -521,23 +524,6 @@ def write_arguments(values: Mapping[str, Any]) -> str:
     Raises: ConfigError if a name is not text, or a value is none of the values that YAML has.
     """
     return yaml.safe_dump(_plain(values, "options", 0), sort_keys=False, allow_unicode=True) if values else ""
-
-
-def as_overrides(values: Mapping[str, Any]) -> list[str]:
-    """Return options that are Python values as `key=value`. Raises: as write_arguments."""
-    return list(_overrides(_plain(values, "options", 0), ""))
-
-
-def _overrides(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    by_name = {option.name: option for option in options().values()}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and value:
-            yield from _overrides(value, f"{name}.")
-        elif isinstance(value, str) and name in by_name and by_name[name].kind in ("text", "text or list"):
-            yield f"{name}={value}"  # which is not read as YAML
-        else:
-            yield f"{name}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _plain(value: Any, name: str, depth: int) -> Any:

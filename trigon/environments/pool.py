@@ -97,7 +97,7 @@ class EnvironmentPool:
         Raises: EpisodeError if JSON cannot represent the keyword arguments; RewardError if one of
         passed_variables is not set.
         """
-        self._settings = settings
+        self.settings = settings
         self._is_tools = settings.environment is None
         setup = encode_setup(settings, describe=describe)
         check_passed_variables(settings.passed_variables)
@@ -188,7 +188,7 @@ class EnvironmentPool:
             if found.error:
                 self._add(Outcome(episode, None, None, True, found.error))
                 return
-            if self._is_tools and not find_calls(action, self._settings.tool_format):
+            if self._is_tools and not find_calls(action, self.settings.tool_format):
                 self._add(Outcome(episode, None, None, done=True))
                 return
             found.owed = "step"
@@ -299,7 +299,7 @@ class EnvironmentPool:
         self._touched.clear()
 
     def _send(self, found: _Episode, channel: Channel) -> None:
-        found.deadline = time.monotonic() + self._settings.timeout_seconds + GRACE_SECONDS
+        found.deadline = time.monotonic() + self.settings.timeout_seconds + GRACE_SECONDS
         self._children.send(channel, found.unsent)
         found.unsent = b""
 
@@ -313,7 +313,7 @@ class EnvironmentPool:
                     f"no connection for one more episode ({error.strerror}), and {len(self._alive)} are running; raise "
                     "the limit of open files (ulimit -n), or lower worker.rollout.environment_workers"
                 ) from error
-            found.channel = Channel(own_end, max_bytes=max_reply_bytes(self._settings.max_image_pixels))
+            found.channel = Channel(own_end, max_bytes=max_reply_bytes(self.settings.max_image_pixels))
             self._alive[found.key] = found
             self._children.watch(found.channel, found)
             self._tell_server({"fork": found.key}, child_end)
@@ -330,11 +330,11 @@ class EnvironmentPool:
         The limit is exceeded when the caller waits, and nothing will come from those that have one:
         it may want to start all episodes before it steps any.
         """
-        if len(self._alive) < self._settings.max_episodes + self._num_beyond_limit:
+        if len(self._alive) < self.settings.max_episodes + self._num_beyond_limit:
             return True
         will_come = self._outcomes or any(found.owed or found.is_ending for found in self._alive.values())
         if self._num_polling and not will_come:
-            self._num_beyond_limit += self._settings.max_episodes
+            self._num_beyond_limit += self.settings.max_episodes
             return True
         return False
 
@@ -364,7 +364,7 @@ class EnvironmentPool:
                 self._receive(found)
             self._fail(found, f"its process {reason}")
             self._disconnect(found)
-            if not self._waiting and len(self._alive) <= self._settings.max_episodes:
+            if not self._waiting and len(self._alive) <= self.settings.max_episodes:
                 self._num_beyond_limit = 0
 
     def _receive(self, found: _Episode) -> None:
@@ -374,13 +374,13 @@ class EnvironmentPool:
             return
         try:
             for frame in channel.receive():
-                outcome, trace = read_reply(found.number, frame, max_image_pixels=self._settings.max_image_pixels)
+                outcome, trace = read_reply(found.number, frame, max_image_pixels=self.settings.max_image_pixels)
                 if not found.owed:
                     raise ValueError("a reply that was not asked for")
                 found.owed, found.deadline, found.unforked = "", None, b""
                 self._num_deaths = 0
                 if outcome.error:
-                    found.error = explain_withheld(outcome.error, self._settings.passed_variables)
+                    found.error = explain_withheld(outcome.error, self.settings.passed_variables)
                     outcome = Outcome(found.number, None, None, True, found.error)
                     self._log_traceback(trace)
                 self._add(outcome)
@@ -417,7 +417,7 @@ class EnvironmentPool:
         if trace and self._num_tracebacks < _MAX_TRACEBACKS:
             self._num_tracebacks += 1
             last = "; later ones are not logged" if self._num_tracebacks == _MAX_TRACEBACKS else ""
-            _log.warning("%s failed in an episode%s:\n%s", self._settings.where, last, trace.rstrip())
+            _log.warning("%s failed in an episode%s:\n%s", self.settings.where, last, trace.rstrip())
 
     def _end_late(self, now: float) -> None:
         """End episodes whose time is over, and replace a fork server that has died."""
@@ -427,7 +427,7 @@ class EnvironmentPool:
             if found.is_ending:
                 self._server.has_ended = True  # it should have ended the process long ago
             else:
-                seconds = self._settings.timeout_seconds
+                seconds = self.settings.timeout_seconds
                 self._fail(found, f"no result of {found.owed} within {seconds:g} s; its process was killed")
                 self._end(found, seconds=0.0)
         is_late = self._server.loaded is None and self._server.load_deadline <= now
@@ -450,7 +450,7 @@ class EnvironmentPool:
                 self._fail(found, f"the fork server of its process {ending.text}")
         self._alive.clear()
         self._waiting.extendleft(reversed(waiting))
-        where = self._settings.where
+        where = self.settings.where
         if self._num_deaths >= MAX_SERVER_DEATHS:
             raise EpisodeError(
                 f"{where}: its fork server died {self._num_deaths} times in a row; the last one {ending.text}\n"

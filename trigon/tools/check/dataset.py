@@ -25,7 +25,7 @@ from trigon.errors import DataError
 from trigon.models.load import Processors
 from trigon.report.console import Console
 from trigon.system.terminal import sanitize, shorten
-from trigon.tools.check.result import Result, Skipped
+from trigon.tools.check.run import Result, Skipped
 from trigon.types import Prompt
 
 Split = Literal["training", "validation"]

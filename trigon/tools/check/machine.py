@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from trigon.report import delivery
 from trigon.system.machine import count_total_bytes, count_usable_cpus
 from trigon.system.terminal import format_bytes
 from trigon.tools.check.model import Model
-from trigon.tools.check.result import Result, Skipped
+from trigon.tools.check.run import Result, Skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,30 +117,16 @@ def check_network(result: Result, config: Config) -> None:
     if workers == 1:
         raise Skipped("one worker, in one process, to which no other connects")
     try:
-        ports = connect_to_self(2 * workers)
+        with ExitStack() as stack:
+            for _ in range(2 * workers):
+                listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+                socket.create_connection(listener.getsockname(), timeout=5).close()
     except OSError as error:
         message = f"{workers} workers connect to each other over the loopback interface, which fails: {error}"
         result.fail("network.loopback", message, "allow connections to 127.0.0.1")
         return
     between = "; those between machines are tested when the run starts" if config.trainer.nnodes > 1 else ""
-    result.summary = f"{ports} free ports on 127.0.0.1 accept connections{between}"
-
-
-def connect_to_self(num_ports: int) -> int:
-    """Open this many ports of the loopback interface, connect to each, and return their number.
-
-    Raises: OSError.
-    """
-    listening = []
-    try:
-        for _ in range(num_ports):
-            listener = socket.create_server(("127.0.0.1", 0))
-            listening.append(listener)
-            socket.create_connection(listener.getsockname(), timeout=5).close()
-    finally:
-        for listener in listening:
-            listener.close()
-    return len(listening)
+    result.summary = f"{2 * workers} free ports on 127.0.0.1 accept connections{between}"
 
 
 def check_loggers(result: Result, config: Config) -> None:

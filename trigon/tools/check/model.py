@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from trigon.assemble.data import open_builder, read_processors
-from trigon.assemble.episodes import EpisodeParts, check_chat_template, check_episodes, load_episodes
+from trigon.assemble.episodes import check_chat_template, check_episodes, load_episodes
 from trigon.assemble.memory import size_of_model
 from trigon.assemble.models import check_policy, require_same_tokens
 from trigon.assemble.options import max_completion_tokens
 from trigon.config.options import with_options
 from trigon.config.paths import local_path
 from trigon.config.schema import MAX_TOKENS, Config
-from trigon.data.prompts import PromptBuilder
 from trigon.data.templates import TemplateFailure, render_chat
 from trigon.data.vision import ImageProcessor, image_processor_of
 from trigon.environments.pool import EnvironmentPool
@@ -38,10 +39,8 @@ from trigon.models.load import (
 )
 from trigon.models.sizes import ModelSize
 from trigon.tools.check.dataset import Reader, RowFacts, ScannedDataset, build, first_dataset, share, show_tokens
-from trigon.tools.check.result import Missing, Result, Skipped
+from trigon.tools.check.run import Missing, Result, Skipped
 from trigon.tools.quickstart.model import make_tiny
-
-Episodes = tuple[EpisodeParts, EnvironmentPool]
 
 _ANSWER = "An answer of the assistant."
 _ONE_TURN = "none: completions have one turn"
@@ -129,31 +128,30 @@ def check_model(result: Result, config: Config, *, on_gpus: bool = False) -> Mod
     return Model(local, processors, size)
 
 
-def check_code(result: Result, model: Model, stack: ExitStack) -> Episodes | None:
+def check_code(result: Result, model: Model, stack: ExitStack) -> EnvironmentPool | None:
     """Load the environment or the tools. stack: ends their processes."""
-    episodes = load_episodes(model.config, model.processors, stack)
-    if episodes is None:
+    pool = load_episodes(model.config, model.processors, stack)
+    if pool is None:
         result.summary = _ONE_TURN
         return None
-    parts, pool = episodes
     pool.ready()
     rollout = model.config.worker.rollout
     turns = f"at most {rollout.max_turns} turns, in messages of the role {rollout.role_of_observations}"
-    tools = f"{', '.join(rollout.tools)}, called in the format {parts.code.tool_format}"
-    result.summary = f"{tools if parts.code.environment is None else rollout.environment}; {turns}"
-    return episodes
+    tools = f"{', '.join(rollout.tools)}, called in the format {pool.settings.tool_format}"
+    result.summary = f"{tools if pool.settings.environment is None else rollout.environment}; {turns}"
+    return pool
 
 
-def check_templates(result: Result, model: Model, tools: Episodes | None) -> Reader | Missing:
+def check_templates(result: Result, model: Model, tools: EnvironmentPool | None) -> Reader | Missing:
     """Try the chat template and the format prompt, also on conversations if there are episodes.
 
     tools: whose descriptions are a part of the prompts.
     """
     config, processors = model.config, model.processors
-    schemas = () if tools is None else tools[0].schemas
+    schemas = () if tools is None else tools.schemas
     builder = None
     try:
-        builder = _open_builder(config, processors, schemas)
+        builder = open_builder(config, processors, process_images=False, schemas=schemas)
         check_chat_template(config, processors, schemas=schemas)
     except TrigonError as error:
         result.fail("template.format_prompt" if "data.format_prompt" in str(error) else "template.chat", str(error))
@@ -180,13 +178,9 @@ def open_stand_in(config: Config) -> Reader | Missing:
         with tempfile.TemporaryDirectory(prefix="trigon-") as folder:
             processors = load_processors(str(make_tiny(Path(folder))))
         unlimited = with_options(config, {"data.max_prompt_length": MAX_TOKENS})
-        return Reader(processors, _open_builder(unlimited, processors, ()))
+        return Reader(processors, open_builder(unlimited, processors, process_images=False))
     except TrigonError as error:
         return Missing(str(error))
-
-
-def _open_builder(config: Config, processors: Processors, schemas: Sequence[Mapping[str, Any]]) -> PromptBuilder:
-    return open_builder(config, processors, process_images=False, schemas=schemas)
 
 
 def find_missing_header(tokenizer: Any) -> str | None:
@@ -218,7 +212,9 @@ def check_prompt(result: Result, model: Model, datasets: Sequence[ScannedDataset
     result.text = show_tokens(model.processors, prompt.token_ids)
 
 
-def check_episode(result: Result, model: Model, episodes: Episodes | None, datasets: Sequence[ScannedDataset]) -> None:
+def check_episode(
+    result: Result, model: Model, episodes: EnvironmentPool | None, datasets: Sequence[ScannedDataset]
+) -> None:
     """Begin an episode of the first row, and show what follows the prompt as the model sees it."""
     if episodes is None:
         result.summary = _ONE_TURN
@@ -227,7 +223,7 @@ def check_episode(result: Result, model: Model, episodes: Episodes | None, datas
     facts = dataset.usable[0]
     limit = max_completion_tokens(model.config)
     prompts = [build(dataset, facts)]
-    tokens = check_episodes(model.config, model.processors, *episodes, prompts, max_tokens=limit)
+    tokens = check_episodes(model.config, model.processors, episodes, prompts, max_tokens=limit)
     if tokens is None:
         result.summary = "tools: the first turn follows the prompt"
         return
@@ -308,37 +304,22 @@ def find_max_pixels(config: Config, processors: Processors, lost: Sequence[RowFa
         return None
     side = processors.family.patch_size(processors.hf_config) * processors.family.spatial_merge(processors.hf_config)
 
-    def fits(num_tokens: int) -> bool:
+    def is_too_large(num_tokens: int) -> bool:
         count = token_counter(processors, max_pixels=num_tokens * side**2)
-        return all(texts[row.name] + sum(map(count, row.image_sizes)) <= limit for row in lost)
+        return any(texts[row.name] + sum(count(*size) for size in row.image_sizes) > limit for row in lost)
 
-    least, most = 1, limit  # in tokens of an image; an image of more could not fit
-    if not fits(least):
-        return None
-    while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle - 1)
-    return least * side**2
+    # In tokens of an image; an image of more could not fit.
+    return bisect_left(range(1, limit + 1), True, key=is_too_large) * side**2 or None
 
 
-def token_counter(processors: Processors, *, max_pixels: int) -> Callable[[tuple[int, int]], int]:
+def token_counter(processors: Processors, *, max_pixels: int) -> Callable[[int, int], int]:
     """Return a function that counts the tokens of an image of a size, with another max_pixels."""
-    assert processors.image_processor is not None
-    changed = copy.deepcopy(processors.image_processor)
-    limits = pixel_limits(processors)
+    limits, changed = pixel_limits(processors), copy.deepcopy(processors.image_processor)
     assert limits is not None
-    smallest = max_pixels if limits[0] >= max_pixels else None
-    set_pixel_limits(changed, processors.family, min_pixels=smallest, max_pixels=max_pixels)
+    set_pixel_limits(changed, processors.family, min_pixels=min(limits[0], max_pixels), max_pixels=max_pixels)
     processor = image_processor_of(replace(processors, image_processor=changed))
     assert isinstance(processor, ImageProcessor)
-    counted: dict[tuple[int, int], int] = {}
-
-    def count(size: tuple[int, int]) -> int:
-        if size not in counted:
-            counted[size] = processor.image_tokens(*size)
-        return counted[size]
-
-    return count
+    return cache(processor.image_tokens)
 
 
 def histogram(rows: Sequence[RowFacts], limit: int) -> str:

@@ -44,7 +44,7 @@ from trigon.tools.check.dataset import (
     share,
 )
 from trigon.tools.check.model import FAIL_FRACTION
-from trigon.tools.check.result import Result, Skipped
+from trigon.tools.check.run import Result, Skipped
 from trigon.types import Score
 
 NUM_TRIED = 6
@@ -143,17 +143,17 @@ class Example:
         return final_answer(self.facts.ground_truth)
 
 
+@dataclass(frozen=True, slots=True)
 class RewardTrial:
     """Scores made completions for some rows of a run."""
 
-    def __init__(self, tokenizer: Any, pool: RewardPool) -> None:
-        self._pool = pool
-        self._tokenizer = tokenizer
+    tokenizer: Any
+    pool: RewardPool
 
     def example(self, dataset: ScannedDataset, facts: RowFacts) -> Example:
         """Return a row as an example. Builds its prompt, without pixels."""
         prompt = build(dataset, facts)
-        end = self._tokenizer.decode(prompt.token_ids[-_NUM_END_TOKENS:])
+        end = self.tokenizer.decode(prompt.token_ids[-_NUM_END_TOKENS:])
         blank = replace(dummy_requests(prompt)[0], response="", response_length=0)
         return Example(facts, blank, ends_in_think=end.rstrip().endswith("<think>"))
 
@@ -163,7 +163,7 @@ class RewardTrial:
         for example, text in completions:
             response = text.removeprefix("<think>") if example.ends_in_think else text
             requests.append(replace(example.blank, response=response, response_length=self.count(text)))
-        return self._pool.score(requests)
+        return self.pool.score(requests)
 
     def scores_in(self, answer_format: AnswerFormat, examples: Sequence[Example]) -> list[float]:
         """Return the scores of right completions in a format."""
@@ -175,7 +175,7 @@ class RewardTrial:
 
     def count(self, text: str) -> int:
         """Return the number of tokens of a text."""
-        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from trigon.assemble.start import StopSignals
 from trigon.config.load import split_arguments
 from trigon.errors import ConfigError
 from trigon.system.processes import python_command
-from trigon.tools.check.result import Report, Result, as_json, console_lines, count_statuses
-from trigon.tools.check.run import Checks, check_run
+from trigon.tools.check.run import Checks, Report, Result, as_json, check_run, console_lines, count_statuses
 from trigon.tools.cli.parser import ArgumentParser
 
 EXIT_WOULD_FAIL = 1

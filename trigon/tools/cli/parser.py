@@ -70,26 +70,17 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Return the parsed arguments. Exits with status 2 and one line for wrong ones."""
-        if self.takes_options:
-            return self.parse_intermixed_args(args, namespace)
-        parsed, unknown = self.parse_known_args(args, namespace)
-        return self._checked(parsed, unknown, args or ())
-
-    def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Return the parsed arguments, of which positional ones may stand between flags."""
-        parsed, unknown = self.parse_known_intermixed_args(args, namespace)
-        return self._checked(parsed, unknown, args or ())
+        parse = self.parse_known_intermixed_args if self.takes_options else self.parse_known_args
+        parsed, unknown = parse(args, namespace)
+        if unknown:
+            self.error(self._explain(unknown[0], args or ()))
+        return parsed
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the parsed arguments and those that are not known, as argparse does."""
         if _inspecting.get():
             raise _Inspected(self)
         return super().parse_known_args(args, namespace)
-
-    def _checked(self, parsed: Any, unknown: Sequence[str], given: Sequence[str]) -> Any:
-        if unknown:
-            self.error(self._explain(unknown[0], given))
-        return parsed
 
     @property
     def takes_options(self) -> bool:

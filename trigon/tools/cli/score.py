@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import sys
 import time
 from argparse import ArgumentTypeError
@@ -245,13 +243,11 @@ def show_milliseconds(seconds: float) -> str:
 
 
 def check_output(path: Path) -> None:
-    """Make the folder of a file, and raise ConfigError if the file cannot be written."""
+    """Make a file and its folder, and raise ConfigError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise PermissionError(errno.EACCES, "no permission to write")
+        with path.open("ab"):
+            pass
     except OSError as error:
         raise cannot_write(path, error) from error
 

@@ -22,19 +22,17 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
-from trigon.api import check_keywords
+from trigon.api import check_keywords, name_in_config
 from trigon.assemble.data import open_builder, open_evaluator, open_processors, scan_datasets
-from trigon.assemble.engines import Engines, open_run_engines
+from trigon.assemble.engines import Engines, open_engines
 from trigon.assemble.episodes import check_episodes, find_episodes
 from trigon.assemble.memory import check_memory, find_hardware, size_of_model
 from trigon.assemble.models import choose_device
 from trigon.assemble.options import make_validation_sampling_params, max_completion_tokens
 from trigon.assemble.pools import open_worker_pools
 from trigon.assemble.preflight import (
-    EpisodeCode,
     RunObjects,
     check_rewards,
-    make_episode_code,
     open_rewards,
     open_validation_rewards,
 )
@@ -42,9 +40,9 @@ from trigon.assemble.run import (
     check_environment,
     open_reporter,
 )
-from trigon.checkpoint.manifest import exported_step
+from trigon.checkpoint.store import exported_step
 from trigon.config.files import locate_sources
-from trigon.config.load import as_overrides, check_overrides, dump_config
+from trigon.config.load import check_overrides, dump_config
 from trigon.config.names import Dtype
 from trigon.config.options import options as config_options
 from trigon.config.paths import PYTHON_PREFIX, dataset_names
@@ -53,6 +51,7 @@ from trigon.config.schema import Config, describe_rewards
 from trigon.data.images import ignore_pillow_warnings
 from trigon.data.sources import Source, open_python_rows, open_source
 from trigon.data.stream import Prompts
+from trigon.environments.source import find_environment, find_tools
 from trigon.errors import ConfigError, raises_at_caller
 from trigon.loop import report_validation
 from trigon.models.dtypes import DTYPES
@@ -63,7 +62,7 @@ from trigon.report.reporter import Reporter
 from trigon.report.rollouts import IMAGES, RolloutRow, rollout_rows
 from trigon.report.run import CONFIG, LOCK, METRICS, RunRecord, flatten
 from trigon.report.run_folder import SKIPPED_ROWS, RunFolder
-from trigon.rewards.callables import Reward, describe_reward, name_of, reward_terms
+from trigon.rewards.callables import Reward, describe_reward, reward_terms
 from trigon.rewards.pool import RewardPool
 from trigon.system.files import write_json
 from trigon.system.secrets import ARGUMENTS, ENVIRONMENT_ARGUMENTS, mask
@@ -165,7 +164,7 @@ def evaluate(
     ignore_pillow_warnings()
     check_keywords(keyword_options, evaluate, short_names=SHORT_NAMES)
     shows, console = console is None, console or Console()
-    overrides = as_overrides(options) if isinstance(options, Mapping) else list(options)
+    overrides = [options] if isinstance(options, Mapping) else list(options)
     check_overrides(overrides)  # before a model is looked for on the hub
     sources = [find_model(str(each)) for each in ([models] if isinstance(models, str | PurePath) else models)]
     run_config = next((source.run_config for source in sources if source.run_config is not None), None)
@@ -184,8 +183,8 @@ def evaluate(
     given = given_options(
         [DATA] if names is None else [names] if isinstance(names, str) else names,
         reward=reward if reward is None or isinstance(reward, str) else f"{PYTHON_PREFIX}{describe_reward(reward)}",
-        environment=None if environment is None else _name_in_config(environment),
-        tools=[_name_in_config(tool) for tool in tools or ()],
+        environment=None if environment is None else name_in_config(environment),
+        tools=[name_in_config(tool) for tool in tools or ()],
         **keyword_options,
     )
     # Before anything is exported or downloaded, so that a wrong option is found at once.
@@ -193,7 +192,13 @@ def evaluate(
     early = load(model_path=sources[0].spec, folder=Path(), context=None, weight_dtype=None).config
     ks = choose_ks(k, make_validation_sampling_params(early).n)
     form = answers or answer_form(early)
-    code = make_episode_code(environment, tools)
+    kwargs = early.worker.reward.reward_function_kwargs
+    objects = RunObjects(
+        sources=opened,
+        reward=None if reward is None or isinstance(reward, str) else reward_terms(reward, kwargs=kwargs),
+        environment=None if environment is None else find_environment(environment),
+        tools=find_tools(tools or ()),
+    )
     if output is not None:
         check_output(Path(output))
     find_all(sources, early, by, opened)
@@ -210,10 +215,6 @@ def evaluate(
     outputs = [folder / place for place in places] if len(sources) > 1 else [folder]
     results: list[tuple[ModelEvaluation, list[PromptOutcome]]] = []
     with ExitStack() as stack:
-        kwargs = early.worker.reward.reward_function_kwargs
-        objects = RunObjects(
-            reward=None if reward is None or isinstance(reward, str) else reward_terms(reward, kwargs=kwargs)
-        )
         rewards = open_validation_rewards(early, objects) or open_rewards(early, objects)
         stack.callback(rewards.close)
         loaded = [
@@ -246,8 +247,7 @@ def evaluate(
                     form=form,
                     blind=blind,
                     limit=limit,
-                    code=code,
-                    opened=opened,
+                    objects=objects,
                 )
             )
     evaluation = Evaluation(
@@ -274,8 +274,7 @@ def evaluate_model(
     form: AnswerForm,
     blind: bool,
     limit: int | None,
-    code: EpisodeCode,
-    opened: Mapping[str, Source],
+    objects: RunObjects,
 ) -> tuple[ModelEvaluation, list[PromptOutcome]]:
     """Validate one model as a run does, and write its rollouts into the run folder output."""
     check_environment(config)
@@ -290,17 +289,17 @@ def evaluate_model(
             workers = stack.enter_context(open_worker_pools(config, folder.path, check_hardware, console.warn))
         else:
             check_hardware(find_hardware(choose_device(config)))
-        episodes = find_episodes(config, processors, stack, code)
+        episodes = find_episodes(config, processors, stack, objects)
         specs = config.data.val_files
-        builder = open_builder(config, processors, schemas=() if episodes is None else episodes[0].schemas)
-        prompts = scan_datasets(config, specs, (), builder, report, max_rows=limit, opened=opened)
+        builder = open_builder(config, processors, schemas=() if episodes is None else episodes.schemas)
+        prompts = scan_datasets(config, specs, (), builder, report, max_rows=limit, opened=objects.sources)
         check_rewards(rewards, prompts)
         if episodes is not None:
-            check_episodes(config, processors, *episodes, prompts, max_tokens=max_completion_tokens(config))
+            check_episodes(config, processors, episodes, prompts, max_tokens=max_completion_tokens(config))
         check_columns([prompts[0].row], by)  # all rows of a table have the same columns
         plan = make_plan(config, num_train_prompts=0)
         shows_videos = prompts.shows_videos
-        engines = open_run_engines(
+        engines = open_engines(
             config, processors, plan, workers, report, stack, shows_videos=shows_videos, episodes=episodes
         )
         with engines.rollout.awake(engines.trainer.weights(), version=source.step):
@@ -393,11 +392,6 @@ def show_settings(settings: Mapping[str, Any]) -> str:
 def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return shorten(text, _MAX_SHOWN)
-
-
-def _name_in_config(code: str | Callable[..., Any]) -> str:
-    """Return an environment or a tool as the text of an option."""
-    return code if isinstance(code, str) else f"{PYTHON_PREFIX}{name_of(code)}"
 
 
 def find_all(sources: Sequence[ModelSource], config: Config, by: Sequence[str], opened: Mapping[str, Source]) -> None:

@@ -20,8 +20,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from trigon.assemble.options import recorded_settings
-from trigon.checkpoint.manifest import EXPORT_RECORD, EXPORTED, exported_step
-from trigon.config.load import LoadedConfig, as_overrides, load_config
+from trigon.checkpoint.store import EXPORT_RECORD, EXPORTED, exported_step
+from trigon.config.load import LoadedConfig, Override, load_config
 from trigon.config.names import Dtype
 from trigon.config.options import options
 from trigon.config.paths import is_python_object, local_path, nearest_path
@@ -251,7 +251,7 @@ def given_options(
 def load_settings(
     base: Path | None,
     given: Mapping[str, Any],
-    overrides: Sequence[str],
+    overrides: Sequence[Override],
     *,
     model_path: str,
     folder: Path,
@@ -263,7 +263,7 @@ def load_settings(
 
     Args:
         base: config.yaml of a run, or another configuration; None: the defaults of evaluations.
-        given: options as given_options returns them. overrides: further ones, as `key=value`.
+        given: options as given_options returns them. overrides: further ones.
         model_path: a Hugging Face folder or a hub id. folder: the run folder to be written.
         context: the most tokens that all models take; None: unknown.
         weight_dtype: in which the weights are stored; None: unknown.
@@ -271,7 +271,7 @@ def load_settings(
             its own options with paths that do not depend on the folder.
     Raises: ConfigError, with all problems in one message.
     """
-    defaults = [*_RESET, *as_overrides(first)] if base is not None else _defaults(first, given, context)
+    defaults = [*_RESET, first] if base is not None else _defaults(first, given, context)
     if "worker.rollout.name" not in given and importlib.util.find_spec("vllm") is None:
         defaults.append("worker.rollout.name=transformers")
     forced = [*_FORCED, f"worker.actor.model.model_path={model_path}", f"trainer.save_checkpoint_path={folder}"]
@@ -279,11 +279,11 @@ def load_settings(
         forced.append(f"worker.actor.fsdp.torch_dtype={weight_dtype}")
     texts = [text for value in given.values() for text in (value if isinstance(value, list) else [value])]
     objects = [text for text in texts if isinstance(text, str) and is_python_object(text)]
-    return load_config(base, [*defaults, *as_overrides(given), *overrides, *forced], python_objects=objects)
+    return load_config(base, [*defaults, given, *overrides, *forced], python_objects=objects)
 
 
-def _defaults(first: Mapping[str, Any], given: Mapping[str, Any], context: int | None) -> list[str]:
-    """Return the defaults of an evaluation without a run's configuration, as `key=value`.
+def _defaults(first: Mapping[str, Any], given: Mapping[str, Any], context: int | None) -> list[Override]:
+    """Return the defaults of an evaluation without a run's configuration.
 
     Raises: ConfigError if a completion may be longer than the context of the models.
     """
@@ -298,7 +298,7 @@ def _defaults(first: Mapping[str, Any], given: Mapping[str, Any], context: int |
         )
     prompt = min(longest_prompt, context - response)
     return [
-        *as_overrides(first),
+        first,
         f"data.max_response_length={response}",
         f"data.max_prompt_length={prompt}",
         f"data.val_batch_size={PROMPTS_PER_CALL}",

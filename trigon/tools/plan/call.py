@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from trigon.api import open_rows, read_arguments
-from trigon.config.load import LoadedConfig, inspect_config, load_config
+from trigon.config.load import LoadedConfig, Override, inspect_config, load_config
 from trigon.config.paths import PYTHON_PREFIX, is_python_object
 from trigon.config.schema import reward_specs
 from trigon.errors import raises_at_caller
@@ -81,14 +81,14 @@ def plan(
         options=options,
         keyword_options=keyword_options,
         caller=plan,
-        load_planned=load_planned,
     )
+    loaded = load_planned(given.config, given.options)
 
     from trigon.tools.plan.lengths import LengthOptions
     from trigon.tools.plan.plan import plan as plan_run
 
     return plan_run(
-        given.loaded.config,
+        loaded.config,
         gpus=gpus,
         host_memory=host_memory,
         model_config=None if model_config is None else Path(model_config),
@@ -108,9 +108,7 @@ def plan(
     )
 
 
-def load_planned(
-    path: Path | None, overrides: Sequence[str], *, arguments: Sequence[Mapping[str, Any]] = ()
-) -> LoadedConfig:
+def load_planned(path: Path | None, overrides: Sequence[Override]) -> LoadedConfig:
     """Return the checked configuration of a run that is planned.
 
     Unlike a run, a plan needs no reward function and none of its arguments; and the datasets, the
@@ -119,16 +117,16 @@ def load_planned(
     checked by trigon.tools.plan.plan, which receives the devices.
     Args: as trigon.config.load.load_config. Raises: ConfigError with all problems.
     """
-    arguments = [*arguments, _NO_ARGUMENTS]
-    inspected = inspect_config(path, overrides, arguments=arguments, undecided=_DEVICES)
+    overrides = [*overrides, _NO_ARGUMENTS]
+    inspected = inspect_config(path, overrides, undecided=_DEVICES)
     config = inspected.config
     data, rollout, reward = config.data, config.worker.rollout, config.worker.reward.reward_function
     if not reward and _REWARD not in inspected.uncertain:
         reward = f"{PYTHON_PREFIX}any"
-        arguments = [*arguments, {_REWARD: reward}]
+        overrides.append({_REWARD: reward})
     if reward and not isinstance(reward, str):
-        arguments = [*arguments, {_REWARD: [entry.model_dump(exclude={"kwargs"}) for entry in reward]}]
-    arguments = [*arguments, {_VAL_REWARD: None}]
+        overrides.append({_REWARD: [entry.model_dump(exclude={"kwargs"}) for entry in reward]})
+    overrides.append({_VAL_REWARD: None})
     named = (*data.train_files, *data.val_files, *reward_specs(reward), rollout.environment or "", *rollout.tools)
     objects = set(filter(is_python_object, named))
-    return load_config(path, overrides, arguments=arguments, python_objects=objects, undecided=_DEVICES)
+    return load_config(path, overrides, python_objects=objects, undecided=_DEVICES)

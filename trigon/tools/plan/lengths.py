@@ -315,7 +315,7 @@ def _tool_schemas(config: Config, processors: Processors) -> tuple[Sequence[Mapp
         except TrigonError as error:  # a plan may be made where the tools do not run
             return (), f", without the descriptions of the tools: {str(error).splitlines()[0]}"
         assert episodes is not None
-        return episodes[0].schemas, ", with the descriptions of the tools"
+        return episodes.schemas, ", with the descriptions of the tools"
 
 
 def _weighted(config: Config) -> list[tuple[str, float]]:

@@ -23,7 +23,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, constan
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined]
 
 from trigon import __version__
-from trigon.checkpoint.manifest import EXPORT_RECORD, exported_step
+from trigon.checkpoint.store import EXPORT_RECORD, exported_step
 from trigon.config.options import format_value, options
 from trigon.errors import CheckpointError, ConfigError, DataError, PushError
 from trigon.report.rollouts import read_rollouts
