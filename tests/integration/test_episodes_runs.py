@@ -12,7 +12,6 @@ from support.runs import (
     finish,
     kill,
     lines,
-    log_of,
     num_lines,
     rollouts,
     start,
@@ -21,7 +20,7 @@ from support.runs import (
 )
 from trigon.report.rollouts import read_rollouts
 
-STEPS = 4
+STEPS = 3
 ENVIRONMENT = '''
 import random
 import time
@@ -175,14 +174,3 @@ def test_two_workers_have_the_numbers_of_one(made, parts, uninterrupted, tmp_pat
                 assert mine["metrics"][key] == pytest.approx(others["metrics"][key], rel=1e-3, abs=1e-5), key
     first = [read_rollouts(run / "rollouts" / "step_000001.jsonl") for run in (folder, uninterrupted)]
     assert [row.turns for row in first[0]] == [row.turns for row in first[1]]
-
-
-@pytest.mark.extended
-def test_an_environment_that_cannot_be_reset_ends_the_run_before_the_models_are_loaded(made, parts, tmp_path):
-    folder = tmp_path / "run"
-    process = start_episodes(made, parts, folder, "worker.rollout.environment_kwargs={turnz: 3}")
-    assert process.wait(timeout=120) == 1
-    log = log_of(folder).read_text()
-    assert "Traceback" not in log
-    assert "turnz" in log
-    assert "loading the model" not in log

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,9 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a tiny model and its data."""
-    return runs.make_tiny(tmp_path_factory.mktemp("evaluation") / "made")
+def made(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the model and its data that no other test reads."""
+    return shutil.copytree(made, tmp_path_factory.mktemp("evaluation") / "made")
 
 
 @pytest.fixture(scope="module")
@@ -237,10 +238,9 @@ def test_models_are_compared_and_images_are_taken_away(trained, made, tmp_path):
     assert [row.num_prompt_tokens for row in rows[0]] == [row.num_prompt_tokens for row in rows[1]]
     assert [row.response for row in rows[0]] != [row.response for row in rows[1]]
 
+    (output / "notes.txt").write_text("mine")
     again = run()  # in the same folder
     assert again.to_json() == evaluation.to_json()
-    (output / "notes.txt").write_text("mine")
-    run()
     assert (output / "notes.txt").read_text() == "mine"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")

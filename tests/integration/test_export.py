@@ -364,6 +364,9 @@ IN_VLLM = """
         max_model_len=256,
         enforce_eager=True,
         distributed_executor_backend="uni",
+        max_num_seqs=2,
+        max_num_batched_tokens=256,
+        limit_mm_per_prompt={"image": 1},
     )
     prompt = {"prompt": text, "multi_modal_data": {"image": Image.open(image)}}
     greedy = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)

@@ -11,17 +11,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from support.processes import is_running, wait_until
-from support.runs import finish, log_of, num_lines, press_ctrl_c, start, wait_for
+from support.runs import NO_VALIDATION, finish, log_of, num_lines, press_ctrl_c, start, wait_for
 from support.sockets import Listener, descendants, listeners, outside_address
 
 pytestmark = [pytest.mark.faults, pytest.mark.vllm]
 
 TWO_WORKERS = ("trainer.n_gpus_per_node=2", "worker.rollout.tensor_parallel_size=2")
+
+# As on a machine where these name the interface of a cluster.
+OUTER = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
 
 WITHOUT_TOKEN = """
 import sys
@@ -56,18 +60,27 @@ def segments() -> set[Path]:
     return {path for path in Path("/dev/shm").iterdir() if any(part in path.name for part in parts)}
 
 
-def watch(process: subprocess.Popen[str], outside: str | None) -> tuple[set[Listener], set[Listener]]:
-    """Return the sockets of a run, from its start to its end, and those reached from outside."""
+def watch(
+    process: subprocess.Popen[str], outside: str | None, temporary: Path
+) -> tuple[set[Listener], set[Listener], dict[str, int]]:
+    """Return the sockets of a run, from its start to its end, and those reached from outside.
+
+    Also the files and folders of its temporary folder with their modes.
+    """
     seen: set[Listener] = set()
     reached: set[Listener] = set()
+    modes: dict[str, int] = {}
     while process.poll() is None:
+        for path in temporary.iterdir():
+            with suppress(FileNotFoundError):
+                modes[path.name] = path.stat().st_mode & 0o777
         new = listeners(descendants(process.pid)) - seen
         seen |= new
         for each in new:
             if outside is not None and each.protocol.startswith("tcp") and connects(outside, each.port):
                 reached.add(each)
         time.sleep(0.2)
-    return seen, reached
+    return seen, reached, modes
 
 
 def is_refused_without_token(gcs_port: int) -> bool:
@@ -79,17 +92,15 @@ def is_refused_without_token(gcs_port: int) -> bool:
 
 
 @pytest.mark.extended
-def test_two_workers_listen_on_the_loopback_address_only(made, folder):
-    # As on a machine where these name the interface of a cluster.
-    outer = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
-    process = start(made, folder, *TWO_WORKERS, steps=2, environment=outer)
+def test_two_workers_listen_on_the_loopback_address_only_and_leave_no_temporary_file(made, folder, temporary):
+    variables = {**OUTER, "TMPDIR": str(temporary)}
+    process = start(made, folder, *TWO_WORKERS, *NO_VALIDATION, steps=1, environment=variables)
     gcs: list[Listener] = []
     while not gcs and process.poll() is None:
         gcs = [each for each in listeners(descendants(process.pid)) if "gcs_server" in each.process]
         time.sleep(0.1)
     assert is_refused_without_token(gcs[0].port)
-    outside = outside_address()
-    seen, reached = watch(process, outside)
+    seen, reached, modes = watch(process, outside_address(), temporary)
     finish(process, folder)
     assert {each for each in seen if not each.is_local} == set()
     assert reached == set()
@@ -98,37 +109,20 @@ def test_two_workers_listen_on_the_loopback_address_only(made, folder):
     for part in ("gcs_server", "raylet/raylet", "RuntimeEnvAgent", "trigon.trainer.main"):
         assert any(part in each.process for each in seen), (part, seen)
     assert len({each.port for each in seen if each.process.startswith("ray::Worker")}) > 4
+    private = {name for name in modes if name.startswith(f"trigon-{os.geteuid()}-")}
+    assert private
+    assert {modes[name] for name in private} == {0o700}
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.long
-def test_one_worker_listens_on_the_loopback_address_only(made, folder):
-    process = start(made, folder, steps=2, environment={"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"})
-    seen, reached = watch(process, outside_address())
+def test_one_worker_listens_on_the_loopback_address_only(made, folder, temporary):
+    process = start(made, folder, *NO_VALIDATION, steps=1, environment=OUTER)
+    seen, reached, _modes = watch(process, outside_address(), temporary)
     finish(process, folder)
     assert {each for each in seen if not each.is_local} == set()
     assert reached == set()
     assert seen  # vLLM's process group, by gloo
-
-
-@pytest.mark.long
-@pytest.mark.alone  # other runs have shared memory too
-def test_a_run_with_workers_leaves_no_temporary_file(made, folder, temporary):
-    before = segments()
-    process = start(made, folder, *TWO_WORKERS, steps=1, environment={"TMPDIR": str(temporary)})
-    seen: dict[str, int] = {}
-    while process.poll() is None:
-        for path in temporary.iterdir():
-            try:
-                seen[path.name] = path.stat().st_mode & 0o777
-            except FileNotFoundError:
-                continue
-        time.sleep(0.05)
-    finish(process, folder)
-    private = {name for name in seen if name.startswith(f"trigon-{os.geteuid()}-")}
-    assert private
-    assert {seen[name] for name in private} == {0o700}
-    assert list(temporary.iterdir()) == []
-    assert segments() <= before
 
 
 @pytest.mark.alone  # other runs have shared memory too

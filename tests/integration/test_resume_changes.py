@@ -275,6 +275,19 @@ def test_a_function_given_in_python_is_compared_by_its_code(parts, tmp_path):
         train(parts, tmp_path / "run", objects=given(other))
 
 
+@pytest.mark.faults
+def test_another_option_of_the_critic_is_refused(parts, tmp_path):
+    critic = (
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_loss=false",
+        "worker.critic.global_batch_size=2",
+        "worker.critic.fsdp.mp_param_dtype=fp32",
+    )
+    train(parts, tmp_path / "run", *critic, "worker.critic.optim.lr=1e-3")
+    with pytest.raises(CheckpointError, match=r"worker\.critic\.optim\.lr was 0\.001, and is now 0\.0001"):
+        train(parts, tmp_path / "run", *critic, "worker.critic.optim.lr=1e-4")
+
+
 def test_a_named_checkpoint_of_another_run_is_compared_too_and_one_that_is_only_validated_is_not(
     parts, saved, tmp_path, capsys
 ):

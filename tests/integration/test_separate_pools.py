@@ -13,7 +13,7 @@ from safetensors import safe_open
 from support.clusters import MARK, kill_worker, two_ray_nodes
 from support.runs import NO_VALIDATION, assert_learned, finish, lines, log_of, rollouts, start
 
-pytestmark = [pytest.mark.alone, pytest.mark.vllm]
+pytestmark = pytest.mark.vllm
 
 SEPARATE = ("worker.hybrid_engine=false", "worker.rollout.n_gpus_per_node=2")
 OF_POOLS = ("moved/", "staleness/", "rollout/engine_restarts")
@@ -40,6 +40,7 @@ def count_weight_bytes(folder: Path) -> int:
     return total
 
 
+@pytest.mark.alone
 @pytest.mark.long
 def test_separate_pools_have_the_numbers_of_shared_workers_also_when_samplers_are_killed(made, tmp_path):
     shared, separate, mark = tmp_path / "shared", tmp_path / "separate", secrets.token_hex(8)
@@ -64,6 +65,7 @@ def test_separate_pools_have_the_numbers_of_shared_workers_also_when_samplers_ar
     assert {path.name for path in (separate / "profile").iterdir()} == of_samplers | of_learners
 
 
+@pytest.mark.alone
 @pytest.mark.long
 def test_transformers_samples_on_workers_of_its_own_with_the_same_numbers(made, tmp_path):
     shared, separate, all_the_time = (tmp_path / name for name in ("shared", "separate", "all the time"))
@@ -89,6 +91,7 @@ def test_transformers_samples_on_workers_of_its_own_with_the_same_numbers(made, 
     assert max(parity) < 1e-5
 
 
+@pytest.mark.alone
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.faults
@@ -112,6 +115,7 @@ def test_a_run_that_samples_ahead_resumes_exactly_whoever_is_killed(made, tmp_pa
     assert rollouts(killed) == rollouts(whole)
 
 
+@pytest.mark.alone
 @pytest.mark.long
 def test_pools_on_two_nodes_with_tensor_parallelism_learn(made, tmp_path):
     folder = tmp_path / "run"

@@ -172,7 +172,7 @@ def compute_score(reward_input):
 @pytest.mark.parametrize("options", [ONE, TWO], ids=["one worker", "two workers"])
 def test_a_second_signal_stops_at_once_and_leaves_no_process_and_no_half_written_checkpoint(made, tmp_path, options):
     folder = tmp_path / "run"
-    sizes = ("data.rollout_batch_size=400", "worker.rollout.n=64")  # a step of minutes
+    sizes = ("data.rollout_batch_size=100", "worker.rollout.n=256")  # a step of minutes
     process = start(made, folder, *options, *sizes, "trainer.val_before_train=false", "trainer.grace_seconds=null")
     wait_for(lambda: "gen  " in log_of(folder).read_text(), process, folder)
     found = signal_all(process.pid, signal.SIGTERM)

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from support.engines import tensors_in
-from support.runs import finish, kill, lines, log_of, num_lines, overrides_of, start, wait_for
+from support.runs import finish, kill, lines, num_lines, overrides_of, start, wait_for
 
 GAE = (
     "algorithm.adv_estimator=gae",
@@ -83,14 +83,6 @@ def test_a_run_with_a_critic_that_is_killed_equals_an_uninterrupted_one(made, un
     for model in ("actor", "critic"):
         expected = weights_of(uninterrupted, 4, model)
         assert all((tensor == expected[name]).all() for name, tensor in weights_of(folder, 4, model).items())
-
-
-@pytest.mark.extended
-def test_another_option_of_the_critic_is_refused_on_resuming(made, uninterrupted):
-    arguments = (*GAE, "worker.rollout.n=2", "worker.critic.optim.lr=1e-4")
-    process = start(made, uninterrupted, *arguments, steps=5)
-    assert process.wait(timeout=300) != 0
-    assert "worker.critic.optim.lr was 0.001, and is now 0.0001" in log_of(uninterrupted).read_text()
 
 
 @pytest.mark.long

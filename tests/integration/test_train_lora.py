@@ -54,11 +54,14 @@ def test_the_kl_is_zero_before_the_first_update_and_vllm_samples_from_the_merged
     assert all(step["actor/grad_norm"] > 0 and step["actor/skipped_updates"] == 0 for step in metrics)
 
 
-def test_a_checkpoint_has_the_adapters_only_and_a_run_resumes_from_it(made: Path, run: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_adapters_only(made: Path, run: Path) -> None:
     actor = run / f"global_step_{STEPS}" / "actor"
     assert not (actor / "weights").exists()
     assert json.loads((actor / "adapter_config.json").read_text())["base_model_name_or_path"] == str(made / "model")
 
+
+@pytest.mark.long
+def test_a_run_resumes_from_a_checkpoint_of_adapters(made: Path, run: Path, tmp_path: Path) -> None:
     resumed = tmp_path / "run"  # as if killed after the second save
     shutil.copytree(run, resumed)
     shutil.rmtree(resumed / f"global_step_{STEPS}")

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.extended
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
+NUM_PROMPTS = 128
 
 REWARD = """
 REWARD_TYPE = "sequential"
@@ -100,7 +101,7 @@ def run(made: Path, folder: Path, steps: int, *overrides: str) -> dict[str, list
     loaded = load_config(
         ROOT / "trigon" / "tools" / "quickstart" / "quickstart.yaml",
         [
-            f"data.train_files={made / 'data' / 'train.parquet'}",
+            f"data.train_files={made / 'data' / 'train.parquet'}@train[:{NUM_PROMPTS}]",
             f"worker.actor.model.model_path={made / 'model'}",
             f"worker.reward.reward_function={folder / 'reward.py'}:compute_score",
             f"trainer.save_checkpoint_path={folder / 'run'}",

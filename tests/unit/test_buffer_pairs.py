@@ -32,12 +32,22 @@ FILTERS = {
     "filtered": FILTER | {"mini_rollout_batch_size": 6, "max_try_make_batch": 0},
     "kept": FILTER | {"mini_rollout_batch_size": 6, "max_try_make_batch": 0, "filter_surplus": "keep"},
 }
-IN_EACH_RUN = [  # of the tests: with everything
-    ("continue", 0.5, "filtered", "remax"),
-    ("finish", 0.5, "kept", "grpo"),
+IN_EACH_RUN = [("continue", 0.5, "filtered", "remax"), ("finish", 0.5, "kept", "remax")]
+PAIRS = [  # each two choices together, once or more
+    (staleness, (0.0, 0.5)[number % 2], filtering, ("grpo", "remax")[number // 2 % 2])
+    for number, (staleness, filtering) in enumerate(itertools.product(STALENESS, FILTERS))
 ]
+
+
+def marks_of(kind):
+    """Return the marks of a combination: pairs are `extended`, all others `long`."""
+    if kind in IN_EACH_RUN:
+        return ()
+    return pytest.mark.extended if kind in PAIRS else pytest.mark.long
+
+
 KINDS = [
-    pytest.param(*kind, marks=[] if kind in IN_EACH_RUN else pytest.mark.extended)
+    pytest.param(*kind, marks=marks_of(kind))
     for kind in itertools.product(STALENESS, [0.0, 0.5], FILTERS, ["grpo", "remax"])
 ]
 
