@@ -30,7 +30,7 @@ def play_counter(processors, *, max_turns=8, opens=True):
     counter = Counter()
     demonstration = Demonstration({"problem": "How many?"}, counter, lambda turn: (f"I see {turn}.", turn != 1))
     template = TurnTemplate(processors, max_image_pixels=1_000_000)
-    target = play(demonstration, processors, template, opens=opens, role="user", max_turns=max_turns)
+    target = play(demonstration, processors, template, opens=opens, max_turns=max_turns)
     return counter, target
 
 
@@ -83,7 +83,7 @@ def test_the_environment_is_closed_at_the_end_also_if_it_raises(processors, fail
     demonstration = Demonstration({"problem": "How many?"}, environment, lambda turn: ("I see.", True))
     template = TurnTemplate(processors, max_image_pixels=1_000_000)
     with pytest.raises(AssertionError) if fails else nullcontext():
-        play(demonstration, processors, template, opens=True, role="user", max_turns=8)
+        play(demonstration, processors, template, opens=True, max_turns=8)
     assert closed == [environment]
 
 

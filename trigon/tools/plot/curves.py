@@ -98,10 +98,6 @@ class LearningCurves:
     smooth: int
     notes: tuple[str, ...]
 
-    def of(self, metric: str) -> list[Curve]:
-        """Return the curves of a panel."""
-        return [curve for curve in self.curves if curve.metric == metric]
-
 
 def learning_curves(
     runs: Sequence[RunRecord],

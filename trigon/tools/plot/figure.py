@@ -167,7 +167,7 @@ def _draw_panel(
 ) -> None:
     axes.set_title(TITLES.get(metric, metric))
     axes.margins(x=0.01)
-    drawn = curves.of(metric)
+    drawn = [curve for curve in curves.curves if curve.metric == metric]
     for curve in drawn:
         number = labels.index(curve.label)
         colour, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -335,9 +334,9 @@ def push(
     folder: Path,
     settings: PushSettings,
     *,
-    private: bool = False,
-    warn: Callable[[str], None] = warnings.warn,
-    on_progress: Callable[[str], None] = lambda text: None,
+    private: bool,
+    warn: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> str:
     """Write the model and its card to a folder, push them, and return the address of the commit.
 
@@ -369,8 +368,8 @@ def write_folder(
     folder: Path,
     settings: PushSettings,
     *,
-    warn: Callable[[str], None] = warnings.warn,
-    on_progress: Callable[[str], None] = lambda text: None,
+    warn: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> Path:
     """Write what would be pushed: the verified export, README.md, and curves.png.
 

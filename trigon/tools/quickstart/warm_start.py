@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trigon.config.names import LearningRateSchedule, ObservationRole
+from trigon.config.names import LearningRateSchedule
 from trigon.config.schema import DataConfig, OptimConfig
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.packing import pack_train, tokens_of
@@ -202,7 +202,6 @@ def learn_demonstrations(
     seed: int,
     max_turns: int = 8,
     opens: bool = True,
-    role: ObservationRole = "user",
     tools: Sequence[Mapping[str, Any]] = (),
     min_pixels: int | None = None,
     max_pixels: int | None = None,
@@ -220,7 +219,6 @@ def learn_demonstrations(
         seed: of the order of the episodes.
         max_turns: turns after which an episode ends if its environment does not end it.
         opens: whether the environment has a first observation, which follows the prompt.
-        role: of observations that are not messages of tools.
         tools: the schemas that the prompt has, in a run with tools.
         min_pixels, max_pixels: data.min_pixels and data.max_pixels of the run.
         on_progress: called with the accuracy before each update.
@@ -248,7 +246,7 @@ def learn_demonstrations(
             demonstration = demonstrate(index)
             builder = builders[demonstration.shows_tools]
             prompt = builder.build(dict(demonstration.row), f"demonstration:{index}")
-            target = play(demonstration, processors, template, opens=opens, role=role, max_turns=max_turns)
+            target = play(demonstration, processors, template, opens=opens, max_turns=max_turns)
             media.start_step()
             [group] = media.process_groups([TrainGroup(prompt, (target,))])
             return group
@@ -274,7 +272,6 @@ def play(
     template: TurnTemplate,
     *,
     opens: bool,
-    role: ObservationRole,
     max_turns: int,
 ) -> TrainSequence:
     """Play an episode, and return its tokens as a target, with images as encoded files.
@@ -295,7 +292,7 @@ def play(
         images = LazyImages([to_png(image) for image in demonstration.images])
         returned: object = environment.reset({**demonstration.row, "images": images})
         for turn in range(max_turns):
-            seen = to_observation(returned, role=role, max_image_pixels=_MAX_IMAGE_PIXELS)
+            seen = to_observation(returned, role="user", max_image_pixels=_MAX_IMAGE_PIXELS)
             observed = None
             if turn > 0:
                 if seen is None:
