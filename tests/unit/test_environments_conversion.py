@@ -63,6 +63,7 @@ def test_nothing_and_observations_stay_as_they_are():
         ([RED] * (MAX_IMAGES + 1), "33 images"),
         (Observation((Message("system", "a"),)), "role 'system'"),
         (Observation((Message("user", "<image>"),)), "1 <image> markers for 0 images"),
+        (Observation((Message("user", "text", (PNG,)),)), "0 <image> markers for 1 images"),
         (Observation((Message("user", "<image>", (b"GIF89a",)),)), "not a PNG file"),
         (Observation((Message("user", "<image>", (PNG[:40],)),)), "cannot be decoded"),
         (Observation("text"), "not made of Messages"),
