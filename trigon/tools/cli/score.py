@@ -243,11 +243,14 @@ def show_milliseconds(seconds: float) -> str:
 
 
 def check_output(path: Path) -> None:
-    """Make a file and its folder, and raise ConfigError if it cannot be written."""
+    """Make the folder of a file, and raise ConfigError if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
         with path.open("ab"):
             pass
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise cannot_write(path, error) from error
 
