@@ -76,7 +76,11 @@ NEEDS: Mapping[str, str] = {
     "worker.rollout.tools": "worker.rollout.tool_format",
     "worker.rollout.environment": "worker.rollout.environment_kwargs",
 }
-"""What options need to have an effect: others, set or with a value. There is a warning without."""
+"""A need, and the options that have an effect only where it holds; otherwise there is a warning.
+
+A need is the name of an option that is set, "name=value" or "name!=value"; several are joined by
+"or", and one of them is enough.
+"""
 
 NEEDS_WITHOUT_WARNING: Mapping[str, str] = {
     "worker.critic.share_trunk=false": "worker.critic.model worker.critic.fsdp worker.critic.global_batch_size "
@@ -90,16 +94,19 @@ NEEDS_WITHOUT_WARNING: Mapping[str, str] = {
     "worker.actor.loss_type=sapo": "worker.actor.tau_*",
     "worker.actor.loss_type!=sapo": "worker.actor.clip_ratio_*",
     **{
-        f"worker.{name}.{need}": f"worker.{name}.{patterns}"
+        f"worker.{name}.{need}": " ".join(f"worker.{name}.{option}" for option in needing.split())
         for name in ("actor", "critic")
-        for need, patterns in (
-            ("model.lora.rank", "model.lora.[aet]*"),
+        for need, needing in (
+            ("model.lora.rank", "model.lora.alpha model.lora.target_modules model.lora.exclude_modules"),
             ("optim.lr_warmup_steps=null", "optim.lr_warmup_ratio"),
             ("optim.lr_scheduler_type=cosine", "optim.min_lr_ratio"),
         )
     },
 }
-"""The same for options that EasyR1's files set all the same, and for sections (patterns)."""
+"""The same without a warning: EasyR1's files set these options where they have no effect.
+
+Names may be patterns, or those of sections.
+"""
 
 
 def compared_options(config: Config) -> dict[str, Any]:
@@ -176,13 +183,17 @@ def warn_of_unused(config: Config) -> list[str]:
 
 
 def _holds(config: Config, needs: str) -> bool:
-    """Return whether one of the needs holds: "name" is set, "name=value", or "name!=value"."""
-    for need in needs.split(" or "):
-        name, equals, expected = need.partition("=")
+    """Return whether one of the needs holds; see NEEDS."""
+
+    def holds(need: str) -> bool:
+        name, has_value, expected = need.partition("=")
         value = value_of(config, name.removesuffix("!"))
-        if (format_value(value) == expected) != name.endswith("!") if equals else value:
-            return True
-    return False
+        if not has_value:
+            return bool(value)
+        is_expected = format_value(value) == expected
+        return not is_expected if name.endswith("!") else is_expected
+
+    return any(map(holds, needs.split(" or ")))
 
 
 def is_accepted(name: str, accepted: Collection[str]) -> bool:

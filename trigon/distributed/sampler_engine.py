@@ -307,7 +307,8 @@ class StartReplica(Protocol):
 class SamplerPool:
     """The replicas of a run, by number.
 
-    groups: the workers of each replica; None: lost, and not replaced yet.
+    groups: the workers of each replica; None: lost, and not replaced yet. replica_size: the number
+    of ranks of a replica.
     """
 
     def __init__(
@@ -323,7 +324,7 @@ class SamplerPool:
         starts: starts others in their places. warn: called with a message when one is replaced.
         """
         self._starts = starts
-        self._replica_size = len(groups[0].workers)
+        self.replica_size = len(groups[0].workers)
         self.groups: list[WorkerGroup | None] = list(groups)
         self.warn = warn
         self._same_command = same_command
@@ -339,11 +340,6 @@ class SamplerPool:
     def size(self) -> int:
         """The number of replicas, lost ones included."""
         return len(self.groups)
-
-    @property
-    def replica_size(self) -> int:
-        """The number of ranks of a replica."""
-        return self._replica_size
 
     @property
     def alive(self) -> list[int]:

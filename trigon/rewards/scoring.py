@@ -105,17 +105,16 @@ class Scoring:
 
     # -- for the caller --
 
-    def add(self, first_index: int, requests: Sequence[RewardRequest | None]) -> None:
+    def add(self, first_index: int, requests: Sequence[RewardRequest]) -> None:
         """Add the requests of a group, with consecutive indices from first_index.
 
-        Each index may be added once; None is left out.
+        Each index may be added once.
 
         Raises: RewardError if more than max_failed_fraction of num_completions have failed so far.
         """
         if self.outcome.done():
             self.outcome.result()
-        indexed = [(first_index + offset, each) for offset, each in enumerate(requests) if each is not None]
-        self._added.put(indexed)
+        self._added.put(list(enumerate(requests, start=first_index)))
         self._wake_pool()
 
     def result(self, *, on_progress: Callable[[int | None], object] | None = None) -> list[Score]:

@@ -233,18 +233,16 @@ class _Scoring:
         """
         if not completions:
             return
-        taken = [None if each.error else next(slots) for each in completions[: self._n]]
-        taken += [None if each.error else next(separate_slots) for each in completions[self._n :]]
-        self._waiting[index] = _ScoredRow(completions, taken)
-        requests = {
-            slot: _request(self._prompts[index], completion)
-            for slot, completion in zip(taken, completions, strict=True)
-            if slot is not None
-        }
-        together = [slot for slot in taken[: self._n] if slot is not None]
-        self._scoring.add(min(together, default=0), [requests.pop(slot) for slot in together])
-        for slot, request in requests.items():
-            self._scoring.add(slot, [request])
+        prompt, sampled, baselines = self._prompts[index], completions[: self._n], completions[self._n :]
+        taken = [None if each.error else next(slots) for each in sampled]
+        separate = [None if each.error else next(separate_slots) for each in baselines]
+        self._waiting[index] = _ScoredRow(completions, [*taken, *separate])
+        together = [slot for slot in taken if slot is not None]
+        if together:
+            self._scoring.add(together[0], [_request(prompt, each) for each in sampled if not each.error])
+        for slot, baseline in zip(separate, baselines, strict=True):
+            if slot is not None:
+                self._scoring.add(slot, [_request(prompt, baseline)])
 
     def pop_scored(self) -> Iterator[tuple[int, RolloutGroup]]:
         """Yield the groups that are scored, with the indices of their prompts.
