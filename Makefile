@@ -40,7 +40,7 @@ gpu-check: ## versions and devices, then the tests for a GPU: kernels, updates, 
 	mkdir -p runs; \
 	{ $$python -m trigon doctor --versions; $$python -m pytest -W default $(DURATIONS) tests/gpu; } 2>&1 | tee runs/gpu-check.txt
 
-test: lint ## lint, types, unit tests, invariants, and one run of each kind (about 7 minutes on 2 cores)
+test: lint ## lint, types, unit tests, invariants, and one run of each kind (about 8 minutes on 2 cores)
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "not alone and not extended and not long"
 
 test-all: lint ## the same, and every algorithm and model family, recipes and cluster layouts (about 40 minutes): what CI runs
