@@ -12,7 +12,7 @@ import pytest
 
 from support.faulty_disk import CHANGES, CREATE, OPEN, SYNC, WRITE, FaultyDisk
 from support.processes import descendants
-from support.runs import NO_VALIDATION, finish, lines, log_of, num_lines, start, wait_for
+from support.runs import NO_VALIDATION, lines, log_of, make_run, num_lines, start, wait_for
 from trigon.checkpoint.store import CheckpointStore
 
 pytestmark = pytest.mark.faults
@@ -127,7 +127,7 @@ def test_a_worker_that_cannot_write_its_shard_costs_a_checkpoint_and_not_the_run
     assert not list(folder.glob(".saving_*"))
     latest = CheckpointStore(folder, keep=-1, warn=pytest.fail).latest()
     assert latest is not None
-    finish(start(made, folder, *OPTIONS, steps=latest.step + 2), folder)
+    make_run(made, folder, *OPTIONS, steps=latest.step + 2)
     assert f"resuming after step {latest.step}" in log_of(folder).read_text()
     assert [line["step"] for line in lines(folder)] == list(range(1, latest.step + 3))
 

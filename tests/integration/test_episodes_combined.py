@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from support.clusters import two_ray_nodes
-from support.runs import assert_learned, comparable, finish, lines, rollouts, start, stored_images
+from support.runs import assert_learned, comparable, finish, lines, make_run, rollouts, start, stored_images
 from support.videos import make_video
 from trigon.report.rollouts import RolloutRow, read_rollouts
 from trigon.tools.cli.main import main
@@ -107,10 +107,9 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start_episodes(made: Path, parts: Path, folder: Path, *overrides: str, steps: int = STEPS, environment=None):
-    return start(
-        made,
-        folder,
+def episodes_of(parts: Path) -> tuple[str, ...]:
+    """Return the options of a run with the environment, the data and the reward in `parts`."""
+    return (
         "data.rollout_batch_size=2",
         "data.max_response_length=512",
         "trainer.save_freq=2",
@@ -121,9 +120,6 @@ def start_episodes(made: Path, parts: Path, folder: Path, *overrides: str, steps
         f"data.val_files={parts / 'validation.jsonl'}",
         f"worker.reward.reward_function={parts / 'reward.py'}:compute_score",
         f"worker.rollout.environment={parts / 'gallery.py'}:Gallery",
-        *overrides,
-        steps=steps,
-        environment=environment,
     )
 
 
@@ -131,7 +127,7 @@ def start_episodes(made: Path, parts: Path, folder: Path, *overrides: str, steps
 def combined(made: Path, parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with LoRA, online filtering and a frozen vision tower."""
     folder = tmp_path_factory.mktemp("combined") / "run"
-    finish(start_episodes(made, parts, folder, *LORA_FILTERED_FROZEN, "trainer.save_limit=-1"), folder)
+    make_run(made, folder, *episodes_of(parts), *LORA_FILTERED_FROZEN, "trainer.save_limit=-1", steps=STEPS)
     assert_learned(folder)
     return folder
 
@@ -243,7 +239,7 @@ def test_a_surplus_of_episodes_with_images_is_saved_and_the_run_resumes_with_it(
     assert completions
     assert all(base64.b64decode(image).startswith(b"\x89PNG") for each in completions for image in each["images"])
     assert any(len(each["turns"]) > 1 for each in completions)
-    finish(start_episodes(made, parts, resumed, *LORA_FILTERED_FROZEN, "trainer.save_limit=-1"), resumed)
+    make_run(made, resumed, *episodes_of(parts), *LORA_FILTERED_FROZEN, "trainer.save_limit=-1", steps=STEPS)
     assert comparable(lines(resumed)) == comparable(lines(combined))
     assert rollouts(resumed) == rollouts(combined)
     assert stored_images(resumed) == stored_images(combined)
@@ -278,7 +274,7 @@ def test_two_nodes_with_small_token_budgets_have_the_numbers_of_one_worker(made,
         "worker.actor.micro_batch_size_per_device_for_update=1",
         "worker.actor.micro_batch_size_per_device_for_experience=1",
     )
-    finish(start_episodes(made, parts, folder, *options, environment=two_nodes), folder)
+    finish(start(made, folder, *episodes_of(parts), *options, steps=STEPS, environment=two_nodes), folder)
     assert_parity(folder)
     assert [line["step"] for line in lines(folder)] == [line["step"] for line in lines(combined)]
     # Later steps may sample other tokens: updates follow the rounding of two ranks.
@@ -321,7 +317,7 @@ def test_remax_compares_with_a_greedy_episode_of_its_own_also_with_videos_in_the
         "data.max_video_frames=6",
         "data.max_prompt_length=200",
     )
-    finish(start_episodes(made, parts, folder, *options, steps=2), folder)
+    make_run(made, folder, *episodes_of(parts), *options, steps=2)
     assert_learned(folder)
     assert_parity(folder)
     assert (folder / "auto_micro_batch.json").is_file()

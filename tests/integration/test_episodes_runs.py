@@ -9,9 +9,9 @@ from PIL import Image
 
 from support.runs import (
     assert_learned,
-    finish,
     kill,
     lines,
+    make_run,
     num_lines,
     rollouts,
     start,
@@ -95,24 +95,21 @@ def parts(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start_episodes(made: Path, parts: Path, folder: Path, *overrides: str, steps: int = STEPS):
-    return start(
-        made,
-        folder,
+def episodes_of(parts: Path) -> tuple[str, ...]:
+    """Return the options of a run with the environment, the data and the reward in `parts`."""
+    return (
         *EPISODES,
         f"data.train_files={parts / 'train.parquet'}",
         f"data.val_files={parts / 'validation.parquet'}",
         f"worker.reward.reward_function={parts / 'reward.py'}:compute_score",
         f"worker.rollout.environment={parts / 'drawing.py'}:Drawing",
-        *overrides,
-        steps=steps,
     )
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(made: Path, parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
-    finish(start_episodes(made, parts, folder), folder)
+    make_run(made, folder, *episodes_of(parts), steps=STEPS)
     assert_learned(folder)
     return folder
 
@@ -150,11 +147,11 @@ PARITY = ("parity/logprobs_diff_max", "rollout/num_turns")
 @pytest.mark.long
 def test_a_run_killed_in_the_middle_of_an_episode_equals_an_uninterrupted_one(made, parts, uninterrupted, tmp_path):
     folder = tmp_path / "run"
-    process = start_episodes(made, parts, folder)
+    process = start(made, folder, *episodes_of(parts), steps=STEPS)
     # In step 3, after the checkpoint of step 2 and its validation.
     wait_for(lambda: num_lines(folder) >= 3 and any(folder.glob("global_step_*")), process, folder)
     kill(process)
-    finish(start_episodes(made, parts, folder), folder)
+    make_run(made, folder, *episodes_of(parts), steps=STEPS)
     assert lines(folder) == lines(uninterrupted)
     assert rollouts(folder) == rollouts(uninterrupted)
     assert stored_images(folder) == stored_images(uninterrupted)
@@ -165,7 +162,7 @@ def test_a_run_killed_in_the_middle_of_an_episode_equals_an_uninterrupted_one(ma
 def test_two_workers_have_the_numbers_of_one(made, parts, uninterrupted, tmp_path, tensor_parallel_size):
     folder = tmp_path / "run"
     options = ("trainer.n_gpus_per_node=2", f"worker.rollout.tensor_parallel_size={tensor_parallel_size}")
-    finish(start_episodes(made, parts, folder, *options), folder)
+    make_run(made, folder, *episodes_of(parts), *options, steps=STEPS)
     assert [line["step"] for line in lines(folder)] == [line["step"] for line in lines(uninterrupted)]
     counted = ("rollout/episodes_failed", "rollout/num_turns")
     for mine, others in zip(lines(folder), lines(uninterrupted), strict=True):

@@ -12,7 +12,7 @@ import pytest
 
 from support.hangs import HANGS
 from support.processes import descendants, is_running, wait_until
-from support.runs import CONFIG, NO_VALIDATION, finish, log_of, num_lines, overrides_of, start, wait_for
+from support.runs import CONFIG, NO_VALIDATION, log_of, make_run, num_lines, overrides_of, start, wait_for
 
 pytestmark = [
     pytest.mark.faults,
@@ -75,7 +75,7 @@ def test_one_worker_that_hangs_while_it_samples_ends_and_the_same_command_goes_o
     assert f"in {'hang_in_python' if function == 'hang_in_python' else 'lock_twice'}" in stacks
     assert "trigon/rewards/worker.py" in stacks  # a reward worker, which waits
     assert list(folder.glob("global_step_*"))
-    finish(start(made, folder, *OPTIONS, "worker.rollout.name=transformers", steps=3), folder)
+    make_run(made, folder, *OPTIONS, "worker.rollout.name=transformers", steps=3)
     assert "resuming after step " in log_of(folder).read_text()
 
 

@@ -21,6 +21,7 @@ from support.runs import (
     finish,
     lines,
     log_of,
+    make_run,
     num_lines,
     press_ctrl_c,
     rollouts,
@@ -45,7 +46,7 @@ def train(
 @pytest.fixture(scope="module")
 def one_worker(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one_worker") / "run"
-    finish(train(made, folder), folder)
+    make_run(made, folder, *NO_VALIDATION, steps=STEPS)
     assert_learned(folder)
     return folder
 
@@ -54,7 +55,7 @@ def one_worker(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_workers(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of an uninterrupted run of two workers, with all its checkpoints."""
     folder = tmp_path_factory.mktemp("two_workers") / "run"
-    finish(train(made, folder, "trainer.n_gpus_per_node=2", "trainer.save_limit=-1"), folder)
+    make_run(made, folder, *NO_VALIDATION, "trainer.n_gpus_per_node=2", "trainer.save_limit=-1", steps=STEPS)
     return folder
 
 
@@ -114,7 +115,7 @@ def images_processed(folder: Path) -> list[float]:
 def test_workers_that_compute_rows_together_have_the_numbers_of_those_that_do_not(made, two_workers, tmp_path):
     folder = tmp_path / "run"
     options = ("trainer.n_gpus_per_node=2", "worker.actor.ulysses_sequence_parallel_size=2")
-    finish(train(made, folder, *options, steps=2), folder)
+    make_run(made, folder, *NO_VALIDATION, *options, steps=2)
     # The workers of a row count it once.
     rows, separate = (
         [line["metrics"]["actor/micro_batches"] for line in lines(each)] for each in (folder, two_workers)
@@ -128,7 +129,7 @@ def test_workers_that_compute_rows_together_have_the_numbers_of_those_that_do_no
 @pytest.mark.long
 def test_one_worker_resumes_from_a_checkpoint_of_two(made, two_workers, tmp_path):
     folder = from_step(two_workers, 2, tmp_path / "run")
-    finish(train(made, folder), folder)
+    make_run(made, folder, *NO_VALIDATION, steps=STEPS)
     assert "resuming after step 2" in log_of(folder).read_text()
     assert_close(lines(folder), lines(two_workers), tolerance=1e-5)
 
@@ -141,7 +142,7 @@ def test_four_workers_with_tensor_parallelism_and_two_copies_resume_from_a_check
 ):
     folder = from_step(two_workers, 2, tmp_path / "run")
     sizes = ("trainer.n_gpus_per_node=4", "worker.rollout.tensor_parallel_size=2", "worker.actor.fsdp.fsdp_size=2")
-    finish(train(made, folder, *sizes), folder)
+    make_run(made, folder, *NO_VALIDATION, *sizes, steps=STEPS)
     assert_close(lines(folder), lines(two_workers), tolerance=1e-4)
 
 
@@ -158,7 +159,7 @@ def test_runs_with_tensor_parallelism_share_no_memory_and_leave_none_behind(made
     together = [train(made, folder, *options, steps=1) for folder in folders[:2]]
     for process, folder in zip(together, folders[:2], strict=True):
         finish(process, folder)
-    finish(train(made, folders[2], *options, steps=1), folders[2])
+    make_run(made, folders[2], *NO_VALIDATION, *options, steps=1)
     assert lines(folders[0]) == lines(folders[1]) == lines(folders[2])
     assert segments() == before
 
@@ -191,7 +192,7 @@ def test_a_killed_worker_ends_the_run_in_any_phase_and_the_next_run_resumes_exac
         while time.monotonic() - kill_time < 60 and marked(mark):
             time.sleep(0.1)
         assert marked(mark) == {}
-    finish(train(made, folder, "trainer.n_gpus_per_node=2", "trainer.save_freq=1"), folder)
+    make_run(made, folder, *NO_VALIDATION, "trainer.n_gpus_per_node=2", "trainer.save_freq=1", steps=STEPS)
     assert comparable(lines(folder)) == comparable(lines(two_workers))
     assert rollouts(folder) == rollouts(two_workers)
 

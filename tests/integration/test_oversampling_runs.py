@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.runs import assert_learned, comparable, finish, kill, lines, num_lines, rollouts, start, wait_for
+from support.runs import assert_learned, comparable, kill, lines, make_run, num_lines, rollouts, start, wait_for
 
 pytestmark = pytest.mark.long
 
@@ -25,7 +25,7 @@ OVERSAMPLING = (
 @pytest.fixture(scope="module")
 def uninterrupted(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
-    finish(start(made, folder, *OVERSAMPLING, "trainer.save_limit=-1"), folder)
+    make_run(made, folder, *OVERSAMPLING, "trainer.save_limit=-1")
     assert_learned(folder)
     return folder
 
@@ -51,7 +51,7 @@ def test_a_run_killed_with_unfinished_completions_equals_an_uninterrupted_one(ma
     process = start(made, folder, *OVERSAMPLING)
     wait_for(lambda: num_lines(folder) >= 3, process, folder)  # after the checkpoint of step 2
     kill(process)
-    finish(start(made, folder, *OVERSAMPLING), folder)
+    make_run(made, folder, *OVERSAMPLING)
     assert lines(folder) == lines(uninterrupted)
     assert rollouts(folder) == rollouts(uninterrupted)
 
@@ -59,11 +59,11 @@ def test_a_run_killed_with_unfinished_completions_equals_an_uninterrupted_one(ma
 def test_two_workers_stop_and_resume_alike(made, tmp_path):
     folder, again = tmp_path / "run", tmp_path / "again"
     options = (*OVERSAMPLING, "trainer.n_gpus_per_node=2")
-    finish(start(made, folder, *options), folder)
+    make_run(made, folder, *options)
     assert_carries(folder)
     process = start(made, again, *options)
     wait_for(lambda: num_lines(again) >= 3, process, again)
     kill(process)
-    finish(start(made, again, *options), again)
+    make_run(made, again, *options)
     assert comparable(lines(again)) == comparable(lines(folder))
     assert rollouts(again) == rollouts(folder)

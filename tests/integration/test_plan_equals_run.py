@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from support.runs import finish, lines, start
+from support.runs import lines, make_run
 from trigon.config.schema import Config
 from trigon.report.run import read_metrics
 from trigon.tools.plan.plan import plan
@@ -29,7 +29,7 @@ def run(made, tmp_path_factory):
     """Return the folder of a finished run with a KL term, so that every group has a gradient."""
     folder = tmp_path_factory.mktemp("planned") / "run"
     rows = f"data.train_files={made / 'data' / 'train.parquet'}@train[:{4 * STEPS}]"
-    finish(start(made, folder, rows, *OVERRIDES, steps=STEPS), folder)
+    make_run(made, folder, rows, *OVERRIDES, steps=STEPS)
     return folder
 
 

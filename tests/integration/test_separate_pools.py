@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from support.clusters import MARK, kill_worker, two_ray_nodes
-from support.runs import NO_VALIDATION, assert_learned, finish, lines, log_of, rollouts, start
+from support.runs import NO_VALIDATION, assert_learned, finish, lines, log_of, make_run, rollouts, start
 
 pytestmark = pytest.mark.vllm
 
@@ -45,7 +45,7 @@ def count_weight_bytes(folder: Path) -> int:
 def test_separate_pools_have_the_numbers_of_shared_workers_also_when_samplers_are_killed(made, tmp_path):
     shared, separate, mark = tmp_path / "shared", tmp_path / "separate", secrets.token_hex(8)
     options = ("trainer.n_gpus_per_node=2", "trainer.save_freq=-1")
-    finish(start(made, shared, *NO_VALIDATION, *options, steps=3), shared)
+    make_run(made, shared, *NO_VALIDATION, *options, steps=3)
     assert_learned(shared)
     traced = "trainer.profile_steps=[1]"
     process = start(made, separate, *NO_VALIDATION, *options, *SEPARATE, traced, steps=3, environment={MARK: mark})
@@ -71,8 +71,8 @@ def test_transformers_samples_on_workers_of_its_own_with_the_same_numbers(made, 
     shared, separate, all_the_time = (tmp_path / name for name in ("shared", "separate", "all the time"))
     options = ("worker.rollout.name=transformers", "trainer.save_freq=-1")
     pools = (*options, "worker.hybrid_engine=false")
-    finish(start(made, shared, *NO_VALIDATION, *options, steps=3), shared)
-    finish(start(made, separate, *NO_VALIDATION, *pools, steps=3), separate)
+    make_run(made, shared, *NO_VALIDATION, *options, steps=3)
+    make_run(made, separate, *NO_VALIDATION, *pools, steps=3)
     assert learned(separate) == learned(shared)
     finish(
         start(
@@ -98,7 +98,7 @@ def test_transformers_samples_on_workers_of_its_own_with_the_same_numbers(made, 
 def test_a_run_that_samples_ahead_resumes_exactly_whoever_is_killed(made, tmp_path):
     whole, killed, mark = tmp_path / "whole", tmp_path / "killed", secrets.token_hex(8)
     options = (*SEPARATE, "algorithm.max_staleness=1")
-    finish(start(made, whole, *NO_VALIDATION, *options, steps=4), whole)
+    make_run(made, whole, *NO_VALIDATION, *options, steps=4)
     assert_learned(whole)
     assert [line["metrics"]["staleness/max"] for line in lines(whole)] == [0, 1, 1, 1]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.runs import assert_learned, finish, lines, log_of, rollouts, start
+from support.runs import assert_learned, lines, log_of, make_run, rollouts
 
 pytestmark = pytest.mark.long
 
@@ -28,16 +28,16 @@ def test_a_resumed_run_with_measured_budgets_has_the_numbers_of_one_with_configu
     made: Path, tmp_path: Path
 ) -> None:
     configured, measured = tmp_path / "configured", tmp_path / "measured"
-    finish(start(made, configured, *LENGTHS, *NO_VALIDATION, *CONFIGURED, steps=2), configured)
+    make_run(made, configured, *LENGTHS, *NO_VALIDATION, *CONFIGURED, steps=2)
     assert_learned(configured)
 
-    finish(start(made, measured, *LENGTHS, *NO_VALIDATION, AUTO, steps=1), measured)
+    make_run(made, measured, *LENGTHS, *NO_VALIDATION, AUTO, steps=1)
     stored = json.loads((measured / "auto_micro_batch.json").read_text())
     assert (stored["budgets"]["update_tokens"], stored["budgets"]["experience_tokens"]) == (768, 1536)
     assert stored["budgets"]["device"] == "CPU"
     assert stored["measured_for"]["model"] == str(made / "model")
     modified_ns = (measured / "auto_micro_batch.json").stat().st_mtime_ns
-    finish(start(made, measured, *LENGTHS, *NO_VALIDATION, AUTO, steps=2), measured)
+    make_run(made, measured, *LENGTHS, *NO_VALIDATION, AUTO, steps=2)
     assert (measured / "auto_micro_batch.json").stat().st_mtime_ns == modified_ns
 
     assert lines(measured) == lines(configured)
@@ -52,7 +52,7 @@ def test_a_resumed_run_with_measured_budgets_has_the_numbers_of_one_with_configu
 @pytest.mark.alone
 def test_several_workers_measure_the_same_budgets(made: Path, tmp_path: Path) -> None:
     folder = tmp_path / "pair"
-    finish(start(made, folder, *LENGTHS, *NO_VALIDATION, AUTO, "trainer.n_gpus_per_node=2", steps=1), folder)
+    make_run(made, folder, *LENGTHS, *NO_VALIDATION, AUTO, "trainer.n_gpus_per_node=2", steps=1)
     stored = json.loads((folder / "auto_micro_batch.json").read_text())
     assert (stored["budgets"]["update_tokens"], stored["budgets"]["experience_tokens"]) == (768, 1536)
     assert stored["measured_for"]["workers"] == 2

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from support.engines import tensors_in
-from support.runs import finish, kill, lines, num_lines, overrides_of, start, wait_for
+from support.runs import kill, lines, make_run, num_lines, overrides_of, start, wait_for
 
 GAE = (
     "algorithm.adv_estimator=gae",
@@ -42,7 +42,7 @@ def tensors_of(folder: Path, step: int, model: str):
 @pytest.fixture(scope="module")
 def uninterrupted(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("critic") / "run"
-    finish(start(made, folder, *GAE, "worker.rollout.n=2", steps=4), folder)
+    make_run(made, folder, *GAE, "worker.rollout.n=2", steps=4)
     return folder
 
 
@@ -78,7 +78,7 @@ def test_a_run_with_a_critic_that_is_killed_equals_an_uninterrupted_one(made, un
     process = start(made, folder, *arguments, steps=4)
     wait_for(lambda: num_lines(folder) >= 3, process, folder)  # after step 3, which has no checkpoint
     kill(process)
-    finish(start(made, folder, *arguments, steps=4), folder)
+    make_run(made, folder, *arguments, steps=4)
     assert lines(folder) == lines(uninterrupted)
     for model in ("actor", "critic"):
         expected = weights_of(uninterrupted, 4, model)
@@ -90,7 +90,7 @@ def test_two_workers_train_a_policy_and_its_critic_on_one_trunk(made, tmp_path):
     folder = tmp_path / "run"
     own = [option for option in GAE if not option.startswith(("worker.critic.global", "worker.critic.ppo"))]
     options = ("worker.critic.share_trunk=true", "worker.actor.fsdp.mp_param_dtype=fp32", "worker.rollout.n=2")
-    finish(start(made, folder, *own, *options, "trainer.n_gpus_per_node=2", steps=4), folder)
+    make_run(made, folder, *own, *options, "trainer.n_gpus_per_node=2", steps=4)
     metrics = [line["metrics"] for line in lines(folder)]
     assert [("actor/lr" in each, each["critic/lr"]) for each in metrics] == [
         (False, 1e-3),

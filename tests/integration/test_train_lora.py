@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.engines import tensors_in
-from support.runs import finish, lines, rollouts, start
+from support.runs import lines, make_run, rollouts
 from trigon.system.torchvision_stub import declare_operators
 from trigon.tools.cli.export import main
 
@@ -21,7 +21,7 @@ STEPS = 3
 
 
 def train(made: Path, folder: Path) -> None:
-    process = start(
+    make_run(
         made,
         folder,
         "worker.actor.model.lora.rank=4",
@@ -33,7 +33,6 @@ def train(made: Path, folder: Path) -> None:
         "trainer.save_limit=-1",
         steps=STEPS,
     )
-    finish(process, folder)
 
 
 @pytest.fixture(scope="module")

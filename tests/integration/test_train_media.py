@@ -10,14 +10,14 @@ import datasets
 import pytest
 
 from support.images import png
-from support.runs import NO_VALIDATION, assert_learned, finish, lines, rollouts, start
+from support.runs import NO_VALIDATION, assert_learned, lines, make_run, rollouts
 from support.videos import make_video
 
 STEPS = 2
 
 
 def train(made: Path, folder: Path, train_file: Path, *overrides: str) -> None:
-    process = start(
+    make_run(
         made,
         folder,
         f"data.train_files={train_file}",
@@ -27,7 +27,6 @@ def train(made: Path, folder: Path, train_file: Path, *overrides: str) -> None:
         *overrides,
         steps=STEPS,
     )
-    finish(process, folder)
     assert_learned(folder)
     assert [line["step"] for line in lines(folder) if line["step"] > 0] == [1, 2]
 

@@ -1,4 +1,4 @@
-"""Starts training runs as a user does, in processes of their own, and reads their run folders."""
+"""Makes training runs, in processes of their own or in that of the test, and reads run folders."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 
 from support.processes import descendants
 from trigon.system.hangs import dump_stacks
+from trigon.tools.cli.main import main as trigon
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/")
@@ -91,6 +93,18 @@ def start(
             # A test process in the background may ignore SIGINT, which its children inherit.
             preexec_fn=restore_sigint,
         )
+
+
+def make_run(made: Path, folder: Path, *overrides: str, steps: int = STEPS) -> None:
+    """Make a whole run as start() and finish() do, in this process.
+
+    A process of its own imports torch, transformers and vLLM again, which takes longer than a short
+    run. It is needed where the process is killed, or its environment is tested.
+    """
+    log = log_of(folder)
+    with log.open("a") as output, redirect_stdout(output), redirect_stderr(output):
+        status = trigon(["train", f"config={CONFIG}", *overrides_of(made, folder, steps=steps), *overrides])
+    assert status == 0, log.read_text()[-4000:]
 
 
 def overrides_of(made: Path, folder: Path, *, steps: int) -> list[str]:
