@@ -435,6 +435,7 @@ def test_a_replica_that_dies_before_it_connects_holds_the_others_up_for_seconds_
     timer.start()
     with pools.awake():
         assert pools.values() == [float(pools.version)] * 4
+        assert pools.sample() == pools.expected()
     timer.join()
 
 

@@ -282,6 +282,7 @@ def check_hostile_page(browser: Browser, url: str) -> None:
         assert requests == set()
 
 
+@pytest.mark.extended
 def test_what_models_and_datasets_write_stays_text(browser, hostile, tmp_path):
     with served([hostile], tmp_path / "cache") as (url, _):
         check_hostile_page(browser, url)
@@ -316,7 +317,7 @@ def test_an_exported_file_shows_the_run_without_a_network(browser, folders, tmp_
     assert str(folders[0].parent) not in written.path.read_text(encoding="utf-8"), "paths of the machine are private"
 
 
-@pytest.mark.extended(cases=["True"])
+@pytest.mark.extended
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_phone_has_the_list_then_the_group_and_nothing_is_too_wide(browser, page, dark):
     browser.look(width=390, height=844, is_phone=True, dark=dark)
@@ -370,7 +371,7 @@ CONTRAST = """
 """
 
 
-@pytest.mark.extended(cases=["True"])
+@pytest.mark.extended
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_has_contrast_and_controls_have_names(browser, page, dark):
     browser.look(width=1280, height=800, dark=dark)
