@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trigon.algorithms.advantages import RewardBatch, estimate_advantages, group_relative
-from trigon.config.names import SINGLE_COMPLETION_ESTIMATORS, AdvantageEstimator
+from trigon.config.names import GROUP_ESTIMATORS, SINGLE_COMPLETION_ESTIMATORS, AdvantageEstimator
 
 ESTIMATORS = get_args(AdvantageEstimator)
 COMPARING = sorted(set(ESTIMATORS) - set(SINGLE_COMPLETION_ESTIMATORS))
@@ -162,6 +162,12 @@ def test_a_group_of_equal_rewards_has_exactly_zero_advantage(size, estimator):
         assert completion_advantages([[reward] * size, other_group], estimator, lengths=lengths)[0] == [0.0] * size, (
             reward
         )
+
+
+@pytest.mark.parametrize("estimator", COMPARING)
+def test_a_group_of_equal_rewards_has_an_advantage_only_where_their_parts_are_compared(estimator):
+    [values] = completion_advantages([[1.0] * 4], estimator, parts=PARTS)
+    assert any(values) == (estimator not in GROUP_ESTIMATORS)
 
 
 @pytest.mark.parametrize("reward", [0.1, 0.9, 12345.678])

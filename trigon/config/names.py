@@ -32,15 +32,11 @@ Estimator = Literal[AdvantageEstimator, "gae"]
 SINGLE_COMPLETION_ESTIMATORS: tuple[AdvantageEstimator, ...] = ("reinforce_plus_plus", "remax")
 """Estimators that do not compare completions of a group, so that one per prompt suffices."""
 
-GROUP_ESTIMATORS: tuple[AdvantageEstimator, ...] = (
-    "grpo",
-    "grpo_passk",
-    "rloo",
-    "dr_grpo",
-    "reinforce_plus_plus_baseline",
-    "opo",
+GROUP_ESTIMATORS: tuple[AdvantageEstimator, ...] = tuple(
+    name for name in get_args(AdvantageEstimator) if name not in (*SINGLE_COMPLETION_ESTIMATORS, "gdpo")
 )
-"""Estimators by which a group of equal rewards has no advantage."""
+"""Estimators by which a group of equal rewards has no advantage: all that compare the completions
+of a group, but for gdpo, which compares the parts of the rewards."""
 
 PolicyLossType = Literal["default", "gspo", "gspo_token", "cispo", "sapo"]
 """The policy loss of a token (algorithms/losses.py)."""
