@@ -219,8 +219,8 @@ class AlgorithmConfig(Section):
     """Advantages, the KL penalty, group filtering, and the mismatch correction."""
 
     adv_estimator: Estimator = "grpo"
-    """Advantage estimator, see docs/algorithms.md. The first five and gae are EasyR1's.
-    gae is PPO with a critic (worker.critic)."""
+    """Advantage estimator, see docs/algorithms.md. EasyR1 has grpo, grpo_passk, rloo,
+    reinforce_plus_plus, remax and gae, which is PPO with a critic (worker.critic)."""
 
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per token of reinforce_plus_plus and gae.
