@@ -6,6 +6,7 @@ import pytest
 
 from support.options import NEEDED
 from trigon.config.load import dump_config, load_config, split_arguments
+from trigon.config.names import LOGGERS
 from trigon.config.options import value_of
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
@@ -102,7 +103,7 @@ def test_an_unknown_key_suggests_the_nearest(key, nearest):
 NUMBER = "a number, above 0 and at most 100"
 INTEGER = "an integer, at least 0 and at most 9,223,372,036,854,775,807"
 BETAS = "a list of 2, each a number, at least 0 and below 1"
-SINKS = "a list, each one of console, file, mlflow, swanlab, tensorboard, trackio, wandb"
+SINKS = f"a list, each one of {', '.join(('console', 'file', *LOGGERS))}"
 
 
 @pytest.mark.parametrize(

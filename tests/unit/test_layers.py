@@ -67,14 +67,10 @@ ONLY_IN = {
     "starlette": ("tools/view/server.py",),
     "uvicorn": ("tools/view/server.py",),
     "sqlite3": ("tools/view/index.py",),
-    "wandb": ("report/loggers/wandb.py",),
-    "swanlab": ("report/loggers/swanlab.py",),
-    "mlflow": ("report/loggers/mlflow.py",),
-    "tensorboard": ("report/loggers/tensorboard.py",),
     "torch.utils.tensorboard": ("report/loggers/tensorboard.py",),
-    "trackio": ("report/loggers/trackio.py",),
     "gymnasium": ("environments/gymnasium.py",),
     "openenv": ("environments/openenv.py",),
+    **{file.stem: (f"report/loggers/{file.name}",) for file in (PACKAGE / "report" / "loggers").glob("[a-z]*.py")},
 }
 
 

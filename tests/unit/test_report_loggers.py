@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from PIL import Image
 from support.samples import SAMPLES, logged_run
 from trigon.assemble.start import StopSignals, start_run
 from trigon.config.load import LoadedConfig
+from trigon.config.names import LOGGERS
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.report.delivery import (
@@ -80,7 +82,7 @@ def opened(names, run, environment=LoggerEnvironment()):  # noqa: B008
 
 def test_loggers_are_checked_by_name_and_imported_when_chosen():
     assert make_loggers(["console", "file"], LoggerEnvironment()) == []
-    with pytest.raises(ConfigError, match=r"'wandbb'; it takes console, file, mlflow, swanlab, tensorboard, trackio"):
+    with pytest.raises(ConfigError, match="'wandbb'; it takes " + ", ".join(("console", "file", *LOGGERS))):
         check_loggers(["console", "wandbb"])
     for name in ("mlflow", "swanlab", "trackio", "wandb"):
         if find_spec(name) is None:
@@ -94,6 +96,14 @@ check_loggers(["console", "file", "tensorboard"])
 assert not {"wandb", "swanlab", "mlflow", "trackio", "tensorboard", "torch"} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(("library", "is_accepted"), [(None, True), ("json", True), ("no_such_library", False)])
+def test_a_logger_may_need_no_library_or_one_of_another_name(monkeypatch, library, is_accepted):
+    logger = next(name for name in LOGGERS if name != "tensorboard")
+    monkeypatch.setattr(f"trigon.report.loggers.{logger}.LOGGER.library", library, raising=False)
+    with nullcontext() if is_accepted else pytest.raises(ConfigError, match="not installed"):
+        check_loggers([logger])
 
 
 def test_a_logger_that_fails_to_open_is_a_config_error_and_the_others_are_closed(tmp_path):

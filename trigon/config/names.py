@@ -63,7 +63,7 @@ LearningRateSchedule = Literal["constant", "cosine"]
 """The learning rate after warm-up (training/optim.py)."""
 
 LOGGERS = tuple(sorted(file.stem for file in (Path(__file__).parents[1] / "report" / "loggers").glob("[a-z]*.py")))
-"""The loggers that need a library; each is a file."""
+"""The loggers besides the console and the run folder; each is a file."""
 
 if TYPE_CHECKING:
     Sink = str

@@ -236,13 +236,14 @@ def name_of(logger: Logger) -> str:
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Raise ConfigError if a logger is unknown or not installed. Imports none of them."""
+    """Raise ConfigError if a logger is unknown or not installed. Imports no library."""
     for name in names:
         if name in BUILT_IN:
             continue
         if name not in LOGGERS:
             raise ConfigError(f"trainer.logger names {name!r}; it takes {', '.join((*BUILT_IN, *LOGGERS))}")
-        if importlib.util.find_spec(name) is None:
+        library = getattr(importlib.import_module(f"trigon.report.loggers.{name}").LOGGER, "library", name)
+        if library is not None and importlib.util.find_spec(library) is None:
             raise ConfigError(
                 f"trainer.logger names {name}, which is not installed: run {install_command(name)}, or remove it"
             )
