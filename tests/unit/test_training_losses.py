@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from support.engines import (
     with_loss,
 )
 from support.tensors import flatten, max_relative_error
+from trigon.config.names import PolicyLossType, SampledKlEstimator
 from trigon.metrics import values
 from trigon.types import TrainGroup
 
@@ -41,18 +44,13 @@ def test_without_old_logprobs_the_ratio_is_exactly_one_and_old_logprobs_give_the
 OFF_POLICY = {
     "default, seq": with_loss(loss_avg_mode="seq"),
     "default, seq_fixed": with_loss(loss_avg_mode="seq_fixed"),
+    **{name: with_loss(loss_type=name) for name in get_args(PolicyLossType)},
     "gspo": with_loss(loss_type="gspo", loss_avg_mode="seq"),
-    "gspo_token": with_loss(loss_type="gspo_token"),
-    "cispo": with_loss(loss_type="cispo"),
-    "sapo": with_loss(loss_type="sapo"),
     "entropy": with_loss(entropy_coeff=0.1),
     "truncate": with_loss(mismatch_correction="truncate", mismatch_level="token", mismatch_low=0.5, mismatch_high=2.0),
     "mask": with_loss(mismatch_correction="mask", mismatch_level="sequence", mismatch_low=0.5, mismatch_high=2.0),
     "reject": with_loss(mismatch_correction="reject", mismatch_level="token", mismatch_low=0.2, mismatch_high=5.0),
-    "k1": with_loss(use_kl_loss=True, kl_penalty="kl", kl_coef=0.3),
-    "abs": with_loss(use_kl_loss=True, kl_penalty="abs", kl_coef=0.3),
-    "k2": with_loss(use_kl_loss=True, kl_penalty="mse", kl_coef=0.3),
-    "k3": with_loss(use_kl_loss=True, kl_penalty="low_var_kl", kl_coef=0.3),
+    **{name: with_loss(use_kl_loss=True, kl_penalty=name, kl_coef=0.3) for name in get_args(SampledKlEstimator)},
     "full": FULL_KL,
 }
 
