@@ -296,3 +296,15 @@ def test_lists_look_the_same_on_the_site_as_on_github(page: str) -> None:
     text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     assert re.findall(r"^ {1,3}(?:[-*]|\d+\.) .*$", text, flags=re.MULTILINE) == []
     assert re.findall(r"^(?![-*|<#>]|\d+\. | ).+\n(?:[-*]|\d+\.) .*$", text, flags=re.MULTILINE) == []
+
+
+def test_the_table_of_algorithms_has_every_choice() -> None:
+    text = (ROOT / "docs/algorithms.md").read_text("utf-8")
+    known = {option.name: option for option in options().values()}
+    listed = {}
+    for _, _, keys, values, _ in (line.split("|") for line in text.splitlines() if line.count("|") == 4):
+        name = keys.strip().split("`")[1:2]
+        if name and name[0] in known and known[name[0]].kind == "choice":
+            listed[name[0]] = set(re.findall(r"`(\w+)`", values))
+    assert listed.keys() >= {"algorithm.adv_estimator", "algorithm.kl_penalty", "worker.actor.loss_type"}
+    assert listed == {name: set(known[name].choices) for name in listed}
