@@ -4,7 +4,7 @@
 #   INSTALLER=pip    install with pip instead of uv
 # They are read by scripts/setup.sh.
 
-# The tests start hundreds of processes: without cached bytecode, each would compile torch anew.
+# The tests start hundreds of processes: without cached bytecode, each would compile torch again.
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV ?= .venv

@@ -269,7 +269,7 @@ class _InTurn(_Run):
 
 class _Oversampling(_Run):
     """Colocated: more groups are in flight than a step learns from. It learns once enough have
-    ended; the others go on in the next step, with its weights.
+    ended; the others continue in the next step, with its weights.
     """
 
     def begin(self) -> None:
@@ -388,12 +388,12 @@ class _Streamed(_Run):
         self.on_room(number)
 
     def on_room(self, number: int) -> None:
-        """Go on after a group of a replica has ended."""
+        """Continue after a group of a replica has ended."""
         self._load_if_behind(number)
         self._start([number])
 
     def on_version(self) -> None:
-        """Go on after a step has learned."""
+        """Continue after a step has learned."""
         for number in range(len(self.replicas)):
             self._load_if_behind(number)
         self._start_anywhere()

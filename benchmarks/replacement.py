@@ -1,4 +1,4 @@
-"""Seconds until a run goes on whose only sampler is killed while it samples.
+"""Seconds until a run continues whose only sampler was killed while it sampled.
 
     python benchmarks/replacement.py [--repeats 3] [key=value ...]
 

@@ -40,7 +40,7 @@ class RecordingTrainer(GRPOTrainer):  # type: ignore[misc]
         ]
         if not self.sampled:
             self.sampled.extend([] for _ in turns)
-        for sequence, turn in zip(self.sampled, turns, strict=True):  # all of them go on
+        for sequence, turn in zip(self.sampled, turns, strict=True):  # all of them continue
             sequence.append(turn)
         return completion_ids, logprobs
 

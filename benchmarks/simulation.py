@@ -223,7 +223,7 @@ class Replica:
         self._changes += 1
 
     def load(self, version: int) -> None:
-        """Go on with new weights: what runs is prefilled again, since its cache is outdated."""
+        """Continue with new weights: what runs is prefilled again, since its cache is outdated."""
         self._advance()
         self._loads += 1
         self._prefill = 0.0

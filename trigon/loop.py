@@ -30,7 +30,7 @@ from trigon.system.process_settings import return_freed_memory
 from trigon.system.stopping import SAME_COMMAND, Grace, SameCommand, StepLeft
 from trigon.training.protocol import CriticEngine, GroupOutputs, TrainEngine
 from trigon.training.train_groups import GroupPreparation, has_gradient
-from trigon.training.updates import Updater, how_to_go_on
+from trigon.training.updates import Updater, describe_continuation
 from trigon.types import RolloutGroup, TrainGroup
 
 
@@ -117,7 +117,7 @@ def train(run: Run, resume_from: Checkpoint | None) -> int:
             return run_steps(run, resume_from)
     except NotFiniteError as error:
         last = store.newest_complete() or (None if resume_from is None else resume_from.folder)
-        advice = how_to_go_on(last, run.stop.same_command, validates_only=run.config.trainer.val_only)
+        advice = describe_continuation(last, run.stop.same_command, validates_only=run.config.trainer.val_only)
         raise NotFiniteError(f"{error}.\n{advice}") from error
 
 

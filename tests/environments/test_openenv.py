@@ -78,7 +78,7 @@ def test_an_action_may_be_json(connect):
     assert echo.step('<action>{"message": "ha", "times": 2}</action>')[0]["text"] == "echoed: ha ha\ncount: 1"
 
 
-def test_what_is_no_action_goes_back_to_the_model_and_the_episode_goes_on(connect):
+def test_what_is_no_action_goes_back_to_the_model_and_the_episode_continues(connect):
     echo = connect(action=None, invalid_reward=-1.0)
     echo.reset(ROW)
     reply, reward, done = echo.step("hello")
@@ -163,7 +163,7 @@ def test_episodes_run_in_processes_as_in_a_run(server):
 
 
 @pytest.mark.faults
-def test_a_step_that_fails_ends_the_episode_and_the_next_one_goes_on(connect):
+def test_a_step_that_fails_ends_the_episode_and_the_next_one_continues(connect):
     echo = connect()
     echo.reset(ROW)
     with pytest.raises(RuntimeError, match=r"failed in a step \(.*the environment is broken"):

@@ -1,4 +1,4 @@
-"""A real run whose disk fails: training goes on where that loses less, with one sentence."""
+"""A real run whose disk fails: training continues where that loses less, with one sentence."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def disk(tmp_path: Path) -> FaultyDisk:
 
 
 @pytest.mark.extended
-def test_a_run_goes_on_while_its_disk_fails_and_when_its_folder_is_moved_and_ends_with_1_if_a_last_save_fails(
+def test_a_run_continues_while_its_disk_fails_and_when_its_folder_is_moved_and_ends_with_1_if_a_last_save_fails(
     made, disk, tmp_path
 ):
     folder = tmp_path / "run"
@@ -107,10 +107,10 @@ def test_a_worker_that_cannot_write_its_shard_costs_a_checkpoint_and_not_the_run
                 return " ".join(log_of(folder).read_text()[seen:].split())
 
             disk.fail(number, kinds, process=worker)
-            wait_for(lambda: "IS NOT SAVED" in news() and "The run goes on" in news(), process, folder)
+            wait_for(lambda: "IS NOT SAVED" in news() and "The run continues" in news(), process, folder)
             disk.stop()
             assert_sentence(news(), folder, words, worker)
-            [before] = map(int, re.findall(r"goes on.*?; the last one is of step (\d+)", news()))
+            [before] = map(int, re.findall(r"continues.*?; the last one is of step (\d+)", news()))
             wait_for(lambda before=before: latest_step(folder) > before, process, folder)
         seen = len(log_of(folder).read_text())
         disk.fail(errno.ENOSPC, WRITE, process=workers[1])

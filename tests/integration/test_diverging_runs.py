@@ -76,7 +76,7 @@ def test_gradients_that_are_nan_from_one_update_on_end_the_run(made, tmp_path):
 @pytest.mark.extended
 @pytest.mark.long(cases=["nan weight"])
 @pytest.mark.parametrize("fault", ["nan weight", "nan moment"])
-def test_a_value_that_an_update_made_nan_is_not_saved_and_the_run_goes_on_from_the_last_good_checkpoint(
+def test_a_value_that_an_update_made_nan_is_not_saved_and_the_run_continues_from_the_last_good_checkpoint(
     made, tmp_path, fault
 ):
     folder, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
@@ -117,7 +117,7 @@ def test_two_workers_survive_a_failing_engine_of_one_of_them_with_the_same_numbe
     finish(run(made, folder, *TWO, faults=faults, steps=2), folder)
     log = log_of(folder).read_text()
     assert log.count(f"{message}") >= 1
-    assert log.count("The rollout engine is started anew, and loads the trainer's weights") == 1
+    assert log.count("The rollout engine is started again, and loads the trainer's weights") == 1
     assert "warning: rank 1 on " in log
     found = lines(folder)
     assert [sum(line["metrics"][key] for line in found) for key in COUNTS] == [retried, 1]

@@ -666,7 +666,7 @@ def test_python_leaves_no_process(python, tools):
 
 @pytest.mark.extended
 @pytest.mark.faults
-def test_python_that_takes_too_long_is_ended_and_the_episode_goes_on(needs_python):
+def test_python_that_takes_too_long_is_ended_and_the_episode_continues(needs_python):
     with running(EnvironmentSettings(environment=None, tools=find_tools(["python"]), timeout_seconds=4.0)) as pool:
         pool.start(0, {})
         outcomes(pool, 1)
@@ -820,7 +820,7 @@ def test_bombs_of_python_cost_no_other_episode(needs_python):
         assert {found[number].observation.messages[0].text for number in others} == {"499999500000"}
         for number, (name, (_, expected)) in enumerate(BOMBS.items()):
             assert expected in found[number].observation.messages[0].text, (name, found[number])
-        for number in range(len(BOMBS)):  # all episodes go on
+        for number in range(len(BOMBS)):  # all episodes continue
             assert step(pool, call("python", code="1 + 1"), number).observation.messages[0].text == "2"
         [supervisor] = pool.process_ids
         expected = len(BOMBS) + 8 + 4  # episodes; code server, process 1, fork server

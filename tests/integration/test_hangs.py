@@ -55,7 +55,7 @@ sys.exit(main(["train", *sys.argv[2:]]))
     ("function", "status"),
     [("hang_in_python", 1), ("hang_in_c", 1), ("hang_in_c_with_the_interpreter_lock", -signal.SIGKILL)],
 )
-def test_one_worker_that_hangs_while_it_samples_ends_and_the_same_command_goes_on(made, tmp_path, function, status):
+def test_one_worker_that_hangs_while_it_samples_ends_and_the_same_command_continues(made, tmp_path, function, status):
     folder, script = tmp_path / "run", tmp_path / "run.py"
     script.write_text(SCRIPT)
     arguments = [str(CONFIG), *overrides_of(made, folder, steps=4), *OPTIONS, "worker.rollout.name=transformers"]

@@ -32,7 +32,7 @@ from support.runs import (
 
 STEPS = 4
 # Metrics that depend on the packing, which differs between numbers of workers, and one that engines
-# with tensor parallelism do not have: they are not started anew.
+# with tensor parallelism do not have: they are not started again.
 LAYOUT_KEYS = ("actor/micro_batches", "actor/packed_tokens", "actor/packing_fill", "moved/", "rollout/engine_restarts")
 
 
@@ -188,7 +188,7 @@ def test_a_killed_worker_ends_the_run_in_any_phase_and_the_next_run_resumes_exac
         log = log_of(folder).read_text()
         assert "WorkerError: rank " in log
         assert f"in {phase}: the process died" in log
-        assert "the same command goes on from the last checkpoint" in log
+        assert "the same command continues from the last checkpoint" in log
         while time.monotonic() - kill_time < 60 and marked(mark):
             time.sleep(0.1)
         assert marked(mark) == {}

@@ -400,7 +400,7 @@ def sample_until(scene, prompts, sampling, until):
 
 @pytest.mark.vllm
 @STOPPING
-def test_a_greedy_completion_that_was_stopped_goes_on_to_the_same_tokens(scene):
+def test_a_greedy_completion_that_was_stopped_continues_to_the_same_tokens(scene):
     greedy = replace(SAMPLING, n=2, temperature=0.0, max_tokens=40)
     whole = scene.generate(greedy)
     lengths = [len(row[0].token_ids) for row in whole]
@@ -418,7 +418,7 @@ def test_a_greedy_completion_that_was_stopped_goes_on_to_the_same_tokens(scene):
 
 @pytest.mark.vllm
 @STOPPING
-def test_what_goes_on_under_other_weights_has_the_trainers_log_probabilities(scene):
+def test_what_continues_under_other_weights_has_the_trainers_log_probabilities(scene):
     short = replace(FULL_LENGTH, max_tokens=10)
     begun = tuple(
         tuple(replace(each, finish_reason="unfinished", text="") for each in row) for row in scene.generate(short)

@@ -327,9 +327,9 @@ def test_a_prompt_whose_turn_is_lost_twice_has_no_completions(scene, monkeypatch
 
 @pytest.mark.extended
 @pytest.mark.faults
-def test_an_engine_that_fails_in_a_later_turn_is_started_anew_with_the_same_bits(scene, monkeypatch):
+def test_an_engine_that_fails_in_a_later_turn_is_started_again_with_the_same_bits(scene, monkeypatch):
     if not scene.is_vllm:
-        pytest.skip("it is not started anew")
+        pytest.skip("it is not started again")
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     expected = scene.expected

@@ -160,7 +160,7 @@ def test_what_cannot_be_sampled_raises_and_leaves_the_engine_usable(engine, weig
     with engine.awake(handle_of(weights), version=0):
         with pytest.raises(EngineError, match=message):
             engine.generate([wrong], sampling)
-        with pytest.raises(EngineError, match="awake with the weights of step 0"):
+        with pytest.raises(EngineError, match="awake with the weights of policy version 0"):
             engine.awake(handle_of(weights), version=1).__enter__()
         assert len(engine.generate(prompts, SAMPLING)) == 3
 
@@ -256,7 +256,7 @@ def with_an_error(weights):
         (with_a_missing_tensor, r"1 missing \['model.layers.1.self_attn.k_proj.weight'\]"),
         (with_an_unknown_tensor, r"1 unexpected \['model.layers.1.self_attn.o_proj.bias'\]"),
         (with_a_repeated_tensor, "1 repeated"),
-        (with_other_shapes, "could not load the weights of step 1"),
+        (with_other_shapes, "could not load the weights of policy version 1"),
         (with_an_error, "the trainer died"),
     ],
 )

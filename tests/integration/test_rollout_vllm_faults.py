@@ -167,7 +167,7 @@ def fail_to_load(monkeypatch, *, at):
     monkeypatch.setattr(_ColumnvLLMParameter, "load_qkv_weight", failing)
 
 
-def test_an_engine_that_fails_is_started_anew_once_with_the_same_bits(engine, weights, prompts, expected, monkeypatch):
+def test_an_engine_that_fails_is_started_again_once_with_the_same_bits(engine, weights, prompts, expected, monkeypatch):
     warnings, done, groups, offloaded = [], [], [], []
     restarting = RestartingEngine(
         engine,
@@ -193,7 +193,7 @@ def test_an_engine_that_fails_is_started_anew_once_with_the_same_bits(engine, we
     assert values(restarting.pop_metrics()) == {"rollout/engine_restarts": 1, "rollout/retried_requests": 0}
     [warning] = warnings
     assert "vLLM failed while it sampled: RuntimeError: a kernel failed" in warning
-    assert "started anew, and loads the trainer's weights" in warning
+    assert "started again, and loads the trainer's weights" in warning
 
     monkeypatch.undo()
     with restarting.awake(handle_of(weights), version=8):
@@ -201,7 +201,7 @@ def test_an_engine_that_fails_is_started_anew_once_with_the_same_bits(engine, we
         with pytest.raises(RolloutError) as caught:
             restarting.generate(prompts, SAMPLING)
         assert "a kernel failed" in str(caught.value)
-        assert "was started anew before in this run, and has failed again" in str(caught.value)
+        assert "was already started again in this run, and has failed again" in str(caught.value)
         with pytest.raises(EngineError, match=r"cannot be used: it failed while it sampled\. Start a new one"):
             engine.generate(prompts, SAMPLING)
     assert len(warnings) == 1
@@ -224,13 +224,13 @@ def test_a_weight_sync_that_fails_half_way_is_made_again_by_a_new_engine(
     # Also what was left when the loader failed: other ranks wait until all of it has been gathered.
     assert read == 2 * list(weights)
     [warning] = warnings
-    assert "could not load the weights of step 9; the last tensor that it read is" in warning
+    assert "could not load the weights of policy version 9; the last tensor that it read is" in warning
     assert "no memory for a copy" in warning
 
 
 @pytest.mark.parametrize(
     ("again", "state"),
-    [(4, "it could not be started anew"), (20, "its last weight sync did not finish")],
+    [(4, "it could not be started again"), (20, "its last weight sync did not finish")],
     ids=["start", "sync"],
 )
 def test_a_new_engine_that_fails_too_ends_the_run(engine, weights, prompts, monkeypatch, again, state):

@@ -306,7 +306,7 @@ def test_the_prompts_of_a_lost_replica_are_sampled_by_the_other_one(pools, how):
         assert pools.values() == [float(pools.version)] * 4
         assert pools.sample() == pools.expected()
     assert len(pools.warnings) == 1
-    assert "is replaced, and the run goes on" in pools.warnings[0]
+    assert "is replaced, and the run continues" in pools.warnings[0]
     assert pools.engine.pop_metrics()["rollout/engine_restarts"].value == 1
 
 

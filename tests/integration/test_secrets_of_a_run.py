@@ -130,7 +130,7 @@ def test_no_file_line_tracker_or_process_of_a_run_has_a_key_that_its_reward_func
         "api_key": "env:JUDGE_KEY",
     }
 
-    # The run's own configuration: the key is asked for, and with it the run goes on.
+    # The run's own configuration: the key is asked for, and with it the run continues.
     status, output, _ = run(made, folder, str(folder / "config.yaml"), environment=environment)
     assert status == 2
     assert f"{KWARGS}.judge.api_key" in output

@@ -59,7 +59,7 @@ def test_separate_pools_have_the_numbers_of_shared_workers_also_when_samplers_ar
     assert {each["moved/weights_sent_bytes"] for each in metrics} == {count_weight_bytes(made / "model")}
     log = log_of(separate).read_text()
     assert "the process died" in log
-    assert "is replaced, and the run goes on" in log
+    assert "is replaced, and the run continues" in log
     of_samplers = {f"step_000001.decode.sampler_{replica}.rank_0.json" for replica in range(2)}
     of_learners = {f"step_000001.rank_{rank}.json" for rank in range(2)}
     assert {path.name for path in (separate / "profile").iterdir()} == of_samplers | of_learners

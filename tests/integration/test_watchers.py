@@ -79,7 +79,7 @@ def stopped(process: subprocess.Popen[str], folder: Path, watcher: str) -> tuple
 
 
 @pytest.mark.long
-def test_a_constant_reward_stops_a_run_and_the_same_command_with_another_reward_goes_on(made, tmp_path):
+def test_a_constant_reward_stops_a_run_and_the_same_command_with_another_reward_continues(made, tmp_path):
     folder = tmp_path / "run"
     options = ("trainer.watch.level=stop", "trainer.val_freq=-1", "trainer.save_limit=-1")
     message, last = stopped(launch(made, folder, CONSTANT, *options, steps=14), folder, "equal_rewards")
@@ -128,7 +128,7 @@ def test_a_reward_function_that_leaks_saves_and_stops_the_run(made, tmp_path):
     assert saved_steps(folder) == [last]
     grown = [line.metrics["perf/memory_reward_workers_gb"] for line in read_metrics(folder) if line.step > 0]
     assert grown[-1] - grown[-9] > 0.1
-    assert "the same command goes on after it" in message
+    assert "the same command continues after it" in message
 
 
 @pytest.fixture

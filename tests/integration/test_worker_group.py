@@ -367,8 +367,8 @@ def test_the_rank_that_died_is_named_rather_than_the_rank_that_failed_first(work
     assert str(error).startswith("rank 1 on ")
     assert "in update: the process died" in str(error)
     assert "Also failed: rank 0" in str(error)
-    going_on = "the same command with trainer.load_checkpoint_path=/runs/x/global_step_... goes on from the last"
-    assert f"All other workers were stopped; {going_on} checkpoint" in str(error)
+    continuation = "the same command with trainer.load_checkpoint_path=/runs/x/global_step_... continues from the last"
+    assert f"All other workers were stopped; {continuation} checkpoint" in str(error)
     survivor = WorkerGroup(workers[:1], "cpu", deadline_seconds=60.0)
     assert survivor.call(TestWorker.awake_version, phase="version").result() == [None]
 

@@ -117,7 +117,7 @@ def fail(text: str) -> None:
 
 
 def check_run(engine: LocalTrainEngine, model: Path, root: Path, place: str) -> str:
-    """Check the checkpoints of steps 1 (best) and 2, or 1 and 3, and that the run goes on."""
+    """Check the checkpoints of steps 1 (best) and 2, or 1 and 3, and that the run continues."""
     store = CheckpointStore(root, keep=1, warn=lambda text: fail(f"{place}: {text}"))
     latest, best = store.latest(), store.best()
     assert latest is not None, place

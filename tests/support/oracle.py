@@ -363,7 +363,7 @@ def pack_groups(
 def packed_logprobs(
     policy: Policy, processors: Processors, groups: Sequence[RolloutGroup], *, max_tokens: int = 1_000_000
 ) -> list[list[Tensor]]:
-    """Return the policy's log-probabilities of each completion of each group: float32 [R] each."""
+    """Return the policy's log-probabilities of each completion of each group: float32 [S] each."""
     rows = pack_groups(processors, groups, max_tokens=max_tokens)
     return by_group(rows, [policy(row.packed).logprobs for row in rows])
 

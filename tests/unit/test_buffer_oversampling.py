@@ -1,4 +1,4 @@
-"""Oversampling: steps that stop early, and completions that go on in the next step."""
+"""Oversampling: steps that stop early, and completions that continue in the next step."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_each_token_keeps_its_version_and_its_log_probability(tokenizer, letters
         assert (completion.turns[0].start, completion.turns[0].end) == (0, 10)
 
 
-def test_a_completion_goes_on_twice_and_under_the_same_weights_as_one(tokenizer, letters):
+def test_a_completion_continues_twice_and_under_the_same_weights_as_one(tokenizer, letters):
     fake, begun = engine(tokenizer, letters), ()
     limited = replace(LONG, max_tokens=6)
     with fake.awake(NO_WEIGHTS, version=0):
@@ -106,7 +106,7 @@ def test_a_completion_goes_on_twice_and_under_the_same_weights_as_one(tokenizer,
     assert begun[1][0].finish_reason == "stop"
 
 
-def test_what_goes_on_has_a_seed_of_its_own(tokenizer):
+def test_what_continues_has_a_seed_of_its_own(tokenizer):
     seeds = []
 
     def complete(so_far, version, seed):
@@ -265,7 +265,7 @@ def test_a_step_learns_from_as_many_groups_as_without_and_every_completion_has_e
     assert all(row["policy_version"] == row["policy_versions"][-1][0] for row in several)
 
 
-def test_a_resumed_run_goes_on_with_the_tokens_of_the_saved_one(parts, tmp_path, uninterrupted):
+def test_a_resumed_run_continues_with_the_tokens_of_the_saved_one(parts, tmp_path, uninterrupted):
     train_in(tmp_path, parts, stop_after=3, **oversampling_settings(8))
     assert latest_checkpoint(tmp_path).progress["buffer"]["work"]
     train_in(tmp_path, parts, resumes=True, **oversampling_settings(8))

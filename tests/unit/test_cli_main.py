@@ -135,7 +135,7 @@ def test_print_config_says_where_each_value_was_written(capsys, tmp_path):
     out = capsys.readouterr().out
     assert f"  max_prompt_length: 1024  # {file}, line 2\n" in out
     assert "  max_response_length: 256  # command line\n" in out
-    assert f"  # {file}, line 4\n  system_prompt: " in out  # goes on in the next lines
+    assert f"  # {file}, line 4\n  system_prompt: " in out  # continues in the next lines
     assert f"      betas:  # {file}, line 7\n      - 0.9\n      - 0.95\n" in out
     assert "      override_config:  # command line\n        a:\n          b: 1\n" in out
     assert out.count("# command line") == len(arguments)

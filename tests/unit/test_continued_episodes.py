@@ -236,7 +236,7 @@ def test_what_the_next_call_does_not_continue_is_stopped(processors, complete):
     assert len(environments.running) == 2
     generate(fake, [prompt(7)])  # no until: a validation, which stops none
     assert len(environments.running) == 2
-    # A group that begins anew has nothing to do with the one before.
+    # A group that begins again has nothing to do with the one before.
     generate(fake, PROMPTS[1:2], until=Until(1))
     assert environments.running == {}
     assert values(fake.pop_metrics())[BEGUN_AGAIN] == 0

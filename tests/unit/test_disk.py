@@ -77,7 +77,7 @@ def save(store: CheckpointStore, step: int, *, required: bool = False, **sizes: 
     store.wait()
 
 
-def check_that_saving_goes_on(store, messages, words, **sizes) -> None:
+def check_that_saving_continues(store, messages, words, **sizes) -> None:
     """Let step 2 fail, and assert that the checkpoint of step 1 is intact and nothing is left."""
     save(store, 2, **sizes)
     [message] = messages
@@ -100,7 +100,7 @@ def test_a_full_disk_is_a_warning_and_the_next_save_succeeds(tmp_path, messages,
     with mounted(tmp_path / "disk", options) as disk:
         store = CheckpointStore(disk / "run", keep=1, background=background, warn=messages.append)
         save(store, 1)
-        check_that_saving_goes_on(store, messages, words, **sizes)
+        check_that_saving_continues(store, messages, words, **sizes)
         assert sorted(os.listdir(disk / "run")) == ["checkpoint_tracker.json", "global_step_1"]
         assert store.latest(resumable=False).step == 1
         save(store, 4)
@@ -118,7 +118,7 @@ def test_a_file_system_that_becomes_read_only_is_a_warning(tmp_path, messages):
                 log.metrics(2, {"a": 2.0})
                 log.metrics(3, {"a": 3.0})
                 assert "lines of metrics.jsonl cannot be written: the file system is read-only" in messages.pop()
-                check_that_saving_goes_on(store, messages, "the file system is read-only")
+                check_that_saving_continues(store, messages, "the file system is read-only")
             log.metrics(4, {"a": 4.0})
             assert messages.pop() == "lines of metrics.jsonl are written again"
             assert [line.step for line in folder.read_metrics()] == [1, 2, 3, 4]
@@ -150,7 +150,7 @@ def test_a_folder_without_permission_is_a_warning(tmp_path, messages):
     store = CheckpointStore(tmp_path / "run", keep=1, warn=messages.append)
     save(store, 1)
     (tmp_path / "run").chmod(0o500)
-    check_that_saving_goes_on(store, messages, "it is not permitted")
+    check_that_saving_continues(store, messages, "it is not permitted")
     (tmp_path / "run").chmod(0o700)
 
 
@@ -182,7 +182,7 @@ def test_half_a_line_is_removed_when_the_disk_becomes_full_in_it(tmp_path, messa
         assert (folder.path / "metrics.jsonl").read_bytes().endswith(b"\n")
         [message] = messages
         assert "the disk is full" in message
-        assert message.endswith("They wait in memory; the run goes on, and each step tries again")
+        assert message.endswith("They wait in memory; the run continues and tries again in each step")
         (disk / "filler").unlink()
         log.metrics(3, {"a": 3.0})
         assert [line.step for line in folder.read_metrics()] == [1, 2, 3]

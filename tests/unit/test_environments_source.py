@@ -238,7 +238,7 @@ ODD_CALLS = {
 }
 
 
-def test_odd_calls_and_replies_are_text_for_the_model_and_the_episode_goes_on(tmp_path, capsys):
+def test_odd_calls_and_replies_are_text_for_the_model_and_the_episode_continues(tmp_path, capsys):
     tools = load_tools(find_tools(["crop", f"{written(tmp_path, GIVE, 'give.py')}:give"]))
     environment = ToolEnvironment(tools, tool_format="hermes", role="tool", timeout_seconds=8.0, max_image_pixels=10**6)
     # A row may name tools of another project.

@@ -1,4 +1,4 @@
-"""Calls of a rollout engine that another thread ends: what goes on, what is left, who is told."""
+"""Calls of a rollout engine that another thread ends: what continues, what is left and reported."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def warnings_of(run) -> list[str]:
     return printed
 
 
-def test_a_stop_keeps_the_last_good_checkpoint_and_says_how_to_go_on(parts, tmp_path):
+def test_a_stop_keeps_the_last_good_checkpoint_and_says_describe_continuation(parts, tmp_path):
     intervals = {"save_freq": 2}
     settings = {"complete": always_wrong_from(4), "plan": plan_of(steps=20), **intervals}
     watch = watch_of("stop")
@@ -74,7 +74,7 @@ def test_a_stop_keeps_the_last_good_checkpoint_and_says_how_to_go_on(parts, tmp_
     assert sorted(lines_of(tmp_path)) == [1, 2, 3, 4, 5, 6]
     assert printed == []
 
-    # With another reward it goes on from the good checkpoint.
+    # With another reward it continues from the good checkpoint.
     with open_run(parts, tmp_path, plan=plan_of(steps=7), **intervals, watch=watch_of()) as run:
         checkpoint = run.checkpoints.store.latest()
         assert checkpoint.step == 4

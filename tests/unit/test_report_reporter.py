@@ -171,7 +171,7 @@ def test_all_but_waiting_is_progress_for_the_watchdog_and_the_check_is_called_ea
 
 
 @pytest.mark.faults
-def test_lines_that_cannot_be_written_wait_and_the_run_goes_on(folder, stream, clock):
+def test_lines_that_cannot_be_written_wait_and_the_run_continues(folder, stream, clock):
     report = reporter(folder, stream, clock)
     (folder.path / "metrics.jsonl").mkdir()
     report.step(1, 3, {"reward/overall": Mean(1.0)})

@@ -7,7 +7,7 @@ from trigon.config.schema import Config
 from trigon.report.summary import suggest_next_steps
 from trigon.report.watch import Alarm, describe_stop
 from trigon.system.stopping import WEIGHTS_ONLY, Grace
-from trigon.training.updates import how_to_go_on
+from trigon.training.updates import describe_continuation
 
 
 def test_after_a_stop_the_command_that_resumes_is_suggested():
@@ -33,14 +33,14 @@ def test_no_message_says_that_a_run_resumes_from_weights_alone():
         while_updating = grace.request(limited=True)
     alarm = Alarm("loss", 6, "it explodes", is_new=True, stops=True)
     texts = [
-        command.from_last("goes on from the last checkpoint"),  # of workers that die, hangs and engines that fail
+        command.from_last("continues from the last checkpoint"),  # of workers that die, hangs and engines that fail
         while_updating,
         suggest_next_steps(config, last.parent, last, None, stopped=True)[0],
         suggest_next_steps(config, last.parent, last, None, stopped=False)[-1],
-        how_to_go_on(last, command, validates_only=False),
+        describe_continuation(last, command, validates_only=False),
         describe_stop(7, alarm, last, command),
         describe_stop(7, replace(alarm, saves=True), None, command),
     ]
     for text in texts:
         assert WEIGHTS_ONLY in text
-        assert not any(word in text for word in ("same command", "resumes", "goes on", "resume from"))
+        assert not any(word in text for word in ("same command", "resumes", "continues", "resume from"))

@@ -143,7 +143,7 @@ def test_a_large_image_is_reduced_and_found_again_by_a_resumed_run(tmp_path):
     assert (tmp_path / name).stat().st_size > 0
 
 
-def test_the_run_goes_on_while_files_are_written_but_not_further_than_some_files(folder, recorder):
+def test_the_run_continues_while_files_are_written_but_not_further_than_some_files(folder, recorder):
     release, wrote = threading.Event(), threading.Event()
 
     def read_images(prompt_id):
@@ -175,7 +175,7 @@ def test_what_cannot_be_written_is_lost_with_one_warning_and_later_files_are_wri
     recorder.flush()
     [warning] = warned
     assert warning.startswith("rollouts cannot be written: ")
-    assert warning.endswith("They are lost; the run goes on, and each step tries again")
+    assert warning.endswith("They are lost; the run continues and tries again in each step")
     (folder.path / "rollouts").unlink()
     recorder.rollouts(3, "train", rollout_rows([group("train:1")]), no_images)
     recorder.flush()

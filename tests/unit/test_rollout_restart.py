@@ -1,4 +1,4 @@
-"""Starting a rollout engine anew, on an engine that fails when it is told to."""
+"""Starting a rollout engine again, with an engine that fails on request."""
 
 from __future__ import annotations
 
@@ -112,10 +112,10 @@ def test_a_failure_while_loading_loads_again_also_inside_another_context():
 @pytest.mark.parametrize(
     ("failures", "message"),
     [
-        (("sample 1", "sample 1"), "sample 1 failed\nThe rollout engine was started anew before in this run"),
-        (("load 4", "sample 2"), "sample 2 failed\nThe rollout engine was started anew before in this run"),
-        (("load 4", "load 4"), "load 4 failed\nThat was when the rollout engine was started anew after: load 4 failed"),
-        (("sample 0", "restart"), "restart failed\nThat was when the rollout engine was started anew after: sample 0"),
+        (("sample 1", "sample 1"), "sample 1 failed\nThe rollout engine was already started again in this run"),
+        (("load 4", "sample 2"), "sample 2 failed\nThe rollout engine was already started again in this run"),
+        (("load 4", "load 4"), "load 4 failed\nIt failed when it was started again after: load 4 failed"),
+        (("sample 0", "restart"), "restart failed\nIt failed when it was started again after: sample 0"),
     ],
 )
 def test_a_second_failure_ends_the_run(failures, message):

@@ -236,7 +236,7 @@ def test_triton_multiplies_float32_in_float32(monkeypatch, dtype, setting, expec
 @pytest.mark.extended
 @pytest.mark.faults
 @pytest.mark.parametrize("where", ["step", "restart"])
-def test_the_error_of_the_watchdog_ends_the_run_and_starts_no_engine_anew(rollout, llm_engine, monkeypatch, where):
+def test_the_error_of_the_watchdog_ends_the_run_and_starts_no_engine_again(rollout, llm_engine, monkeypatch, where):
     hang = WorkerError("gen made no progress")
     interrupted = Mock(side_effect=hang)
     if where == "step":

@@ -99,8 +99,8 @@ def test_a_hang_in_python_raises_an_error_with_the_place(tmp_path, function):
     assert process.returncode == 1
     assert "WorkerError: update_actor made no progress for 2 s (the_option=2): the run hangs; the stacks of" in error
     assert f", in {function}\n" in error
-    going_on = "the same command with trainer.load_checkpoint_path=/runs/x/global_step_... goes on from the last"
-    assert f"To go on: {going_on} checkpoint\n" in error
+    continuation = "the same command with trainer.load_checkpoint_path=/runs/x/global_step_... continues from the last"
+    assert f"To continue: {continuation} checkpoint\n" in error
     stacks = (tmp_path / "hang_stacks.txt").read_text()
     assert f"in {function}" in stacks
     assert "in hang_in_python" in stacks  # the other thread

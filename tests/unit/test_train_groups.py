@@ -165,7 +165,7 @@ def test_cut_completions_do_not_train_but_count_in_their_group(parts, tmp_path):
     assert mixed, "the cut completions' rewards count, so some groups have different rewards"
 
 
-def test_steps_whose_completions_are_all_cut_learn_nothing_and_the_run_goes_on(parts, tmp_path):
+def test_steps_whose_completions_are_all_cut_learn_nothing_and_the_run_continues(parts, tmp_path):
     """As with data.max_response_length=2 and overlong filtering."""
     with open_run(
         parts,

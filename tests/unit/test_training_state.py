@@ -304,7 +304,7 @@ def save_in_the_background_on_rank(folder):
     return {name: tensor.device.type for name, tensor in staged.items()}
 
 
-def test_copies_in_host_memory_are_written_from_a_thread_while_training_goes_on(processes, tmp_path):
+def test_copies_in_host_memory_are_written_from_a_thread_while_training_continues(processes, tmp_path):
     [first, _] = processes.run(save_in_the_background_on_rank, tmp_path, ranks=2)
     assert first == dict.fromkeys(TENSORS, "cpu")
     for k in range(5):

@@ -150,7 +150,7 @@ def test_three_in_a_row_end_the_run_with_the_cause_and_the_checkpoint_to_go_on_f
         "trainer.max_skipped_updates=3",
         "gradient norm inf, learning rate 1e-06",
         "Gradient norms of the last updates: skipped, 1, skipped, skipped, skipped",
-        f"The last checkpoint, {tmp_path / 'global_step_4'}, holds finite values: the same command goes on from "
+        f"The last checkpoint, {tmp_path / 'global_step_4'}, holds finite values: the same command continues from "
         "it with a lower worker.actor.optim.lr and trainer.accept_changes=worker.actor.optim.lr",
         "trainer.load_checkpoint_path=",
     ):
@@ -195,7 +195,7 @@ def test_minibatches_of_other_steps_count_with_several_epochs_too(parts, tmp_pat
     assert sorted(lines_of(tmp_path)) == [1, 2]
 
 
-def test_the_row_goes_on_in_a_resumed_run(parts, tmp_path):
+def test_the_row_continues_in_a_resumed_run(parts, tmp_path):
     with open_run(parts, tmp_path, **SAVING) as run:
         asked = iter([False, True])
         assert train(changed(skipping(run, 1, 2), should_stop=lambda: next(asked)), None) == 2
@@ -231,5 +231,5 @@ def test_a_command_that_does_not_find_the_last_checkpoint_is_told_its_name(parts
     settings = {**SAVING, "same_command": SameCommand(tmp_path, finds_last=False)}
     with open_run(parts, tmp_path, **settings) as run, pytest.raises(NotFiniteError) as caught:
         train(skipping(run, 3, 4, 5), None)
-    named = f"the same command with trainer.load_checkpoint_path={tmp_path / 'global_step_4'} goes on from it"
+    named = f"the same command with trainer.load_checkpoint_path={tmp_path / 'global_step_4'} continues from it"
     assert f"holds finite values: {named} with a lower worker.actor.optim.lr" in str(caught.value)

@@ -39,8 +39,8 @@ class RewardBatch:
     rewards: [G, N] float32, earned by the last token of each completion.
     valid: [G, N] bool, False for completions that were not scored. They are excluded from all
     statistics, and their advantage is zero.
-    lengths: [G, N] int64, number of tokens of each completion, at least one.
-    penalties: [R] float32 for each completion of each group, subtracted from the reward of each
+    lengths: [G, N] int64, the number S of sampled tokens of each completion, at least one.
+    penalties: [S] float32 for each completion of each group, subtracted from the reward of each
     token: the KL times its coefficient. None: no penalty.
     parts: the parts of the rewards by name, [G, N] each; used by gdpo only.
     baselines: [G] float32, the reward of each prompt's greedy completion, nan where it was not
@@ -68,7 +68,7 @@ def estimate_advantages(
     gamma: float = 1.0,
     weights: Mapping[str, float] | None = None,
 ) -> list[list[Tensor]]:
-    """Return the advantage of each token: [R] float32 for each completion of each group.
+    """Return the advantage of each token: [S] float32 for each completion of each group.
 
     gamma: discount per token between a reward and the token credited with it; used by
     reinforce_plus_plus only.
@@ -214,7 +214,7 @@ def decoupled_parts(parts: Mapping[str, Tensor], valid: Tensor, weights: Mapping
 
 
 def token_returns(batch: RewardBatch, gamma: float) -> list[list[Tensor]]:
-    """Return the discounted sum of rewards from each token on: [R] float32 for each completion.
+    """Return the discounted sum of rewards from each token on: [S] float32 for each completion.
 
     The last token earns the completion's reward, and each token its own penalty.
     """

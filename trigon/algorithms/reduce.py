@@ -62,7 +62,7 @@ def load_balancing_loss(probabilities: Tensor, shares: ExpertShares) -> Tensor:
 
 
 def count_denominators(loss_masks: Iterable[Tensor]) -> Denominators:
-    """Return the denominators of an update, given the loss_mask [R] of each of its completions."""
+    """Return the denominators of an update, given the loss_mask [S] of each of its completions."""
     lengths = [int(mask.count_nonzero()) for mask in loss_masks]
     return Denominators(tokens=sum(lengths), sequences=sum(length > 0 for length in lengths))
 

@@ -315,11 +315,11 @@ def open_in_group(
 
 
 def open_workers_rollout(config: Config, workers: Workers, report: Reporter, *, sends_rows: bool) -> RolloutEngine:
-    """Return the rollout engine of the workers, which is started anew once if it fails.
+    """Return the rollout engine of the workers, which is started again once if it fails.
 
     In a pool of its own, a replica that fails is replaced. Otherwise not with tensor parallelism:
     when one rank of a replica fails, the others wait for it in a collective operation, and cannot
-    be told to start anew.
+    start again.
     """
     from trigon.distributed.rollout_engine import WorkersRolloutEngine
     from trigon.distributed.sampler_engine import SamplersRolloutEngine

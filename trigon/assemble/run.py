@@ -393,7 +393,7 @@ def read_logger_environment() -> LoggerEnvironment:
 
 
 def describe_run(config: Config, folder: Path, checkpoint: Checkpoint | None) -> LoggedRun:
-    """Return what the loggers are told of the run.
+    """Return the description of the run for the loggers.
 
     folder: the run folder. checkpoint: the one that the run resumes from, if any.
     """

@@ -41,8 +41,8 @@ from trigon.system.files import (
     fault_number,
     free_bytes,
     read_json_object,
+    reporting_growth,
     sync_to_disk,
-    told_while_growing,
     write_json,
 )
 from trigon.system.machine import count_usable_cpus
@@ -75,7 +75,7 @@ OnProgress = Callable[[], object]
 
 
 def no_progress() -> None:
-    """Be told of progress, and do nothing."""
+    """Take a report of progress, and do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class CheckpointStore:
             score: validation reward of the weights being saved, None if they were not validated.
                 The highest is the best, the earlier one at a tie.
             required: False: a DiskError of this save becomes a warning, since a run loses less if
-                it goes on and saves again later.
+                it continues and saves again later.
         Raises: DiskError if the disk is full, read-only, gone, ... (existing checkpoints stay);
         CheckpointError if the step exists already, or if the previous save failed in the
         background.
@@ -301,7 +301,7 @@ class CheckpointStore:
         step = int(final.name.rpartition("_")[2])
         with hashing, removed_on_failure(temporary, f"{final} could not be saved", _INTACT):
             if finish is not None:
-                with told_while_growing(temporary, hashing, self._on_progress):
+                with reporting_growth(temporary, hashing, self._on_progress):
                     finish()
             write_manifest(temporary, hashing, self._on_progress)
             os.rename(temporary, final)
@@ -315,7 +315,7 @@ class CheckpointStore:
         self._remove_old(newest=step)
 
     def _warn_not_saved(self, step: int, error: DiskError) -> None:
-        """Warn that a run goes on without the checkpoint of this step."""
+        """Warn that a run continues without the checkpoint of this step."""
         try:
             steps = self._folders()
         except OSError as unreadable:
@@ -323,8 +323,8 @@ class CheckpointStore:
         else:
             last = f"the last one is of step {max(steps)}" if steps else "there is none yet"
         self._warn(
-            f"THE CHECKPOINT OF STEP {step} IS NOT SAVED: {error}. The run goes on, and saves the next one when it is "
-            f"due; {last}"
+            f"THE CHECKPOINT OF STEP {step} IS NOT SAVED: {error}. The run continues, and saves the next one when it "
+            f"is due; {last}"
         )
 
     def _folders(self) -> dict[int, Path]:

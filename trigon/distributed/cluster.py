@@ -84,7 +84,7 @@ class WorkerHandle:
 
 
 def starts_cluster(*, nodes: int) -> bool:
-    """Return whether a run on so many nodes starts a Ray cluster, on this machine alone."""
+    """Return whether a run on this many nodes starts a Ray cluster, on this machine alone."""
     return nodes == 1 and os.environ.get("RAY_ADDRESS") in (None, "", "local")
 
 

@@ -139,7 +139,7 @@ def check_loopback() -> None:
     if not ipaddress.ip_address(address).is_loopback:
         raise WorkerError(
             f"Ray {ray.__version__} listens on {address}, which other machines reach, and not on the loopback address "
-            "as it was told to. Install the version of Ray in constraints/, or report this version"
+            "as requested. Install the version of Ray in constraints/, or report this version"
         )
 
 

@@ -113,7 +113,7 @@ class WorkersRolloutEngine:
         ]
 
     def restart(self) -> None:
-        """See RestartableEngine. All workers start their engines anew, since their starts are one.
+        """See RestartableEngine. All workers start their engines again, since their starts are one.
 
         A worker that is still sampling does so first.
         """

@@ -398,14 +398,14 @@ class SamplerPool:
         while lost := [number for number, group in enumerate(self.groups) if group is None]:
             losses, self._losses = "; ".join(self._losses), []
             if self._num_rounds >= MAX_REPLACEMENTS:
-                goes_on = self._same_command.from_last("goes on from the last checkpoint")
+                advice = self._same_command.from_last("continues from the last checkpoint")
                 raise WorkerError(
                     f"{losses}\nSamplers were replaced {self._num_rounds} times since completions were last sampled, "
-                    f"and have failed again. To go on: {goes_on}. docs/troubleshooting.md (The rollout engine fails) "
+                    f"and have failed again. To continue: {advice}. docs/troubleshooting.md (The rollout engine fails) "
                     "says what to look for"
                 )
             self._num_rounds += 1
-            self.warn(f"{losses}. Sampler {', '.join(map(str, lost))} is replaced, and the run goes on")
+            self.warn(f"{losses}. Sampler {', '.join(map(str, lost))} is replaced, and the run continues")
             with phase(REPLACE) as advance:
                 futures = {number: self._threads.submit(self._start, number) for number in lost}
                 pending = set(futures.values())

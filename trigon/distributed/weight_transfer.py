@@ -34,7 +34,7 @@ BUCKET_BYTES = 256 * 2**20
 """The most bytes of a broadcast: a bucket of tensors, or a part of a larger tensor."""
 
 JOIN_SECONDS = 15.0
-"""Time limit for all members to connect. All of them are idle when they are told to."""
+"""Time limit for all members to connect. All of them are idle when they receive the request."""
 
 _RAISING = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
 """Read by ProcessGroupNCCL as it is made: the thread that waits gets the error of a lost member.

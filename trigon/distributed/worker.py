@@ -289,7 +289,7 @@ class Worker:
             self._generation.interruption.ask(kind)
 
     def restart_rollout(self) -> None:
-        """Start the rollout engine anew, asleep. Collective: vLLM's start is."""
+        """Start the rollout engine again, asleep. Collective: vLLM's start is."""
         self._leave_awake()  # of ranks on which the last wake() did not fail
         rollout = self._rollout
         assert isinstance(rollout, RestartableEngine), "the driver restarts no other engine"

@@ -124,7 +124,7 @@ class WorkerGroup:
 
     device: the kind of device that each worker has. deadline_seconds: time limit of one call.
     stacks_file: where the stacks of all processes on this machine are written if a call hangs.
-    same_command: goes on with the run when a worker has died.
+    same_command: continues the run when a worker has died.
     role: what its workers are in messages, where a run has several groups. is_closed: set from
     another thread, ends a call that waits.
     files: the media files that messages to the workers refer to.
@@ -248,8 +248,11 @@ class WorkerGroup:
         memory = self._describe_memory(worker.rank)
         if isinstance(error, RayTaskError):
             return WorkerError(f"{location}: raised an error{memory}:\n{error}{also}")
-        goes_on = f"All other workers were stopped; {self.same_command.from_last('goes on from the last checkpoint')}"
-        return LostWorkerError(f"{location}: the process died{memory}: {_describe_death(error)}{also}\n{goes_on}")
+        advice = self.same_command.from_last("continues from the last checkpoint")
+        return LostWorkerError(
+            f"{location}: the process died{memory}: {_describe_death(error)}{also}\n"
+            f"All other workers were stopped; {advice}"
+        )
 
     def _deadline_error(self, workers: Sequence[WorkerHandle], phase: str, deadline: float) -> LostWorkerError:
         """Return the error for workers that missed the deadline, with their stacks."""

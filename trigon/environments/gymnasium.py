@@ -40,7 +40,7 @@ class GymnasiumEnvironment:
 
     Actions: each turn is searched for the name of an action (see trigon.environments.protocol); if
     the action space is `Text`, the turn's text is the action. A turn that names none, or several,
-    does not step the environment: the model is told the names, gets unknown_reward, and the turn
+    does not step the environment: the model gets the names and unknown_reward, and the turn
     counts as one of max_steps. With unknown_action, that action is taken instead.
 
     The episode is over when the environment is terminated or truncated, or after max_steps turns.

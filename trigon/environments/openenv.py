@@ -41,8 +41,8 @@ class OpenEnvEnvironment:
 
     Actions: the text of a turn (thoughts left out, and of `<action> ... </action>` the content) is
     put into a template, or has to be a JSON object itself. A turn that is no JSON object, or one
-    that the server does not accept as an action, does not step the environment: the model is told
-    so, gets invalid_reward, and the turn counts as one of max_steps.
+    that the server does not accept as an action, does not step the environment: the model gets a
+    message that says so, and invalid_reward, and the turn counts as one of max_steps.
 
     A server that cannot be reached, refuses a session, fails in a step or does not reply in time
     costs the episode: reset and step raise RuntimeError.

@@ -41,7 +41,7 @@ from trigon.system.user_code import CodeSource
 
 IMAGES = "images"
 TIMEOUT = "timeout_seconds"
-"""The parameters of a tool that the model is not told."""
+"""The parameters of a tool that are not described to the model."""
 
 MIN_CROP_PIXELS = 1 << 18
 """Area to which smaller regions are enlarged: 256 tokens of Qwen3-VL, 334 of Qwen2.5-VL."""
@@ -209,14 +209,16 @@ def _check(tool: Tool, where: str) -> None:
             raise EpisodeError(f"{where} has the parameter {parameter}; models give arguments by name, so name each")
         if parameter.annotation is parameter.empty and parameter.name not in (IMAGES, TIMEOUT):
             raise EpisodeError(
-                f"{where} has no type hint for its parameter {parameter.name!r}; the model is told types"
+                f"{where} has no type hint for its parameter {parameter.name!r}; types are described to the model"
             )
     if not inspect.getdoc(tool):
-        raise EpisodeError(f"{where} has no docstring; its first line and its section `Args:` are told to the model")
+        raise EpisodeError(
+            f"{where} has no docstring; its first line and its section `Args:` are described to the model"
+        )
 
 
 def _described(tool: Tool) -> list[str]:
-    """Return the names of the parameters that the model is told."""
+    """Return the names of the parameters that are described to the model."""
     return [name for name in inspect.signature(tool).parameters if name not in (IMAGES, TIMEOUT)]
 
 

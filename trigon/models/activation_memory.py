@@ -222,7 +222,7 @@ class Pass:
         return tuple(kind for kind, count in ((True, text.moe_layers), (False, text.layers - text.moe_layers)) if count)
 
     def _norm(self, width: int, inputs: int) -> int:
-        """What a norm keeps per token, with its output as the input of so many matrix products.
+        """What a norm keeps per token, with its output as the input of this many matrix products.
 
         Its input in float32, the normalized input, and the output: once if all products share it,
         or a copy for each of them by autocast. Without gradients of weights only the first is kept.

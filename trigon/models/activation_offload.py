@@ -30,7 +30,7 @@ DEVICE_INPUTS = 2
 
 
 def host_bytes_at_most(num_bytes: int) -> int:
-    """Return the most pinned memory that inputs of so many bytes, and shorter ones before, take.
+    """Return the most pinned memory that inputs of this many bytes, and shorter ones before, take.
 
     Rounding up takes up to twice as much. Freed blocks are cached, and used again for the same
     power of two only: those of shorter rows take up to 1/2 + 1/4 + ... of it once more.

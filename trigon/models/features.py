@@ -79,7 +79,7 @@ class VisionFeatureCache:
         self._num_bytes = 0
 
     def swap_counts(self, counts: tuple[int, int]) -> tuple[int, int]:
-        """Go on from these numbers of hits and lookups, and return those so far.
+        """Continue from these numbers of hits and lookups, and return those so far.
 
         Models that share the cache thereby count apart.
         """

@@ -392,7 +392,7 @@ class Policy(nn.Module):
     def use_row_ranks(self, ranks: RowRanks) -> None:
         """Compute every row together with other ranks, which have to call forward with the same.
 
-        Raises: ConfigError if the attention of the model cannot be split over so many ranks.
+        Raises: ConfigError if the attention of the model cannot be split over this many ranks.
         """
         config = self.family.language_model(self.model).config
         require_divisible_heads(config, ranks.size, model_type=self.family.model_type, num_workers=ranks.size)

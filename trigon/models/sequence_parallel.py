@@ -61,7 +61,7 @@ class RowSlice:
 
 
 def require_divisible_heads(text_config: Any, size: int, *, model_type: str, num_workers: int) -> None:
-    """Raise ConfigError unless the attention of a model can be computed by so many ranks.
+    """Raise ConfigError unless the attention of a model can be computed by this many ranks.
 
     text_config: the config of the language model. num_workers: that learn, which the sizes that the
     message names divide too.
@@ -247,7 +247,7 @@ def _balanced(costs: Sequence[int], size: int) -> list[int]:
 def complete_results(own: Tensor, indices: Tensor, total: int, ranks: RowRanks) -> Tensor:
     """Return the results of all tokens of a row, on each of its ranks.
 
-    Each rank goes on to compute the loss of the complete row. The gradient of a result flows into
+    Each rank then computes the loss of the complete row. The gradient of a result flows into
     the rank that computed it, and there once, not once for each copy of the loss.
 
     Args:

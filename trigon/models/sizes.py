@@ -198,7 +198,7 @@ class VisionDimensions:
     """The dimensions of a vision tower that takes patches.
 
     layers, width, heads: of its blocks. full_layers: number of blocks whose patches attend to all
-    of an image; those of the others attend within windows of so many image tokens along each side.
+    of an image; in the other blocks they attend within windows of `window` image tokens a side.
     mlp: inner width of the blocks' MLPs.
     is_gated: whether these MLPs have three matrices. out: width of an image token.
     merge: number of patches along each side of an image token.

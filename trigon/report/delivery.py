@@ -225,7 +225,7 @@ class _Delivery:
             was_alive, self._is_alive = self._is_alive, False
         if was_alive:
             self._warn(
-                f"the logger {self._name} {reason}. It is no longer used; the run goes on, and all metrics and "
+                f"the logger {self._name} {reason}. It is no longer used; the run continues, and all metrics and "
                 "rollouts are in its folder"
             )
 

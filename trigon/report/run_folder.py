@@ -191,7 +191,7 @@ class RunFolder:
             replace_file(self.path / name, content)
         if is_new:
             return (
-                f"THE RUN FOLDER {self.path} WAS MOVED OR DELETED. It was made again, and the run goes on in it, "
+                f"THE RUN FOLDER {self.path} WAS MOVED OR DELETED. It was made again, and the run continues in it, "
                 "without its earlier checkpoints, metrics and rollouts"
             )
         return f"{self.path / LOCK} was removed or replaced while the run writes to this folder; it is locked again"
@@ -399,7 +399,9 @@ class RunWriter:
             self._lost += Counter({kind: number})
         if begins:
             reason = str(error) if fault_number(error) is None else describe_fault(error, self._folder.path)
-            self._warn(f"{kind} cannot be written: {reason}. {consequence}; the run goes on, and each step tries again")
+            self._warn(
+                f"{kind} cannot be written: {reason}. {consequence}; the run continues and tries again in each step"
+            )
 
     def _note_written(self, kind: str) -> None:
         with self._lock:

@@ -84,6 +84,6 @@ def suggest_next_steps(
     if stopped and checkpoint is not None:
         step = checkpoint.name.removeprefix("global_step_")
         return [f"continue: {same_command.from_checkpoint(checkpoint, f'resumes after step {step}')}", *steps]
-    longer = "goes on, with a larger trainer.max_steps or trainer.total_epochs"
+    longer = "continues, with a larger trainer.max_steps or trainer.total_epochs"
     last = folder / "global_step_..." if checkpoint is None else checkpoint
     return [*steps, f"continue: {same_command.from_checkpoint(last, longer)}"]

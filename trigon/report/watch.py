@@ -396,7 +396,8 @@ def describe_stop(step: int, alarm: Alarm, saved: Path | None, same_command: Sam
         f"trainer.watch: {alarm.rule} stopped the run after step {step}: since step {alarm.first_step}: {alarm.text}"
     )
     if alarm.saves:
-        return f"{found}. The step was saved; {same_command.from_step(step, 'goes on after it, with its memory empty')}"
+        advice = same_command.from_step(step, "continues after it, with its memory empty")
+        return f"{found}. The step was saved; {advice}"
     on = f"To continue regardless, set trainer.watch.level=warn or trainer.watch.ignore={alarm.rule}"
     if saved is None:
         return f"{found}. There is no checkpoint from before step {alarm.first_step}. {on}"

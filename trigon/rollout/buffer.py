@@ -445,8 +445,8 @@ class RolloutBuffer:
             self._end_ahead_if_done()
             return
         self._report.warn(
-            f"{ahead.call.error}: the groups of step {step} are sampled again, with the weights of step {step - 1}, so "
-            "that this run has other numbers than one without the loss"
+            f"{ahead.call.error}: the groups of step {step} are sampled again, with the weights after step {step - 1}, "
+            "so that this run has other numbers than one without the loss"
         )
         self._running = None
         self._prompts.load_state(ahead.prompts)

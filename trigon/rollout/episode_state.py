@@ -285,7 +285,7 @@ class Groups:
         return self._num_pending[prompt_index] == 0
 
     def has_ended(self, prompt_index: int) -> bool:
-        """Return whether the prompt is finished, and no completion of it is to go on later."""
+        """Return whether the prompt is finished, and no completion of it continues later."""
         row = self._completions[prompt_index]
         return self.is_finished(prompt_index) and not any(each is not None and each.is_unfinished for each in row)
 

@@ -526,7 +526,7 @@ class _Run:
         # Otherwise it is of an episode that a call that failed has stopped.
 
     def _continue(self, settings: EpisodeSettings, episode: Episode, outcome: Outcome) -> None:
-        """Go on with an episode whose environment has answered."""
+        """Continue an episode whose environment has answered."""
         if episode.turns:
             episode.turns[-1] = replace(episode.turns[-1], reward=outcome.reward)
         if outcome.error:
@@ -616,7 +616,7 @@ def _begun(until: Until | None, groups: Groups) -> dict[tuple[int, int], Complet
 
 
 def find_long_opening(num_tokens: int, max_tokens: int) -> str | None:
-    """Return why a first observation of so many tokens ends an episode; None if it does not.
+    """Return why a first observation of num_tokens tokens ends an episode; None if it does not.
 
     max_tokens: most tokens of a completion. At least one has to be sampled.
     """

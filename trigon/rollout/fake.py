@@ -144,7 +144,7 @@ class FakeEngine:
 class _FakeTurns:
     """Satisfies TurnEngine.
 
-    Each step ends all turns of a prompt; with tokens_per_step, it samples so many tokens of all
+    Each step ends all turns of a prompt; with tokens_per_step, it samples this many tokens of all
     turns.
     """
 

@@ -138,7 +138,7 @@ class ParityCheck:
         warn(
             f"parity: mean |difference| {_describe(first[worst], together[worst])} of replica {worst}, accepted "
             f"{self.tolerance:.3g}: single tokens differ, as where rounding changes which experts of an MoE model are "
-            "used, and not the weights, so the run goes on"
+            "used, and not the weights, so the run continues"
         )
         return {**_metrics(together), "parity/first_diff_mean": Max(float(first[worst].mean()))}
 

@@ -126,8 +126,8 @@ class Work:
 class Until:
     """When a call stops sampling before all completions have ended, and with what it begins.
 
-    num_groups: it stops as soon as all completions of so many prompts have ended,
-    num_required: those of the first num_required prompts among them.
+    num_groups: it stops as soon as all completions of num_groups prompts have ended.
+    num_required: the first num_required prompts must be among them.
     begun: for each of the first prompts, all completions that an earlier call has begun, which
     continue from their tokens unless they have ended; () for a prompt that begins in this call.
     interruption: ends the call, too, when it is asked for; the result then depends on the time.

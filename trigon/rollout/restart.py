@@ -1,4 +1,4 @@
-"""Starts a rollout engine that has failed anew, once in a run.
+"""Starts a rollout engine again after it has failed, once in a run.
 
 Does not depend on what the engine is: vLLM in this process, or in each of several workers.
 """
@@ -18,12 +18,12 @@ from trigon.system.stopping import SameCommand
 from trigon.types import Completion, Prompt, SamplingParams, WeightsHandle
 
 RESTART = "restart rollout engine"
-"""The name of the phase in which an engine is started anew."""
+"""The name of the phase in which an engine is started again."""
 
 
 @runtime_checkable
 class RestartableEngine(RolloutEngine, Protocol):
-    """A rollout engine that can be started anew after a RolloutError."""
+    """A rollout engine that can be started again after a RolloutError."""
 
     def restart(self) -> None:
         """Drop the engine and start it again, asleep and without weights.
@@ -44,13 +44,13 @@ class _Awake:
 
 
 class RestartingEngine:
-    """A rollout engine that is started anew after its first RolloutError. Satisfies RolloutEngine.
+    """A rollout engine that is started again after its first RolloutError. Satisfies RolloutEngine.
 
     The new engine loads the trainer's weights, with all checks of a weight sync, and samples all
     prompts of the call that failed: a completion is a function of its seed and the weights, so the
-    results are those of a call that did not fail, bit for bit on the CPU. Episodes that earlier
-    calls had begun are an exception: they begin again. A second failure ends the run: an engine
-    that fails again will go on failing.
+    results are the same as without the failure, bit for bit on the CPU. Episodes that earlier calls
+    had begun are an exception: they begin again. A second failure ends the run: an engine that
+    fails again keeps failing.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class RestartingEngine:
     ) -> None:
         """Wrap an engine.
 
-        warn: called with a message when it is started anew. same_command: goes on with the run
-        after the second failure. phase: the context in which it is started anew, made with its
+        warn: called with a message when it is started again. same_command: continues the run
+        after the second failure. phase: the context in which it is started again, made with its
         name: it takes as long as a start, and not as long as sampling or a weight sync may take.
-        before_restart: frees device memory
-        that the engine needs to start, such as the trainer's; None where the engine does it.
+        before_restart: frees device memory that the engine needs to start, such as the trainer's;
+        None where the engine does it.
         """
         self._engine = engine
         self._warn = warn
@@ -149,20 +149,20 @@ class RestartingEngine:
         context.stack.enter_context(self._engine.awake(context.weights, version=context.version))
 
     def _restart(self, error: RolloutError, contexts: Sequence[_Awake]) -> None:
-        """Start the engine anew, and wake it in these contexts.
+        """Start the engine again, and wake it in these contexts.
 
-        Raises: RolloutError if that fails, or if it was started anew before.
+        Raises: RolloutError if that fails, or if it was already started again before.
         """
         if self._restarted:
             raise RolloutError(
-                f"{error}\nThe rollout engine was started anew before in this run, and has failed again. To go on: "
-                f"{self._same_command.from_last('goes on from the last checkpoint')}. docs/troubleshooting.md (The "
-                "rollout engine fails) says what to look for"
+                f"{error}\nThe rollout engine was already started again in this run, and has failed again. To "
+                f"continue: {self._same_command.from_last('continues from the last checkpoint')}. "
+                "docs/troubleshooting.md (The rollout engine fails) says what to look for"
             ) from error
         self._restarted = True
         self._num_restarts += 1
         self._warn(
-            f"{error}\nThe rollout engine is started anew, and loads the trainer's weights; a second time ends the run"
+            f"{error}\nThe rollout engine is started again, and loads the trainer's weights; a second time ends the run"
         )
         release_frames(error)
         for context in reversed(contexts):
@@ -175,7 +175,7 @@ class RestartingEngine:
             for context in contexts:
                 self._enter(context)
         except RolloutError as again:
-            raise RolloutError(f"{again}\nThat was when the rollout engine was started anew after: {error}") from again
+            raise RolloutError(f"{again}\nIt failed when it was started again after: {error}") from again
 
 
 def release_frames(error: BaseException) -> None:

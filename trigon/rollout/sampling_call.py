@@ -131,5 +131,5 @@ class PoolClock:
         }
 
     def _sampling_seconds(self) -> float:
-        """Return the seconds of the sampling that goes on now, since the last pop_metrics."""
+        """Return the seconds of the current sampling, since the last pop_metrics."""
         return 0.0 if self._sampling_since is None else self._clock() - max(self._sampling_since, self._popped)

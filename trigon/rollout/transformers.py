@@ -108,7 +108,7 @@ class TransformersEngine:
                 policy.load_named_weights(dict(weights.read()))
             except ModelError as error:
                 raise EngineError(
-                    f"The rollout engine could not load the weights of step {version}. {error}"
+                    f"The rollout engine could not load the weights of policy version {version}. {error}"
                 ) from error
             self._version = version
         was_awake, self._awake = self._awake, True

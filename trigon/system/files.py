@@ -182,7 +182,7 @@ def replace_file(path: Path, content: bytes, *, sync: bool = True) -> None:
 
 
 GROWTH_SECONDS = 1.0
-"""How often told_while_growing asks for the sizes of files."""
+"""How often reporting_growth reads the sizes of files."""
 
 DAMAGED_FILE_SYSTEM = (errno.EUCLEAN,) if hasattr(errno, "EUCLEAN") else ()
 """The errno by which Linux reports a damaged file system; empty on systems without it."""
@@ -255,11 +255,11 @@ def sync_to_disk(path: Path) -> None:
 
 
 @contextmanager
-def told_while_growing(folder: Path, threads: ThreadPool, on_progress: Callable[[], object]) -> Iterator[None]:
+def reporting_growth(folder: Path, threads: ThreadPool, on_progress: Callable[[], object]) -> Iterator[None]:
     """Call on_progress in the context, as long as the files below a folder change in size.
 
-    Of those who write there nothing is known: they may be libraries, or other processes.
-    threads: one of them asks for the sizes every GROWTH_SECONDS.
+    The files may be written by libraries, or by other processes.
+    threads: one of them reads the sizes every GROWTH_SECONDS.
     """
     ended = threading.Event()
 

@@ -198,7 +198,7 @@ class Watchdog(HangWatch):
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         self._error = WorkerError(
             f"{message['hang']} ({self._option}): the run hangs; {message['where']}. The main thread is in\n{stack}"
-            f"To go on: {self._same_command.from_last('goes on from the last checkpoint')}"
+            f"To continue: {self._same_command.from_last('continues from the last checkpoint')}"
         )
         if self._is_main:
             signal.pthread_kill(self._thread_id, _ERROR_SIGNAL)  # ends a wait of the system, too

@@ -64,7 +64,7 @@ _M_ARENA_MAX = -8  # of mallopt, in malloc.h
 
 NUM_ARENAS = 2
 ARENAS_VARIABLE = "MALLOC_ARENA_MAX"
-"""The variable with which glibc is told the same before a process starts."""
+"""The variable that sets the same in glibc before a process starts."""
 
 
 def set_gc_threshold() -> None:

@@ -54,7 +54,7 @@ def outlive_stop_signals() -> None:
     """
     for number in (*TERMINATION, signal.SIGINT):
         signal.signal(number, _disregard)
-        signal.siginterrupt(number, False)  # calls of the system go on, in C libraries as well
+        signal.siginterrupt(number, False)  # interrupted system calls are restarted, in C libraries as well
     os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_reset)
     _unblock()
 
@@ -106,15 +106,15 @@ class SameCommand:
     saves_weights_only: bool = False
 
     def from_last(self, does: str) -> str:
-        """Go on from the last checkpoint in the run folder, whichever that is."""
+        """Return how to continue from the last checkpoint in the run folder, whichever it is."""
         return self.from_checkpoint(self.folder / "global_step_...", does)
 
     def from_step(self, step: int, does: str) -> str:
-        """Go on after this step, of which the run folder has the last checkpoint."""
+        """Return how to continue after this step, the last one that has a checkpoint."""
         return self.from_checkpoint(self.folder / f"global_step_{step}", does)
 
     def from_checkpoint(self, checkpoint: Path, does: str) -> str:
-        """Go on from the last checkpoint. checkpoint: its folder, global_step_N."""
+        """Return how to continue from the last checkpoint, whose folder this is."""
         if self.saves_weights_only:
             return WEIGHTS_ONLY
         option = "" if self.finds_last else f" with trainer.load_checkpoint_path={shlex.quote(str(checkpoint))}"

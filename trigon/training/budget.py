@@ -226,7 +226,7 @@ class _LinearFit:
     bytes_per_token: float
 
     def bytes_of(self, tokens: int) -> float:
-        """Return the bytes that a row of so many tokens takes."""
+        """Return the bytes that a row of this many tokens takes."""
         return self.fixed_bytes + tokens * self.bytes_per_token
 
 
@@ -351,7 +351,7 @@ class _Tuner:
         return _LinearFit(fixed_bytes=max(fixed, 0.0), bytes_per_token=max(per_completion_token, per_prompt_token, 1.0))
 
     def _fits(self, make_pass: Pass, num_groups: int, usable_bytes: float) -> bool:
-        """Make a pass over so many groups, and return whether it fits on all ranks."""
+        """Make a pass over num_groups groups, and return whether it fits on all ranks."""
         peak = self._peak_bytes(make_pass, [self._group] * num_groups)
         [num_failed] = self._process_group.all_reduce_sum([float(peak is None or peak > usable_bytes)])
         return num_failed == 0

@@ -55,7 +55,7 @@ class TorchProcessGroup:
         """
         self.device = device
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        # Checkpoints are written from a second thread while training goes on.
+        # Checkpoints are written from a second thread while training continues.
         self._timeout = None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
         self._state_group = dist.new_group(backend="gloo", timeout=self._timeout)
 
@@ -110,7 +110,9 @@ class TorchProcessGroup:
         return int(count)
 
     def row_ranks(self, size: int) -> RowRanks:
-        """Return the consecutive ranks, so many, with which this rank computes its rows.
+        """Return the consecutive ranks, this one included, that compute the same rows.
+
+        size: the number of these ranks.
 
         Makes a torch process group; all ranks call it together.
         """

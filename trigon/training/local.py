@@ -522,7 +522,7 @@ class RecordedOutputs:
     def by_group(self) -> dict[int, list[TokenLogprobs]]:
         """Return the outputs of each recorded group that has a gradient, by its index.
 
-        Called after the device has finished the passes. Tensors float32 [R] on the CPU.
+        Called after the device has finished the passes. The tensors are float32 [S] on the CPU.
         """
         batches = [self._plan.batches[number] for number in self._rows]
         owned = by_owner(batches, list(self._rows.values()))

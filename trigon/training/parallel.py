@@ -19,8 +19,8 @@ class ProcessGroup(Protocol):
     """The collective operations of training. All ranks call every method, in the same order.
 
     rank: of this process, from 0. size: number of ranks.
-    state_group: a second torch process group, for writing checkpoints while training goes on; None
-    for a single process.
+    state_group: a second torch process group, for writing checkpoints while training
+    continues; None for a single process.
     """
 
     @property

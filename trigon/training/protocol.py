@@ -23,10 +23,10 @@ SKIPPED_GRAD_NORM = "skipped_grad_norm"
 
 
 GroupOutputs = dict[int, Sequence[TokenLogprobs] | None]
-"""What the forward passes of an update compute of the completions of groups, by their indices.
+"""What the forward passes of an update compute for the completions of groups, by the group's index.
 
-As of before the update: float32 [R] on the CPU, kl is None. None for a group without a pass, such
-as one without gradient.
+It is computed with the weights from before the update: float32 [S] on the CPU, for the S sampled
+tokens of a completion; kl is None. None for a group without a pass, such as one without gradient.
 """
 
 
@@ -44,7 +44,7 @@ class LogprobEngine(Protocol):
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """Return log-probabilities without gradient.
 
-        Returns: for each group, for each rollout, float32 [R] on the CPU.
+        Returns: for each group, for each rollout, float32 [S] on the CPU, for its S sampled tokens.
         """
         ...
 
@@ -65,7 +65,7 @@ class TrainedModel(Protocol):
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
         """Copy the state to host memory, and return a function that writes it into a folder.
 
-        The function may run in another thread while training goes on. It writes safetensors and
+        The function may run in another thread while training continues. It writes safetensors and
         JSON files only.
 
         Args:

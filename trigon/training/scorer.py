@@ -113,7 +113,7 @@ class LocalScorer:
         *,
         max_tokens: int | None = None,
     ) -> list[list[Tensor]]:
-        """Return what passes without gradient give for each completion: [K, R] float32 on the CPU.
+        """Return what passes without gradient give for each completion: [K, S] float32 on the CPU.
 
         score: see score_rows. max_tokens: in place of the budget.
         """

@@ -194,7 +194,7 @@ def load_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any | No
 
 
 def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies in host memory, which can be saved while training goes on.
+    """Return copies in host memory, which can be saved while training continues.
 
     DTensors stay DTensors.
     """

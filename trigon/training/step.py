@@ -354,7 +354,7 @@ def score_rows(
     precision: Precision,
     process_group: ProcessGroup,
 ) -> list[list[Tensor]]:
-    """Return what a pass without gradient gives for each completion: [K, R] float32 on the CPU.
+    """Return what a pass without gradient gives for each completion: [K, S] float32 on the CPU.
 
     Args:
         groups: of this rank; may be empty.

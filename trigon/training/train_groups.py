@@ -257,7 +257,7 @@ def describe_learned(
 
     Args:
         rewards: [G, N] float, after the KL penalty if there is one.
-        advantages: [R] float of each completion of each group.
+        advantages: [S] float of each completion of each group.
         valid: [G, N] bool, whether a completion was scored; others are in no metric.
     """
     scores = (each.score.overall for group in groups for each in group.rollouts if each.score.outcome == "ok")

@@ -267,10 +267,10 @@ def describe_skipped(groups: Sequence[TrainGroup], metrics: Metrics, *, name: Up
     return f"gradient norm {norm:g}, learning rate {rate:g}, largest |advantage| {largest:.3g}; {cause}"
 
 
-def how_to_go_on(last: Path | None, same_command: SameCommand, *, validates_only: bool) -> str:
+def describe_continuation(last: Path | None, same_command: SameCommand, *, validates_only: bool) -> str:
     """Return what to do after a NotFiniteError.
 
-    last: the newest checkpoint, if there is one. same_command: goes on with the run.
+    last: the newest checkpoint, if there is one. same_command: continues the run.
     validates_only: the run makes no updates.
     """
     page = "see docs/troubleshooting.md (Training has diverged)"
@@ -285,8 +285,8 @@ def how_to_go_on(last: Path | None, same_command: SameCommand, *, validates_only
             f"before, with another model or dtype; {page}"
         )
     lower = (
-        "goes on from it with a lower worker.actor.optim.lr and trainer.accept_changes=worker.actor.optim.lr. If it "
-        f"ends in the same way, go on from an earlier one with trainer.load_checkpoint_path="
+        "continues from it with a lower worker.actor.optim.lr and trainer.accept_changes=worker.actor.optim.lr. If it "
+        f"ends in the same way, continue from an earlier one with trainer.load_checkpoint_path="
         f"{last.parent / 'global_step_...'}"
     )
     return (

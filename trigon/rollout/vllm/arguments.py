@@ -95,7 +95,7 @@ class VllmSettings:
     def checks_weights(self, version: int, *, restarted: bool = False) -> bool:
         """Return whether the weights of this version are compared by checksum.
 
-        restarted: they are the first ones of an engine that was started anew after a failure.
+        restarted: they are the first ones of an engine that was started again after a failure.
         """
         every = self.rollout.weight_check_freq
         return every > 0 and (restarted or version % every == 0)

@@ -118,7 +118,7 @@ class VllmEngine:
         assert not self._closed
         self._episodes.stop()
         self._version = None
-        self._unusable_because = "it could not be started anew"
+        self._unusable_because = "it could not be started again"
         self._state = SleepingState(())
         is_frozen = gc.get_freeze_count() > 0
         if self._llm_engine is not None:
@@ -139,7 +139,7 @@ class VllmEngine:
         except WorkerError:  # of the watchdog: the run is to end
             raise
         except Exception as error:  # vLLM raises errors of many types
-            raise RolloutError(f"vLLM could not be started anew: {type(error).__name__}: {error}") from error
+            raise RolloutError(f"vLLM could not be started again: {type(error).__name__}: {error}") from error
         self._unusable_because = ""
         self._restarted = True
         self._sleep()
@@ -176,8 +176,8 @@ class VllmEngine:
         if self._awake:
             if version != self._version:
                 raise EngineError(
-                    f"The rollout engine is awake with the weights of step {self._version} and cannot load those of "
-                    f"step {version} before it sleeps. Leave the outer awake() first."
+                    f"The rollout engine is awake with the weights of policy version {self._version} and cannot load "
+                    f"policy version {version} before it sleeps. Leave the outer awake() first."
                 )
             yield
             return

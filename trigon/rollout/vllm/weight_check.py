@@ -170,8 +170,8 @@ def compare(ranks: list[RankSums], *, version: int) -> None:
             if not math.isfinite(given.squares):  # finite in the trainer's dtype, before they were rounded
                 dtype = next(dtype for _, dtype in sources).removeprefix("torch.")
                 raise ParityError(
-                    f"weights of step {version} do not fit into the dtype of vLLM's parameter {name}: as {dtype} they "
-                    "are nan or infinite. Set worker.rollout.dtype to bf16 or fp32"
+                    f"weights of policy version {version} do not fit into the dtype of vLLM's parameter {name}: as "
+                    f"{dtype} they are nan or infinite. Set worker.rollout.dtype to bf16 or fp32"
                 )
             different.append(f"{name} has sum {held.total:.17g} instead of {given.total:.17g}")
     not_taken = sorted(frozenset.intersection(*(rank.not_taken for rank in ranks)))
@@ -182,7 +182,7 @@ def compare(ranks: list[RankSums], *, version: int) -> None:
             *([f"none took {len(not_taken)} tensors ({', '.join(not_taken[:3])})"] if not_taken else []),
         ]
         raise ParityError(
-            f"after the weight sync of step {version}, vLLM's parameters are not the trainer's weights: of "
+            f"after the weight sync of policy version {version}, vLLM's parameters are not the trainer's weights: of "
             f"{len(first.parameters)} parameters, {' and '.join(problems)}. {CHECK_VLLM}; "
             "worker.rollout.weight_check_freq=0 turns this check off"
         )

@@ -64,7 +64,7 @@ def load_weights(
         for _ in source:  # each tensor is gathered from all ranks, which wait for this one
             pass
         raise RolloutError(
-            f"vLLM could not load the weights of step {version}; the last tensor that it read is {last}: "
+            f"vLLM could not load the weights of policy version {version}; the last tensor that it read is {last}: "
             f"{type(error).__name__}: {error}. If a new engine fails too, check that trainer and rollout engine load "
             "the same model_path."
         ) from error

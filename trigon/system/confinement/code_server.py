@@ -11,8 +11,8 @@ A caller sends one byte with the descriptor of a connection. What follows on tha
     -> {"code": ..., "seconds": 10.0, "names": ["image_0.png"]}, with the files of these names
     <- {"ending": "exited", "status": 0, "reason": ""}, with the output as a file
 
-The server knows neither episodes nor rows, and executes Python anew for each call, so that neither
-its own memory nor that of another call can be found there.
+The server knows neither episodes nor rows, and starts a new Python process for each call, in which
+neither the server's memory nor that of another call can be found.
 """
 
 from __future__ import annotations
@@ -172,10 +172,10 @@ def _run(
     os.waitpid(init, 0)
     for data in _read_rest(output):  # what was written before the end
         written += data
-    told = b"".join(_read_rest(status))
-    if told[:1] == b"!":
-        raise CannotConfineError(told[1:].decode(errors="replace"))
-    status_code = struct.unpack("=i", told[:4])[0] if len(told) == 4 else signal.SIGKILL.value
+    report = b"".join(_read_rest(status))
+    if report[:1] == b"!":
+        raise CannotConfineError(report[1:].decode(errors="replace"))
+    status_code = struct.unpack("=i", report[:4])[0] if len(report) == 4 else signal.SIGKILL.value
     return CodeResult(ending, status_code, bytes(written[:MAX_FILE_BYTES]))
 
 

@@ -66,7 +66,7 @@ def end_with(parent: int) -> None:
     """Let the kernel kill this process when its parent, with this id, ends. Raises: OSError."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # it ended before the kernel was told
+        os._exit(1)  # it ended before the kernel was asked to do so
 
 
 def adopt_orphans() -> None:

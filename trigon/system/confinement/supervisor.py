@@ -63,7 +63,7 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 @dataclass(frozen=True, slots=True)
 class Confined:
-    """What a worker is told of how it is confined.
+    """How a worker is confined, as it is reported to the worker.
 
     used: the mechanisms. obstacle: why it has no namespaces, or "". code_server: the descriptor for
     code_server.run_code; None unless Confinement.runs_code.

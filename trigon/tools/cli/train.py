@@ -106,7 +106,7 @@ def annotate(text: str, sources: Mapping[str, str]) -> str:
             lines.append(line)
             continue
         comment = f"# {sanitize(sources['.'.join(path)], max_characters=500)}"
-        # A text may go on in the next line, and would then contain a comment behind its first one.
+        # A text may continue in the next line: a comment after the first one would be part of it.
         if line.endswith(":") or not following.startswith(f"{key[1]}  "):
             lines.append(f"{line}  {comment}")
         else:

@@ -40,7 +40,7 @@ STORED = "stored"
 """The name of the scores in the rollouts file."""
 
 MAX_VALUES = 12
-"""Scores with at most so many different values are counted by value, others in bins."""
+"""Scores with at most this many different values are counted by value, others in bins."""
 
 NUM_BINS = 10
 NUM_SLOWEST = 10
@@ -359,7 +359,7 @@ def score(
         kwargs: keyword arguments of each reward function. None: those of the run's configuration,
             where it has the same reward function.
         splits, steps: of a run folder, which of its rollouts; None: of all steps.
-        limit: score the first rollouts only, so many.
+        limit: score only the first `limit` rollouts.
         part: the score that is compared, "overall" or another that the functions return.
         tolerance: difference up to which two scores agree.
         num_workers: reward workers of each function; None: as many as usable CPUs.

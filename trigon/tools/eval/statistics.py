@@ -23,7 +23,7 @@ CONFIDENCE = 0.95
 _UPPER = 0.5 + CONFIDENCE / 2
 
 MAX_SUBSETS = 500
-"""Subsets of a prompt's completions that majority_at_k enumerates; of more, it draws so many."""
+"""Subsets of a prompt's completions that majority_at_k enumerates; of more, it draws this many."""
 
 NUM_FLIPS = 10_000
 """Random sign flips of the permutation test."""
@@ -102,7 +102,7 @@ def estimate_mean(groups: Sequence[Sequence[float]]) -> Estimate:
 
 
 def wilson_interval(mean: float, count: float) -> tuple[float, float]:
-    """Return Wilson's score interval (1927) of a proportion in so many values."""
+    """Return Wilson's score interval (1927) of a proportion in `count` values."""
     z = NormalDist().inv_cdf(_UPPER)
     shrink = 1 + z**2 / count
     centre = (mean + z**2 / (2 * count)) / shrink

@@ -92,7 +92,7 @@ class Lengths:
         return sum(prompt.prompt for prompt in self.prompts) / len(self.prompts)
 
     def groups(self, number: int, completions: int) -> list[GroupLengths]:
-        """Return so many groups, which go through the prompts in turn."""
+        """Return this many groups, which go through the prompts in turn."""
         observed = round(self.observed_tokens)
         chosen = (self.prompts[index % len(self.prompts)] for index in range(number))
         return [
@@ -233,7 +233,7 @@ def _assume_prompt(
 
 
 def _square_grid(tokens: float, merge: int) -> Grid:
-    """Return the grid of an image of so many tokens, nearly square."""
+    """Return the grid of an image of this many tokens, nearly square."""
     rows = max(1, round(sqrt(tokens)))
     return 1, rows * merge, max(1, round(tokens / rows)) * merge
 
