@@ -30,6 +30,7 @@ from trigon.data.images import (
 )
 from trigon.data.rows import UnusableRow
 from trigon.errors import BadRow
+from trigon.system.image_formats import FORMATS, image_suffixes, read_image
 
 MAX_PIXELS = 1_000_000
 
@@ -295,6 +296,20 @@ def plain(mode: str) -> Image.Image:
     if mode == "P":
         image.putpalette([1, 2, 3] * 256)
     return image
+
+
+def test_each_format_that_is_read_has_known_suffixes(tmp_path):
+    common = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
+    assert set(common) <= set(image_suffixes())
+    assert not {".eps", ".pdf", ".mp4", ".svg", ""} & set(image_suffixes())
+    read = set()
+    for suffix in common:
+        path = tmp_path / f"image{suffix}"
+        sample_image().save(path)
+        assert read_image(str(path)).size == (6, 4), suffix
+        with Image.open(path) as image:
+            read.add(image.format)
+    assert read == set(FORMATS)
 
 
 def bombs() -> dict[str, tuple[str, bytes]]:

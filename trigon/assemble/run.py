@@ -54,9 +54,9 @@ from trigon.models.load import Processors
 from trigon.report.console import Console
 from trigon.report.delivery import LoggedRun, Logger, LoggerEnvironment, check_loggers, make_loggers, open_loggers
 from trigon.report.memory_growth import MemoryGrowth, MemoryMeter
+from trigon.report.overview import describe_plan, suggest_next_steps
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import ImageStore, RunFolder
-from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.report.watch import Watch
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.buffer import RolloutBuffer

@@ -11,6 +11,7 @@ import io
 import struct
 import zlib
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, overload
 
@@ -90,6 +91,12 @@ def read_image(file: bytes | str) -> Image.Image:
     encoded = file if isinstance(file, bytes) else Path(file).read_bytes()
     image = Image.open(io.BytesIO(encoded), formats=FORMATS)
     return upright_rgb(image, orientation_of(image), owned=True)
+
+
+@cache
+def image_suffixes() -> tuple[str, ...]:
+    """Return the suffixes of files in one of FORMATS, in lower case, such as ".png"."""
+    return tuple(suffix for suffix, name in Image.registered_extensions().items() if name in FORMATS)
 
 
 def orientation_of(image: Image.Image) -> int:

@@ -24,6 +24,7 @@ from trigon.data.stream import mix
 from trigon.errors import DataError
 from trigon.models.load import Processors
 from trigon.report.console import Console
+from trigon.system.image_formats import image_suffixes
 from trigon.system.terminal import sanitize, shorten
 from trigon.tools.check.run import Result, Skipped
 from trigon.types import Prompt
@@ -36,7 +37,6 @@ MAX_EXAMPLES = 3
 CONSTANT_FRACTION = 0.9
 """The most frequent ground truth is a problem from this fraction of the rows on."""
 
-_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _SEARCHED_ROWS = 20
 
 ADVICE: dict[Reason, str] = {
@@ -229,7 +229,7 @@ def _find_unnamed_images(result: Result, dataset: ScannedDataset) -> None:
 def _names_image(value: object) -> bool:
     if isinstance(value, list) and value:
         value = value[0]
-    return isinstance(value, str) and value.lower().endswith(_IMAGE_SUFFIXES)
+    return isinstance(value, str) and value.lower().endswith(image_suffixes())
 
 
 def share(number: int, total: int) -> str:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trigon.config.schema import Config
-from trigon.report.summary import suggest_next_steps
+from trigon.report.overview import suggest_next_steps
 from trigon.report.watch import Alarm, describe_stop
 from trigon.system.stopping import WEIGHTS_ONLY, Grace
 from trigon.training.updates import describe_continuation
