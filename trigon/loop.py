@@ -282,7 +282,9 @@ def save(run: Run, step: int, *, stopping: bool, made: bool = True) -> None:
     """Save the state after a step.
 
     stopping: wait until it is saved, and raise a DiskError, since the run has the only copy.
-    made: whether the buffer has given the step its groups; else it has begun the next step's.
+    made: whether this step is the last one that the buffer has begun. If not, the next step was
+    left before its first update, perhaps after the buffer had returned its groups; see
+    RolloutBuffer.state.
     """
     store, buffer, grace = run.checkpoints.store, require_buffer(run), run.stop.grace
     if made:  # wait for what is sampled ahead, as long as a requested stop leaves time for it

@@ -15,9 +15,13 @@ steps, max_staleness decides when what is sampled:
     above 1   sampled all the time; a step learns from the groups that began first of those that
               have ended, and no token is older than max_staleness steps when it is learned from:
       continue  | v0 ........ | v1 ........ | v2 ...   interrupted at each weight sync, and
-                  =====.   ========#########.          continued with the new weights
+                  #####. #######==========.            continued with the new weights
       finish    | v0 ........ : ...... | v2 ........   from ":" on nothing begins, and the sync
-                  =====.   ===============.            waits until all completions have ended
+                  #####. #############.                waits until all completions have ended
+
+In the last drawing "|" is a weight sync, followed by the version that it sends. The line below it
+shows two completions: "#" are tokens sampled with version 0, "=" tokens sampled with version 1, and
+"." is the end of a completion.
 
 With 0 and 1, batches are a function of the weights and the prompts alone, so that a run that
 resumes has the same ones. Above 1 they depend on time. Oversampling and online filtering are
@@ -101,8 +105,9 @@ class Batch:
 class _Found:
     """What was sampled since the last batch.
 
-    groups: ready, in the order in which steps learn from them. filtered: without their images.
-    shortage: why there are fewer groups than were asked for; "" if there are not.
+    groups: the groups that are ready, in the order in which steps learn from them. filtered: the
+    groups that were filtered out, without their images. shortage: why there are fewer groups than
+    were requested; "" if there are enough.
     """
 
     groups: list[RolloutGroup] = field(default_factory=list)
@@ -154,8 +159,8 @@ class RolloutBuffer:
         self._taken: list[RolloutGroup] = []  # by the last step that began
         self._found = _Found()  # without groups and unfinished work, which are in the lists above
         self._running: _Running | None = None
-        self._has_failed = False  # every prompt of the call before, if they are sampled all the time
-        self._before: _Position | None = None  # of the step that began last, once it is known
+        self._has_failed = False  # whether every prompt of the call before failed, if prompts are sampled all the time
+        self._before: _Position | None = None  # the state before the last step that began, once it is known
         self._staleness: Metrics = {}
 
     # -- steps --
@@ -163,8 +168,9 @@ class RolloutBuffer:
     def next(self, step: int, weights: WeightsHandle, *, version: int) -> Batch:
         """Return the groups of a step, oldest first.
 
-        Fewer than a step learns from only if online filtering found no more in its rounds, or the
-        engine failed to sample others. weights: of this version, the newest ones.
+        There are fewer than plan.prompts_per_step only if online filtering found no more groups in
+        its rounds, or if the engine failed to sample the others.
+        weights: the newest weights, whose policy version is version.
         Raises: what sampling and scoring raise, and what the report's phases raise; DataError if
         online filtering has found no group.
         """
@@ -228,7 +234,8 @@ class RolloutBuffer:
     def state(self, *, made: bool) -> dict[str, Any]:
         """Return the entries of a checkpoint. Read by load_state.
 
-        made: the last step that began was made; otherwise it is made again from the checkpoint.
+        made: whether the step that began last was made. If not, the entries are from before that
+        step, or contain its groups, so that the run that resumes from them makes the step again.
         """
         if made:
             position = self._position([])
@@ -247,10 +254,11 @@ class RolloutBuffer:
         }
 
     def load_state(self, state: Mapping[str, Any], *, version: int) -> None:
-        """Continue from what state() has returned. version: of the weights of the checkpoint.
+        """Continue from what state() has returned.
 
-        Groups that this run cannot use as they are, are sampled again, with a warning; those of
-        other data are dropped. Raises: as PromptStream.load_state and rebuild.
+        version: the policy version of the checkpoint's weights. Groups that this run cannot use as
+        they are, are sampled again, with a warning; groups of other data are dropped.
+        Raises: as PromptStream.load_state and PromptStream.rebuild.
         """
         sampling, warn, buffer = self._sampling, self._report.warn, state["buffer"]
         self._prompts.load_state(state["prompts"])
@@ -729,10 +737,10 @@ class RolloutBuffer:
 class _Running:
     """What is sampled in a thread: for the next step, or all the time until the next weight sync.
 
-    version: the policy version of its weights. begun: the work that it began with, by the prompt's
-    id, without the groups that were taken from ended. prompts: the state of the prompt stream when
-    it began. A call for the next step returns its groups together at its end, and does not use the
-    fields that follow.
+    version: the policy version of the weights that sample. begun: the work that the call began
+    with, by prompt id; a group that is taken from ended is removed here too. prompts: the state of
+    the prompt stream when the call began. A call for the next step returns its groups together at
+    its end, and does not use the fields that follow.
     ended: groups that have ended and are scored. max_failed: the number of prompts that may fail
     although no other one has ended. num_ended: the number of groups that were taken from ended.
     """
