@@ -86,7 +86,7 @@ class Run:
     """The parts of a training run, already built.
 
     buffer: gives each step its groups; None if the run only validates.
-    critic: of the estimator gae; None for the others.
+    critic: the critic of the estimator gae; None with other estimators.
     """
 
     config: Config
@@ -315,7 +315,7 @@ def save_unsaved(run: Run, step: int) -> None:
 
 
 def note_saved(run: Run) -> None:
-    """Let a later request to stop know what is saved, and how long a save takes."""
+    """Note what is saved and how long a save takes, for a later request to stop."""
     run.stop.grace.note_saved(run.checkpoints.store.published_step, run.checkpoints.store.save_seconds)
 
 
@@ -347,8 +347,8 @@ class StepRecord:
     """What is recorded with the rollouts of a step, as far as it is known.
 
     learned: what the update learns from, for each group; None before it is prepared.
-    outputs: for each group that is recorded with its tokens, by its index, what the update computed
-    of it; None if it computed nothing.
+    outputs: what the update computed for each group that is recorded with its tokens, by the index
+    of the group; None if it computed nothing.
     """
 
     learned: Sequence[TrainGroup] | None = None

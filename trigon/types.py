@@ -169,7 +169,8 @@ class Turn:
     text: the sampled tokens decoded, like Completion.text. observation: the observed tokens as
     text, with one marker for each image; "" if there are none.
     reward: what the environment gave for the turn, None without an environment.
-    num_images: in the observation. image_sizes: of these, as Prompt.image_sizes.
+    num_images: the number of images in the observation. image_sizes: their sizes, as in
+    Prompt.image_sizes.
     """
 
     start: int
@@ -186,7 +187,7 @@ class RoutedExperts:
     """The experts that a rollout engine has used for a completion, in each decoder layer.
 
     prompt: [P, layers, k] int16, of the tokens of its prompt. None if it has no record of them: the
-    first completion of a group has it for all.
+    first completion of a group has the record for all.
     completion: [R, layers, k] int16. The engine never reads the last token, which has NO_RECORD.
     """
 
@@ -212,11 +213,11 @@ class Completion:
     distribution sampled from, after temperature, top-p and top-k. All 0.0 for greedy decoding.
     text: the sampled tokens decoded, without special tokens if worker.reward.skip_special_tokens;
     several turns are joined by line breaks. A turn that has not ended has the text "".
-    policy_version: of the weights that sampled it, the number of steps that had updated them; of
-    several, the last one. Records have the step instead (report/reporter.py), which differs after
-    trainer.critic_warmup.
+    policy_version: the policy version of the weights that sampled the completion: the number of
+    steps that had updated them. If several versions sampled it, the last of them. Records have the
+    step instead (report/reporter.py), which differs after trainer.critic_warmup.
     replica: index of the engine replica that sampled it; see RolloutEngine.num_replicas.
-    turns: in order, at least one. If none are given, all tokens are one turn.
+    turns: the turns in order, at least one. If none are given, all tokens are one turn.
     vision: the images of the observations, in the order of their placeholder tokens.
     error: one line with the reason if the environment failed, else "". Such a completion is not
     scored, and nothing is learned from it.
@@ -321,13 +322,14 @@ class TrainSequence:
 
     sampled: the half-open ranges of token_ids that were sampled, in order; if none are given, all.
     vision: as in Completion.
-    loss_mask: 1 for trainable tokens, 0 for others. advantages: of each token.
-    sampling_logprobs: log-probabilities by the rollout engine.
-    old_logprobs: by the trainer before the update. None if the policy has not changed since
-    sampling; the loss then uses the current log-probabilities, detached.
-    ref_logprobs: by the reference policy. None if no term of the loss needs them.
-    values: by the critic before the update, of the state before each token. returns: what it learns
-    them to be. None without a critic.
+    loss_mask: 1 for trainable tokens, 0 for others. advantages: the advantage of each token.
+    sampling_logprobs: log-probabilities that the rollout engine computed.
+    old_logprobs: log-probabilities that the trainer computed before the update. None if the policy
+    has not changed since sampling; the loss then uses the current log-probabilities, detached.
+    ref_logprobs: log-probabilities under the reference policy. None if no term of the loss needs
+    them.
+    values: the critic's values before the update, one for the state before each token. returns: the
+    targets of these values. Both are None without a critic.
     routed_experts: as in Completion.
     """
 
@@ -460,7 +462,7 @@ class TokenLogprobs:
     """The policy's output for the S sampled tokens of a packed row. All [S] float32.
 
     logprobs: log-probability of the token, with gradient.
-    entropy: of the next-token distribution, in nats; with gradient only if requested.
+    entropy: entropy of the next-token distribution, in nats; with gradient only if requested.
     kl: exact KL of the next-token distribution from a second policy's, in nats, with gradient; None
     without a second policy.
     router_probabilities: [E], the sum over tokens and MoE layers of the probability of each expert,
@@ -478,7 +480,7 @@ NamedTensors = Iterator[tuple[str, "Tensor"]]
 
 
 class WeightsHandle:
-    """A policy's weights, as a train engine offers them to a rollout engine.
+    """A policy's weights, as a train engine provides them to a rollout engine.
 
     A subclass says where the weights are: LocalWeights, or distributed.engines.WorkerWeights. A
     rollout engine accepts one of them and raises EngineError for the other.
@@ -496,8 +498,8 @@ class ReadWeights(Protocol):
         A train engine may free memory once the iterator is exhausted. In a sharded policy all ranks
         must iterate together.
 
-        dtype: of the parameters into which they are loaded; wider tensors are rounded to it, before
-            they are gathered. None: as they are stored.
+        dtype: the dtype of the parameters into which the tensors are loaded; wider tensors are
+            rounded to it before they are gathered. None: the tensors keep their own dtype.
         """
         ...
 

@@ -324,7 +324,7 @@ class Estimates:
     """What a step learns. For each completion of each group, float32 [S].
 
     advantages: whitened over the tokens of all scored completions of the step. returns: the targets
-    of the critic. values: of the state before each token.
+    of the critic. values: the value of the state before each token.
     """
 
     advantages: Tokens

@@ -132,9 +132,9 @@ class ValueLoss:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> ValueLoss:
-    """Return half the squared error of each value, or that of the clipped value if it is larger.
+    """Return half the squared error of each value, or of the clipped value if that is larger.
 
-    A value is clipped to old_value +- clip, as by the authors of PPO and in EasyR1.
+    A value is clipped to its old value +- clip, as by the authors of PPO and in EasyR1.
     Args: values: [S] float32 with gradient; old_values: before the update; returns: the targets.
     """
     clipped = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
@@ -179,8 +179,8 @@ def _exp_with_tangent(x: Tensor) -> Tensor:
 class AdaptiveKl:
     """A KL coefficient that follows a target (arXiv:1909.08593, section 2.2).
 
-    target: of the KL that updated gets, in nats.
-    horizon: in completions; 0 keeps the coefficient fixed.
+    target: target of the KL that updated receives, in nats.
+    horizon: a number of completions; 0 keeps the coefficient fixed.
     """
 
     coefficient: float

@@ -21,7 +21,7 @@ from trigon.config.names import LossAveraging
 class Denominators:
     """The number of trainable tokens and sequences of an update, on all ranks.
 
-    tokens: those with loss_mask 1. sequences: those with at least one such token.
+    tokens: tokens with loss_mask 1. sequences: sequences with at least one such token.
     """
 
     tokens: int
@@ -33,7 +33,8 @@ class ExpertShares:
     """How the tokens of an update are spread over the experts of MoE layers, on all ranks.
 
     fractions: [E] float32, the fraction of the tokens that use each expert; they add up to the
-    number of experts per token. tokens: how many tokens these are, once for each MoE layer.
+    number of experts per token. tokens: the number of these tokens, each counted once for each MoE
+    layer.
     """
 
     fractions: Tensor
@@ -55,7 +56,7 @@ def load_balancing_loss(probabilities: Tensor, shares: ExpertShares) -> Tensor:
     equations 4 to 6; as load_balancing_loss_func of transformers, over all MoE layers together.
 
     Args: probabilities: [E], the sum of each expert's probabilities over tokens and MoE layers.
-        shares: of the whole update, on the same device.
+        shares: the shares of the whole update, on the same device.
     Returns: a scalar with gradient.
     """
     return len(probabilities) * (shares.fractions * probabilities).sum() / max(shares.tokens, 1.0)

@@ -201,7 +201,8 @@ def _scoring(
 class _ScoredRow:
     """The completions of a prompt that are being scored.
 
-    slots: of each completion's request; None if its environment failed, so that it has none.
+    slots: the slot of each completion's request; None if its environment failed, so that it has no
+    request.
     """
 
     completions: Sequence[Completion]
@@ -229,7 +230,7 @@ class _Scoring:
     ) -> None:
         """Begin to score the completions of a prompt; none, if the engine failed to sample it.
 
-        slots: of the next requests. separate_slots: of the next baselines.
+        slots: the slots of the next requests. separate_slots: the slots of the next baselines.
         """
         if not completions:
             return

@@ -33,7 +33,10 @@ class Environments(Protocol):
     """The environments of any number of episodes, each known by a number that is used once."""
 
     def start(self, episode: int, row: Any, images: tuple[bytes, ...]) -> None:
-        """Begin an episode. Does not wait for its outcome. images: of the prompt, as files."""
+        """Begin an episode. Does not wait for its outcome.
+
+        images: the images of the prompt, as files.
+        """
         ...
 
     def step(self, episode: int, action: str) -> None:
@@ -86,22 +89,24 @@ def encoded_images(prompt: Prompt) -> tuple[bytes, ...]:
 class EpisodeSettings:
     """How episodes run.
 
-    environments: answer the turns. template: of the conversation. opens: whether a first
-    observation follows each prompt, which then has no generation prompt.
+    environments: the environments, which answer the turns. template: the chat template of the
+    conversation. opens: whether a first observation follows each prompt, which then has no
+    generation prompt.
     tool_format: how the model writes calls of tools, with which a turn ends; None: no tools.
     max_turns: most turns of an episode. max_turn_tokens: most sampled tokens of a turn; None: no
-    limit but that of the completion.
+    limit other than the completion's.
     load_pixels: processes the images of one observation; called in threads. load_prompts: returns
     prompts with pixel values in place of files. Both raise DataError for files that cannot be
     decoded.
-    max_episodes: most episodes at a time, in every engine; None: all of a call. Those that wait for
-    another call do not count.
+    max_episodes: most episodes at a time, in every engine; None: all of a call. Episodes that wait
+    for another call do not count.
     turn_by_turn: whether the next turns of all episodes begin together, in the order of prompts and
     samples, once all environments have answered. Then the engine gets the same requests in the same
     order however long environments take, so that results are the same bits. If not, a turn begins
     as soon as its environment has answered. None: on the CPU, where an engine gives the same bits.
     image_files: returns the images of a prompt, for its environment.
-    media: of load_pixels and load_prompts; None where the caller of the engine tells it of steps.
+    media: what load_pixels and load_prompts use; None where the caller of the engine calls
+    start_step.
     """
 
     environments: Environments

@@ -43,16 +43,17 @@ class Episode:
         observation                 "..."  |
         begun                              | b  b        of a turn that an earlier call has begun
 
-    number: identifies the episode for its environment. prompt: with pixel values. unprocessed: the
-    same prompt with files. seed: seed of the completion (seeds.sample_seed). greedy: as in
-    TurnRequest.
-    token_ids, logprobs, turns, media: as in Completion, of what has been observed and of the turns
+    number: identifies the episode for its environment. prompt: the prompt with pixel values.
+    unprocessed: the same prompt with files. seed: the seed of the completion (sample_seed). greedy:
+    as in TurnRequest.
+    token_ids, logprobs, turns, media: as in Completion, for the observations so far and the turns
     that have ended. observed: the pixel values of media, one for each observation with images.
-    observation: the text of the tokens after the last turn; num_images, image_sizes: of its images.
-    begun: the tokens so far of the next turn, which an earlier call has begun.
-    versions: of all sampled tokens, those of begun included.
-    experts: SampledTurn.routed_experts of the turns, of consecutive tokens. Those of the first
-    sample begin with the prompt, others after it.
+    observation: the text of the tokens after the last turn. num_images, image_sizes: the number and
+    the sizes of its images.
+    begun: the tokens of the next turn that earlier calls have sampled.
+    versions: the policy versions of all sampled tokens, including the tokens of begun.
+    experts: SampledTurn.routed_experts of the turns, for consecutive tokens. They begin with the
+    prompt for the first completion of a prompt, and after the prompt for the others.
     asked: the time at which the environment was asked, by time.perf_counter(); None if that was
     before the call.
     is_waiting: whether the environment has been asked, and its answer has not been applied; only
@@ -94,7 +95,7 @@ class Episode:
         self.versions = completion.version_runs if completion.token_ids else ()
 
     def leave(self, *, is_waiting: bool, outcome: Outcome | None) -> None:
-        """Wait for the next call. Pixel values are dropped, of which there may be gigabytes."""
+        """Wait for the next call. Pixel values, which may take gigabytes, are dropped."""
         self.prompt = self.unprocessed
         self.observed.clear()
         self.asked = None
@@ -110,8 +111,8 @@ class Episode:
     def unfinished(self, *, policy_version: int) -> Completion:
         """Return all turns so far, with what was sampled of the next one.
 
-        Without an observation after which nothing has been sampled. policy_version: that of the
-        completion if nothing has been sampled at all.
+        An observation after which nothing has been sampled is left out. policy_version: the policy
+        version of the completion if nothing has been sampled at all.
         """
         turns, media = list(self.turns), self.media
         if self.begun.token_ids:
@@ -144,7 +145,7 @@ class Episode:
             self.observed.append(vision)
 
     def request(self, max_tokens: int, stop: tuple[str, ...]) -> TurnRequest:
-        """Return the request for the next turn. max_tokens: without those of begun."""
+        """Return the request for the next turn. max_tokens: most tokens to sample after begun."""
         turn = len(self.turns)
         of_prompt = self.prompt.pixels()
         return TurnRequest(
@@ -178,7 +179,7 @@ class Episode:
         self.logprobs += turn.logprobs
         self.versions = _first(self.versions, len(self.logprobs))
         if turn.routed_experts is not None:
-            # Without those of tokens that were left out.
+            # Tokens that were left out have no record.
             num_more = len(self.prompt.token_ids) + len(self.token_ids) - self._num_recorded
             self.experts.append(turn.routed_experts[:num_more])
         self.turns.append(self._turn(start, len(self.token_ids), text=turn.text))
@@ -231,7 +232,7 @@ class Episode:
         return Turn(start, end, text, self.observation, None, self.num_images, self.image_sizes)
 
     def _note_version(self, policy_version: int, count: int) -> None:
-        """Note the version of tokens that were sampled after those of begun."""
+        """Note the policy version of the tokens that were sampled after begun."""
         if not count:
             return
         runs = self.versions
@@ -263,7 +264,7 @@ class Groups:
     """The completions of one call of generate, as they arrive."""
 
     def __init__(self, num_prompts: int, num_completions: int) -> None:
-        """Begin without completions. num_completions: of each prompt."""
+        """Begin without completions. num_completions: the number of completions of each prompt."""
         self._completions: list[list[Completion | None]] = [[None] * num_completions for _ in range(num_prompts)]
         self._num_pending = [num_completions] * num_prompts
         self._failed: set[int] = set()  # prompt indices

@@ -69,7 +69,7 @@ class Episodes:
             stop_token_ids: end a turn. The first one is the only token of an episode that failed
                 before anything was sampled.
             on_cpu: whether the engine samples on the CPU; see EpisodeSettings.turn_by_turn.
-            tracer: of the engine's decode steps; None: no traces.
+            tracer: traces the engine's decode steps; None: no traces.
         """
         self._settings = settings
         self.tracer = DecodeTracer(Path(), rank=None, steps=()) if tracer is None else tracer
@@ -116,7 +116,7 @@ class Episodes:
         An episode whose environment fails, or whose observation cannot be shown to the model, has a
         completion with an error. The caller aborts what is still sampled if this raises.
         Args:
-            prompts: with pixel values, see with_pixels.
+            prompts: the prompts with pixel values, see with_pixels.
             unprocessed: the prompts that with_pixels was given.
         Raises: as turns.step, on_progress and on_group do, and as the environments do for what is
         not the failure of one episode.

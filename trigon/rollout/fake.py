@@ -49,7 +49,7 @@ class FakeEngine:
             episodes: None: completions of one turn.
             tokens_per_step: tokens of all turns that are sampled at a time, as real engines do;
                 None: all turns of one prompt at a time.
-            tracer: of decode steps; None: no traces.
+            tracer: traces the decode steps; None: no traces.
         """
         # Texts repeat, and a lookup takes a hundredth of the time of the tokenizer.
         self._encode = lru_cache(4096)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))

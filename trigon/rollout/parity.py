@@ -72,17 +72,17 @@ class ParityCheck:
         """Return completions of every replica to compare. The rollout engine must be awake.
 
         Without top-p and top-k these are the first completions that the replica sampled in this
-        step: the first group's, and after them further ones. Of a completion that was begun in an
-        earlier step, only the tokens that were sampled in this one are compared. With either,
-        log-probabilities are those of a truncated distribution, which the trainer does not compute,
-        so each replica samples short completions without them; likewise if a replica sampled none
-        of the groups.
+        step: the completions of its first group, and after them further ones. If a completion was
+        begun in an earlier step, only the tokens that were sampled in this step are compared. With
+        top-p or top-k the log-probabilities belong to a truncated distribution, which the trainer
+        does not compute, so each replica samples short completions without them. A replica that
+        sampled none of the groups does the same.
         Args:
-            groups: of completions that were ended in this step (ended_in_step); (): none of
-                the step's may be compared. Their version does not tell: the policy's stays the same
-                while only a critic learns.
-            prompt: of which short completions are sampled.
-            version: of the engine's weights.
+            groups: completions that ended in this step (ended_in_step); (): no completion of the
+                step may be compared. The policy version does not show this: it stays the same while
+                only a critic learns.
+            prompt: the prompt for which short completions are sampled.
+            version: the policy version of the engine's weights.
         """
         probes: dict[int, Probe] = {}  # by replica
         if sampling.top_p == 1.0 and sampling.top_k == -1:
@@ -101,17 +101,17 @@ class ParityCheck:
     ) -> Metrics:
         """Return metrics of the differences between the probes' and the trainer's log-probs.
 
-        Nothing without probes.
+        There are none without probes.
 
         If the mean of a replica exceeds the tolerance or is not finite, the further completions of
         all replicas are compared too, and the means over all of these tokens decide.
 
         Args: warn: called with a message if the first completions exceed the tolerance and all
-        together do not.
-        Raises: ParityError if they do; NotFiniteError if the trainer's are not finite, which is no
-        fault of the weight sync.
+        completions together do not.
+        Raises: ParityError if all completions together exceed it; NotFiniteError if the trainer's
+        log-probabilities are not finite, which is no fault of the weight sync.
         """
-        if not probes:  # of a step in which no weights were sent
+        if not probes:  # no weights were sent in the step
             return {}
         first = _differences([probe.first for probe in probes], trainer)
         failed = self._failed(first)
@@ -150,7 +150,7 @@ class ParityCheck:
 def ended_in_step(groups: Sequence[RolloutGroup], work: Sequence[Work]) -> list[RolloutGroup]:
     """Return the groups of a step without the completions that an earlier step has ended.
 
-    work: that the step began with.
+    work: the work with which the step began.
     """
     ended_before = {
         (each.prompt.prompt_id, sample)

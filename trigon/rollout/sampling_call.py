@@ -93,7 +93,7 @@ class PoolClock:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Count the time in the context as that of sampling. From any thread, one at a time."""
+        """Count the time in the context as sampling. From any thread, one at a time."""
         with self._lock:
             self._sampling_since = self._clock()
         try:

@@ -44,7 +44,7 @@ def load_groups(
     with_baseline: bool,
     warn: Callable[[str], None],
 ) -> tuple[list[RolloutGroup], list[Work]]:
-    """Return the groups that groups_state wrote, and work for those of another form.
+    """Return the groups that groups_state wrote, and work in place of groups of another form.
 
     n: completions per group. with_baseline: a group has a greedy completion. Groups whose row can
     no longer be used are dropped. All with a warning.
@@ -93,9 +93,9 @@ def load_work(
 ) -> list[Work]:
     """Return the work that work_state wrote, with its prompts built again from the dataset.
 
-    num_completions: of a group; one of another size is sampled from the start; so is one with an
-    unfinished completion of max_tokens or more. A group whose row can no longer be used is dropped.
-    All with a warning. Raises: as PromptStream.rebuild.
+    num_completions: completions of a group. A group with another number is sampled from the start,
+    and so is a group with an unfinished completion of max_tokens or more. A group whose row can no
+    longer be used is dropped. All with a warning. Raises: as PromptStream.rebuild.
     """
     loaded = []
     for saved in state:

@@ -48,7 +48,7 @@ def describe_validation(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
 
 
 def _score_metrics(groups: Sequence[RolloutGroup], *, prefix: str) -> dict[str, Metric]:
-    """Return the mean scores of a validation. prefix: of their keys."""
+    """Return the mean scores of a validation. prefix: the prefix of their keys."""
     parts = _reward_metrics(groups, prefix=prefix, suffix="_reward")
     return {f"{prefix}reward_score": parts.get(f"{prefix}overall_reward", Mean(0.0, 0.0)), **parts}
 
@@ -114,7 +114,7 @@ def _std(numbers: Sequence[float]) -> float:
 def describe_staleness(groups: Sequence[RolloutGroup], *, version: int) -> Metrics:
     """Return the ages of the sampled tokens: how many steps older their weights are than today's.
 
-    version: of the weights that learn from the groups; they have age 0.
+    version: the policy version of the weights that learn from the groups; they have age 0.
     """
     ages: Counter[int] = Counter()
     for group in groups:
@@ -154,7 +154,7 @@ def find_oldest_version(completions: Iterable[Completion], version: int) -> int:
 
 
 def warn_if_rewards_are_equal(groups: Sequence[RolloutGroup], warn: Callable[[str], None]) -> None:
-    """Warn if the rewards of several completions, those of the first step, are all equal."""
+    """Warn if the rewards of the first step's completions, more than one, are all equal."""
     scored = [(group.prompt, r) for group in groups for r in group.rollouts if r.score.outcome == "ok"]
     rewards = {rollout.score.overall for _, rollout in scored}
     if len(scored) < 2 or len(rewards) > 1:

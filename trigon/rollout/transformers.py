@@ -57,7 +57,7 @@ class TransformersEngine:
             skip_special_tokens: leave special tokens out of Completion.text.
             records_experts: record Completion.routed_experts, of an MoE model.
             episodes: None: completions of one turn. Each later turn computes all tokens before it.
-            tracer: of decode steps; None: no traces.
+            tracer: traces the decode steps; None: no traces.
         """
         self._episodes = Episodes(
             episodes,
@@ -292,9 +292,9 @@ class TransformersEngine:
 class _Batch:
     """Turns of the same context, all of them greedy or none, that are sampled together.
 
-    tokens, logprobs: sampled so far, each [B]. running: rows that have not ended.
-    experts_before: [T, layers, k], those of the context; None if they are not recorded. experts: of
-    all sampled tokens but the last, each [B, layers, k].
+    tokens, logprobs: what was sampled so far, each [B]. running: rows that have not ended.
+    experts_before: [T, layers, k], the experts of the context; None if they are not recorded.
+    experts: the experts of all sampled tokens but the last, each [B, layers, k].
     """
 
     def __init__(self, requests: Sequence[TurnRequest]) -> None:

@@ -18,17 +18,17 @@ from trigon.types import Prompt, SamplingParams, Vision
 class TurnRequest:
     """A request for one turn.
 
-    name: unique in a call of generate. prompt: of the completion. token_ids: all tokens before the
-    turn, the prompt's included; see same_context.
-    visions: the images or videos whose placeholders are in token_ids, in order: the prompt's, then
-    those of the observations.
-    max_tokens: most tokens of the turn. seed: of its sampling.
-    stop: texts at which the turn ends, with the token that completes one of them. Those of begun
-    count for none of them.
+    name: unique in a call of generate. prompt: the prompt of the completion. token_ids: all tokens
+    before the turn, including the prompt; see same_context.
+    visions: the images or videos whose placeholders are in token_ids, in order: those of the
+    prompt, then those of the observations.
+    max_tokens: most tokens of the turn. seed: the seed with which it is sampled.
+    stop: texts at which the turn ends, with the token that completes one of them. The tokens of
+    begun complete none of them.
     begun: the tokens of the turn that an earlier call has sampled, which are the last of token_ids.
-    SampledTurn.text begins with them; its other fields, and max_tokens, are without.
+    SampledTurn.text begins with them; its other fields, and max_tokens, do not include them.
     greedy: sample the most probable tokens, as SamplingParams.as_greedy says.
-    num_recorded: of how many tokens, the first of token_ids, the experts are known or not needed.
+    num_recorded: the number of first tokens of token_ids whose experts are known or not needed.
     """
 
     name: str

@@ -274,7 +274,7 @@ class _Tuner:
     def of_updates(self, make_pass: Pass, *, reserved_bytes: int, limit: int, what: str) -> tuple[int, int]:
         """Return what max_tokens does, for passes with gradient, which may offload activations.
 
-        Raises: ConfigError as well if those of the longest sequence do not fit into host memory.
+        Raises: ConfigError also if the activations of the longest sequence exceed host memory.
         """
         # The first pass allocates the gradients, which most passes find allocated.
         if self._peak_bytes(make_pass, [self._group]) is None:

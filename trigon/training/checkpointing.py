@@ -115,7 +115,8 @@ def read_updates(
 ) -> int:
     """Return the number of updates of a saved state, without loading any tensor.
 
-    has_adapters: whether the run trains LoRA adapters. section: of the model, for messages.
+    has_adapters: whether the run trains LoRA adapters. section: the section of the model, for
+    messages.
     Raises: CheckpointError if a run with these settings cannot resume from the folder.
     """
     saved_adapters, saved_weights = (folder / ADAPTER_FOLDER).exists(), (folder / WEIGHTS_FOLDER).exists()
@@ -158,7 +159,7 @@ def check_lora_rank(folder: Path, rank: int, *, section: str = "worker.actor") -
 
 
 def is_head_alone(folder: Path) -> bool:
-    """Return whether the folder holds a value head without a model: that of a shared trunk."""
+    """Return whether the folder holds a value head without a model, as with a shared trunk."""
     weights = folder / WEIGHTS_FOLDER
     return weights.is_dir() and all(name.startswith(f"{HEAD_NAME}.") for name in ShardedFiles(weights).tensors)
 
@@ -248,7 +249,7 @@ def _empty_optimizer_tensors(
     """
     tensors: dict[str, Tensor] = {}
     unknown: list[str] = []
-    # A parameter that never had a gradient (those of a vision tower before the first image) has no
+    # A parameter that never had a gradient (in a vision tower before the first image) has no
     # state.
     for state_name in ShardedFiles(folder).tensors:
         name, _, key = state_name.rpartition("/")

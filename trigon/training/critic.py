@@ -52,14 +52,14 @@ class LocalCriticEngine(LocalTrainEngine):
     ) -> None:
         """Make the optimizer of a value model.
 
-        Args: those of LocalTrainEngine, and
+        Args: the arguments of LocalTrainEngine, and
             before_use: called before the critic takes memory, to offload the policy.
         """
         super().__init__(
             model, config, plan, placement, positions=positions, features=features, load_pixels=load_pixels
         )
         self._before_use = before_use
-        self._feature_counts = (0, 0)  # hits and lookups of the critic, of a cache that may be shared
+        self._feature_counts = (0, 0)  # hits and lookups of the critic, in a cache that may be shared
 
     def values(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See CriticEngine."""
@@ -145,8 +145,8 @@ class LocalTrunkCritic(LocalCriticEngine):
     ) -> None:
         """Make the optimizer of the head, which the policy's engine updates too.
 
-        Args: those of LocalTrainEngine, and
-            placement: of the policy, which offloads the head with the trunk.
+        Args: the arguments of LocalTrainEngine, and
+            placement: the placement of the policy, which offloads the head with the trunk.
             trainer: the engine of the policy.
         """
         self._head = policy.value_head
@@ -199,6 +199,6 @@ class LocalTrunkCritic(LocalCriticEngine):
 
 
 def _with_last(scored: Tensor) -> Tensor:
-    """Return the values before each of S tokens, and that after the last: [2, S] -> [S + 1]."""
+    """Return the values before S tokens, and the value after the last: [2, S] -> [S + 1]."""
     before, after = scored.float()
     return torch.cat([before, after[-1:]])

@@ -26,8 +26,8 @@ _MOST_REMEDIES = 3
 class Memory(Protocol):
     """The memory of the device that a rank computes on.
 
-    device_name: for messages, and to recognize devices of the same kind.
-    total_bytes: of the device, or the share of this rank.
+    device_name: a name for messages, and to recognize devices of the same kind.
+    total_bytes: the memory of the device, or the share of this rank.
     max_tokens: length of a row above which passes are not more efficient; None: no such limit.
     """
 
@@ -182,9 +182,9 @@ class _TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Placement:
     """Where a policy computes, and where its tensors are in between.
 
-    device: on which the policy computes.
-    compute_dtype: of the forward pass, by autocast; None for a sharded policy, which casts by
-    itself.
+    device: the device on which the policy computes.
+    compute_dtype: the dtype of the forward pass, by autocast; None for a sharded policy, which
+    casts by itself.
     offload_params: move the weights to the CPU while they are not in use.
     offload_optimizer: move the optimizer states to the CPU between updates.
     process_group: the ranks that hold the policy together.

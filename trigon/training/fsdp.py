@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where a rank meets the others. store: that of all ranks."""
+    """Where a rank meets the others. store: the store of all ranks."""
 
     rank: int
     size: int
@@ -50,8 +50,8 @@ class TorchProcessGroup:
     def __init__(self, device: torch.device, *, timeout_seconds: float | None = None) -> None:
         """Wrap the default process group, which is initialized already.
 
-        device: on which this rank computes. timeout_seconds: of the groups that this makes; None:
-        torch's default, which is less than a large checkpoint may take.
+        device: the device on which this rank computes. timeout_seconds: the timeout of the groups
+        that this makes; None: torch's default, which is less than a large checkpoint may take.
         """
         self.device = device
         self._rank, self._size = dist.get_rank(), dist.get_world_size()

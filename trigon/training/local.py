@@ -55,8 +55,8 @@ _OF_EACH_RANK = ("actor/vision_cached_fraction", "critic/vision_cached_fraction"
 class Trained:
     """What one optimizer trains: a module, its learning rates, and the updates made so far.
 
-    name: prefix of its metrics. loss_key: the metric of its loss. updates: skipped ones do not
-    count.
+    name: prefix of its metrics. loss_key: the metric of its loss. updates: number of updates made,
+    without skipped ones.
     """
 
     def __init__(self, name: ModelName, module: nn.Module, section: TrainedConfig, plan: ModelPlan) -> None:
@@ -280,9 +280,9 @@ class LocalTrainEngine:
             trained.free_gradients()
 
     def _update_metrics(self, plan: UpdatePlan, applied: AppliedUpdate, *, num_groups: int) -> dict[str, Metric]:
-        """Return the metrics of the update besides its micro-batches' and its losses'.
+        """Return the metrics of the update, without those of its micro-batches and its losses.
 
-        num_groups: of this rank.
+        num_groups: number of groups of this rank.
         """
         packed_tokens = float(sum(batch.packed.token_ids.numel() for batch in plan.batches))
         metrics: dict[str, Metric] = {
@@ -311,7 +311,7 @@ class LocalTrainEngine:
     def _loss_metrics(self, trained: Trained, applied: AppliedUpdate, batch_metrics: Metrics) -> dict[str, Metric]:
         """Return the losses of the update, the norm of its gradient, and its learning rate.
 
-        batch_metrics: of this rank's micro-batches, merged.
+        batch_metrics: the metrics of this rank's micro-batches, merged.
         """
         keys = [trained.loss_key, *([ROUTER_LOSS] if trained.name == "actor" and self._loss.balances_experts else [])]
         own = [batch_metrics.get(key, Sum(0.0)).value if self._counts_row else 0.0 for key in keys]
@@ -508,7 +508,7 @@ class RecordedOutputs:
     """Collects the outputs of the rows that contain recorded groups."""
 
     def __init__(self, plan: UpdatePlan, recorded: Collection[int]) -> None:
-        """Collect of this update. recorded: indices among all groups of this rank."""
+        """Collect outputs of this update. recorded: indices among all groups of this rank."""
         self._plan = plan
         self._recorded = {place: index for place, index in enumerate(plan.indices) if index in recorded}
         self._rows: dict[int, Tensor] = {}  # by the number of the batch: [2, S]

@@ -215,8 +215,8 @@ def _update_slice(
 ) -> None:
     """Update a slice of a parameter in place.
 
-    The operations are those of torch.optim.AdamW(foreach=False), so that both round alike. Their
-    order keeps no more than three float32 temporaries alive.
+    The operations are the same as in torch.optim.AdamW(foreach=False), so that both round alike.
+    Their order keeps no more than three float32 temporaries alive.
 
     Args:
         first, second: moments. low_bits: None for weights in float32.
@@ -240,7 +240,7 @@ def _update_slice(
 def _slices(tensors: Sequence[Tensor], limit: int) -> Iterator[Sequence[Tensor]]:
     """Yield views of the same part of each tensor, of at most limit values; together all of them.
 
-    tensors: of the same shape, with any strides.
+    tensors: tensors of the same shape, with any strides.
     """
     if tensors[0].numel() <= limit:
         yield tensors
@@ -274,5 +274,5 @@ def _split(exact: Tensor, weight: Tensor, low_bits: Tensor) -> None:
     bits = exact.view(torch.int32)
     low_bits.copy_(bits)  # keeps the lower 16 bits
     weight.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
-    # Rounding up can turn the bits of a nan into those of a number.
+    # Rounding up can turn the bits of a nan into the bits of a number.
     weight.masked_fill_(is_nan, torch.nan)

@@ -18,9 +18,9 @@ from torch import nn
 class ProcessGroup(Protocol):
     """The collective operations of training. All ranks call every method, in the same order.
 
-    rank: of this process, from 0. size: number of ranks.
-    state_group: a second torch process group, for writing checkpoints while training
-    continues; None for a single process.
+    rank: the rank of this process, from 0. size: number of ranks.
+    state_group: a second torch process group, for writing checkpoints while training continues;
+    None for a single process.
     """
 
     @property

@@ -56,9 +56,9 @@ class TrainedModel(Protocol):
         """Make one optimizer update from these groups (one mini-batch) and return its metrics.
 
         An update whose gradient is not finite, or that has no trainable token, is skipped and
-        counted in actor/skipped_updates, or critic/; the former also in actor/nonfinite_updates,
-        with the norm as SKIPPED_GRAD_NORM.
-        outputs: receives those of the groups whose indices are its keys, as far as they have any.
+        counted in actor/skipped_updates (critic/ for a critic). An update whose gradient is not
+        finite also counts in actor/nonfinite_updates, and has its norm as SKIPPED_GRAD_NORM.
+        outputs: receives the outputs of the groups whose indices are its keys, if they have any.
         """
         ...
 
@@ -124,9 +124,9 @@ class CriticEngine(TrainedModel, Protocol):
 
 @runtime_checkable
 class TrunkCriticEngine(CriticEngine, Protocol):
-    """A critic on the policy's trunk. TrainEngine.step updates both; step is for resting policies.
+    """A critic on the policy's trunk. TrainEngine.step updates both; step updates the critic alone.
 
-    The metrics of TrainEngine.step then have those of the critic's loss.
+    The metrics of TrainEngine.step then include the metrics of the critic's loss.
     """
 
     def logprobs_and_values(self, groups: Sequence[RolloutGroup]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:

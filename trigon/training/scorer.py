@@ -115,7 +115,7 @@ class LocalScorer:
     ) -> list[list[Tensor]]:
         """Return what passes without gradient give for each completion: [K, S] float32 on the CPU.
 
-        score: see score_rows. max_tokens: in place of the budget.
+        score: see score_rows. max_tokens: used in place of the budget.
         """
         with self.awake():
             return score_rows(
@@ -159,7 +159,7 @@ class ReferenceWithoutAdapters:
             return self.engine.logprobs(groups)
 
     def awake(self) -> AbstractContextManager[None]:
-        """See step.Reference. The weights are those of the policy, which is awake already."""
+        """See step.Reference. The weights are the policy's, which is awake already."""
         return nullcontext()
 
     def predictions(self, packed: PackedGroups, *, run_dummy_vision: bool) -> Predictions:

@@ -247,8 +247,8 @@ def _mismatch(tensors: Mapping[str, Tensor], folder: Path) -> str | None:
     if not (missing or unknown or other):
         return None
     return (
-        f"the tensors in {folder} are not those of this run: missing {missing[:3]}, unknown {unknown[:3]}, of another "
-        f"shape or dtype {other[:3]} ({len(missing)}, {len(unknown)} and {len(other)} in total)"
+        f"the tensors in {folder} are not the tensors of this run: missing {missing[:3]}, unknown {unknown[:3]}, of "
+        f"another shape or dtype {other[:3]} ({len(missing)}, {len(unknown)} and {len(other)} in total)"
     )
 
 

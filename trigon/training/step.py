@@ -69,9 +69,9 @@ class PolicyLoss:
     load-balancing loss of the experts. A critic on the policy's trunk adds its loss, whose gradient
     reaches the trunk times vf_coef, and its head whole.
 
-    reference: of the full KL; None if the loss does not have one. is_regularized: whether a token
-    whose advantage is zero can have a gradient. balances_experts: whether it has the load-balancing
-    loss.
+    reference: the reference of the full KL; None if the loss has no full KL. is_regularized:
+    whether a token whose advantage is zero can have a gradient. balances_experts: whether the loss
+    has the load-balancing loss.
     """
 
     def __init__(self, policy: Policy, config: Config, precision: Precision, *, reference: Reference | None) -> None:
@@ -101,7 +101,8 @@ class PolicyLoss:
             denominators: trainable tokens and sequences of the whole update, over all ranks.
             run_dummy_vision: see Policy.forward.
             gradient_scale: factor of the gradient; the metrics are not scaled.
-            shares: of the experts in the whole update, on the device; None without the last term.
+            shares: the shares of the experts in the whole update, on the device; None without the
+                load-balancing loss.
             on_outputs: receives what the forward pass returned, which still has its gradient.
         """
         against = None
@@ -142,7 +143,7 @@ class PolicyLoss:
         *,
         router_load: bool = False,
     ) -> tuple[TokenLogprobs, Tensor | None]:
-        """Return the outputs of a row, and its values if the loss has a term of them."""
+        """Return the outputs of a row, and its values if the loss has a value term."""
         policy, config = self._policy, self._config
         entropy_gradient = config.worker.actor.entropy_coeff > 0
         with self._precision():
@@ -278,7 +279,7 @@ def reduced_value_loss(
 ) -> tuple[Tensor, dict[str, Unread]]:
     """Return this micro-batch's summand of the update's value loss, with gradient, and its metrics.
 
-    values: [S] float32, with gradient. denominators: of the whole update, over all ranks.
+    values: [S] float32, with gradient. denominators: see PolicyLoss.backward.
     """
     assert batch.values is not None, "the loss of a critic needs its values before the update"
     assert batch.returns is not None, "a critic learns from returns"
@@ -290,7 +291,7 @@ def reduced_value_loss(
         batch.sequence_index,
         batch.num_sequences,
         averaging=critic.loss_avg_mode,
-        fixed_length=1,  # of seq_fixed, which a critic does not have
+        fixed_length=1,  # only for seq_fixed, which a critic does not have
         denominators=denominators,
     )
     return loss, {
@@ -327,7 +328,7 @@ def count_expert_shares(
     """Return the shares of the experts in an update, over all ranks, from passes without gradient.
 
     Args:
-        rows: of this rank. passes: of all ranks together, see passes_in_step.
+        rows: the rows of this rank. passes: the passes of all ranks together, see passes_in_step.
         counts_row: False on ranks whose rows another rank counts.
     Returns: on the CPU.
     """
@@ -357,7 +358,7 @@ def score_rows(
     """Return what a pass without gradient gives for each completion: [K, S] float32 on the CPU.
 
     Args:
-        groups: of this rank; may be empty.
+        groups: the groups of this rank; may be empty.
         score: makes the pass over a row, and returns [K, S]; gets the row, and whether the vision
             tower runs if it has no images.
         max_tokens: token budget of a packed row.
@@ -390,8 +391,8 @@ class UpdatePlan:
     """The passes of one update on this rank.
 
     with_gradient: the groups that have a gradient. batches: these groups, packed.
-    indices: of these groups among those of the update on this rank.
-    denominators: of the update, over all ranks.
+    indices: the indices of these groups among all groups of the update on this rank.
+    denominators: the denominators of the update, over all ranks.
     passes: for each pass that all ranks make together, whether the vision tower runs; see
     passes_in_step. At least as many as batches.
     """
@@ -415,8 +416,8 @@ class UpdatePlan:
 class AppliedUpdate:
     """What the optimizer did.
 
-    grad_norm: before clipping. is_finite: whether grad_norm is. is_applied: False if the update was
-    skipped.
+    grad_norm: the norm of the gradient before clipping. is_finite: whether grad_norm is finite.
+    is_applied: False if the update was skipped.
     """
 
     learning_rate: float
@@ -436,7 +437,7 @@ def plan_update(
 ) -> UpdatePlan:
     """Pack this rank's groups, and agree with the other ranks on the number of passes.
 
-    regularized: see has_gradient. max_tokens: of a packed row.
+    regularized: see has_gradient. max_tokens: token budget of a packed row.
     """
     indices = [index for index, group in enumerate(groups) if has_gradient(group, regularized=regularized)]
     with_gradient = [groups[index] for index in indices]

@@ -47,8 +47,8 @@ class GroupPreparation:
 
         Args:
             reference: None where no term needs its log-probabilities.
-            critic: for the estimator gae; else None. On the policy's trunk it computes values and
-                log-probabilities in one pass.
+            critic: the critic of the estimator gae; None with other estimators. On the policy's
+                trunk it computes values and log-probabilities in one pass.
             needs_old_logprobs: whether the policy's own log-probabilities are computed before the
                 first update: the policy changes between sampling and the last update of a step, or
                 the KL in the reward needs them.
@@ -60,9 +60,9 @@ class GroupPreparation:
         self._kl = AdaptiveKl(algorithm.kl_coef, algorithm.kl_target, horizon)
 
     def prepare(self, groups: Sequence[RolloutGroup]) -> tuple[list[TrainGroup], Metrics]:
-        """Return what an update learns from these groups, and metrics of it.
+        """Return what an update learns from these groups, and its metrics.
 
-        An adaptive coefficient of the KL changes for the next step.
+        An adaptive coefficient of the KL is updated for the next step.
         """
         algorithm, critic, phase = self._algorithm, self._critic, self._phase
         old = ref = penalties = values = None
@@ -186,7 +186,10 @@ def kl_of_tokens(
     old: Sequence[Sequence[Tensor]] | None,
     ref: Sequence[Sequence[Tensor]] | None,
 ) -> Sequence[Sequence[Tensor]]:
-    """Return the KL of each sampled token, [S] of each completion. The full KL is the trainer's."""
+    """Return the KL of each sampled token, [S] for each completion.
+
+    The trainer computes the full KL.
+    """
     if estimator == "full":
         return trainer.full_kl(groups)
     assert old is not None, "a KL in the reward needs the policy's own log-probabilities"
@@ -257,7 +260,7 @@ def describe_learned(
 
     Args:
         rewards: [G, N] float, after the KL penalty if there is one.
-        advantages: [S] float of each completion of each group.
+        advantages: [S] float for each completion of each group.
         valid: [G, N] bool, whether a completion was scored; others are in no metric.
     """
     scores = (each.score.overall for group in groups for each in group.rollouts if each.score.outcome == "ok")
@@ -274,9 +277,9 @@ def describe_learned(
 def describe_critic(
     values: Sequence[Sequence[Tensor]], returns: Sequence[Sequence[Tensor]], valid: Tensor
 ) -> dict[str, Metric]:
-    """Return metrics of a critic's values before the update, and of what it learns them to be.
+    """Return metrics of a critic's values before the update, and of their targets.
 
-    Args: values, returns: [S] float of each completion of each group; valid: see describe_learned.
+    Args: values, returns: [S] float for each completion of each group; valid: see describe_learned.
     """
     scored = valid.flatten().tolist()
     if not any(scored):

@@ -73,14 +73,14 @@ class Updater:
         """Begin without updates.
 
         critic_warmup: first steps in which only the critic is updated. max_skipped: see
-        RecentUpdates.require_progress. traced_steps: whose first update is traced.
+        RecentUpdates.require_progress. traced_steps: steps whose first update is traced.
         """
         self._plan, self._trainer, self._critic, self._report, self._tracer = plan, trainer, critic, report, tracer
         self._critic_warmup, self._max_skipped, self._traced_steps = critic_warmup, max_skipped, traced_steps
         self._recent: dict[UpdatedModel, RecentUpdates] = {"actor": RecentUpdates(), "critic": RecentUpdates()}
 
     def policy_version(self, step: int) -> int:
-        """Return the version of the weights after this step: the steps that have updated them."""
+        """Return the version of the weights after this step: how many steps have updated them."""
         return max(0, step - self._critic_warmup)
 
     def update(self, step: int, groups: Sequence[TrainGroup], outputs: GroupOutputs) -> Metrics:
@@ -183,7 +183,8 @@ def minibatches(
 class RecentUpdates:
     """The last updates that had something to learn from, oldest first.
 
-    norms: of their gradients; None for an update that was skipped because it was not finite.
+    norms: the norms of their gradients; None for an update that was skipped because it was not
+    finite.
     """
 
     norms: tuple[float | None, ...] = ()
@@ -193,9 +194,9 @@ class RecentUpdates:
     ) -> RecentUpdates:
         """Return this with one more update.
 
-        metrics: of the update. limit: max_skipped_updates. counted: an earlier update of the step
-        from the same minibatch was skipped; if this one is too, it says nothing new.
-        name: of the model that was updated.
+        metrics: the metrics of the update. limit: max_skipped_updates. counted: an earlier update
+        of the step from the same minibatch was skipped; if this one is too, it is not counted.
+        name: the model that was updated.
         """
         if metrics[f"{name}/nonfinite_updates"].value > 0:
             if counted:
@@ -209,7 +210,7 @@ class RecentUpdates:
 
     @property
     def num_in_a_row(self) -> int:
-        """How many of the last updates were skipped without one in between that was made."""
+        """How many updates in a row were skipped, up to the last one."""
         made = [index for index, norm in enumerate(self.norms) if norm is not None]
         return len(self.norms) - (made[-1] + 1 if made else 0)
 
@@ -221,8 +222,8 @@ class RecentUpdates:
     def require_progress(self, cause: str, *, limit: int) -> None:
         """Raise NotFiniteError if too many updates were skipped.
 
-        cause: of the last one; see describe_skipped. limit: how many in a row end the run; 0: none
-        do, and neither does the share.
+        cause: why the last one was skipped; see describe_skipped. limit: how many skipped updates
+        in a row end the run; 0: neither these nor their share end it.
         """
         if limit == 0:
             return
@@ -245,7 +246,7 @@ class RecentUpdates:
 def describe_skipped(groups: Sequence[TrainGroup], metrics: Metrics, *, name: UpdatedModel = "actor") -> str:
     """Return what was not finite in an update that was skipped, as the end of a sentence.
 
-    groups: that it learned from. metrics: of the update. name: of the model that was updated.
+    groups: the groups of the update. metrics: its metrics. name: the model that was updated.
     """
     inputs = [
         f"{count:,} of {total:,} {name}"
@@ -270,13 +271,13 @@ def describe_skipped(groups: Sequence[TrainGroup], metrics: Metrics, *, name: Up
 def describe_continuation(last: Path | None, same_command: SameCommand, *, validates_only: bool) -> str:
     """Return what to do after a NotFiniteError.
 
-    last: the newest checkpoint, if there is one. same_command: continues the run.
+    last: the newest checkpoint, if there is one. same_command: the command that continues the run.
     validates_only: the run makes no updates.
     """
     page = "see docs/troubleshooting.md (Training has diverged)"
     if validates_only:
         return (
-            "Nothing was trained: the model's own weights, or those of the checkpoint that is validated, are the "
+            "Nothing was trained: the weights of the model, or of the checkpoint that is validated, are the "
             "cause. Validate another one (worker.actor.model.model_path, trainer.load_checkpoint_path)"
         )
     if last is None:
@@ -296,7 +297,7 @@ def describe_continuation(last: Path | None, same_command: SameCommand, *, valid
 
 
 def _inputs(groups: Sequence[TrainGroup]) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield what the loss is given for each token, by name, of the tokens that are learned from."""
+    """Yield the inputs of the loss for each trainable token, by name."""
     sequences = [sequence for group in groups for sequence in group.sequences]
     for name, values in (
         ("advantages", [sequence.advantages for sequence in sequences]),

@@ -95,7 +95,7 @@ class VllmSettings:
     def checks_weights(self, version: int, *, restarted: bool = False) -> bool:
         """Return whether the weights of this version are compared by checksum.
 
-        restarted: they are the first ones of an engine that was started again after a failure.
+        restarted: they are the first weights of an engine that was started again after a failure.
         """
         every = self.rollout.weight_check_freq
         return every > 0 and (restarted or version % every == 0)
@@ -110,8 +110,8 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return the keyword arguments of vllm.EngineArgs.
 
-    checkpoint_names: of the tensors in the model folder; see reads_checkpoint. has_episodes: a turn
-    should compute its observation only, so that prefixes are always cached.
+    checkpoint_names: names of the tensors in the model folder; see reads_checkpoint. has_episodes:
+    a turn should compute only its observation, so that prefixes are always cached.
     """
     rollout, model, on_cpu = settings.rollout, settings.config.worker.actor.model, settings.device == "cpu"
     if on_cpu and processors.family.linear_attention:
@@ -126,7 +126,7 @@ def engine_arguments(
     _require_packages(processors)
     arguments: dict[str, Any] = {
         "model": str(settings.model_folder),
-        "tokenizer": str(processors.tokenizer.name_or_path),  # that of the run, which decodes stop strings
+        "tokenizer": str(processors.tokenizer.name_or_path),  # the run's, which decodes stop strings
         "dtype": DTYPES[rollout.dtype],
         "max_model_len": settings.config.context_length,
         "max_num_batched_tokens": batched_tokens(settings),

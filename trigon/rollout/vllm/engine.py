@@ -36,7 +36,7 @@ from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, Weigh
 class VllmEngine:
     """Samples with vLLM. Satisfies RolloutEngine.
 
-    Log-probabilities are those of the distribution that was sampled from: after the ban of media
+    Log-probabilities belong to the distribution that was sampled from: after the ban of media
     tokens, temperature, top-k and top-p. The same calls in the same order give the same tokens and
     log-probabilities, bit for bit, on one machine.
     """
@@ -52,9 +52,9 @@ class VllmEngine:
         """Start vLLM; on a GPU, put it to sleep at once.
 
         episodes: None: completions of one turn. With episodes prefixes are always cached, so that a
-        turn computes its observation only. With tensor parallelism, the first rank of a replica has
+        turn computes only its observation. With tensor parallelism, the first rank of a replica has
         the episodes, and the others cache prefixes by their settings and have None.
-        tracer: of decode steps; None: no traces.
+        tracer: traces the decode steps; None: no traces.
         Raises: EngineError if vLLM is not installed, built for another device or does not start,
         and if the model folder has no safetensors.
         """
@@ -374,8 +374,8 @@ class VllmEngine:
 class RunsWith:
     """How vLLM runs, by its settings and by its own choices where they leave one.
 
-    model_runner: of its GPU worker. async_scheduling: it schedules a forward pass while the last
-    one runs. graphs: it records CUDA graphs.
+    model_runner: the model runner of its GPU worker. async_scheduling: it schedules a forward pass
+    while the last one runs. graphs: it records CUDA graphs.
     """
 
     model_runner: ModelRunner

@@ -73,8 +73,8 @@ def engine_input(name: str, token_ids: tuple[int, ...], visions: Sequence[Vision
     """Return what vLLM's processor would return for these tokens, built from processed pixels.
 
     Args:
-        name: of the prompt, for errors.
-        visions: the images or videos whose placeholders are in token_ids; those of a kind in order.
+        name: the name of the prompt, for errors.
+        visions: the images or videos whose placeholders are in token_ids, in order for each kind.
     Raises: EngineError if the placeholders do not match the images or videos.
     """
     from vllm.inputs.engine import mm_input, tokens_input
@@ -146,7 +146,7 @@ def _items(vision: Vision, processors: Processors) -> Sequence[Any]:
             f"{kind}_grid_thw": MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
         }
     if family.video == "seconds" and kind == "video":
-        # float64, in which vLLM computes positions from it, so that they equal those of
+        # float64, in which vLLM computes positions from it, so that they equal the positions of
         # models/positions.py.
         tensors["second_per_grid_ts"] = torch.tensor(vision.temporal_patch_seconds, dtype=torch.float64)
         fields["second_per_grid_ts"] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
@@ -160,10 +160,11 @@ def placeholder_ranges(
     """Return the vLLM PlaceholderRange of each image or video, all of one kind.
 
     The placeholders of an image are not contiguous in a family that has an image_layout, nor are
-    those of a video where a family writes its times as text. The range then ends at the last
-    placeholder, and has a mask of the tokens that are placeholders. It starts at the first one,
-    that of a video one token before it, where vLLM looks for the first temporal patch.
-    Args: name: of the prompt, for errors. visions: at least one.
+    the placeholders of a video where a family writes its times as text. The range then ends at the
+    last placeholder, and has a mask of the tokens that are placeholders. It starts at the first
+    placeholder of an image, and one token before the first placeholder of a video, where vLLM looks
+    for the first temporal patch.
+    Args: name: the name of the prompt, for errors. visions: at least one.
     Raises: EngineError if the placeholders do not match the images or videos.
     """
     from vllm.multimodal.inputs import PlaceholderRange
@@ -257,7 +258,7 @@ def to_turn(
 ) -> SampledTurn:
     """Return a finished vllm.CompletionOutput as a SampledTurn.
 
-    name: of the prompt, for errors. begun: as in TurnRequest.
+    name: the name of the prompt, for errors. begun: as in TurnRequest.
     Raises: EngineError as sampled_tokens does, if it has no tokens, and for an unknown finish
     reason.
     """
@@ -277,8 +278,8 @@ def recorded_experts(output: Any, name: str, *, num_tokens: int, num_experts: in
     """Return the experts that a finished vllm.CompletionOutput has used: [tokens, layers, k] int16.
 
     Args:
-        name: of the prompt, for errors. num_tokens: of how many they must be.
-        num_experts: of a layer.
+        name: the name of the prompt, for errors. num_tokens: the number of
+            tokens that must have experts. num_experts: the number of experts of a layer.
     Raises: EngineError if vLLM has not returned them.
     """
     experts = None if output.routed_experts is None else torch.from_numpy(output.routed_experts.astype("int16"))
@@ -296,7 +297,7 @@ def sampled_tokens(
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return the tokens of a vllm.CompletionOutput and their log-probabilities, 0 if greedy.
 
-    name: of the prompt, for errors.
+    name: the name of the prompt, for errors.
     Raises: EngineError if there is not one log-probability per token, and for a banned token.
     """
     token_ids = tuple(output.token_ids)

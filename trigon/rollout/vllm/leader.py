@@ -78,7 +78,7 @@ class TensorParallelRanks:
 
 @dataclass(frozen=True, slots=True)
 class _Submit:
-    """A call of submit. request: without prompt and visions, of which the indices are sent."""
+    """A call of submit. request: without prompt and visions, whose indices are sent."""
 
     request: TurnRequest
     prompt: int
@@ -93,9 +93,9 @@ Action = Literal["step", "stop", "end"]
 class Message:
     """What the other ranks have to do next.
 
-    number: of the call of generate. visions: the pixels of observations, to be added to those that
-    a rank has. calls: since the last message. num_turns: how many turns are sampled after these
-    calls. action: what follows them.
+    number: the number of the call of generate. visions: the pixels of observations, which a rank
+    adds to the ones that it has. calls: the calls since the last message. num_turns: how many turns
+    are sampled after these calls. action: what follows them.
     """
 
     number: int
@@ -111,7 +111,8 @@ class LeadingTurns:
     def __init__(self, turns: TurnEngine, ranks: Ranks, prompts: Sequence[Prompt]) -> None:
         """Begin a call of generate, in which the other ranks call follow.
 
-        turns: of this rank. prompts: of the call, which the other ranks have in the same order.
+        turns: samples the turns of this rank. prompts: the prompts of the call, which the other
+        ranks have in the same order.
         """
         self._turns = turns
         self._ranks = ranks
@@ -200,7 +201,7 @@ def leading(turns: TurnEngine, ranks: Ranks, prompts: Sequence[Prompt]) -> Itera
 def follow(turns: TurnEngine, ranks: Ranks, prompts: Sequence[Prompt], trace: DecodeTrace) -> None:
     """Do what the first rank does, until it ends the call.
 
-    turns: of this rank. prompts: those of the call.
+    turns: samples the turns of this rank. prompts: the prompts of the call.
     Raises: RolloutError if this rank has sampled something else than the first one; as turns.step.
     """
     number = next(ranks.calls)

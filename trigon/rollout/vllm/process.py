@@ -38,7 +38,7 @@ _QUIET_ON_GPU = (
     # Warns at each weight sync of a head that is tied to the embedding, and so receives nothing;
     # weight_check.py compares all parameters.
     "vllm.model_executor.model_loader.reload",
-    # Takes the trainer's kernels, which are compiled in the first update, for those of vLLM.
+    # Takes the trainer's kernels, which are compiled in the first update, for vLLM's kernels.
     "vllm.utils.jit_monitor",
 )
 """Loggers of vLLM whose warnings a user cannot act on; shown with another VLLM_LOGGING_LEVEL."""
@@ -56,10 +56,11 @@ def start_llm_engine(
 
     Args:
         arguments: keyword arguments of vllm.EngineArgs.
-        model_runner: on a GPU; None: vLLM's choice, or that of VLLM_USE_V2_MODEL_RUNNER.
+        model_runner: vLLM's model runner on a GPU; None: the value of VLLM_USE_V2_MODEL_RUNNER, or
+            vLLM's choice.
         architectures: names of the model's classes, from its config.json.
-        store_folder: for an engine of one process, see private_store; it is needed as long as the
-            engine.
+        store_folder: the folder of an engine of one process, see private_store; it is needed as
+            long as the engine.
     Raises: EngineError if vLLM cannot be imported, is built for another device, or refuses the
     arguments, for example because the memory for its cache is too small.
     """

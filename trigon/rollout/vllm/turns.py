@@ -28,7 +28,7 @@ MAX_ATTEMPTS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attempt:
-    """A request to vLLM for one turn. number: from 1."""
+    """A request to vLLM for one turn. number: the number of the attempt, from 1."""
 
     turn: TurnRequest
     number: int

@@ -29,8 +29,8 @@ class RankSums:
 
     tensors: checksum of each of the trainer's tensors, rounded to the dtype in which vLLM stores
     it, by (name, dtype).
-    sources: for each of vLLM's parameters, the keys in `tensors` of what was loaded into it, and
-    into how many places: where values are keys, as in layers of Gemma 4, into two.
+    sources: for each of vLLM's parameters, the keys in `tensors` of the tensors that were loaded
+    into it, and the number of places of each: two where values are keys, as in layers of Gemma 4.
     parameters: checksum of each of vLLM's parameters, of this rank's shard.
     not_taken: names of the trainer's tensors that were loaded into no parameter.
     """
@@ -153,7 +153,7 @@ class WeightCheck:
 def compare(ranks: list[RankSums], *, version: int) -> None:
     """Check that the parameters of a replica have the checksums of the trainer's weights.
 
-    ranks: of all ranks of the replica. version: of the weights, for messages.
+    ranks: the sums of all ranks of the replica. version: the policy version, for messages.
     Raises: ParityError with the parameters that differ, or into which nothing was loaded; or with
     the trainer's tensors for which vLLM's model has no place, such as biases that its config omits.
     """

@@ -34,7 +34,7 @@ def load_weights(
     Args:
         llm_engine: the vllm.LLMEngine, awake.
         expected_names: canonical_names of the checkpoint that vLLM was started from.
-        version: of the weights; for messages only.
+        version: the policy version; for messages only.
         check_values: compare checksums of all parameters with the trainer's; see weight_check.py.
     Raises: RolloutError if vLLM fails, which it also does for another shape; EngineError if a
     tensor is missing, unexpected or repeated; ParityError if a checksum differs.
@@ -43,7 +43,8 @@ def load_weights(
     [model] = llm_engine.apply_model(itself)
     source = weights.read(common_dtype(model))
     family = processors.family
-    # The features of a tower of tiles may be those of an earlier layer; vLLM leaves out the others.
+    # A tower of tiles may return the features of an earlier layer; vLLM leaves out the later
+    # layers.
     tower = family.checkpoint_name(f"{family.vision_path}.") if family.tiles else None
     check = WeightCheck(model, device, left_out=tower)
 
