@@ -258,7 +258,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_says_whose_it_is(processes, t
 
 
 def save_to_separate_folders(folder):
-    with pytest.raises(CheckpointError, match=r"the tensors in .*/0 are not those of this run"):
+    with pytest.raises(CheckpointError, match=r"the tensors in .*/0 are not the tensors of this run"):
         save_tensors(sharded(), folder / str(dist.get_rank()), group=dist.group.WORLD)
 
 

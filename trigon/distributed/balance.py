@@ -53,7 +53,7 @@ def deal(costs: Sequence[int], homes: Sequence[int | None], num_parts: int) -> l
     equal ones to the first. So equal costs without homes are dealt in turn.
 
     Args:
-        homes: for each index, its part; None: any.
+        homes: the part of each index; None: any part.
     Returns: one ascending list of indices for each part; deterministic.
     Example: costs (1, 1, 1, 1, 1) with homes (1, 1, None, None, None) in 2 parts give
     [[2, 3, 4], [0, 1]].
@@ -74,14 +74,15 @@ def deal(costs: Sequence[int], homes: Sequence[int | None], num_parts: int) -> l
 def partition_near(costs: Sequence[int], homes: Sequence[Collection[int]], num_parts: int) -> list[list[int]]:
     """Partition the indices of costs like partition_balanced, and keep most of them in their homes.
 
-    The largest sum is at most that of partition_balanced, and TOLERANCE of it. An index starts in
-    the least filled part of its homes; those without homes then fill the parts up. Then indices are
-    moved out of parts whose sum is too large, or exchanged with others, those first that reduce the
-    excess most for each index that leaves its homes. If that does not get there, the result is that
-    of partition_balanced, with the parts in the order that keeps most indices in their homes.
+    The largest sum exceeds the largest sum of partition_balanced by at most TOLERANCE of it. An
+    index starts in the least filled part of its homes; indices without homes then fill the parts
+    up. Then indices are moved out of parts whose sum is too large, or exchanged with others,
+    starting with the ones that reduce the excess most for each index that leaves its homes. If a
+    sum is still too large, the result is the partition of partition_balanced, with the parts in the
+    order that keeps most indices in their homes.
 
     Args:
-        homes: for each index, the parts where it should stay if it can; empty: anywhere.
+        homes: the parts where each index should stay if possible; empty: any part.
     Returns: one ascending list of indices for each part; deterministic.
     Example: costs (5, 5, 2, 2) with homes ({0}, {0}, {1}, {1}) in 2 parts give [[1, 2], [0, 3]]:
     two indices leave their homes, which had the sums 10 and 4.

@@ -95,7 +95,7 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
     The cluster is the one at RAY_ADDRESS if that is set; for several nodes, the one that runs on
     this machine; otherwise a local one that is started here and ends with the context or with this
     process; see local_ray.py.
-    Yields: a name for this run, unlike that of every other run on this machine.
+    Yields: a name for this run, which no other run on this machine has.
     Raises: ConfigError if there is no cluster to connect to, or no place for its temporary files.
     """
     address = os.environ.get("RAY_ADDRESS") or ("auto" if nodes > 1 else "local")

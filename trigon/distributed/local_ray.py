@@ -55,7 +55,7 @@ def prepare_local_cluster(folder: Path, num_cpus: int) -> Iterator[dict[str, Any
     """Set up a cluster on this machine, which starts and ends within this context.
 
     Yields: the arguments of ray.init. On exit, environment variables have their former values.
-    folder: a private one, for the files of Ray, and in tmp/ for those of the workers; see
+    folder: a private folder for the files of Ray; the workers' files are in its tmp/. See
     make_base.
     """
     allows_clusters = ray_constants.ENABLE_RAY_CLUSTER

@@ -99,7 +99,7 @@ class StoredFiles:
 def for_sampling(prompts: Sequence[Prompt], *, with_rows: bool) -> list[Prompt]:
     """Return prompts with what a rollout engine reads.
 
-    with_rows: with the columns of each row that JSON can represent, which environments read.
+    with_rows: keep the columns of each row that JSON can represent, which environments read.
     """
     bare = map(_bare_prompt, prompts)
     if not with_rows:
@@ -192,7 +192,7 @@ class _Unpacker(pickle.Unpickler):
         self._files = files
 
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
-        """See pickle.Unpickler. The files of media are those of this message."""
+        """See pickle.Unpickler. The files of media come from this message."""
         if (module, name) == (__name__, _media_with_hashes.__name__):
             return lambda hashes, kind: EncodedMedia(tuple(self._files[each] for each in hashes), hashes, kind)
         found: Callable[..., Any] = super().find_class(module, name)

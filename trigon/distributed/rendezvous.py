@@ -40,8 +40,8 @@ def open_store(
     """Return the store of all ranks.
 
     Args:
-        listener: on rank 0 the socket of that address and port, which the store takes over; None on
-            all others.
+        listener: the socket of that address and port on rank 0, which the store takes over; None on
+            all other ranks.
         size: number of ranks, for all of which rank 0 waits; None: it waits for none.
         seconds: time limit of connecting, and of each wait for a key.
     """

@@ -1,8 +1,8 @@
 """The rollout engine of workers: deals the prompts of a call to replicas, and collects completions.
 
 A replica is one worker, or several consecutive ones with tensor parallelism. Prompts are dealt in
-turn, except for those of which an earlier call has begun completions: these stay with their
-replica, which may have kept their episodes. sampler_engine.py has the same for replicas that do not
+turn. A prompt whose completions an earlier call has begun stays with its replica, which may have
+kept the episodes. sampler_engine.py has the same for replicas that do not
 learn, and may be lost.
 """
 
@@ -27,8 +27,8 @@ from trigon.types import Completion, Prompt, SamplingParams, WeightsHandle
 class WorkersRolloutEngine:
     """Samples on the workers that learn. Implements RolloutEngine.
 
-    replica_size: the number of consecutive ranks that form one replica. sends_rows: with the
-    prompts, for environments.
+    replica_size: the number of consecutive ranks that form one replica. sends_rows: the
+    rows of prompts are sent too, for environments.
     """
 
     def __init__(self, learners: WorkerGroup, *, replica_size: int, sends_rows: bool = False) -> None:
@@ -201,7 +201,7 @@ class _Share:
     """The prompts of a call that a replica samples, or another one in its place.
 
     Implements HeartbeatListener.
-    replica: that they were dealt to. call: of the replica that samples them.
+    replica: the replica that they were dealt to. call: the call of the replica that samples them.
     """
 
     def __init__(
@@ -214,9 +214,9 @@ class _Share:
     ) -> None:
         """Take prompts.
 
-        indices: of the prompts. message: for Worker.generate. advance: called with the number of
-        newly finished completions. receive: called with the index of a prompt, its completions, and
-        replica.
+        indices: the indices of the prompts. message: the message for Worker.generate. advance:
+        called with the number of newly finished completions. receive: called with the index of a
+        prompt, its completions, and replica.
         """
         self.replica = replica
         self.call: Call[Any]

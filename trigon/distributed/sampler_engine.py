@@ -75,10 +75,10 @@ class SamplersRolloutEngine(WorkersRolloutEngine):
     ) -> None:
         """Connect two pools.
 
-        loopback: all workers are on one node. phase: in which replicas are replaced, or get
-        weights. sends_rows: with the prompts, for environments. shares_homes: deal groups with
-        images to the learners as if these had sampled them, so that a run has the numbers of one
-        whose workers do both.
+        loopback: all workers are on one node. phase: times the replacement of replicas, and weight
+        syncs. sends_rows: send the rows of prompts too, for environments. shares_homes: deal groups
+        with images to the learners as if these had sampled them, so that a run has the same numbers
+        as a run whose workers do both.
         """
         super().__init__(learners, replica_size=samplers.replica_size, sends_rows=sends_rows)
         self._first = learners.part(0, 1)
@@ -86,7 +86,7 @@ class SamplersRolloutEngine(WorkersRolloutEngine):
         self._loopback = loopback
         self._phase = phase
         self._shares_homes = shares_homes
-        self._versions: dict[int, int] = {}  # of the weights that each replica has
+        self._versions: dict[int, int] = {}  # the policy version that each replica has
         self._joined: dict[int, WorkerGroup] = {}  # the workers of each replica when it was connected last
         self._members: tuple[int, ...] = ()  # replicas of the transfer group
         self._is_awake = False
@@ -234,7 +234,7 @@ class SamplersRolloutEngine(WorkersRolloutEngine):
             replica: self._samplers.group(replica).call(Worker.receive_weights, version, phase="weights")
             for replica in members
         }
-        # The deadline of the learners is later than that of the replicas.
+        # The deadline of the learners is later than the replicas' deadline.
         deadline = self._learners.deadline_seconds + 2 * JOIN_SECONDS
         sending = self._learners.call(Worker.send_weights, phase="weights", min_deadline_seconds=deadline)
         self._together(calls, sending, version=version)
@@ -247,10 +247,10 @@ class SamplersRolloutEngine(WorkersRolloutEngine):
 
         When a replica is lost, the learner that may wait for it leaves the transfer group, and with
         it all other replicas.
-        version: of the weights that the replicas receive. None: they only connect, and can be used
-        when that has failed.
-        Raises: the error of the learners that is no consequence of a replica's; an error of a
-        replica by which it is not lost.
+        version: the policy version that the replicas receive. None: they only connect, and can be
+        used when that has failed.
+        Raises: an error of the learners that no error of a replica has caused; an error of a
+        replica by which the replica is not lost.
         """
         try:
             with self._phase("weights") as advance:

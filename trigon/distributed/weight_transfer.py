@@ -136,7 +136,7 @@ class TransferGroup:
         return self._num_bytes
 
     def requested_dtype(self) -> int:
-        """Return the code of the dtype that the samplers ask for, or that of a failure."""
+        """Return the code of the dtype that the samplers ask for, or the code of a failure."""
         code = torch.zeros(1, dtype=torch.int64, device=self._device)
         try:
             self._broadcast(code, root=1)
@@ -230,7 +230,7 @@ class TransferGroup:
         options: Any = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = root, 0, timeout or self._timeout
         try:
-            self._group.broadcast([tensor], options).wait(options.timeout)  # NCCL ignores that of the options
+            self._group.broadcast([tensor], options).wait(options.timeout)  # NCCL ignores options.timeout
         except RuntimeError as error:
             raise TransferError(f"a member of the weight transfer has failed: {error}") from error
 
@@ -239,7 +239,7 @@ class TransferMember:
     """The part that one worker has in the transfers, one group after the other."""
 
     def __init__(self, device: torch.device) -> None:
-        """Belong to no group. device: of this worker."""
+        """Belong to no group. device: the device of this worker."""
         self._device = device
         self._store: Store | None = None
         self._group: TransferGroup | None = None
@@ -281,7 +281,7 @@ class TransferMember:
     def send(self, read: ReadWeights, process_group: ProcessGroup) -> int:
         """Gather the weights on all learners, and send them from the first one. Collective.
 
-        process_group: of the learners, of which rank 0 alone has joined the transfer.
+        process_group: the process group of the learners; only its rank 0 has joined the transfer.
         Returns: the bytes sent; 0 on all other ranks. Raises: as TransferGroup.send, on rank 0.
         """
         group = self._group

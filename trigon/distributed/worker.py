@@ -335,8 +335,8 @@ class Worker:
         """Make one optimizer update, with this rank's share of the groups. Collective.
 
         recorded: for each rank, indices among its groups.
-        Returns: this rank's metrics; the metrics of all ranks, merged, are those of the update. And
-        the outputs of the recorded groups.
+        Returns: this rank's metrics (the metrics of an update are the metrics of all ranks,
+        merged), and the outputs of the recorded groups.
         """
         outputs: GroupOutputs = dict.fromkeys(recorded.get(self._rank, ()))
         with self._trainer_in_use:

@@ -116,13 +116,13 @@ class Pass:
         before = inputs + (self._layer_inputs(1) if self.checkpointing else layers) + vision
         host = self._offloaded_inputs()
         head_weight = text.outputs * text.width
-        # The gradient of a tied head waits for that of the embedding, which comes last.
+        # The gradient of a tied head waits for the embedding's gradient, which comes last.
         waiting = head_weight * self.weight if self.tied and self.trains_weights else 0
         # In float32 the first norm keeps the input of the layer itself.
         shared = self._tokens * text.width * 4 if self.weight == 4 else 0
         one_layer = max(self._mixers()) + max(self._mlps()) - shared
         # The graph keeps the copies of weights, unless it is made again layer by layer.
-        # Autocast keeps those of trained weights to the end of the forward in any case.
+        # Autocast keeps the copies of trained weights to the end of the forward in any case.
         forward_copies = 0 if self.checkpointing and not self.trains_weights else self._weight_copies()
         graph_copies = 0 if self.checkpointing else self._weight_copies()
         forward = PassBytes(before + self._head_states(), self._logits(), forward_copies, 0, host)
@@ -279,15 +279,16 @@ class Pass:
     def _kept_keys(self) -> int:
         """The keys of each head that attention keeps, and as many values.
 
-        All kernels except flex repeat those of the prompt for each completion.
+        All kernels except flex repeat the keys of the prompt for each completion.
         """
-        # Each completion's with those of its prompt.
+        # The keys of each completion, with the keys of its prompt.
         of_completions = sum(len(group.completions) * group.prompt + sum(group.completions) for group in self.groups)
         if self.kernel == "flex":
             return self._tokens
         if self.kernel != "sdpa":
             return sum(group.prompt for group in self.groups) + of_completions
-        # Those of prompts are views of all. On a GPU key heads are repeated for all query heads.
+        # The keys of prompts are views of all keys. On a GPU key heads are repeated for all query
+        # heads.
         repeats = 1 if self.on_cpu else self._text.heads // self._text.key_heads
         return repeats * (self._tokens + of_completions)
 
@@ -308,7 +309,7 @@ class Pass:
         return kept
 
     def _layer_gradients(self) -> int:
-        """The largest gradients in the backward of a layer: those of its MLP."""
+        """The largest gradients in the backward of a layer, which its MLP has."""
         text = self._text
         moments = []
         for is_moe in self._layer_kinds():

@@ -33,7 +33,7 @@ def host_bytes_at_most(num_bytes: int) -> int:
     """Return the most pinned memory that inputs of this many bytes, and shorter ones before, take.
 
     Rounding up takes up to twice as much. Freed blocks are cached, and used again for the same
-    power of two only: those of shorter rows take up to 1/2 + 1/4 + ... of it once more.
+    power of two only: the blocks of shorter rows take up to 1/2 + 1/4 + ... of it once more.
     """
     return 4 * num_bytes
 
@@ -44,7 +44,7 @@ class ActivationOffload:
     A backward that is made before the next forward has its copies in advance. Any other one has
     some of them when they are needed, with the same results.
 
-    most_bytes: of the inputs that were in host memory at a time.
+    most_bytes: most bytes of inputs that were in host memory at a time.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class _SavedInput:
     Memory of the device is allocated and freed in the order of the compute stream, which waits for
     a copy before the copied memory is used or freed. So the allocator may reuse it at once.
 
-    total_bytes: of this input and of those below it.
+    total_bytes: bytes of this input and of the inputs below it.
     """
 
     def __init__(self, states: Tensor, stream: torch.cuda.Stream | None, below: _SavedInput | None) -> None:

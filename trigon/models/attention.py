@@ -125,10 +125,10 @@ def group_attention(
     Args:
         query: [1, H, T, D].
         key, value: [1, K, T, D], where K divides H.
-        metadata: of the row.
+        metadata: the metadata of the row.
         scale: factor of the scores before the softmax.
         window: sliding window of the layer in tokens; None for full attention.
-    Returns: [1, T, H, D], in the dtype of autocast if it is enabled, otherwise in that of query.
+    Returns: [1, T, H, D], in the dtype of autocast if it is enabled, otherwise in query's dtype.
     """
     # Autocast does not know every kernel, so the functions here cast themselves.
     dtype = compute_dtype(query.device, query.dtype)
@@ -208,7 +208,7 @@ def _group_attention_sdpa(
 
 
 def _prepend_prompt(prompt: Tensor, own: Tensor) -> Tensor:
-    """Put a prompt's keys or values before those of each completion.
+    """Put a prompt's keys or values before the keys or values of each completion.
 
     [1, K, P, D], [C, K, R, D] -> [C, K, P + R, D], for C completions of R tokens.
     """
@@ -296,7 +296,7 @@ def _num_tokens(runs: RunLengths) -> int:
 
 
 def _stack_by_length(states: Tensor, runs: RunLengths) -> dict[int, Tensor]:
-    """Split [1, H, S, D] into segments and stack those of equal length.
+    """Split [1, H, S, D] into segments and stack segments of equal length.
 
     Returns: {length L: [segments, H, L, D]}.
     """

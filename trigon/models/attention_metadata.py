@@ -129,7 +129,8 @@ class Recurrence:
     """How the layers of linear attention read a row of T tokens.
 
     order: [T] int64, the tokens with all prompts first, then all completions. inverse: its inverse.
-    prompts, completions: their segments, in that order. completion_counts: of each prompt.
+    prompts, completions: their segments, in that order. completion_counts: the number of
+    completions of each prompt.
     extended: the row with the last tokens of its prompt before each completion, and before a prompt
     copies of token T, a row of zeros. places: [T] int64, the first of a convolution's inputs there,
     for the tokens in `order`.
@@ -258,7 +259,7 @@ class AttentionMetadata:
     def segments(self) -> tuple[Segments, KeyLayout]:
         """The arguments of a varlen kernel: one segment for each prompt and each completion.
 
-        The keys of a completion's segment are those of its prompt, followed by its own.
+        The keys of a completion's segment are the keys of its prompt, followed by its own.
         """
         query_starts, key_starts = [0], [0]
         sources: list[Tensor] = []

@@ -27,7 +27,7 @@ def compile_parts(layer: nn.Module) -> None:
     adapters or shards that are added to the modules later remain effective.
     """
     # Not the layer as a unit: when it is recomputed under gradient checkpointing, another compiled
-    # version than that of the forward may be chosen (pytorch #166926), and MoE layers cannot be
+    # version than in the forward may be chosen (pytorch #166926), and MoE layers cannot be
     # compiled. Norms and MLPs have one input, and save the same tensors in all their versions. All
     # norms of a model share the code of their forward, so that their versions count together: for 2
     # and 3 dimensions, with and without gradient, adapters or autocast. Above its limit torch

@@ -195,7 +195,7 @@ def varlen_attention(
         from torch.nn.attention.varlen import varlen_attn
 
         attention, options = varlen_attn, {"scale": scale}
-        if causal:  # (-1, 0): no bound but that of the diagonal
+        if causal:  # (-1, 0): no bound but the diagonal
             options["window_size"] = (-1 if window is None else window - 1, 0)
         heads_per_key = query.shape[1] // key.shape[1]
         if heads_per_key > 1 and _takes_fewer_key_heads(attention):
@@ -255,8 +255,8 @@ class _GatherKeys(torch.autograd.Function):
 def make_block_mask(tokens: TokenIndices, window: int | None, *, images: Tensor | None = None) -> Any:
     """Return the torch BlockMask of a row.
 
-    A token attends to its own prompt and its own completion, to no later token but those of its own
-    image, and with a sliding window of W to none that is W or more tokens before it.
+    A token attends to its own prompt and its own completion, to no later token except tokens of its
+    own image, and with a sliding window of W to no token that is W or more tokens before it.
 
     images: [T] int32 on the row's device, which image each token is of, -1 if of none; None if the
     tokens of an image attend to no later ones either.
@@ -314,7 +314,7 @@ def flex_group_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, *
     Args:
         query: [1, H, T, D].
         key, value: [1, heads, T, D], where the number of heads divides H.
-        mask: from make_block_mask.
+        mask: the result of make_block_mask.
         scale: factor of the scores before the softmax.
     Returns: [1, H, T, D].
     """

@@ -10,8 +10,8 @@ prompt left them:
 All prompts are computed in one call, then all completions, each from the state of its prompt, into
 which the gradients of the completions add up. No state passes from one segment to another one.
 
-On a GPU the calls are those of flash-linear-attention, if it is installed; otherwise, and on the
-CPU, those of gated_delta_rule below. Gated delta networks: arXiv:2412.06464; the computation in
+On a GPU flash-linear-attention computes the calls, if it is installed; otherwise, and on the CPU,
+gated_delta_rule below. Gated delta networks: arXiv:2412.06464; the computation in
 chunks: arXiv:2406.06484, section 3.2.
 """
 

@@ -188,7 +188,7 @@ def load_processors(
     """Load the tokenizer, the processors and the config of a model, without its weights.
 
     Args:
-        tokenizer_path: folder or hub id of the tokenizer, if it is not that of the model.
+        tokenizer_path: folder or hub id of the tokenizer, if it is not the model's.
         chat_template: Jinja text that replaces the tokenizer's template.
         min_pixels, max_pixels: the processor enlarges or shrinks images to this area; None for the
             model's own limits. No effect on a family whose tower does not take patches.
@@ -233,10 +233,10 @@ def load_model(
     """Load a model with all its weights, in eval mode, with group attention.
 
     Args:
-        dtype: of the weights.
+        dtype: the dtype of the weights.
         device: "meta" creates the model without loading its weights.
-        override_config: values that replace those of the model's config, nested like the config.
-        attention_kernel: of group attention, see kernels.py.
+        override_config: values that replace values of the model's config, nested like the config.
+        attention_kernel: the kernel of group attention, see kernels.py.
     Returns: a transformers PreTrainedModel.
     Raises: ModelError if the model is not found or not supported, if its files
         cannot be read, if a weight is missing, unexpected or has another shape, or if
@@ -341,7 +341,7 @@ def family_of_folder(folder: Path) -> ModelFamily:
     """Return the family of the model in a folder. Raises: ModelError if it is not supported."""
     # Read as JSON: the error of AutoConfig for an unknown type does not list the supported ones.
     content = _read_json(folder / "config.json")
-    # Omni models have the config of their vision tower within that of a part.
+    # Omni models have the config of their vision tower within the config of a part.
     parts = [content, *(part for part in content.values() if isinstance(part, Mapping))]
     return family_named(str(content.get("model_type", "")), with_vision=any("vision_config" in part for part in parts))
 
@@ -445,7 +445,7 @@ def set_pixel_limits(
 ) -> None:
     """Set the least and the most pixels of an image; None leaves a limit as it is.
 
-    image_processor: of a family whose vision tower takes patches.
+    image_processor: the image processor of a family whose vision tower takes patches.
     """
     limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
     changes = {edge: family.frames_per_image * limit for edge, limit in limits.items() if limit is not None}
@@ -639,11 +639,11 @@ def write_side_files(
 
     Args:
         source: the folder of the model.
-        processors: those of the run.
+        processors: the processors of the run.
         sets_limits: the image processor has other pixel limits than the model's.
         sets_chat_template: the tokenizer has another chat template than the model's.
         tokenizer: the folder of the tokenizer; None: source.
-        override_config: as of load_model.
+        override_config: as in load_model.
     """
     copy_side_files(source, destination)
     if override_config:
@@ -694,8 +694,8 @@ def _write_chat_template(folder: Path, template: str) -> None:
 def _write_pixel_limits(folder: Path, limits: tuple[int, int], *, of_videos: bool) -> None:
     """Write the pixel limits into the configuration of the image processor, wherever that is.
 
-    of_videos: into that of the video processor too, whose limits are those of a frame. Qwen3-VL's
-    are those of all frames together, as which the limits of a frame cannot be written.
+    of_videos: also into the configuration of the video processor, whose limits are the limits of a
+    frame. Qwen3-VL limits all frames together, so that the limits of a frame cannot be written.
     """
     places = [("preprocessor_config.json", ""), ("processor_config.json", "image_processor")]
     if of_videos:

@@ -95,7 +95,7 @@ def token_logprobs(
     with a cap, cap * tanh(states @ head_weight.T / cap). Banned tokens are excluded from it, as the
     sampler excludes them: their logits are minus infinity.
 
-    The product is computed in the dtype of states, or in that of autocast if it is enabled;
+    The product is computed in the dtype of states, or in autocast's dtype if it is enabled;
     everything after it in float32 (float64 for float64). The gradient of head_weight is accumulated
     over chunks in float32. The backward recomputes the logits in the dtype of the forward.
 
@@ -103,7 +103,7 @@ def token_logprobs(
         states: [S, D], the states that predict the targets.
         head_weight: [V, D], in the dtype of states.
         targets: [S] int64, token ids.
-        temperature: of sampling, above 0.
+        temperature: the sampling temperature, above 0.
         banned_token_ids: tokens that are never sampled.
         entropy_gradient: whether gradient flows through the entropy.
         against: a reference's predictions of the same targets. If given, the exact
@@ -384,7 +384,7 @@ HEAD_METHODS = ("token_logprobs", "full_weight")
 
 
 class LogprobHead(nn.Linear):
-    """A head that computes log-probabilities; its forward is that of Linear.
+    """A head that computes log-probabilities; its forward is Linear's.
 
     FSDP gathers the weights of a module around calls of its methods. The head's weight is therefore
     used in methods of the head only, and not taken from it.

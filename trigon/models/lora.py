@@ -24,8 +24,7 @@ from trigon.models.families import ModelFamily, family_of
 from trigon.types import NamedTensors
 
 ALL_LINEAR = "all-linear"
-"""As target_modules: every linear layer except the head; in an MoE model, except those of MLPs too.
-"""
+"""As target_modules: every linear layer except the head and, in an MoE model, the MLPs."""
 
 # In an MoE model, peft 0.21 takes modules of the first three names for experts, wherever they are,
 # and rewrites the target modules. The last one has a single output, and would get an adapter with
@@ -55,10 +54,10 @@ def add_lora(model: Any, settings: LoraConfig, *, seed: int) -> None:
     Adapters are in float32 or wider, since in bfloat16 most updates of LoRA would be rounded away.
     For a model in a narrower dtype, use autocast, or a sharding that gathers weights in one dtype.
 
-    Layers that are frozen already, such as those of a frozen vision tower, get no adapter; if they
-    are frozen afterwards, their adapters stay at zero. The head gets none, because its weight is
-    used directly. In an MoE model the stacked experts are not linear layers; they, the dense MLPs
-    and the gate of a shared expert get none.
+    Layers that are frozen already, such as the layers of a frozen vision tower, get no adapter; if
+    they are frozen afterwards, their adapters stay at zero. The head gets none, because its weight
+    is used directly. In an MoE model the stacked experts are not linear layers; they, the dense
+    MLPs and the gate of a shared expert get none.
 
     Raises: ModelError if the settings select the head, an MLP of an MoE model, or no layer; if a
         target matches no linear layer; or if an exclusion matches modules, but no linear layer.
@@ -125,7 +124,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     try:
         for layer in layers:
             # The public enable_adapters() of peft 0.21 also sets requires_grad of the adapters: it
-            # would make those of a frozen vision tower trainable, and change what FSDP reduces.
+            # would make the adapters of a frozen vision tower trainable, and change what FSDP
+            # reduces.
             layer._disable_adapters = True
         yield
     finally:
@@ -179,7 +179,8 @@ def merge_names(names: Iterable[str], family: ModelFamily) -> dict[str, tuple[st
 
     Example, Qwen2.5-VL: the A of "model.layers.0.mlp.up_proj.weight" is
     "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight".
-    Raises: ModelError if a name is not that of an adapter tensor, or if one of A and B is missing.
+    Raises: ModelError if a name does not belong to an adapter tensor, or if one of A and B is
+    missing.
     """
     pairs: dict[str, dict[str, str]] = {}
     for name in names:

@@ -53,7 +53,7 @@ class Policy(nn.Module):
     """Scores packed rows under a model that `load_model` returned.
 
     Args:
-        temperature: of sampling; logits are divided by it.
+        temperature: the sampling temperature; logits are divided by it.
         banned_token_ids: tokens that are never sampled, and are excluded from the distribution.
         logprob_chunk: rows of logits computed at a time; None for logprobs.rows_per_chunk of the
             device that computes.
@@ -64,7 +64,7 @@ class Policy(nn.Module):
     row_methods: ClassVar[tuple[str, ...]] = ("router_assignments",)
     """The methods, besides forward, that compute a row."""
     head_dtype: ClassVar[torch.dtype | None] = None
-    """The dtype in which a sharded head is gathered; None: that of the other weights."""
+    """The dtype in which a sharded head is gathered; None: the dtype of the other weights."""
     num_outputs: ClassVar[int | None] = None
     """The outputs of the head; None: one for each token of the vocabulary."""
 
@@ -110,13 +110,13 @@ class Policy(nn.Module):
         waiting: nothing here makes the host wait for a GPU.
 
         Args:
-            packed: on the CPU.
+            packed: the row, on the CPU.
             entropy_gradient: whether gradient flows through the entropy.
             run_dummy_vision: if the row has no images, run the vision tower on an empty image, with
                 no effect on the result. A tower that is sharded over ranks has to run on all of
                 them.
             against: a reference's predictions of these tokens, to compute the KL as well; with
-                sequence parallelism those of this rank's slice.
+                sequence parallelism the predictions of this rank's slice.
             states_only: return the factors of the logits instead (see predictions).
             router_load: return TokenLogprobs.router_probabilities too.
         Returns: the TokenLogprobs of token_logprobs, on the model's device; or the Predictions.
@@ -131,9 +131,10 @@ class Policy(nn.Module):
         return self.score_states(states, row, packed, entropy_gradient=entropy_gradient, against=against, load=load)
 
     def states_at(self, places: Tensor, states: Tensor, row: RowSlice) -> tuple[Tensor, Tensor]:
-        """Return the states at those of a row's places that this rank holds, and which these are.
+        """Return the states at the places of a row that this rank holds, and which places these
+        are.
 
-        Args: places: [S] positions of the row, on the CPU. states, row: of row_states.
+        Args: places: [S] positions of the row, on the CPU. states, row: results of row_states.
         Returns: [M, D], and the [M] indices in places, on the CPU.
         """
         held = row.held(places)
@@ -188,11 +189,12 @@ class Policy(nn.Module):
         return sum_over_row(torch.stack([*sums.values()]).sum(0), self._row_ranks)
 
     def of_row(self, columns: Sequence[Tensor], held: Tensor, num_tokens: int) -> list[Tensor]:
-        """Return the values of all tokens of a row, given those of this rank's slice.
+        """Return the values of all tokens of a row, given the values of this rank's slice.
 
         Args:
             columns: [M] each, with the gradient that their results will have on this rank alone.
-            held: [M], their indices in the results, on the CPU. num_tokens: of the results.
+            held: [M], their indices in the results, on the CPU. num_tokens: the number of
+                results.
         """
         if self._row_ranks is None:
             return [*columns]
@@ -205,7 +207,7 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, RowSlice]:
         """Return the last hidden states of this rank's slice of a row, [T, D]; see forward.
 
-        load: receives that of the experts, from this rank's slice.
+        load: receives the load of the experts, from this rank's slice.
         """
         language, ranks = self.family.language_model(self.model), self._row_ranks
         device = computing_device(language.embed_tokens.weight)
@@ -406,7 +408,7 @@ class Policy(nn.Module):
     def replay_routing(self) -> None:
         """Let each token use the experts that the rollout engine has recorded for it.
 
-        See PackedGroups.routed_experts. Their weights remain those of the routers.
+        See PackedGroups.routed_experts. The routers still compute their weights.
         """
         self._replays_routing = True
 
@@ -455,12 +457,12 @@ class Policy(nn.Module):
 
         Adapters are merged into the weights of their layers, in float32, and rounded once. Tensors
         are full: a sharded one is gathered, by all ranks together, on the device that computes,
-        when it is yielded. Others are views of the parameters if they have their dtype; those of
-        experts are not contiguous.
+        when it is yielded. Others are views of the parameters if they have their dtype; the
+        views of experts are not contiguous.
 
         Args:
-            dtype: to which wider tensors are rounded, before they are gathered unless an adapter is
-                merged into them. None: each has the dtype of its parameter.
+            dtype: the dtype to which wider tensors are rounded, before they are gathered unless an
+                adapter is merged into them. None: each has the dtype of its parameter.
         """
         adapters = adapters_of(self.model)
         adapter_parameters = {part for adapter in adapters.values() for part in (adapter.lora_a, adapter.lora_b)}

@@ -12,8 +12,7 @@
 
 A completion continues after the largest position of its prompt, and images that it observes count
 in the same way. Where timestamps are written into
-the prompt (Qwen3-VL), each temporal patch is a separate block with positions like those of an
-image.
+the prompt (Qwen3-VL), each temporal patch is a separate block with positions as in an image.
 
 Positions are computed here because transformers falls back to one-dimensional positions, without a
 warning, when an argument is missing. Qwen2-VL, section 2.1 (arXiv:2409.12191); Qwen2.5-VL, section
@@ -39,7 +38,7 @@ from trigon.types import Completion, Prompt, TrainSequence, pixels_of
 class _Block(NamedTuple):
     """Consecutive placeholder tokens of an image, a video, or a temporal patch.
 
-    time, height, width: in tokens. step: positions between two times.
+    time, height, width: sizes in tokens. step: positions between two times.
     """
 
     time: int
@@ -65,7 +64,7 @@ def prompt_positions(
     Args:
         token_ids: [T], with one placeholder for each image or video token.
         grid_thw: [images or videos, 3], (time, height, width) in patches; None without any.
-        temporal_patch_seconds: for each video, as in Vision; empty for images.
+        temporal_patch_seconds: a value for each video, as in Vision; empty for images.
     Returns: [3, T] if family.rope is "mrope", [1, T] if it is "1d"; int64 on the CPU.
     Raises: ModelError if the placeholders do not match the images or videos, or if a text model
     gets any.
@@ -131,9 +130,9 @@ def completion_positions(prompt: Tensor, length: int, own: Tensor | None = None)
     """Return the position ids of a completion of `length` tokens: [A, length].
 
     Args:
-        prompt: [A, P], those of its prompt, with A = 3 for "mrope" and 1 for "1d".
-        own: [A, length], those of the completion counted from 0, if it observed images; None for
-            tokens of text.
+        prompt: [A, P], the positions of its prompt, with A = 3 for "mrope" and 1 for "1d".
+        own: [A, length], the positions of the completion counted from 0, if it observed images;
+            None for tokens of text.
     """
     relative = torch.arange(length).expand(len(prompt), -1) if own is None else own
     return int(prompt.max()) + 1 + relative

@@ -4,7 +4,7 @@ A router scores all experts for each token and chooses the best few. A pass over
 more than transformers' routers return:
 
 - **Router replay** (R3, arXiv:2510.11370): each token uses the experts that the rollout engine has
-  recorded for it. Their weights are still those of the router, with gradient.
+  recorded for it. Their weights still come from the router, with gradient.
 - **The load of the experts**, for a load-balancing loss.
 
 The MLPs of transformers take no keyword arguments. What a pass asks for is therefore handed to a

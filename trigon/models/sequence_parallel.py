@@ -8,10 +8,10 @@
 Everything but attention is computed for each token by itself. Around attention the ranks exchange
 tokens for heads, all-to-all, and back (DeepSpeed Ulysses, arXiv:2309.14509), so that each kernel
 has the complete row. Images are dealt out over the ranks, and each token's features sent to the
-rank that holds it. Of the results of sampled tokens each rank gets those of the complete row.
+rank that holds it. Each rank gets the results of all sampled tokens of the row.
 
 Every exchange is a collective call, in the forward, in the backward and where layers are computed
-again: all ranks of a row make the same ones, in the same order. Does not depend on models or
+again: all ranks of a row make the same calls, in the same order. Does not depend on models or
 sharding.
 """
 
@@ -34,7 +34,7 @@ from trigon.types import PackedGroups, Vision
 
 @dataclass(frozen=True, slots=True)
 class RowRanks:
-    """The ranks that compute rows together. rank: of this process among them, from 0.
+    """The ranks that compute rows together. rank: the rank of this process among them, from 0.
 
     group: the torch process group of these ranks.
     """
@@ -63,8 +63,8 @@ class RowSlice:
 def require_divisible_heads(text_config: Any, size: int, *, model_type: str, num_workers: int) -> None:
     """Raise ConfigError unless the attention of a model can be computed by this many ranks.
 
-    text_config: the config of the language model. num_workers: that learn, which the sizes that the
-    message names divide too.
+    text_config: the config of the language model. num_workers: the number of workers that
+    learn. The sizes that the message names divide it too.
     """
     heads = {"attention heads": int(text_config.num_attention_heads)}
     if hasattr(text_config, "linear_num_key_heads"):
@@ -153,8 +153,8 @@ def heads_for_tokens(output: Tensor, length: int, ranks: RowRanks) -> Tensor:
 class DealtImages:
     """The images and videos of a row, dealt out over the ranks.
 
-    own: those that this rank encodes, in row order, one each. send_counts: how many of their
-    features go to each rank. receive_counts: how many this rank gets from each.
+    own: the images and videos that this rank encodes, in row order, one each. send_counts: how many
+    of their features go to each rank. receive_counts: how many this rank gets from each.
     places: [M] where the received features are in this rank's slice, in the order of their arrival.
     """
 
@@ -247,8 +247,8 @@ def _balanced(costs: Sequence[int], size: int) -> list[int]:
 def complete_results(own: Tensor, indices: Tensor, total: int, ranks: RowRanks) -> Tensor:
     """Return the results of all tokens of a row, on each of its ranks.
 
-    Each rank then computes the loss of the complete row. The gradient of a result flows into
-    the rank that computed it, and there once, not once for each copy of the loss.
+    Each rank then computes the loss of the complete row. The gradient of a result flows once into
+    the rank that computed it, not once for each copy of the loss.
 
     Args:
         own: [columns, S of this rank]. indices: [S of this rank], their places among all.
@@ -264,7 +264,7 @@ class _CompleteResults(torch.autograd.Function):
     def forward(ctx: Any, own: Tensor, indices: Tensor, total: int, group: Any) -> Tensor:
         ctx.save_for_backward(indices)
         results = own.new_zeros(len(own), total).index_copy_(1, indices, own)
-        dist.all_reduce(results, group=group)  # of each column all ranks but one have 0
+        dist.all_reduce(results, group=group)  # in each column all ranks but one have 0
         return results
 
     @staticmethod
@@ -276,7 +276,7 @@ class _CompleteResults(torch.autograd.Function):
 def sum_over_row(own: Tensor, ranks: RowRanks | None) -> Tensor:
     """Return the sum of a tensor over the ranks of a row, on each of them.
 
-    Its gradient flows into the tensor of each rank once, as that of complete_results.
+    Its gradient flows into the tensor of each rank once, as in complete_results.
     """
     if ranks is None:
         return own

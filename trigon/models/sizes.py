@@ -4,9 +4,9 @@ Dimensions come from the Hugging Face config. Numbers of parameters are exact: t
 on the meta device, which has no memory. Neither depends on what a run trains. Families whose
 networks are not described here have parameters, but no dimensions, and no operations follow.
 
-Operations: a multiply-add counts as two. Counted are matrix products: those of linear layers, and
-those of attention for the pairs of tokens that attend to each other, so that causal attention
-counts half a square. Of linear attention the convolution counts, and for each token three products
+Operations: a multiply-add counts as two. Counted are the matrix products of linear
+layers, and of attention for the pairs of tokens that attend to each other, so that causal attention
+counts half a square. In linear attention the convolution counts, and for each token three products
 with a state, as if tokens were read one by one. Not counted are norms, activations, rotary
 embeddings, the interpolation of position embeddings, and recomputation, by gradient checkpointing
 or within a kernel. Each prompt and each image of a group counts once, which is the work that packed
@@ -124,13 +124,13 @@ class TextDimensions:
     """The dimensions of a decoder.
 
     layers: number of all layers. moe_layers: number of layers with experts instead of one MLP.
-    linear: of the layers with linear attention; None if all have attention.
+    linear: dimensions of the layers with linear attention; None if all have attention.
     windows: the sliding window of each layer that has attention, in tokens; None: unlimited.
-    width: of hidden states. heads, key_heads, head_dim: of attention.
+    width: width of hidden states. heads, key_heads, head_dim: dimensions of attention.
     mlp: inner width of a dense MLP. expert_mlp: inner width of one expert.
     shared_mlp: inner width of the expert that all tokens use; 0 if there is none.
     experts: number of experts in a layer. experts_per_token: number that a token uses.
-    outputs: of the head: one for each token of the vocabulary, or one of a critic.
+    outputs: outputs of the head: one for each token of the vocabulary, or one of a critic.
     normalizes_queries: whether the queries and keys of each head are normalized.
     gates_attention: whether attention has an output gate.
     scales_in_float32: whether norms multiply by their weight before they round.
@@ -197,8 +197,9 @@ class TextDimensions:
 class VisionDimensions:
     """The dimensions of a vision tower that takes patches.
 
-    layers, width, heads: of its blocks. full_layers: number of blocks whose patches attend to all
-    of an image; in the other blocks they attend within windows of `window` image tokens a side.
+    layers, width, heads: dimensions of its blocks. full_layers: number of blocks whose patches
+    attend to all of an image; in the other blocks they attend within windows of `window` image
+    tokens a side.
     mlp: inner width of the blocks' MLPs.
     is_gated: whether these MLPs have three matrices. out: width of an image token.
     merge: number of patches along each side of an image token.
@@ -235,7 +236,7 @@ class Dimensions:
 def dimensions_of(hf_config: Any, *, outputs: int | None = None) -> Dimensions | None:
     """Return the dimensions of a Hugging Face config; None for a family that is not counted.
 
-    outputs: of the head; None: one for each token of the vocabulary.
+    outputs: outputs of the head; None: one for each token of the vocabulary.
     """
     text, vision = hf_config.get_text_config(), getattr(hf_config, "vision_config", None)
     if text.model_type not in _TEXT or (vision is not None and hf_config.model_type not in _HAS_GATED_VISION_MLP):
@@ -335,8 +336,9 @@ def vision_dimensions(model_type: str, vision: Any) -> VisionDimensions:
 class UnitSize:
     """The number of weights in a part of a model.
 
-    text, vision: of the decoder, and of what only images use. unused: which no pass uses and no run
-    trains. text_adapters, vision_adapters: of LoRA's adapters of the same layers, for each rank.
+    text, vision: weights of the decoder, and of what only images use. unused: weights that no pass
+    uses and no run trains. text_adapters, vision_adapters: weights of LoRA's adapters of the same
+    layers, for each rank.
     """
 
     text: int
@@ -368,7 +370,7 @@ class ModelSize:
         and an embedding for the layers.
     head, embedding: sizes of these two units; None if they share a weight.
     root: size of everything else, and of a weight that head and embedding share.
-    largest: number of weights in the largest tensor. width: of hidden states.
+    largest: number of weights in the largest tensor. width: width of hidden states.
     key_values: number of keys and values that a token has in the KV cache, over all layers.
     key_heads: number of key heads in a layer, the least of any.
     tensor_parallel_sizes: numbers of GPUs that can hold one copy of the model in vLLM together.
@@ -577,7 +579,7 @@ class GroupLengths:
 
     @classmethod
     def of(cls, prompt: Prompt, completions: Sequence[Completion | TrainSequence]) -> GroupLengths:
-        """Return the lengths of a group. completions: of this prompt."""
+        """Return the lengths of a group. completions: the completions of this prompt."""
         lengths = tuple(len(completion.token_ids) for completion in completions)
         num_sampled = sum(end - start for completion in completions for start, end in completion.sampled)
         return cls(

@@ -30,7 +30,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def concatenated(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """Concatenate tensors of the host, in pinned memory if they will be copied to a GPU.
 
-    device: to which the result will be copied by to_device.
+    device: the device to which to_device will copy the result.
     """
     if device.type not in PINNED_FOR:
         return torch.cat(list(parts))

@@ -99,7 +99,7 @@ class ValueModel(Policy):
 class ActorCritic(Policy):
     """A policy with a value head on its trunk, which starts at zero.
 
-    The head is no part of the policy's weights: those of a weight sync, an export and a checkpoint.
+    The head is no part of the policy's weights in a weight sync, an export and a checkpoint.
     """
 
     row_methods = (*Policy.row_methods, "values", "with_values")

@@ -43,8 +43,8 @@ class VisionEncoder:
     """Runs the vision tower of a model.
 
     Args:
-        cache: of a frozen tower; then each image or video is encoded by itself, cached or not, so
-            that its features are bit for bit the same in every row.
+        cache: the cache of a frozen tower; then each image or video is encoded by itself, cached or
+            not, so that its features are bit for bit the same in every row.
         all_reduce_max: returns the maximum of a number over all ranks, for the cache.
     """
 
@@ -66,7 +66,8 @@ class VisionEncoder:
     ) -> RowFeatures:
         """Return the features of a row that has images.
 
-        Args: row: this rank's slice. embeddings: of its tokens, for their dtype and device.
+        Args: row: this rank's slice. embeddings: the embeddings of its tokens, for their dtype and
+            device.
         Raises: ModelError if the images do not match the placeholder tokens of the row.
         """
         tokens = self.image_tokens(packed)
@@ -109,7 +110,7 @@ class VisionEncoder:
     def _encode_dealt(self, dealt: DealtImages, embeddings: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the features of this rank's images, in the dtype of the embeddings.
 
-        The tower of a rank without images runs as often as that of the others.
+        The tower of a rank without images runs as often as the towers of the other ranks.
         """
         if dealt.own:
             features, deepstack = self._encode_all(dealt.own, embeddings.device)

@@ -46,7 +46,7 @@ _KEYS_AND_VALUES = re.compile(r"(?:^model|\.language_model)\.layers\.(\d+)\.self
 
 @dataclass(frozen=True, slots=True)
 class TileAssembly:
-    """How the features of an image's tiles become those of the image, if the image's size decides.
+    """How tile features become the features of an image, if the image's size decides.
 
     num_tokens: returns the number of features of an image. Arguments: the config, the number of
         its tiles, and (width, height) of the image before it was processed.
@@ -61,7 +61,7 @@ class TileAssembly:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """The properties of a model family. The defaults are those of a text model like Llama.
+    """The properties of a model family. The defaults describe a text model like Llama.
 
     model_type: `config.model_type` of a Hugging Face config.
     tiny: the tiny model with which the tests check the family.
@@ -229,7 +229,7 @@ class ModelFamily:
         tensors are views of the parameter: writing to them changes it.
 
         Args:
-            parameter_name: in memory, or as returned by checkpoint_name.
+            parameter_name: the name in memory, or as returned by checkpoint_name.
             parameter: the full tensor, not a shard, on any device ("meta" too).
         """
         name = self.checkpoint_name(parameter_name)
@@ -345,7 +345,7 @@ def qwen_vision_family(
     unused_weights: str = "",
     frames_per_image: int = 1,
 ) -> ModelFamily:
-    """Return a family whose vision tower takes patches, and whose positions are those of m-RoPE."""
+    """Return a family whose vision tower takes patches, and whose positions follow m-RoPE."""
     return ModelFamily(
         model_type=model_type,
         tiny=tiny,

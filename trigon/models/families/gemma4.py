@@ -93,7 +93,7 @@ def _processor(tokenizer: Any) -> Any:
 def _initialize(model: Any) -> None:
     """Give weights and buffers values as in trained models.
 
-    With those of transformers attention scores grow with the width of heads, patches have no
+    With the values of transformers attention scores grow with the width of heads, patches have no
     position, and some buffers have no effect.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -1,9 +1,9 @@
 """LLaVA-OneVision: an image is one tile that shows all of it, and tiles whose padding is removed.
 
 The image is resized to fit one of several shapes, padded, and cut into tiles. After the vision
-tower the features of the tiles are put together again. Features of padding are left out, more than
-those of nine tiles are reduced, and each row ends with a learned feature (n). An image that is half
-as high as wide, in a shape of 2 x 2 tiles of 2 x 2 patches each:
+tower the features of the tiles are put together again. Features of padding are left out,
+features of more than nine tiles are reduced, and each row ends with a learned feature (n). An image
+that is half as high as wide, in a shape of 2 x 2 tiles of 2 x 2 patches each:
 
     all of it   a a     its tiles   0 0 | 0 0     features   t t t t n
                 a a                 t t | t t                t t t t n
@@ -53,7 +53,7 @@ def image_features(model: Any, tiles: Tensor, counts: Sequence[int], sizes: Imag
 
 
 def _assembled(config: Any, newline: Tensor, tiles: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return the features of one image, given those of its tiles, [tiles, tokens, D]."""
+    """Return the features of one image, given the features of its tiles, [tiles, tokens, D]."""
     whole, newline = tiles[0], newline.to(tiles)
     if len(tiles) == 1:
         return torch.cat([whole, newline[None]])
@@ -84,7 +84,7 @@ def _shape(config: Any, size: tuple[int, int]) -> tuple[int, int]:
 
 
 def _unpadded(features: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return features without those of padding. Args: features: [D, rows, columns]."""
+    """Return features without the features of padding. Args: features: [D, rows, columns]."""
     from transformers.models.llava_onevision.modeling_llava_onevision import unpad_image
 
     width, height = size

@@ -39,7 +39,7 @@ def _text(tokenizer: Any) -> dict[str, Any]:
 
 
 def _qwen2_vl(tokenizer: Any) -> Any:
-    # In this family embed_dim is the width of the vision tower, and hidden_size that of its output.
+    # In this family embed_dim is the width of the vision tower, and hidden_size its output's.
     vision = {
         "depth": 3,
         "embed_dim": 64,

@@ -50,7 +50,7 @@ def _vl_moe(tokenizer: Any) -> Any:
 
 
 def processor(tokenizer: Any) -> Any:
-    """Return the processor of a tiny model, which is that of Qwen3.5 too."""
+    """Return the processor of a tiny model, which Qwen3.5 has too."""
     sizes = patch_sizes(patch_size=16)
     return transformers.Qwen3VLProcessor(
         image_processor=transformers.Qwen2VLImageProcessor(**sizes, image_mean=[0.5] * 3, image_std=[0.5] * 3),

@@ -1,7 +1,7 @@
 """Qwen3.5, dense and MoE, and Qwen3-Next: gated linear attention.
 
 Some layers have attention with an output gate instead. The vision tower and processors of Qwen3.5
-are those of Qwen3-VL, without deepstack. Qwen3-Next is MoE and has no vision tower. Its projections
+are Qwen3-VL's, without deepstack. Qwen3-Next is MoE and has no vision tower. Its projections
 of linear attention are fused into two, in which the parts of each key head are consecutive.
 """
 

@@ -56,7 +56,8 @@ class TinyModel:
         added by the processor.
     saves_published_names: False if `save_pretrained` of transformers (5.19) writes other names or
         shapes than the published checkpoints have; the weights are then written again.
-    initialize: changes the initial weights of the model; None leaves those of transformers.
+    initialize: changes the initial weights of the model; None leaves the initial weights of
+    transformers.
     """
 
     config: Callable[[Any], Any]
@@ -71,7 +72,7 @@ class TinyModel:
 def slow_decay(layers: Iterable[Any]) -> None:
     """Make the states of linear attention decay slowly.
 
-    With the initial values of transformers they last a token or two. layers: of the decoder.
+    With the initial values of transformers they last a token or two. layers: the decoder's layers.
     """
     for layer in layers:
         if hasattr(layer, "linear_attn"):
