@@ -61,7 +61,8 @@ def open_builder(
 
     With one worker it also processes their images; with several, and with environments or tools,
     the process of each engine does (see open_images).
-    process_images: True or False decides it. schemas: of worker.rollout.tools.
+    process_images: whether it processes them; None: as above. schemas: descriptions of
+    worker.rollout.tools.
     """
     if process_images is None:
         process_images = not (config.has_workers or config.worker.rollout.has_episodes)
@@ -90,7 +91,7 @@ def scan_datasets(
     These are written into the run folder, also if there are too many.
     weights: how often an epoch goes through each dataset; empty: once.
     opened: the datasets that were given as Python objects, by spec.
-    max_rows: of each dataset, from its beginning; None: all.
+    max_rows: most rows of each dataset, from its beginning; None: all.
     Raises: DataError.
     """
     return mix([_scan(config, spec, builder, report, opened.get(spec), max_rows) for spec in specs], weights)

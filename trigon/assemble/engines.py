@@ -162,7 +162,7 @@ def open_rollout(
 ) -> RolloutEngine:
     """Start the rollout engine. episodes: None: completions of one turn, or another rank decides.
 
-    tracer: of decode steps; None: no traces.
+    tracer: traces the decode steps; None: no traces.
     trainer: the train engine on the same device; None: the device is the engine's alone. What it
     offloads leaves the device first: vLLM takes a share of all of its memory when it starts, not of
     what is left.
@@ -443,8 +443,8 @@ def tune_plan(
         folder.write_budgets({"budgets": asdict(budgets), "measured_for": budget_key})
         if resumes:
             report.warn(
-                "token budgets were measured again, so the numbers may differ in their last bits from those of the "
-                "run so far"
+                "token budgets were measured again, so the numbers may differ in their last bits from the numbers "
+                "of the run so far"
             )
     console.print(
         f"auto micro-batch: {budgets.update_tokens:,} tokens per update pass ({format_bytes(budgets.update_bytes)} of "

@@ -99,8 +99,8 @@ def open_episodes(
 ) -> EpisodeSettings:
     """Return how the episodes of one rollout engine run.
 
-    pool: in the process of the engine. images: loads the pixels of prompts and observations; None
-    for a text model. schemas: descriptions of the tools.
+    pool: the environments, in the process of the engine. images: loads the pixels of prompts and
+    observations; None for a text model. schemas: descriptions of the tools.
     """
     rollout = config.worker.rollout
 
@@ -166,7 +166,10 @@ def _tool_format(rollout: RolloutConfig, processors: Processors) -> ToolFormat:
 
 
 def make_turn_template(config: Config, processors: Processors, *, schemas: Sequence[Mapping[str, Any]]) -> TurnTemplate:
-    """Return what tokenizes observations. schemas: of the tools; PromptBuilder gets the same."""
+    """Return what tokenizes observations.
+
+    schemas: descriptions of the tools, as in PromptBuilder.
+    """
     return TurnTemplate(processors, tools=schemas, max_image_pixels=config.data.max_image_pixels)
 
 

@@ -160,7 +160,7 @@ class EngineProblem:
 class RunMemory:
     """The memory of a run.
 
-    phases: on the GPUs, and in host memory.
+    phases: the memory of each phase, on the GPUs and in host memory.
     counts_passes: False for a family whose passes are not counted; their parts are then 0.
     problem: why vLLM cannot start with its share of a GPU; None if it can.
     """
@@ -207,7 +207,7 @@ class RunMemory:
 def size_of_model(config: Config) -> ModelSize:
     """Return the sizes of policy and critic, from the config.json of their models.
 
-    They are those of every configuration of the same models, whatever it trains of them.
+    They are the same for every configuration of these models, whatever it trains of them.
     """
     size = _size_of(config, Policy, check=check_policy)
     if not config.has_critic or config.shares_trunk:
@@ -235,7 +235,7 @@ def _size_of(config: Config, model_class: type[Policy], *, check: Callable[[Conf
 
 
 def count_memory(config: Config, size: ModelSize, hardware: Hardware) -> RunMemory:
-    """Return the memory of a run. size: of its models; see size_of_model.
+    """Return the memory of a run. size: the size of its models; see size_of_model.
 
     Where token budgets are measured on the device (trainer.auto_micro_batch), a pass has the
     longest sequence, which it has at least.
@@ -665,7 +665,7 @@ def _phases_on_host(models: Sequence[_Trained], engine: _Engine | None) -> list[
 def _with_samplers(
     learners: Sequence[PhaseMemory], engine: _Engine, config: Config, size: ModelSize, hardware: Hardware
 ) -> list[PhaseMemory]:
-    """Return the phases of both pools, given those of workers that only learn.
+    """Return the phases of both pools, given the phases of workers that only learn.
 
     A sampler has vLLM, whose weights and KV cache stay where they are between two batches, and no
     trainer. If each pool has one machine, they may be on the same one: their host memory is added.
@@ -804,8 +804,8 @@ def find_remedies(
 ) -> list[Remedy]:
     """Return the changes that save most in a phase, those with which the run fits first.
 
-    size, memory: of the run. certain: compare what the run needs at least; False: what it is
-    expected to need.
+    size, memory: size of the run's models, and memory of the run. certain: compare what the run
+    needs at least; False: what it is expected to need.
     """
 
     def remedy_of(changes: Changes) -> Remedy:

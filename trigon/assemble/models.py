@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 class DevicePlacement:
     """The device of a process, and the process group of which it is a rank.
 
-    row_ranks: those with which it computes rows together; None: none.
+    row_ranks: the ranks with which it computes rows together; None: none.
     """
 
     device: torch.device
@@ -105,7 +105,8 @@ def choose_kernel(
 ) -> Kernel:
     """Return the attention kernel of a model of the run on this device.
 
-    model: None for the policy. processors: of the model; None where they are not loaded yet.
+    model: None for the policy. processors: the model's processors; None where they are not
+    loaded yet.
 
     Raises: ModelError if it, or liger-kernel where configured, cannot run there; ConfigError for
     use_liger_kernel together with compile_layers.
@@ -315,7 +316,7 @@ def open_policy(
 ) -> Policy:
     """Load the model of a section as a policy. On device "meta" no weights are loaded.
 
-    as_stored: in the dtype of the model's files instead of dtype, if that is narrower. On the CPU
+    as_stored: load it in the dtype of its files instead of dtype, if that is narrower. On the CPU
         the weights are then mapped from the files, and take no memory of their own.
     model_class: another one replaces the head, or adds one.
     """

@@ -85,7 +85,7 @@ def recorded_settings(config: Config, *, pixel_limits: tuple[int, int] | None) -
     These are the options on which a model's prompts, pixels and completions depend: the format of
     prompts, limits, and the sampling of validation, by name, as values of JSON. They have their
     resolved values, and templates their text.
-    pixel_limits: of its image processor, see models/load.py.
+    pixel_limits: the limits of its image processor, see models/load.py.
     """
     data, sampling = config.data, make_validation_sampling_params(config)
     smallest, largest = pixel_limits or (data.min_pixels, data.max_pixels)

@@ -119,7 +119,8 @@ class Origin:
     ) -> None:
         """Compare the training data and their order, the validation data, and the schedule.
 
-        config: with the sizes that follow from the data (fill_batch_sizes), which are compared too.
+        config: the configuration, with the sizes that follow from the data (fill_batch_sizes),
+            which are compared too.
         prompts: None with trainer.val_only. validation: empty without validation.
         """
         self._config, self._options = config, compared_options(config)

@@ -150,13 +150,13 @@ def open_worker_pools(
 
 def _close(learners: WorkerGroup, samplers: SamplerPool) -> None:
     """End the calls of both pools that wait, since the run ends."""
-    learners.is_closed = True  # of calls beside those of samplers
+    learners.is_closed = True  # ends its calls that wait beside calls of samplers
     samplers.close()
 
 
 @dataclass(slots=True, eq=False)
 class _PoolStart:
-    """Starts the workers of a pool: all of them as one group, or those of one replica."""
+    """Starts the workers of a pool: all of them as one group, or the workers of one replica."""
 
     config: Config
     folder: Path
@@ -269,7 +269,7 @@ def join_ranks(
 ) -> tuple[TorchProcessGroup, NodeReport]:
     """Join the process group, and return it with a report on the node. Runs first in each worker.
 
-    folder: the run folder, which all nodes must share. pool: of this worker.
+    folder: the run folder, which all nodes must share. pool: the pool of this worker.
     Raises: ConfigError if device is "cuda" and torch cannot use the GPU.
     """
     from trigon.distributed.preflight import inspect_node, require_gpu

@@ -36,8 +36,8 @@ class RunObjects:
     """What a run is given besides its configuration.
 
     sources: opened datasets, by their texts in data.train_files and data.val_files. reward,
-    val_reward, environment, tools: those of the options that are Python objects; None, and empty:
-    the options name files, modules or shipped code. hooks: functions that the run calls.
+    val_reward, environment, tools: what was given as Python objects in place of the options; None
+    or empty: the options name files, modules or shipped code. hooks: functions that the run calls.
     """
 
     sources: Mapping[str, Source] = field(default_factory=dict)
@@ -59,7 +59,7 @@ _SEARCHED_ROWS = 100
 class Opened:
     """The datasets that are open, by their texts in the options, and the reward workers.
 
-    val_rewards: those of validation, if it has a reward function of its own.
+    val_rewards: the reward workers of validation, if it has a reward function of its own.
     """
 
     sources: Mapping[str, Source]

@@ -365,7 +365,10 @@ def open_reporter(
     checkpoint: Checkpoint | None,
     hang_watch: HangWatch | None = None,
 ) -> Reporter:
-    """Open the loggers, and return the reporter. checkpoint: from which the run resumes, if any."""
+    """Open the loggers, and return the reporter.
+
+    checkpoint: where the run resumes from, if it does.
+    """
     for place in open_loggers(loggers, describe_run(config, folder.path, checkpoint)):
         console.print(f"logging to {place}")
     trainer = config.trainer
@@ -461,7 +464,7 @@ def open_watchers(
 
 
 def open_hang_watch(config: Config, folder: Path, console: Console, others: Sequence[Started] = ()) -> HangWatch:
-    """Start the watchdog of a run. folder: of the run. others: as for Watchdog."""
+    """Start the watchdog of a run. folder: the run folder. others: as for Watchdog."""
     if not hasattr(os, "memfd_create"):  # not Linux
         console.warn("this system has no memory files: trainer.worker_timeout_seconds is for calls of workers only")
         return HangWatch()

@@ -182,8 +182,8 @@ class TrainResult:
         """Write the last checkpoint as a Hugging Face model, and return its folder.
 
         An earlier export in the folder is replaced.
-        folder: None: huggingface_model in the checkpoint. dtype: bf16, fp16 or fp32; None: that of
-        the checkpoint.
+        folder: None: huggingface_model in the checkpoint. dtype: bf16, fp16 or fp32; None: the
+        dtype of the checkpoint.
         Raises: CheckpointError if the run has no checkpoint, if its folder has been removed, and as
         trigon.checkpoint.export.export_checkpoint.
         """
@@ -195,7 +195,7 @@ class TrainResult:
         """Return the trained model as a transformers model, on the CPU.
 
         It is loaded from model_folder, or else from huggingface_model in the checkpoint, which is
-        exported first if it has not been. Its dtype is that of the folder: the checkpoint's, unless
+        exported first if it has not been. It has the dtype of the folder: the checkpoint's, unless
         export() was called with another one. The tokenizer or processor is in the same folder, such
         as AutoProcessor.from_pretrained(result.checkpoint / "huggingface_model").
         Raises: CheckpointError as export.

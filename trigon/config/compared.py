@@ -105,7 +105,7 @@ NEEDS_WITHOUT_WARNING: Mapping[str, str] = {
 }
 """The same without a warning: EasyR1's files set these options where they have no effect.
 
-Names may be patterns, or those of sections.
+Names may be patterns, or names of sections.
 """
 
 

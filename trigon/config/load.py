@@ -52,9 +52,9 @@ class LoadedConfig:
     """A configuration, the warnings to show, and its problems.
 
     config: invalid and misspelt options have their defaults. sources: where each option that is not
-    a default was written, by its name. problems: of the schema and across options; empty if the
-    configuration can run, which load_config ensures. uncertain: the names of the options that have
-    their default because the user's value is invalid or misspelt.
+    a default was written, by its name. problems: problems of the schema and across options; empty
+    if the configuration can run, which load_config ensures. uncertain: the names of the options
+    that have their default because the user's value is invalid or misspelt.
     """
 
     config: Config

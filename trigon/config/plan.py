@@ -95,7 +95,7 @@ def make_plan(config: Config, *, num_train_prompts: int) -> Plan:
 
 
 def _plan_model(config: Config, model: TrainedConfig, steps: int) -> ModelPlan:
-    """Return the updates of a model. steps: in which it is updated."""
+    """Return the updates of a model. steps: number of steps in which it is updated."""
     prompts_per_update = config.prompts_per_update_of(model)
     updates_per_step = config.prompts_per_step // prompts_per_update * model.ppo_epochs
     longest = config.data.max_prompt_length + config.data.max_response_length

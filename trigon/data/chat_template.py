@@ -121,8 +121,8 @@ def media_in_messages(value: Any, kind: MediaKind) -> list[Any]:
 class ChatTemplate:
     """A model's chat template with its tokenizer. Thread-safe.
 
-    writes_tools: whether the template writes the schemas of tools. If it does not, as that of
-    Qwen2.5-VL, they are added to the system message, in the format of Hermes.
+    writes_tools: whether the template writes the schemas of tools. If it does
+    not, as Qwen2.5-VL's, they are added to the system message, in the format of Hermes.
     """
 
     def __init__(self, processors: Processors, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:

@@ -126,7 +126,8 @@ class PromptSet:
 class ScannedRow:
     """The result of scanning a row.
 
-    num_tokens: of its prompt; 0 if there is a problem. digest: hash of the row's content.
+    num_tokens: number of tokens of its prompt; 0 if there is a problem. digest: hash of the row's
+    content.
     files: digests of the images or videos that it names by path.
     """
 
@@ -140,7 +141,8 @@ class ScannedRow:
 class Scan:
     """A dataset of which every row was scanned.
 
-    spec: what it was opened by. builder: with the folder of the dataset. rows: in its order.
+    spec: the text in the options that names it. builder: builds prompts, and has the folder of the
+    dataset. rows: the rows in its order.
     """
 
     spec: str
@@ -303,7 +305,10 @@ def _check_media_columns(spec: str, source: Source, builder: PromptBuilder) -> N
 
 
 def _check_skipped(scanned: Scan, messages: Mapping[Reason, Sequence[str]], problems: Sequence[UnusableRow]) -> None:
-    """Raise DataError if too many rows were skipped, or all of them. messages: by reason."""
+    """Raise DataError if too many rows were skipped, or all of them.
+
+    messages: messages by reason.
+    """
     spec, num_rows, data = scanned.spec, len(scanned.rows), scanned.builder.data
     folders = {problem.folder for problem in problems if problem.folder is not None}
     hints = [_image_dir_hint(folders)] if len(folders) > 1 else []

@@ -131,7 +131,8 @@ def encoded_files(each: Iterable[bytes], kind: MediaKind) -> EncodedMedia | None
 def linked_digests(sources: Sequence[Any], kind: MediaKind, names: Sequence[str], image_dir: Path | None) -> str:
     """Return the digests of those sources that are paths of files, joined (content.file_digest).
 
-    names: of the sources in errors. Raises: UnusableRow if a file is missing or cannot be read.
+    names: names of the sources in errors. Raises: UnusableRow if a file is missing or cannot be
+    read.
     """
     digests = []
     for source, where in zip(sources, names, strict=True):

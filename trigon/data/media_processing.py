@@ -58,9 +58,9 @@ class MediaProcessor:
             max_image_pixels: images, and videos with frames, above it are rejected before they are
                 decoded.
             num_workers: threads that decode and process.
-            max_bytes: of the pixel values in the cache; see start_step. If it holds all prompts of
-                a step, each image is processed once per step. Pixel values in returned prompts do
-                not count.
+            max_bytes: most bytes of pixel values in the cache; see start_step. If it holds all
+                prompts of a step, each image is processed once per step. Pixel values in returned
+                prompts do not count.
             video_processor: None for a model without videos.
             video_sampling: which frames of a video are sampled; the same as in the PromptBuilder.
         """
@@ -106,7 +106,7 @@ class MediaProcessor:
         """Return the pixel values of images, each of which is processed and cached by itself.
 
         An image that several completions observed, or that was observed in an earlier turn, is
-        processed once. name: for errors.
+        processed once. name: a name for errors.
         Raises: DataError if one of the files cannot be decoded.
         """
         return _together([_result(image, name) for image in self._submit_each(media)])

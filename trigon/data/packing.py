@@ -5,7 +5,7 @@ large for a row is split into parts, each of which repeats the prompt (and its i
 brings the images that it observed; one that does not fit after its prompt gets a row of its own, of
 any length: nothing is dropped or truncated.
 
-The number of rows is that of best-fit packing, and all rows are about equally full, since the
+Best-fit packing determines the number of rows, and all rows are about equally full, since the
 fullest row determines the memory of a step, and a nearly empty row costs a pass for little work.
 The parts of one group are evened out in the same way, unless that takes more rows.
 
@@ -67,7 +67,7 @@ class PackedRow:
 class _Part:
     """Some or all completions of a group, with its prompt.
 
-    completions: ascending indices. cost: in tokens.
+    completions: ascending indices. cost: number of tokens.
     """
 
     group: int
@@ -313,7 +313,7 @@ def _experts_of_prompt(completions: Sequence[_Sampled]) -> Tensor | None:
 
 
 def _experts_of_row(parts: Sequence[tuple[int, Tensor | None]]) -> Tensor | None:
-    """Return the experts of all tokens of a row, given those of consecutive ones."""
+    """Return the experts of all tokens of a row, given the experts of consecutive parts."""
     shape = next((used.shape[1:] for _, used in parts if used is not None), None)
     if shape is None:
         return None

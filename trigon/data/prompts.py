@@ -68,7 +68,7 @@ _Read = TypeVar("_Read")
 class PromptTokens:
     """A tokenized prompt. media_tokens: the number of placeholder tokens of each image or video.
 
-    text: of the messages, before the chat template. image_sizes: as Prompt.image_sizes.
+    text: the text of the messages, before the chat template. image_sizes: as Prompt.image_sizes.
     """
 
     token_ids: tuple[int, ...]
@@ -79,7 +79,7 @@ class PromptTokens:
 
 @dataclass(frozen=True, slots=True)
 class _RowMedia:
-    """The images or the videos of a row. names: of each, for errors and reports."""
+    """The images or the videos of a row. names: the name of each, for errors and reports."""
 
     kind: MediaKind
     sources: tuple[Any, ...]

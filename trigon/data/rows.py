@@ -72,8 +72,8 @@ class UnusableRow(BadRow):
     The message begins with the row or image it is about.
 
     folder: the folder that data.image_dir has to be for a file that is outside of it; None for
-    other reasons, and where no folder would help. num_tokens, media_tokens: of an overlong prompt,
-    and for its images or videos alone; 0 for others.
+    other reasons, and where no folder would help. num_tokens, media_tokens: number of tokens of an
+    overlong prompt, and of its images or videos alone; 0 for other reasons.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ def without_column(row: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def column_names(columns: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of all columns, each followed by those of its fields, which have dots.
+    """Return the names of all columns, each followed by the names of its fields, which have dots.
 
     columns: a row, or the types of a table's columns, in which a struct is a mapping too.
     """

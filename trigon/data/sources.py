@@ -564,7 +564,7 @@ def _too_large(path: Path, num_bytes: int, allowed: int) -> DataError:
 def _plain(value: Any, where: str, depth: int) -> Any:
     """Return a copy of a value. Raises: DataError if it is of none of the types of a row.
 
-    The content of every type can be compared with that of another run, so that a resumed run
+    The content of every type can be compared with the content of another run, so that a resumed run
     notices other data.
     """
     match value:

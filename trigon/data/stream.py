@@ -40,7 +40,8 @@ _DATA = frozenset({"data.train_files", "data.train_weights"})
 class DrawnPrompt(NamedTuple):
     """One entry of an epoch's order.
 
-    prompt_index: of the prompt. occurrence: how often the epoch has drawn it so far, from 1.
+    prompt_index: the index of the prompt. occurrence: how often the epoch has drawn it so far, from
+    1.
     """
 
     prompt_index: int
@@ -135,7 +136,7 @@ class Prompts:
 def mix(parts: Sequence[PromptSet], weights: Sequence[float] = ()) -> Prompts:
     """Return several datasets as one.
 
-    weights: of each dataset, how many passes through it make an epoch; none for one each. Datasets
+    weights: for each dataset, how many passes through it make an epoch; empty: one each. Datasets
     of the same name get numbers in prompt ids: "train:17", "train~2:17".
     Raises: DataError if a dataset is so small that its weight gives no prompt of it.
     """

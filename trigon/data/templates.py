@@ -49,7 +49,7 @@ _SERVE = "from trigon.data.templates import serve; serve()"
 
 
 class TemplateFailure(Exception):
-    """A template raised an error; the message is its first line. line: of the template."""
+    """A template raised an error; the message is its first line. line: the line of the template."""
 
     def __init__(self, message: str, *, line: int | None = None) -> None:
         super().__init__(message)
@@ -61,7 +61,7 @@ class TemplateLimitError(TemplateFailure):
 
 
 def render(source: str, dialect: Dialect, values: Mapping[str, Any]) -> str:
-    """Return what a template writes. values: of its variables, of types that JSON has.
+    """Return what a template writes. values: values of its variables, of types that JSON has.
 
     Raises: TemplateFailure.
     """
@@ -83,7 +83,7 @@ def render_chat(
 ) -> str:
     """Return messages as the chat template of a Hugging Face tokenizer writes them.
 
-    The text is the same as that of `tokenizer.apply_chat_template`.
+    The text is the same as from `tokenizer.apply_chat_template`.
     Raises: TemplateFailure.
     """
     try:
@@ -103,7 +103,7 @@ def render_chat(
 def check_chat_template(tokenizer: Any) -> None:
     """Raise ConfigError if a Hugging Face tokenizer's chat template is none, or exceeds the limits.
 
-    Other errors of the template depend on the messages, and are those of rows.
+    Other errors of the template depend on the messages, and are errors of rows.
     """
     try:
         render_chat(tokenizer, [{"role": "user", "content": "question"}])

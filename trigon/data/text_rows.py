@@ -37,8 +37,8 @@ _BYTE_ORDER_MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16
 class TextRows:
     """The rows of text files: a sequence of dicts, all with the same columns. Thread-safe.
 
-    A column that a row lacks is None there. names: of all columns and of the fields of objects in
-    any row, fields with dots (rows.py).
+    A column that a row lacks is None there. names: the names of all columns and of the fields of
+    objects in any row, fields with dots (rows.py).
     """
 
     def __init__(self, text: _RowTexts, columns: Sequence[str], names: Sequence[str], indices: Sequence[int]) -> None:

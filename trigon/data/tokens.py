@@ -38,7 +38,7 @@ _INCOMPLETE = "\ufffd"
 class MaskedTokens:
     """The special tokens of one row's text, each represented by a private character.
 
-    characters: of each special token.
+    characters: the private character of each special token.
     """
 
     _owner: SpecialTokens

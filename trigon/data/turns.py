@@ -58,7 +58,7 @@ _REWRITES = "rewrites earlier messages"
 class TurnTokens:
     """The tokens that are appended to those so far, before the model samples its next turn.
 
-    text: of the observation's messages, with one `<image>` for each image.
+    text: the text of the observation's messages, with one `<image>` for each image.
     media: the images, None without any. image_sizes: as Prompt.image_sizes.
     """
 
@@ -116,8 +116,8 @@ class TurnTemplate:
     def reply(self, observation: Observation, *, last_token_id: int) -> TurnTokens:
         """Return what follows a sampled turn: the rest of its end, and the observation.
 
-        last_token_id: of the turn. If it is a stop token, it takes the place of the token with
-        which the template ends a turn; otherwise that is part of what is returned.
+        last_token_id: the last token of the turn. If it is a stop token, it takes the place of the
+        token with which the template ends a turn; otherwise that is part of what is returned.
         Raises: ObservationError if the observation cannot be shown to the model.
         """
         messages, masked = self._messages(observation)
@@ -131,7 +131,7 @@ class TurnTemplate:
         """Check that the template leaves earlier messages of a conversation as they are.
 
         Args:
-            roles: of the observations' messages.
+            roles: the roles of the observations' messages.
             opens: whether a first observation follows the prompt.
         Raises: ConfigError, with what the template does, for one that rewrites or removes them, and
             for one that does not write messages of these roles.

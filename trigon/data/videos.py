@@ -66,8 +66,8 @@ DEFAULT_SAMPLING = FrameSampling(fps=2.0, max_frames=768)
 class VideoLayout:
     """Size and times of the frames sampled from a video.
 
-    width, height: of an upright frame, in pixels. seconds: time of each sampled frame since the
-    first, ascending; an even number of frames. temporal_patch_seconds: duration of a temporal
+    width, height: size of an upright frame, in pixels. seconds: time of each sampled frame since
+    the first, ascending; an even number of frames. temporal_patch_seconds: duration of a temporal
     patch, a pair of frames.
     """
 

@@ -625,7 +625,7 @@ class Placeholders:
     ) -> tuple[list[int], list[list[int]]]:
         """Return token ids with expanded placeholders, and the tokens of each image or video.
 
-        template_ids: with one placeholder for each size.
+        template_ids: token ids with one placeholder for each size.
         """
         placeholder = self._token_ids.get(kind)
         expanded = [self._tokens_of(size) for size in sizes]

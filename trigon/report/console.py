@@ -244,7 +244,10 @@ class Console:
         self._rich.print(table)
 
     def completions(self, title: str, rows: Sequence[RolloutRow], *, max_characters: int = 2000) -> None:
-        """Print completions with prompt, ground truth and reward. max_characters: of each text."""
+        """Print completions with prompt, ground truth and reward.
+
+        max_characters: most characters of each text.
+        """
         for row in rows:
             parts = ", ".join(f"{key} {format_number(value)}" for key, value in sorted(row.parts.items()))
             self._rich.print(

@@ -81,8 +81,9 @@ class LoggedRun:
 class LoggerEnvironment:
     """Settings of Trigon's own loggers that users give by environment variables.
 
-    tensorboard_dir: of all experiments, each in project/experiment. None: tensorboard/ in the run
-    folder. swanlab_dir: None: swanlab/ in the run folder. swanlab_mode: None: SwanLab's default.
+    tensorboard_dir: the folder of all experiments, each in project/experiment. None: tensorboard/
+    in the run folder. swanlab_dir: None: swanlab/ in the run folder. swanlab_mode: None: SwanLab's
+    default.
     swanlab_api_key: None: SwanLab is logged in already.
     """
 
@@ -97,7 +98,8 @@ class Sample:
     """A completion to be shown.
 
     row: what rollouts/ has of it; its texts come from models and datasets and are not escaped.
-    images: of the prompt, RGB, reduced to at most MAX_IMAGE_SIDE pixels in width and height.
+    images: the images of the prompt, RGB, reduced to at most MAX_IMAGE_SIDE pixels in width and
+    height.
     """
 
     row: RolloutRow

@@ -22,8 +22,8 @@ def describe_plan(
 ) -> list[tuple[str, str]]:
     """Return the rows of the overview as (name, value).
 
-    num_val_prompts: None without validation. device: description of the devices. sizes: of the
-    policy on each rank that learns.
+    num_val_prompts: None without validation. device: description of the devices. sizes: the
+    sizes of the policy on each rank that learns.
     """
     n = config.group_size
     per_worker = " on each worker" if config.num_workers > 1 else ""
@@ -70,7 +70,7 @@ def suggest_next_steps(
     """Return hints on what to do after a run, one line each.
 
     folder: the run folder. checkpoint: the folder of the last checkpoint, global_step_N, or None.
-    exported: the exported model, if any. stopped: by a signal, before its last step.
+    exported: the exported model, if any. stopped: whether a signal stopped it before its last step.
     """
     steps = [f"look at the curves and the completions: trigon view {shlex.quote(str(folder))}"]
     if exported is None and checkpoint is not None:

@@ -125,8 +125,9 @@ class Reporter:
 
         Call it before the step's checkpoint is saved, so that the metrics of a resumed run are
         complete; the time of the save belongs to the next step.
-        num_tokens: of all sequences of the step, prompts included; num_response_tokens: of their
-        completions. 0: no throughput is reported. Returns: all numbers that were recorded.
+        num_tokens: number of tokens of all sequences of the step, prompts included;
+        num_response_tokens: number of tokens of their completions. 0: no throughput is reported.
+        Returns: all numbers that were recorded.
         """
         plain = self.record(step, metrics, num_tokens=num_tokens, num_response_tokens=num_response_tokens)
         self._recent.append(plain["timing_s/step"])
@@ -198,9 +199,10 @@ class Reporter:
         """Write the rollouts of a step into the run folder.
 
         learned: what the update learns from, for each group; None if the step ends before it.
-        recorded: by the index of a group whose tokens are written too, the outputs of the update,
-        if it computed any.
-        read_images: of the prompts. shown: number of first rollouts that the loggers get.
+        recorded: the outputs of the update, if it computed any, by the index of a group whose
+        tokens are written too.
+        read_images: reads the images of prompts. shown: number of first rollouts that the loggers
+        get.
         """
         rows = self._with_steps(rollout_rows(groups, learned=learned, recorded=recorded))
         self._writer.rollouts(step, "train", rows, read_images)
@@ -226,8 +228,10 @@ class Reporter:
         """Write the validation rollouts into the run folder, and show the first `shown` of them.
 
         The console shows the beginning of one even if shown is 0.
-        metrics: of the validation, for the console only; pass them to step() to record them.
-        token_groups: number of groups whose tokens are written too. read_images: of the prompts.
+        metrics: metrics of the validation, for the console only; pass them to step() to record
+        them.
+        token_groups: number of groups whose tokens are written too. read_images: reads the images
+        of prompts.
         """
         rows = self._with_steps(rollout_rows(groups, recorded=dict.fromkeys(range(token_groups))))
         self._writer.rollouts(step, "validation", rows, read_images)

@@ -91,7 +91,7 @@ class RolloutRow:
     """A line of a rollouts file: one completion with its prompt and score.
 
     Texts are raw: pass them through terminal.sanitize before printing them.
-    sample: index within the group. reward: Score.overall; parts, outcome and error are those of
+    sample: index within the group. reward: Score.overall; parts, outcome and error: as in
     Score. num_tokens: number of sampled tokens. images: the source of each image. ground_truth: as
     in the dataset; ground_truth_type: its Python type, which JSON may not keep.
     row: the columns of the dataset's row without images and videos, as passed to the reward
@@ -101,7 +101,8 @@ class RolloutRow:
     advantage: mean over the completion's tokens; None where no step learns from it.
     tokens: None where per-token values are not stored. num_prompt_tokens: includes the tokens
     of the images.
-    turns: of an episode; empty for a completion of one turn without observation and reward.
+    turns: the turns of an episode; empty for a completion of one turn without observation and
+    reward.
     policy_versions: as in Completion. image_sizes: as in Prompt.
     """
 
@@ -153,8 +154,8 @@ def rollout_rows(
     """Return one row per rollout, in order, without image files and with empty texts of tokens.
 
     learned: what the update learns from, for each group; None if nothing is learned from them.
-    recorded: by the index of a group whose tokens are added, the outputs of the update for each
-    rollout; None: not computed.
+    recorded: the outputs of the update for each rollout, by the index of a group whose tokens are
+    added; None: not computed.
     """
     recorded = {} if recorded is None else recorded
     rows = []
@@ -267,7 +268,7 @@ def read_rollouts(path: Path) -> Iterator[RolloutRow]:
 
 
 def parse_row(line: bytes, place: str) -> RolloutRow:
-    """Return the rollout in a line. place: of the line, for errors. Raises: DataError."""
+    """Return the rollout in a line. place: where the line is, for errors. Raises: DataError."""
     try:
         content = parse_json(line)
         version = content.get("version", SCHEMA_VERSION)

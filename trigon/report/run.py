@@ -282,7 +282,7 @@ class RunTables:
         no text, are JSON.
 
         Args: splits: "train", "filtered", "validation", or one of them as text. steps: such as
-        range(10, 20); None: all. tokens: with the column `tokens`, which takes more memory than all
+        range(10, 20); None: all. tokens: add the column `tokens`, which takes more memory than all
         others.
         Raises: ValueError for an unknown split; DataError for an invalid file.
         """
@@ -316,7 +316,8 @@ def load_run(path: str | Path) -> RunTables:
 def metrics_table(steps: list[StepMetrics]) -> pyarrow.Table:
     """Return the metrics of steps as an Arrow table; null where a step does not have a metric.
 
-    Of several lines of a step, a later one adds its metrics, and replaces those of the same names.
+    Of several lines of a step, a later one adds its metrics, and replaces metrics of the same
+    names.
     """
     import pyarrow
 
@@ -361,7 +362,7 @@ def _column_types() -> dict[str, Any]:
 
 
 def _flat(row: RolloutRow) -> dict[str, Any]:
-    """Return the columns of a rollout; those of _column_types, and its parts."""
+    """Return the columns of a rollout: the columns of _column_types, and its parts."""
     content = json.loads(row_to_line(row))
     parts = {f"{PARTS}{name}": number for name, number in content.pop("parts").items()}
     for name in ("ground_truth", "row"):

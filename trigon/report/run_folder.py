@@ -305,7 +305,8 @@ class RunWriter:
     def rollouts(self, step: int, split: Split, rows: Sequence[RolloutRow], read_images: ReadImages) -> None:
         """Write a rollouts file in the background.
 
-        rows: without image files, and with empty texts of tokens. read_images: of their prompts.
+        rows: rows without image files, and with empty texts of tokens. read_images: reads the
+        images of their prompts.
         Raises: what made an earlier file impossible to write, unless it is an OSError.
         """
         while self._pending and (self._pending[0].done() or len(self._pending) >= MAX_PENDING):
@@ -352,7 +353,7 @@ class RunWriter:
             self._note_written("rollouts")
 
     def _complete(self, row: RolloutRow, image_files: tuple[str, ...]) -> RolloutRow:
-        """Return a row with its image files, those of its turns, and the texts of its tokens."""
+        """Return a row with image files, also of its turns, and with the texts of its tokens."""
         tokens = row.tokens
         if tokens is not None:
             assert self._token_texts is not None, "rows with tokens need a tokenizer"
@@ -392,7 +393,10 @@ class RunWriter:
         return files
 
     def _count_lost(self, kind: str, number: int, error: OSError, *, consequence: str = "They are lost") -> None:
-        """Count what could not be written, and warn when a fault begins. kind: in the plural."""
+        """Count what could not be written, and warn when a fault begins.
+
+        kind: its name in the plural.
+        """
         with self._lock:
             begins = kind not in self._failing
             self._failing.add(kind)
@@ -451,7 +455,7 @@ class ImageStore:
         """Return the names of the stored files by hash.
 
         They are listed when the first image is added, not before: a run that starts from the
-        beginning moves those of an earlier one away.
+        beginning moves the files of an earlier run away.
         """
         with self._lock:
             if self._listed is None:

@@ -42,11 +42,12 @@ NOT_WATCHED = WatchConfig(level="off")
 class Rule:
     """A metric, and the bounds outside of which it means that training fails.
 
-    name: in trainer.watch.ignore; several metrics may have one. above: upper bound of the absolute
-    value; below: lower bound. level, times: if given, the value also has to be above (or below)
-    this multiple of its level at the start of the run, or of its recent level.
-    steps: in a row. lasts: a step without the metric has the value of the step before: without an
-    update the policy stays as it is. advice: what the alarm means, and what to do.
+    name: its name in trainer.watch.ignore; several metrics may share one. above: upper bound of the
+    absolute value; below: lower bound. level, times: if given, the value also has to be above (or
+    below) this multiple of its level at the start of the run, or of its recent level.
+    steps: number of steps in a row. lasts: a step without the metric has the value of the step
+    before: without an update the policy stays as it is. advice: what the alarm means, and what to
+    do.
     """
 
     name: WatchRule
@@ -167,8 +168,8 @@ class Alarm:
     """What a rule has found.
 
     rule: its name. first_step: the first step that was out of bounds. text: what is wrong, and what
-    to do. is_new: to be printed. stops: the run ends. saves: the step is worth a checkpoint, since
-    what fails is not the training.
+    to do. is_new: whether it is to be printed. stops: the run ends. saves: the step is worth a
+    checkpoint, since what fails is not the training.
     """
 
     rule: WatchRule
@@ -183,7 +184,8 @@ class Alarm:
 class Watched:
     """What all rules say about a step.
 
-    metrics: to be recorded: the memory, and 1 for each alarm that is on. new: alarms to be printed.
+    metrics: metrics to be recorded: the memory, and 1 for each alarm that is on. new: alarms to be
+    printed.
     stop: the alarm that stops the run, if any.
     """
 

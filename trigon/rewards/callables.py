@@ -4,10 +4,11 @@ Functions of notebooks and scripts (`__main__`), lambdas and closures are pickle
 and with the variables that they use. Functions of modules that can be imported are pickled as
 their name, and imported again in the workers.
 
-By the digest of a reward function's code, a resumed run notices that it is another one. Of a file:
-its source, and that of the modules beside it that it imports. Of a Python function or object: its
-source, or that of its class, and not what it uses. Of neither: what it reads when it is called, and
-installed packages. Of shipped functions the name says which one it is.
+By the digest of a reward function's code, a resumed run notices another function. The digest of a
+file covers its source, and the source of modules beside it that it imports. The digest of a Python
+function or object covers its source, or the source of its class, and not what it uses. Neither
+covers what the function reads when it is called, or installed packages. A shipped function is
+identified by its name.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ One of several may also be a mapping {"function", "name", "weight", "kwargs"}, a
 def reward_terms(reward: Reward, *, kwargs: Mapping[str, Any]) -> tuple[RewardTerm, ...]:
     """Return what RewardPool takes for a reward that is text, a function, or several of them.
 
-    kwargs: worker.reward.reward_function_kwargs, those of a single function.
+    kwargs: worker.reward.reward_function_kwargs, for a single function.
     Raises: RewardError if a function cannot be pickled, naming the object that cannot, if it fits
     no contract, if a weight is not a finite number, or if several have kwargs together.
     """

@@ -84,8 +84,8 @@ class RewardRequest:
     prompt: the text of the prompt. finish_reason: whether the completion ended by itself, was
     truncated, or reached the limit of turns.
     row: the other columns of the dataset's row, except images.
-    turns: with an environment or tools, each turn as turn_input returns it. response is then the
-    text of all turns, without what was observed. Empty otherwise.
+    turns: each turn as turn_input returns it, with an environment or tools; otherwise empty.
+    response is then the text of all turns, without the observations.
     media: the images or videos of the prompt, or what reads them, for functions that look at them.
     turn_media: the same for the images in the observation of each turn; one for each of turns.
     image_sizes: as Prompt.image_sizes.
@@ -107,8 +107,8 @@ class RewardRequest:
 class RequestFiles:
     """The paths of the files that a function may look at.
 
-    images, videos: of the prompt; one of them is empty. turns: the images in the observation of
-    each turn.
+    images, videos: the files of the prompt; one of them is empty. turns: the images in the
+    observation of each turn.
     """
 
     images: Sequence[str] = ()
@@ -120,7 +120,8 @@ def turn_input(observation: str, text: str, reward: float | None, image_sizes: I
     """Return a turn as a reward function gets it.
 
     observation: what the model saw before it, with one <image> for each image. text: what it wrote.
-    reward: of the environment, or None. image_sizes: of the observation's, as Prompt.image_sizes.
+    reward: the environment's reward, or None. image_sizes: the sizes of the observation's images,
+    as Prompt.image_sizes.
     """
     return {"observation": observation, "text": text, "reward": reward, IMAGE_SIZES: image_sizes}
 
@@ -128,8 +129,8 @@ def turn_input(observation: str, text: str, reward: float | None, image_sizes: I
 def encode_request(request: RewardRequest, files: RequestFiles | None = None) -> tuple[str, tuple[str, ...]]:
     """Return the request as one line of JSON, and the columns of its row that are omitted.
 
-    files: for a function that looks at images: they are "images" and "videos", and "images" of each
-    turn.
+    files: the files for a function that reads images: they become "images" and "videos", and
+    "images" of each turn.
     Columns that JSON cannot represent are omitted. Numpy scalars and arrays become numbers and
     lists, dates ISO strings, tuples lists.
     Raises: RewardError if JSON cannot represent the ground truth.
@@ -269,7 +270,7 @@ def _read_number(name: str, value: object) -> float:
 
 
 def call_signature(function: Callable[..., object]) -> inspect.Signature:
-    """Return the signature of a call for completions; of a class, that of its objects.
+    """Return the signature of a call for completions; for a class, the signature of its objects.
 
     Raises: TypeError or ValueError if there is none.
     """

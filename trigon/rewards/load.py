@@ -70,7 +70,7 @@ def find_source(spec: str) -> CodeSource:
 def find_reward(option: str | Sequence[WeightedReward], kwargs: Mapping[str, Any]) -> tuple[RewardTerm, ...]:
     """Return the reward function that an option names, or each of several.
 
-    kwargs: of a single one. Raises: RewardError as find_source.
+    kwargs: keyword arguments of a single function. Raises: RewardError as find_source.
     """
     if isinstance(option, str):
         return (RewardTerm("", 1.0, find_source(option), kwargs),)
@@ -84,7 +84,7 @@ def find_reward(option: str | Sequence[WeightedReward], kwargs: Mapping[str, Any
 
 
 def spec_name(spec: str) -> str:
-    """Return the name of a function's text: that of the function, or the text as a name."""
+    """Return the name of a function's text: the function's name, or the text as a name."""
     path, _, name = spec.rpartition(":")
     return name if path else re.sub(r"\W+", "_", spec)
 
@@ -132,8 +132,8 @@ def decode_terms(setup: Mapping[str, Any]) -> list[RewardTerm]:
 def resolve_arguments(kwargs: Mapping[str, Any], term: str = "", *, option: str = ARGUMENTS) -> dict[str, Any]:
     """Return the keyword arguments with the value of its variable in place of each `env:NAME`.
 
-    term: which of several functions they are of, for errors. option: in which they are: those of a
-    reward function, or of an environment.
+    term: the function that they belong to, of several, for errors. option: the option that has
+    them: of a reward function, or of an environment.
     Raises: RewardError if a variable is not set, or if a secret is missing, since a run wrote the
     file that the arguments are from.
     """
@@ -171,7 +171,7 @@ def _read(name: str, variable: str) -> str:
 def load_function(source: CodeSource) -> tuple[Callable[..., object], Any, bool]:
     """Run the source's file, and return its function, with its REWARD_TYPE and REWARD_IMAGES.
 
-    The type is None if the file has none; that of a pickled function is its contract.
+    The type is None if the file has none; the type of a pickled function is its contract.
     Raises: RewardError if the file fails to run, has no such function, or declares REWARD_IMAGES as
     something else than a bool.
     """

@@ -108,8 +108,8 @@ class RewardPool:
         timeout_seconds: time limit for each completion. max_failed_fraction: the fraction of the
         completions of one scoring that may fail. concurrency: completions, or lists of them for the
         batch contract, that a worker scores at a time if the function is async.
-        passed_variables: environment variables that the workers get besides those of
-        child.ALLOWED. confinement: of the workers; the folders of the functions are
+        passed_variables: environment variables that the workers get besides
+        child.ALLOWED. confinement: how the workers are confined; the folders of the functions are
         always readable.
         Raises: RewardError if one of the variables is not set, also of `env:NAME` in the functions'
         arguments, or if JSON cannot represent these.
@@ -358,7 +358,7 @@ class RewardPool:
 
     @contextlib.contextmanager
     def _fatal(self) -> Iterator[None]:
-        """Let an error be that of all later calls, too."""
+        """Raise an error in all later calls, too."""
         try:
             yield
         except RewardError as error:
@@ -408,9 +408,9 @@ class RewardPool:
                 self._scoring.succeed(index, result.scores)
 
     def _handle_failure(self, call: Call, result: _Result, *, of_batch: bool = False, timed_out: bool = False) -> None:
-        """Fail the completions of a call, or send those of a batch again one by one.
+        """Fail the completions of a call, or send the completions of a batch again one by one.
 
-        of_batch: whether the error is that of the batch, rather than of one of its completions.
+        of_batch: whether the error belongs to the batch, rather than to one of its completions.
         """
         assert self._scoring is not None
         if self._unit == "batch" and len(call.indices) > 1:

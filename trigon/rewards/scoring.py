@@ -36,7 +36,8 @@ _PROGRESS_SECONDS = 0.2
 class Call:
     """Completions that the reward function scores in one call.
 
-    indices: in order. error: why they are scored again; "" if that is not known, or they are not.
+    indices: indices in order. error: why they are scored again; "" if the reason is not known, or
+    if they are not scored again.
     is_alone: whether their worker may have no other call at the same time. is_second: whether a
     worker that had them was killed from outside. deadline: when their worker must have replied.
     """
@@ -74,12 +75,13 @@ class Scoring:
         """Make an empty scoring.
 
         Args: num_completions: the maximum that will be added. call_size: how many consecutive
-        indices are scored in one call; None: those that are added together, for the group contract.
-        name: of the reward function, for errors. wake_pool: wakes the pool's thread. warn_omitted:
-        called with the columns that JSON cannot represent. media: where images and videos are
-        written; None if the function does not look at them. num_separate: the maximum number of
-        further completions, whose indices follow; each of them is a call by itself. min_counted:
-        the number to which max_failed_fraction is relative, if fewer are added.
+        indices are scored in one call; None: completions that are added together, for the group
+        contract.
+        name: the name of the reward function, for errors. wake_pool: wakes the pool's thread.
+        warn_omitted: called with the columns that JSON cannot represent. media: where images and
+        videos are written; None if the function does not look at them. num_separate: the maximum
+        number of further completions, whose indices follow; each of them is a call by itself.
+        min_counted: the number to which max_failed_fraction is relative, if fewer are added.
         """
         self.outcome: Future[list[Score]] = Future()
         self.is_cancelled = False

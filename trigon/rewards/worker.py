@@ -5,7 +5,7 @@ becomes a coroutine that never waits, and is run without an event loop, so that 
 its own. A weighted sum of several functions is one function of the same kind.
 
 Calls one after the other, in the main thread, or several at a time in an event loop if the function
-is async. Does not depend on how failures are handled. Messages after those of system/child.py:
+is async. Does not depend on how failures are handled. Messages after the ones in system/child.py:
 
     -> {"call": "5f1c...", "requests": [reward_input, ...]}
                                           "images" and "videos" of each are paths, and "images" of

@@ -50,7 +50,7 @@ class MLflowLogger:
         saved = read_json_object(record) if record.exists() and run.first_step != 0 else {}
         if saved.get("server_sha256") == server:
             self._run_id = saved["run_id"]
-            # log_table would append the samples of a repeated step to those of the earlier run.
+            # log_table would append the samples of a repeated step to the earlier run's samples.
             self._suffix = f"_resumed_at_{run.first_step}"
             client.update_run(self._run_id, status="RUNNING")  # its parameters cannot be changed
         else:

@@ -66,7 +66,8 @@ class Undefined(Exception):
 class Node:
     """A node of an expression's tree.
 
-    kind: "number", "variable", "pi", an operator or the name of a function. name: of a variable.
+    kind: "number", "variable", "pi", an operator or the name of a function. name: the name of a
+    variable.
     number: the value of a number.
     """
 

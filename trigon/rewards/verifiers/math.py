@@ -31,7 +31,7 @@ def tidy(response: str) -> str:
 def format_reward(response: str) -> float:
     r"""Return 1.0 if the response starts with `<think>...</think>...\boxed{...}`, else 0.0.
 
-    The first <think> may be that of the prompt, see with_opened_thoughts.
+    The first <think> may be in the prompt, see with_opened_thoughts.
     """
     response = with_opened_thoughts(response)
     position = 0

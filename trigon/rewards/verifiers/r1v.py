@@ -26,7 +26,7 @@ def compute_score(reward_input: dict[str, Any], format_weight: float = 0.5) -> d
 def format_reward(response: str) -> float:
     """Return 1.0 if the response is `<think>...</think> <answer>...</answer>` exactly, else 0.0.
 
-    The <think> may be that of the prompt, see with_opened_thoughts.
+    The <think> may be in the prompt, see with_opened_thoughts.
     """
     response = with_opened_thoughts(response)
     if not (response.startswith(_START) and response.endswith(_END)):

@@ -1,7 +1,7 @@
 """Samples and scores a dataset with one or several models, and compares the results.
 
-Prompts, engines, rewards and seeds are those of a run's validation (validation.py, assemble/),
-so that the same settings give the same completions. The folder of an evaluation:
+Prompts, engines, rewards and seeds are the same as in a run's validation (loop.py, assemble/), so
+that the same settings give the same completions. The folder of an evaluation:
 
 root/
   evaluation.json     every number; marks the folder as that of an evaluation

@@ -1,7 +1,7 @@
 """Plans a run before it starts: batches, memory, operations and disk.
 
 It needs the configuration and the model's config.json: neither weights, nor a GPU, nor the network.
-Seconds it has only from a finished run (seconds.py).
+It has seconds only from a finished run (work.py).
 """
 
 from __future__ import annotations
