@@ -188,7 +188,7 @@ def test_merging_rounds_once_to_the_base_models_dtype_or_to_the_given_one(tmp_pa
     for options in ({}, {"logits": False}, {"usable_bytes": 2**20}):
         export_checkpoint(checkpoint, None, dtype=None, part="adapter", on_progress=said.append, **options)
         assert ("; not verified: that peft loads all of them" in said[-1]) == bool(options)
-        assert "that logits are those of merged weights" in said[-1]
+        assert "that logits equal the logits of merged weights" in said[-1]
 
     folder = export_checkpoint(checkpoint, None, dtype="bf16", part="adapter")
     halves = load_file(folder / "adapter_model.safetensors")

@@ -203,7 +203,7 @@ class _Export:
 class _Adapter(_Export):
     """A LoRA adapter in peft's format: its config and its weights only."""
 
-    further = "that peft loads all of them, and that logits are those of merged weights"
+    further = "that peft loads all of them, and that logits equal the logits of merged weights"
     loaded = "the base model and the adapter with peft"
 
     def __init__(self, lora: Lora) -> None:
@@ -278,7 +278,10 @@ class _ClassifierWeights:
     """The weights of a critic by the names of a token classifier. Satisfies Weights."""
 
     def __init__(self, stored: Weights, head: Weights | None) -> None:
-        """Rename the weights. head: of a shared trunk, which replaces the policy's head."""
+        """Rename the weights.
+
+        head: the head of a shared trunk, which replaces the policy's head.
+        """
         own = {name: (stored, name) for name in stored.tensors if not name.startswith("lm_head.")}
         source, prefix = (stored, "lm_head.") if head is None else (head, f"{HEAD_NAME}.")
         heads = {
@@ -512,7 +515,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 # -- verification ----------------------------------------------------------------------------------
 
-# Every tensor must equal the checkpoint's, and the names and shapes must be those of the model that
+# Every tensor must equal the checkpoint's, and the names and shapes must belong to the model that
 # the config describes; for this, one tensor at a time is in memory. Then transformers must load the
 # folder with no missing and no unexpected tensor and compute finite logits, on a short input, with
 # an image if the model takes one; with an adapter, which peft loads, these must equal the logits of
@@ -541,9 +544,9 @@ def verify_tensors(weights: Weights, folder: Path) -> None:
 
 
 def verify_names(weights: Weights, folder: Path, *, model_class: Any = None) -> None:
-    """Raise CheckpointError unless weights are those of the model that folder's config describes.
+    """Raise CheckpointError unless weights belong to the model that folder's config describes.
 
-    Compares names and shapes, and reads no tensor. model_class: None: that of the policy.
+    Compares names and shapes, and reads no tensor. model_class: None: the policy's class.
     """
     config = load_hf_config(folder)
     family = family_of(config)
@@ -563,7 +566,7 @@ def verify_names(weights: Weights, folder: Path, *, model_class: Any = None) -> 
 def loading_bytes(weights: Weights, dtype: torch.dtype | None) -> int:
     """Return the memory that verify_model needs, or verify_adapter with the weights of its base.
 
-    dtype: in which the weights are loaded; None: in their own.
+    dtype: the dtype in which the weights are loaded; None: their own.
     """
     sizes = [prod(tensor.shape) for tensor in weights.tensors.values()]
     loaded = sum(
@@ -577,7 +580,7 @@ def verify_model(weights: Weights, folder: Path, dtype: torch.dtype, *, model_cl
     """Raise CheckpointError unless folder loads in this dtype, as a model with these weights.
 
     Every parameter and buffer of the loaded model must equal the tensors of its name; so the logits
-    are those of the checkpoint. They must be finite. model_class: None: that of the policy.
+    are the checkpoint's. They must be finite. model_class: None: the policy's class.
     """
     family = family_of_folder(folder)
     with without_progress_bars():

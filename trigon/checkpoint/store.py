@@ -54,7 +54,7 @@ EXPORT_RECORD = "trigon_export.json"
 EXPORTED = "huggingface_model"
 """Folder of the export within a checkpoint, the default of `trigon export`."""
 PROGRESS = "progress.json"
-"""The one file, beside those of the train engine, that every checkpoint has."""
+"""The one file that every checkpoint has beside the files of the train engine."""
 
 WITH_EXPORTS = ("actor/huggingface", "actor/lora_adapter")
 """Folders to which an export may add files, and of which a run loads nothing."""
@@ -122,7 +122,7 @@ class CheckpointStore:
     on_progress: called, from any thread, for each file that was flushed or hashed, and while the
     files of a save grow.
     save_seconds: how long the longest save took, until its checkpoint was complete; None: no save.
-    published_step: of the last checkpoint that this object has saved completely; 0: none.
+    published_step: the step of the last checkpoint that this object has saved completely; 0: none.
     """
 
     def __init__(
@@ -222,7 +222,8 @@ class CheckpointStore:
     def wait_on_exit(self) -> Iterator[None]:
         """Wait for a save in the background when the context ends, normally or by an error.
 
-        If both fail, the error of the context is raised and that of the save becomes a warning.
+        If both fail, the error of the context is raised and the error of the save becomes a
+        warning.
         """
         try:
             yield
@@ -264,8 +265,8 @@ class CheckpointStore:
     def rewind(self, step: int) -> None:
         """Move every checkpoint later than this step, damaged or not, to root/set_aside.
 
-        Otherwise checkpoints of the earlier run would mix with those of the run that is resumed at
-        this step, and a later resume could take the wrong one.
+        Otherwise checkpoints of the earlier run would mix with checkpoints of the run that is
+        resumed at this step, and a later resume could take the wrong one.
         """
         self.wait()
         for folder in [folder for later, folder in sorted(self._folders().items()) if later > step]:

@@ -1,4 +1,4 @@
-"""Reads the weights of a checkpoint's policy: its own, or those of a base model and a LoRA adapter.
+"""Reads the weights of a checkpoint's policy: its own, or a base model's and a LoRA adapter's.
 
 Only file headers are read until a tensor is requested. One tensor is in memory at a time, except
 for MoE models, where the experts of one layer are.
@@ -130,7 +130,8 @@ class MergedWeights:
     def __init__(self, lora: Lora, *, dtype: torch.dtype | None) -> None:
         """Compare the shapes of base model, adapter and config; no tensor is read.
 
-        dtype: of the merged weights, which are rounded once; None: each as in the base model.
+        dtype: the dtype of the merged weights, which are rounded once; None: each as in the base
+        model.
         Raises: CheckpointError if the shapes do not fit together.
         """
         config = load_hf_config(lora.model_config)

@@ -5,9 +5,9 @@
     qwen3_xml   <tool_call><function=crop><parameter=x>1</parameter></function></tool_call>
                                                                     Qwen3-Coder, Qwen3.5
 
-What stands in `<think>...</think>` is no call. A turn ends with its calls: the first one, and those
-that follow it with nothing but space between. What comes after is no call either, such as a reply
-that the model invented. The text is that of a model: nothing raises here.
+What stands in `<think>...</think>` is no call. A turn ends with its calls: the first one, and the
+calls that follow it with nothing but space between. What comes after is no call either, such as a
+reply that the model invented. A model wrote the text: nothing raises here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 class ToolCall:
     """One call of a tool.
 
-    are_texts: whether the arguments are text that still has to be read by their types, as those of
+    are_texts: whether the arguments are text that still has to be read by their types, as in
     qwen3_xml. error: why the call cannot be read, for the model; name and arguments are then empty.
     """
 

@@ -35,7 +35,7 @@ _UNDEFINED_WHITE = ("F", "I")
 
 
 def to_observation(value: object, *, role: ObservationRole, max_image_pixels: int) -> Observation | None:
-    """Return what an environment returned as an observation; role: that of its messages.
+    """Return what an environment returned as an observation; role: the role of its messages.
 
     Raises: ValueError, whose text continues "reset" or "step": what it returned, and what to
     return.

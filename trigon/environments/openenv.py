@@ -7,7 +7,7 @@
           base_url: http://127.0.0.1:8000
           action: {message: "{action}"}
 
-The connection is that of OpenEnv's own client, a WebSocket. Needs that client:
+OpenEnv's own client makes the connection, a WebSocket. Needs that client:
 `pip install -e ".[openenv]"`.
 """
 

@@ -68,7 +68,8 @@ _log = logging.getLogger(__name__)
 class _Episode:
     """An episode, with the channel to its process once it was given to the fork server.
 
-    number: of the caller. key: of the fork server; numbers may be used again, keys are not.
+    number: the caller's number. key: the fork server's key; numbers may be used again, keys are
+    not.
     unsent: frames that its process has not been sent. unforked: frames that were sent to it, as
     long as it may not have been forked; another fork server then gets them. owed: the call whose
     outcome the caller waits for; "": none. deadline: when the outcome must have come or, with

@@ -66,7 +66,8 @@ class Environment(Protocol):
 class Message:
     """One message of an observation.
 
-    text: with one IMAGE_MARKER for each image. images: PNG files, in the order of their markers.
+    text: the text with one IMAGE_MARKER for each image. images: PNG files, in the order of their
+    markers.
     """
 
     role: ObservationRole
@@ -85,9 +86,9 @@ class Observation:
 class Outcome:
     """What came of EnvironmentPool.start or step.
 
-    observation: None if there is nothing to see. reward: of the turn; None from reset, or if the
-    environment gave none. error: why the episode failed, in one line; "" if it did not. A failed
-    episode is done.
+    observation: None if there is nothing to see. reward: the reward of the turn; None from reset,
+    or if the environment gave none. error: why the episode failed, in one line; "" if it did not. A
+    failed episode is done.
     """
 
     episode: int
@@ -146,7 +147,7 @@ def escape_markers(text: str) -> str:
 
 
 def read_reward(value: object) -> float:
-    """Return a reward as a float, bounded as those of reward functions.
+    """Return a reward as a float, bounded as the rewards of reward functions are.
 
     Raises: ValueError, whose text continues "step".
     """
@@ -177,7 +178,8 @@ def find_action(completion: str, names: Mapping[str, str]) -> str | None:
     stands as words of its own: "right" is not in "bright", and of "turn left" and "left" the longer
     one counts where both would. So "I go left." is the action left, and "left or right" is none.
 
-    Args: completion: text of the turn, of which `action_text` counts. names: from `as_names`.
+    Args: completion: text of the turn, of which `action_text` counts. names: names that
+        `as_names` returned.
     """
     text = _plain(action_text(completion))
     longest_first = sorted(names, key=len, reverse=True)

@@ -40,13 +40,15 @@ _NAMES = {"environment": "Class", "tool": "function"}
 class EnvironmentSettings:
     """The environment and the tools of episodes, and how they are run. Can be sent to workers.
 
-    environment: None for tools alone. kwargs: of its constructor; JSON can represent them.
-    tool_format: of the calls. timeout_seconds: of reset (with the constructor) and of each step.
+    environment: None for tools alone. kwargs: arguments of its constructor; JSON can represent
+    them.
+    tool_format: the format of calls. timeout_seconds: time limit of reset (with the constructor)
+    and of each step.
     max_episodes: how many may exist at the same time, each of which is a process; later ones wait.
-    max_image_pixels: maximum width * height of an image of an observation. observation_role: of the
-    messages of the environment; tool_role: of those of tools. passed_variables: environment
-    variables that the code gets besides those of child.ALLOWED. confinement: of all
-    processes together, by the options of reward workers.
+    max_image_pixels: maximum width * height of an image of an observation. observation_role: the
+    role of the environment's messages; tool_role: the role of the tools' messages.
+    passed_variables: environment variables that the code gets besides child.ALLOWED. confinement:
+    how all processes together are confined, by the options of reward workers.
     """
 
     environment: CodeSource | None

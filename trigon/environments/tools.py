@@ -60,7 +60,7 @@ _NOTHING = "(no output)"
 
 _MAX_ERROR_CHARACTERS = 500
 _TRIAL_SECONDS = 60.0
-_code_server: int | None = None  # the descriptor of that of this process's supervisor
+_code_server: int | None = None  # the descriptor of the server of this process's supervisor
 
 Tool = Callable[..., Any]
 
@@ -83,8 +83,8 @@ class ToolEnvironment:
     ) -> None:
         """Make it.
 
-        Args: tools: by name. environment: of the user; None: tools only. role: of the messages of
-        tools. timeout_seconds: of a step.
+        Args: tools: the tools by name. environment: the user's environment; None: tools only. role:
+        the role of the messages of tools. timeout_seconds: time limit of a step.
         """
         self._environment = environment
         self._tools = tools

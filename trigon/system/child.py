@@ -97,8 +97,8 @@ class ChildSpec:
 class Ending:
     """How a child ended.
 
-    text: in words that follow its name. output: the last part of its output. was_killed: it lived
-    until this process or the system killed it. timed_out: this process killed it.
+    text: a description that follows its name. output: the last part of its output. was_killed: it
+    lived until this process or the system killed it. timed_out: this process killed it.
     """
 
     text: str
@@ -150,7 +150,7 @@ class Child:
         return self._process.pid
 
     def receive(self) -> list[Frame]:
-        """Return the frames that have arrived, without those of the start.
+        """Return the frames that have arrived, without the frames of the start.
 
         Call it when something has arrived. Raises: an error of the spec's type if the user's code
         cannot be loaded, or confined as it must be.

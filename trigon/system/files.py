@@ -100,7 +100,8 @@ def dump_columns(row: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
 class OmittedColumns:
     """Warns once about each column of a dataset that user code does not get.
 
-    receiver: of the rows, in the warning. expected: columns that are left out without a warning.
+    receiver: what receives the rows, in the warning. expected: columns that are left out without a
+    warning.
     """
 
     def __init__(self, receiver: str, *, expected: Collection[str] = ()) -> None:
@@ -225,8 +226,8 @@ def fault_number(error: BaseException) -> int | None:
 def describe_fault(error: BaseException, path: Path) -> str:
     """Return what is wrong and what to do, as "the disk is full (...). Make room".
 
-    error: of which fault_number returns a number. path: what was written or read; an error of
-    another process that names it is described in its own words.
+    error: an error for which fault_number returns a number. path: what was written or read; an
+    error of another process that names it is described in its own words.
     """
     number = fault_number(error)
     assert number is not None, error

@@ -2,7 +2,7 @@
 
 A fork has what the server has imported without importing it again, shares its memory until it
 writes to it, and can hang, crash or be killed without costing any other fork. The supervisor has
-confined the server, and its forks with it. Messages after those of child.py; a connection to the
+confined the server, and its forks with it. Messages after the ones in child.py; a connection to the
 fork comes with each "fork":
 
     -> {"fork": 7}                                  the number of a new fork

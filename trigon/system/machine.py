@@ -55,7 +55,8 @@ def cgroup_folders(
 ) -> Iterator[tuple[Literal[1, 2], Path]]:
     """Yield the folders of the control groups of this process, and of those above them.
 
-    controller: of version 1 of control groups, such as "cpu"; version 2 has one group for all.
+    controller: a controller of version 1 of control groups, such as "cpu"; version 2 has one group
+    for all.
     memberships, mount: see count_usable_cpus. Yields: the version, and a folder that may not exist.
     """
     try:

@@ -129,7 +129,7 @@ def mask(name: str, value: Any) -> Any:
 
     Secrets are values in FREE_MAPPINGS whose keys name one, and tokens and passwords of addresses
     in any text; neither is `env:NAME`, nor what says that there is no secret (EMPTY, none).
-    name: of the option or the section, such as "worker.reward"; "" for a configuration.
+    name: the name of the option or the section, such as "worker.reward"; "" for a configuration.
     """
     return _mask_option(name, value, set())
 
@@ -252,7 +252,7 @@ def _mask_parts(text: str, found: set[str], *, replacement: str = MASKED) -> str
 
 
 def remember(values: Collection[str]) -> None:
-    """Let scrub remove these texts from now on; those of a few characters are left out."""
+    """Let scrub remove these texts from now on, except texts of a few characters."""
     _known.update(value for value in values if len(value) >= _SHORTEST)
 
 
@@ -271,7 +271,8 @@ def hide(name: str, value: Any) -> Any:
 
     What mask leaves out is hidden; queries of addresses are left out, and absolute paths lose their
     folders. Of the arguments of the user's own code only numbers, booleans, words and the names of
-    models are published, since no rule knows all secrets. name: of the option, or a key inside it.
+    models are published, since no rule knows all secrets. name: the name of the option, or a key
+    inside it.
     """
     if name in USER_ARGUMENTS:
         return _hide_argument("", value)

@@ -219,7 +219,7 @@ class Grace:
         """Learn which step was saved last in this run, and how long a save took.
 
         To be called whenever a save may have been completed, also in the background. The last
-        checkpoint may be that of an earlier run.
+        checkpoint may belong to an earlier run.
         Args: as published_step and save_seconds of CheckpointStore.
         """
         self.saved_step = max(self.saved_step, step)

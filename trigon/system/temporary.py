@@ -35,7 +35,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def private_folder(base: Path | None = None) -> Iterator[Path]:
     """Make a folder that only this user can enter, and remove it and its segments on exit.
 
-    Removes those of processes that were killed first.
+    First removes the folders and segments of processes that were killed.
     base: the folder to make it in; None: the system's temporary folder (TMPDIR, or /tmp).
     """
     base = Path(tempfile.gettempdir()) if base is None else base

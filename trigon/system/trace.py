@@ -37,8 +37,8 @@ class Tracer(Protocol):
 class LocalTracer:
     """Traces the calling thread and its device. Satisfies Tracer.
 
-    folder: of the trace files. rank: of this worker; None for a single process. name: of what is
-    traced, in the names of the files.
+    folder: the folder of the trace files. rank: the rank of this worker; None for a single process.
+    name: what is traced, in the names of the files.
     """
 
     def __init__(self, folder: Path, *, rank: int | None, name: str = "") -> None:

@@ -34,9 +34,10 @@ _MAX_TRACEBACK_CHARACTERS = 4000
 class CodeSource:
     """The location of a reward function, an environment or a tool.
 
-    name: of the function or the class. file: an absolute path, or "". module: that can be imported,
-    or "". pickled: what pickle returned, or "". content: a digest of what is pickled, which unlike
-    the pickle is the same in every process, or "". A tool with none of these is a built-in one.
+    name: the name of the function or the class. file: an absolute path, or "". module: a module
+    that can be imported, or "". pickled: what pickle returned, or "". content: a digest of what is
+    pickled, which unlike the pickle is the same in every process, or "". A tool with none of these
+    is a built-in one.
 
     Example: CodeSource("reward function", "compute_score", file="/home/me/reward.py").
     """
@@ -176,7 +177,7 @@ def describe_error(error: BaseException, *, own_files: Sequence[str], own_type: 
     """Return an error of user code as a line with its location, and its traceback, both cut.
 
     Args: own_files: files of this package, whose frames before the user's code are left out.
-    own_type: of errors that this package raises, whose line needs no type and no location.
+    own_type: the type of errors that this package raises, whose line needs no type and no location.
     """
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename in own_files:

@@ -59,7 +59,7 @@ class CodeResult:
 def run_code(server: int, code: str, files: Mapping[str, bytes], *, seconds: float) -> CodeResult:
     """Let a code server run code. May be called by any process that has inherited the descriptor.
 
-    server: the descriptor of the socket to it. files: of the code's working folder.
+    server: the descriptor of the socket to it. files: the files of the code's working folder.
     Raises: OSError, also when there is no reply in time.
     """
     connection, server_end = socket.socketpair()
@@ -79,7 +79,8 @@ def run_code(server: int, code: str, files: Mapping[str, bytes], *, seconds: flo
 def serve(server: socket.socket, *, max_memory_bytes: int, obstacle: str) -> NoReturn:
     """Serve in this process, a child of the supervisor, until all other ends of the socket close.
 
-    max_memory_bytes: of all calls together. obstacle: why no code can be run; "": it is tried.
+    max_memory_bytes: most memory of all calls together. obstacle: why no code can be run; "": it is
+    tried.
     """
     keepers: set[int] = set()  # their process ids
     kernel.adopt_orphans()

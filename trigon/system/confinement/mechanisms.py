@@ -4,7 +4,7 @@ Capabilities are what root may do. A process can read the memory and environment
 its user only if it has all capabilities of that one (man 2 ptrace), so giving up some of them
 protects the other processes of root.
 
-Namespaces hide all processes but those of the confined one. An ordinary user needs a user namespace
+Namespaces hide all processes but the confined one's. An ordinary user needs a user namespace
 to make the others. Containers and some distributions forbid those, so everything is tried in a
 process of its own first. See man 7 namespaces, user_namespaces and pid_namespaces.
 
@@ -151,7 +151,7 @@ def mount_proc(first_pid: int, *, private_shared_memory: bool) -> None:
     """Mount a /proc of this namespace, which only its processes see. Raises: OSError.
 
     To be called by process 1. first_pid: the next process gets an id above it, where that can be
-    chosen: temporary files are often named by process ids, so those of two workers must differ.
+    chosen: temporary files are often named by process ids, so the ids of two workers must differ.
     private_shared_memory: mount an empty /dev/shm as well.
     """
     enter_mount_namespace()
@@ -226,9 +226,10 @@ def find_landlock_version() -> int:
 def enter_domain(version: int) -> None:
     """Put this process and all that it will start into a domain of its own. Raises: OSError.
 
-    version: of the interface, as found, or an older one. Files stay as they are, but before version
-    6 a domain must restrict a right of files. The one chosen is to make device files; the kernel
-    then also forbids to mount. With version 1, a file can no longer be moved or linked to another
+    version: the version of the interface, as found, or an older one. Files stay as they are, but
+    before version 6 a domain must restrict a right of files. The one chosen is to make device
+    files; the kernel then also forbids to mount. With version 1, a file can no longer be moved or
+    linked to another
     folder: os.rename, os.replace and os.link fail with EXDEV.
     """
     if version >= SIGNAL_VERSION:

@@ -34,7 +34,8 @@ class Confinement:
     network: whether it may open network connections; None: unless level is "strict".
     readable: files and folders that "strict" can read besides those that Python needs.
     writable: files and folders that "strict" can also write.
-    max_memory_bytes: of resident memory, and max_processes: of a worker and all that it started.
+    max_memory_bytes: most resident memory, and max_processes: most processes, of a worker and all
+    that it started.
     runs_code: whether the worker may have code run that a model wrote; see code_server.py.
     without: mechanisms that are not used, as on a system that lacks them, for tests.
     """

@@ -5,7 +5,7 @@
     init      process 1: makes the files below, gives up all rights, and ends with the code
       `- Python, with the code
 
-The files are those of a mount namespace of init: folders of the system and of Python that cannot be
+The files are in a mount namespace of init: folders of the system and of Python that cannot be
 written to, single files of /etc, five devices, and /tmp, which has a size limit and is all that can
 be written to. There is no /proc. Whoever the process is outside (an ordinary user, or 65534 where
 that is root), it is user 1000 within.
@@ -50,7 +50,7 @@ MAX_TASKS = 64
 """Processes and threads."""
 
 MIN_RELEASE = (5, 14)
-"""Version of Linux since which a limit of processes counts those of a namespace only."""
+"""Version of Linux since which a limit of processes counts one namespace only."""
 
 _NAMESPACES = CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWNET | CLONE_NEWUTS | CLONE_NEWCGROUP
 
@@ -137,7 +137,7 @@ def make_command() -> list[str]:
 def prepare(files: Mapping[str, bytes]) -> None:
     """Make the files that the code sees, and give up rights that it does not have, in process 1.
 
-    files: of its folder, by name. Raises: CannotConfineError.
+    files: the files of its folder, by name. Raises: CannotConfineError.
     """
     try:
         _make_files(max_folder_bytes=MAX_FOLDER_BYTES + sum(map(len, files.values())))
@@ -177,9 +177,9 @@ def execute(command: list[str], code: str, output: int) -> NoReturn:
 
 
 def _folders_of_python() -> tuple[list[str], list[str]]:
-    """Return the folders of Python, and those of sys.path with packages or the standard library.
+    """Return the folders of Python, and folders of sys.path with packages or the standard library.
 
-    Other folders of sys.path are those of the user's project, which may have the dataset with its
+    Other folders of sys.path belong to the user's project, which may have the dataset with its
     ground truths.
     """
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(sys.executable)}

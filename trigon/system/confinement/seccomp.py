@@ -96,9 +96,9 @@ def of_python_code() -> Profile:
 def of_worker(*, sockets: bool, unix_sockets: bool, namespaces: bool, is_alone: bool) -> Profile:
     """Return what a reward worker may call.
 
-    sockets: whether it may open sockets of all kinds; unix_sockets: those of this machine.
+    sockets: whether it may open sockets of all kinds; unix_sockets: sockets of this machine.
     namespaces: whether it may make namespaces. is_alone: whether it has a process namespace. If it
-    does not, limits and priorities may be those of the calling process only, and there is no System
+    does not, it may set limits and priorities of the calling process only, and there is no System
     V shared memory, which would stay when the worker has ended.
     """
     allowed = {*PYTHON, *WORKER, *(NAMESPACES if namespaces else ())}

@@ -333,7 +333,7 @@ def _temporary_folder() -> Iterator[str]:
 
 def _pid_outside() -> int:
     """Return a number that is another one for each worker: the process id outside the namespace."""
-    # /proc is still that of the parent's namespace.
+    # /proc still shows the parent's namespace.
     return int(os.readlink("/proc/self"))
 
 

@@ -76,7 +76,7 @@ class RowFacts:
     """What the checks need of a row.
 
     num_tokens: tokens of its prompt, 0 if it is unusable for another reason than its length.
-    media_tokens: those of them that are for its images or videos. image_sizes: (width, height) of
+    media_tokens: tokens for its images or videos among them. image_sizes: (width, height) of
     each decoded image. num_blank: images of one colour. content: a hash of text and pixels; None if
     the row is unusable.
     """

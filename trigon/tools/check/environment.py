@@ -60,7 +60,7 @@ def check_versions(result: Result, config: Config) -> None:
 def check_machine(result: Result, folder: Path) -> None:
     """Show versions, GPUs, memory and disk, and report what does not fit together.
 
-    folder: on the disk of runs.
+    folder: a folder on the disk of runs.
     """
     try:
         import torch
@@ -150,7 +150,7 @@ def unmet_requirements(package: str, names: Iterable[str]) -> list[str]:
 def vllm_cuda_major(folder: Path | None = None) -> int | None:
     """Return the major version of CUDA whose runtime vLLM's extensions load; None if none does.
 
-    folder: of the package; None: the installed one, which is not imported.
+    folder: the folder of the package; None: the installed one, which is not imported.
     """
     if folder is None:
         found = importlib.util.find_spec("vllm")
@@ -309,7 +309,10 @@ def topology() -> str:
 
 
 def inspect_host(result: Result, folder: Path, *, needs_shared_memory: bool) -> dict[str, str]:
-    """Return figures of CPUs, memory and disk, and report what is little. folder: of runs."""
+    """Return figures of CPUs, memory and disk, and report what is little.
+
+    folder: where runs are.
+    """
     disk = shutil.disk_usage(folder).free
     total, usable = count_total_bytes() or 0, count_usable_bytes() or 0
     figures = {

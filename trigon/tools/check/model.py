@@ -145,7 +145,7 @@ def check_code(result: Result, model: Model, stack: ExitStack) -> EnvironmentPoo
 def check_templates(result: Result, model: Model, tools: EnvironmentPool | None) -> Reader | Missing:
     """Try the chat template and the format prompt, also on conversations if there are episodes.
 
-    tools: whose descriptions are a part of the prompts.
+    tools: tools whose descriptions are a part of the prompts.
     """
     config, processors = model.config, model.processors
     schemas = () if tools is None else tools.schemas
@@ -323,7 +323,7 @@ def token_counter(processors: Processors, *, max_pixels: int) -> Callable[[int, 
 
 
 def histogram(rows: Sequence[RowFacts], limit: int) -> str:
-    """Return the lengths of prompts as bars: = for text tokens, # for those of images and videos.
+    """Return the lengths of prompts as bars: = for text tokens, # for tokens of images and videos.
 
     A bar's length is the number of its rows, its parts are the shares of their tokens.
     """

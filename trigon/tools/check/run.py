@@ -181,7 +181,7 @@ def check_run(
     The progress of long checks is on standard error.
 
     Args:
-        machine: on which the run is to start; None: this one.
+        machine: the machine on which the run is to start; None: this one.
         has_cluster: see Machine; unused if there is one.
         on_result: called with each result as soon as it is there.
     Raises: nothing that the run would raise: each error is a problem of the report.

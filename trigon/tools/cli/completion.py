@@ -1,7 +1,7 @@
 """`trigon completion bash|zsh|fish`: completes commands, flags and options in a shell.
 
-The script that it prints calls `trigon` at each press of Tab, by the protocol of argcomplete: the
-names that are completed are those of the installed version.
+The script that it prints calls `trigon` at each press of Tab, by the protocol of argcomplete, so
+that the names of the installed version are completed.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def split_models(
 ) -> tuple[list[str], list[str]]:
     """Return the models and the datasets of the positional arguments and of --data.
 
-    config: of --config. Raises: ModelError.
+    config: the file of --config. Raises: ModelError.
     """
     if not names:
         parser.error("name a model: trigon eval MODEL DATA")

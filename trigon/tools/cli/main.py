@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done, 1: failed with a TrigonError or the fault of a disk, 130: interrupted by Ctrl-C, 141:
     nothing reads standard output any more, as after `| head`. 2: wrong usage, that is the
     arguments, or the configuration (ConfigError); arguments that a parser rejects end the process.
-    `trigon train` adds those of other signals (cli/train.py, EXIT_SIGNAL).
+    `trigon train` adds the statuses of other signals (cli/train.py, EXIT_SIGNAL).
     """
     if "_ARGCOMPLETE" in os.environ:  # set by the scripts of `trigon completion`
         from trigon.tools.cli.completion import complete

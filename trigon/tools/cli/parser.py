@@ -138,7 +138,7 @@ def format_examples(examples: Sequence[tuple[str, str]]) -> str:
 
 
 def parser_of(main: Callable[[Sequence[str]], int]) -> ArgumentParser:
-    """Return the parser of a command, without running it. main: that of the command's module.
+    """Return the parser of a command, without running it. main: main of the command's module.
 
     Raises: ValueError if the command parses its arguments in another way.
     """

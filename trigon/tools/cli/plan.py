@@ -113,7 +113,7 @@ def _bytes(text: str) -> int:
 
 
 def as_text(plan: RunPlan, *, width: int | None = None) -> str:
-    """Return the plan as tables. width: columns of the terminal; None: those of this one."""
+    """Return the plan as tables. width: columns of the terminal; None: of this terminal."""
     width = max(60, min(width or shutil.get_terminal_size((100, 24)).columns, 140))
     sections = [
         _wrap(f"{plan.model} on {plan.devices}: {_verdict(plan)}", width),

@@ -159,7 +159,7 @@ def make_parser() -> ArgumentParser:
 
 
 def show(result: ScoreResult, console: Console, *, num_shown: int, seconds: float) -> None:
-    """Print the result. num_shown: disagreements. seconds: of the whole command."""
+    """Print the result. num_shown: most disagreements. seconds: time of the whole command."""
     console.print(f"{len(result.completions):,} rollouts of {result.rollouts}, scored in {format_duration(seconds)}")
     for summary in result.rewards:
         show_reward(summary, console)

@@ -140,15 +140,15 @@ def evaluate(
         models: Hugging Face folders, hub ids, checkpoints, or run folders (their last checkpoint).
         data: as for trigon.train: a list of dicts, a datasets.Dataset, or files, folders and hub
             ids. Empty: the validation data of the run, if a model is one.
-        reward, environment, tools: as for trigon.train. None: those of the first model that is a
+        reward, environment, tools: as for trigon.train. None: as in the first model that is a
             run. What a run was given as Python objects has to be given again.
         limit: use the first rows of each dataset only; None: all.
         by: columns of the dataset, for each value of which there is a summary as well.
-        k: of pass@k and maj@k; empty: powers of two up to n.
+        k: the k of pass@k and maj@k; empty: powers of two up to n.
         answers: where the answer of a completion is, for majority votes; None: as the shipped
             reward function has it, otherwise "auto".
         blind: evaluate again with images of one colour, and compare.
-        config: a configuration to start from instead of that of a run.
+        config: a configuration to start from instead of a run's.
         options: options by the names of docs/configuration.md, dotted or nested, or `key=value`
             texts.
         output: folder for the rollouts and evaluation.json, a run folder as well; None: a new one
@@ -362,7 +362,7 @@ def compare_models(results: Sequence[tuple[ModelEvaluation, list[PromptOutcome]]
 
 
 def locate_run(run: Path) -> dict[str, Any]:
-    """Return the options of a run whose relative paths become those of the run's own machine.
+    """Return the options of a run whose relative paths become paths of the run's own machine.
 
     They start from the folder in which the run was started, which may be another one than this.
     """

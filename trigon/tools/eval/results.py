@@ -52,11 +52,12 @@ class Summary:
     accuracy_name: the score that is the accuracy: "accuracy" if the reward function returns it,
     otherwise "overall".
     parts: the mean of each score of the reward function, "overall" included.
-    pass_at, majority_at: by k; only of prompts with at least k scored completions. A completion is
-    right if its accuracy is at least 1.
+    pass_at, majority_at: pass@k and maj@k by k; only of prompts with at least k scored completions.
+    A completion is right if its accuracy is at least 1.
     no_answer: the fraction of completions without an answer, which do not vote.
     length: tokens of a completion. cut: the fraction of completions that were cut at the limit.
-    max_length: of the longest completion. prompt_length: tokens of a prompt, images included.
+    max_length: tokens of the longest completion. prompt_length: tokens of a prompt, images
+    included.
     num_failed, num_timeouts: completions that the reward function did not score; in no mean.
     """
 
@@ -80,7 +81,7 @@ class Summary:
 class Blind:
     """The same prompts with images of one colour.
 
-    difference: of the accuracy with images minus that without.
+    difference: accuracy with images minus accuracy without.
     num_with_images: prompts that have images or videos. folder: a run folder with the rollouts.
     """
 
@@ -94,8 +95,8 @@ class Blind:
 class ModelEvaluation:
     """The evaluation of one model.
 
-    model: as it was given. path: the folder or hub id of the weights. step: of its run; 0 if it is
-    none. folder: a run folder with the rollouts and config.yaml.
+    model: the text that was given. path: the folder or hub id of the weights. step: step of its
+    run; 0 if it has none. folder: a run folder with the rollouts and config.yaml.
     by: column -> value -> summary of the prompts with that value.
     num_rows: rows of the data. skipped: rows that could not be used, by reason.
     num_not_sampled: prompts that could be used, and have no completions.
@@ -123,8 +124,8 @@ class ModelEvaluation:
 class Comparison:
     """Two models on the prompts that both have.
 
-    difference: accuracy of model minus that of baseline. adjusted_p_value: for the number of
-    comparisons (Holm, 1979).
+    difference: accuracy of model minus accuracy of baseline. adjusted_p_value: p-value adjusted for
+    the number of comparisons (Holm, 1979).
     """
 
     model: str
@@ -137,7 +138,8 @@ class Comparison:
 class Evaluation:
     """The result of evaluate().
 
-    comparisons: of each further model with the first. settings: what the models were evaluated
+    comparisons: comparisons of each further model with the first. settings: what the models were
+    evaluated
     with: data, reward function, sampling. output: the folder with evaluation.json.
     """
 
@@ -235,7 +237,8 @@ def number_answers(responses: Sequence[str], form: AnswerForm) -> list[int | Non
 class PromptOutcome:
     """The completions of one prompt with what is computed from them.
 
-    accuracies: of the scored completions, in order. pass_at, majority_at: by k. num_no_answer:
+    accuracies: accuracies of the scored completions, in order. pass_at, majority_at: pass@k and
+    maj@k by k. num_no_answer:
     scored completions without an answer.
     """
 
@@ -269,7 +272,7 @@ def outcomes_of(
 
     Args:
         accuracy: name of the score that is the accuracy. form: where answers are, for votes.
-        ks: of pass@k and maj@k. Prompts with fewer scored completions have no value for k.
+        ks: the k of pass@k and maj@k. Prompts with fewer scored completions have no value for k.
     """
     by_prompt: dict[str, list[RolloutRow]] = {}
     for row in rows:
@@ -364,7 +367,7 @@ def _value_of(row: RolloutRow, column: str) -> str:
 
 
 def compare_outcomes(first: Sequence[PromptOutcome], second: Sequence[PromptOutcome]) -> Difference:
-    """Return the accuracy of the first minus that of the second, over prompts scored in both."""
+    """Return the accuracy of the first minus the second's, over prompts scored in both."""
     others = {outcome.prompt_id: outcome for outcome in second if outcome.accuracies}
     pairs = [(each, others[each.prompt_id]) for each in first if each.accuracies and each.prompt_id in others]
     most = max((len(outcome.accuracies) for pair in pairs for outcome in pair), default=1)

@@ -65,7 +65,7 @@ class ScoredCompletion:
     """A stored rollout with its new scores.
 
     file, line: where it is; "" for rows that were given. step: None if unknown. stored: its score
-    in the file. scores, seconds: of each reward function; seconds is the time that it took.
+    in the file. scores, seconds: of each reward function, its scores and the seconds that it took.
     ending: the end of the completion.
     """
 
@@ -92,7 +92,7 @@ class ScoredCompletion:
 class Bin:
     """A bar of a distribution: how many scores are in [low, high]; of one value if both are equal.
 
-    The upper end belongs to the next bin, except that of the last one.
+    The upper end belongs to the next bin, except in the last one.
     """
 
     low: float
@@ -123,8 +123,9 @@ class Slow:
 class RewardSummary:
     """The scores of one reward function.
 
-    parts: the mean of each score, with an interval that is clustered by prompt. distribution: of
-    "overall". failures: by kind, the most frequent first. total_seconds, median_seconds,
+    parts: the mean of each score, with an interval that is clustered by prompt. distribution: the
+    distribution of "overall". failures: failures by kind, the most frequent first. total_seconds,
+    median_seconds,
     max_seconds: time in the function.
     """
 
@@ -283,7 +284,8 @@ def compare_scores(
 ) -> Agreement:
     """Return how two scores of the completions agree.
 
-    first, second: indices of reward functions; None: the stored scores. names: of the functions.
+    first, second: indices of reward functions; None: the stored scores. names: the names of the
+    functions.
     part, tolerance: see score.
     """
     clusters: dict[tuple[int | None, str], list[float]] = {}
@@ -356,16 +358,16 @@ def score(
         rollouts: a run folder, a rollouts file, or rows that were read or made.
         reward: `file.py:function`, a shipped name or a function; or two of them, which are
             compared. One is compared with the stored scores.
-        kwargs: keyword arguments of each reward function. None: those of the run's configuration,
-            where it has the same reward function.
-        splits, steps: of a run folder, which of its rollouts; None: of all steps.
+        kwargs: keyword arguments of each reward function. None: the arguments in the run's
+            configuration, where it has the same reward function.
+        splits, steps: which rollouts of a run folder; None: the rollouts of all steps.
         limit: score only the first `limit` rollouts.
         part: the score that is compared, "overall" or another that the functions return.
         tolerance: difference up to which two scores agree.
         num_workers: reward workers of each function; None: as many as usable CPUs.
         timeout_seconds: time limit of each completion.
         max_memory_gb: memory limit of a reward worker with all processes that it starts, in GiB.
-        env: environment variables that reward workers get besides those of docs/rewards.md.
+        env: environment variables that reward workers get besides the ones in docs/rewards.md.
         confinement: as worker.reward.confinement.
         console: for progress and warnings; None: standard output.
     Raises: DataError if there are no rollouts; RewardError if a function cannot be loaded, or times

@@ -102,8 +102,9 @@ SHORT_NAMES: Mapping[str, str] = MappingProxyType(
 class ModelSource:
     """Where a model was found.
 
-    spec: as it was given. kind: what it is. path: the folder of kind "folder", the hub id of "hub",
-    a checkpoint's folder of "checkpoint". step: of the checkpoint; 0 for the others.
+    spec: the text that was given. kind: what it is. path: the folder of kind "folder", the hub id
+    of "hub", a checkpoint's folder of "checkpoint". step: the step of the checkpoint; 0 for the
+    others.
     run_config: config.yaml of the run of a checkpoint, if there is one.
     """
 
@@ -235,8 +236,8 @@ def given_options(
 ) -> dict[str, Any]:
     """Return what an evaluation was given as options of the configuration, by their names.
 
-    Empty data and tools, and None, are those of the run, or the default. keyword_options: by a
-    short name, or sections.
+    Empty data and tools, and None, stand for the run's value, or the default. keyword_options:
+    options by a short name, or sections.
     """
     options = {SHORT_NAMES.get(key, key): value for key, value in keyword_options.items() if value is not None}
     if data:
@@ -263,10 +264,10 @@ def load_settings(
 
     Args:
         base: config.yaml of a run, or another configuration; None: the defaults of evaluations.
-        given: options as given_options returns them. overrides: further ones.
+        given: options as given_options returns them. overrides: further options.
         model_path: a Hugging Face folder or a hub id. folder: the run folder to be written.
         context: the most tokens that all models take; None: unknown.
-        weight_dtype: in which the weights are stored; None: unknown.
+        weight_dtype: the dtype in which the weights are stored; None: unknown.
         first: options that base and given replace, of the run of an exported model; with a base,
             its own options with paths that do not depend on the folder.
     Raises: ConfigError, with all problems in one message.

@@ -50,9 +50,9 @@ class Estimate:
 class Difference:
     """The mean over prompts of a difference between two results for the same prompts.
 
-    low, high: ends of its confidence interval. p_value: of the paired permutation test, two-sided.
-    num_prompts: in both results. num_better, num_worse: prompts with a positive, and with a
-    negative difference.
+    low, high: ends of its confidence interval. p_value: p-value of the paired permutation test,
+    two-sided. num_prompts: prompts in both results. num_better, num_worse: prompts with a positive,
+    and with a negative difference.
     """
 
     value: float
@@ -71,8 +71,8 @@ def estimate_mean(groups: Sequence[Sequence[float]]) -> Estimate:
     number of values, m(1 - m) / variance of the mean, adjusted for the degrees of freedom (Korn and
     Graubard, 1998; Franco et al., 2019): it stays within [0, 1] and is not empty where all values
     are equal. For one value of 0 or 1 in each group it is Wilson's interval itself. Otherwise it is
-    the mean plus or minus Student's quantile times the standard error, which is that of Liang and
-    Zeger (1986); not below 0 if no value is.
+    the mean plus or minus Student's quantile times the standard error of Liang and Zeger (1986);
+    not below 0 if no value is.
     Args: groups: the values of each prompt; empty ones are left out.
     """
     groups = [group for group in groups if group]
@@ -163,7 +163,7 @@ def majority_at_k(answers: Sequence[int | None], right: Sequence[float], k: int,
             no answer.
         right: whether each completion is right, 0 or 1. An answer is as right as its completions
             are on average.
-        seed: of the random subsets.
+        seed: the seed of the random subsets.
     Raises: ValueError if k is above the number of completions.
     """
     n = len(answers)

@@ -58,17 +58,17 @@ def plan(
     Args:
         config: the YAML file of the run, or the config.yaml of a run folder.
         model, data, val_data, options, **keyword_options: as for train. Rows of Python objects are
-            measured as those of files are; without the model's tokenizer they are counted.
+            measured as rows of files are; without the model's tokenizer they are counted.
         reward: as for train; not called, and not needed.
         gpus: such as 8xH100-80G; None: this machine.
         host_memory: bytes of each machine. model_config: a config.json in place of the model's.
         measured: the folder of a finished run of the same model on as many GPUs, for seconds.
         download: read tokenizer and datasets from the hub if they are not on this machine.
         prompt_tokens, image_tokens, response_tokens: means, if they are known without the dataset.
-        num_prompts, num_val_prompts: of the datasets. keep_rate: share of groups that online
+        num_prompts, num_val_prompts: sizes of the datasets. keep_rate: share of groups that online
             filtering keeps.
         observed_tokens: mean that a completion observes in an environment or with tools, with
-            images. observed_image_tokens: of these, those of images.
+            images. observed_image_tokens: the image tokens among these.
     Raises: ConfigError, DataError or ModelError for what cannot be planned.
     """
     given = read_arguments(

@@ -263,7 +263,7 @@ def _find_tokenizer(config: Config, opened: Mapping[str, Source], *, download: b
 def _measure(config: Config, opened: Mapping[str, Source], folder: Path) -> tuple[tuple[GroupLengths, ...], int, str]:
     """Return the prompts that an epoch draws, or an even part of them, their number, and a note.
 
-    folder: of the tokenizer. A row that is drawn more than once is there more than once.
+    folder: the folder of the tokenizer. A row that is drawn more than once is there more than once.
     """
     data = config.data
     paths = {"worker.actor.model.model_path": str(folder), "worker.actor.model.tokenizer_path": None}

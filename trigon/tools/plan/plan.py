@@ -127,19 +127,20 @@ class Disk:
 class RunPlan:
     """What a run will do and need.
 
-    devices: of all workers, for people.
+    devices: the devices of all workers, as text.
     parameters, trained_parameters: number of weights of the model, adapters included.
     plan: steps and updates. num_prompts: usable training prompts; None: unknown, so that epochs
         are too. num_steps: steps of the run; None if they depend on an unknown number of prompts.
-    num_validations: validations of the run. lengths: of prompts and completions.
-    batches, flops: of a step. flops: None for a family whose operations are not counted.
-    memory: by phase, of each GPU and of a machine.
+    num_validations: validations of the run. lengths: lengths of prompts and
+        completions.
+    batches, flops: what a step has. flops: None for a family whose operations are not counted.
+    memory: the memory of each phase, on each GPU and on a machine.
     verdict: "does not fit" if a phase needs more than there is, "tight" above 95 % of it.
     remedies: changes that help most, if it does not fit. combination: several changes with which
         it fits; None if none were found.
-    seconds: of the phases of a step, and validation_seconds: of a validation, in proportion to a
-        finished run; None without one, or if the run does not fit.
-    disk: what the run writes. assumptions: what the figures rest on, one sentence each.
+    seconds: seconds of the phases of a step, and validation_seconds: of a validation, in proportion
+        to a finished run; None without one, or if the run does not fit.
+    disk: what the run writes. assumptions: the assumptions of the figures, one sentence each.
     """
 
     model: str
@@ -204,10 +205,10 @@ def plan(
 
     Args:
         gpus: the devices, such as 8xH100-80G, or 2x8xH100-80G for two nodes, which set
-            trainer.n_gpus_per_node and trainer.nnodes; None: those of this machine. Workers that
-            sample separately have the same kind, and the configured number.
+            trainer.n_gpus_per_node and trainer.nnodes; None: the devices of this machine. Workers
+            that sample separately have the same kind, and the configured number.
         host_memory: bytes of each machine; None: this machine's without gpus, else not limited.
-        model_config: a config.json, or its folder, in place of that of model_path.
+        model_config: a config.json, or its folder, in place of model_path's.
         measured: the folder of a finished run of the same model on as many devices, from which
             seconds follow, and whose lengths are used where the dataset has none.
         lengths: lengths that are known; see LengthOptions.

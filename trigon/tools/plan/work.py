@@ -1,13 +1,13 @@
 """The work of a step: completions, rows, tokens, operations, and the seconds of a finished run.
 
-The counts are those that a run reports: rows are packed by the same function, and operations are
+The counts are the ones that a run reports: rows are packed by the same function, and operations are
 counted by trigon/models/sizes.py, which also gives actor/model_tflops of the metrics.
 
-Seconds are those of a finished run of the same model on as many devices, in proportion to the work
-of each phase: sampling grows with the sampled tokens, log-probabilities with the tokens of
+Seconds come from a finished run of the same model on as many devices, in proportion to the work of
+each phase: sampling grows with the sampled tokens, log-probabilities with the tokens of
 sequences, updates with the tokens of rows, rewards and the rest with the completions; a weight sync
 takes as long as it took. Nothing is known of hardware: without such a run there are no seconds. A
-batch that fills the devices better than that of the run is faster than this.
+batch that fills the devices better than the run's batch is faster than this.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ _FORWARD_SHARE = 1 / 3  # of an update: log-probabilities that the run did not c
 class Batches:
     """The batches of a step. "Each GPU" is the rank that has most; on the CPU, a worker.
 
-    prompts: that the step learns from. sampled_prompts: with those that online filtering rejects.
+    prompts: prompts that the step learns from. sampled_prompts: all sampled prompts, including the
+    ones that online filtering rejects.
     completions: completions of a prompt. sampled: completions of a step.
     sequences_per_gpu: sequences of an update on each GPU.
     update_rows, score_rows: forward passes of each GPU in an update, whose gradients accumulate,
         and in one scoring of the step's completions.
     prompt_tokens: tokens of the step's prompts, each once. response_tokens: tokens of its
-        completions that are sampled. observed_tokens: those that completions observe.
+        completions that are sampled. observed_tokens: tokens that completions observe.
     sequence_tokens: tokens of its sequences, each with its prompt and without what it observes, as
         perf/total_num_tokens.
     row_tokens: tokens of all rows of all updates, observed ones included, as actor/packed_tokens.

@@ -71,7 +71,8 @@ NOT_COMPARED = frozenset(
 class Curve:
     """A line with its band. All lists have one entry per point; nan: not finite in a run.
 
-    label: of the group. num_runs: of the group. low, high: of the band; equal to mean for one run.
+    label: the group's label. num_runs: number of its runs. low, high: ends of the band; equal to
+    mean for one run.
     """
 
     metric: str
@@ -117,7 +118,8 @@ def learning_curves(
         smooth: number of values of a centred moving mean over the metrics of training, fewer at
             the ends. Validations are not smoothed. 1: none.
         group_by: see group_runs.
-        band: of a group of several runs. std: sample standard deviation. ci95: by Student's t.
+        band: the band of a group of several runs. std: sample standard deviation. ci95: by
+            Student's t.
     A group has points at the steps at which all of its runs have the metric. A run that is given
     twice, also by a link, counts once, with a note.
     Raises: ConfigError for an unknown way to group; DataError if a run has no metrics, or none of
@@ -250,7 +252,7 @@ def moving_mean(values: Sequence[float], width: int) -> list[float]:
 
 
 def interval(values: Sequence[float], band: Band) -> tuple[float, float]:
-    """Return the ends of the band at a point. values: of the runs."""
+    """Return the ends of the band at a point. values: the values of the runs."""
     if not all(map(isfinite, values)):
         return nan, nan
     if band == "minmax" or len(values) == 1:
@@ -373,7 +375,7 @@ def _option_name(by: str) -> str:
 def _named(groups: Sequence[list[RunRecord]], configs: Sequence[Mapping[str, Any]]) -> list[RunGroup]:
     """Return the groups with labels: the options that differ between them, or the runs' names.
 
-    configs: of each group, without seeds if its runs have several.
+    configs: the configuration of each group, without seeds if its runs have several.
     """
     names = distinct_names([runs[0] for runs in groups])
     if len(groups) == 1:

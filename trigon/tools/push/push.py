@@ -18,7 +18,7 @@ from typing import Any, Literal
 import yaml
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, constants, get_token, try_to_load_from_cache
 
-# HTTPError is that of its HTTP client, which differs from version to version.
+# HTTPError comes from its HTTP client, which differs from version to version.
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined]
 
 from trigon import __version__
@@ -80,7 +80,7 @@ _LOCAL_BASE = (
 class RunOptions:
     """The options of a run, as its folder has them.
 
-    values: of all options, by name. changed: those that are not the defaults.
+    values: the values of all options, by name. changed: the options that differ from the defaults.
     local: what RunRecord.local_sources returns.
     """
 
@@ -312,10 +312,11 @@ def _describe_reward(value: Any) -> str:
 class PushSettings:
     """What is published of a run.
 
-    step: of the checkpoint; None: the latest, or with best the one with the best validation.
-    merged: of a LoRA run, the model with the adapter merged into it instead of the adapter.
-    base: see export_checkpoint. license_id: as the hub names licences; None: that of the base
-    model, where a copy of its card is on this machine. dtype: see export_checkpoint.
+    step: the step of the checkpoint; None: the latest, or with best the one with the best
+    validation. merged: publish the model of a LoRA run with the adapter merged into it instead of
+    the adapter.
+    base: see export_checkpoint. license_id: the hub's name of the licence; None: the licence of
+    the base model, where a copy of its card is on this machine. dtype: see export_checkpoint.
     logits: whether to verify the logits of the export.
     """
 
@@ -340,9 +341,9 @@ def push(
 ) -> str:
     """Write the model and its card to a folder, push them, and return the address of the commit.
 
-    The token is that of `hf auth login` or HF_TOKEN, the hub that of HF_ENDPOINT. Who the token
-    belongs to is asked before anything is exported. The repository is made if there is none;
-    private applies to a new one.
+    The token comes from `hf auth login` or HF_TOKEN, the address of the hub from HF_ENDPOINT. The
+    owner of the token is asked for before anything is exported. The repository is made if there is
+    none; private applies to a new one.
     Raises: PushError if there is no token, no permission or no connection, or if private is set and
     the repository is public; what write_folder raises.
     """

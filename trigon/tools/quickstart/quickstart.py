@@ -177,7 +177,7 @@ def make(
 ) -> bool:
     """Make the model and the data in a folder. False if a process failed, which has printed why.
 
-    The options are those of the command.
+    The options are the options of the command.
     """
     # Renamed at the end, so that an interrupted command leaves no incomplete model folder.
     temporary = folder / ".making_model"
@@ -198,7 +198,7 @@ def make(
 
 
 def warm_up(folder: Path, train: Path, console: Console, *, seed: int, skill: float, max_updates: int) -> None:
-    """Train the model in a folder on the training prompts, in place. Options: those of make."""
+    """Train the model in a folder on the training prompts, in place. Options: as in make."""
     from pyarrow.parquet import read_table
 
     from trigon.config.schema import DataConfig, OptimConfig

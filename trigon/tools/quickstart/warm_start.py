@@ -1,8 +1,8 @@
 """A short supervised warm start, after which completions are sometimes correct.
 
 Used by `trigon tiny` before a run, and by no run itself. For models that act in turns, episodes are
-played by a script: the tokens are those of a run, with the script's texts in place of what a model
-samples. The programs of examples/ use these.
+played by a script: the tokens are the same as in a run, with the script's texts in place of what a
+model samples. The programs of examples/ use these.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ def warm_start_folder(
     """Train the model of a folder in place up to target_accuracy, and return its accuracy.
 
     The loss is the mean negative log-probability of the target tokens. The accuracy is the mean
-    probability of a target completion, that of sampling at temperature 1; of completions with
-    several turns, that of a turn. It is measured before each update, on examples not trained on
+    probability of sampling a target completion at temperature 1, or of sampling a turn if
+    completions have several turns. It is measured before each update, on examples not trained on
     before (while there are any), and averaged over the last ACCURACY_WINDOW updates. It rises
     suddenly, after a number of updates that depends on the seed, so a number of updates would be no
     good criterion.
 
     Args: make_example: makes the example of an index below num_examples, when it is drawn.
-    batch_size: examples per update. seed: of their order. on_progress: called with the accuracy
-    before each update.
+    batch_size: examples per update. seed: the seed of their order. on_progress: called with the
+    accuracy before each update.
     Raises: DataError if no turn of a batch is learned, see as_target: it has no loss.
     """
     policy = Policy(
@@ -131,7 +131,7 @@ def as_target(
     learned: Sequence[bool] = (),
     vision: Vision | EncodedMedia | None = None,
 ) -> TrainSequence:
-    """Return a target completion. The other fields are those of TrainSequence.
+    """Return a target completion. The other fields are as in TrainSequence.
 
     learned: whether each range of sampled is learned; otherwise it is context, as what was observed
     is. If none are given, all are.
@@ -179,7 +179,7 @@ def _accuracy(batch: MicroBatch, logprobs: Tensor) -> float:
 class Demonstration:
     """An episode to play: a row of the dataset, its environment, and a script.
 
-    images: of the row, as PIL images.
+    images: the images of the row, as PIL images.
     shows_tools: whether the prompt describes the tools, if there are any.
     """
 
@@ -213,10 +213,10 @@ def learn_demonstrations(
 
     Args:
         demonstrate: returns the episode of a number from 0; each is played once, in a thread.
-        num_updates: at most; fewer if target_accuracy is reached. target_accuracy, batch_size,
-            learning_rate: see warm_start_folder. The accuracy is that of turns.
-        scheduler: of the learning rate, after ten updates in which it rises.
-        seed: of the order of the episodes.
+        num_updates: most updates; fewer if target_accuracy is reached. target_accuracy, batch_size,
+            learning_rate: see warm_start_folder. The accuracy is the accuracy of turns.
+        scheduler: schedule of the learning rate, after ten updates in which it rises.
+        seed: the seed of the order of the episodes.
         max_turns: turns after which an episode ends if its environment does not end it.
         opens: whether the environment has a first observation, which follows the prompt.
         tools: the schemas that the prompt has, in a run with tools.
@@ -277,7 +277,7 @@ def play(
     """Play an episode, and return its tokens as a target, with images as encoded files.
 
     The environment's close() is called at the end, if it has one, also if something raises.
-    Args: as of learn_demonstrations. template: of the conversation, as a run has it.
+    Args: as in learn_demonstrations. template: template of the conversation, as a run has it.
     """
     end_token_id = processors.stop_token_ids[0]
     token_ids: list[int] = []

@@ -29,7 +29,7 @@ _EXPORT = re.compile(r"^export (?=function|async function|const|class)", flags=r
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What a file has. num_rollouts: of num_matching that match the filter, in all runs."""
+    """What a file has. num_rollouts: number of rollouts, of num_matching that match in all runs."""
 
     path: Path
     num_bytes: int

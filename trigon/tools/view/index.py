@@ -87,11 +87,11 @@ class RolloutFilter(BaseModel):
     min_tokens, max_tokens: tokens of the completion. solved: how many completions of the group are
     solved. filtered: why no step learns from the group; no: one does, or it is a validation.
     outcome: result of the reward function; not_ok: failed or timeout. tokens: groups with per-token
-    values. prompt_id: without the number of an occurrence, train:17 for train:17#2 too.
+    values. prompt_id: the id without the number of an occurrence, train:17 for train:17#2 too.
     text: part of the prompt, its id, the ground truth or the completion, in any case.
-    sort: by step (newest, oldest), by mean reward of the group (worst, best), by the difference
-    between its rewards (spread), by its longest completion, or by its largest train-inference
-    mismatch.
+    sort: the order: by step (newest, oldest), by mean reward of the group (worst, best), by the
+    difference between its rewards (spread), by its longest completion, or by its largest
+    train-inference mismatch.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -131,7 +131,10 @@ def parse_filter(values: Mapping[str, str]) -> RolloutFilter:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The groups that match a filter, in its order. ids: of groups. num_rollouts: that match."""
+    """The groups that match a filter, by their ids, in its order.
+
+    num_rollouts: rollouts that match.
+    """
 
     ids: tuple[int, ...]
     num_rollouts: int

@@ -133,7 +133,7 @@ class ViewedRun:
 def open_runs(paths: Sequence[Path], *, cache: Path) -> list[ViewedRun]:
     """Return the runs in folders, each once, with names that differ.
 
-    paths: of a run each, or of a folder that contains runs, of which all are returned.
+    paths: folders of a run each, or folders that contain runs, all of which are returned.
     cache: folder of the indices, made if needed.
     Raises: DataError if a folder has no run, or the cache cannot be written.
     """
