@@ -34,7 +34,7 @@ GPUS_PER_NODE = 8
 STEPS = 4
 WARM_UP = {"in turn": 1, "pipeline": 2, "oversampling": 6, "streamed": 6, "partial": 6}
 """Steps that are not counted: in turn all steps are alike after the first one."""
-LEARNERS_STEP = 4  # learners come in so many GPUs, each a shard of the model at least
+LEARNERS_STEP = 4  # learners come in this many GPUs, each a shard of the model at least
 SPLIT_AT = 32  # GPUs for which the pools are chosen; their shares are the same for all numbers
 MOST_PLANNED = 16  # GPUs whose update is planned; more of them divide the same work by their number
 GROUP_SECONDS = 1e-3
@@ -84,8 +84,9 @@ class Simulated:
 
 @cache
 def times_of(workload: Workload, gpus: int, prompts: int) -> ClusterTimes:
-    """Return the times of a run on so many GPUs with so many prompts a step: one update with all of
-    them, without KL, so that no other log-probabilities are needed.
+    """Return the times of a run on this many GPUs with this many prompts a step.
+
+    One update with all of them, without KL, so that no other log-probabilities are needed.
     """
     nodes = max(1, gpus // GPUS_PER_NODE)
     assert gpus % nodes == 0, f"{gpus} GPUs are not whole nodes"
@@ -179,7 +180,7 @@ def _tokens_per_gpu(simulated: Simulated) -> float:
 
 
 def num_learners(share: float, gpus: int) -> int:
-    """Return the learners among so many GPUs, in whole steps, so that samplers are left."""
+    """Return the learners among this many GPUs, in whole steps, so that samplers are left."""
     if share == 1.0:
         return gpus
     return min(gpus - LEARNERS_STEP, max(LEARNERS_STEP, LEARNERS_STEP * round(share * gpus / LEARNERS_STEP)))

@@ -188,7 +188,7 @@ class _Run(ABC):
         """Take a group that was sampled."""
 
     def new_groups(self, number: int) -> list[Group]:
-        """Return so many new groups."""
+        """Return this many new groups."""
         found = [Group.of(self.started + each, self._prompt, next(self._groups)) for each in range(number)]
         self.started += number
         return found
@@ -244,7 +244,7 @@ class _Run(ABC):
         return busy, sequences, self.learners.total(), self.driver.total()
 
     def _drive(self, groups: int, then: Action) -> None:
-        """Let the driver handle so many groups."""
+        """Let the driver handle this many groups."""
         self.driver.work(groups * self.hardware.group_seconds, then)
 
 

@@ -195,7 +195,7 @@ def _quiet_reporter(folder: Path) -> Reporter:
 
 
 def workers(count: int, folder: Path, *, prompts: int, steps: int) -> dict[str, float]:
-    """Return the seconds of each phase of a step with so many workers, one CPU thread each."""
+    """Return the seconds of each phase of a step with this many workers, one CPU thread each."""
     shape = replace(SHORT, prompts=prompts)
     make_folder(folder / "model", vocabulary=VOCABULARY, shape=shape)
     make_data(folder / "data.parquet", model=folder / "model", shape=shape, rows=prompts * steps)

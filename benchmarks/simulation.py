@@ -38,7 +38,7 @@ class Clock:
         self._added += 1
 
     def after(self, seconds: float, action: Action) -> None:
-        """Call an action after so many seconds."""
+        """Call an action after this many seconds."""
         self.at(self.now + seconds, action)
 
     def stop(self) -> None:
@@ -68,7 +68,7 @@ class LongTail:
 
     @classmethod
     def with_longest(cls, median: float, *, ratio: float, of: int) -> LongTail:
-        """Return lengths of which the longest of so many is about `ratio` medians: the limit."""
+        """Return lengths of which the longest of this many is about `ratio` medians: the limit."""
         return cls(median, log(ratio) / NormalDist().inv_cdf(1 - 1 / of), ceil(ratio * median))
 
     def draw(self, rng: random.Random) -> int:
@@ -151,7 +151,7 @@ class Completion:
 class SamplingTimes:
     """What one replica of the rollout engine takes.
 
-    decode_step: seconds in which each of so many running sequences gets one token.
+    decode_step: seconds in which each of this many running sequences gets one token.
     max_sequences: that run at a time. prompt_seconds: prefill of one prompt, during which no
     sequence gets a token. token_seconds: likewise, of a token that another version of the weights
     or another replica had sampled.

@@ -43,7 +43,7 @@ class SlowEnvironment:
 
 
 def drawing(image_grid: Sequence[int], seed: str) -> Image.Image:
-    """Return a drawing of so many rows and columns of image tokens."""
+    """Return a drawing of this many rows and columns of image tokens."""
     rows, columns = image_grid
     shape = Shape("observation", (rows, columns), prompt=0, response=0, n=1, prompts=1)
     return Image.open(io.BytesIO(draw(random.Random(seed).getrandbits(32), shape)))

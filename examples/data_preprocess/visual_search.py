@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 SOURCE = Path("datasets/deepeyes/data_0.1.2_visual_toolbox_v2.parquet")
 NUM_PARTS = 20
-"""One of so many images is for validation."""
+"""One of this many images is for validation."""
 ROWS_AT_A_TIME = 64
 
 SIDES = ("left", "right")

@@ -13,7 +13,7 @@
           max_requests: 100000
         timeout_seconds: 300             # more than all attempts of a request take together
         num_cpus: 2                      # processes,
-        concurrency: 32                  # with so many requests at a time each
+        concurrency: 32                  # with this many requests at a time each
 
 docs/rewards.md describes the arguments, and what has to be set with `confinement: strict`.
 Needs the package openai: pip install -e ".[judge]".

@@ -153,7 +153,7 @@ def pool(shared):
 
 
 def outcomes(pool, count):
-    """Return so many outcomes, by the number of their episode."""
+    """Return this many outcomes, by the number of their episode."""
     found = []
     deadline = time.monotonic() + 30
     while len(found) < count:

@@ -55,7 +55,7 @@ def kill_worker(process: subprocess.Popen[str], folder: Path, mark: str, *, meth
 
 @contextmanager
 def two_ray_nodes(folder: Path, *, num_cpus: int = 1) -> Iterator[dict[str, str]]:
-    """Start two Ray nodes with so many CPUs each, and return the environment of a run on them.
+    """Start two Ray nodes with this many CPUs each, and return the environment of a run on them.
 
     folder: for their logs. All processes of the nodes, and of runs on them, are killed at the end.
     """

@@ -233,7 +233,7 @@ def _fork(function: Callable[[], int]) -> int:
 
 
 def _spread(kinds_of: list[list[str]], most: int) -> list[tuple[int, str]]:
-    """Return so many attempts, spread evenly over the calls, of all kinds in turn.
+    """Return this many attempts, spread evenly over the calls, of all kinds in turn.
 
     kinds_of: of attempts at each call. Returns: the number of the call, from 1, and the kind.
     """

@@ -46,7 +46,7 @@ STREAM_SAMPLING = replace(SAMPLING, max_tokens=200)
 class StreamingEngine(SplitEngine):
     """An engine on GPUs of its own.
 
-    pause_after: forward passes, after which a call waits until it is interrupted, or for so many
+    pause_after: forward passes, after which a call waits until it is interrupted, or for this many
     steps of the learner as pause_steps; but not for long, since the learner may wait for it.
     is_idle: whether no call of generate runs. losses: calls, from 0, whose odd prompts are
     returned as they were begun, as those of a lost replica. failures: errors of calls. fails: for
@@ -150,7 +150,7 @@ def learned_prompts(folder):
 
 
 def drawn_prompts(parts, folder, steps):
-    """Return how often so many steps draw each row of the dataset."""
+    """Return how often this many steps draw each row of the dataset."""
     with open_run(parts, folder) as run:
         return Counter(each.prompt_id.partition("#")[0] for each in prompts_of(run).take(steps * PER_STEP))
 

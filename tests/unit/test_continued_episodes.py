@@ -87,7 +87,7 @@ def generate(fake, prompts=PROMPTS, sampling=SAMPLING, *, version=3, **options):
 
 
 def interrupted(fake, kind, *, after, prompts=PROMPTS, begun=(), when=None, **options):
-    """Return the rows of a call that is interrupted after so many reports of progress.
+    """Return the rows of a call that is interrupted after this many reports of progress.
 
     when: returns whether it is interrupted; in place of after.
     """

@@ -33,7 +33,7 @@ def engine(tokenizer, *, tokens_per_step):
 
 
 def sample(fake, kind, *, after):
-    """Return the completions of two prompts in a call that is interrupted after so many passes."""
+    """Return the completions of two prompts in a call that is interrupted after these passes."""
     interruption, ended, passes = Interruption(), [], []
 
     def on_progress(_):

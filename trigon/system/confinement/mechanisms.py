@@ -229,8 +229,7 @@ def enter_domain(version: int) -> None:
     version: the version of the interface, as found, or an older one. Files stay as they are, but
     before version 6 a domain must restrict a right of files. The one chosen is to make device
     files; the kernel then also forbids to mount. With version 1, a file can no longer be moved or
-    linked to another
-    folder: os.rename, os.replace and os.link fail with EXDEV.
+    linked to another folder: os.rename, os.replace and os.link fail with EXDEV.
     """
     if version >= SIGNAL_VERSION:
         _restrict(_make_ruleset(version, 0))

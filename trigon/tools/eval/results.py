@@ -138,9 +138,8 @@ class Comparison:
 class Evaluation:
     """The result of evaluate().
 
-    comparisons: comparisons of each further model with the first. settings: what the models were
-    evaluated
-    with: data, reward function, sampling. output: the folder with evaluation.json.
+    comparisons: comparisons of each further model with the first. settings: data, reward
+    function and sampling of the evaluation. output: the folder with evaluation.json.
     """
 
     models: tuple[ModelEvaluation, ...]
