@@ -229,7 +229,10 @@ class _Share:
         self._is_sampled = False
 
     def begin(self, group: WorkerGroup, sampling: SamplingParams, generation: int) -> None:
-        """Let the workers of a replica sample the prompts. generation: the number of the call."""
+        """Begin to sample the prompts on a replica's workers.
+
+        generation: the number of the call.
+        """
         self._group, self._generation = group, generation
         self._num_groups, self._is_sampled = 0, False
         messages = [group.put(self._message, phase="rollout")] * len(group.workers)
@@ -251,7 +254,7 @@ class _Share:
         return True
 
     def interrupt(self, kind: InterruptKind) -> None:
-        """Let the replica stop, unless the run ends."""
+        """Interrupt the replica, unless the run ends."""
         if not self._group.is_closed:
             self._group.call(Worker.interrupt, self._generation, kind, phase="interrupt")
 

@@ -167,8 +167,8 @@ class TransferGroup:
     def weights(self) -> LocalWeights:
         """Return the weights that rank 0 sends next, to be read once. On all other ranks.
 
-        Reading raises: TransferError if a member has failed; ParityError if a tensor arrives with
-        another checksum than that with which it was sent.
+        Reading raises: TransferError if a member has failed; ParityError if a tensor does
+        not arrive with the checksum with which it was sent.
         """
         return LocalWeights(self._receive)
 
@@ -189,7 +189,7 @@ class TransferGroup:
             yield from zip(header.names, tensors, strict=True)
         if damaged:
             raise ParityError(
-                f"{len(damaged)} tensors arrived with another checksum than that with which they were sent, the first "
+                f"{len(damaged)} tensors did not arrive with the checksum with which they were sent, the first "
                 f"is {damaged[0]}: the network between the workers that learn and those that sample damages data"
             )
 
@@ -239,7 +239,7 @@ class TransferMember:
     """The part that one worker has in the transfers, one group after the other."""
 
     def __init__(self, device: torch.device) -> None:
-        """Belong to no group. device: the device of this worker."""
+        """Start without a group. device: the device of this worker."""
         self._device = device
         self._store: Store | None = None
         self._group: TransferGroup | None = None

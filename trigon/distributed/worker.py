@@ -90,9 +90,8 @@ class WorkerEngines:
     term needs one. images: loads the pixels of prompts to be sampled; trainer and reference load
     from it themselves. None for a text model. replica_rank: this worker's index among the ranks
     that sample the same prompts together (tensor parallelism); only index 0 returns the
-    completions. has_episodes: rollout has environments or tools, which of these ranks only index 0
-    has, and loads the pixels of prompts itself. critic: None but for the
-    estimator gae.
+    completions. has_episodes: rollout has environments or tools (among these ranks only index 0
+    has them), and loads the pixels of prompts itself. critic: None except for the estimator gae.
     """
 
     trainer: LocalTrainEngine | None

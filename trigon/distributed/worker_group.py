@@ -128,7 +128,7 @@ class WorkerGroup:
     role: what its workers are in messages, where a run has several groups. is_closed: set from
     another thread, ends a call that waits.
     files: the media files that messages to the workers refer to.
-    processed: which workers have the pixels of which prompts; updated by those who send groups.
+    processed: which workers have the pixels of which prompts; updated where groups are sent.
     """
 
     workers: Sequence[WorkerHandle]
@@ -228,8 +228,8 @@ class WorkerGroup:
         """Return the error to raise for the most likely root cause.
 
         A process that died comes before a TrigonError, a TrigonError before any other error, and
-        that before a PeerError, of which another rank has the cause.
-        failures: the first one that the driver saw is the first.
+        any other error before a PeerError, whose cause another rank has.
+        failures: in the order in which the driver saw them.
         """
 
         def priority(failure: tuple[WorkerHandle, Exception]) -> int:

@@ -408,7 +408,10 @@ class EnvironmentPool:
             found.channel = None
 
     def _fail(self, found: _Episode, error: str) -> None:
-        """Let an episode fail. A caller that waits for nothing gets the error at its next step."""
+        """Mark an episode as failed.
+
+        A caller that does not wait gets the error at its next step.
+        """
         found.error = found.error or error
         if found.owed:
             found.owed = ""

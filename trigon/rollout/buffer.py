@@ -612,7 +612,7 @@ class RolloutBuffer:
         return True
 
     def _interrupt(self, version: int) -> None:
-        """Let the call end for new weights: now, or once its weights are old enough."""
+        """End the call for new weights: now, or once its weights are old enough."""
         running, config = self._running, self._config
         if running is None:
             return

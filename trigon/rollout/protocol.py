@@ -62,10 +62,10 @@ class RolloutEngine(Protocol):
         does not depend on which other prompts are sampled at the same time, nor on the step. Media
         placeholder tokens are never sampled.
         Args:
-            until: with what the call begins, and when it stops. When that is depends on the number
-                of forward passes, not on the time that they take, unless it is interrupted, or
-                episodes do not run turn by turn (EpisodeSettings). None: all completions begin now,
-                and are sampled to their ends.
+            until: with what the call begins, and when it stops. The moment of the stop depends on
+                the number of forward passes, not on the time that they take, unless the call is
+                interrupted, or episodes do not run turn by turn (EpisodeSettings). None: all
+                completions begin now, and are sampled to their ends.
             on_progress: called with the number of newly finished completions every few tokens or
                 seconds: 0 after tokens that finish none, None if the engine does not know of any
                 progress. It may raise, which ends the call.
@@ -88,23 +88,23 @@ InterruptKind = Literal["drain", "stop"]
 
 
 class Interruption:
-    """Ends a call of generate early: one thread asks for it, the one that samples looks.
+    """Ends a call of generate early: one thread requests it, and the thread that samples checks.
 
-    drain: turns that have a token continue to their ends, and no others begin; so a completion of
-    one turn is sampled to its end. stop: all turns stop.
+    drain: turns that have a token continue to their ends, and no other turns begin; a completion of
+    one turn is therefore sampled to its end. stop: all turns stop.
     """
 
     def __init__(self) -> None:
-        """Ask for nothing yet."""
+        """Start without a request."""
         self._kind: InterruptKind | None = None
 
     @property
     def kind(self) -> InterruptKind | None:
-        """What is asked for."""
+        """The requested kind; None: none is requested."""
         return self._kind
 
     def ask(self, kind: InterruptKind) -> None:
-        """Ask for this, unless a stop is asked for already."""
+        """Request this, unless a stop is requested already."""
         if self._kind != "stop":
             self._kind = kind
 
@@ -140,7 +140,7 @@ class Until:
 
     @property
     def interrupted(self) -> InterruptKind | None:
-        """What the interruption asks for."""
+        """The kind that the interruption requests; None: none."""
         return None if self.interruption is None else self.interruption.kind
 
     def of_shares(self, shares: Sequence[Sequence[int]]) -> list[Until]:

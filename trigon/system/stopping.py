@@ -216,7 +216,7 @@ class Grace:
             raise StepLeft
 
     def note_saved(self, step: int, seconds: float | None) -> None:
-        """Learn which step was saved last in this run, and how long a save took.
+        """Note which step was saved last in this run, and how long a save took.
 
         To be called whenever a save may have been completed, also in the background. The last
         checkpoint may belong to an earlier run.

@@ -160,7 +160,7 @@ class LocalTrainEngine:
         return PolicyLoss(self._policy, self._config, self._scorer.precision, reference=reference)
 
     def update_too(self, trained: Trained) -> None:
-        """Let each update also update this, from the same backward passes."""
+        """Update this too in each update, from the same backward passes."""
         self._updated.append(trained)
 
     def reference_without_adapters(self) -> ReferenceWithoutAdapters:
