@@ -49,8 +49,8 @@ def partition_balanced(costs: Sequence[int], num_parts: int) -> list[list[int]]:
 def deal(costs: Sequence[int], homes: Sequence[int | None], num_parts: int) -> list[list[int]]:
     """Partition the indices of costs: some have a part, and the others balance the parts.
 
-    In ascending order, each index without a home goes to the part with the smallest sum, and of
-    equal ones to the first. So equal costs without homes are dealt in turn.
+    In ascending order, each index without a home goes to the part with the smallest sum, the
+    first of equal ones. So equal costs without homes are dealt in turn.
 
     Args:
         homes: the part of each index; None: any part.

@@ -124,7 +124,7 @@ class WorkersTrainEngine(_SharedRows):
     def step(self, groups: Sequence[TrainGroup], outputs: GroupOutputs | None = None) -> Metrics:
         """See TrainedModel. The metrics include the bytes moved since the last update.
 
-        Of the ranks that compute rows together, the first one records outputs.
+        Among ranks that compute rows together, the first one records outputs.
         """
         worker_group, outputs = self._worker_group, {} if outputs is None else outputs
         costs = update_costs(groups, regularized=self._regularized)

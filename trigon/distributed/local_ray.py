@@ -91,7 +91,7 @@ def ending_with_driver(folder: Path) -> Iterator[None]:
     Most end by themselves. Its two agents find that the node manager has ended, and then try for a
     minute to report that to a server that has ended as well (Ray 2.60, process_watcher.py). Agents
     and workers replace their command by a title, and are found by their title and open files.
-    folder: the one for the files of Ray.
+    folder: the folder for the files of Ray.
     """
     if not Path("/proc/self/fd").exists():  # not Linux
         yield

@@ -167,8 +167,8 @@ class TransferGroup:
     def weights(self) -> LocalWeights:
         """Return the weights that rank 0 sends next, to be read once. On all other ranks.
 
-        Reading raises: TransferError if a member has failed; ParityError if a tensor does
-        not arrive with the checksum with which it was sent.
+        Reading raises: TransferError if a member has failed; ParityError if a tensor does not
+        arrive with the checksum with which it was sent.
         """
         return LocalWeights(self._receive)
 
@@ -253,7 +253,7 @@ class TransferMember:
         return host, port
 
     def join(self, address: TransferAddress, rank: int, *, timeout_seconds: float) -> None:
-        """Connect to the other members of a group. rank: 0 for the one that listens."""
+        """Connect to the other members of a group. rank: 0 for the member that listens."""
         if rank > 0:
             self.leave()
             try:

@@ -253,7 +253,7 @@ class Worker:
         """Sample completions, which the heartbeats that request this generation number return.
 
         message: prompts, and when the call stops before all completions have ended (Until, or
-        None); groups that are not finished then follow those that are. Of the ranks that sample the
+        None); groups that are not finished then follow those that are. Among ranks that sample the
         same prompts together, only the first returns completions.
         """
         self._generation = progress = _Generation(generation)
@@ -288,7 +288,7 @@ class Worker:
             self._generation.interruption.ask(kind)
 
     def restart_rollout(self) -> None:
-        """Start the rollout engine again, asleep. Collective: vLLM's start is."""
+        """Start the rollout engine again, asleep. Collective, since vLLM's start is."""
         self._leave_awake()  # of ranks on which the last wake() did not fail
         rollout = self._rollout
         assert isinstance(rollout, RestartableEngine), "the driver restarts no other engine"
@@ -298,7 +298,7 @@ class Worker:
     def pop_rollout_metrics(self) -> Metrics:
         """Return the counts and the memory of the rollout engine.
 
-        Memory alone for all but the first rank of a replica: they count the same requests.
+        Only the first rank of a replica returns counts, since all ranks count the same requests.
         """
         metrics = self._rollout.pop_metrics()
         if self._require_engines.replica_rank == 0:

@@ -124,7 +124,7 @@ class WorkerGroup:
 
     device: the kind of device that each worker has. deadline_seconds: time limit of one call.
     stacks_file: where the stacks of all processes on this machine are written if a call hangs.
-    same_command: continues the run when a worker has died.
+    same_command: the command that continues the run when a worker has died.
     role: what its workers are in messages, where a run has several groups. is_closed: set from
     another thread, ends a call that waits.
     files: the media files that messages to the workers refer to.
@@ -180,8 +180,8 @@ class WorkerGroup:
             worker_group.call(Worker.wake, version, phase="weights").result()
             worker_group.call(Worker.step, per_rank=payloads, phase="update").result()
 
-        It runs after the calls that are running. One whose result nobody waits for delays and
-        replaces no error, as for cleanup; Ray logs its errors.
+        It runs after the calls that are running. A call whose result is not waited for, such as a
+        cleanup, neither delays nor replaces an error; Ray logs its errors.
 
         Args:
             method: looked up on the Ray actors by its name.

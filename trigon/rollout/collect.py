@@ -71,7 +71,7 @@ def collect_until(
     """Do what collect does until enough groups are complete; both parts are in order of prompts.
 
     Which completions a reward function receives in one call depends on the prompts alone, and not
-    on the time at which they ended. until: None: all are complete.
+    on the time at which they ended. until: None: sample until all groups are complete.
     """
     n = sampling.n
     with _scoring(prompts, rewards, sampling) as scoring:
@@ -263,7 +263,8 @@ class _Scoring:
             yield index, RolloutGroup(self._prompts[index], tuple(rollouts[: self._n]), *rollouts[self._n :])
 
     def finish(self, *, on_progress: Callable[[int | None], object]) -> list[tuple[int, RolloutGroup]]:
-        """Wait until all that was added is scored, and return the rest. See Scoring.result."""
+        """Wait until everything that was added is scored, and return the remaining groups. See
+        Scoring.result."""
         self._scoring.result(on_progress=on_progress)
         scored = list(self.pop_scored())
         assert not self._waiting, "all that was added is scored"

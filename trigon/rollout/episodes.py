@@ -5,8 +5,8 @@
 
 The environment answers a turn with the next observation; the first one is optional.
 Without an environment an episode is one turn. The tokens of an episode only grow: what was sampled
-is never decoded and tokenized again. The same code for all engines (turns.py). It does not depend
-on what an environment is, or how a chat template is read.
+is never decoded and tokenized again. All engines use this code (turns.py). It does not depend on
+what an environment is, or how a chat template is read.
 
 A call with `until` may stop before an episode has ended. The episode is then kept here with its
 environment, which lives on, and the next call with `until` continues it: the running turn is
@@ -89,7 +89,7 @@ class Episodes:
             self._media.start_step()
 
     def with_pixels(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts; where they have files and there are settings, with pixel values.
+        """Return the prompts, with pixel values in place of files if there are settings.
 
         Raises: DataError if a file cannot be decoded.
         """
@@ -117,7 +117,7 @@ class Episodes:
         completion with an error. The caller aborts what is still sampled if this raises.
         Args:
             prompts: the prompts with pixel values, see with_pixels.
-            unprocessed: the prompts that with_pixels was given.
+            unprocessed: the arguments of with_pixels.
         Raises: as turns.step, on_progress and on_group do, and as the environments do for what is
         not the failure of one episode.
         """
@@ -190,7 +190,7 @@ class Episodes:
     def pop_metrics(self) -> Metrics:
         """Return the counts of episodes and the times of environments since the last call.
 
-        With EpisodeSettings.media also its counts. Nothing without settings.
+        They include the counts of EpisodeSettings.media. There are none without settings.
         """
         metrics, self._metrics = self._metrics, {}
         return metrics if self._media is None else {**metrics, **self._media.pop_metrics()}
@@ -334,7 +334,7 @@ class _Run:
         self._leave()
 
     def _leave(self) -> None:
-        """Leave the episodes that have not ended, none of which is being sampled, as they are."""
+        """Leave the episodes that have not ended as they are; none of them is being sampled."""
         if self._loading:
             wait([each.vision for each in self._loading])
             loading, self._loading = self._loading, []
@@ -384,7 +384,7 @@ class _Run:
             self._settings.environments.stop(episode.number)
 
     def metrics(self) -> Metrics:
-        """Return the metrics of all episodes; nothing without settings."""
+        """Return the metrics of all episodes; none without settings."""
         if self._settings is None:
             return {}
         metrics: dict[str, Metric] = {
@@ -454,7 +454,8 @@ class _Run:
     def _action(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn for its environment.
 
-        Without the end-of-sequence token, but with others: some models mark calls of tools so.
+        It has no end-of-sequence token, but it has other special tokens, with which some models
+        mark calls of tools.
         """
         has_end = token_ids[-1] in self._rules.stop_token_ids
         return self._rules.decode(token_ids[:-1] if has_end else token_ids)
@@ -601,7 +602,7 @@ class _Run:
 
 
 def _begun(until: Until | None, groups: Groups) -> dict[tuple[int, int], Completion]:
-    """Return what was begun, by prompt index and sample, and add to groups what has ended of it."""
+    """Return the begun completions, by prompt index and sample, and add ended ones to groups."""
     if until is None:
         return {}
     begun = {

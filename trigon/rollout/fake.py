@@ -44,7 +44,7 @@ class FakeEngine:
         Args:
             stop_token_id: ends every turn that is not cut.
             complete: returns the text of a turn. The token ids of the prompt that it gets are all
-                those before the turn.
+                tokens before the turn.
             token_logprob: log-probability of every token.
             episodes: None: completions of one turn.
             tokens_per_step: tokens of all turns that are sampled at a time, as real engines do;

@@ -47,7 +47,7 @@ def classify_groups(values: Tensor, valid: Tensor, *, low: float, high: float) -
     """Return "kept" for each group whose mean value is strictly between two bounds.
 
     Dynamic sampling: DAPO, section 3.2 (arXiv:2503.14476). Means are computed in float64.
-    Args: values: [G, N] float; valid: [G, N] bool, which of them count.
+    Args: values: [G, N] float; valid: [G, N] bool, which values count.
     Returns: one class for each of the G groups.
     """
     counts, values = valid.sum(dim=1), values.double()

@@ -170,7 +170,7 @@ def ended_in_step(groups: Sequence[RolloutGroup], work: Sequence[Work]) -> list[
 def _differences(groups: Sequence[RolloutGroup], trainer: ScoringEngine) -> list[Tensor]:
     """Return |engine - trainer| of the log-probabilities of each group, [tokens] float32.
 
-    Only of tokens with the version of the weights that sampled a completion's last one.
+    Only tokens with the same policy version as the last token of their completion are compared.
     """
     if not groups:
         return []

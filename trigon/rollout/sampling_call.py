@@ -1,4 +1,4 @@
-"""Samples in a thread, beside the step that is made meanwhile, and measures who waits for whom."""
+"""Samples in a thread beside the current step, and measures which of them waits for the other."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ class SamplingCall(Generic[Result]):
     def __init__(self, step: int, sample: Callable[[Phase], Result]) -> None:
         """Start the call.
 
-        step: the step for which it samples, or in which it begins. sample: gets a Phase that counts
-        its progress: the phases that are shown and timed are those of the thread that makes the
-        step.
+        step: the step for which it samples, or in which it begins. sample: gets a Phase that
+        counts its progress; only the thread that makes the step shows and times phases.
         """
         self.step = step
         self._num_progress = 0
@@ -105,7 +104,7 @@ class PoolClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time in the context as that for which the learners wait."""
+        """Count the time in the context as time for which the learners wait."""
         started = self._clock()
         try:
             yield

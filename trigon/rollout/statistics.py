@@ -56,7 +56,7 @@ def _score_metrics(groups: Sequence[RolloutGroup], *, prefix: str) -> dict[str, 
 def _reward_metrics(groups: Sequence[RolloutGroup], *, prefix: str, suffix: str) -> dict[str, Metric]:
     """Return the mean of each number of the reward function, over the completions that have it.
 
-    Whether a function applies is over all scored completions.
+    The fraction of completions to which a function applies is over all scored completions.
     """
     scores = [rollout.score.parts for group in groups for rollout in group.rollouts if rollout.score.parts]
     applies = {key: 1.0 for parts in scores for key in parts if key.endswith(APPLIES)}

@@ -206,7 +206,8 @@ class Placement:
     ) -> Iterator[None]:
         """Raise DeviceMemoryError if the device runs out of memory in this context.
 
-        work: what is done in it. groups: over which, packed into rows of at most max_tokens.
+        work: what the context computes. groups: the groups that it computes it for, packed into
+        rows of at most max_tokens.
         """
         try:
             yield

@@ -112,9 +112,7 @@ class TorchProcessGroup:
     def row_ranks(self, size: int) -> RowRanks:
         """Return the consecutive ranks, this one included, that compute the same rows.
 
-        size: the number of these ranks.
-
-        Makes a torch process group; all ranks call it together.
+        Makes a torch process group; all ranks call it together. size: the number of these ranks.
         """
         first = self._rank - self._rank % size
         groups = {
@@ -187,8 +185,8 @@ def open_sharded(
 def _load_full_policy(make_policy: MakePolicy, policy: Policy) -> Policy:
     """Return the policy with all weights on the CPU, as they are stored unless a buffer is rounded.
 
-    policy: the same one on "meta". Some buffers have the dtype of the weights: the scale of Gemma's
-    embedding.
+    policy: the same policy on "meta". Some buffers have the dtype of the weights: the scale of
+    Gemma's embedding.
     """
     meta, cpu = torch.device("meta"), torch.device("cpu")
     wanted, stored = (

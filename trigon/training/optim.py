@@ -106,7 +106,7 @@ def state_bytes(parameter: Tensor, strategy: OptimizerStrategy) -> int:
 def update_bytes(parameters: Iterable[Tensor], strategy: OptimizerStrategy) -> int:
     """Return the peak of the temporaries of one update, in bytes.
 
-    parameters: the trainable ones, or their shards on this rank.
+    parameters: the trainable parameters, or their shards on this rank.
     """
     match strategy:
         case "adamw":
@@ -155,11 +155,12 @@ class AdamWBf16(Optimizer):
     """AdamW that trains bfloat16 parameters as if they were float32.
 
     Each weight is a float32 number in two halves: the parameter holds it rounded to bfloat16, and
-    the state "low_bits" (int16) what was rounded away, so that no update is lost. Weights are those
-    of torch.optim.AdamW on float32 weights, bit for bit, if its first moment is rounded to bfloat16
-    after each update. The second moment is in float32: with beta2 = 0.999 its increments are below
-    the resolution of bfloat16. Memory: 2 (weight) + 2 (first moment) + 4 (second moment) + 2 (low
-    bits) bytes per parameter, plus the gradient, and the temporaries of one slice (update_bytes).
+    the state "low_bits" (int16) what was rounded away, so that no update is lost. Weights equal
+    those of torch.optim.AdamW on float32 weights, bit for bit, if its first moment is rounded to
+    bfloat16 after each update. The second moment is in float32: with beta2 = 0.999 its increments
+    are below the resolution of bfloat16. Memory: 2 (weight) + 2 (first moment) + 4 (second moment)
+    + 2 (low bits) bytes per parameter, plus the gradient, and the temporaries of one slice
+    (update_bytes).
 
     Parameters in float32, such as adapters, have both moments in float32 and no low bits.
     """

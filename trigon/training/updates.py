@@ -1,9 +1,9 @@
 """Makes the optimizer updates of a step, and ends a run in which too many are skipped.
 
 An update whose gradient is not finite is skipped and counted: it can be a rare batch. Many of them
-mean that nothing is learned any more: the run then says what was not finite, and ends. With several
-epochs over the rollouts of a step a rare batch comes back in each, and counts once. Updates without
-a trainable token are skipped too, and do not count here.
+mean that nothing is learned any more: the run then ends, and reports what was not finite. With
+several epochs over the rollouts of a step a rare batch comes back in each, and counts once. Updates
+without a trainable token are skipped too, and do not count here.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Updater:
     def _traced(self, step: int, name: UpdatedModel, number: int) -> AbstractContextManager[None]:
         """Return a context that traces an update if it is the first of a step that is traced.
 
-        Of the policy; of the critic in steps that update it alone.
+        The update is the policy's, or the critic's in steps that update only the critic.
         """
         traced_model = "critic" if step <= self._critic_warmup else "actor"
         is_traced = number == 1 and step in self._traced_steps and name == traced_model

@@ -41,7 +41,7 @@ GRAPH_STRIDE = 16
 class VllmSettings:
     """How VllmEngine starts vLLM, and how it decodes completions.
 
-    config: above all its worker.rollout.
+    config: the configuration; mainly worker.rollout is used.
     model_folder: a local folder with config.json and *.safetensors (models.load.model_folder).
     device: the device for which the installed vLLM was built.
     tensor_parallel_size: consecutive ranks of torch.distributed's default process group that hold
@@ -83,7 +83,7 @@ class VllmSettings:
     def limit_images(self) -> int:
         """The most images of a sequence; 0 is any number.
 
-        With episodes any number: observations bring more than the prompts, which the option limits.
+        With episodes it is 0: observations add images, and the option limits only prompts.
         """
         return 0 if self.rollout.has_episodes else self.rollout.limit_images
 
@@ -179,7 +179,7 @@ def _require_packages(processors: Processors) -> None:
 
 
 def _require_cpu_linear_attention(settings: VllmSettings, processors: Processors) -> None:
-    """Raise EngineError for what the kernels of vLLM 0.32 for linear attention on a CPU cannot."""
+    """Raise EngineError unless vLLM 0.32 computes this linear attention on a CPU."""
     config = processors.hf_config.get_text_config()
     widths = {config.linear_key_head_dim, config.linear_value_head_dim}
     dtype = settings.rollout.dtype
@@ -194,8 +194,8 @@ def _require_cpu_linear_attention(settings: VllmSettings, processors: Processors
 def _require_expert_records(settings: VllmSettings, processors: Processors) -> None:
     """Raise EngineError where vLLM 0.32 does not return the experts that tokens used.
 
-    Its second model runner does, which needs Triton and so a GPU; and it keeps them with the blocks
-    of its prefix cache.
+    Its second model runner returns them. That runner needs Triton, and so a GPU, and keeps the
+    experts with the blocks of its prefix cache.
     """
     reasons = {
         "on the CPU": settings.device == "cpu",
@@ -242,8 +242,8 @@ def splits_prompts(settings: VllmSettings) -> bool:
 def caches_prefixes(settings: VllmSettings, processors: Processors, *, has_episodes: bool) -> bool:
     """Return whether requests share the cache of equal prefixes.
 
-    Of layers of linear attention vLLM 0.32 caches states at the ends of blocks, which needs prompts
-    that are split there. has_episodes: see engine_arguments.
+    For layers of linear attention vLLM 0.32 caches states at the ends of blocks, which needs
+    prompts that are split there. has_episodes: see engine_arguments.
     """
     rollout = settings.rollout
     wanted = rollout.enable_prefix_caching or rollout.has_episodes or has_episodes or settings.records_experts

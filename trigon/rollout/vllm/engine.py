@@ -211,7 +211,7 @@ class VllmEngine:
     ) -> list[list[Completion]]:
         """See RolloutEngine. A request that vLLM gives up or loses is submitted once more.
 
-        With the same seed, so that the completion does not depend on the failure. If the call is
+        Its seed is the same, so that the completion does not depend on the failure. If the call is
         interrupted, all of its requests are aborted. With tensor parallelism all ranks of a replica
         make this call, with the same prompts. The first one decides until its call ends, and has
         the completions; the others leave until and the callbacks out, and return empty lists.

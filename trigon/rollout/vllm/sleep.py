@@ -25,7 +25,7 @@ Dropped = Callable[[UntypedStorage], bool]
 
 
 class SleepingState:
-    """Memory that a sleep drops, other than parameters and buffers, with its values of now.
+    """Memory that a sleep drops, other than parameters and buffers, with its current values.
 
     All of it was allocated while the model was loaded. Between two sleeps it holds nothing that is
     needed after the second, so each waking restores the values of the start.
@@ -57,11 +57,11 @@ class SleepingState:
 
 
 def find_state(model: torch.nn.Module, is_dropped: Dropped) -> SleepingState:
-    """Return the memory of all tensors in this process that a sleep drops, with its values of now.
+    """Return the memory of all tensors in this process that a sleep drops, with current values.
 
-    Wherever the tensors are referred to: in modules, in the model runner, in caches of functions.
+    They are found wherever they are referred to: in modules, the model runner, caches of functions.
     Objects that are frozen (gc.freeze) are not found.
-    Args: model: vLLM's, whose parameters and buffers are left out.
+    Args: model: vLLM's model, whose parameters and buffers are left out.
     """
     loaded = {_address(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found: dict[int, UntypedStorage] = {}

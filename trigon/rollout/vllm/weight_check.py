@@ -43,10 +43,10 @@ class RankSums:
 
 @dataclass(slots=True)
 class WeightCheck:
-    """Observes one weight sync: what the trainer gives, and what vLLM's parameters are after it.
+    """Observes one weight sync: the trainer's tensors, and vLLM's parameters after it.
 
     The CPU build packs most weights when they are loaded, and frees the parameters. Their values
-    are then those right before packing; on a GPU they are those that vLLM computes with.
+    are then the values right before packing; on a GPU they are the values that vLLM computes with.
 
     left_out: prefix of the trainer's tensors for which vLLM's model need not have a place; None: it
     must have one for all of them.
@@ -261,7 +261,7 @@ _GPU_CHUNK = 2**24  # whose float64 copy has 128 MiB
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """Sums over the values of one or several tensors. num_values: how many they are."""
+    """Sums over the values of one or several tensors. num_values: the number of values."""
 
     total: float
     squares: float

@@ -147,7 +147,7 @@ def check_names(names: Sequence[str], expected_names: frozenset[str], processors
 
 
 def itself(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model: vLLM's, for apply_model."""
+    """Return the model unchanged: an argument of vLLM's apply_model."""
     return model
 
 
