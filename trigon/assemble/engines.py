@@ -66,8 +66,9 @@ every rank is of the same kind. None: the budgets are measured.
 class Engines:
     """The engines of a run, in this process or in the workers.
 
-    device: description for the console. reference: None where the loop needs no log-probabilities
-    of it. tune_micro_batch: measures token budgets. critic: None but for the estimator gae.
+    device: description for the console. reference: None where the loop needs none of its
+    log-probabilities. tune_micro_batch: measures token budgets. critic: None except for the
+    estimator gae.
     """
 
     device: str

@@ -190,7 +190,7 @@ class RunMemory:
     def worst(self, *, certain: bool) -> PhaseMemory:
         """Return the phase that exceeds its pool most, or comes nearest to its limit.
 
-        certain: as in fraction. Of pools of unknown size, the phase that needs most.
+        certain: as in fraction. Among pools of unknown size, it is the phase that needs most.
         """
         return max(
             self.phases, key=lambda phase: (self.fraction(phase, certain=certain), phase.needed(certain=certain))

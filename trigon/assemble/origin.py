@@ -61,7 +61,8 @@ class Origin:
 
     Each add_ method compares one part as soon as it is known, and raises CheckpointError for
     changes that trainer.accept_changes does not name.
-    checkpoint: the one that the run resumes from; None: nothing is compared. say: prints a line.
+    checkpoint: the checkpoint that the run resumes from; None: nothing is compared. say: prints a
+    line.
     accepted: the accepted changes so far, as "was 1, and is now 2" by option. notes: differences
     that need not be accepted.
     """
@@ -307,7 +308,7 @@ def _model_digests(folder: Path, *, with_weights: bool) -> dict[str, str]:
 
 
 def _episode_code_digest(text: str) -> str:
-    """Return the digest of the code of `file.py:Name`; of others, which are named, of their name.
+    """Return the digest of the code of `file.py:Name`; for others, the digest of their name.
 
     "" for a Python object, which cannot be compared here. Raises: OSError.
     """

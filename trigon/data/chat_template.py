@@ -121,8 +121,8 @@ def media_in_messages(value: Any, kind: MediaKind) -> list[Any]:
 class ChatTemplate:
     """A model's chat template with its tokenizer. Thread-safe.
 
-    writes_tools: whether the template writes the schemas of tools. If it does
-    not, as Qwen2.5-VL's, they are added to the system message, in the format of Hermes.
+    writes_tools: whether the template writes the schemas of tools. If it does not, as Qwen2.5-VL's,
+    they are added to the system message, in the format of Hermes.
     """
 
     def __init__(self, processors: Processors, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -197,7 +197,7 @@ class ChatTemplate:
     def _shows(self, content_of: Callable[[str], Any]) -> bool:
         """Return whether the template writes the text of contents in this form.
 
-        That of LLaVA writes none that is not a list of parts.
+        LLaVA's template writes only contents that are lists of parts.
         """
         try:
             text = render_chat(self._tokenizer, [{"role": "user", "content": content_of(_PROBE)}])

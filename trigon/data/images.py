@@ -113,7 +113,7 @@ def decoded_images(
 def encoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> bytes:
     """Return the encoded file of an image, byte for byte, after checking its header.
 
-    A PIL image becomes a PNG of the image that open_image returns; of a file, no pixel is decoded.
+    A PIL image becomes a PNG of the image that open_image returns; no pixel of a file is decoded.
     In both cases the bytes decode to the same image as the source.
 
     Args and Raises: as image_size; for a PIL image, as open_image.

@@ -205,8 +205,8 @@ def _fit_evenly(costs: Sequence[int], capacity: int) -> list[list[int]]:
     smallest sum differ by at most one cost. If one does not fit, best fit places all of them, with
     the smallest capacity that takes no more bins.
 
-    Example: costs 5, 4, 3, 2 in bins of 10: [[0, 3], [1, 2]], 7 each. Of 5, 5, 4, 4, 2 the emptiest
-    bin would reach 11, so: [[0, 1], [2, 3, 4]].
+    Example: costs 5, 4, 3, 2 in bins of 10: [[0, 3], [1, 2]], 7 each. With costs 5, 5, 4, 4, 2 the
+    emptiest bin would reach 11, so the result is [[0, 1], [2, 3, 4]].
     """
     bins = _best_fit(costs, capacity)
     even: list[list[int]] = [[] for _ in bins]

@@ -494,8 +494,8 @@ def load_format_prompt(format_prompt: str) -> str:
 def _media_of(row: Mapping[str, Any], kind: MediaKind, *, key: str, prompt_key: str) -> tuple[list[Any], str]:
     """Return the images, or the videos, of a row, and the column that they are from.
 
-    key: a column that holds a list or a single one. If it is empty, those in the content parts of
-    the chat messages in prompt_key count.
+    key: a column that holds a list or a single image or video. If it is empty, the content parts of
+    the chat messages in prompt_key are used.
     """
     media = column_value(row, key)
     found = [] if media is None else list(media) if isinstance(media, list | tuple) else [media]

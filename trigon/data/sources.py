@@ -298,7 +298,7 @@ def _files_of(folder: Path, split: str) -> list[Path]:
 def _split_of(path: Path) -> str | None:
     """Return the split in a relative path, or None: "test" for "data/test-00000.parquet".
 
-    Of several, the last one.
+    If there are several, the last one is returned.
     """
     for part in reversed((*path.parent.parts, path.stem)):
         for word in re.split(r"[^a-z]+", part.lower()):
@@ -379,7 +379,8 @@ def _open_hub(repo_id: str, split: str) -> Source:
 def _hub_text_files(repo_id: str, split: str) -> list[Path]:
     """Return the downloaded files of a split of a hub dataset that consists of JSON or CSV files.
 
-    None of other datasets, and of those that are compressed, or have options in the repository.
+    None for other datasets, and for datasets that are compressed, or have options in the
+    repository.
     """
     import datasets
     from datasets.packaged_modules.csv.csv import Csv

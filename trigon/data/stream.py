@@ -341,7 +341,7 @@ class PromptStream:
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError if a saved stream drew from other prompts or in another order.
 
-        Not for what accepted_changes names.
+        Changes that accepted_changes names are allowed.
         """
         for name, change in self.changes(state).items():
             if not is_accepted(name, self._accepted_changes):

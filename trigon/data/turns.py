@@ -291,7 +291,7 @@ def _unshowable(error: TemplateFailure) -> ObservationError:
 
 
 def _join_user_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return messages, of which the user's that follow each other are joined by line breaks.
+    """Return messages in which consecutive messages of the user are joined by line breaks.
 
     Many templates refuse two messages of the user in a row.
     """

@@ -86,8 +86,8 @@ class VideoLayout:
 class _FrameTimes:
     """Presentation times of all frames, ascending, in units of time_base; at least one.
 
-    has_timestamps: whether decoded frames carry their presentation times. Those of an AVI do not,
-    and are matched with the times in order.
+    has_timestamps: whether decoded frames carry their presentation times. Frames of an AVI
+    do not, and are matched with the times in order.
     """
 
     times: tuple[int, ...]

@@ -688,7 +688,7 @@ def media_grids(
 
 
 def _nearest_grid(tokens: int, width: int, height: int, patches_per_token: int) -> tuple[int, int]:
-    """Return (rows, columns) in patches: of the grids with this number of tokens, the nearest.
+    """Return (rows, columns) in patches of the nearest grid with this number of tokens.
 
     Processors keep the shape of an image as far as whole tokens allow, and return the number
     of patches only.

@@ -1,7 +1,7 @@
 """The store in which the ranks of torch.distributed meet: one port, at a stated address only.
 
-torch's TCPStore by itself listens on all interfaces, and it has no password: who reaches its port
-reads and writes it.
+torch's TCPStore by itself listens on all interfaces, and it has no password: any process that
+reaches its port can read and write it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A replica is one worker, or several consecutive ones with tensor parallelism. Prompts are dealt in
 turn. A prompt whose completions an earlier call has begun stays with its replica, which may have
-kept the episodes. sampler_engine.py has the same for replicas that do not
-learn, and may be lost.
+kept the episodes. sampler_engine.py has the same for replicas that do not learn, and may be lost.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from trigon.types import Completion, Prompt, SamplingParams, WeightsHandle
 class WorkersRolloutEngine:
     """Samples on the workers that learn. Implements RolloutEngine.
 
-    replica_size: the number of consecutive ranks that form one replica. sends_rows: the
-    rows of prompts are sent too, for environments.
+    replica_size: the number of consecutive ranks that form one replica. sends_rows: the rows of
+    prompts are sent too, for environments.
     """
 
     def __init__(self, learners: WorkerGroup, *, replica_size: int, sends_rows: bool = False) -> None:
@@ -70,7 +69,7 @@ class WorkersRolloutEngine:
 
         Each replica stops when its part of until is reached. Without until, the prompts of a
         replica that is lost are sampled by another one. With until, which the other one may not
-        reach for long, they are returned as they were begun, less those that had ended.
+        reach for long, they are returned as they were begun, without prompts that had ended.
         """
         rows: dict[int, list[Completion]] = {}
 
@@ -149,7 +148,7 @@ class WorkersRolloutEngine:
     def _note_home(self, parts: Sequence[Prompt | Completion], replica: int, *, num_ranks: int) -> None:
         """Note that the first ranks of a replica have the pixels of prompts or completions.
 
-        Of more replicas than learners, the rest begins with the first learner again.
+        If there are more replicas than learners, they are assigned to the learners in turn.
         """
         first, size = replica * self._replica_size, len(self._learners.workers)
         self._learners.processed.add(parts, [rank % size for rank in range(first, first + num_ranks)])

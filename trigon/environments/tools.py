@@ -103,7 +103,8 @@ class ToolEnvironment:
     def step(self, action: str) -> Any:
         """Carry out the calls of a turn. Returns: a message for each, and no reward.
 
-        Without calls, what the environment returns; without one the episode is done.
+        Without calls, it returns what the environment returns; without an environment the episode
+        is done.
         """
         calls = find_calls(action, self._format)
         if not calls:

@@ -11,8 +11,8 @@ All prompts are computed in one call, then all completions, each from the state 
 which the gradients of the completions add up. No state passes from one segment to another one.
 
 On a GPU flash-linear-attention computes the calls, if it is installed; otherwise, and on the CPU,
-gated_delta_rule below. Gated delta networks: arXiv:2412.06464; the computation in
-chunks: arXiv:2406.06484, section 3.2.
+gated_delta_rule below. Gated delta networks: arXiv:2412.06464; the computation in chunks:
+arXiv:2406.06484, section 3.2.
 """
 
 from __future__ import annotations

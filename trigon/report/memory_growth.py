@@ -122,7 +122,7 @@ class MemoryMeter:
 def measure_worker() -> dict[str, Metric]:
     """Return the memory of this worker of a worker group with all below it, and what is left here.
 
-    In GiB. Of several workers, the largest counts, and the least that is left on any machine.
+    In GiB. Over several workers, the largest use counts, and the smallest rest on any machine.
     """
     left = count_usable_bytes()
     pids = [os.getpid(), *descendants(os.getpid())]

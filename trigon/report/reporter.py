@@ -76,7 +76,7 @@ class Reporter:
     def phase(self, name: str, *, total: int | None = None) -> Iterator[Advance]:
         """Show a phase, and yield advance(k), to be called when k more of total are done.
 
-        The watch takes every call for progress, but those with None.
+        The watch counts every call as progress, except calls with None.
 
         Its wall-clock seconds are added to timing_s/<name> of the step that is reported next. Of
         nested phases only the outermost one is timed.

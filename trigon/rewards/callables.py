@@ -172,7 +172,7 @@ def code_digest(terms: Sequence[RewardTerm]) -> str:
 def source_digest(source: CodeSource) -> str:
     """Return a digest of a function's code; "" if it cannot be compared.
 
-    Of a file, comments and spaces do not count. Raises: OSError if the file cannot be read.
+    Comments and spaces in a file do not count. Raises: OSError if the file cannot be read.
     """
     if source.pickled:
         return source.content
@@ -186,7 +186,7 @@ def source_digest(source: CodeSource) -> str:
 def function_digest(function: object) -> str:
     """Return a digest of the source of a Python function, or of an object's class.
 
-    "" if there is no source, as of what was typed into Python's own prompt.
+    "" if there is no source, as for code that was typed into Python's own prompt.
     """
     function = unwrap(function)
     code: Any = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)

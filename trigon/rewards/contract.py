@@ -207,7 +207,7 @@ def is_class(function: object) -> bool:
 
 
 def limit_of_call(num_completions: int, *, is_group: bool, timeout_seconds: float) -> float:
-    """Return the time limit of a call, in seconds: of a group, which cannot be split, their sum."""
+    """Return the time limit of a call, in seconds; for a group, which cannot be split, the sum."""
     return timeout_seconds * num_completions if is_group else timeout_seconds
 
 

@@ -109,7 +109,7 @@ def describe_terms(terms: Sequence[RewardTerm]) -> tuple[str, str]:
 
 
 def encode_setup(terms: Sequence[RewardTerm], *, timeout_seconds: float, concurrency: int) -> bytes:
-    """Return the first frame for a reward worker. Args: as of RewardPool.
+    """Return the first frame for a reward worker. Args: as in RewardPool.
 
     Raises: RewardError as resolve_arguments, or if JSON cannot represent kwargs.
     """

@@ -150,8 +150,8 @@ class Scoring:
     def seconds(self) -> list[float]:
         """Return how long the reward function took for each request, in the order of the scores.
 
-        To be called after result(). As the reward worker says, which runs the user's code; the time
-        limit for one that timed out, and 0 for one whose worker exited.
+        To be called after result(). The reward worker, which runs the user's code, reports the
+        times. A request that timed out has the time limit, and a request whose worker exited has 0.
         """
         return [self._seconds.get(index, 0.0) for index in sorted(self._scores)]
 
@@ -304,9 +304,10 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class _EncodedRequest:
-    """text: the request as JSON. group: identifies the requests that were added together.
+    """A request as it is sent.
 
-    error: why it cannot be sent to a reward worker; "" if it can.
+    text: the request as JSON. group: identifies the requests that were added together. error: why
+    it cannot be sent to a reward worker; "" if it can.
     """
 
     index: int
@@ -318,10 +319,10 @@ class _EncodedRequest:
 class MediaFolder:
     """A private folder with images and videos as files that reward workers can read.
 
-    Those of prompts, and the images that the turns of an episode observed. Written in the thread of
-    the reward pool, so that the caller, which samples, waits for no file. The folder holds the
-    files of one scoring, by hash, so that one which several prompts share, or many completions, is
-    there once. Its methods may be used by one thread at a time.
+    They are the media of prompts, and the images that the turns of an episode observed. The thread
+    of the reward pool writes them, so that the caller, which samples, waits for no file. The folder
+    holds the files of one scoring, by hash, so that a file that several prompts or completions
+    share is there once. Its methods may be used by one thread at a time.
     """
 
     def __init__(self) -> None:

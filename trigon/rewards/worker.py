@@ -398,7 +398,7 @@ def _failure(error: BaseException) -> Message:
 def _with_images(reward_input: dict[str, Any]) -> dict[str, Any]:
     """Return a reward_input with images in place of their paths, if it has any.
 
-    Those of the prompt, and those in the observation of each turn.
+    These are the images of the prompt, and of the observation of each turn.
     """
     if IMAGES not in reward_input:
         return reward_input
