@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean, stored as total and count: Mean(6.0, 4).value is 1.5. Of nothing: nan."""
+    """A weighted mean, stored as total and count: Mean(6.0, 4).value is 1.5; nan if empty."""
 
     total: float
     count: float = 1.0

@@ -262,7 +262,7 @@ class _Share:
         return HeartbeatRequest(generation=self._generation, skip_groups=self._num_groups)
 
     def receive(self, rank: int, heartbeat: Heartbeat) -> None:
-        """See HeartbeatListener. Of the ranks of a replica, only the first one has completions."""
+        """See HeartbeatListener. Only the first rank of a replica has completions."""
         num_more = max(heartbeat.num_samples - self._num_samples, 0)
         self._num_samples += num_more
         self._num_groups += len(heartbeat.groups)

@@ -163,7 +163,7 @@ def action_text(completion: str) -> str:
     """Return the part of a turn's text that says what to do, without white space around it.
 
     Thoughts are left out: everything up to the last `</think>`, and after a `<think>` that is not
-    closed. Of what remains, the content of the last `<action> ... </action>` counts, or all of it
+    closed. The content of the last `<action> ... </action>` in the rest counts, or all of the rest
     if there is none.
     """
     said = _THOUGHTS.sub("", completion).rpartition("</think>")[2]

@@ -288,7 +288,7 @@ def load_hf_config(
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Hide the progress bars of transformers. Those of downloads are shown before."""
+    """Hide the progress bars of transformers. The bars of downloads are shown before."""
     from transformers.utils import logging
 
     were_shown = logging.is_progress_bar_enabled()

@@ -530,7 +530,7 @@ class Policy(nn.Module):
 def computing_device(weight: Tensor) -> torch.device:
     """Return the device on which a weight is used.
 
-    That of a shard may be another one: with CPU offloading it is on the CPU until it is gathered.
+    A shard may be on another device: with CPU offloading it is on the CPU until it is gathered.
     """
     mesh = getattr(weight, "device_mesh", None)  # of a DTensor, see full_tensor
     return weight.device if mesh is None or mesh.device_type == weight.device.type else torch.device(mesh.device_type)

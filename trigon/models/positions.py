@@ -110,7 +110,7 @@ def prompt_positions(
 def positions_of(family: ModelFamily, hf_config: Any) -> Callable[[Prompt | Completion | TrainSequence], Tensor]:
     """Return a function that computes the position ids of a Prompt; see prompt_positions.
 
-    Those of a completion count from 0, as if no prompt preceded it.
+    The positions of a completion count from 0, as if no prompt preceded it.
     """
 
     def positions(tokens: Prompt | Completion | TrainSequence) -> Tensor:

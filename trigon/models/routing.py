@@ -87,7 +87,7 @@ class ExpertRecorder:
     def take(self) -> Tensor:
         """Return the experts that the last forward used: [tokens, layers, k] int16 on the CPU.
 
-        Those of dense layers are 0.
+        The entries of dense layers are 0.
         """
         chosen = next(iter(self._experts.values()))
         experts = torch.zeros(len(chosen), self._num_layers, chosen.shape[1], dtype=torch.int16)

@@ -40,8 +40,8 @@ def text_digest(text: str) -> str:
 def file_digest(path: Path) -> str:
     """Return a digest of a file, at a cost that hardly grows with its size. Raises: OSError.
 
-    Of a file of more than FULL_BYTES, its size and evenly spaced blocks are read: another file or
-    other weights are noticed that way; a few bytes changed within it may not be.
+    The size and evenly spaced blocks of a file of more than FULL_BYTES are read: this detects
+    another file or other weights, and may miss a few changed bytes.
     """
     with path.open("rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size

@@ -161,7 +161,7 @@ class ForkServer:
     def _check_memory(self) -> None:
         """Kill the largest fork before all of them together exceed the limit of the supervisor.
 
-        Of each process, only what it has beyond the server is counted: forks share the rest.
+        Only what a process has beyond the server is counted: forks share the rest.
         """
         now = time.monotonic()
         if not self._forks or now < self._next_check or not processes.can_be_listed():

@@ -85,7 +85,7 @@ class LazyImages(Sequence[Image.Image]):
 def read_image(file: bytes | str) -> Image.Image:
     """Return the image in a file upright, as 8-bit RGB with transparency on white.
 
-    file: its bytes, or its path. Of several frames, the first one is returned.
+    file: its bytes, or its path. The first of several frames is returned.
     Raises: one of DECODING_ERRORS if it cannot be decoded.
     """
     encoded = file if isinstance(file, bytes) else Path(file).read_bytes()

@@ -197,7 +197,7 @@ def gpu_memory_left() -> Metrics:
     """Return the GPU memory that further tensors may take now; {} in a process that uses no GPU.
 
     What torch's allocator keeps for later counts as free. So does vLLM's share while vLLM sleeps:
-    to be measured while it is awake too. Of several measurements the least counts.
+    to be measured while it is awake too. The least of several measurements counts.
     """
     import torch
 

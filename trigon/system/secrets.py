@@ -35,7 +35,7 @@ VAL_REWARD = "worker.reward.val_reward_function"
 USER_ARGUMENTS = (ARGUMENTS, f"{REWARD}.kwargs", f"{VAL_REWARD}.kwargs", ENVIRONMENT_ARGUMENTS)
 """The options in which `env:NAME` has a meaning, and whose texts are not published.
 
-Those in the middle are the arguments of each reward function in a list.
+The two in the middle are the arguments of each reward function in a list.
 """
 
 FREE_MAPPINGS = (

@@ -68,7 +68,8 @@ class LocalTracer:
 class DecodeTracer:
     """Traces the first NUM_DECODE_STEPS decode steps of some calls of a rollout engine's generate.
 
-    Of the first call of each of these steps: validations and further rounds of sampling come later.
+    It traces the first call of each of these steps: validations and further rounds of sampling come
+    later.
     Writes step_000003.decode.json, or step_000003.decode.rank_1.json on a worker.
     """
 

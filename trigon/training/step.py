@@ -1,7 +1,7 @@
 """The forward and backward pass of one packed row, and the scoring of completions without gradient.
 
-Does not depend on optimizers and engines. Of other ranks it only uses that all of them make the
-same passes.
+Does not depend on optimizers and engines. It assumes only that all other ranks make the same
+passes.
 """
 
 from __future__ import annotations

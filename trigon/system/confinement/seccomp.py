@@ -125,7 +125,7 @@ def of_worker(*, sockets: bool, unix_sockets: bool, namespaces: bool, is_alone: 
 def keep_only(profile: Profile) -> None:
     """Let other system calls of this process, and of all that it will start, fail with EPERM.
 
-    Those that Linux has added since, and `clone3` unless it is allowed, fail with ENOSYS, as on an
+    Calls that Linux has added since, and `clone3` unless it is allowed, fail with ENOSYS, as on an
     older kernel; C libraries then use others.
     Raises: OSError if the kernel refuses the filter.
     """

@@ -194,7 +194,7 @@ def exported_folder(
 def recorded_of(source: ModelSource) -> dict[str, Any]:
     """Return the settings of a model's run, by option, that its export or checkpoint has.
 
-    Empty if it has none. Of a hub id, the files except weights are downloaded if needed.
+    Empty if it has none. The files of a hub id, except weights, are downloaded if needed.
     Raises: ModelError if the file cannot be read, or the hub id is not found.
     """
     if source.kind == "checkpoint":
