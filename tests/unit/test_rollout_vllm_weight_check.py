@@ -100,7 +100,7 @@ def test_a_stale_shard_of_one_rank_raises_with_the_parameter_and_what_to_do(num_
     ranks[-1] = rank(TENSORS, {"qkv": (stale, FUSED), "norm": (NORM, ("norm",))})
     with pytest.raises(ParityError) as caught:
         compare(ranks, version=3)
-    for part in ("step 3", "of 2 parameters, 1 differ (qkv has sum ", "worker.rollout.weight_check_freq=0"):
+    for part in ("policy version 3", "of 2 parameters, 1 differ (qkv has sum ", "worker.rollout.weight_check_freq=0"):
         assert part in str(caught.value)
 
 
