@@ -30,40 +30,12 @@ from torch import nn
 from trigon.config.schema import LoraConfig, TrainedModelConfig
 from trigon.errors import ConfigError, ModelError
 from trigon.models.attention import sliding_windows
-from trigon.models.families import family_of
+from trigon.models.families import ModelFamily, family_of
 from trigon.models.lora import adapter_widths
 from trigon.types import Completion, Prompt, TrainSequence, pixels_of
 
 if TYPE_CHECKING:
     from trigon.models.policy import Policy
-
-_HYBRID = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-"""Families with linear attention, whose attention has an output gate and whose norms multiply by
-their weight before they round."""
-
-_TEXT = (
-    *("llama", "mistral", "gemma", "gemma3_text"),
-    *("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3", "qwen3_vl_text"),
-    *("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text"),
-    *_HYBRID,
-)
-
-_NORMALIZES_QUERIES = ("gemma3_text", "qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", *_HYBRID)
-"""Families that normalize the queries and keys of each head."""
-
-# Whether the MLPs of a vision tower have three matrices (gated) instead of two.
-_HAS_GATED_VISION_MLP = {
-    "qwen2_vl": False,
-    "qwen2_5_vl": True,
-    "qwen3_vl": False,
-    "qwen3_vl_moe": False,
-    "qwen3_5": False,
-    "qwen3_5_moe": False,
-    "glm4v": True,
-}
-
-# The norms of these families keep other tensors than activation_memory.py counts.
-_PASSES_NOT_COUNTED = ("gemma", "gemma3_text")
 
 # Dense bfloat16 TFLOP/s as the manufacturers state them. The patterns match whole names: other
 # variants (PCIe, MIG slices) have other peaks.
@@ -238,12 +210,13 @@ def dimensions_of(hf_config: Any, *, outputs: int | None = None) -> Dimensions |
 
     outputs: outputs of the head; None: one for each token of the vocabulary.
     """
-    text, vision = hf_config.get_text_config(), getattr(hf_config, "vision_config", None)
-    if text.model_type not in _TEXT or (vision is not None and hf_config.model_type not in _HAS_GATED_VISION_MLP):
+    family = family_of(hf_config)
+    if family.counted is None:
         return None
+    vision = getattr(hf_config, "vision_config", None)
     return Dimensions(
-        text=text_dimensions(text, outputs=outputs),
-        vision=None if vision is None else vision_dimensions(hf_config.model_type, vision),
+        text=_text_dimensions(hf_config.get_text_config(), family, outputs=outputs),
+        vision=None if vision is None else _vision_dimensions(vision, family),
     )
 
 
@@ -252,11 +225,8 @@ def head_dim(text: Any) -> int:
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
-def text_dimensions(text: Any, *, outputs: int | None = None) -> TextDimensions:
-    """Return the dimensions of a decoder, from the config of a text model.
-
-    outputs: see dimensions_of.
-    """
+def _text_dimensions(text: Any, family: ModelFamily, *, outputs: int | None = None) -> TextDimensions:
+    """Return the dimensions of a decoder, from the config of a text model; see dimensions_of."""
     layers = int(text.num_hidden_layers)
     experts = int(getattr(text, "num_experts", None) or 0)
     moe_layers = 0
@@ -282,9 +252,11 @@ def text_dimensions(text: Any, *, outputs: int | None = None) -> TextDimensions:
         experts=experts,
         experts_per_token=text.num_experts_per_tok if experts else 0,
         outputs=text.vocab_size if outputs is None else outputs,
-        normalizes_queries=text.model_type in _NORMALIZES_QUERIES,
-        gates_attention=text.model_type in _HYBRID,
-        scales_in_float32=text.model_type in _HYBRID,
+        normalizes_queries=family.counted is not None and family.counted.normalizes_queries,
+        # Families with linear attention also have attention with an output gate, and norms that
+        # multiply by their weight before they round.
+        gates_attention=bool(family.linear_attention),
+        scales_in_float32=bool(family.linear_attention),
     )
 
 
@@ -302,13 +274,13 @@ def _linear_dimensions(text: Any) -> LinearDimensions | None:
     )
 
 
-def vision_dimensions(model_type: str, vision: Any) -> VisionDimensions:
-    """Return the dimensions of the vision tower of a model type that dimensions_of counts."""
-    if model_type == "qwen2_vl":  # calls the width of its tower embed_dim, and its output width hidden_size
+def _vision_dimensions(vision: Any, family: ModelFamily) -> VisionDimensions:
+    """Return the dimensions of a vision tower that takes patches, from its config."""
+    if family.model_type == "qwen2_vl":  # calls the width of its tower embed_dim, and its output width hidden_size
         width, mlp, out = vision.embed_dim, int(vision.embed_dim * vision.mlp_ratio), vision.hidden_size
     else:
         width, mlp, out = vision.hidden_size, vision.intermediate_size, vision.out_hidden_size
-        if model_type == "glm4v":  # intermediate_size is the inner width of the merger
+        if family.model_type == "glm4v":  # intermediate_size is the inner width of the merger
             mlp = out
     full_layers, window = vision.depth, 0
     if hasattr(vision, "fullatt_block_indexes"):  # Qwen2.5-VL
@@ -321,7 +293,7 @@ def vision_dimensions(model_type: str, vision: Any) -> VisionDimensions:
         width=width,
         heads=vision.num_heads,
         mlp=mlp,
-        is_gated=_HAS_GATED_VISION_MLP[model_type],
+        is_gated=family.counted is not None and family.counted.gates_vision_mlp,
         out=out,
         merge=vision.spatial_merge_size,
         mergers=1 + len(getattr(vision, "deepstack_visual_indexes", None) or ()),
@@ -424,7 +396,7 @@ def model_size(policy: Policy, lora: LoraConfig) -> ModelSize:
     """
     config = policy.model.config
     text = config.get_text_config()
-    dimensions = dimensions_of(config, outputs=policy.num_outputs)
+    counted = policy.family.counted
     units = [*policy.layers(), *policy.mergers(), *policy.layer_embeddings()]
     ends = [] if policy.has_tied_head else [policy.head, policy.embedding]
     in_units = {parameter for unit in (*units, *ends) for parameter in unit.parameters()}
@@ -441,8 +413,8 @@ def model_size(policy: Policy, lora: LoraConfig) -> ModelSize:
         key_values=key_values(text),
         key_heads=min(config.num_key_value_heads for config in layer_configs(text)),
         tensor_parallel_sizes=tensor_parallel_sizes(config),
-        dimensions=dimensions,
-        counts_passes=dimensions is not None and text.model_type not in _PASSES_NOT_COUNTED,
+        dimensions=dimensions_of(config, outputs=policy.num_outputs),
+        counts_passes=counted is not None and counted.counts_passes,
     )
 
 
@@ -527,12 +499,12 @@ def require_tensor_parallel(hf_config: Any, size: int, *, num_workers: int) -> N
 
 def _indivisible(hf_config: Any, size: int) -> Iterator[str]:
     """Yield the parts that this number of GPUs cannot divide, as text."""
-    config = hf_config.get_text_config()
+    family, config = family_of(hf_config), hf_config.get_text_config()
     key_heads = {int(layer.num_key_value_heads) for layer in layer_configs(config)}
     if getattr(config, "is_heterogeneous", False):
         divided = [(config.num_attention_heads, "attention heads"), (config.intermediate_size, "columns in an MLP")]
     else:
-        text = text_dimensions(config)
+        text = _text_dimensions(config, family)
         divided = [
             (text.heads, "attention heads"),
             (text.mlp if text.moe_layers < text.layers else 0, "columns in an MLP"),
@@ -541,11 +513,10 @@ def _indivisible(hf_config: Any, size: int) -> Iterator[str]:
         ]
     vision = getattr(hf_config, "vision_config", None)
     if vision is not None:
-        family = family_of(hf_config)
         if not family.takes_patches:
             heads, mlp = vision.num_attention_heads, vision.intermediate_size
         else:
-            dimensions = vision_dimensions(hf_config.model_type, vision)
+            dimensions = _vision_dimensions(vision, family)
             heads, mlp = dimensions.heads, dimensions.mlp
         if family.tile_tower != "internvl_vision":  # whose attention each GPU computes in full
             divided.append((heads, "attention heads in its vision tower"))

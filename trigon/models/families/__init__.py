@@ -14,10 +14,10 @@ from importlib import import_module
 from typing import Any
 
 from trigon.errors import ModelError
-from trigon.models.families.family import ModelFamily
+from trigon.models.families.family import CountedNetwork, ModelFamily
 from trigon.system.terminal import nearest
 
-__all__ = ["ModelFamily", "family_named", "family_of", "supported_model_types"]
+__all__ = ["CountedNetwork", "ModelFamily", "family_named", "family_of", "supported_model_types"]
 
 
 def family_of(hf_config: Any) -> ModelFamily:

@@ -59,6 +59,21 @@ class TileAssembly:
     features: Callable[[Any, Tensor, Sequence[int], ImageSizes], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class CountedNetwork:
+    """What sizes.py needs besides the config to count the operations of a family's networks.
+
+    normalizes_queries: whether the queries and keys of each head are normalized.
+    gates_vision_mlp: whether the MLPs of the vision tower have three matrices (gated), not two.
+    counts_passes: whether activation_memory.py counts the tensors of a pass, too; False where norms
+    keep other tensors.
+    """
+
+    normalizes_queries: bool = False
+    gates_vision_mlp: bool = False
+    counts_passes: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
     """The properties of a model family. The defaults describe a text model like Llama.
@@ -111,6 +126,8 @@ class ModelFamily:
     frames_per_image: how many frames an image counts as in the pixel limits of its image processor.
     unused_parameters: beginnings of the names of parameters that are in the model and through which
         neither text nor images pass: frozen, and exported as they were loaded.
+    counted: how operations and activations of the networks are counted (sizes.py); None: they are
+        not, so that runs have no MFU and no estimate of activations.
     """
 
     model_type: str
@@ -142,6 +159,7 @@ class ModelFamily:
     unused_weights: str = ""
     frames_per_image: int = 1
     unused_parameters: tuple[str, ...] = ()
+    counted: CountedNetwork | None = None
 
     @property
     def has_vision(self) -> bool:
@@ -344,6 +362,7 @@ def qwen_vision_family(
     linear_attention: str = "",
     unused_weights: str = "",
     frames_per_image: int = 1,
+    counted: CountedNetwork | None = None,
 ) -> ModelFamily:
     """Return a family whose vision tower takes patches, and whose positions follow m-RoPE."""
     return ModelFamily(
@@ -359,6 +378,7 @@ def qwen_vision_family(
         linear_attention=linear_attention,
         unused_weights=unused_weights,
         frames_per_image=frames_per_image,
+        counted=counted,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers  # its classes are imported on first use
 
-from trigon.models.families.family import ModelFamily, llava_prefixes
+from trigon.models.families.family import CountedNetwork, ModelFamily, llava_prefixes
 from trigon.models.families.tiny import INITIAL_STD, ROPE, ROPE_THETA, TILE_SIZE, TinyModel, text_options
 
 _PATCH_SIZE = 14
@@ -72,8 +72,14 @@ def _project(model: Any) -> None:
 
 
 FAMILIES = (
-    ModelFamily(model_type="gemma", tiny=TinyModel(_gemma)),
-    ModelFamily(model_type="gemma3_text", tiny=TinyModel(_gemma3_text), windows=True, caps_logits=True),
+    ModelFamily(model_type="gemma", tiny=TinyModel(_gemma), counted=CountedNetwork(counts_passes=False)),
+    ModelFamily(
+        model_type="gemma3_text",
+        tiny=TinyModel(_gemma3_text),
+        windows=True,
+        caps_logits=True,
+        counted=CountedNetwork(normalizes_queries=True, counts_passes=False),
+    ),
     ModelFamily(
         model_type="gemma3",
         # transformers 5.19 writes the names of SigLIP's weights without their former prefix.

@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers  # its classes are imported on first use
 
-from trigon.models.families.family import ModelFamily
+from trigon.models.families.family import CountedNetwork, ModelFamily
 from trigon.models.families.tiny import ROPE, TinyModel, text_options
 
 
@@ -29,6 +29,6 @@ def _mistral(tokenizer: Any) -> Any:
 
 
 FAMILIES = (
-    ModelFamily(model_type="llama", tiny=TinyModel(_llama)),
-    ModelFamily(model_type="mistral", tiny=TinyModel(_mistral), windows=True),
+    ModelFamily(model_type="llama", tiny=TinyModel(_llama), counted=CountedNetwork()),
+    ModelFamily(model_type="mistral", tiny=TinyModel(_mistral), windows=True, counted=CountedNetwork()),
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers  # its classes are imported on first use
 
-from trigon.models.families.family import ModelFamily, qwen_vision_family
+from trigon.models.families.family import CountedNetwork, ModelFamily, qwen_vision_family
 from trigon.models.families.tiny import (
     EXPERTS,
     INITIAL_STD,
@@ -80,12 +80,20 @@ def _qwen2_5_vl_processor(tokenizer: Any) -> Any:
 
 
 FAMILIES = (
-    ModelFamily(model_type="qwen2", tiny=TinyModel(_dense)),
-    ModelFamily(model_type="qwen2_moe", tiny=TinyModel(_moe), experts="separate"),
+    ModelFamily(model_type="qwen2", tiny=TinyModel(_dense), counted=CountedNetwork()),
+    ModelFamily(model_type="qwen2_moe", tiny=TinyModel(_moe), experts="separate", counted=CountedNetwork()),
     qwen_vision_family(
-        "qwen2_vl", TinyModel(_qwen2_vl, _qwen2_vl_processor), video="patches", checkpoint_prefixes=_NAMES
+        "qwen2_vl",
+        TinyModel(_qwen2_vl, _qwen2_vl_processor),
+        video="patches",
+        checkpoint_prefixes=_NAMES,
+        counted=CountedNetwork(),
     ),
     qwen_vision_family(
-        "qwen2_5_vl", TinyModel(_qwen2_5_vl, _qwen2_5_vl_processor), video="seconds", checkpoint_prefixes=_NAMES
+        "qwen2_5_vl",
+        TinyModel(_qwen2_5_vl, _qwen2_5_vl_processor),
+        video="seconds",
+        checkpoint_prefixes=_NAMES,
+        counted=CountedNetwork(gates_vision_mlp=True),
     ),
 )

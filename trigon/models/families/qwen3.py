@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers  # its classes are imported on first use
 
-from trigon.models.families.family import ModelFamily, qwen_vision_family
+from trigon.models.families.family import CountedNetwork, ModelFamily, qwen_vision_family
 from trigon.models.families.tiny import EXPERTS, ROPE, VISION, TinyModel, media_tokens, patch_sizes, text_options
 
 
@@ -60,10 +60,23 @@ def processor(tokenizer: Any) -> Any:
     )
 
 
+_COUNTED = CountedNetwork(normalizes_queries=True)
+
 FAMILIES = (
-    ModelFamily(model_type="qwen3", tiny=TinyModel(_dense)),
-    ModelFamily(model_type="qwen3_moe", tiny=TinyModel(_moe), experts="separate"),
-    qwen_vision_family("qwen3_vl", TinyModel(_vl_dense, processor), video="timestamps", deepstack=True),
+    ModelFamily(model_type="qwen3", tiny=TinyModel(_dense), counted=_COUNTED),
+    ModelFamily(
+        model_type="qwen3_moe",
+        tiny=TinyModel(_moe),
+        experts="separate",
+        counted=_COUNTED,
+    ),
+    qwen_vision_family(
+        "qwen3_vl",
+        TinyModel(_vl_dense, processor),
+        video="timestamps",
+        deepstack=True,
+        counted=_COUNTED,
+    ),
     # transformers 5.19 writes the stacks of experts without transposing them.
     qwen_vision_family(
         "qwen3_vl_moe",
@@ -71,5 +84,6 @@ FAMILIES = (
         video="timestamps",
         deepstack=True,
         experts="transposed",
+        counted=_COUNTED,
     ),
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import transformers  # its classes are imported on first use
 
-from trigon.models.families.family import ModelFamily, qwen_vision_family
+from trigon.models.families.family import CountedNetwork, ModelFamily, qwen_vision_family
 from trigon.models.families.qwen3 import processor
 from trigon.models.families.tiny import (
     EXPERTS,
@@ -69,6 +69,8 @@ def _initialize_next(model: Any) -> None:
     slow_decay(model.model.layers)
 
 
+_COUNTED = CountedNetwork(normalizes_queries=True)
+
 FAMILIES = (
     qwen_vision_family(
         "qwen3_5",
@@ -76,6 +78,7 @@ FAMILIES = (
         video="timestamps",
         linear_attention="linear_attn",
         unused_weights="mtp.",  # layers that predict more than one token
+        counted=_COUNTED,
     ),
     # transformers 5.19 writes each expert by itself.
     qwen_vision_family(
@@ -85,6 +88,7 @@ FAMILIES = (
         experts="stacked",
         linear_attention="linear_attn",
         unused_weights="mtp.",
+        counted=_COUNTED,
     ),
     ModelFamily(
         model_type="qwen3_next",
@@ -92,5 +96,6 @@ FAMILIES = (
         experts="separate",
         linear_attention="linear_attn",
         unused_weights="mtp.",  # layers that predict more than one token
+        counted=_COUNTED,
     ),
 )
