@@ -145,14 +145,19 @@ def test_a_gradient_that_is_not_finite_is_skipped(tiny_vlm):
     assert all(torch.equal(part, before[name]) for name, part in critic.policy.named_parameters())
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4], ids=["full", "lora"])
-def test_a_restored_critic_continues_bit_for_bit(tiny_vlm, tmp_path, lora_rank):
+@pytest.mark.parametrize(
+    "options",
+    # The head is in float32 beside weights in bfloat16, and has other optimizer states than they.
+    [{}, {"lora_rank": 4}, {"dtype": torch.bfloat16, "strategy": "adamw_bf16"}],
+    ids=["full", "lora", "bf16"],
+)
+def test_a_restored_critic_continues_bit_for_bit(tiny_vlm, tmp_path, options):
     steps = [to_learn(make_rollouts(tiny_vlm, seed=seed)) for seed in (1, 20, 40)]
-    critic = make_critic(tiny_vlm, lora_rank=lora_rank)
+    critic = make_critic(tiny_vlm, **options)
     for groups in steps[:2]:
         critic.step(groups)
     critic.save_state(tmp_path, model_only=False)()
-    resumed = make_critic(tiny_vlm, lora_rank=lora_rank)
+    resumed = make_critic(tiny_vlm, **options)
     resumed.load_state(tmp_path)
     probe = make_rollouts(tiny_vlm, seed=60)
     assert torch.equal(flat(resumed.values(probe)), flat(critic.values(probe)))

@@ -42,12 +42,13 @@ def make_value_model(
     folder: Path,
     *,
     device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
     lora_rank: int = 0,
     head_seed: int | None = 0,
     freeze: bool = False,
 ) -> ValueModel:
     """Return the value model of a model folder. head_seed: of a random head; None: zeros."""
-    loaded = load_model(str(folder), dtype=torch.float32, device=device)
+    loaded = load_model(str(folder), dtype=dtype, device=device)
     model = ValueModel(loaded, processors_of(folder).family, temperature=1.0, banned_token_ids=())
     if freeze:
         model.freeze_vision_tower()
@@ -72,6 +73,7 @@ def make_critic(
     *,
     max_tokens: int = ONE_ROW,
     sharding: Sharding | None = None,
+    dtype: torch.dtype = torch.float32,
     lora_rank: int = 0,
     strategy: str = "adamw",
     averaging: str = "token",
@@ -84,7 +86,7 @@ def make_critic(
     """Return the critic of a model folder; with sharding, one rank of the default process group."""
 
     def make(device: torch.device, *, as_stored: bool = False) -> ValueModel:
-        return make_value_model(folder, device=device, lora_rank=lora_rank, freeze=freeze)
+        return make_value_model(folder, device=device, dtype=dtype, lora_rank=lora_rank, freeze=freeze)
 
     process_group = SingleProcess() if sharding is None else TorchProcessGroup(CPU)
     model = make(CPU) if sharding is None else open_sharded(make, process_group, sharding, CPU)
@@ -97,7 +99,7 @@ def make_critic(
         plan_for(max_tokens),
         Placement(
             device=CPU,
-            compute_dtype=torch.float32 if sharding is None else None,
+            compute_dtype=dtype if sharding is None else None,
             offload_params=offload,
             offload_optimizer=offload,
             process_group=process_group,

@@ -27,7 +27,7 @@ from trigon.models.lora import adapter_config
 from trigon.models.policy import Policy
 from trigon.models.value import HEAD_NAME
 from trigon.system.files import read_json_object, write_json
-from trigon.training.optim import STEP, on_this_rank, state_dtype, step_device
+from trigon.training.optim import STEP, on_this_rank, state_dtypes, step_device
 from trigon.training.parallel import ProcessGroup
 from trigon.training.state import ShardedFiles, copy_to_host, load_tensors, save_tensors
 from trigon.types import NamedTensors
@@ -244,8 +244,8 @@ def _empty_optimizer_tensors(
 ) -> dict[str, Tensor]:
     """Return a tensor for every optimizer state in the folder.
 
-    Raises: CheckpointError if a state belongs to no trainable parameter, or a parameter lacks a
-    state that another one has.
+    Raises: CheckpointError if a state belongs to no trainable parameter, or if a parameter has some
+    of its states and lacks another one.
     """
     tensors: dict[str, Tensor] = {}
     unknown: list[str] = []
@@ -253,16 +253,17 @@ def _empty_optimizer_tensors(
     # state.
     for state_name in ShardedFiles(folder).tensors:
         name, _, key = state_name.rpartition("/")
-        if name not in trainable:
+        dtypes = state_dtypes(trainable[name], strategy) if name in trainable else {}
+        if key not in dtypes:
             unknown.append(state_name)
         elif key == STEP:
             tensors[state_name] = torch.zeros((), device=step_device(trainable[name], strategy))
         else:
-            dtype = state_dtype(trainable[name], key, strategy)
-            tensors[state_name] = torch.zeros_like(trainable[name], dtype=dtype)
-    keys = {state_name.rpartition("/")[2] for state_name in tensors}
+            tensors[state_name] = torch.zeros_like(trainable[name], dtype=dtypes[key])
     names = {state_name.rpartition("/")[0] for state_name in tensors}
-    missing = sorted(f"{name}/{key}" for name in names for key in keys if f"{name}/{key}" not in tensors)
+    # Not those that another parameter has: in adamw_bf16 they depend on the dtype of the parameter.
+    states = (f"{name}/{key}" for name in names for key in state_dtypes(trainable[name], strategy))
+    missing = sorted(state for state in states if state not in tensors)
     if unknown or missing:
         raise CheckpointError(
             f"the optimizer states in {folder} do not match this model: unknown {sorted(unknown)[:3]}, missing "

@@ -91,16 +91,27 @@ def on_this_rank(tensor: Tensor) -> Tensor:
     return tensor if local is None else cast(Tensor, local())
 
 
-def state_bytes(parameter: Tensor, strategy: OptimizerStrategy) -> int:
-    """Return the bytes of the optimizer states of one parameter."""
+def state_dtypes(parameter: Tensor, strategy: OptimizerStrategy) -> dict[str, torch.dtype]:
+    """Return the dtype of each optimizer state of a parameter, by its name ("exp_avg").
+
+    Each has the shape of the parameter, except STEP, which is a scalar.
+    """
     match strategy:
         case "adamw":
-            each = 2 * parameter.element_size()
+            moments = {"exp_avg": parameter.dtype, "exp_avg_sq": parameter.dtype}
         case "adamw_bf16":
-            each = parameter.element_size() + 4 + (2 if parameter.dtype == torch.bfloat16 else 0)
+            moments = {"exp_avg": parameter.dtype, "exp_avg_sq": torch.float32}
+            if parameter.dtype == torch.bfloat16:
+                moments[LOW_BITS] = torch.int16
         case _:
             assert_never(strategy)
-    return parameter.numel() * each
+    return {STEP: torch.float32, **moments}
+
+
+def state_bytes(parameter: Tensor, strategy: OptimizerStrategy) -> int:
+    """Return the bytes of the optimizer states of one parameter, without STEP."""
+    dtypes = state_dtypes(parameter, strategy)
+    return parameter.numel() * sum(dtype.itemsize for name, dtype in dtypes.items() if name != STEP)
 
 
 def update_bytes(parameters: Iterable[Tensor], strategy: OptimizerStrategy) -> int:
@@ -142,13 +153,6 @@ def move_states(optimizer: Optimizer, device: torch.device) -> None:
         for key, value in state.items():
             if key != STEP:
                 state[key] = value.to(device)
-
-
-def state_dtype(parameter: Tensor, key: str, strategy: OptimizerStrategy) -> torch.dtype:
-    """Return the dtype of one optimizer state of a parameter. key: its name, such as "exp_avg"."""
-    if strategy == "adamw_bf16" and key == "exp_avg_sq":
-        return torch.float32
-    return torch.int16 if key == LOW_BITS else parameter.dtype
 
 
 class AdamWBf16(Optimizer):
