@@ -166,6 +166,18 @@ def test_the_rule_in_chunks_is_the_rule_token_by_token() -> None:
     torch.testing.assert_close(final, state, atol=1e-12, rtol=0)
 
 
+def test_autocast_does_not_round_the_rule() -> None:
+    """A single process computes with autocast, ranks that shard a policy without it."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 256, 2, 16, generator=generator).bfloat16() for _ in range(3))
+    decay, beta = -0.1 * torch.rand(1, 256, 2, generator=generator), torch.rand(1, 256, 2, generator=generator)
+    inputs = (query, key, value, decay, beta)
+    expected = gated_delta_rule(*inputs, state=None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gated_delta_rule(*inputs, state=None)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_zeros_leave_the_state_unchanged() -> None:
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(1, 8, 1, 4, generator=generator) for _ in range(3))

@@ -15,9 +15,11 @@ from support.models import processors_of
 from support.oracle import load_hugging_face, make_group, make_prompt, pack_groups
 from support.tensors import flatten
 from trigon.algorithms.reduce import expert_shares, load_balancing_loss
+from trigon.data.packing import pack_rollouts, tokens_of
 from trigon.metrics import values
 from trigon.models.load import load_model
 from trigon.models.policy import Policy
+from trigon.models.positions import positions_of
 
 MOE = ["qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_next"]
 BALANCED = with_loss(router_aux_loss_coef=1.0)
@@ -134,6 +136,18 @@ def test_updates_spread_the_tokens_over_the_experts(tiny_model: TinyModel) -> No
     losses = [values(engine.step(groups))["actor/router_aux_loss"] for _ in range(8)]
     assert losses[-1] < losses[0]
     assert losses[-1] < 2.05  # 2 experts per token: 2.0 if all are used alike
+
+
+def test_autocast_does_not_round_the_load_of_the_experts(tiny_model: TinyModel) -> None:
+    """A single process computes with autocast, ranks that shard a policy without it."""
+    folder = tiny_model("qwen3_moe")
+    policy, groups = make_engine(folder).policy, make_rollouts(folder)
+    [row] = pack_rollouts(groups, max_tokens=ONE_ROW, positions=positions_of(policy.family, policy.model.config))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        load = policy(row.packed, router_load=True).router_probabilities.detach()
+    assert load.dtype == torch.float32
+    # The probabilities of a token add up to 1, and one layer has experts.
+    assert float(load.sum()) == pytest.approx(sum(map(tokens_of, groups)), rel=1e-5)
 
 
 def test_without_the_option_there_is_no_such_metric(tiny_model: TinyModel) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trigon.models.attention_metadata import RECURRENT_CHUNK, AttentionMetadata, Recurrence, Segmentation
+from trigon.models.dtypes import autocast_off
 from trigon.models.families import ModelFamily
 from trigon.models.kernels import FLASH_DTYPES, gather_keys
 from trigon.models.sequence_parallel import heads_for_tokens, parts_for_heads
@@ -202,27 +203,29 @@ def gated_delta_rule(
     query, key = (part.repeat_interleave(repeats, 1) for part in (query * query.shape[-1] ** -0.5, key))
     value, decay, beta = chunks(value), chunks(decay).cumsum(-1), chunks(beta)[..., None]
 
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=query.device).triu(1)
-    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
-    since, until = decay.exp()[..., None], (decay[..., -1:] - decay).exp()[..., None]
-    # What a token writes depends on what earlier tokens of the chunk wrote: a triangular system,
-    # whose right side is what it would write into an empty state, and what it reads of the state.
-    system = (beta * key) @ key.mT * between
-    right = torch.cat([beta * value, beta * key * since], -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    written, read = torch.split(solved, [value.shape[-1], key.shape[-1]], -1)
+    with autocast_off(query.device):  # which would make these products in 16 bits
+        later = torch.ones(chunk, chunk, dtype=torch.bool, device=query.device).triu(1)
+        between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
+        since, until = decay.exp()[..., None], (decay[..., -1:] - decay).exp()[..., None]
+        # What a token writes depends on what earlier tokens of the chunk wrote: a triangular
+        # system, whose right side is what it would write into an empty state, and what it reads of
+        # the state.
+        system = (beta * key) @ key.mT * between
+        right = torch.cat([beta * value, beta * key * since], -1)
+        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        written, read = torch.split(solved, [value.shape[-1], key.shape[-1]], -1)
 
-    within, query, key = query @ key.mT * between, query * since, key * until
-    outputs = []
-    for index in range(value.shape[2]):
-        if state is None:
-            new = written[:, :, index]
-            outputs.append(within[:, :, index] @ new)
-            state = key[:, :, index].mT @ new
-        else:
-            new = written[:, :, index] - read[:, :, index] @ state
-            outputs.append(query[:, :, index] @ state + within[:, :, index] @ new)
-            state = state * since[:, :, index, -1:] + key[:, :, index].mT @ new
+        within, query, key = query @ key.mT * between, query * since, key * until
+        outputs = []
+        for index in range(value.shape[2]):
+            if state is None:
+                new = written[:, :, index]
+                outputs.append(within[:, :, index] @ new)
+                state = key[:, :, index].mT @ new
+            else:
+                new = written[:, :, index] - read[:, :, index] @ state
+                outputs.append(query[:, :, index] @ state + within[:, :, index] @ new)
+                state = state * since[:, :, index, -1:] + key[:, :, index].mT @ new
     assert state is not None
     return torch.cat(outputs, 2).transpose(1, 2), state
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trigon.models.dtypes import autocast_off
 from trigon.models.families import ModelFamily
 from trigon.types import NO_RECORD
 
@@ -138,7 +139,8 @@ def _weights(logits: Tensor, experts: Tensor, *, normalized: bool) -> Tensor:
 def _add_load(load: RouterLoad, number: int, logits: Tensor, experts: Tensor, counted: Tensor) -> None:
     # A layer that is computed again does the same, and changes nothing.
     probabilities = functional.softmax(logits, dim=-1, dtype=torch.float32)
-    load.probabilities.setdefault(number, counted @ probabilities)
+    with autocast_off(logits.device):  # the product would be in 16 bits
+        load.probabilities.setdefault(number, counted @ probabilities)
     # Sums of ones are exact in any order.
     each = counted[:, None].expand_as(experts).flatten()
     load.assignments.setdefault(number, torch.zeros_like(probabilities[0]).scatter_add(0, experts.flatten(), each))
