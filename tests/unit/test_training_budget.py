@@ -12,11 +12,11 @@ import torch
 from test_training_parallel import ThreadRanks
 
 from support.critics import make_critic
-from support.engines import FULL_KL, make_engine, make_rollouts, to_train, weights_of, with_loss
+from support.engines import FULL_KL, KL, make_engine, make_rollouts, to_train, weights_of, with_loss
 from trigon.data.packing import tokens_of
 from trigon.errors import ConfigError
 from trigon.metrics import values
-from trigon.training.budget import Budgets, Lengths, dummy_group, tune_engines
+from trigon.training.budget import Budgets, Lengths, as_rollouts, dummy_group, tune_engines
 from trigon.training.device_memory import HostMemory
 from trigon.training.parallel import SingleProcess
 from trigon.types import TrainGroup
@@ -233,6 +233,39 @@ def test_a_pass_takes_the_same_memory_each_time_and_a_larger_one_grows_linearly(
     # groups is 4.6 % too low, which is less than the headroom, and a pass of the size of the budget
     # verifies it.
     assert 0.8 * 2 * (two - one) < four - two < 1.05 * 2 * (two - one)
+
+
+@pytest.mark.parametrize(
+    ("config", "scoring", "updating"),
+    [(KL, 1, 1), (FULL_KL, 1, 2), (with_loss(FULL_KL, use_kl_loss=False), 2, 1)],
+    ids=["sampled", "in the loss", "in the reward"],
+)
+def test_a_pass_is_measured_with_a_reference_only_where_the_run_needs_one(tiny_model, config, scoring, updating):
+    """With LoRA the policy is its own reference: it then makes two passes."""
+    passes = []
+    engine = make_engine(tiny_model("qwen2"), config=config, lora_rank=4)
+    engine.policy.layers()[0].register_forward_pre_hook(lambda layer, inputs: passes.append(layer))
+    groups = [make_dummy_group(engine.policy, LENGTHS, 2)]
+    engine.dry_run(as_rollouts(groups))
+    assert len(passes) == scoring
+    passes.clear()
+    with engine.dry_run_updates() as update:
+        update(groups)
+        assert len(passes) == updating
+
+
+def test_the_memory_of_a_pass_has_the_load_of_the_experts_if_the_loss_balances_it(tiny_model):
+    folder, memory = tiny_model("qwen3_moe"), HostMemory(shared_by=1)
+    peaks = []
+    for coefficient in (0.0, 0.1):
+        engine = make_engine(folder, config=with_loss(router_aux_loss_coef=coefficient))
+        groups = [make_dummy_group(engine.policy, LENGTHS, 26)]
+        with engine.dry_run_updates() as update:
+            update(groups)
+            peaks.append(memory.peak_bytes(lambda update=update, groups=groups: update(groups)))
+        assert all(part.grad is None for part in engine.policy.parameters())
+    tokens, experts = sum(map(tokens_of, groups)), engine.policy.num_experts
+    assert peaks[1] - peaks[0] >= 4 * tokens * experts
 
 
 @pytest.fixture

@@ -346,18 +346,26 @@ class LocalTrainEngine:
     def _dry_run_update(self, groups: Sequence[TrainGroup]) -> None:
         """Make one update pass over all groups in one row. The gradients are discarded later."""
         [batch] = pack_train(groups, max_tokens=sum(map(tokens_of, groups)), positions=self._positions)
+        shares = None
+        if self._loss.balances_experts:  # any, since their values do not change the memory of a pass
+            shares = ExpertShares(torch.zeros(self._policy.num_experts, device=self._device), tokens=1.0)
         self._process_group.before_forward(self._policy, sync_gradients=False)
         self._loss.backward(
             to_device(batch, self._device),
             Denominators(tokens=len(batch.loss_mask), sequences=batch.num_sequences),
             run_dummy_vision=bool(batch.packed.visions),
             gradient_scale=1.0,
+            shares=shares,
         )
 
     def dry_run(self, groups: Sequence[RolloutGroup]) -> None:
-        """Make the pass of logprobs or full_kl over all groups in one row; discard the result."""
+        """Make the longest pass of a step without gradient over all groups in one row.
+
+        It is that of logprobs, or of full_kl if the run makes that one. Discards the result.
+        """
         self.wake(optimizer=False)
-        self._scorer.dry_run(groups, against=self._reference)
+        has_full_kl = self._config.algorithm.kl_in_reward == "full"
+        self._scorer.dry_run(groups, against=self._reference if has_full_kl else None)
 
     def use_budgets(self, *, update_max_tokens: int, score_max_tokens: int) -> None:
         """Set the token budgets of a packed row with and without gradient."""
