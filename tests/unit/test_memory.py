@@ -170,6 +170,31 @@ def test_the_memory_of_a_run_in_numbers():
     ]
 
 
+@pytest.mark.extended
+def test_an_offloaded_reference_is_on_a_gpu_only_where_one_worker_computes_with_it():
+    """FSDP moves it unit by unit, in updates with the full KL too."""
+    full_kl = {"algorithm.use_kl_loss": True, "algorithm.kl_penalty": "full"}
+    for changes, in_update in (({"algorithm.use_kl_loss": True}, False), (full_kl, True)):
+        for workers, phases in ((1, {"log-probs": True, "update": in_update}), (8, {})):
+            config = configured(VL_7B, {**changes, "trainer.n_gpus_per_node": workers})
+            assert config.worker.ref.fsdp.enable_cpu_offload
+            memory = count(config)
+            for phase in ("log-probs", "update"):
+                reference = parts_of(memory, phase).get("reference model", 0)
+                assert reference == (2 * WEIGHTS if phases.get(phase) else 0)
+
+
+@pytest.mark.extended
+def test_workers_with_a_copy_each_compute_in_the_format_that_fsdp_gathers():
+    sharded, copies = (count(configured(VL_7B, {**EIGHT, "worker.actor.fsdp.fsdp_size": size})) for size in (-1, 1))
+    in_pass = ("activations", "logits", "gradients of one layer", "layers gathered by FSDP")
+    for phase in ("log-probs", "update"):
+        one, other = parts_of(sharded, phase), parts_of(copies, phase)
+        assert [one[name] for name in in_pass if name in one] == [other[name] for name in in_pass if name in one]
+        assert "copies of weights" not in other
+        assert other["weights"] == 8 * one["weights"]
+
+
 # -- separate workers ------------------------------------------------------------------------------
 
 

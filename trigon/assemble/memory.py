@@ -341,6 +341,8 @@ class _Trained:
         self.trains = not config.trainer.val_only
         self.ranks = config.trainer.n_gpus_per_node
         self._shards = config.workers_per_copy
+        # FSDP gathers weights in the format of the passes, with a copy for each worker too.
+        self._is_sharded = config.num_workers > 1
         self._compute = DTYPES[actor.fsdp.mp_param_dtype]
 
         dtype, weights, adapters = DTYPES[actor.weight_dtype], size.all, size.all.adapters(actor.model)
@@ -384,11 +386,8 @@ class _Trained:
 
     def scoring(self) -> list[Part]:
         """Return the model and a pass without gradient on the GPU, of its reference too."""
-        # FSDP moves the shards of an offloaded reference unit by unit.
-        moves_units = self._reference_rests_in == "host" and self._shards > 1
-        reference = _exactly("reference model", 0 if moves_units else self._reference_bytes)
         states = [] if self._states_rest_in == "host" else [self._states()]
-        return [self.weights(), *states, reference, *self._pass_parts(updates=False)]
+        return [self.weights(), *states, self._reference(works=True), *self._pass_parts(updates=False)]
 
     def updating(self) -> list[Part]:
         """Return the model and a pass with gradient on the GPU."""
@@ -399,11 +398,17 @@ class _Trained:
         return [*self._in_update(), Part("temporaries of the optimizer", self._step_bytes, 0)]
 
     def _in_update(self) -> list[Part]:
-        in_place = self._full_kl or self._reference_rests_in == "GPU"
-        reference = _exactly("reference model", self._reference_bytes if in_place else 0)
         gradients = _exactly(f"{self._prefix}gradients", self.sizes.gradient_bytes)
         at_work = [] if self._fsdp_offload else [self.weights(), gradients, self._states()]
-        return [*at_work, reference]
+        return [*at_work, self._reference(works=self._full_kl)]
+
+    def _reference(self, *, works: bool) -> Part:
+        """Return the reference on the GPU. works: whether it makes passes in this phase.
+
+        FSDP moves the shards of an offloaded one unit by unit.
+        """
+        is_there = self._reference_rests_in == "GPU" or (works and not self._is_sharded)
+        return _exactly("reference model", self._reference_bytes if is_there else 0)
 
     def _states(self) -> Part:
         return _exactly(f"{self._prefix}optimizer states", self.sizes.optimizer_bytes)
@@ -483,7 +488,7 @@ class _Trained:
         counted = Pass(
             model=dimensions,
             groups=_longest_row(config, dimensions, longest if measures_budgets else micro * longest),
-            weight=self._weight_dtype.itemsize if self._shards == 1 else compute,
+            weight=compute if self._is_sharded else self._weight_dtype.itemsize,
             compute=compute,
             checkpointing=actor.model.enable_gradient_checkpointing,
             trains_weights=actor.model.lora.rank == 0,
@@ -504,7 +509,7 @@ class _Trained:
         The root, and either a layer and the next one, or the head. With gradients a unit has them
         in full as well, and once more in the format in which they are reduced.
         """
-        if self._shards == 1 and not self._fsdp_offload:
+        if not self._is_sharded:
             return Part("layers gathered by FSDP", 0, 0)
         size, model, fsdp = self.size, self.config.worker.actor.model, self.config.worker.actor.fsdp
         compute = self._compute.itemsize
