@@ -19,6 +19,7 @@ OVERSAMPLING = "worker.rollout.oversampling=0.25"
 ADAPTIVE = "algorithm.kl_type=adaptive data.rollout_batch_size=512 worker.actor.global_batch_size=128"
 FILTERING = "algorithm.online_filtering=true"
 BF16, FP16 = "worker.actor.fsdp.torch_dtype=bf16", "worker.actor.fsdp.torch_dtype=fp16"
+EXACT, EXACT_CRITIC = (f"worker.{model}.fsdp.mp_param_dtype=fp32" for model in ("actor", "critic"))
 ADAMW_BF16, LORA = "worker.actor.optim.strategy=adamw_bf16", "worker.actor.model.lora.rank=8"
 OFFLOAD, KEEP = "model.enable_activation_offload=true", "model.enable_gradient_checkpointing=false"
 SMALL_BATCH, UNSPLIT = "worker.rollout.max_num_batched_tokens=1000", "worker.rollout.enable_chunked_prefill=false"
@@ -97,6 +98,14 @@ PROBLEMS = [
     ),
     (f"{GAE} worker.critic.fsdp.torch_dtype=bf16", "worker.critic.optim.strategy=adamw_bf16"),
     (f"{GAE} worker.critic.fsdp.mp_param_dtype=fp16", "worker.critic.fsdp.mp_param_dtype is fp16"),
+    *(
+        (f"{BF16} {EXACT} {other}", "mp_param_dtype is fp32", "weights are in bf16", "torch_dtype=fp32")
+        for other in (ADAMW_BF16, LORA, "trainer.val_only=true")
+    ),
+    (
+        f"{GAE} worker.critic.fsdp.torch_dtype=bf16 worker.critic.optim.strategy=adamw_bf16 {EXACT_CRITIC}",
+        "worker.critic.fsdp.mp_param_dtype is fp32",
+    ),
     *(
         (
             f"{GAE} worker.{model}.{OFFLOAD} worker.{model}.{KEEP}",
@@ -181,6 +190,7 @@ NO_WARNING = [
     f"{BF16} {ADAMW_BF16}",
     "worker.actor.fsdp.mp_param_dtype=fp16 trainer.val_only=true",
     *(f"{dtype} {untrained}" for dtype in (BF16, FP16) for untrained in (LORA, "trainer.val_only=true")),
+    *(f"{EXACT} {other}" for other in ("", LORA, f"{BF16} {ADAMW_BF16} trainer.n_gpus_per_node=2")),
     f"{ADAPTIVE} algorithm.kl_horizon=10000",
     f"{ADAPTIVE} algorithm.kl_horizon=100 algorithm.kl_coef=0",
     "worker.actor.loss_type=cispo worker.actor.clip_ratio_low=1 worker.actor.cispo_cap=5",

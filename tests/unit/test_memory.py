@@ -332,6 +332,10 @@ ROWS = {"trainer.auto_micro_batch": False, "worker.actor.micro_batch_size_per_de
             {ACTIVATION_OFFLOAD: True, "worker.actor.model.lora.rank": 8},
             ["data.max_response_length", "trainer.n_gpus_per_node=2"],
         ),
+        (
+            {ACTIVATION_OFFLOAD: True, "worker.actor.fsdp.mp_param_dtype": "fp32"},
+            ["data.max_response_length", "mp_param_dtype=bf16"],  # not wider than weights in bf16
+        ),
     ],
 )
 def test_remedies_for_a_gpu_out_of_memory_are_options_that_the_run_does_not_have_yet(changes, first):

@@ -89,6 +89,8 @@ def _of_passes(config: Config, name: Model, device: DeviceType) -> Iterator[list
         yield [{**checkpointing, f"{section}.model.enable_activation_offload": True}]
     yield _lengths(config)
     bf16 = {f"{section}.fsdp.torch_dtype": "bf16"}
+    if config.num_workers == 1 and trained.fsdp.mp_param_dtype == "fp32":  # which is not wider than the weights
+        bf16 |= {f"{section}.fsdp.mp_param_dtype": "bf16"}
     if trained.model.lora.rank > 0:
         if dtype == "fp32":
             yield [bf16]

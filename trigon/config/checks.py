@@ -337,6 +337,22 @@ def _check_formats(config: Config, *, model: _Model) -> Iterator[str]:
     )
 
 
+def _check_pass_format(config: Config, *, model: _Model) -> Iterator[str]:
+    """Find passes of a single worker in a wider format than its weights have.
+
+    It computes with autocast, which narrows. FSDP, with several workers, gathers in any format.
+    """
+    section, name = _trained(config, model), f"worker.{model}"
+    if section is None or config.num_workers > 1:
+        return
+    if section.fsdp.mp_param_dtype == "fp32" and section.weight_dtype != "fp32":
+        yield (
+            f"{name}.fsdp.mp_param_dtype is fp32, but the weights are in {section.weight_dtype} "
+            f"({name}.fsdp.torch_dtype), and a single worker cannot compute in a wider format than theirs; set "
+            f"{name}.fsdp.mp_param_dtype=bf16, or {name}.fsdp.torch_dtype=fp32"
+        )
+
+
 def _check_fsdp_size(config: Config, *, model: _Model) -> Iterator[str]:
     section = _trained(config, model)
     if section is not None and config.num_workers % config.workers_per_copy_of(section):
@@ -529,6 +545,7 @@ _CHECKS: tuple[Callable[[Config], Iterable[str]], ...] = (
     _check_val_batch_size,
     _check_pixels,
     *_of_each_model(_check_formats),
+    *_of_each_model(_check_pass_format),
     _check_group_size,
     _check_kl_in_reward,
     _check_overlong_filtering,
