@@ -257,7 +257,7 @@ class _Tuner:
         # Of ranks that compute a row together each has a part of them.
         ranks_per_row = 1 if policy.row_ranks is None else policy.row_ranks.size
         self._num_completions = ceil(ranks_per_row * policy.logprob_chunk / lengths.response_tokens)
-        self._group, self._large_group = (
+        self._longest, self._group, self._large_group = (
             dummy_group(
                 policy,
                 prompt_tokens=lengths.prompt_tokens,
@@ -265,7 +265,7 @@ class _Tuner:
                 image_pixels=lengths.image_pixels,
                 num_completions=num_completions,
             )
-            for num_completions in (self._num_completions, 2 * self._num_completions)
+            for num_completions in (1, self._num_completions, 2 * self._num_completions)
         )
         self._smallest_group = dummy_group(
             policy, prompt_tokens=1, response_tokens=1, image_pixels=lengths.image_pixels, num_completions=1
@@ -277,9 +277,8 @@ class _Tuner:
         Raises: ConfigError also if the activations of the longest sequence exceed host memory.
         """
         # The first pass allocates the gradients, which most passes find allocated.
-        if self._peak_bytes(make_pass, [self._group]) is None:
-            raise self._does_not_fit(what, math.inf, self._memory.free_bytes())
-        per_token = host_bytes_at_most(self._policy.offloaded_bytes) / tokens_of(self._group)
+        _, tokens_of_pass = self._smallest_pass(make_pass, what)
+        per_token = host_bytes_at_most(self._policy.offloaded_bytes) / tokens_of_pass
         if per_token > 0:
             limit = self._host_limit(per_token, limit)
         tokens, used_bytes = self.max_tokens(make_pass, reserved_bytes=reserved_bytes, limit=limit, what=what)
@@ -330,9 +329,9 @@ class _Tuner:
 
     def _fit(self, make_pass: Pass, what: str) -> _LinearFit:
         """Measure one group, a group with twice as many completions, and two groups."""
-        one = self._peak_bytes(make_pass, [self._group])
-        if one is None:
-            raise self._does_not_fit(what, math.inf, self._memory.free_bytes())
+        one, tokens_of_one = self._smallest_pass(make_pass, what)
+        if tokens_of_one < tokens_of(self._group):
+            return _LinearFit(fixed_bytes=0.0, bytes_per_token=one / tokens_of_one)
         at_most = 2 * one  # of either of the two larger passes
         if self._is_short_of(at_most):
             # What does not grow with the row counts once.
@@ -349,6 +348,18 @@ class _Tuner:
         per_prompt_token = (two - large) / prompt_tokens
         fixed = one - per_completion_token * completion_tokens - per_prompt_token * prompt_tokens
         return _LinearFit(fixed_bytes=max(fixed, 0.0), bytes_per_token=max(per_completion_token, per_prompt_token, 1.0))
+
+    def _smallest_pass(self, make_pass: Pass, what: str) -> tuple[int, int]:
+        """Return the peak memory of the first pass that fits, and its tokens.
+
+        It is that of a group whose completions fill a chunk of logits, or of the longest sequence.
+        Raises: ConfigError if neither fits.
+        """
+        for group in (self._group, self._longest):
+            peak = self._peak_bytes(make_pass, [group])
+            if peak is not None:
+                return peak, tokens_of(group)
+        raise self._does_not_fit(what, math.inf, self._memory.free_bytes())
 
     def _fits(self, make_pass: Pass, num_groups: int, usable_bytes: float) -> bool:
         """Make a pass over num_groups groups, and return whether it fits on all ranks."""
