@@ -250,9 +250,11 @@ LIMITS = {
     " With LoRA, `null` is `fsdp.mp_param_dtype`, since its frozen weights lose nothing",
     "worker.critic.model.model_path": "`null` is the policy's model; an error in EasyR1",
     "worker.critic.fsdp.torch_dtype": "as `worker.actor.fsdp.torch_dtype`",
-    "worker.critic.fsdp.mp_param_dtype": "not `fp16`, whose gradients would need scaling",
+    "worker.critic.fsdp.mp_param_dtype": "not `fp16`, whose gradients would need scaling; on a single worker not `fp32`"
+    " with weights in 16 bits",
     "trainer.critic_warmup": "the policy is not updated in this number of steps; in EasyR1 in one fewer",
-    "worker.actor.fsdp.mp_param_dtype": "not `fp16`, whose gradients would need scaling",
+    "worker.actor.fsdp.mp_param_dtype": "not `fp16`, whose gradients would need scaling; on a single worker not `fp32`"
+    " with weights in 16 bits",
 }
 """Combinations of an option with others that are errors here."""
 
