@@ -213,6 +213,29 @@ def test_every_option_that_a_page_names_exists(page: str) -> None:
     assert sorted(name for name in names if name not in known and not name.endswith(("_key", ".py", ".jsonl"))) == []
 
 
+METRICS = re.compile(r"[\"'`]((?:actor|critic|data|filter|group|parity|rollout|staleness|timing_s|val)/[a-z_]+)[\"'`]")
+"""Metrics in code. What a reward function returns names others, such as those under `reward/`."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "/from-" not in page])
+def test_every_metric_that_a_page_reads_exists(page: str) -> None:
+    known = (ROOT / "docs/metrics.md").read_text("utf-8")
+    names = {re.sub(r"^val/[a-z_]+_reward$", "val/<part>_reward", name) for name in metrics_of(page)}
+    assert sorted(name for name in names if f"{name}`" not in known and not is_one_of_several(name, known)) == []
+
+
+def metrics_of(page: str) -> set[str]:
+    """Return the metrics in a page, without paths such as `actor/huggingface`."""
+    names = METRICS.findall((ROOT / page).read_text("utf-8"))
+    return {name for name in names if name not in ("actor/huggingface", "actor/lora_adapter")}
+
+
+def is_one_of_several(name: str, known: str) -> bool:
+    """Return whether a page writes a metric as one of several, `filter/{kept,low}_fraction`."""
+    several = re.findall(r"`([a-z_]+/)\{([a-z_,]+)\}([a-z_]*)`", known)
+    return any(name == f"{start}{each}{end}" for start, all_, end in several for each in all_.split(","))
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_that_a_page_names_exists(page: str) -> None:
     names = set(re.findall(r"`trigon ([a-z]+)[ `]", (ROOT / page).read_text("utf-8")))
