@@ -197,16 +197,25 @@ def give(kind: str):
             return itself
     return {
         "empty": "", "spaces": " \\n", "None": None, "no image": {"image": None}, "no text": {"text": ""}, "list": [],
-        "dict": {}, "key": {"result": 1}, "nan": math.nan, "bytes": b"a", "set": {1}, "half": "\\ud800",
+        "dict": {}, "key": {"result": 1}, "more": {"text": "a", "score": 1}, "nan": math.nan,
+        "bytes": b"a", "set": {1}, "half": "\\ud800",
         "image": Image.new("RGB", (0, 5)), "thin": Image.new("RGB", (1, 300)), "integers": Image.new("I", (30, 30)),
-        "long": "a" * 300_000, "generator": (each for each in ()),
+        "other image": {"shown": Image.new("RGB", (30, 30))}, "long": "a" * 300_000, "generator": (each for each in ()),
     }[kind]
 '''
 
 ODD_REPLIES = {
     **dict.fromkeys(["empty", "spaces", "None", "no image", "no text"], "(no output)"),
-    **{"list": "[]", "nan": "NaN", "half": "\ufffd", "long": "Error: the tools returned more than 200,000"},
-    **dict.fromkeys(["dict", "key", "bytes", "set", "image", "thin", "integers", "generator"], "Error: returned "),
+    **{
+        "dict": "{}",
+        "key": '{"result": 1}',
+        "more": '{"text": "a", "score": 1}',
+        "list": "[]",
+        "nan": "NaN",
+        "half": "\ufffd",
+        "long": "Error: the tools returned more than 200,000",
+    },
+    **dict.fromkeys(["other image", "bytes", "set", "image", "thin", "integers", "generator"], "Error: returned "),
     **{
         "ValueError": "Error: half a char",
         "cancelled": "Error: CancelledError",
@@ -265,6 +274,38 @@ def test_odd_calls_and_replies_are_text_for_the_model_and_the_episode_continues(
 def test_arguments_that_are_written_as_text_are_read_by_their_types(tmp_path, value, text):
     assert reply(tmp_path, f"<function=add><parameter=a>{value}</parameter></function>", "qwen3_xml") == text
     assert reply(tmp_path, "<function=look><parameter=where>1</parameter></function>", "qwen3_xml").startswith("1: ")
+
+
+TYPED = '''
+from typing import Literal, Optional
+
+def find(word: str | None = None, year: Optional[int] = None, kind: Literal["1", "2"] = "1", other: int | str = 0):
+    """Find something.
+
+    Args:
+        word: A word
+        year: A year
+        kind: A kind
+        other: Anything
+    """
+    return repr((word, year, kind, other))
+'''
+
+
+def test_text_for_a_parameter_that_takes_text_or_nothing_stays_text(tmp_path):
+    tools = load_tools(find_tools([f"{written(tmp_path, TYPED, 'typed.py')}:find"]))
+    environment = ToolEnvironment(
+        tools, tool_format="qwen3_xml", role="tool", timeout_seconds=8.0, max_image_pixels=10**6
+    )
+    environment.reset({"images": LazyImages([])})
+
+    def found(**values):
+        parameters = "".join(f"<parameter={name}>{value}</parameter>" for name, value in values.items())
+        [message] = environment.step(f"<tool_call><function=find>{parameters}</function></tool_call>")[0].messages
+        return message.text
+
+    assert found(word="2024", year="2024", kind="2", other="3") == "('2024', 2024, '2', 3)"
+    assert found(word="null", year="null") == "(None, None, '1', 0)"
 
 
 def test_each_call_of_a_turn_has_its_message_and_too_many_are_refused(tmp_path):

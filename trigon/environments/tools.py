@@ -138,7 +138,7 @@ class ToolEnvironment:
         try:
             arguments = _bind(tool, call, LazyImages(self._image_files), timeout_seconds)
             returned = tool(**arguments)
-            if isinstance(returned, bool | int | float | list | tuple) and not _has_images(returned):
+            if _is_json(returned):
                 returned = json.dumps(returned, default=str)
             elif returned is None:
                 returned = _NOTHING
@@ -245,12 +245,20 @@ def _bind(tool: Tool, call: ToolCall, images: LazyImages, timeout_seconds: float
 
 def _read(tool: Tool, name: str, text: str) -> Any:
     """Return an argument that was written as text: text for a parameter of text, otherwise JSON."""
-    if _hints(tool).get(name) is str:
+    hint = _hints(tool).get(name)
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if type(None) in kinds and text == "null":
+        return None
+    if all(kind in (str, type(None)) or _is_choice_of_texts(kind) for kind in kinds):
         return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
+
+
+def _is_choice_of_texts(hint: Any) -> bool:
+    return typing.get_origin(hint) is typing.Literal and all(isinstance(each, str) for each in typing.get_args(hint))
 
 
 def _hints(tool: Tool) -> dict[str, Any]:
@@ -271,8 +279,20 @@ def _as_described(tool: Tool) -> Tool:
     return shown
 
 
+def _is_json(value: object) -> bool:
+    """Return whether what a tool returned becomes JSON: numbers, lists, dicts that show nothing."""
+    if isinstance(value, dict):
+        is_shown = bool(value) and value.keys() <= {"text", "image", "images"}
+        return not is_shown and not any(_is_image(each) or _has_images(each) for each in value.values())
+    return isinstance(value, bool | int | float | list | tuple) and not _has_images(value)
+
+
 def _has_images(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(hasattr(each, "getbands") for each in value)
+    return isinstance(value, list) and bool(value) and all(map(_is_image, value))
+
+
+def _is_image(value: object) -> bool:
+    return hasattr(value, "getbands")
 
 
 def crop(bbox_2d: list[float], images: list[Image.Image], img_idx: int = 0) -> Image.Image:
