@@ -35,6 +35,7 @@ def test_without_patterns_every_option_is_printed_with_its_default(capsys):
     ("patterns", "expected"),
     [
         ([next(iter(RENAMED))], [next(iter(RENAMED.values()))]),  # an older name
+        (["total_episodes"], ["trainer.total_epochs"]),  # the end of one
         (["optim.lr"], [name for name in NAMES if "optim.lr" in name]),
         (["trainer.val_*"], [name for name in NAMES if name.startswith("trainer.val_")]),
         (["max_num_seqs", "data.max_pixels"], ["data.max_pixels", "worker.rollout.max_num_seqs"]),
@@ -44,6 +45,19 @@ def test_without_patterns_every_option_is_printed_with_its_default(capsys):
 def test_patterns_select_options_in_the_order_of_the_schema(capsys, patterns, expected):
     status, out, _ = run(capsys, "--", *patterns)
     assert (status, printed_names(out)) == (0, expected)
+
+
+def test_a_key_of_easyr1_without_effect_is_shown_with_the_reason(capsys):
+    status, out, err = run(capsys, "padding_free", "worker.ref.ulysses_size", "total_epochs")
+    assert (status, err) == (0, "")
+    assert printed_names(out) == ["trainer.total_epochs"]
+    shown = re.findall(r"^([a-z_.]+) has no effect\n    \w", out, re.MULTILINE)
+    assert shown == [
+        "worker.actor.padding_free",
+        "worker.critic.padding_free",
+        "worker.ref.padding_free",
+        "worker.ref.ulysses_size",
+    ]
 
 
 def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_name(capsys):

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from trigon.config.legacy import RENAMED
+from trigon.config.legacy import IGNORED, RENAMED
 from trigon.config.options import Option, descriptions, format_value, options
 from trigon.config.schema import DEVICE_DEFAULTS
 from trigon.errors import ConfigError
@@ -31,33 +31,46 @@ def main(arguments: Sequence[str]) -> int:
         "pattern",
         nargs="*",
         help="part of a name (lr), or a name with * and ? (trainer.val_*); an older or EasyR1's name gives the "
-        "present one; without patterns, the names and defaults of all options",
+        "present one, or says that it has no effect; without patterns, the names and defaults of all options",
     )
     patterns: list[str] = parser.parse_args(arguments).pattern
     if not patterns:
         for option in options().values():
             print(f"{option.name}={format_value(option.default)}")
         return 0
-    print("\n\n".join(map(describe, find_options(patterns))))
+    found, without_effect = find_options(patterns)
+    print("\n\n".join([*map(describe, found), *map(describe_ignored, without_effect)]))
     return 0
 
 
-def find_options(patterns: Sequence[str]) -> list[Option]:
-    """Return the options that match any pattern, in the order of the schema.
+def find_options(patterns: Sequence[str]) -> tuple[list[Option], list[str]]:
+    """Return the options that match any pattern, and EasyR1's keys without effect.
 
+    Both in the order of the schema. Of names that match no option, older ones and those without
+    effect are looked through.
     Raises: ConfigError for a pattern that matches none.
     """
     found: set[str] = set()
+    without_effect: set[str] = set()
     for pattern in patterns:
         # Users copy patterns from command lines and files too: "lr=1e-6", "--lr".
         name = pattern.lstrip("-").partition("=")[0]
         name = RENAMED.get(name, name)
         matching = {option.name for option in options().values() if _matches(option.name, name)}
         if not matching:
-            near = nearest_key(name, [option.name for option in options().values()])
-            raise ConfigError(f"no option matches {pattern!r}; did you mean {near}? `trigon options` lists all of them")
+            matching = {new for old, new in RENAMED.items() if _matches(old, name)}
+            ignored = {old for old in IGNORED if _matches(old, name)}
+            if not matching and not ignored:
+                near = nearest_key(name, [option.name for option in options().values()])
+                raise ConfigError(
+                    f"no option matches {pattern!r}; did you mean {near}? `trigon options` lists all of them"
+                )
+            without_effect |= ignored
         found |= matching
-    return [option for option in options().values() if option.name in found]
+    return (
+        [option for option in options().values() if option.name in found],
+        [key for key in IGNORED if key in without_effect],
+    )
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -76,3 +89,9 @@ def describe(option: Option) -> str:
     lines = [option.expected, *([f"Older names: {', '.join(older)}."] if older else []), descriptions()[option.path]]
     wrapped = [textwrap.fill(line, _WIDTH, initial_indent="    ", subsequent_indent="    ") for line in lines]
     return "\n".join([f"{option.name}={default}", *wrapped])
+
+
+def describe_ignored(key: str) -> str:
+    """Return a key that is accepted and has no effect, with the reason."""
+    reason = textwrap.fill(IGNORED[key].reason, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return f"{key} has no effect\n{reason}"
