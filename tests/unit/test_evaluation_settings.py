@@ -21,6 +21,7 @@ from trigon.tools.eval.settings import (
     load_settings,
     looks_like_model,
     recorded_of,
+    without_other_arguments,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -199,6 +200,20 @@ def test_a_run_of_another_folder_is_evaluated_with_its_own_files(tmp_path, monke
 def test_data_and_reward_function_may_be_python_objects():
     config = settings(options=given_options(("python:validation",), reward="python:mine"))
     assert (config.data.val_files, config.worker.reward.reward_function) == (("python:validation",), "python:mine")
+
+
+def test_another_reward_function_gets_no_arguments_of_the_runs_own(run):
+    overrides = ["worker.reward.reward_function_kwargs={format_weight: 0.5}", "worker.rollout.tensor_parallel_size=1"]
+    (run / "config.yaml").write_text(dump_config(load_config(run / "config.yaml", overrides).config))
+
+    def arguments(reward, *further):
+        given = given_options([], reward=reward)
+        first = without_other_arguments(run / "config.yaml", given, {})
+        return settings(run / "config.yaml", given, further, first=first).worker.reward.reward_function_kwargs
+
+    assert arguments(None) == arguments("math") == {"format_weight": 0.5}
+    assert arguments("vqa") == {}
+    assert arguments("vqa", "worker.reward.reward_function_kwargs={format_weight: 0.2}") == {"format_weight": 0.2}
 
 
 def test_without_a_run_the_lengths_follow_the_context_of_the_language_model(tmp_path):

@@ -80,6 +80,37 @@ def test_two_reward_functions_are_compared_with_each_other(run, lenient):
     assert result.between.num_higher == 4
 
 
+@pytest.mark.parametrize(
+    ("started", "given", "bonus"),
+    [
+        ("./lenient.py", "lenient.py:main", 0.5),
+        ("lenient.py", "{folder}/lenient.py", 0.5),
+        ("lenient.py:other", "lenient.py", 0.0),
+    ],
+)
+def test_a_runs_own_reward_function_has_its_arguments_however_it_is_written(
+    run, lenient, tmp_path, monkeypatch, started, given, bonus
+):
+    options = f"{{reward_function: {started}, reward_function_kwargs: {{bonus: 0.5}}}}"
+    (run / "config.yaml").write_text(f"worker: {{reward: {options}}}\n")
+    given = given.format(folder=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert score(run, given, num_workers=1).rewards[0].kwargs == ({"bonus": bonus} if bonus else {})
+    # From another folder the run says where its file was.
+    (run / "local_sources.json").write_text(json.dumps({started.partition(":")[0]: lenient}))
+    monkeypatch.chdir("/")
+    assert score(run, lenient, num_workers=1).rewards[0].kwargs == ({"bonus": bonus} if bonus else {})
+
+
+def test_rollouts_of_validations_are_scored_with_the_arguments_of_their_function(run, lenient):
+    (run / "config.yaml").write_text(
+        f"worker: {{reward: {{reward_function: '{lenient}', reward_function_kwargs: {{bonus: 0.5}}, "
+        f"val_reward_function: [{{function: '{lenient}:main', kwargs: {{bonus: 0.25}}}}]}}}}\n"
+    )
+    assert score(run, lenient, num_workers=1, splits=["validation"]).rewards[0].kwargs == {"bonus": 0.25}
+    assert score(run, lenient, num_workers=1).rewards[0].kwargs == {"bonus": 0.5}
+
+
 def test_the_rollouts_are_chosen_by_split_step_and_limit_or_given_as_a_file_or_as_rows(run, lenient):
     def scored(source, **options):
         found = score(source, lenient, num_workers=1, **options).completions
@@ -207,6 +238,7 @@ def test_the_command_prints_json_alone(run, lenient, capsys):
         ["a", "b", "c"],
         ["math", "--steps", "x"],
         ["math", "--kwargs", "[]"],
+        ["math", "--show", "-1"],
         ["math", "--timeout", "0"],
         ["math", "--max-memory-gb", "0.5"],
         ["math", "--max-memory-gb", "nan"],

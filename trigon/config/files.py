@@ -85,6 +85,23 @@ def locate_sources(values: Mapping[str, Any], sources: Mapping[str, str]) -> dic
     return {name: value for name, value in located.items() if value != values[name]}
 
 
+def is_same_code(text: str, of_run: str, sources: Mapping[str, str]) -> bool:
+    """Return whether two texts name the same function or class, perhaps in two ways.
+
+    of_run: of a run, which may have been started in another folder. sources: as local_sources
+    returned them for it. A file without a name stands for its function `main`.
+    """
+    return text == of_run or not _code_places(text, {}).isdisjoint(_code_places(of_run, sources))
+
+
+def _code_places(text: str, sources: Mapping[str, str]) -> set[str]:
+    """Return `file:name` with each absolute path that the file may have."""
+    if is_python_object(text) or text in SHIPPED_REWARDS:
+        return {text}
+    path, _, name = text.rpartition(":") if ":" in text else (text, "", "main")
+    return {f"{expand_path(each).resolve()}:{name}" for each in (path, sources.get(path, path))}
+
+
 def find_missing_objects(config: Config, known: Collection[str]) -> list[str]:
     """Return problems of datasets and functions that were Python objects of another program.
 

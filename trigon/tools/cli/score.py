@@ -151,7 +151,11 @@ def make_parser() -> ArgumentParser:
         help="as worker.reward.max_memory_gb (%(default)g)",
     )
     parser.add_argument(
-        "--show", type=int, default=NUM_SHOWN, metavar="N", help="disagreements that are printed (%(default)s)"
+        "--show",
+        type=number(0, whole=True),
+        default=NUM_SHOWN,
+        metavar="N",
+        help="disagreements that are printed (%(default)s)",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the scores of every rollout as JSON lines")
     parser.add_argument("--json", action="store_true", help="print the result as JSON; progress goes to stderr")

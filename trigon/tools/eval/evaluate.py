@@ -96,6 +96,7 @@ from trigon.tools.eval.settings import (
     known_settings,
     load_settings,
     recorded_of,
+    without_other_arguments,
 )
 from trigon.tools.eval.statistics import CONFIDENCE, holm
 
@@ -187,6 +188,9 @@ def evaluate(
         tools=[name_in_config(tool) for tool in tools or ()],
         **keyword_options,
     )
+    if base is not None:
+        local = RunRecord(base.parent).local_sources() if config is None else None
+        first = {**first, **without_other_arguments(base, given, local or {})}
     # Before anything is exported or downloaded, so that a wrong option is found at once.
     load = partial(load_settings, base, given, overrides, first=first)
     early = load(model_path=sources[0].spec, folder=Path(), context=None, weight_dtype=None).config

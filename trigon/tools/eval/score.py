@@ -16,6 +16,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from trigon.config.files import is_same_code
 from trigon.config.paths import nearest_path
 from trigon.config.schema import RewardConfig
 from trigon.data.chat_template import IMAGE_MARKER
@@ -54,7 +55,8 @@ ENDING_CHARACTERS = 300
 """Characters of a completion's end that are kept, where the answer usually is."""
 
 _DEFAULTS = RewardConfig()
-_KWARGS = "worker.reward.reward_function_kwargs"
+_REWARD, _KWARGS = "worker.reward.reward_function", "worker.reward.reward_function_kwargs"
+_VAL_REWARD = "worker.reward.val_reward_function"
 _FINISH_REASONS: Mapping[str, FinishReason] = {name: name for name in get_args(FinishReason)}
 # Their JSON is read back as an equal object.
 _PLAIN_TYPES = ("str", "int", "float", "bool", "NoneType", "list", "dict", "tuple")
@@ -383,7 +385,7 @@ def score(
         record, stored = open_rollouts(Path(rollouts), splits=splits, steps=steps)
     else:
         stored = (_Stored("", number, None, "", row) for number, row in enumerate(rollouts, start=1))
-    each_kwargs = choose_kwargs(kwargs, rewards, record)
+    each_kwargs = choose_kwargs(kwargs, rewards, record, splits)
     completions: list[ScoredCompletion] = []
     with ExitStack() as stack:
         pools = []
@@ -556,25 +558,46 @@ def _read_stored(stored: _Stored, names: Sequence[str], described: str) -> Encod
 
 
 def choose_kwargs(
-    given: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, rewards: Sequence[str], record: RunRecord | None
+    given: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    rewards: Sequence[str],
+    record: RunRecord | None,
+    splits: Collection[Split],
 ) -> list[dict[str, Any]]:
     """Return the keyword arguments of each reward function. See score."""
     own = [given] if isinstance(given, Mapping) else list(given or ())
     if len(own) > len(rewards):
         raise ConfigError(f"keyword arguments are given {len(own)} times for {len(rewards)} reward functions")
-    return [*map(dict, own), *(run_kwargs(record, spec) for spec in rewards[len(own) :])]
+    of_run = [] if record is None or len(own) == len(rewards) else run_functions(record, splits)
+    sources = {} if record is None else record.local_sources() or {}
+    return [
+        *map(dict, own),
+        *(
+            next((kwargs for function, kwargs in of_run if is_same_code(spec, function, sources)), {})
+            for spec in rewards[len(own) :]
+        ),
+    ]
 
 
-def run_kwargs(record: RunRecord | None, spec: str) -> dict[str, Any]:
-    """Return the keyword arguments of a run's reward function, if it is this one; otherwise {}."""
-    if record is None:
-        return {}
+def run_functions(record: RunRecord, splits: Collection[Split]) -> list[tuple[str, dict[str, Any]]]:
+    """Return each reward function of a run with its keyword arguments.
+
+    First those by which the rollouts of these splits were scored.
+    """
     options = flatten(record.config(), mappings=[_KWARGS])
-    functions = options.get("worker.reward.reward_function")
-    if isinstance(functions, list):  # of entries with arguments of their own, see WeightedReward
-        own = [each.get("kwargs") for each in functions if isinstance(each, dict) and each.get("function") == spec]
-        return dict(own[0] or {}) if own else {}
-    return dict(options.get(_KWARGS) or {}) if functions == spec else {}
+    kwargs = {_REWARD: dict(options.get(_KWARGS) or {}), _VAL_REWARD: {}}
+    names = (_VAL_REWARD, _REWARD) if set(splits) == {"validation"} else (_REWARD, _VAL_REWARD)
+    found: list[tuple[str, dict[str, Any]]] = []
+    for name in names:
+        match options.get(name):
+            case str(function):
+                found.append((function, kwargs[name]))
+            case list(entries):  # each has arguments of its own, see WeightedReward
+                found += [
+                    (str(each["function"]), dict(each.get("kwargs") or {}))
+                    for each in entries
+                    if isinstance(each, dict) and "function" in each
+                ]
+    return found
 
 
 def name_rewards(rewards: Sequence[str]) -> list[str]:

@@ -21,9 +21,10 @@ from typing import Any, Literal
 
 from trigon.assemble.options import recorded_settings
 from trigon.checkpoint.store import EXPORT_RECORD, EXPORTED, exported_step
-from trigon.config.load import LoadedConfig, Override, load_config
+from trigon.config.files import is_same_code
+from trigon.config.load import LoadedConfig, Override, inspect_config, load_config
 from trigon.config.names import Dtype
-from trigon.config.options import options
+from trigon.config.options import options, value_of
 from trigon.config.paths import is_python_object, local_path, nearest_path
 from trigon.config.schema import Config
 from trigon.errors import ConfigError, DataError, ModelError
@@ -269,7 +270,8 @@ def load_settings(
         context: the most tokens that all models take; None: unknown.
         weight_dtype: the dtype in which the weights are stored; None: unknown.
         first: options that base and given replace, of the run of an exported model; with a base,
-            its own options with paths that do not depend on the folder.
+            its own options with paths that do not depend on the folder, and those of it that
+            without_other_arguments has taken out.
     Raises: ConfigError, with all problems in one message.
     """
     defaults = [*_RESET, first] if base is not None else _defaults(first, given, context)
@@ -307,6 +309,24 @@ def _defaults(first: Mapping[str, Any], given: Mapping[str, Any], context: int |
         "worker.rollout.gpu_memory_utilization=0.9",
         f"worker.reward.num_cpus={count_usable_cpus()}",
     ]
+
+
+def without_other_arguments(base: Path, given: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, None]:
+    """Return the options with the arguments of a base's reward function and environment, as null.
+
+    Only where another one is given, which would get arguments that are not its own. given: as
+    given_options returns them. sources: RunRecord.local_sources of the base.
+    """
+    config = inspect_config(base, []).config
+    dropped: dict[str, None] = {}
+    for name, arguments in (
+        ("worker.reward.reward_function", "worker.reward.reward_function_kwargs"),
+        ("worker.rollout.environment", "worker.rollout.environment_kwargs"),
+    ):
+        text, of_base = given.get(name), value_of(config, name)
+        if text is not None and not (isinstance(of_base, str) and is_same_code(text, of_base, sources)):
+            dropped[arguments] = None
+    return dropped
 
 
 def known_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
