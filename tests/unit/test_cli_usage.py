@@ -149,3 +149,44 @@ def test_a_wrong_option_has_status_2_with_a_hint(capsys, command, override, mess
     status, out, err = run(capsys, command, *required(command) * 2, override)
     assert status == (1 if command == "check" and "=" in override else 2)
     assert message in out + err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("init", "file"),
+        ("init", "file/run", "--tiny"),
+        ("tiny", "file"),
+        ("quickstart", "--folder", "file/quick"),
+        ("plot", "file"),
+        ("view", "file"),
+        ("push", "file", "me/model"),
+        ("eval", "file", "data.jsonl", "--reward", "math"),
+    ],
+    ids=" ".join,
+)
+def test_a_file_in_place_of_a_folder_is_one_line(capsys, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("text")
+    status, _, err = run(capsys, *arguments)
+    assert status in (1, 2)
+    assert "file is a file" in err
+    assert len(err.splitlines()) == 1
+    assert (tmp_path / "file").read_text() == "text"
+
+
+def test_a_file_of_a_run_is_answered_with_the_folder(capsys, tmp_path):
+    (tmp_path / "run" / "rollouts").mkdir(parents=True)
+    for name in ("metrics.jsonl", "rollouts/step_000001.jsonl"):
+        (tmp_path / "run" / name).write_text("")
+        status, _, err = run(capsys, "plot", str(tmp_path / "run" / name), "-o", str(tmp_path / "curves.csv"))
+        assert (status, f"name the folder of the run, {tmp_path / 'run'}" in err) == (1, True)
+
+
+@pytest.mark.parametrize("name", ["model/weights", "data/train.parquet"])
+def test_a_tiny_model_overwrites_nothing(capsys, tmp_path, name):
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text("mine")
+    status, _, err = run(capsys, "tiny", str(tmp_path), "--skill", "0")
+    assert (status, "nothing is overwritten" in err) == (2, True)
+    assert (tmp_path / name).read_text() == "mine"

@@ -331,6 +331,9 @@ def test_shipped_models_need_no_network_and_others_can_be_given(tmp_path, monkey
         assert folder == SHIPPED / "Qwen3-4B"
     with pytest.raises(ModelError, match=r"missing\.json"):
         planned(model_config=tmp_path / "missing.json")
+    file.write_text("no JSON")
+    with pytest.raises(ModelError, match=r"other\.json is no config\.json"):
+        planned(model_config=file)
 
 
 def test_what_cannot_be_planned_is_refused():

@@ -167,6 +167,9 @@ def open_run(path: Path) -> RunRecord:
         return RunRecord(path)
     if not path.exists():
         raise DataError(f"there is no run at {path}: the folder does not exist")
+    if not path.is_dir():
+        run = next((each for each in path.absolute().parents[:2] if is_run(each)), None)
+        raise DataError(f"{path} is a file; name the folder of the run" + (f", {run}" if run is not None else ""))
     inside = sorted(each for each in path.iterdir() if each.is_dir() and is_run(each))
     if len(inside) == 1:
         return RunRecord(inside[0])

@@ -12,7 +12,7 @@ from pathlib import Path
 from trigon.config.paths import local_path, nearest_path
 from trigon.errors import ConfigError
 from trigon.system.terminal import sanitize
-from trigon.tools.cli.parser import ArgumentParser
+from trigon.tools.cli.parser import ArgumentParser, new_folder
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
 """The model of run.yaml, a hub id."""
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
             ("trigon init my_run --tiny", "with a tiny model, for a laptop"),
         ],
     )
-    parser.add_argument("folder", type=Path, nargs="?", default=Path(), help="default: this folder")
+    parser.add_argument("folder", type=new_folder, nargs="?", default=Path(), help="default: this folder")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--model", metavar="ID", help=f"hub id or folder; default: {DEFAULT_MODEL}")
     choice.add_argument(

@@ -11,6 +11,7 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NoReturn
 
 from trigon.system.terminal import nearest, sanitize
@@ -39,6 +40,15 @@ def number(low: float, high: float = math.inf, *, whole: bool = False) -> Callab
 
 
 count = number(1, whole=True)
+
+
+def new_folder(text: str) -> Path:
+    """Return the path of a folder that is there, or can be made."""
+    path = Path(text)
+    first = next((each for each in (path, *path.parents) if each.exists()), path)
+    if first.exists() and not first.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be a folder: {first} is a file")
+    return path
 
 
 class ArgumentParser(argparse.ArgumentParser):

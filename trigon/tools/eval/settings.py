@@ -124,6 +124,8 @@ def find_model(spec: str) -> ModelSource:
     folder = local_path(spec)
     if folder is None:
         return ModelSource(spec, "hub", spec, 0, None)
+    if folder.is_file():
+        raise ModelError(f"{folder} is a file; name the folder of a model, a run or a checkpoint")
     if not folder.is_dir():
         raise ModelError(f"there is no model folder {folder}{nearest_path(spec)}")
     if (folder / "config.json").is_file():

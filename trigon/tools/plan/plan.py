@@ -44,6 +44,7 @@ from trigon.data.sources import Source
 from trigon.errors import ConfigError, ModelError
 from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.models.sizes import ModelSize
+from trigon.system.files import read_json_object
 from trigon.system.temporary import private_folder
 from trigon.system.terminal import did_you_mean, nearest
 from trigon.tools.plan.lengths import LengthOptions, Lengths, find_lengths
@@ -313,6 +314,10 @@ def open_model_config(model_path: str, model_config: Path | None) -> Iterator[Pa
     file = model_config / "config.json" if model_config.is_dir() else model_config
     if not file.is_file():
         raise ModelError(f"--model-config {model_config} is not a file: give a model's config.json, or its folder")
+    try:
+        read_json_object(file)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"--model-config {model_config} is no config.json of a model: {error}") from error
     if file.name == "config.json":
         yield file.parent
         return

@@ -27,6 +27,9 @@ PROBLEM = "<image>Find the area of the shaded part."
 TRAIN = "train.parquet"
 """The training rows."""
 
+VALIDATION = "validation.parquet"
+"""The validation rows."""
+
 BLANK = "validation_blank.parquet"
 """The validation rows with blank images."""
 
@@ -42,7 +45,7 @@ def make_dataset(folder: Path, *, num_train: int, num_validation: int, seed: int
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = list(itertools.islice(_distinct_rows(random.Random(seed)), num_train + num_validation))
-    train, validation = folder / TRAIN, folder / "validation.parquet"
+    train, validation = folder / TRAIN, folder / VALIDATION
     _write(train, rows[:num_train])
     _write(validation, rows[num_train:])
     blank = _png(_blank())

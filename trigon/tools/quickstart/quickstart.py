@@ -21,9 +21,9 @@ from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.report.console import Console
 from trigon.system.processes import python_command
-from trigon.tools.cli.parser import ArgumentParser
+from trigon.tools.cli.parser import ArgumentParser, new_folder
 from trigon.tools.cli.train import train
-from trigon.tools.quickstart.drawings import TRAIN
+from trigon.tools.quickstart.drawings import BLANK, TRAIN, VALIDATION
 
 CONFIG = Path(__file__).with_name("quickstart.yaml")
 TINY = "from trigon.tools.cli.main import main; sys.exit(main(['tiny', *sys.argv[1:]]))"
@@ -35,6 +35,9 @@ from trigon.tools.quickstart.drawings import make_dataset
 folder, num_train, num_validation, seed = sys.argv[1:]
 make_dataset(Path(folder), num_train=int(num_train), num_validation=int(num_validation), seed=int(seed))
 """
+MAKING = ".making_model"
+"""Folder of a model that is being made."""
+
 WARM_START_ACCURACY, WARM_START_UPDATES = 0.35, 120
 WARM_START_BATCH, WARM_START_RATE, WARM_START_WARMUP = 8, 2.5e-3, 10
 
@@ -52,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         ],
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/quickstart"), help="folder of all files (%(default)s)"
+        "--folder", type=new_folder, default=Path("runs/quickstart"), help="folder of all files (%(default)s)"
     )
     parser.add_argument("--model-type", default="qwen2_5_vl", choices=["qwen2_5_vl", "qwen3_vl"], help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of model, data, order and sampling (%(default)s)")
@@ -133,7 +136,7 @@ def tiny(arguments: Sequence[str]) -> int:
             ("trigon tiny made --model-type qwen3_vl --skill 0", "another family, with random weights"),
         ],
     )
-    parser.add_argument("folder", type=Path, help="folder to write")
+    parser.add_argument("folder", type=new_folder, help="folder to write; nothing in it is overwritten")
     parser.add_argument("--model-type", default="qwen2_5_vl", choices=["qwen2_5_vl", "qwen3_vl"], help="(%(default)s)")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the model, the data and the warm start (%(default)s)"
@@ -153,6 +156,7 @@ def tiny(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     console = Console()
     folder: Path = chosen.folder
+    check_nothing_is_there(folder)
     if not make(
         folder,
         console,
@@ -164,6 +168,20 @@ def tiny(arguments: Sequence[str]) -> int:
         return 1
     console.print(f"model: {folder / 'model'}\ndata:  {folder / 'data'}")
     return 0
+
+
+def check_nothing_is_there(folder: Path) -> None:
+    """Raise ConfigError if a folder has files that `make` would replace.
+
+    What an interrupted call has left there may be replaced.
+    """
+    names = (
+        ["model"] if (folder / MAKING).exists() else ["model", *(f"data/{name}" for name in (TRAIN, VALIDATION, BLANK))]
+    )
+    if existing := [name for name in names if (folder / name).exists()]:
+        raise ConfigError(
+            f"{folder} has {', '.join(existing)} already, and nothing is overwritten: name another folder, or remove it"
+        )
 
 
 def make(
@@ -180,8 +198,9 @@ def make(
     The options are the options of the command.
     """
     # Renamed at the end, so that an interrupted command leaves no incomplete model folder.
-    temporary = folder / ".making_model"
+    temporary = folder / MAKING
     shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     # Drawing and importing torch take about as long, so they run in parallel.
     draw = python_command(DRAW, str(folder / "data"), str(NUM_TRAIN), str(NUM_VALIDATION), str(seed))
     with subprocess.Popen(draw) as drawing, console.progress("make the model and draw the data", None):
@@ -192,7 +211,6 @@ def make(
             return False
     if skill > 0 and max_updates > 0:
         warm_up(temporary, folder / "data" / TRAIN, console, seed=seed, skill=skill, max_updates=max_updates)
-    shutil.rmtree(folder / "model", ignore_errors=True)
     temporary.rename(folder / "model")
     return True
 
