@@ -6,13 +6,16 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import datetime
 
+import numpy as np
 import pytest
 
 from support.samples import ROW
 from trigon.errors import ConfigError, DataError, RewardError
-from trigon.report.rollouts import RolloutRow, row_to_line
+from trigon.report.rollouts import RolloutRow, read_rollouts, row_to_line
 from trigon.report.run_folder import RunFolder
+from trigon.rewards.contract import RewardRequest, encode_request
 from trigon.tools.cli.main import main
 from trigon.tools.cli.score import draw
 from trigon.tools.eval.score import Bin, distribution, score
@@ -109,6 +112,18 @@ def test_rollouts_of_validations_are_scored_with_the_arguments_of_their_function
     )
     assert score(run, lenient, num_workers=1, splits=["validation"]).rewards[0].kwargs == {"bonus": 0.25}
     assert score(run, lenient, num_workers=1).rewards[0].kwargs == {"bonus": 0.5}
+
+
+def test_dates_and_arrays_of_a_row_reach_a_reward_function_as_in_training(tmp_path):
+    day = datetime(2026, 1, 2, 3, 4)
+    columns = {"day": day, "numbers": np.array([1, 2]), "inside": [{"day": day.date()}], "number": np.float32(0.5)}
+    row = replace(make_row(0, 0, "12"), row=columns, ground_truth=day)
+    request = RewardRequest("12", 1, row.ground_truth, "", "stop", row.row)
+    in_training = json.loads(encode_request(request)[0])
+    (tmp_path / "rollouts.jsonl").write_bytes(row_to_line(row))
+    [stored] = read_rollouts(tmp_path / "rollouts.jsonl")
+    assert (stored.row, stored.ground_truth) == (in_training["row"], in_training["ground_truth"])
+    assert stored.row["day"] == "2026-01-02T03:04:00"
 
 
 def test_the_rollouts_are_chosen_by_split_step_and_limit_or_given_as_a_file_or_as_rows(run, lenient):

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeGuard, get_args
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from trigon.errors import DataError
-from trigon.system.files import parse_json
+from trigon.system.files import parse_json, to_plain
 from trigon.types import Completion, EncodedMedia, ImageSizes, RolloutGroup, TokenLogprobs, TrainGroup, TrainSequence
 
 SCHEMA_VERSION = 5
@@ -289,6 +289,7 @@ def parse_row(line: bytes, place: str) -> RolloutRow:
 def to_json_line(content: Mapping[str, Any]) -> bytes:
     """Return content as a line of JSON: numbers that are not finite as null, other objects as str.
 
+    Dates and arrays are what reward functions get of them.
     Bytes, such as a column of sounds, are replaced by their number.
     """
     text = json.dumps(to_json(content), ensure_ascii=False, allow_nan=False)
@@ -326,4 +327,7 @@ def to_json(value: Any) -> Any:
         case bytes():
             return f"{len(value)} bytes"
         case _:
-            return str(value)
+            try:
+                return to_json(to_plain(value))
+            except TypeError:  # a type that reward functions do not get
+                return str(value)
