@@ -134,6 +134,8 @@ def test_blank_videos_have_the_same_frames_in_number_and_size(processors):
     assert np.ptp(hidden.vision.pixel_values.unflatten(1, (3, -1)).numpy(), axis=(0, 2)).max() == 0
     with pytest.raises(DataError, match="n_gpus_per_node=1"):
         make_builder(processors, process_images=False).with_blank_media().build(video_row(), "train:0")
+    with pytest.raises(DataError, match="REWARD_IMAGES"):
+        builder.with_blank_media().encoded_media(video_row(), "train:0", with_videos=True)
 
 
 # Messages

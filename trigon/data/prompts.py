@@ -239,6 +239,11 @@ class PromptBuilder:
         media = self._media(row, prompt_id)
         if media.kind == "video" and not with_videos:
             return None
+        if media.kind == "video" and self._shows_blank:
+            raise DataError(
+                f"{prompt_id}: blank videos are not files, which a reward function with REWARD_IMAGES gets; evaluate "
+                "without --blind, or with a reward function that does not look at videos"
+            )
         return encoded_files(self._files(media), media.kind)
 
     def file_digests(self, row: Mapping[str, Any], prompt_id: str) -> str:
