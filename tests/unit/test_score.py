@@ -114,6 +114,18 @@ def test_rollouts_of_validations_are_scored_with_the_arguments_of_their_function
     assert score(run, lenient, num_workers=1).rewards[0].kwargs == {"bonus": 0.5}
 
 
+def test_a_limit_cuts_no_group_that_is_scored_together(run, tmp_path):
+    (tmp_path / "group.py").write_text(
+        "REWARD_TYPE = 'group'\n\n"
+        "def main(reward_inputs):\n    return [float(len(reward_inputs)) for _ in reward_inputs]\n"
+    )
+    completions = score(run, str(tmp_path / "group.py"), num_workers=1, limit=3).completions
+    assert [(each.place, each.scores[0].overall) for each in completions] == [
+        *(("step 1 train:0/0", 2.0), ("step 1 train:0/1", 2.0)),
+        *(("step 2 train:1/0", 2.0), ("step 2 train:1/1", 2.0)),
+    ]
+
+
 def test_dates_and_arrays_of_a_row_reach_a_reward_function_as_in_training(tmp_path):
     day = datetime(2026, 1, 2, 3, 4)
     columns = {"day": day, "numbers": np.array([1, 2]), "inside": [{"day": day.date()}], "number": np.float32(0.5)}

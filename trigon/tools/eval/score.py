@@ -12,7 +12,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -363,7 +363,8 @@ def score(
         kwargs: keyword arguments of each reward function. None: the arguments in the run's
             configuration, where it has the same reward function.
         splits, steps: which rollouts of a run folder; None: the rollouts of all steps.
-        limit: score only the first `limit` rollouts.
+        limit: score only the first `limit` rollouts; for a function that scores groups, also the
+            others of the last group.
         part: the score that is compared, "overall" or another that the functions return.
         tolerance: difference up to which two scores agree.
         num_workers: reward workers of each function; None: as many as usable CPUs.
@@ -404,8 +405,9 @@ def score(
             pool.ready()
         advance = stack.enter_context(console.progress("score", limit))
         is_lossy = False
-        remaining = stored if limit is None else islice(stored, limit)
-        for window in _windows(remaining):
+        if limit is not None:
+            stored = _first(stored, limit, whole=any(pool.scores_groups() for pool in pools))
+        for window in _windows(stored):
             types = [each.row.ground_truth_type for group in window for each in group]
             is_lossy = is_lossy or any(each not in _PLAIN_TYPES for each in types)
             completions += score_window(window, pools)
@@ -462,6 +464,17 @@ def open_rollouts(
 def _read(path: Path, step: int | None, split: str) -> Iterator[_Stored]:
     for line, row in enumerate(read_rollouts(path), start=1):
         yield _Stored(str(path), line, step, split, row)
+
+
+def _first(stored: Iterable[_Stored], limit: int, *, whole: bool) -> Iterator[_Stored]:
+    """Yield the first rollouts. whole: with all of the last group, on which a score depends."""
+    last: tuple[str, str] | None = None
+    for number, each in enumerate(stored, start=1):
+        group = (each.file, each.row.prompt_id)
+        if number > limit and not (whole and group == last):
+            return
+        last = group
+        yield each
 
 
 def _windows(stored: Iterable[_Stored]) -> Iterator[list[list[_Stored]]]:
