@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 
 from support.fake_runs import (
     SAMPLING,
+    SplitEngine,
     check_ages,
     full_settings,
     latest_checkpoint,
@@ -24,6 +26,7 @@ from support.fake_runs import (
 )
 from support.rollout import NO_WEIGHTS
 from trigon.errors import BadRow, EngineError
+from trigon.loop import train
 from trigon.metrics import values
 from trigon.rollout.episode_state import sample_seed, turn_seed
 from trigon.rollout.episodes import newest_draw
@@ -32,6 +35,7 @@ from trigon.rollout.parity import ended_in_step
 from trigon.rollout.protocol import Until, Work
 from trigon.rollout.saved import completion_state, groups_state, load_completion, load_groups, load_work, work_state
 from trigon.rollout.statistics import describe_carried, describe_staleness
+from trigon.training.fake import FAKE_LOGPROB
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 
 LONG = replace(SAMPLING, n=2, max_tokens=40)
@@ -291,6 +295,39 @@ def test_groups_kept_from_the_last_step_may_suffice(parts, tmp_path):
     events = [event for event in events if event.startswith(("sample 8", "sample 4"))]
     assert events == ["sample 8 for 1 until 4", "sample 4 for 3"]  # 3 is the last step
     assert [rows[0]["policy_version"] for rows in rows_by_step(tmp_path).values()] == [0, 0, 2]
+
+
+def test_a_batch_ahead_is_counted_once(parts, tmp_path):
+    """What one step leaves is carried once, and metrics.jsonl has the counts of the call."""
+    work = []
+
+    class Ahead(SplitEngine):
+        """Records how often each prompt was begun before."""
+
+        def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
+            if until is not None:
+                begun = {prompt.prompt_id for prompt, row in zip(prompts, until.begun, strict=True) if row}
+                work.append((newest_draw(prompts), begun, until.num_required))
+            return super().generate(prompts, sampling, until=until, on_progress=on_progress, on_group=on_group)
+
+    rollout = Ahead(
+        tokenizer=parts.processors.tokenizer,
+        stop_token_id=parts.processors.stop_token_ids[0],
+        complete=long_tailed,
+        token_logprob=FAKE_LOGPROB,
+        tokens_per_step=3,
+    )
+    settings = oversampling_settings(6, rollout=rollout, max_staleness=1, hybrid_engine=False, max_carried_steps=2)
+    with open_run(parts, tmp_path, **settings) as run:
+        train(run, None)
+    assert any(begun for _, begun, _ in work)
+    for (_, before, _), (step, begun, num_required) in itertools.pairwise(work):
+        if step < 6:  # the last step waits for all; a group that was begun in one step only is not waited for
+            assert num_required <= len(begun & before)
+    metrics = [json.loads(line)["metrics"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for line in metrics[1:]:  # of the steps, after the validation
+        assert {"data/epoch", "rollout/num_skipped", "rollout/carried_groups"} <= line.keys()
+    assert all("perf/sampling_seconds" in line for line in metrics[2:])
 
 
 def test_the_last_steps_leave_nothing(parts, uninterrupted, tmp_path):

@@ -408,7 +408,7 @@ class RolloutBuffer:
                     found.metrics = merge(found.metrics, self._rollout.pop_metrics(), self._prompts.metrics())
                 sampled = found.groups
                 self._take_over(found)
-            elif config.worker.rollout.oversampling > 0:
+            elif config.worker.rollout.oversampling > 0 and not self._found.metrics:  # nothing was sampled for the step
                 self._unfinished = [replace(each, num_carried=each.num_carried + 1) for each in self._unfinished]
                 self._found.metrics = merge(
                     describe_groups(self._ready), describe_carried(self._unfinished), {_FAILED: Sum(0.0)}
