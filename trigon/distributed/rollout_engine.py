@@ -69,21 +69,26 @@ class WorkersRolloutEngine:
 
         Each replica stops when its part of until is reached. Without until, the prompts of a
         replica that is lost are sampled by another one. With until, which the other one may not
-        reach for long, they are returned as they were begun, without prompts that had ended.
+        reach for long, they are returned as they were begun, without prompts that had ended. If no
+        prompt had ended, and the call cannot be interrupted, another one samples them, too.
         """
         rows: dict[int, list[Completion]] = {}
+        is_any_ended = False
 
         def advance(num_finished: int | None) -> None:
             if on_progress is not None:
                 on_progress(num_finished)
 
         def receive(index: int, completions: Sequence[Completion], replica: int) -> None:
+            nonlocal is_any_ended
             if index in rows:  # from a replica that was lost since
                 return
             rows[index] = [replace(each, replica=replica) for each in completions]
             self._note_home(rows[index], replica, num_ranks=1)
-            if on_group is not None and not any(each.is_unfinished for each in completions):
-                on_group(index, rows[index])
+            if not any(each.is_unfinished for each in completions):
+                is_any_ended = True
+                if on_group is not None:
+                    on_group(index, rows[index])
 
         shares: dict[int, _Share] = {}  # by the replica that each is dealt to
         replicas = self._replicas(until)
@@ -103,7 +108,7 @@ class WorkersRolloutEngine:
             free = [replica for replica in able if replica not in running]
             running |= {replica: shares.pop(lost) for replica, lost in zip(free, list(shares), strict=False)}
             lost_shares = self._sample(running, sampling, until, advance)
-            if until is not None:
+            if until is not None and (is_any_ended or until.interruption is not None):
                 break
             shares |= {share.replica: share for share in lost_shares}
         return [

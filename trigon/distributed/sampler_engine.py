@@ -58,9 +58,9 @@ class SamplersRolloutEngine(WorkersRolloutEngine):
     """Samples on workers that do not train. Implements RolloutEngine.
 
     Completions may also be sampled after awake(), with the weights that were sent last; replicas
-    that are lost then are not replaced before the next awake(). A call without until then raises
-    LostSamplersError if all are lost: the learners may not have the weights any more. One with
-    until returns all prompts as they were begun.
+    that are lost then are not replaced before the next awake(). If all are lost, a call then raises
+    LostSamplersError: the learners may not have the weights any more. One that may be interrupted
+    returns all prompts as they were begun.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class SamplersRolloutEngine(WorkersRolloutEngine):
     def _replicas(self, until: Until | None) -> Sequence[int]:
         if until is None:
             return range(self.num_replicas)
-        if self._is_awake and not self._with_weights():
-            self._sync(self._version)
+        if self._is_awake or until.interruption is None:
+            return self._able()
         return self._with_weights()
 
     def _able(self) -> Sequence[int]:
