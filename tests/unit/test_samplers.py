@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from trigon.distributed.engines import WorkerWeights
 from trigon.distributed.messages import unpack
-from trigon.distributed.sampler_engine import SamplerPool, SamplersRolloutEngine
+from trigon.distributed.sampler_engine import MAX_REPLACEMENTS, SamplerPool, SamplersRolloutEngine
 from trigon.distributed.worker import Heartbeat
 from trigon.distributed.worker_group import ProcessedMedia
-from trigon.errors import LostSamplersError, LostWorkerError, TrigonError
+from trigon.errors import LostSamplersError, LostWorkerError, TrigonError, WorkerError
 from trigon.rollout.protocol import Interruption, Until
 from trigon.types import Completion, Prompt, SamplingParams
 
@@ -154,3 +155,22 @@ def test_the_share_of_a_replica_that_alone_had_groups_to_end_is_sampled_by_anoth
     with open_samplers(sample, size=2) as engine, engine.awake(WorkerWeights(), version=0):
         rows = engine.generate(prompts(2), SAMPLING, until=Until(1))
     assert [row[0].is_unfinished for row in rows] == [False, True]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_samplers_that_fail_whenever_they_sample_end_the_run_although_they_sample_probes(size):
+    def sample(replica, prompts, sampling, until):
+        if prompts and not sampling.one_turn:
+            raise LostWorkerError("it died")
+        return [[ENDED] * sampling.n for _ in prompts]
+
+    with open_samplers(sample, size=size) as engine:
+        for number in range(MAX_REPLACEMENTS + 1):
+            with engine.awake(WorkerWeights(), version=number):
+                engine.generate(prompts(size), replace(SAMPLING, one_turn=True))  # the probe of a parity check
+            engine.generate(prompts(1), SAMPLING, until=Until(1, interruption=Interruption()))
+        with (
+            pytest.raises(WorkerError, match="were replaced 3 times since"),
+            engine.awake(WorkerWeights(), version=MAX_REPLACEMENTS + 1),
+        ):
+            pass

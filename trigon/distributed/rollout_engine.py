@@ -90,7 +90,7 @@ class WorkersRolloutEngine:
                 if on_group is not None:
                     on_group(index, rows[index])
 
-        shares: dict[int, _Share] = {}  # by the replica that each is dealt to
+        shares: dict[int, Share] = {}  # by the replica that each is dealt to
         replicas = self._replicas(until)
         dealt = deal_prompts(len(prompts), sampling, until, replicas) if replicas else []
         parts = [None] * len(dealt) if until is None else until.of_shares(dealt)
@@ -100,7 +100,7 @@ class WorkersRolloutEngine:
                 own = [prompts[index] for index in indices]
                 begun = None if part is None else without_observed_images(part)
                 message = pack((for_sampling(own, with_rows=self._sends_rows), begun))
-                shares[replica] = _Share(replica, indices, message, advance, receive)
+                shares[replica] = Share(replica, indices, message, advance, receive)
                 self._note_home(own, replica, num_ranks=self._replica_size)
         while shares:
             able = self._able()
@@ -160,11 +160,11 @@ class WorkersRolloutEngine:
 
     def _sample(
         self,
-        shares: dict[int, _Share],
+        shares: dict[int, Share],
         sampling: SamplingParams,
         until: Until | None,
         advance: Callable[[int | None], None],
-    ) -> list[_Share]:
+    ) -> list[Share]:
         """Sample a share on each of these replicas; return those whose replica was lost."""
         self._generation += 1
         running, lost = dict(shares), []
@@ -201,11 +201,12 @@ class WorkersRolloutEngine:
         return list(begun) or [nothing] * num_completions
 
 
-class _Share:
+class Share:
     """The prompts of a call that a replica samples, or another one in its place.
 
     Implements HeartbeatListener.
-    replica: the replica that they were dealt to. call: the call of the replica that samples them.
+    replica: the replica that they were dealt to. indices: the indices of the prompts. call: the
+    call of the replica that samples them.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class _Share:
         """
         self.replica = replica
         self.call: Call[Any]
-        self._indices = indices
+        self.indices = indices
         self._message = message
         self._advance = advance
         self._receive = receive
@@ -274,7 +275,7 @@ class _Share:
         self._advance(num_more or None)  # that a worker answers is no progress of its sampling
         for number, message in heartbeat.groups:
             completions = self._group.receive(message, phase="rollout")
-            self._receive(self._indices[number], completions, self.replica)
+            self._receive(self.indices[number], completions, self.replica)
 
 
 def deal_prompts(

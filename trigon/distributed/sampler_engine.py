@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from trigon.distributed.engines import require_weights_of_workers
-from trigon.distributed.rollout_engine import WorkersRolloutEngine
+from trigon.distributed.rollout_engine import Share, WorkersRolloutEngine
 from trigon.distributed.weight_transfer import JOIN_SECONDS, TransferAddress
 from trigon.distributed.worker import Worker
 from trigon.distributed.worker_group import POLL_SECONDS, Call, WorkerGroup, wait_for_any
@@ -33,7 +33,7 @@ from trigon.errors import (
 from trigon.metrics import Metrics, Sum, merge
 from trigon.rollout.protocol import Until
 from trigon.system.stopping import SAME_COMMAND, SameCommand
-from trigon.types import Completion, Phase, Prompt, WeightsHandle
+from trigon.types import Completion, Phase, Prompt, SamplingParams, WeightsHandle
 
 Result = TypeVar("Result")
 
@@ -150,10 +150,20 @@ class SamplersRolloutEngine(WorkersRolloutEngine):
         return self._samplers.group(replica)
 
     def _is_lost(self, replica: int, call: Call[Any]) -> bool:
-        is_lost = self._samplers.is_lost(replica, call)
-        if not is_lost:
+        return self._samplers.is_lost(replica, call)
+
+    def _sample(
+        self,
+        shares: dict[int, Share],
+        sampling: SamplingParams,
+        until: Until | None,
+        advance: Callable[[int | None], None],
+    ) -> list[Share]:
+        lost = super()._sample(shares, sampling, until, advance)
+        # The probes of a parity check are so few that replicas sample them that fail in each step.
+        if not sampling.one_turn and any(share.indices and share not in lost for share in shares.values()):
             self._samplers.complete_call()
-        return is_lost
+        return lost
 
     def _note_home(self, parts: Sequence[Prompt | Completion], replica: int, *, num_ranks: int) -> None:
         if self._shares_homes:
@@ -424,7 +434,7 @@ class SamplerPool:
                     self._num_replaced += 1
 
     def complete_call(self) -> None:
-        """Note that completions were sampled: replicas may be replaced as often again."""
+        """Note that a step's completions were sampled: replicas may be replaced as often again."""
         self._num_rounds = 0
 
     def pop_replaced(self) -> int:
