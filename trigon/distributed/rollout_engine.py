@@ -267,7 +267,7 @@ class Share:
         """See HeartbeatListener."""
         return HeartbeatRequest(generation=self._generation, skip_groups=self._num_groups)
 
-    def receive(self, rank: int, heartbeat: Heartbeat) -> None:
+    def receive(self, rank: int, heartbeat: Heartbeat) -> bool:
         """See HeartbeatListener. Only the first rank of a replica has completions."""
         num_more = max(heartbeat.num_samples - self._num_samples, 0)
         self._num_samples += num_more
@@ -276,6 +276,7 @@ class Share:
         for number, message in heartbeat.groups:
             completions = self._group.receive(message, phase="rollout")
             self._receive(self.indices[number], completions, self.replica)
+        return num_more > 0 or bool(heartbeat.groups)
 
 
 def deal_prompts(

@@ -60,8 +60,11 @@ class HeartbeatListener(Protocol):
         """Return what the next heartbeat of this rank should include."""
         ...
 
-    def receive(self, rank: int, heartbeat: Heartbeat) -> None:
-        """Process a heartbeat. Called by the thread that waits for the call."""
+    def receive(self, rank: int, heartbeat: Heartbeat) -> bool:
+        """Process a heartbeat, and return whether the call has made progress since the last one.
+
+        Called by the thread that waits for the call.
+        """
         ...
 
 
@@ -190,7 +193,8 @@ class WorkerGroup:
                 from put() by its message.
             phase: the name of the call in metrics and errors.
             listener: requests and receives heartbeats during the call. Heartbeats that have not
-                been received when the call ends are dropped.
+                been received when the call ends are dropped. The deadline is relative to the last
+                one that has shown progress: a call that samples all the time takes several steps.
             min_deadline_seconds: the deadline, if deadline_seconds is smaller.
             max_deadline_seconds: the deadline, if deadline_seconds is larger.
         """
@@ -254,8 +258,13 @@ class WorkerGroup:
             f"All other workers were stopped; {advice}"
         )
 
-    def _deadline_error(self, workers: Sequence[WorkerHandle], phase: str, deadline: float) -> LostWorkerError:
-        """Return the error for workers that missed the deadline, with their stacks."""
+    def _deadline_error(
+        self, workers: Sequence[WorkerHandle], phase: str, deadline: float, *, has_progress: bool = False
+    ) -> LostWorkerError:
+        """Return the error for workers that missed the deadline, with their stacks.
+
+        has_progress: whether the call has made progress before.
+        """
         request = HeartbeatRequest(with_stack=True)
         references = [worker.actor.heartbeat.remote(request) for worker in workers]
         # One wait for all of them: the watchdog of the run gives the driver a minute in total.
@@ -270,8 +279,13 @@ class WorkerGroup:
                     state = f"is in\n{heartbeat.stack}"
             lines.append(f"{self._describe(worker)}{self._describe_memory(worker.rank)} {state}")
         limit = " (trainer.worker_timeout_seconds)" if deadline == self.deadline_seconds else ""
+        late = (
+            f"{phase} made no progress for {deadline:g} s"
+            if has_progress
+            else f"{phase} was not done after {deadline:g} s"
+        )
         return LostWorkerError(
-            f"{phase} was not done after {deadline:g} s{limit}; {self.role and self.role + ' '}ranks "
+            f"{late}{limit}; {self.role and self.role + ' '}ranks "
             f"{sorted(worker.rank for worker in workers)} of {len(self.workers)} hang:\n"
             + "\n".join(lines)
             + self._write_stacks()
@@ -327,9 +341,10 @@ class Call(Generic[Result]):
         self._results: dict[int, Result] = {}
         self._failures: list[tuple[WorkerHandle, Exception]] = []
         self._failed_at = math.inf
-        self._started = time.monotonic()
+        self._waits_since = time.monotonic()  # for the end of the call, or its next progress
+        self._has_progress = False
         self._deadline_seconds = deadline_seconds
-        self._next_heartbeats = self._started + _HEARTBEAT_SECONDS
+        self._next_heartbeats = self._waits_since + _HEARTBEAT_SECONDS
         self._heartbeats: dict[Any, WorkerHandle] = {}  # requested and not received, by Ray's reference
 
     def wait(self) -> None:
@@ -360,9 +375,10 @@ class Call(Generic[Result]):
                 self.error = self._group._root_cause(self._failures, self._phase)
         elif self._pending and self._group.is_closed:
             self.error = WorkerError(f"{self._phase} was given up, since the run ends")
-        elif self._pending and now > self._started + self._deadline_seconds:
-            workers = list(self._pending.values())
-            self.error = self._group._deadline_error(workers, self._phase, self._deadline_seconds)
+        elif self._pending and now > self._waits_since + self._deadline_seconds:
+            self.error = self._group._deadline_error(
+                [*self._pending.values()], self._phase, self._deadline_seconds, has_progress=self._has_progress
+            )
         elif self._pending and now >= self._next_heartbeats:
             self._next_heartbeats = now + _HEARTBEAT_SECONDS
             self._exchange_heartbeats()
@@ -388,8 +404,8 @@ class Call(Generic[Result]):
                 heartbeat = self._group._heartbeats[rank] = ray.get(reference)
             except (RayActorError, RayTaskError):  # the pending call of this worker fails, too, and is reported
                 continue
-            if listener is not None:
-                listener.receive(rank, heartbeat)
+            if listener is not None and listener.receive(rank, heartbeat):
+                self._waits_since, self._has_progress = time.monotonic(), True
         asked = {worker.rank for worker in heartbeats.values()}
         for worker in self._pending.values():
             if worker.rank not in asked:
