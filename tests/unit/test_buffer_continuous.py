@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 from support.fake_runs import (
+    FILTER,
     SAMPLING,
     Record,
     SplitEngine,
@@ -285,6 +286,17 @@ def test_a_prompt_that_fails_is_replaced_and_a_flight_of_few_prompts_may_fail_on
     assert sum(line["rollout/num_skipped"] for line in lines_of(tmp_path).values()) == 2
     assert learned_prompts(tmp_path).total() == 12
     assert once not in learned_prompts(tmp_path)
+
+
+def test_a_prompt_that_is_drawn_again_in_a_step_is_sampled_with_other_seeds(parts, tmp_path):
+    def complete(so_far, version, seed):
+        return so_far.ground_truth if seed % 2 and int(so_far.ground_truth) % 5 == 0 else "no idea"
+
+    train_in(tmp_path, parts, **FILTER, **stream(parts, 2, "continue", steps=1, complete=complete, waits=True))
+    rows = rollouts_of(tmp_path)
+    names = [row["prompt_id"] for row in rows["filtered_000001.jsonl"] + rows["step_000001.jsonl"]]
+    assert max(Counter(name.partition("#")[0] for name in names).values()) > SAMPLING.n  # drawn twice
+    assert max(Counter(names).values()) == SAMPLING.n
 
 
 def test_a_validation_has_the_newest_weights_and_waits_for_what_runs(parts, tmp_path):

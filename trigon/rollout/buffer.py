@@ -379,6 +379,14 @@ class RolloutBuffer:
                 Work(replace(_with_unique_id(prompt, known), draw=step)) for prompt in self._prompts.take(num_prompts)
             ]
 
+    @property
+    def _filtered_ids(self) -> set[str]:
+        """The ids of what was filtered out since the last batch.
+
+        Under such an id a prompt that is drawn again would be sampled with the same seeds.
+        """
+        return {group.prompt.prompt_id for group, _ in self._found.filtered}
+
     def _awake(self, weights: WeightsHandle, version: int) -> AbstractContextManager[None]:
         return awake(self._rollout, weights, version=version, phase=self._report.phase)
 
@@ -485,7 +493,7 @@ class RolloutBuffer:
         filters, max_rounds = config.algorithm.online_filtering, config.trainer.max_try_make_batch
         found = _Found(unfinished=list(work))
         num_carried = {each.prompt.prompt_id: each.num_carried for each in work}
-        known = {group.prompt.prompt_id for group in self._ready} | set(num_carried)
+        known = {group.prompt.prompt_id for group in self._ready} | set(num_carried) | self._filtered_ids
         num_left = per_step * (self._plan.total_steps - step + 1) - len(self._ready)
         rounds = 0
         while len(found.groups) < needed:
@@ -686,7 +694,7 @@ class RolloutBuffer:
         if not config.algorithm.online_filtering:  # no more than is ever learned from
             most = min(most, per_step * (self._plan.total_steps - step + 1))
         known = {group.prompt.prompt_id for group in self._ready}
-        known |= {each.prompt.prompt_id for each in self._unfinished}
+        known |= {each.prompt.prompt_id for each in self._unfinished} | self._filtered_ids
         new = self._draw(step, max(0, most - len(self._ready) - len(self._unfinished)), known, report.phase)
         carried = describe_carried([each for each in self._unfinished if each.completions])
         self._found.metrics = merge(self._found.metrics, carried)
