@@ -288,6 +288,20 @@ def test_a_prompt_that_fails_is_replaced_and_a_flight_of_few_prompts_may_fail_on
     assert once not in learned_prompts(tmp_path)
 
 
+def test_a_filter_whose_last_prompts_fail_learns_from_what_there_is(parts, tmp_path):
+    # Step 1 samples 8 prompts, one of which fails, and takes 4; step 2 one more, which fails.
+    with open_run(parts, tmp_path / "other") as run:
+        failed = prompts_of(run).take(8)[5].ground_truth
+
+    def complete(so_far, version, seed):
+        return None if so_far.ground_truth == failed else so_far.ground_truth if seed % 2 else "no idea"
+
+    bounds = FILTER | {"filter_low": -1.0, "filter_high": 2.0, "mini_rollout_batch_size": 1, "max_try_make_batch": 1}
+    settings = bounds | stream(parts, 2, "finish", steps=2, complete=complete, waits=True, failing={1})
+    train_in(tmp_path, parts, **settings)
+    assert [len(rows) for rows in rows_by_step(tmp_path).values()] == [4 * SAMPLING.n, 3 * SAMPLING.n]
+
+
 def test_a_prompt_that_is_drawn_again_in_a_step_is_sampled_with_other_seeds(parts, tmp_path):
     def complete(so_far, version, seed):
         return so_far.ground_truth if seed % 2 and int(so_far.ground_truth) % 5 == 0 else "no idea"

@@ -803,10 +803,12 @@ def _with_unique_id(prompt: Prompt, drawn: set[str]) -> Prompt:
 
 
 def _describe_shortage(num_found: int, num_groups: int, tried: str, metrics: Metrics) -> str:
+    found = f"online filtering found {num_found} of {num_groups} groups in {tried} (trainer.max_try_make_batch)"
+    if "filter/low_fraction" not in metrics:
+        return f"{found}: the rollout engine completed none of them"
     low, high = (metrics[f"filter/{name}_fraction"].value for name in ("low", "high"))
     return (
-        f"online filtering found {num_found} of {num_groups} groups in {tried} (trainer.max_try_make_batch): {low:.0%} "
-        f"of those sampled were at or below algorithm.filter_low, {high:.0%} at or above filter_high"
+        f"{found}: {low:.0%} of those sampled were at or below algorithm.filter_low, {high:.0%} at or above filter_high"
     )
 
 
