@@ -22,6 +22,7 @@ from support.fake_runs import (
     full_settings,
     latest_checkpoint,
     lines_of,
+    mixed_by_prompt,
     open_run,
     plan_of,
     prompts_of,
@@ -225,16 +226,34 @@ def test_a_run_that_resumes_learns_from_each_prompt_once(parts, tmp_path, partia
 
 
 def test_a_step_that_is_left_saves_the_groups_that_it_was_to_learn_from(parts, tmp_path):
-    grace = Grace(1e-9)  # shorter than any save
     settings = full_settings(6) | stream(parts, 3, "continue", steps=6)
-    left = {"reference": StoppingReference(settings["reference"], grace), "grace": grace}
-    with open_run(parts, tmp_path, **settings | left) as run:
-        assert train(run, None) == 3
-    assert saved_steps(tmp_path) == [2, 3]
+    leave_step_4(parts, tmp_path, settings)
     saved = latest_checkpoint(tmp_path).progress["buffer"]
     assert len(saved["ready"]) + len(saved["work"]) == 3 * PER_STEP
     train_in(tmp_path, parts, resumes=True, **settings)
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 6)
+
+
+def test_a_step_that_is_left_saves_what_was_filtered_out_for_it_and_its_counts(parts, tmp_path):
+    settings = full_settings(5) | FILTER
+    settings |= stream(parts, 3, "continue", steps=5, complete=mixed_by_prompt, waits=True)
+    leave_step_4(parts, tmp_path, settings)
+    filtered = {row["prompt_id"] for row in rollouts_of(tmp_path)["filtered_000004.jsonl"]}
+    assert filtered
+    saved = latest_checkpoint(tmp_path).progress["buffer"]
+    assert filtered <= {group["prompt_id"] for group in saved["filtered"]}
+    assert saved["num_tokens"] > 0
+    train_in(tmp_path, parts, resumes=True, **settings)
+    assert filtered <= {row["prompt_id"] for row in rollouts_of(tmp_path)["filtered_000004.jsonl"]}
+    assert "filter/low_fraction" in lines_of(tmp_path)[4]
+
+
+def leave_step_4(parts, folder, settings):
+    grace = Grace(1e-9)  # shorter than any save
+    left = {"reference": StoppingReference(settings["reference"], grace), "grace": grace}
+    with open_run(parts, folder, **settings | left) as run:
+        assert train(run, None) == 3
+    assert saved_steps(folder) == [2, 3]
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,7 @@ class RolloutBuffer:
         self._unfinished: list[Work] = []
         self._taken: list[RolloutGroup] = []  # by the last step that began
         self._found = _Found()  # without groups and unfinished work, which are in the lists above
+        self._found_by_taken = _Found()  # what was sampled for the step that has taken those groups
         self._running: _Running | None = None
         self._has_failed = False  # whether every prompt of the call before failed, if prompts are sampled all the time
         self._before: _Position | None = None  # the state before the last step that began, once it is known
@@ -174,7 +175,7 @@ class RolloutBuffer:
         Raises: what sampling and scoring raise, and what the report's phases raise; DataError if
         online filtering has found no group.
         """
-        self._taken, self._before = [], None
+        self._taken, self._found_by_taken, self._before = [], _Found(), None
         if self._config.algorithm.samples_continuously:
             probes = self._sample_continuously(step, weights, version)
             batch = self._take(step, version, probes)
@@ -238,9 +239,9 @@ class RolloutBuffer:
         step, or contain its groups, so that the run that resumes from them makes the step again.
         """
         if made:
-            position = self._position([])
+            position = self._position([], _Found())
         else:
-            position = self._position(self._taken) if self._before is None else self._before
+            position = self._before or self._position(self._taken, self._found_by_taken)
         return {
             "prompts": position.prompts,
             "buffer": {
@@ -291,8 +292,11 @@ class RolloutBuffer:
                 "run learns from (algorithm.max_staleness, worker.rollout.oversampling, algorithm.filter_surplus)"
             )
 
-    def _position(self, taken: Sequence[RolloutGroup]) -> _Position:
-        """Return what a checkpoint is made of. What is sampled now is in it as it was before."""
+    def _position(self, taken: Sequence[RolloutGroup], found_by_taken: _Found) -> _Position:
+        """Return what a checkpoint is made of. What is sampled now is in it as it was before.
+
+        taken: of a step that is made again, and what was sampled for it.
+        """
         continuous = self._config.algorithm.samples_continuously
         if continuous:
             self._absorb()
@@ -310,7 +314,11 @@ class RolloutBuffer:
             self._prompts.state() if running is None else running.prompts,
             (*taken, *self._ready),
             (*(() if running is None else running.begun.values()), *self._unfinished),
-            replace(self._found, filtered=[*self._found.filtered]),
+            _Found(
+                filtered=found_by_taken.filtered + self._found.filtered,
+                metrics=merge(found_by_taken.metrics, self._found.metrics),
+                num_tokens=found_by_taken.num_tokens + self._found.num_tokens,
+            ),
         )
 
     # -- batches --
@@ -319,6 +327,7 @@ class RolloutBuffer:
         """Return a batch of the groups that are ready, and remember it until the next step."""
         config, found = self._config, self._found
         groups = self._taken = self._usable(version)[: self._plan.prompts_per_step]
+        self._found_by_taken = replace(found)  # without what is described below
         taken = set(map(id, groups))
         self._ready = [group for group in self._ready if id(group) not in taken]
         if config.algorithm.samples_continuously:
@@ -399,7 +408,7 @@ class RolloutBuffer:
             self._wait_for(self._running.call)
             self._end_ahead(step)
         self._drop_old(version)
-        self._before = self._position([])
+        self._before = self._position([], _Found())
         needed = per_step - len(self._ready)
         sampled: list[RolloutGroup] = []
         work: Sequence[Work] = ()
