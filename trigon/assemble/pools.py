@@ -200,7 +200,11 @@ class _PoolStart:
         from trigon.distributed.preflight import check_node_reports
 
         group, reports = self.start_checked(replica)
-        check_node_reports(reports)
+        try:
+            check_node_reports(reports)
+        except BaseException:
+            self.end(group)
+            raise
         return group
 
     def end(self, group: WorkerGroup) -> None:
