@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trigon.distributed.weight_transfer import TransferGroup
+from trigon.distributed.weight_transfer import TransferAddress, TransferGroup, TransferMember
 from trigon.errors import TransferError
 
 WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -50,3 +50,11 @@ def test_a_broadcast_to_a_member_that_does_not_answer_raises_after_its_time_limi
     assert 0.4 < time.monotonic() - began < 5
     learner.abort()
     sampler.abort()
+
+
+def test_a_member_that_is_told_to_leave_before_it_connects_raises_what_a_lost_member_does():
+    member = TransferMember(torch.device("cpu"))
+    host, port = member.listen("127.0.0.1")
+    member.leave()
+    with pytest.raises(TransferError, match="has ended before"):
+        member.join(TransferAddress(host, port, 2), 0, timeout_seconds=5)

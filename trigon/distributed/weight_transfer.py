@@ -253,16 +253,21 @@ class TransferMember:
         return host, port
 
     def join(self, address: TransferAddress, rank: int, *, timeout_seconds: float) -> None:
-        """Connect to the other members of a group. rank: 0 for the member that listens."""
+        """Connect to the other members of a group. rank: 0 for the member that listens.
+
+        Raises: TransferError if they do not connect, and if leave() was called since listen().
+        """
         if rank > 0:
             self.leave()
             try:
                 self._store = open_store(address.host, address.port, listener=None, seconds=JOIN_SECONDS)
             except RuntimeError as error:
                 raise TransferError(f"{address.host}:{address.port} does not answer: {error}") from error
-        assert self._store is not None, "rank 0 has to listen first"
+        store = self._store
+        if store is None:  # another member has died so soon that leave() has come first
+            raise TransferError("the transfer group has ended before this member has connected")
         group = TransferGroup(
-            self._store,
+            store,
             rank,
             address.size,
             self._device,
