@@ -160,6 +160,18 @@ def test_a_surplus_is_used_in_the_next_step_also_after_an_interruption(parts, tm
     assert lines_of(cut) == lines_of(whole)
 
 
+def test_a_step_that_has_all_its_groups_from_the_one_before_reports_their_rewards(parts, tmp_path):
+    kept = FILTER | {"filter_low": -1.0, "filter_high": 2.0, "mini_rollout_batch_size": 8, "filter_surplus": "keep"}
+    run = train_in(tmp_path, parts, plan=plan_of(steps=2), **kept)
+    assert not [event for event in record_of(run).events if event.endswith("for 2")]  # nothing is drawn
+    for step, rows in rows_by_step(tmp_path).items():
+        line = lines_of(tmp_path)[step]
+        assert line["rollout/num_skipped"] == 0
+        if step == 2:
+            rewards = [row["reward"] for row in rows]
+            assert line["reward/overall"] == pytest.approx(sum(rewards) / len(rewards))
+
+
 REMAX = AlgorithmConfig(disable_kl=True, adv_estimator="remax")
 
 

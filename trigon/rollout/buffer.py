@@ -425,11 +425,10 @@ class RolloutBuffer:
                     found.metrics = merge(found.metrics, self._rollout.pop_metrics(), self._prompts.metrics())
                 sampled = found.groups
                 self._take_over(found)
-            elif config.worker.rollout.oversampling > 0 and not self._found.metrics:  # nothing was sampled for the step
+            elif not self._found.metrics:  # nothing was sampled for the step: earlier ones have left enough groups
                 self._unfinished = [replace(each, num_carried=each.num_carried + 1) for each in self._unfinished]
-                self._found.metrics = merge(
-                    describe_groups(self._ready), describe_carried(self._unfinished), {_FAILED: Sum(0.0)}
-                )
+                carried = describe_carried(self._unfinished) if config.worker.rollout.oversampling > 0 else {}
+                self._found.metrics = merge(describe_groups(self._ready), carried, {_FAILED: Sum(0.0)})
             batch = self._take(step, version, [])
             learned = set(map(id, batch.groups))
             ended = ended_in_step([group for group in sampled if id(group) in learned], work)
