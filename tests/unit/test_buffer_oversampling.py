@@ -382,3 +382,23 @@ def test_a_step_with_no_complete_group_is_an_error_of_the_engine(parts, tmp_path
     fake = NoneComplete(tokenizer=parts.processors.tokenizer, stop_token_id=0, complete=long_tailed)
     with pytest.raises(EngineError, match="completed none of"):
         train_in(tmp_path, parts, **oversampling_settings(8), rollout=fake)
+
+
+def test_a_step_whose_last_groups_fail_learns_from_the_others(parts, tmp_path):
+    class LastFail(FakeEngine):
+        """Two replicas: one ends three groups and fails to sample one, the other fails later."""
+
+        def generate(self, prompts, sampling, *, until=None, **options):
+            if sampling.one_turn:
+                return super().generate(prompts, sampling, **options)
+            if len(prompts) < 6:
+                return [[] for _ in prompts]
+            rows = super().generate(prompts[:3], sampling, **options)
+            begun = Completion((5,), (-1.0,), "unfinished", "", 0)
+            return [*rows, [], *[[begun] * sampling.n for _ in prompts[4:]]]
+
+    fake = LastFail(tokenizer=parts.processors.tokenizer, stop_token_id=0, complete=lambda *_: "no idea")
+    with open_run(parts, tmp_path, **oversampling_settings(8), rollout=fake) as run:
+        batch = run.buffer.next(1, run.trainer.weights(), version=0)
+    assert len(batch.groups) == 3
+    assert values(batch.metrics)["rollout/num_skipped"] == 3

@@ -9,7 +9,7 @@ from PIL import Image
 from support.builders import make_builder, prompts_of
 from support.rollout import NO_WEIGHTS, Phases
 from trigon.data.stream import mix
-from trigon.errors import BadRow
+from trigon.errors import BadRow, EngineError
 from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import Evaluator
@@ -96,6 +96,15 @@ def test_every_prompt_is_sampled_and_scored_in_order(prompts, engine, rewards):
     assert engine.calls == tuple(({0}, part) for part in (ids[:2], ids[2:4], ids[4:]))
     assert phases.announced[-1] == ("validation", 5, 5)
     assert [name for name, _, _ in phases.announced[:-1]] == ["gen", "reward"] * 3
+
+
+def test_a_last_prompt_that_the_engine_fails_to_sample_is_left_out(prompts, engine, rewards):
+    engine._complete_text = lambda prompt, version, seed: None if prompt.ground_truth == "4" else "0"
+    groups = evaluate(Evaluator(prompts, SAMPLING, 2, 1, fail), engine, rewards)  # the last call has it alone
+    assert [group.prompt.ground_truth for group in groups] == ["0", "1", "2", "3"]
+    engine._complete_text = lambda prompt, version, seed: None
+    with pytest.raises(EngineError, match="any of 2 prompts"):
+        evaluate(Evaluator(prompts, SAMPLING, 2, 1, fail), engine, rewards)
 
 
 def test_the_images_of_prompts_are_the_files_of_their_dataset(prompts, tmp_path):

@@ -548,7 +548,11 @@ class RolloutBuffer:
             num_required = len(work) if step == self._plan.total_steps else oldest
             until = Until(min(quota, len(work)), num_required, tuple(each.completions for each in work))
         prompts = [each.prompt for each in work]
-        collected = collect_until(prompts, self._rollout, self._rewards, self._sampling, until, phase=phase)
+        # A filter draws further prompts without end if the engine fails for all of them.
+        is_rest = bool(found.groups) and not self._config.algorithm.online_filtering
+        collected = collect_until(
+            prompts, self._rollout, self._rewards, self._sampling, until, phase=phase, may_all_fail=is_rest
+        )
         groups, unfinished = collected.groups, collected.unfinished
         if is_first:
             warn_if_rewards_are_equal(groups, self._report.warn)

@@ -31,16 +31,18 @@ def collect(
     sampling: SamplingParams,
     *,
     phase: Phase,
+    may_all_fail: bool = False,
 ) -> list[RolloutGroup]:
     """Sample the completions of each prompt, score them, and return the groups in order.
 
     A group has sampling.n completions, and a baseline with sampling.with_baseline. A prompt that
     the engine failed to sample has no group. The engine must be awake. Announces the phases "gen",
     whose progress counts completions, and "reward": the scoring that remains once all are sampled.
+    may_all_fail: the prompts are the rest of others, of which some were sampled.
     Raises: EngineError and RewardError as engine and pool do; EngineError if the engine failed for
-    every prompt.
+    every prompt, unless they may all fail.
     """
-    return collect_until(prompts, rollout, rewards, sampling, None, phase=phase).groups
+    return collect_until(prompts, rollout, rewards, sampling, None, phase=phase, may_all_fail=may_all_fail).groups
 
 
 Unfinished = list[tuple[Prompt, tuple[Completion, ...]]]
@@ -67,6 +69,7 @@ def collect_until(
     until: Until | None,
     *,
     phase: Phase,
+    may_all_fail: bool = False,
 ) -> Collected:
     """Do what collect does until enough groups are complete; both parts are in order of prompts.
 
@@ -81,7 +84,7 @@ def collect_until(
                 scoring.add(index, completions, count(index * n), count(len(prompts) * n + index))
 
             rows = rollout.generate(prompts, sampling, until=until, on_progress=advance, on_group=add)
-        if rows and not any(rows):
+        if rows and not any(rows) and not may_all_fail:
             raise nothing_sampled(len(rows))
         with phase("reward") as advance:
             groups = dict(scoring.finish(on_progress=advance))
@@ -163,7 +166,7 @@ class Evaluator:
             for start in range(0, total, self.prompts_per_call):
                 indices = range(start, min(start + self.prompts_per_call, total))
                 batch = [prompt for prompt in threads.map(self._build, indices) if prompt is not None]
-                for group in collect(batch, rollout, rewards, self.sampling, phase=phase):
+                for group in collect(batch, rollout, rewards, self.sampling, phase=phase, may_all_fail=bool(groups)):
                     groups.append(replace(group, prompt=replace(group.prompt, vision=None)))
                 advance(len(indices))
         return groups
