@@ -1,4 +1,4 @@
-"""Signals that arrive while Ray starts, with a stand-in for ray.init."""
+"""What happens while Ray starts: signals, and errors; with a stand-in for ray.init."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import pytest
 
 from trigon.distributed import cluster
-from trigon.errors import ConfigError
+from trigon.errors import ConfigError, WorkerError
 
 # In a process of its own: a signal goes to any thread that has it not blocked, also of xdist.
 pytestmark = [pytest.mark.faults, pytest.mark.extended, pytest.mark.alone]
@@ -49,3 +49,16 @@ def test_a_sigterm_during_rays_start_is_handled_by_the_run_and_not_by_ray(monkey
         other.join()
         signal.signal(signal.SIGTERM, before)
     assert received == ["run"]
+
+
+def test_a_local_cluster_that_does_not_start_in_time_is_an_error_of_one_sentence(monkeypatch):
+    def start(**options):
+        raise Exception("The current node timed out during startup. This could happen")  # as Ray does
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster.ray, "init", start)
+    with (
+        pytest.raises(WorkerError, match=r"Ray did not start on this machine \(The current node timed out"),
+        cluster.open_cluster(nodes=1, workers_per_node=1),
+    ):
+        pass

@@ -96,7 +96,8 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
     this machine; otherwise a local one that is started here and ends with the context or with this
     process; see local_ray.py.
     Yields: a name for this run, which no other run on this machine has.
-    Raises: ConfigError if there is no cluster to connect to, or no place for its temporary files.
+    Raises: ConfigError if there is no cluster to connect to, or no place for its temporary files;
+    WorkerError if a local cluster does not start.
     """
     address = os.environ.get("RAY_ADDRESS") or ("auto" if nodes > 1 else "local")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -126,7 +127,12 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
                     job_config=_job_config(),
                     **options,
                 )
-        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
+        except Exception as error:  # Ray raises a plain one after half a minute on busy CPUs
+            if is_local:
+                raise WorkerError(
+                    f"Ray did not start on this machine ({first_line(error)}). If its CPUs are busy with other work, "
+                    "run the same command when they are less busy"
+                ) from error
             raise ConfigError(
                 f"there is no Ray cluster at {address!r}, or it rejects the token of this shell "
                 f"({first_line(error)}). Start one with `ray start --head` here and `ray start --address=...` on the "
