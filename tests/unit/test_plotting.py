@@ -125,6 +125,19 @@ def test_tokens_and_hours_are_sums_and_their_mean_over_the_runs(seeds):
     assert curve.x == (1.0, 1.5, 2.0)  # the first line, of step 0, counts
 
 
+def test_a_validation_added_later_is_at_its_step_and_takes_no_time_of_the_training(seeds):
+    before = learning_curves(seeds, x="hours")
+    for run in seeds:
+        config = (run.path / "config.yaml").read_text()
+        with RunFolder(run.path) as folder:
+            folder.append_metrics(2, {"timing_s/step": 7200.0, "val/accuracy_reward": 0.375})
+            if run is seeds[0]:  # the others were validated on another machine
+                folder.write_config(config.replace("trainer: {", "trainer: {val_only: true, "))
+    validation, training = learning_curves(seeds, x="hours").curves
+    assert training == before.curves[1]
+    assert (validation.x, validation.mean) == ((0.5, 1.5, 2.0), (0.25, 0.375, pytest.approx(0.6)))
+
+
 def test_smoothing_is_a_centred_mean_of_training_metrics_only(seeds):
     assert moving_mean([1.0, 2.0, 6.0, 3.0], 3) == [1.5, 3.0, pytest.approx(11 / 3), 4.5]
     assert moving_mean([1.0, nan, 3.0], 1)[0::2] == [1.0, 3.0]

@@ -118,6 +118,14 @@ def test_metrics_have_a_row_per_step(folder):
     assert run.metrics_arrow()["lr"].to_pylist() == [None, 1.0]
 
 
+def test_rows_of_steps_ascend_also_if_an_earlier_step_was_validated_later(tmp_path):
+    with RunFolder(tmp_path) as run:
+        for step, value in ((1, 0.5), (2, 0.75), (0, 0.25)):
+            run.append_metrics(step, {"val/reward_score": value})
+    rewards = trigon.load_run(tmp_path).metrics()["val/reward_score"]
+    assert list(rewards.items()) == [(0, 0.25), (1, 0.5), (2, 0.75)]
+
+
 def test_rollouts_have_a_row_per_completion_and_a_column_per_part(folder):
     run = trigon.load_run(str(folder))
     table = run.rollouts(splits=["train", "validation"])

@@ -193,6 +193,10 @@ def test_the_evaluation_is_that_of_the_pushed_step(tmp_path):
     run = write_run(tmp_path / "run")
     assert [each.after for each in read_validations(run, 15)] == [0.5, 0.25]
     assert "| accuracy | 0.250 | 0.500 | 7 |" in str(card_of(run, tmp_path / "exported", step=15))
+    with RunFolder(tmp_path / "run") as folder:  # with trainer.val_only, after the end of the run
+        folder.append_metrics(5, {"val/accuracy_reward": 0.125})
+    assert [each.after for each in read_validations(run, 15)] == [0.5, 0.25]
+    assert [(each.step, each.after) for each in read_validations(run, 9)] == [(5, 0.125)]
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     assert read_validations(run, 20) == []
     assert "## Evaluation" not in str(card_of(run, tmp_path / "exported"))

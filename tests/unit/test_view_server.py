@@ -154,6 +154,8 @@ def test_new_steps_appear_while_the_page_is_served(tmp_path):
     with served([folder], tmp_path / "cache") as (url, _), RunFolder(folder) as run:
         write_step(run, 2, write_image(folder, (0, 0, 0)))
         wait_until(lambda: Answer(url, "/api/state").json()["runs"][0]["splits"]["train"]["max_step"] == 2)
+        run.append_metrics(1, {"val/reward_score": 0.5})  # a validation of an earlier step
+        wait_until(lambda: Answer(url, "/api/state").json()["runs"][0]["num_lines"] == 3)
         assert Answer(url, "/api/state").json()["runs"][0]["last_step"] == 2
 
 

@@ -60,6 +60,18 @@ def read_metrics(folder: Path) -> list[StepMetrics]:
     return [parse_step(line, file) for line in complete.split(b"\n") if line]
 
 
+def merge_steps(lines: Sequence[StepMetrics]) -> list[StepMetrics]:
+    """Return the metrics of each step once, by step.
+
+    Of several lines of a step, a later one adds its metrics, and replaces metrics of the same
+    names: trainer.val_only adds a validation of any step at the end of the file.
+    """
+    merged: dict[int, dict[str, float]] = {}
+    for line in lines:
+        merged.setdefault(line.step, {}).update(line.metrics)
+    return [StepMetrics(step, merged[step]) for step in sorted(merged)]
+
+
 def parse_step(line: bytes, path: Path) -> StepMetrics:
     """Return the metrics in a line of the file at path. Raises: CheckpointError."""
     try:
@@ -319,18 +331,15 @@ def load_run(path: str | Path) -> RunTables:
 def metrics_table(steps: list[StepMetrics]) -> pyarrow.Table:
     """Return the metrics of steps as an Arrow table; null where a step does not have a metric.
 
-    Of several lines of a step, a later one adds its metrics, and replaces metrics of the same
-    names.
+    It has a row for each step, see merge_steps.
     """
     import pyarrow
 
-    rows: dict[int, dict[str, float]] = {}
-    for line in steps:
-        rows.setdefault(line.step, {}).update(line.metrics)
-    names = sorted({name for row in rows.values() for name in row})
-    columns: dict[str, Any] = {"step": pyarrow.array(list(rows), pyarrow.int64())}
+    rows = merge_steps(steps)
+    names = sorted({name for row in rows for name in row.metrics})
+    columns: dict[str, Any] = {"step": pyarrow.array([row.step for row in rows], pyarrow.int64())}
     for name in names:
-        columns[name] = pyarrow.array([row.get(name) for row in rows.values()], pyarrow.float64())
+        columns[name] = pyarrow.array([row.metrics.get(name) for row in rows], pyarrow.float64())
     return pyarrow.table(columns)
 
 

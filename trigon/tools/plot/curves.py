@@ -21,7 +21,7 @@ from typing import Any, Literal, assert_never
 
 from trigon.config.options import format_value, options
 from trigon.errors import ConfigError, DataError
-from trigon.report.run import RunRecord, StepMetrics, distinct_names, flatten
+from trigon.report.run import RunRecord, StepMetrics, distinct_names, flatten, merge_steps
 from trigon.system.terminal import did_you_mean, nearest_key, shorten
 from trigon.tools.eval.statistics import student_quantile
 
@@ -47,6 +47,7 @@ NOT_COMPARED = frozenset(
         "trainer.project_name",
         "trainer.experiment_name",
         "trainer.logger",
+        "trainer.val_only",
         "trainer.val_generations_to_log",
         "trainer.profile_steps",
         "trainer.check_memory",
@@ -192,7 +193,7 @@ def _curve(
     positions: list[dict[int, float]] = []
     for run in group.runs:
         lines = steps[run.path]
-        found = {line.step: float(line.metrics[metric]) for line in lines if metric in line.metrics}
+        found = {line.step: float(line.metrics[metric]) for line in merge_steps(lines) if metric in line.metrics}
         if not found:
             note(f"{run.name} has no {metric}")
             continue
@@ -234,8 +235,13 @@ def _positions(run: RunRecord, lines: Sequence[StepMetrics], x: XAxis) -> dict[i
             assert_never(x)
     if not any(key in line.metrics for line in lines):
         raise DataError(f"{run.path} cannot be plotted over {x}: it has no {key}")
-    sums = accumulate(line.metrics.get(key, 0.0) * scale for line in lines)
-    return {line.step: total for line, total in zip(lines, sums, strict=True)}
+    # Of the training only: a validation of an earlier step may have been added later.
+    first_lines: dict[int, StepMetrics] = {}
+    for line in lines:
+        first_lines.setdefault(line.step, line)
+    steps = sorted(first_lines)
+    sums = accumulate(first_lines[step].metrics.get(key, 0.0) * scale for step in steps)
+    return dict(zip(steps, sums, strict=True))
 
 
 def moving_mean(values: Sequence[float], width: int) -> list[float]:

@@ -26,7 +26,7 @@ from trigon.checkpoint.store import EXPORT_RECORD, exported_step
 from trigon.config.options import format_value, options
 from trigon.errors import CheckpointError, ConfigError, DataError, PushError
 from trigon.report.rollouts import read_rollouts
-from trigon.report.run import SOURCES, RunRecord, flatten
+from trigon.report.run import SOURCES, RunRecord, flatten, merge_steps
 from trigon.system.files import write_json
 from trigon.system.secrets import hide, short_path
 from trigon.tools.plot.curves import learning_curves
@@ -271,7 +271,8 @@ def hub_id(text: str, kind: HubKind, local: Collection[str] | None = None) -> st
 
 def read_validations(run: RunRecord, step: int) -> list[Validation]:
     """Return the metrics of the last validation up to a step, with those before training."""
-    lines = [line for line in run.metrics() if line.step <= step and any(map(_VALIDATION.fullmatch, line.metrics))]
+    steps = [line for line in merge_steps(run.metrics()) if line.step <= step]
+    lines = [line for line in steps if any(map(_VALIDATION.fullmatch, line.metrics))]
     if not lines:
         return []
     last = lines[-1]

@@ -112,7 +112,7 @@ class ViewedRun:
             "metrics_version": self.metrics.version,
             "num_lines": len(self.metrics.steps),
             "is_running": self.record.is_running(),
-            "last_step": self.metrics.steps[-1].step if self.metrics.steps else None,
+            "last_step": max((line.step for line in self.metrics.steps), default=None),
             "rollouts_version": progress.version,
             "num_files": progress.num_files,
             "num_indexed": progress.num_indexed,

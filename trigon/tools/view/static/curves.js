@@ -105,7 +105,7 @@ export function curvesView() {
     for (const run of shared.runs.keys()) {
       const metrics = shared.metrics[run];
       if (shared.hidden.has(run) || !metrics?.metrics[name]) continue;
-      const kept = [...metrics.steps.keys()].filter((line) => metrics.metrics[name][line] !== null);
+      const kept = linesOf(metrics, name);
       const hours = xAxis === "hours" ? hoursOf(metrics) : null;
       const x = kept.map((line) => (hours ? hours[line] : metrics.steps[line]));
       const y = kept.map((line) => metrics.metrics[name][line]);
@@ -162,9 +162,19 @@ export function curvesView() {
 // A validation is a measurement of its own, and the next one is many steps away: no average of them.
 const isValidation = (name) => /^val[/_]/.test(name);
 
-// Hours from the start of training to the end of each line.
+// The lines that have a metric, by step: a validation of an earlier step may have been added at the end.
+function linesOf({ steps, metrics }, name) {
+  const lines = new Map();
+  for (const line of steps.keys()) if (metrics[name][line] !== null) lines.set(steps[line], line);
+  return [...lines.keys()].sort((a, b) => a - b).map((step) => lines.get(step));
+}
+
+// Hours from the start of training to the end of the step of each line. What was added later takes none.
 function hoursOf({ steps, metrics }) {
   const times = metrics["timing_s/step"] || [];
+  const ends = new Map();
+  steps.forEach((step, line) => ends.has(step) || ends.set(step, (times[line] ?? 0) / 3600));
   let sum = 0;
-  return steps.map((_, line) => (sum += (times[line] ?? 0) / 3600));
+  for (const step of [...ends.keys()].sort((a, b) => a - b)) ends.set(step, (sum += ends.get(step)));
+  return steps.map((step) => ends.get(step));
 }
