@@ -205,7 +205,8 @@ def finish_step(run: Run, step: int, batch: Batch, metrics: Metrics) -> bool:
         save(run, step, stopping=stopping)
     asked = run.hooks.step(step, recorded)
     if asked is not None and alarm is None:
-        if not saves:
+        # A save that was due may have failed, or still fail, with a warning only.
+        if not saves or (asked == "stop" and not is_saved(run, step)):
             save(run, step, stopping=asked == "stop")
         stopping = stopping or asked == "stop"
     if is_due(step, run.config.trainer.val_freq) or is_due(step, run.config.trainer.save_freq):
@@ -312,6 +313,13 @@ def save_unsaved(run: Run, step: int) -> None:
     note_saved(run)
     if step > run.stop.grace.saved_step:
         save(run, step, stopping=True, made=False)
+
+
+def is_saved(run: Run, step: int) -> bool:
+    """Wait for a save in progress, and return whether the state after this step is saved."""
+    with run.report.phase("save_checkpoint"):
+        run.checkpoints.store.wait()
+    return run.checkpoints.store.published_step == step
 
 
 def note_saved(run: Run) -> None:

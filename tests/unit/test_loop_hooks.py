@@ -1,10 +1,13 @@
 """Functions of the user that the loop calls: when, with what, and what an error in one does."""
 
+import errno
 import json
 
 import pytest
 
 from support.fake_runs import SAMPLING, lines_of, open_run, rollouts_of, saved_steps
+from trigon.checkpoint.store import CheckpointStore
+from trigon.errors import DiskError
 from trigon.loop import train
 from trigon.report.delivery import Hooks
 
@@ -62,3 +65,29 @@ def test_on_step_can_save_and_stop(parts, tmp_path, answer, last, saved):
     with open_run(parts, tmp_path, hooks=hooks, save_freq=0) as run:
         assert train(run, None) == last
     assert saved_steps(tmp_path) == saved
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_step_after_which_on_step_stops_is_saved_also_if_its_save_has_failed(parts, tmp_path, background):
+    def save_state(folder):
+        attempts.append(folder)
+        if len(attempts) <= num_failures:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return run.trainer.save_state(folder, model_only=False)
+
+    def finish_later(folder):
+        return lambda: save_state(folder)()
+
+    hooks = Hooks(on_step=lambda step, metrics: "stop" if step == 2 else None)
+    for num_failures, folder in ((1, tmp_path / "once"), (2, tmp_path / "twice")):
+        attempts = []
+        store = CheckpointStore(folder, keep=-1, background=background, warn=lambda text: None)
+        saving = {"store": store, "save_state": finish_later if background else save_state}
+        with open_run(parts, folder, hooks=hooks, save_freq=2, **saving) as run:
+            if num_failures == 1:
+                assert train(run, None) == 2
+                assert saved_steps(folder) == [2]
+            else:
+                with pytest.raises(DiskError, match="the disk is full"):
+                    train(run, None)
+                assert saved_steps(folder) == []
