@@ -277,7 +277,9 @@ def test_the_checkpoints_that_are_kept(run):
     assert count() == 1  # after the last step
     assert count(save_freq=10) == 10
     assert count(save_freq=30) == 4
-    assert count(save_freq=10, save_limit=3) == 5  # the newest three, the best, and one that is written
+    assert count(save_freq=10, save_limit=3) == 4  # three, the best among them, and one that is written
+    assert count(save_freq=10, save_limit=1, val_freq=10) == 3  # the newest, the best, and one that is written
+    assert count(save_freq=10, save_limit=1, val_freq=-1) == 2  # no checkpoint is the best
 
 
 HEADED = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"

@@ -265,11 +265,13 @@ def count_checkpoint_bytes(config: Config, size: ModelSize) -> int:
 def count_checkpoints(config: Config, *, total_steps: int) -> int:
     """Return how many checkpoints are on the disk at most, while the last one is written.
 
-    The newest ones are kept, the best, and an old one until the new one is complete.
+    trainer.save_limit are kept, the newest and the best among them, and the new one is written
+    before an old one is removed.
     """
     trainer = config.trainer
     saved = -(-total_steps // trainer.save_freq) if trainer.save_freq > 0 else 1
-    return saved if trainer.save_limit <= 0 else min(saved, trainer.save_limit + 2)
+    has_best = bool(config.data.val_files) and trainer.val_freq > 0
+    return saved if trainer.save_limit <= 0 else min(saved, max(trainer.save_limit, 1 + has_best) + 1)
 
 
 def count_staged_bytes(config: Config, size: ModelSize) -> int:

@@ -1096,8 +1096,9 @@ class TrainerConfig(Section):
     """Steps between checkpoints. With 0 or -1 there is only that after the last step."""
 
     save_limit: int = Field(default=-1, ge=-1, le=MAX_STEPS)
-    """Number of newest checkpoints that are kept besides the best one; 0 or -1 keeps all.
-    Raising it needs disk space."""
+    """Number of checkpoints that are kept: the newest ones, with the best one in place of the
+    oldest of them. 1 keeps the newest and the best; 0 or -1 keeps all. Raising it needs disk
+    space."""
 
     save_model_only: bool = False
     """Save weights without optimizer states, which is smaller. Training cannot resume from them."""

@@ -176,7 +176,7 @@ def check_disk(result: Result, model: Model, machine: Machine, *, total_steps: i
         result.summary = f"a checkpoint needs {format_bytes(each)}, {format_bytes(free)} are free in {folder}"
         return
     kept = count_checkpoints(config, total_steps=total_steps)
-    text = f"{kept} checkpoint{'s' * (kept > 1)} of {format_bytes(each)} are kept, while one more is written"
+    text = f"{kept} checkpoints of {format_bytes(each)} are on the disk, while the last one is written"
     if kept == 1:
         text = f"one checkpoint of {format_bytes(each)} is kept"
     result.summary = f"{text}; {format_bytes(free)} are free in {folder}"
