@@ -218,6 +218,18 @@ def test_a_resumed_stream_continues_with_identical_prompts(ten, six, open_stream
     assert resumed.state() == stream.state()
 
 
+def test_the_ids_of_prompts_do_not_change_if_files_are_renamed_before_a_resume(ten, six, open_stream):
+    stream = open_stream(mix([ten, six]), batch_size=8)
+    kept = stream.take(3)
+    state = json.loads(json.dumps(stream.state()))
+    renamed = mix([replace(ten, name="geometry"), replace(six, name="rows")])
+    resumed = open_stream(renamed, batch_size=8)
+    resumed.load_state(state)
+    assert [prompt.prompt_id for prompt in resumed.take(20)] == [prompt.prompt_id for prompt in stream.take(20)]
+    assert [resumed.rebuild(prompt.prompt_id).text for prompt in kept] == [prompt.text for prompt in kept]
+    assert resumed.state() == stream.state()
+
+
 def test_a_position_in_other_data_is_an_error_that_names_it(ten, open_set, open_stream):
     state = saved(open_stream(ten))
     nine = open_set("nine", 9)

@@ -118,6 +118,10 @@ class Prompts:
                     drawn.append(DrawnPrompt(start + index, occurrences[index]))
         return drawn
 
+    def with_names(self, names: Sequence[str]) -> Prompts:
+        """Return the same prompts with other names of the datasets, which begin their ids."""
+        return Prompts(tuple(replace(part, name=name) for part, name in zip(self.parts, names, strict=True)))
+
     def with_blank_media(self) -> Prompts:
         """Return the same prompts with images and videos of one colour and the same size."""
         return Prompts(tuple(replace(part, builder=part.builder.with_blank_media()) for part in self.parts))
@@ -317,6 +321,7 @@ class PromptStream:
             "taken": self._position.taken,
             "skipped": [[index, reason] for index, reason in self._skipped.items()],
             "datasets": [asdict(content) for content in self._prompts.contents],
+            "names": [part.name for part in self._prompts.parts],
             "shuffle": self._shuffle,
             "seed": self._seed,
         }
@@ -324,13 +329,16 @@ class PromptStream:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position, with the prompts that followed it in the saved stream.
 
-        With other data, where that is accepted, start at their beginning; with another seed or
-        shuffle, continue at the same place of the new order. Raises: as check_state.
+        They keep their ids, also if files were renamed meanwhile. With other data, where that is
+        accepted, start at their beginning; with another seed or shuffle, continue at the same place
+        of the new order. Raises: as check_state.
         """
         self.check_state(state)
         self._cancel_futures()
         self._position, self._skipped = _Position(0, 0, 0), {}
         if self.continues(state):
+            names = state.get("names", [part.name for part in self._prompts.parts])
+            self._prompts = self._prompts.with_names(names)
             self._position = _Position(state["epoch"], state["offset"], state["taken"])
             self._skipped = dict(state["skipped"])
 
