@@ -188,6 +188,20 @@ def test_half_a_line_is_removed_when_the_disk_becomes_full_in_it(tmp_path, messa
         assert [line.step for line in folder.read_metrics()] == [1, 2, 3]
 
 
+def test_lines_that_wait_are_written_before_a_checkpoint_after_which_a_resumed_run_does_not_repeat_them(
+    tmp_path, messages
+):
+    with mounted(tmp_path / "disk", "size=64k") as disk, RunFolder(disk / "run") as folder:
+        log = RunWriter(folder, warn=messages.append)
+        with read_only(disk):
+            log.metrics(1, {"a": 1.0})
+            log.flush()
+        log.flush()
+        assert [line.step for line in folder.read_metrics()] == [1]
+    assert len(messages) == 2
+    assert messages[1] == "lines of metrics.jsonl are written again"
+
+
 def test_lines_that_could_never_be_written_are_counted_at_the_end(tmp_path, messages):
     with mounted(tmp_path / "disk", "size=64k") as disk, RunFolder(disk / "run") as folder:
         log = RunWriter(folder, warn=messages.append)

@@ -292,15 +292,7 @@ class RunWriter:
         Raises: ConfigError if the run folder was moved, and another run has taken its place.
         """
         self._waiting.append((step, metrics))
-        try:
-            self._write_lines()
-        except OSError as error:
-            excess = max(len(self._waiting) - MAX_WAITING_LINES, 0)
-            for _ in range(excess):
-                self._waiting.popleft()
-            self._count_lost(_LINES, excess, error, consequence="They wait in memory")
-        else:
-            self._note_written(_LINES)
+        self._try_lines()
 
     def rollouts(self, step: int, split: Split, rows: Sequence[RolloutRow], read_images: ReadImages) -> None:
         """Write a rollouts file in the background.
@@ -314,24 +306,38 @@ class RunWriter:
         self._pending.append(self._thread.submit(self._write_rollouts, step, split, rows, read_images))
 
     def flush(self) -> None:
-        """Wait until all rollouts are written. Raises: as rollouts."""
+        """Wait until all rollouts are written, and try again to write the lines that wait.
+
+        Raises: as rollouts and metrics.
+        """
         while self._pending:
             self._pending.popleft().result()
+        if self._waiting:
+            self._try_lines()
 
     def close(self) -> None:
         """Write what is pending, end the threads, and warn of all that is lost."""
         try:
             self.flush()
-            try:
-                self._write_lines()
-            except OSError as error:
-                self._count_lost(_LINES, len(self._waiting), error)
+            self._lost += Counter({_LINES: len(self._waiting)})
             if self._lost:
                 numbers = ", ".join(f"{number:,} {kind}" for kind, number in sorted(self._lost.items()))
                 self._warn(f"could not be written and are not in {self._folder.path}: {numbers}")
         finally:
             self._thread.shutdown()
             self._image_threads.shutdown()
+
+    def _try_lines(self) -> None:
+        """Write the lines that wait, or warn that they still wait."""
+        try:
+            self._write_lines()
+        except OSError as error:
+            excess = max(len(self._waiting) - MAX_WAITING_LINES, 0)
+            for _ in range(excess):
+                self._waiting.popleft()
+            self._count_lost(_LINES, excess, error, consequence="They wait in memory")
+        else:
+            self._note_written(_LINES)
 
     def _write_lines(self) -> None:
         if self._waiting and (moved := self._folder.restore()) is not None:
