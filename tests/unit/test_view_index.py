@@ -94,7 +94,25 @@ def test_the_same_prompt_twice_in_a_step_is_two_groups(tmp_path):
     with RunFolder(tmp_path / "run") as run:
         run.write_rollouts(1, "train", [make_row("train:0", sample, 0.0) for sample in (0, 1, 0, 1)])
     index = open_index(tmp_path / "run", tmp_path / "cache")
-    assert [(row["number"], row["num"]) for row in index.history("train:0")] == [(0, 2), (1, 2)]
+    assert [(row["number"], row["num"]) for row in index.history(index.prompt_of("train", 1, 0))] == [(0, 2), (1, 2)]
+
+
+def test_the_history_of_a_prompt_has_no_other_prompt_of_the_same_id(tmp_path):
+    trained = make_row("geo:7", 0, 0.0, image_files=("images/a.png",))
+    other_text, other_image = replace(trained, prompt="Why?"), replace(trained, image_files=("images/b.png",))
+
+    def history(validated, split):
+        with RunFolder(tmp_path / "run") as run:
+            run.write_rollouts(1, "train", [trained])
+            run.write_rollouts(2, "validation", [validated])
+            run.write_rollouts(3, "train", [replace(trained, prompt="In another format", image_files=())])
+            run.write_rollouts(4, "validation", [validated])
+        index = open_index(tmp_path / "run", tmp_path / "cache")
+        return [group["step"] for group in index.history(index.prompt_of(split, {"train": 1}.get(split, 2), 0))]
+
+    assert history(trained, "train") == [1, 2, 3, 4]  # validated on training prompts
+    assert (history(other_text, "train"), history(other_text, "validation")) == ([1, 3], [2, 4])
+    assert (history(other_image, "train"), history(other_image, "validation")) == ([1, 3], [2, 4])
 
 
 def test_the_history_of_a_prompt_has_its_other_occurrences(tmp_path):
@@ -103,7 +121,7 @@ def test_the_history_of_a_prompt_has_its_other_occurrences(tmp_path):
         run.write_rollouts(2, "train", [make_row("train:71", 0, 0.0), make_row("train:7#3", 0, 1.0)])
     index = open_index(tmp_path / "run", tmp_path / "cache")
     ids = ["train:7", "train:7#2", "train:7#3"]
-    assert [group["prompt_id"] for group in index.history("train:7#2")] == ids
+    assert [group["prompt_id"] for group in index.history(index.prompt_of("train", 1, 1))] == ids
     assert sorted(prompt_id for _, _, prompt_id in found(index, prompt_id="train:7")) == ids
 
 

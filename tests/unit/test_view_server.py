@@ -84,7 +84,7 @@ def test_everything_about_the_runs_is_served(page):
     assert (groups["num_groups"], groups["num_rollouts"], len(groups["groups"])) == (3, 12, 2)
     rows = Answer(url, "/api/group?run=0&split=train&step=2&number=1").json()["rows"]
     assert [row["reward"] for row in rows] == [0, 1, 0, 1]
-    history = Answer(url, "/api/history?prompt_id=train%3A1").json()["runs"]
+    history = Answer(url, "/api/history?split=train&step=2&number=1").json()["runs"]
     assert [[group["step"] for group in groups] for groups in history] == [[1, 2, 3], [1]]
 
 

@@ -70,6 +70,8 @@ _SUMMARY = (
     "step, split, number, prompt_id, filtered, num_with_tokens, num, num_solved, reward_mean, max_tokens, mismatch, "
     "rewards, image, excerpt"
 )
+_PROMPT = "substr(p.text, instr(p.text, char(10)))"
+"""A prompt's text and ground truth, without the first line, which has its id."""
 _OCCURRENCE = re.compile(r"#\d+$")
 _EXCERPT = 160
 """Characters of the end of a prompt that a list shows."""
@@ -138,6 +140,22 @@ class Found:
 
     ids: tuple[int, ...]
     num_rollouts: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedPrompt:
+    """A prompt of a run.
+
+    original_id: the id without the number of an occurrence. is_validation: whether a validation
+    has sampled it; a training dataset may give the same id to another prompt.
+    text: prompt and ground truth. image: the file of its first image; None if it has none, or if
+    the run does not store images.
+    """
+
+    original_id: str
+    is_validation: bool
+    text: str
+    image: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,15 +242,30 @@ class IndexedRun:
             by_id = {row[0]: _summary(row[1:]) for row in rows}
         return [by_id[id] for id in ids if id in by_id]
 
-    def history(self, prompt_id: str) -> list[dict[str, Any]]:
+    def prompt_of(self, split: str, step: int, number: int) -> IndexedPrompt | None:
+        """Return the prompt of a group, or None if there is no such group."""
+        with self._connection() as connection:
+            row = connection.execute(
+                f"SELECT g.original_id, g.split = 'validation', {_PROMPT}, g.image FROM groups g "
+                "JOIN prompt_texts p ON p.id = g.id WHERE g.split = ? AND g.step = ? AND g.number = ?",
+                (split, step, number),
+            ).fetchone()
+        return None if row is None else IndexedPrompt(row[0], bool(row[1]), *row[2:])
+
+    def history(self, prompt: IndexedPrompt) -> list[dict[str, Any]]:
         """Return the groups of a prompt over the run, by step.
 
-        Its other occurrences count, whose ids end in their number: train:17#2.
+        Its other occurrences count, whose ids end in their number: train:17#2. A prompt with
+        another image does not count; nor does one of the validation for a training prompt, or the
+        other way round, with another text. Other runs may give a prompt another format.
         """
         with self._connection() as connection:
             rows = connection.execute(
-                f"SELECT {_SUMMARY} FROM groups WHERE original_id = ? ORDER BY step, split, number LIMIT 2000",
-                (original_id(prompt_id),),
+                f"SELECT {_SUMMARY} FROM groups g JOIN prompt_texts p ON p.id = g.id WHERE g.original_id = ? "
+                f"AND ((g.split = 'validation') = ? OR {_PROMPT} = ?) "
+                "AND coalesce(substr(g.image, 1, 71) = substr(?, 1, 71), TRUE) "  # images/<SHA-256>
+                "ORDER BY step, split, number LIMIT 2000",
+                (prompt.original_id, prompt.is_validation, prompt.text, prompt.image),
             )
             return [_summary(row) for row in rows]
 

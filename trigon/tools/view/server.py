@@ -266,8 +266,7 @@ def _groups(runs: Sequence[ViewedRun], request: Request) -> Response:
 
 
 def _group(runs: Sequence[ViewedRun], request: Request) -> Response:
-    place = (request.query_params.get("split", ""), _integer(request, "step", 0), _integer(request, "number", 0))
-    rows = _run(runs, request).rollouts.read_group(*place)
+    rows = _run(runs, request).rollouts.read_group(*_place(request))
     if rows is None:
         raise HTTPException(404)
     lines = b",".join(row_to_line(row).rstrip() for row in rows)
@@ -275,8 +274,15 @@ def _group(runs: Sequence[ViewedRun], request: Request) -> Response:
 
 
 def _history(runs: Sequence[ViewedRun], request: Request) -> Response:
-    prompt_id = request.query_params.get("prompt_id", "")
-    return _json({"runs": [run.rollouts.history(prompt_id) for run in runs]})
+    prompt = _run(runs, request).rollouts.prompt_of(*_place(request))
+    if prompt is None:
+        raise HTTPException(404)
+    return _json({"runs": [run.rollouts.history(prompt) for run in runs]})
+
+
+def _place(request: Request) -> tuple[str, int, int]:
+    """Return split, step and number of the group that is asked for."""
+    return request.query_params.get("split", ""), _integer(request, "step", 0), _integer(request, "number", 0)
 
 
 def _image(runs: Sequence[ViewedRun], request: Request) -> Response:

@@ -42,10 +42,9 @@ export function groupView({ onOpen, onBack, onMove }) {
   const viewer = h("dialog.viewer", { "aria-label": "Image", on: { click: () => viewer.close() } });
 
   async function open(run, group, search, range) {
-    const [{ rows }, history] = await Promise.all([fetchGroup(run, group), fetchHistory(group.prompt_id ?? "")]);
+    const [{ rows }, history] = await Promise.all([fetchGroup(run, group), fetchHistory(run, group)]);
     const full = group.prompt_id === undefined ? summaryOf(group, rows) : group;
-    const past = group.prompt_id === undefined ? await fetchHistory(full.prompt_id) : history;
-    shown = { run, group: full, rows, history: past.runs, search, range };
+    shown = { run, group: full, rows, history: history.runs, search, range };
     draw();
     element.scrollTop = 0;
     return full;

@@ -46,11 +46,20 @@ export async function fetchGroup(run, { split, step, number }) {
   return { rows: group.rows };
 }
 
-export async function fetchHistory(promptId) {
-  if (!exported) return get("history", { prompt_id: promptId });
-  return {
-    runs: exported.groups.map((groups) => groups.filter((g) => originalId(g.prompt_id) === originalId(promptId)).sort((a, b) => a.step - b.step)),
-  };
+// The groups of the prompt of a group, in each run.
+export async function fetchHistory(run, { split, step, number }) {
+  if (!exported) return get("history", { run, split, step, number });
+  const { rows: [shown] } = await fetchGroup(run, { split, step, number });
+  const isOfPrompt = (group) => isSamePrompt(group.rows[0], shown, (group.split === "validation") === (split === "validation"));
+  return { runs: exported.groups.map((groups) => groups.filter(isOfPrompt).sort((a, b) => a.step - b.step)) };
+}
+
+// As IndexedRun.history: a training and a validation dataset may give equal ids to other prompts.
+function isSamePrompt(row, other, isSameKind) {
+  const [image, otherImage] = [row, other].map(({ image_files: [name] }) => name?.slice(0, 71)); // images/<SHA-256>
+  const text = ({ prompt, ground_truth }) => JSON.stringify([prompt, ground_truth]);
+  return originalId(row.prompt_id) === originalId(other.prompt_id) && (isSameKind || text(row) === text(other))
+    && (!image || !otherImage || image === otherImage);
 }
 
 export function imageAddress(run, name) {
