@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from math import isnan, nan
 
@@ -92,6 +93,17 @@ def test_a_folder_with_one_run_in_it_is_that_run(folder):
     viewed = open_runs([outer, runs[0]], cache=outer / "cache")
     assert [run.record.path for run in viewed] == runs
     assert len({run.name for run in viewed}) == 3
+
+
+def test_folders_that_may_not_be_read_are_skipped(tmp_path):
+    if os.getuid() == 0:
+        pytest.skip("root may read everything")
+    (tmp_path / "a" / "rollouts").mkdir(parents=True)
+    (tmp_path / "project" / "b" / "rollouts").mkdir(parents=True)
+    for closed in (tmp_path / "lost+found", tmp_path / "project" / "closed"):
+        closed.mkdir(mode=0o000)
+    assert [run.path for run in find_runs(tmp_path)] == [tmp_path / "a", tmp_path / "project" / "b"]
+    assert open_run(tmp_path).path == tmp_path / "a"
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):

@@ -194,11 +194,12 @@ def open_run(path: Path) -> RunRecord:
 def find_runs(path: Path) -> list[RunRecord]:
     """Return the run in a folder, or all runs in it and in the folders that it contains, by path.
 
-    Raises: DataError if there is no run.
+    Folders in it that may not be read are skipped, such as lost+found. Raises: DataError if there
+    is no run.
     """
     if is_run(path) or not path.is_dir():
         return [open_run(path)]
-    inside = sorted(each for each in path.iterdir() if each.is_dir())
+    inside = sorted(each for each in path.iterdir() if each.is_dir() and os.access(each, os.R_OK | os.X_OK))
     runs = [
         RunRecord(run)
         for each in inside
@@ -224,8 +225,12 @@ def distinct_names(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder is a run folder."""
-    return path.is_dir() and ((path / METRICS).is_file() or (path / CONFIG).is_file() or (path / "rollouts").is_dir())
+    """Return whether a folder is a run folder that may be read."""
+    return (
+        path.is_dir()
+        and os.access(path, os.X_OK)
+        and ((path / METRICS).is_file() or (path / CONFIG).is_file() or (path / "rollouts").is_dir())
+    )
 
 
 def flatten(config: Mapping[str, Any], *, mappings: Collection[str] | None = None) -> dict[str, Any]:
