@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish
+from trigon.checkpoint.store import VALIDATED_BY, Checkpoint, CheckpointStore, Finish
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
 from trigon.errors import NotFiniteError, WatchError
@@ -343,6 +343,9 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> int:
     require_buffer(run).load_state(state, version=run.updater.policy_version(checkpoint.step))
     run.preparation.load_state(state)
     run.watch.load_state(state.get("watch", {}))
+    before, now = state.get(VALIDATED_BY), run.checkpoints.made_from.get(VALIDATED_BY)
+    if None not in (before, now) and before != now:
+        run.watch.forget_validations()
     run.updater.load_state(state)
     return checkpoint.step
 

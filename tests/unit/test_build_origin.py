@@ -52,6 +52,18 @@ def test_the_same_run_has_no_changes():
     assert origin.describe_start()["after_step"] == 7
 
 
+def test_scores_are_compared_if_the_data_and_the_reward_of_validations_are_the_same():
+    def validated_by(options=None, validation=VALIDATION):
+        return resumed(config(options), None, validation=validation)[0].validated_by()
+
+    arguments = {"worker.reward.reward_function_kwargs": {"url": "private"}}
+    own = {"worker.reward.val_reward_function": "math"}
+    assert validated_by() == validated_by({"worker.actor.optim.lr": 1e-5, "data.train_files": "other.jsonl"})
+    assert validated_by(own) == validated_by(own | arguments)
+    different = {validated_by(), validated_by(arguments), validated_by(validation=[replace(VALIDATION[0], files="g")])}
+    assert len(different) == 3
+
+
 def test_a_value_that_is_long_is_cut_and_an_argument_of_the_reward_function_is_not_shown():
     before = config({"data.system_prompt": "a" * 500, "worker.reward.reward_function_kwargs": {"url": "private"}})
     with pytest.raises(CheckpointError) as caught:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trigon.checkpoint.store import CheckpointStore, open_checkpoint, replacing_files
+from trigon.checkpoint.store import VALIDATED_BY, CheckpointStore, open_checkpoint, replacing_files
 from trigon.errors import CheckpointError
 from trigon.system import files as system_files
 
@@ -32,8 +32,9 @@ def writer(value, *, optimizer=True):
     return write
 
 
-def save(store, step, score=None, **options):
-    store.save(step, write=writer(step, **options), progress={"next_prompt": step * 8, "lr": 0.1}, score=score)
+def save(store, step, score=None, progress=None, **options):
+    progress = {"next_prompt": step * 8, "lr": 0.1} if progress is None else progress
+    store.save(step, write=writer(step, **options), progress=progress, score=score)
     return store.latest(resumable=False)
 
 
@@ -90,6 +91,14 @@ def test_the_tracker_has_the_last_and_the_best_step_in_easyr1s_format(store, tmp
     }
     assert store.best().step == 2
     assert store.latest().step == 5
+
+
+def test_scores_of_other_validation_data_are_not_compared(tmp_path):
+    store = CheckpointStore(tmp_path / "run", keep=2)
+    for step, score, by in ((1, 0.9, "a"), (2, 0.1, "b"), (3, None, "b"), (4, 0.05, "b")):
+        save(store, step, score=score, progress={VALIDATED_BY: by})
+        assert store.best().step == min(step, 2)
+    assert steps(tmp_path / "run") == [2, 4]
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from support.fake_runs import (
     saved_steps,
     sometimes_right,
 )
+from trigon.checkpoint.store import VALIDATED_BY
 from trigon.config.schema import WatchConfig
 from trigon.errors import DiskError, WatchError
-from trigon.loop import Hooks, train
+from trigon.loop import Hooks, restore, train
 from trigon.report.console import Console
 from trigon.report.memory_growth import MemoryGrowth, MemoryMeter
 from trigon.report.watch import RULES, Watch
@@ -114,6 +115,23 @@ def test_a_resumed_run_warns_at_the_step_of_the_uninterrupted_one(parts, tmp_pat
     assert run_to(parts_folder, split) + run_to(parts_folder, 8) == expected
     assert lines_of(parts_folder)[8] == lines_of(whole)[8]
     assert rollouts_of(parts_folder)["step_000008.jsonl"] == rollouts_of(whole)["step_000008.jsonl"]
+
+
+def test_validations_with_other_data_or_rewards_are_not_compared_after_a_resume(parts, tmp_path):
+    def restored(validated_by, *, trains=False):
+        with open_run(parts, tmp_path, **full_settings(2), watch=watch_of()) as run:
+            run = replace(run, checkpoints=replace(run.checkpoints, made_from={VALIDATED_BY: validated_by}))
+            if trains:
+                train(run, None)
+            else:
+                restore(run, run.checkpoints.store.latest())
+            return run.watch.state()
+
+    trained = restored("a", trains=True)
+    assert trained["best"] is not None
+    assert restored("a") == trained
+    assert restored("b")["best"] is None
+    assert "val/reward_score" not in restored("b")["series"]
 
 
 # -- memory --

@@ -144,6 +144,12 @@ class Origin:
             "noted": self._noted,
         }
 
+    def validated_by(self) -> str:
+        """Return a digest of the data and the reward function of validations, see VALIDATED_BY."""
+        has_own = self._config.worker.reward.val_reward_function is not None
+        names = (VALIDATION, VAL_REWARD) if has_own else (VALIDATION, REWARD, ARGUMENTS)
+        return text_digest(repr([sorted(self._contents.get(name, {}).items()) for name in names]))
+
     def describe_start(self) -> dict[str, Any]:
         """Return what the run folder keeps of a start: where it resumes, what has changed."""
         return {

@@ -35,7 +35,7 @@ from trigon.assemble.pools import Workers, open_worker_pools
 from trigon.assemble.preflight import Opened, RunObjects, check_rewards
 from trigon.assemble.start import StopSignals, TrainResult
 from trigon.checkpoint.export import export_checkpoint
-from trigon.checkpoint.store import Checkpoint, CheckpointStore, OnProgress, no_progress, open_checkpoint
+from trigon.checkpoint.store import VALIDATED_BY, Checkpoint, CheckpointStore, OnProgress, no_progress, open_checkpoint
 from trigon.config.checks import find_device_warnings
 from trigon.config.files import hub_names, local_sources
 from trigon.config.load import LoadedConfig, dump_config
@@ -230,7 +230,7 @@ def run_training(
             checkpoints=Checkpoints(
                 store,
                 partial(save_state, engines.trainer, config, processors, engines.critic),
-                made_from={KEY: origin.state()},
+                made_from={KEY: origin.state(), VALIDATED_BY: origin.validated_by()},
             ),
             report=report,
             stop=Stop(stop.requested, stop.deferred, stop.grace, config.trainer.same_command),

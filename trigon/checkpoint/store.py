@@ -56,6 +56,10 @@ EXPORTED = "huggingface_model"
 PROGRESS = "progress.json"
 """The one file that every checkpoint has beside the files of the train engine."""
 
+VALIDATED_BY = "validated_by"
+"""Entry of a checkpoint's progress: a digest of what its score depends on besides the weights, such
+as the validation data. Scores with different ones are not compared."""
+
 WITH_EXPORTS = ("actor/huggingface", "actor/lora_adapter")
 """Folders to which an export may add files, and of which a run loads nothing."""
 
@@ -249,7 +253,8 @@ class CheckpointStore:
     def best(self) -> Checkpoint | None:
         """Return the undamaged checkpoint of the highest score, or None if none has a score.
 
-        Only its weights are read. Raises: as latest.
+        Scores that were measured otherwise than the newest one do not count (VALIDATED_BY). Only
+        the weights of the checkpoint are read. Raises: as latest.
         """
         self.wait()
         return self._open_first_undamaged([step for _, step in self._ranked_by_score()], resumable=False)
@@ -340,11 +345,19 @@ class CheckpointStore:
         return {step: folder for step, folder in self._folders().items() if is_complete(folder)}
 
     def _ranked_by_score(self) -> list[tuple[float, int]]:
-        """Return (score, step) of the complete checkpoints that have a score, best first."""
-        scored = []
-        for step, folder in self._complete_folders().items():
-            score = read_progress(folder)[2]
-            if score is not None:
+        """Return (score, step) of the complete checkpoints that have a score, best first.
+
+        Only those whose scores can be compared with the newest score.
+        """
+        scored: list[tuple[float, int]] = []
+        newest_by: str | None = None
+        for step, folder in sorted(self._complete_folders().items(), reverse=True):
+            _, progress, score = read_progress(folder)
+            if score is None:
+                continue
+            validated_by = progress.get(VALIDATED_BY)
+            newest_by = validated_by if newest_by is None else newest_by
+            if validated_by in (None, newest_by):
                 scored.append((score, step))
         return sorted(scored, key=lambda pair: (-pair[0], pair[1]))
 

@@ -325,6 +325,11 @@ class Watch:
         self._series = {metric: _Series(**each) for metric, each in state.get("series", {}).items()}
         self._best = _Best(**state["best"]) if state.get("best") else None
 
+    def forget_validations(self) -> None:
+        """Begin again with validations: those so far were measured with other data or rewards."""
+        self._series.pop(VALIDATION, None)
+        self._best = None
+
     def _apply_rules(self, step: int, numbers: Mapping[str, float]) -> list[Alarm]:
         alarms: list[Alarm] = []
         for rule in self._rules:
