@@ -194,6 +194,19 @@ def test_a_run_is_live_while_a_process_writes_to_it(browser, tmp_path):
         browser.wait("document.querySelector('.right .live').innerText === 'not running'")
 
 
+@pytest.mark.extended
+def test_a_validation_that_was_added_for_an_earlier_step_is_not_the_latest(browser, tmp_path):
+    folder = write_run(tmp_path / "run", num_steps=1)
+    with RunFolder(folder) as run:
+        for step, value in ((4, 0.5), (2, 0.125)):
+            run.append_metrics(step, {"val/reward_score": value})
+    with served([folder], tmp_path / "cache") as (url, _):
+        browser.open(url)
+        browser.wait("document.querySelectorAll('.chart .main-svg').length >= 1")
+        shown = "[...document.querySelectorAll('.plot')].map(e => e.getAttribute('aria-label'))"
+        assert f"val/reward_score: {folder.parent.name}/run 0.5" in browser.run(shown)
+
+
 def test_the_keyboard_reaches_everything(browser, page):
     browser.open(f"{page}#rollouts?split=train&sort=oldest")
     browser.wait(COMPLETIONS)

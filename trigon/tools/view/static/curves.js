@@ -93,7 +93,7 @@ export function curvesView() {
   }
 
   function showLatest({ name, latest, plot }) {
-    const values = shared.runs.map((_, run) => [run, shared.metrics[run]?.metrics[name]?.findLast((v) => v !== null) ?? null])
+    const values = shared.runs.map((_, run) => [run, latestOf(shared.metrics[run], name)])
       .filter(([run, value]) => value !== null && !shared.hidden.has(run));
     fill(latest, ...values.slice(0, 4).map(([run, value]) => h("span", { css: { "--color": `var(--run-${run % 6})` } }, number(value))));
     plot.setAttribute("role", "img");
@@ -167,6 +167,11 @@ function linesOf({ steps, metrics }, name) {
   const lines = new Map();
   for (const line of steps.keys()) if (metrics[name][line] !== null) lines.set(steps[line], line);
   return [...lines.keys()].sort((a, b) => a - b).map((step) => lines.get(step));
+}
+
+// The value of the last step that has a metric.
+function latestOf(columns, name) {
+  return columns?.metrics[name] ? columns.metrics[name][linesOf(columns, name).at(-1)] ?? null : null;
 }
 
 // Hours from the start of training to the end of the step of each line. What was added later takes none.
