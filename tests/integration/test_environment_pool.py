@@ -217,6 +217,16 @@ FAULTS = {
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("failure", ["raise", "exit", "return nothing"])
+def test_an_environment_is_closed_after_it_has_failed(tmp_path, failure):
+    with running(settings_of(tmp_path, kwargs={"folder": str(tmp_path)})) as pool:
+        started(pool, 1)
+        assert step(pool, failure).error
+        pool.stop(0)
+        wait_until(lambda: (tmp_path / "closed").exists())
+
+
+@pytest.mark.faults
 def test_a_failure_costs_its_episode_and_no_other(tmp_path):
     actions = [action for fault in FAULTS for action in (fault, "go")]
     resets = {

@@ -9,7 +9,8 @@ says "quiet":
         "done": false}, with images as files
     <- {"error": "...", "traceback": "..."}     the episode has failed
 
-When the connection closes, the episode is over, and the environment's close() is called.
+When the connection closes, or after an error, the episode is over, and the environment's close() is
+called.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def _run(make: Callable[[], Any], setup: dict[str, Any], connection: socket.sock
             line, trace = describe_error(error, own_files=(__file__,), own_type=_WrongReturn)
             trace = "" if isinstance(error, _WrongReturn) else trace  # it has no frames of the user's
             _send(connection, encode_frame({"error": line, "traceback": trace}))
-            return
+            break
         if not frame.content.get("quiet"):
             _send(connection, _encode(observation, reward, done))
     close = getattr(environment, "close", None)
