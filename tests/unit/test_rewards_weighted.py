@@ -1,10 +1,12 @@
 """Several reward functions with weights: configuration, scores, secrets, resuming."""
 
 import json
+import runpy
 from contextlib import closing
 
 import pytest
 
+from support.rewards import reward_pool
 from trigon.assemble.origin import KEY, Origin
 from trigon.assemble.preflight import open_rewards
 from trigon.checkpoint.store import Checkpoint
@@ -12,6 +14,7 @@ from trigon.config.load import dump_config, load_config
 from trigon.config.schema import WeightedReward, describe_rewards, reward_specs
 from trigon.errors import CheckpointError, ConfigError
 from trigon.report.run import RunRecord
+from trigon.rewards.callables import reward_terms
 from trigon.rewards.contract import RewardRequest
 from trigon.system.secrets import MASKED, REWARD, hide
 from trigon.tools.plan.call import load_planned
@@ -174,3 +177,34 @@ def test_a_function_that_returns_none_does_not_apply_and_the_others_weigh_as_muc
     assert table.overall == 2 * (0.5 - value)
     assert "accuracy" not in table.parts
     assert (none.outcome, "no function applies" in none.error) == ("failed", True)
+
+
+SLOW = """
+import asyncio
+
+async def judge(reward_input):
+    await asyncio.sleep(0.6)
+    return 1.0
+
+def brief(reward_inputs):
+    return [0.5 for _ in reward_inputs]
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", ["batch", "group"])
+def test_calls_that_wait_for_each_other_do_not_time_out(tmp_path, kind):
+    # 4 calls of each judge, 2 at a time: each takes 0.6 s of its second.
+    path = tmp_path / "slow.py"
+    path.write_text(f"{SLOW}\nbrief.REWARD_TYPE = {kind!r}\n")
+    namespace = runpy.run_path(str(path))
+    terms = reward_terms([namespace["judge"], (namespace["judge"], 2), namespace["brief"]], kwargs={})
+    requests = [RewardRequest(str(each), 1, "4", "?", "stop", {}) for each in range(4)]
+    with (
+        reward_pool(tmp_path, reward=terms, timeout_seconds=1.0, concurrency=2) as pool,
+        pool.scoring(num_completions=len(requests)) as scoring,
+    ):
+        for index in range(0, len(requests), 2):
+            scoring.add(index, requests[index : index + 2])
+        scores = scoring.result()
+    assert [(score.outcome, score.overall) for score in scores] == [("ok", 3.5)] * 4

@@ -132,9 +132,10 @@ class RewardPool:
         )
         self._children = Children(spec)
         self._calls: dict[Child, dict[str, Call]] = {}  # what each worker was sent, by random ids
-        self._unit: Unit | None = None  # until a worker has loaded the function, as the next two
+        self._unit: Unit | None = None  # until a worker has loaded the function, as the next three
         self._is_async = False
         self._takes_images = False
+        self._limits_completions = False
         self._scoring: Scoring | None = None  # the current one
         self._passed_variables = tuple(passed_variables)
         self._timeout_seconds = timeout_seconds
@@ -323,6 +324,10 @@ class RewardPool:
         calls = self._calls[child]
         if child.loaded is None or child.has_ended or any(call.is_alone for call in calls.values()):
             return False
+        if self._limits_completions:
+            # So a completion that is scored alone never waits in the worker, within its time limit,
+            # and a group of n waits for less than n times the limit.
+            return sum(len(call.indices) for call in calls.values()) < self._concurrency
         if self._is_async:
             return len(calls) < self._concurrency
         # Calls of single completions may be short: the next ones wait in the worker.
@@ -371,6 +376,7 @@ class RewardPool:
         try:
             if child.loaded is not None and self._unit is None:
                 self._is_async, self._takes_images = child.loaded["is_async"], child.loaded["takes_images"]
+                self._limits_completions = child.loaded["limits_completions"]
                 self._unit = child.loaded["unit"]
             for frame in frames:
                 self._handle_reply(child, frame.content)

@@ -77,13 +77,15 @@ class LoadedFunction:
 
     score: returns what the function returns for each completion of a list, in order; with the unit
     "completion", the list has one. is_async: whether calls may run at the same time, in an event
-    loop. takes_images: whether reward inputs have images.
+    loop. takes_images: whether reward inputs have images. limits_completions: whether the limit of
+    concurrency is for the completions of all calls together, rather than for the calls.
     """
 
     score: Callable[[Sequence[RewardInput]], Coroutine[Any, Any, Sequence[object]]]
     unit: Unit
     is_async: bool
     takes_images: bool
+    limits_completions: bool = False
 
 
 class WrongLength(RewardError):
@@ -106,7 +108,12 @@ def _serve(channel: socket.socket) -> None:
         except RewardError as error:
             channel.sendall(encode_frame({"load_error": str(error)}))
             return
-        loaded = {"unit": function.unit, "is_async": function.is_async, "takes_images": function.takes_images}
+        loaded = {
+            "unit": function.unit,
+            "is_async": function.is_async,
+            "takes_images": function.takes_images,
+            "limits_completions": function.limits_completions,
+        }
         channel.sendall(encode_frame({"loaded": loaded}))
         calls = _Calls(function, channel, timeout_seconds=setup.content["timeout_seconds"])
         if not function.is_async:
@@ -207,21 +214,26 @@ def _weighted_sum(terms: Sequence[tuple[RewardTerm, LoadedFunction]], *, concurr
     units = {function.unit for _, function in terms}
     unit: Unit = "group" if "group" in units else "batch" if "batch" in units else "completion"
     any_async = any(function.is_async for _, function in terms)
-    limit: AbstractAsyncContextManager[Any] = nullcontext()
+    limits: list[AbstractAsyncContextManager[Any]] = [nullcontext() for _ in terms]
     if any_async and unit != "completion":
         import asyncio  # here, since other functions do not need it
 
-        limit = asyncio.Semaphore(concurrency)
+        # One for each function: with one for all, a completion would wait for the other functions'
+        # calls, within its time limit.
+        limits = [asyncio.Semaphore(concurrency) for _ in terms]
 
     async def score(reward_inputs: Sequence[RewardInput]) -> Sequence[object]:
+        limited = [(*each, limit) for each, limit in zip(terms, limits, strict=True)]
         if any_async:
-            scores = await _gather([_scores(term, function, reward_inputs, limit) for term, function in terms])
+            scores = await _gather([_scores(term, function, reward_inputs, limit) for term, function, limit in limited])
         else:
-            scores = [await _scores(term, function, reward_inputs, limit) for term, function in terms]
+            scores = [await _scores(term, function, reward_inputs, limit) for term, function, limit in limited]
         names = [term for term, _ in terms]
         return [_sum(list(zip(names, each, strict=True))) for each in zip(*scores, strict=True)]
 
-    return LoadedFunction(score, unit, any_async, any(function.takes_images for _, function in terms))
+    takes_images = any(function.takes_images for _, function in terms)
+    one_by_one = unit != "completion" and any(each.is_async and each.unit == "completion" for _, each in terms)
+    return LoadedFunction(score, unit, any_async, takes_images, limits_completions=one_by_one)
 
 
 async def _scores(
