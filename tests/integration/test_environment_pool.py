@@ -216,6 +216,30 @@ FAULTS = {
 }
 
 
+SLOW_TO_FORK = """
+import os, time
+
+os.register_at_fork(before=lambda: time.sleep(0.4))  # as with gigabytes of memory, whose pages are listed
+
+class Quick:
+    def reset(self, row):
+        return "a"
+
+    def step(self, action):
+        return "b", True
+"""
+
+
+@pytest.mark.faults
+def test_the_time_in_which_other_episodes_are_forked_does_not_count(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW_TO_FORK)
+    settings = EnvironmentSettings(environment=find_environment(f"{tmp_path}/slow.py:Quick"), timeout_seconds=1.0)
+    with running(settings) as pool:
+        for number in range(6):  # the last one is forked after more than two seconds
+            pool.start(number, {})
+        assert [outcome.error for outcome in outcomes(pool, 6).values()] == [""] * 6
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("failure", ["raise", "exit", "return nothing"])
 def test_an_environment_is_closed_after_it_has_failed(tmp_path, failure):

@@ -300,9 +300,13 @@ class EnvironmentPool:
         self._touched.clear()
 
     def _send(self, found: _Episode, channel: Channel) -> None:
-        found.deadline = time.monotonic() + self.settings.timeout_seconds + GRACE_SECONDS
+        found.deadline = self._reply_deadline()
         self._children.send(channel, found.unsent)
         found.unsent = b""
+
+    def _reply_deadline(self) -> float:
+        """Return when an outcome must have come that a process begins to make now."""
+        return time.monotonic() + self.settings.timeout_seconds + GRACE_SECONDS
 
     def _fork_waiting(self) -> None:
         while self._server.loaded is not None and not self._server.has_ended and self._waiting and self._may_fork():
@@ -355,7 +359,7 @@ class EnvironmentPool:
         """Handle a message of the fork server. Raises: one of FORGED if it is none."""
         if "forked" in message:
             if found := self._alive.get(int(message["forked"])):
-                found.unforked = b""
+                self._note_forked(found)
             return
         code = os.waitstatus_to_exitcode(int(message["status"]))
         reason = str(message["reason"])[:_MAX_REASON_CHARACTERS] or describe_exit(code)
@@ -367,6 +371,16 @@ class EnvironmentPool:
             self._disconnect(found)
             if not self._waiting and len(self._alive) <= self.settings.max_episodes:
                 self._num_beyond_limit = 0
+
+    def _note_forked(self, found: _Episode) -> None:
+        """Begin the time of an episode that was forked, and of the ones that still wait for that.
+
+        The server forks one after the other, which takes long if its memory is large.
+        """
+        for each in (found, *(each for each in self._alive.values() if each.unforked)):
+            if each.owed and not each.is_ending:
+                each.deadline = self._reply_deadline()
+        found.unforked = b""
 
     def _receive(self, found: _Episode) -> None:
         """Handle what the process of an episode has sent."""
