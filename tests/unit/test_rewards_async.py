@@ -1,5 +1,6 @@
 """Async reward functions with real processes: concurrency, time limits, and single failures."""
 
+import threading
 import time
 from functools import partial
 
@@ -144,3 +145,29 @@ def test_lists_of_a_batch_function_run_at_the_same_time_and_fail_one_by_one(tmp_
     assert {(score.overall, score.parts["size"]) for score in fine} == {(4.0, 4.0)}
     assert [score.outcome for score in failing] == [*["ok"] * 5, "failed", *["ok"] * 5, "timeout", *["ok"] * 4]
     assert {score.overall for score in failing if score.outcome == "ok"} == {4.0}
+
+
+OUTAGE = """
+import asyncio
+from pathlib import Path
+
+REWARD_TYPE = "batch"
+
+async def main(reward_inputs, folder):
+    if not Path(folder, "back").exists():
+        await asyncio.sleep(1000)
+    return [{"overall": 1.0, "length": len(reward_inputs)} for _ in reward_inputs]
+"""
+
+
+@pytest.mark.faults
+def test_lists_that_time_out_together_halve_the_length_of_a_list_once(tmp_path):
+    with pool_of(tmp_path, OUTAGE, kwargs={"folder": str(tmp_path)}, timeout_seconds=0.5, concurrency=4) as pool:
+        pool.ready()
+        end = threading.Timer(0.4, (tmp_path / "back").touch)  # all four lists have begun
+        end.start()
+        during = pool.score(requests(*["a"] * 128))
+        after = pool.score(requests(*["a"] * 128))
+        end.join()
+    assert {score.outcome for score in during} == {"ok"}
+    assert {score.parts["length"] for score in after} == {16.0}

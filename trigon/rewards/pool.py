@@ -422,7 +422,8 @@ class RewardPool:
         if self._unit == "batch" and len(call.indices) > 1:
             self._scoring.requeue([Call([index], result.error if of_batch else "") for index in call.indices])
             if timed_out:  # nothing may hang: a batch of this size may just take too long
-                self._max_batch = max(1, self._max_batch // 2)
+                # Not half of the maximum: several batches may have timed out at the same time.
+                self._max_batch = min(self._max_batch, len(call.indices) // 2)
         elif timed_out:
             self._scoring.fail(call.indices, "timeout", call.explain(result.error), result.traceback)
             self._count_timeout(self._scoring.group_of(call.indices[0]), result.traceback)
