@@ -216,6 +216,39 @@ FAULTS = {
 }
 
 
+CLOSES_SLOWLY = """
+import time
+from pathlib import Path
+
+class Slow:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def reset(self, row):
+        self.name = row["name"]
+
+    def step(self, action):
+        return "b", False
+
+    def close(self):
+        time.sleep(0.3)
+        Path(self.folder, self.name).touch()
+"""
+
+
+@pytest.mark.faults
+def test_environments_are_closed_when_the_pool_is(tmp_path):
+    (tmp_path / "slow.py").write_text(CLOSES_SLOWLY)
+    environment = find_environment(f"{tmp_path}/slow.py:Slow")
+    with running(EnvironmentSettings(environment=environment, kwargs={"folder": str(tmp_path)})) as pool:
+        for number, name in enumerate(("stopped", "running")):
+            pool.start(number, {"name": name})
+        outcomes(pool, 2)
+        pool.stop(0)
+    assert (tmp_path / "stopped").exists()
+    assert (tmp_path / "running").exists()
+
+
 SLOW_TO_FORK = """
 import os, time
 

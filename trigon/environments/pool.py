@@ -232,7 +232,7 @@ class EnvironmentPool:
                 self._children.wake()
 
     def close(self) -> None:
-        """End all episodes and processes. The pool is then unusable."""
+        """End all episodes, as stop() does, and all processes. The pool is then unusable."""
         with self._changed:
             if self._is_closed:
                 return
@@ -261,7 +261,7 @@ class EnvironmentPool:
             while True:
                 with self._changed:
                     if self._is_closed:
-                        return
+                        break
                     self._send_touched()
                     self._fork_waiting()
                     deadline = min(self._deadlines(), default=None)
@@ -269,11 +269,12 @@ class EnvironmentPool:
                 received = self._children.wait(None if deadline is None else max(0.0, deadline - now))
                 with self._changed:
                     if self._is_closed:
-                        return
+                        break
                     for owner in received:
                         self._receive_of(owner)
                     # `now` was read before select(): what arrived in time counts if read late.
                     self._end_late(now)
+            self._end_all()
         except BaseException as error:  # noqa: BLE001 - the caller waits, so it must get every error
             with self._changed:
                 is_expected = isinstance(error, EpisodeError)
@@ -281,6 +282,20 @@ class EnvironmentPool:
                 self._changed.notify_all()
             if not is_expected:
                 _log.exception("the thread of the environment pool failed")
+
+    def _end_all(self) -> None:
+        """End all episodes, and wait until their environments are closed, for CLOSE_SECONDS."""
+        with self._changed:
+            self._send_touched()
+            for found in self._alive.values():
+                found.owed = ""
+                if not found.is_ending:
+                    self._end(found, seconds=CLOSE_SECONDS)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._alive and not self._server.has_ended and (left := deadline - time.monotonic()) > 0:
+            for owner in self._children.wait(left):
+                with self._changed:
+                    self._receive_of(owner)
 
     def _deadlines(self) -> Iterator[float]:
         yield from (found.deadline for found in self._alive.values() if found.deadline is not None)
