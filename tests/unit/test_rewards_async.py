@@ -171,3 +171,21 @@ def test_lists_that_time_out_together_halve_the_length_of_a_list_once(tmp_path):
         end.join()
     assert {score.outcome for score in during} == {"ok"}
     assert {score.parts["length"] for score in after} == {16.0}
+
+
+def test_a_short_call_does_not_lower_the_cpu_limit_of_a_long_one_that_runs(tmp_path):
+    # A group of one, as a greedy completion is, beside a group of 50.
+    text = """
+import asyncio, resource
+REWARD_TYPE = "group"
+
+async def main(reward_inputs):
+    await asyncio.sleep(0.3 if len(reward_inputs) > 1 else 0)
+    limit, _ = resource.getrlimit(resource.RLIMIT_CPU)
+    return [{"overall": 0.0, "limit": limit} for _ in reward_inputs]
+"""
+    with pool_of(tmp_path, text, timeout_seconds=20.0) as pool, pool.scoring(num_completions=51) as scoring:
+        scoring.add(0, requests(*["a"] * 50))
+        scoring.add(50, requests("a"))
+        long, *_, short = scoring.result()
+    assert long.parts["limit"] == short.parts["limit"] > 1000

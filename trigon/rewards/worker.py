@@ -421,9 +421,14 @@ def _with_images(reward_input: dict[str, Any]) -> dict[str, Any]:
 
 
 def _limit_cpu(timeout_seconds: float) -> None:
-    """Limit the CPU time of this process to what calls that end in time can use."""
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    """Limit the CPU time of this process to what calls that end in time can use.
+
+    A lower limit than the last one would end calls of an async function that may still use that.
+    """
+    last, hard = resource.getrlimit(resource.RLIMIT_CPU)
     limit = int(time.process_time() + timeout_seconds * count_usable_cpus()) + 10
+    if last != resource.RLIM_INFINITY:
+        limit = max(limit, last)
     resource.setrlimit(resource.RLIMIT_CPU, (kernel.at_most(hard, limit), hard))
 
 
