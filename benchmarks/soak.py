@@ -66,7 +66,8 @@ def soak(folder: Path, steps: int, engine: str, overrides: Sequence[str]) -> tup
 
     Returns: what was measured after each step seen, and the exit status of the run.
     """
-    subprocess.run([sys.executable, "-m", "trigon", "tiny", str(folder), "--max-updates", "60"], check=True)
+    if not (folder / "model").is_dir():
+        subprocess.run([sys.executable, "-m", "trigon", "tiny", str(folder), "--max-updates", "60"], check=True)
     run = folder / "run"
     command = [
         *(sys.executable, "-m", "trigon", "train", str(CONFIG)),

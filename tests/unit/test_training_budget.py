@@ -138,6 +138,13 @@ def test_the_budget_is_the_longest_sequence_if_larger_passes_run_out_of_memory(e
     assert found.update_tokens == 100
 
 
+def test_the_longest_sequence_is_measured_by_itself_if_a_larger_group_leaves_no_reserve(engine):
+    memory = EmulatedMemory(
+        total=10 * GIB, free=2 * GIB, peak=lambda tokens: GIB // 2 if tokens <= 100 else 3 * GIB // 2
+    )
+    assert budgets_on(memory, engine, ENOUGH).update_tokens >= 100
+
+
 @pytest.mark.extended
 def test_a_device_without_memory_for_the_longest_sequence_raises_an_error_with_a_remedy(engine):
     memory = EmulatedMemory(total=10 * GIB, free=2 * GIB, peak=lambda tokens: tokens << 25)

@@ -102,8 +102,8 @@ def test_a_last_prompt_that_the_engine_fails_to_sample_is_left_out(prompts, engi
     engine._complete_text = lambda prompt, version, seed: None if prompt.ground_truth == "4" else "0"
     groups = evaluate(Evaluator(prompts, SAMPLING, 2, 1, fail), engine, rewards)  # the last call has it alone
     assert [group.prompt.ground_truth for group in groups] == ["0", "1", "2", "3"]
-    engine._complete_text = lambda prompt, version, seed: None
-    with pytest.raises(EngineError, match="any of 2 prompts"):
+    engine._complete_text = lambda prompt, version, seed: None if prompt.ground_truth in "23" else "0"
+    with pytest.raises(EngineError, match="any of 2 prompts"):  # a whole call
         evaluate(Evaluator(prompts, SAMPLING, 2, 1, fail), engine, rewards)
 
 

@@ -343,7 +343,7 @@ def _check_pass_format(config: Config, *, model: _Model) -> Iterator[str]:
     It computes with autocast, which narrows. FSDP, with several workers, gathers in any format.
     """
     section, name = _trained(config, model), f"worker.{model}"
-    if section is None or config.num_workers > 1:
+    if section is None or config.trainer.val_only or config.num_workers > 1:
         return
     if section.fsdp.mp_param_dtype == "fp32" and section.weight_dtype != "fp32":
         yield (

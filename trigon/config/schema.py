@@ -1032,7 +1032,8 @@ class TrainerConfig(Section):
     ppo_epochs is. With 0 the run does not stop. Trigon only."""
 
     worker_timeout_seconds: float = Field(default=3600.0, gt=0, le=MAX_SECONDS)
-    """Maximum seconds of a call to the workers, and of any part of a step without progress.
+    """Maximum seconds of a call to the workers, while they sample since a completion was
+    finished, and of any part of a step without progress.
     The run then ends with an error and the stacks of its processes; see docs/resuming.md.
     Trigon only."""
 

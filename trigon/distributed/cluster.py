@@ -23,7 +23,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trigon.distributed.local_ray import check_loopback, ending_with_driver, make_base, prepare_local_cluster
-from trigon.errors import ConfigError, WorkerError, first_line
+from trigon.errors import ConfigError, TrigonError, WorkerError, first_line
 from trigon.metrics import Max, Metrics, Min
 from trigon.system.installation import clone_folder
 from trigon.system.machine import find_interface, loopback_variables
@@ -127,8 +127,11 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
                     job_config=_job_config(),
                     **options,
                 )
-        except Exception as error:  # Ray raises a plain one after half a minute on busy CPUs
-            if is_local:
+        except Exception as error:
+            known = (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError)
+            if isinstance(error, TrigonError) or not (is_local or isinstance(error, known)):
+                raise
+            if is_local:  # also a plain Exception, which Ray raises after half a minute on busy CPUs
                 raise WorkerError(
                     f"Ray did not start on this machine ({first_line(error)}). If its CPUs are busy with other work, "
                     "run the same command when they are less busy"

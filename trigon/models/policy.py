@@ -355,6 +355,11 @@ class Policy(nn.Module):
         """The most bytes of the inputs of layers that a pass had in host memory so far."""
         return 0 if self._offload is None else self._offload.most_bytes
 
+    def forget_offloaded_bytes(self) -> None:
+        """Begin again to measure offloaded_bytes."""
+        if self._offload is not None:
+            self._offload.most_bytes = 0
+
     def compile_layers(self) -> None:
         """Compile the norms and MLPs of each layer; see fused.compile_parts."""
         for layer in self.layers():

@@ -263,7 +263,10 @@ class Reporter:
         ]
 
     def flush(self) -> None:
-        """Wait until all rollouts are on disk, but for those that could not be written."""
+        """Wait until all rollouts are on disk, except those that could not be written.
+
+        Lines of metrics that wait are tried again. Raises: as RunWriter.flush.
+        """
         self._writer.flush()
 
     def rewind(self, step: int) -> None:

@@ -428,7 +428,7 @@ class RolloutBuffer:
             elif not self._found.metrics:  # nothing was sampled for the step: earlier ones have left enough groups
                 self._unfinished = [replace(each, num_carried=each.num_carried + 1) for each in self._unfinished]
                 carried = describe_carried(self._unfinished) if config.worker.rollout.oversampling > 0 else {}
-                self._found.metrics = merge(describe_groups(self._ready), carried, {_FAILED: Sum(0.0)})
+                self._found.metrics = merge(describe_groups(self._ready[:per_step]), carried, {_FAILED: Sum(0.0)})
             batch = self._take(step, version, [])
             learned = set(map(id, batch.groups))
             ended = ended_in_step([group for group in sampled if id(group) in learned], work)
@@ -549,7 +549,7 @@ class RolloutBuffer:
             until = Until(min(quota, len(work)), num_required, tuple(each.completions for each in work))
         prompts = [each.prompt for each in work]
         # A filter draws further prompts without end if the engine fails for all of them.
-        is_rest = bool(found.groups) and not self._config.algorithm.online_filtering
+        is_rest = bool(found.groups or self._ready) and not self._config.algorithm.online_filtering
         collected = collect_until(
             prompts, self._rollout, self._rewards, self._sampling, until, phase=phase, may_all_fail=is_rest
         )

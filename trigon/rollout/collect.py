@@ -166,7 +166,9 @@ class Evaluator:
             for start in range(0, total, self.prompts_per_call):
                 indices = range(start, min(start + self.prompts_per_call, total))
                 batch = [prompt for prompt in threads.map(self._build, indices) if prompt is not None]
-                for group in collect(batch, rollout, rewards, self.sampling, phase=phase, may_all_fail=bool(groups)):
+                # As any other prompt, the few of a last batch may fail; a whole batch may not.
+                is_rest = bool(groups) and len(indices) < self.prompts_per_call
+                for group in collect(batch, rollout, rewards, self.sampling, phase=phase, may_all_fail=is_rest):
                     groups.append(replace(group, prompt=replace(group.prompt, vision=None)))
                 advance(len(indices))
         return groups

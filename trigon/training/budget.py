@@ -314,9 +314,13 @@ class _Tuner:
         free_bytes = memory.free_bytes() - reserved_bytes
         usable_bytes = free_bytes - HEADROOM * memory.total_bytes
         fit = self._fit(make_pass, what)
-        # The minimum over the ranks.
-        [shortfall] = self._process_group.all_reduce_max([-(usable_bytes - fit.fixed_bytes) / fit.bytes_per_token])
-        tokens = int(-shortfall)
+        tokens = self._usable_tokens(fit, usable_bytes)
+        if tokens < longest and tokens_of(self._longest) < tokens_of(self._group):
+            # A larger group was measured, which leaves no reserve; the longest sequence may.
+            peak = self._peak_bytes(make_pass, [self._longest])
+            if peak is not None:
+                fit = _LinearFit(fixed_bytes=0.0, bytes_per_token=peak / tokens_of(self._longest))
+                tokens = self._usable_tokens(fit, usable_bytes)
         if tokens < longest:
             raise self._does_not_fit(what, fit.bytes_of(longest), usable_bytes)
         tokens = max(longest, min(tokens // _ROUND * _ROUND, limit, memory.max_tokens or limit))
@@ -326,6 +330,11 @@ class _Tuner:
             [memory.total_bytes - free_bytes + fit.fixed_bytes + tokens * fit.bytes_per_token]
         )
         return tokens, int(used_bytes)
+
+    def _usable_tokens(self, fit: _LinearFit, usable_bytes: float) -> int:
+        """Return how many tokens of a row fit, the minimum over the ranks."""
+        [shortfall] = self._process_group.all_reduce_max([-(usable_bytes - fit.fixed_bytes) / fit.bytes_per_token])
+        return int(-shortfall)
 
     def _fit(self, make_pass: Pass, what: str) -> _LinearFit:
         """Measure one group, a group with twice as many completions, and two groups."""
@@ -356,6 +365,7 @@ class _Tuner:
         Raises: ConfigError if neither fits.
         """
         for group in (self._group, self._longest):
+            self._policy.forget_offloaded_bytes()
             peak = self._peak_bytes(make_pass, [group])
             if peak is not None:
                 return peak, tokens_of(group)

@@ -71,6 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ExitStack() as stack:
         if not (made / "model").is_dir():
+            shutil.rmtree(made, ignore_errors=True)  # data whose model was removed
             arguments = [str(made), "--model-type", chosen.model_type, "--seed", str(chosen.seed)]
             # In another process, while this one imports vLLM, which takes about as long.
             making = stack.enter_context(subprocess.Popen(python_command(TINY, *arguments)))
