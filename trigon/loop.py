@@ -218,10 +218,8 @@ def finish_step(run: Run, step: int, batch: Batch, metrics: Metrics) -> bool:
 
 def raise_alarm(run: Run, step: int, alarm: Alarm) -> None:
     """Raise the WatchError of an alarm that stops the run, with a checkpoint from before it."""
-    store = run.checkpoints.store
-    with run.report.phase("save_checkpoint"):
-        store.wait()  # a save in progress may be the checkpoint that is named
-    saved = store.newest_complete(before=alarm.first_step)
+    wait_for_save(run)  # which may be writing the checkpoint that is named
+    saved = run.checkpoints.store.newest_complete(before=alarm.first_step)
     raise WatchError(describe_stop(step, alarm, saved, run.stop.same_command))
 
 
@@ -308,8 +306,7 @@ def save(run: Run, step: int, *, stopping: bool, made: bool = True) -> None:
 
 def save_unsaved(run: Run, step: int) -> None:
     """Save the state after this step, before any update of the next step, which is left."""
-    with run.report.phase("save_checkpoint"):
-        run.checkpoints.store.wait()
+    wait_for_save(run)
     note_saved(run)
     if step > run.stop.grace.saved_step:
         save(run, step, stopping=True, made=False)
@@ -317,9 +314,14 @@ def save_unsaved(run: Run, step: int) -> None:
 
 def is_saved(run: Run, step: int) -> bool:
     """Wait for a save in progress, and return whether the state after this step is saved."""
+    wait_for_save(run)
+    return run.checkpoints.store.published_step == step
+
+
+def wait_for_save(run: Run) -> None:
+    """Wait for a save in progress, if there is one."""
     with run.report.phase("save_checkpoint"):
         run.checkpoints.store.wait()
-    return run.checkpoints.store.published_step == step
 
 
 def note_saved(run: Run) -> None:

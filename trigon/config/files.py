@@ -88,8 +88,9 @@ def locate_sources(values: Mapping[str, Any], sources: Mapping[str, str]) -> dic
 def is_same_code(text: str, of_run: str, sources: Mapping[str, str]) -> bool:
     """Return whether two texts name the same function or class, perhaps in two ways.
 
-    of_run: of a run, which may have been started in another folder. sources: as local_sources
-    returned them for it. A file without a name stands for its function `main`.
+    of_run: the text in the configuration of a run, which may have been started in another folder.
+    sources: what local_sources returned for that run. A file without a name stands for its function
+    `main`.
     """
     return text == of_run or not _code_places(text, {}).isdisjoint(_code_places(of_run, sources))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from trigon.config.paths import local_path, nearest_path
 from trigon.errors import ConfigError
 from trigon.system.terminal import sanitize
-from trigon.tools.cli.parser import ArgumentParser, new_folder
+from trigon.tools.cli.parser import ArgumentParser, new_folder, require_absent
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
 """The model of run.yaml, a hub id."""
@@ -65,10 +65,7 @@ def write_starter(folder: Path, *, model: str = DEFAULT_MODEL, tiny: bool = Fals
     model_path = "./model" if tiny else json.dumps(_model_path(model))
     rows = [(f"images/{number}.png", number) for number in range(1, NUM_ROWS + 1)]
     names = ["run.yaml", "reward.py", "data.jsonl", *(name for name, _ in rows), *(["model"] if tiny else [])]
-    if existing := [name for name in names if (folder / name).exists()]:
-        raise ConfigError(
-            f"{folder} has {', '.join(existing)} already, and nothing is overwritten: name another folder, or remove it"
-        )
+    require_absent(folder, names)
     (folder / "images").mkdir(parents=True, exist_ok=True)
     rng = random.Random(SEED)
     for name, area in rows:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trigon.errors import ConfigError
 from trigon.system.terminal import nearest, sanitize
 
 MAX_COLUMNS = 100
@@ -49,6 +50,14 @@ def new_folder(text: str) -> Path:
     if first.exists() and not first.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} cannot be a folder: {first} is a file")
     return path
+
+
+def require_absent(folder: Path, names: Iterable[str]) -> None:
+    """Raise ConfigError if a folder has one of these files or folders: none is overwritten."""
+    if existing := [name for name in names if (folder / name).exists()]:
+        raise ConfigError(
+            f"{folder} has {', '.join(existing)} already, and nothing is overwritten: name another folder, or remove it"
+        )
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -21,7 +21,7 @@ from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.report.console import Console
 from trigon.system.processes import python_command
-from trigon.tools.cli.parser import ArgumentParser, new_folder
+from trigon.tools.cli.parser import ArgumentParser, new_folder, require_absent
 from trigon.tools.cli.train import train
 from trigon.tools.quickstart.drawings import BLANK, TRAIN, VALIDATION
 
@@ -157,7 +157,9 @@ def tiny(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     console = Console()
     folder: Path = chosen.folder
-    check_nothing_is_there(folder)
+    # Data that an interrupted call has left there are made again.
+    data = [] if (folder / MAKING).exists() else [f"data/{name}" for name in (TRAIN, VALIDATION, BLANK)]
+    require_absent(folder, ["model", *data])
     if not make(
         folder,
         console,
@@ -169,20 +171,6 @@ def tiny(arguments: Sequence[str]) -> int:
         return 1
     console.print(f"model: {folder / 'model'}\ndata:  {folder / 'data'}")
     return 0
-
-
-def check_nothing_is_there(folder: Path) -> None:
-    """Raise ConfigError if a folder has files that `make` would replace.
-
-    What an interrupted call has left there may be replaced.
-    """
-    names = (
-        ["model"] if (folder / MAKING).exists() else ["model", *(f"data/{name}" for name in (TRAIN, VALIDATION, BLANK))]
-    )
-    if existing := [name for name in names if (folder / name).exists()]:
-        raise ConfigError(
-            f"{folder} has {', '.join(existing)} already, and nothing is overwritten: name another folder, or remove it"
-        )
 
 
 def make(
