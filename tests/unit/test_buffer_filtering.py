@@ -13,12 +13,14 @@ import pytest
 from support.fake_runs import (
     FILTER,
     SAMPLING,
+    SplitEngine,
     latest_checkpoint,
     learned_rewards,
     lines_of,
     mixed_by_prompt,
     open_run,
     plan_of,
+    prompts_of,
     record_of,
     rollouts_of,
     rows_by_step,
@@ -28,7 +30,7 @@ from support.fake_runs import (
 from trigon.config.schema import AlgorithmConfig
 from trigon.data.stream import PromptStream, mix
 from trigon.data.tokens import TokenTexts
-from trigon.errors import DataError, RewardError
+from trigon.errors import DataError, EngineError, RewardError
 from trigon.loop import train
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
@@ -37,6 +39,7 @@ from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.episode_state import sample_seed
 from trigon.rollout.saved import groups_state, load_groups
+from trigon.training.fake import FAKE_LOGPROB
 from trigon.types import Completion, EncodedMedia, Prompt, Rollout, RolloutGroup, Score, Turn
 
 
@@ -99,6 +102,41 @@ def test_a_step_with_too_few_groups_learns_from_those_it_has(parts, tmp_path):
     learned = [len(groups) for groups in record_of(run).learned]
     assert 0 < min(learned) < 4
     assert [line["filter/groups"] for line in lines_of(tmp_path).values()] == learned
+
+
+def test_groups_that_pass_are_counted_once_where_a_batch_ahead_had_too_few(parts, tmp_path):
+    rollout = SplitEngine(
+        tokenizer=parts.processors.tokenizer,
+        stop_token_id=parts.processors.stop_token_ids[0],
+        complete=mixed_by_prompt,
+        token_logprob=FAKE_LOGPROB,
+    )
+    settings = FILTER | {"max_try_make_batch": 1, "max_staleness": 1, "hybrid_engine": False, "rollout": rollout}
+    train_in(tmp_path, parts, plan=plan_of(steps=3), **settings)
+    lines = lines_of(tmp_path)
+    assert max(line["filter/rounds"] for line in lines.values()) > 1, "no batch ahead had too few"
+    for step, rows in rows_by_step(tmp_path).items():
+        num_passed = len(rows) / SAMPLING.n + lines[step]["filter/dropped_groups"]
+        assert lines[step]["filter/groups"] == num_passed
+
+
+@pytest.mark.parametrize("num_failing", [3, 4])
+def test_a_round_of_few_prompts_may_fail_but_not_as_many_as_a_step_learns_from(parts, tmp_path, num_failing):
+    with open_run(parts, tmp_path / "other") as run:
+        failing = {prompt.ground_truth for prompt in prompts_of(run).take(1 + num_failing)[1:]}
+
+    def complete(prompt, version, seed):
+        return None if prompt.ground_truth in failing else "no"
+
+    one_at_a_time = FILTER | {"filter_low": -1.0, "mini_rollout_batch_size": 1, "max_try_make_batch": 0}
+    settings = one_at_a_time | {"plan": plan_of(steps=1), "complete": complete}
+    if num_failing == 4:
+        with pytest.raises(EngineError, match="any of 1 prompts"):
+            train_in(tmp_path, parts, **settings)
+        return
+    train_in(tmp_path, parts, **settings)
+    assert len(rows_by_step(tmp_path)[1]) == 4 * SAMPLING.n
+    assert lines_of(tmp_path)[1]["rollout/num_skipped"] == 3
 
 
 def test_an_unknown_filter_key_is_named_with_the_nearest(parts, tmp_path):

@@ -339,6 +339,9 @@ class RolloutBuffer:
         if self._sampling.with_baseline:
             missing = sum(group.baseline is None or group.baseline.score.outcome != "ok" for group in groups)
             found.count("reward_function/num_missing_baselines", missing)
+        if "filter/rounds" in found.metrics:  # over all calls that have sampled for the step
+            num_passed = len(self._ready) + len(groups) + found.metrics["filter/dropped_groups"].value
+            found.metrics = {**found.metrics, "filter/groups": Sum(num_passed)}
         if config.algorithm.online_filtering:
             self._report.filtered(step, found.filtered, read_images=self.image_files)
         if found.shortage:
@@ -503,7 +506,7 @@ class RolloutBuffer:
         num_carried = {each.prompt.prompt_id: each.num_carried for each in work}
         known = {group.prompt.prompt_id for group in self._ready} | set(num_carried) | self._filtered_ids
         num_left = per_step * (self._plan.total_steps - step + 1) - len(self._ready)
-        rounds = 0
+        rounds = num_failed_last = 0  # prompts of the last rounds, in which every prompt failed
         while len(found.groups) < needed:
             if rounds and not filters and not found.unfinished:
                 break  # the engine has failed to sample the others
@@ -521,16 +524,17 @@ class RolloutBuffer:
             chosen = [*begun, *fresh[:num_fresh]]
             chosen += self._draw(step, max(0, num_sampled - len(chosen)), known, phase)
             found.unfinished = []
-            has_progress = self._sample_round(step, chosen, quota, found, phase, is_first=step == 1 and rounds == 1)
+            # Few prompts may all fail. As many as a batch may not: a filter would draw others on and on
+            may_all_fail = num_failed_last + quota < per_step
+            is_first = step == 1 and rounds == 1
+            num_failed = self._sample_round(
+                step, chosen, quota, found, phase, is_first=is_first, may_all_fail=may_all_fail
+            )
+            num_failed_last = num_failed_last + num_failed if num_failed == len(chosen) else 0
             found.unfinished = [
                 replace(each, num_carried=num_carried.get(each.prompt.prompt_id, 0) + 1) for each in found.unfinished
             ]
             found.unfinished += left
-            if not has_progress:
-                raise EngineError(
-                    f"The rollout engine completed none of {len(chosen)} groups: each failed twice, or is unfinished. "
-                    "See the engine's log."
-                )
         found.unfinished.sort(key=lambda each: -each.num_carried)
         if config.worker.rollout.oversampling > 0:
             found.metrics = merge(found.metrics, describe_carried(found.unfinished))
@@ -539,19 +543,28 @@ class RolloutBuffer:
         return found
 
     def _sample_round(
-        self, step: int, work: Sequence[Work], quota: int, found: _Found, phase: Phase, *, is_first: bool
-    ) -> bool:
-        """Sample work until this many groups are complete; return whether there is progress."""
+        self,
+        step: int,
+        work: Sequence[Work],
+        quota: int,
+        found: _Found,
+        phase: Phase,
+        *,
+        is_first: bool,
+        may_all_fail: bool,
+    ) -> int:
+        """Sample work until this many groups are complete; return how many prompts failed.
+
+        Raises: EngineError if nothing was sampled at all.
+        """
         until = None
         if len(work) > quota or any(each.completions for each in work):
             oldest = sum(each.num_carried >= self._config.worker.rollout.max_carried_steps for each in work)
             num_required = len(work) if step == self._plan.total_steps else oldest
             until = Until(min(quota, len(work)), num_required, tuple(each.completions for each in work))
         prompts = [each.prompt for each in work]
-        # A filter draws further prompts without end if the engine fails for all of them.
-        is_rest = bool(found.groups or self._ready) and not self._config.algorithm.online_filtering
         collected = collect_until(
-            prompts, self._rollout, self._rewards, self._sampling, until, phase=phase, may_all_fail=is_rest
+            prompts, self._rollout, self._rewards, self._sampling, until, phase=phase, may_all_fail=may_all_fail
         )
         groups, unfinished = collected.groups, collected.unfinished
         if is_first:
@@ -566,7 +579,11 @@ class RolloutBuffer:
         found.count(_FAILED, num_failed)
         found.metrics = merge(found.metrics, describe_groups(groups))
         found.groups += self._kept(groups, found)
-        return bool(groups) or num_failed > 0 or num_new > 0
+        if not (groups or num_failed or num_new):
+            raise EngineError(
+                f"The rollout engine completed none of {len(work)} groups, and sampled no token. See the engine's log."
+            )
+        return num_failed
 
     def _kept(self, groups: Sequence[RolloutGroup], found: _Found) -> list[RolloutGroup]:
         """Return the groups that pass the filter; the others are counted and recorded."""
@@ -584,14 +601,14 @@ class RolloutBuffer:
         num_groups = self._plan.prompts_per_step
         # No more than the next step uses, so that no group becomes older than one step.
         num_used = needed + (num_groups if self._config.algorithm.filter_surplus == "keep" else 0)
-        dropped, num_found = found.groups[num_used:], len(found.groups) + num_groups - needed
+        dropped = found.groups[num_used:]
         for group in dropped:
             found.filter_out(group, "surplus")
         found.groups = found.groups[:num_used]
         found.count("filter/rounds", rounds)
-        found.count("filter/groups", num_found)
         found.count("filter/dropped_groups", len(dropped))
         if len(found.groups) < needed:
+            num_found = num_groups - needed + len(found.groups)
             found.shortage = _describe_shortage(num_found, num_groups, f"{rounds} rounds", found.metrics)
 
     # -- sampled all the time --
