@@ -33,6 +33,10 @@ from PIL import Image
 
 LOADED = os.getpid()
 
+class NoText(Exception):
+    def __str__(self):
+        return self.args[1]
+
 class Counter:
     def __init__(self, folder=None):
         self.folder = folder
@@ -57,6 +61,8 @@ class Counter:
                 7 ** (10**9) % 2  # holds the interpreter lock, so no Python signal handler runs
             case "raise":
                 raise KeyError("door")
+            case "raise without text":
+                raise NoText("door")
             case "exit":
                 sys.exit("enough")
             case "end at once":
@@ -203,6 +209,7 @@ FAULTS = {
     "hang in C": "no result of step within 1 s; its process was killed",
     "stop yourself": "no result of step within 1 s; its process was killed",
     "raise": "KeyError: 'door' (counter.py:",
+    "raise without text": "NoText: its text cannot be made",
     "exit": "SystemExit: enough (counter.py:",
     "end at once": "its process exited with code 3",
     "segfault": "its process died of signal 11 (Segmentation fault)",

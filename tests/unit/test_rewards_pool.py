@@ -154,6 +154,29 @@ def test_only_the_completion_that_fails_or_hangs_gets_no_score(tmp_path, text, c
     assert re.search('reward.py", line [78] in misbehave', caplog.text)  # where it hung
 
 
+WITHOUT_TEXT = """
+import os
+class NoText(Exception):
+    def __str__(self): return self.args[1]
+    __repr__ = __str__
+def judge(response):
+    if response == "raise": raise NoText("x")
+    if response == "return": return NoText("x")
+    return {"overall": 10**5000 if response == "long" else os.getpid()}
+"""
+
+
+@pytest.mark.parametrize("start", ["def", "async def"], ids=["", "async"])
+def test_what_has_no_text_costs_its_completion_and_ends_no_worker(tmp_path, start):
+    text = f"{WITHOUT_TEXT}\n{start} main(reward_input): return judge(reward_input['response'])"
+    with reward_pool(tmp_path, text) as pool:
+        first, raised, returned, long, last = pool.score(requests("a", "raise", "return", "long", "a"))
+    assert raised.error.startswith("NoText: its text cannot be made")
+    assert returned.error == "returned a value of type NoText, expected a number, or a dict with 'overall'"
+    assert long.error == "returned a value of type int for 'overall', expected a finite number"
+    assert (first.outcome, first.overall) == ("ok", last.overall)  # the same process
+
+
 @pytest.mark.parametrize(
     ("response", "error"),
     [

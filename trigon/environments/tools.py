@@ -37,7 +37,7 @@ from trigon.system.confinement.code_server import CodeResult, run_code
 from trigon.system.confinement.sandbox import MAX_FILE_BYTES, MAX_MEMORY_BYTES
 from trigon.system.image_formats import LazyImages
 from trigon.system.terminal import did_you_mean, shorten
-from trigon.system.user_code import CodeSource
+from trigon.system.user_code import CodeSource, text_of
 
 IMAGES = "images"
 TIMEOUT = "timeout_seconds"
@@ -194,7 +194,7 @@ def describe_tools(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
 
 def describe(error: BaseException) -> str:
     """Return an error of a tool in one line, for the model."""
-    text = shorten(" ".join(str(error).split()), _MAX_ERROR_CHARACTERS)
+    text = shorten(" ".join(text_of(error).split()), _MAX_ERROR_CHARACTERS)
     if isinstance(error, ValueError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

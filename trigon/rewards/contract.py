@@ -241,7 +241,10 @@ def read_scores(returned: object) -> dict[str, float]:
 
 def short_repr(value: object) -> str:
     """Return the text of a value for an error, at most 80 characters."""
-    return shorten(repr(value), 80)
+    try:
+        return shorten(repr(value), 80)
+    except Exception:  # noqa: BLE001 - a `__repr__` of user code, or a number with thousands of digits
+        return f"a value of type {type(value).__name__}"
 
 
 def _is_number(value: object) -> bool:

@@ -50,6 +50,7 @@ from trigon.rewards.contract import (
     is_class,
     limit_of_call,
     read_scores,
+    short_repr,
 )
 from trigon.rewards.load import RewardTerm, decode_terms, load_function
 from trigon.system.confinement import kernel
@@ -58,7 +59,7 @@ from trigon.system.frames import Frame, encode_frame, read_frames
 from trigon.system.hangs import register_stacks
 from trigon.system.machine import count_usable_cpus
 from trigon.system.secrets import ARGUMENTS
-from trigon.system.user_code import check_arguments, describe_error, read_signature
+from trigon.system.user_code import check_arguments, describe_error, read_signature, text_of
 
 MAX_OPEN_FILES = 1024
 """Maximum number of files and sockets that a reward function may have open."""
@@ -186,7 +187,7 @@ def _construct(
         made = function(**kwargs)
     except (Exception, SystemExit) as error:
         trace = "".join(traceback.format_exception(error))
-        raise RewardError(f"{where} failed to start: {type(error).__name__}: {error}\n{trace}") from error
+        raise RewardError(f"{where} failed to start: {type(error).__name__}: {text_of(error)}\n{trace}") from error
     if not callable(made):
         raise RewardError(f"{where} is a class whose objects cannot be called; give it a method __call__")
     return made
@@ -195,7 +196,7 @@ def _construct(
 def _check_length(returned: object, length: int) -> list[object] | tuple[object, ...]:
     """Return what a batch function returned for `length` completions. Raises: WrongLength."""
     if not isinstance(returned, list | tuple):
-        raise WrongLength(f"returned {repr(returned)[:80]}, expected a list of {length} dicts")
+        raise WrongLength(f"returned {short_repr(returned)}, expected a list of {length} dicts")
     if len(returned) != length:
         raise WrongLength(f"returned a list of {len(returned)} for {length} completions")
     return returned
@@ -310,10 +311,7 @@ class _Calls:
         _print_stack_after(limit)
         begin = time.perf_counter()
         try:
-            self._function.score(reward_inputs).send(None)
-            raise AssertionError("a function that is not async has waited")
-        except StopIteration as stop:
-            reply = _results(stop.value)
+            reply = _results(_run_to_end(self._function.score(reward_inputs)))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             reply = _failure(error)
         finally:
@@ -387,6 +385,16 @@ class _Calls:
         if self._deadlines:
             left = min(self._deadlines.values()) - time.monotonic()
             _print_stack_after(max(left, 0.0) + BLOCKED_SECONDS / 2)
+
+
+def _run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine that never waits. Raises: what it raises."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    raise AssertionError("a function that is not async has waited")
 
 
 def _results(returned: Sequence[object]) -> Message:

@@ -182,13 +182,21 @@ def describe_error(error: BaseException, *, own_files: Sequence[str], own_type: 
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename in own_files:
         frame = frame.tb_next
-    line = " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
+    line = " ".join(text_of(error).split())[:_MAX_ERROR_CHARACTERS]
     if not isinstance(error, own_type):
         line = f"{type(error).__name__}: {line}" if line else type(error).__name__
         where = traceback.extract_tb(frame)
         line += f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
     trace = "".join(traceback.format_exception(type(error), error, frame))
     return line, trace[-_MAX_TRACEBACK_CHARACTERS:]
+
+
+def text_of(error: BaseException) -> str:
+    """Return str(error); what user code raises may have a `__str__` that fails."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - the user's code may raise anything
+        return "its text cannot be made: its __str__() failed"
 
 
 def _run_file(file: str, spec: ModuleSpec) -> ModuleType:
