@@ -226,6 +226,8 @@ def test_a_run_folder_exports_its_latest_or_its_best_checkpoint(tmp_path, tiny_v
     assert main([str(tmp_path / "run"), "--best", "--no-logits"]) == 0
     assert NOT_LOADED + "since --no-logits was given" in " ".join(capsys.readouterr().out.split())
     assert json.loads(record.read_text())["step"] == 1
+    with pytest.raises(CheckpointError, match=re.escape(f"name the run folder, {tmp_path / 'run'}, or leave --best")):
+        main([str(tmp_path / "run" / "global_step_2"), "--best"])
 
 
 def test_a_damaged_latest_checkpoint_is_skipped_with_a_warning_but_an_error_if_named(tmp_path, tiny_vlm, trained):

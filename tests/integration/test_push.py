@@ -203,6 +203,7 @@ def test_a_lora_run_pushes_its_adapter_or_with_merged_a_model(lora_run, tiny_vlm
 def test_failures_are_one_sentence_and_nothing_is_exported(run, lora_run):
     with fake_hub() as hub:
         hub.locked.add("closed")
+        (run / "global_step_2_copy").mkdir(exist_ok=True)
         results = push(
             hub.endpoint,
             ("", [str(run), "me/geo"]),
@@ -222,7 +223,7 @@ def test_failures_are_one_sentence_and_nothing_is_exported(run, lora_run):
         "me cannot push to others/geo: the namespace must be one of me, lab, closed",
         "the base model of the adapter is a local folder",
         "refused closed/geo with status 403: the token has no permission to write there",
-        "has no checkpoint of step 3; there are 2, 4",
+        "has no checkpoint of step 3; it has global_step_2, global_step_4",
         "cannot be reached",
     ]
     for (status, out, err), message in zip([*results, *unreachable], expected, strict=True):

@@ -51,6 +51,7 @@ from trigon.models.load import (
 from trigon.models.lora import load_adapter
 from trigon.models.value import HEAD_NAME
 from trigon.models.weight_files import save_weights, stored_tensors
+from trigon.report.run import is_run
 from trigon.system.files import sync_to_disk, write_json
 from trigon.system.machine import count_usable_bytes
 from trigon.system.terminal import format_bytes
@@ -325,12 +326,20 @@ def _default_output(path: Path, checkpoint: Checkpoint, part: Part) -> Path:
 
 def find_checkpoint(path: Path, *, best: bool, warn: Callable[[str], None]) -> Checkpoint:
     """Return the checkpoint of a path; of a run folder the latest, or the best."""
-    if (path / MANIFEST).is_file() or not any(path.glob("global_step_*")):
-        return open_checkpoint(path, resumable=False)
+    if (path / MANIFEST).is_file() or not (is_run(path) or any(path.glob("global_step_*"))):
+        checkpoint = open_checkpoint(path, resumable=False)
+        if best:
+            raise CheckpointError(
+                f"--best chooses among the checkpoints of a run folder, and {path} is one checkpoint: name the run "
+                f"folder, {checkpoint.folder.parent}, or leave --best out"
+            )
+        return checkpoint
     store = CheckpointStore(path, keep=-1, warn=warn)
     found = store.best() if best else store.latest(resumable=False)
-    if found is None:
+    if found is None and best:
         raise CheckpointError(f"no checkpoint in {path} has a validation score; leave --best out to take the latest")
+    if found is None:
+        raise CheckpointError(f"{path} has no checkpoint: its run has saved none (trainer.save_freq)")
     return found
 
 

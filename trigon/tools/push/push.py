@@ -22,7 +22,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, constan
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined]
 
 from trigon import __version__
-from trigon.checkpoint.store import EXPORT_RECORD, exported_step
+from trigon.checkpoint.store import EXPORT_RECORD, exported_step, find_checkpoints
 from trigon.config.options import format_value, options
 from trigon.errors import CheckpointError, ConfigError, DataError, PushError
 from trigon.report.rollouts import read_rollouts
@@ -473,9 +473,8 @@ def _checkpoint_folder(run: RunRecord, step: int | None) -> Path:
         return run.path
     folder = run.path / f"global_step_{step}"
     if not folder.is_dir():
-        there = sorted(int(each.name.removeprefix("global_step_")) for each in run.path.glob("global_step_*"))
-        steps = f"there are {', '.join(map(str, there))}" if there else "it has no checkpoints"
-        raise CheckpointError(f"{run.path} has no checkpoint of step {step}; {steps}")
+        names = ", ".join(each.name for each in find_checkpoints(run.path))
+        raise CheckpointError(f"{run.path} has no checkpoint of step {step}; it has {names or 'none'}")
     return folder
 
 
