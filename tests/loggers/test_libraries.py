@@ -88,8 +88,13 @@ def test_wandb(tmp_path, monkeypatch):
     assert sizes(images) == {(18, 8)}  # both images, side by side
     log("wandb", logged_run(tmp_path, first_step=3), range(3, 4))  # resumed: the same run
     assert {path.stem for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")} == {record.stem}
+    # trainer.val_only: another one, since wandb has step 2 of this one already.
+    log("wandb", logged_run(tmp_path, first_step=None), range(2, 3))
+    [validation] = {path.stem for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")} - {record.stem}
+    assert record.stem == f"run-{json.loads((tmp_path / 'wandb.json').read_text())['run_id']}"
     log("wandb", logged_run(tmp_path), range(1))  # from the beginning: another one
-    [other] = {path.stem for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")} - {record.stem}
+    runs = {path.stem for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")}
+    [other] = runs - {record.stem, validation}
     assert other == f"run-{json.loads((tmp_path / 'wandb.json').read_text())['run_id']}"
 
 
@@ -126,10 +131,8 @@ def test_mlflow(tmp_path, monkeypatch):
     assert list(table["reward"]) == [1.0, 1.0]
     assert SENTENCE in table["response"][0]
     assert sizes(list((tmp_path / "store").rglob("table_images/samples/validation_000000/*.png"))) == {(18, 8), (1, 1)}
-    resumed = client.load_table(
-        run.info.experiment_id, "samples/validation_000002_resumed_at_2.json", [run.info.run_id]
-    )
-    assert len(resumed) == 2
+    [again] = (tmp_path / "store").rglob("validation_000002_resumed_*.json")
+    assert len(client.load_table(run.info.experiment_id, f"samples/{again.name}", [run.info.run_id])) == 2
     log("mlflow", logged_run(tmp_path, first_step=0), range(1))  # from the beginning: another run
     assert len(client.search_runs([experiment.experiment_id])) == 2
     assert "password" not in (tmp_path / "mlflow.json").read_text()

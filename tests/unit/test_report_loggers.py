@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.report.delivery import (
     Deliveries,
+    LoggedRun,
     LoggerEnvironment,
     check_loggers,
     make_loggers,
@@ -272,3 +274,23 @@ def test_tensorboard_hides_the_steps_that_a_resumed_run_repeats(tmp_path):
             file.rename(file.with_name(file.name.replace("tfevents.", "tfevents.0")))
     events = read_tensorboard(tmp_path / "tensorboard").Scalars("reward")
     assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 2.0), (3, 33.0)]
+
+
+# What lets a run continue its curves
+
+
+def test_a_moved_run_folder_continues_its_curves_and_a_copy_beside_the_original_does_not(tmp_path):
+    def resumed(name: str) -> LoggedRun:
+        return logged_run(tmp_path / name, first_step=3)
+
+    (tmp_path / "a").mkdir()
+    resumed("a").write_record("wandb", {"run_id": "1"})
+    assert resumed("a").read_record("wandb")["run_id"] == "1"
+    assert logged_run(tmp_path / "a").read_record("wandb") == {}  # from the beginning
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    assert resumed("copy").read_record("wandb") == {}
+    (tmp_path / "a").rename(tmp_path / "moved")
+    assert resumed("moved").read_record("wandb")["run_id"] == "1"
+    (tmp_path / "a").mkdir()
+    resumed("a").write_record("wandb", {"run_id": "2"})  # a new run in its place
+    assert resumed("moved").read_record("wandb")["run_id"] == "1"

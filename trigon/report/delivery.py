@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import queue
 import threading
 import time
@@ -38,6 +39,7 @@ from PIL import Image
 from trigon.config.names import LOGGERS
 from trigon.errors import ConfigError
 from trigon.report.rollouts import RolloutRow
+from trigon.system.files import read_json_object, write_json
 from trigon.system.installation import install_command
 from trigon.types import RolloutGroup
 
@@ -75,6 +77,28 @@ class LoggedRun:
     config: Mapping[str, Any]
     folder: Path
     first_step: int | None
+
+    def read_record(self, logger: str) -> dict[str, Any]:
+        """Return what write_record wrote into this folder; {} if the run continues no curves.
+
+        A run that starts from the beginning does not, nor does a run in a copy of a run folder
+        whose original is still there, with curves of its own.
+        """
+        path = self._record(logger)
+        if self.first_step == 0 or not path.exists():
+            return {}
+        content = read_json_object(path)
+        original = Path(content.get("folder", self.folder)) / path.name
+        if os.path.exists(original) and not path.samefile(original) and path.read_bytes() == original.read_bytes():
+            return {}
+        return content
+
+    def write_record(self, logger: str, content: Mapping[str, Any]) -> None:
+        """Write what a logger needs to continue the curves of this run, into LOGGER.json."""
+        write_json(self._record(logger), {**content, "folder": str(self.folder.resolve())})
+
+    def _record(self, logger: str) -> Path:
+        return self.folder / f"{logger}.json"
 
 
 @dataclass(frozen=True, slots=True)

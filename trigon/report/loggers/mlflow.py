@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ from PIL import Image
 from trigon.report.delivery import LoggedRun, LoggerEnvironment, Sample, SampleSplit
 from trigon.report.run import flatten
 from trigon.report.samples import COLUMNS, cells, image_strip
-from trigon.system.files import read_json_object, write_json
 
 STORE = "mlflow"
 """Folder of a run's store within the run folder, without a tracking server."""
@@ -46,22 +46,21 @@ class MLflowLogger:
         # A client, since mlflow.log_metrics would belong to the run of the calling thread.
         client = self._client = mlflow.MlflowClient(tracking_uri=uri)
         # The id in the run folder lets a resumed run continue its curves.
-        record = run.folder / "mlflow.json"
-        saved = read_json_object(record) if record.exists() and run.first_step != 0 else {}
+        saved = run.read_record(self.name)
         if saved.get("server_sha256") == server:
             self._run_id = saved["run_id"]
-            # log_table would append the samples of a repeated step to the earlier run's samples.
-            self._suffix = f"_resumed_at_{run.first_step}"
+            # log_table would append the samples of a repeated step to the earlier samples.
+            self._suffix = time.strftime("_resumed_%Y%m%d_%H%M%S")
             client.update_run(self._run_id, status="RUNNING")  # its parameters cannot be changed
         else:
             experiment = client.get_experiment_by_name(run.project)
             experiment_id = experiment.experiment_id if experiment else client.create_experiment(run.project)
             created = client.create_run(experiment_id, run_name=run.experiment)
             self._run_id = created.info.run_id
-            write_json(record, {"run_id": self._run_id, "server_sha256": server})
             parameters = [mlflow.entities.Param(key, str(value)[:500]) for key, value in flatten(run.config).items()]
             for start in range(0, len(parameters), 100):  # a server takes 100 at a time
                 client.log_batch(self._run_id, params=parameters[start : start + 100])
+        run.write_record(self.name, {"run_id": self._run_id, "server_sha256": server})
         return f"run {self._run_id}{place}"
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trigon.report.delivery import LoggedRun, LoggerEnvironment, Sample, SampleSplit
 from trigon.report.samples import COLUMNS, cells, image_strip
-from trigon.system.files import read_json_object, write_json
 
 
 class WandbLogger:
@@ -28,27 +26,26 @@ class WandbLogger:
 
         self._wandb = wandb
         # The id in the run folder lets a resumed run continue its curves. Steps that it repeats
-        # have the same values, and wandb keeps the first; a run that starts again from step 0 has
-        # another id, since wandb would drop its steps up to the last one of the earlier run.
-        record = run.folder / "wandb.json"
-        if run.first_step == 0:
-            run_id = uuid.uuid4().hex[:16]
-        elif record.exists():
-            run_id = read_json_object(record)["run_id"]
-        else:  # the id that the versions without this file used
-            run_id = hashlib.sha256(str(run.folder.resolve()).encode()).hexdigest()[:16]
+        # have the same values, and wandb keeps the first. It would drop all steps of a run that
+        # starts again from step 0, and the step that is validated by trainer.val_only: both have
+        # another id.
+        only_validates = run.first_step is None
+        run_id = uuid.uuid4().hex[:16]
+        if not only_validates:
+            run_id = run.read_record(self.name).get("run_id", run_id)
+            run.write_record(self.name, {"run_id": run_id})
         # Console capture is off, since completions are on the console; silent, since the place is
         # printed by the caller.
         self._run = wandb.init(
             project=run.project,
             name=run.experiment,
+            job_type="validation" if only_validates else "training",
             config=dict(run.config),
             dir=str(run.folder),
             id=run_id,
             resume="allow",
             settings=wandb.Settings(console="off", silent=True),
         )
-        write_json(record, {"run_id": run_id})
         return str(self._run.dir if self._run.settings.mode == "offline" else self._run.url)
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
