@@ -240,6 +240,12 @@ def test_many_groups_have_distinct_lines(tmp_path):
     assert len(set(lines)) == 9
 
 
+def test_dollar_signs_in_names_are_no_formulas(tmp_path):
+    runs = [make_run(tmp_path / name, [1.0]) for name in ("$x_$ a", "$y^$ b")]
+    save_plot(learning_curves(runs, group_by="none"), tmp_path / "a.svg", title="costs $1_$")
+    assert (tmp_path / "a.svg").is_file()
+
+
 def test_the_command_writes_figures_and_numbers(seeds, tmp_path, capsys):
     outputs = [tmp_path / "out" / name for name in ("curves.svg", "curves.csv")]
     arguments = [str(run.path) for run in seeds] + [word for path in outputs for word in ("-o", str(path))]
@@ -255,6 +261,8 @@ def test_the_command_writes_figures_and_numbers(seeds, tmp_path, capsys):
         (["-o", "a.gif"], "'a.gif' must end in one of .png, .svg, .pdf, .csv"),
         (["--smooth", "0"], "'0' is not a whole number of at least 1"),
         (["--reference", "a:b"], "'a:b' must be a number"),
+        (["--reference", "nan:x"], "'nan:x' must be a number"),
+        (["--reference", "inf"], "'inf' must be a number"),
         (["--x", "epochs"], "invalid choice: 'epochs'"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 
 from trigon.errors import ConfigError
@@ -133,6 +133,9 @@ def _output(text: str) -> Path:
 def _reference(text: str) -> tuple[float, str]:
     value, _, label = text.partition(":")
     try:
-        return float(value), label or value
+        height = float(value)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number, or a number and a label: 0.25:chance") from None
+        height = nan
+    if not isfinite(height):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number, or a number and a label: 0.25:chance")
+    return height, label or value

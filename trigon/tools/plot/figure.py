@@ -56,6 +56,7 @@ _STYLE = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so that all machines draw the same
     "font.size": 9,
+    "text.parse_math": False,  # names of runs and metrics may have dollar signs
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
