@@ -211,7 +211,18 @@ def test_disk_by_hand():
 
 def test_validations_are_counted():
     changes = {"data.val_files": ["hiyouga/geometry3k@test"], "trainer.val_before_train": True, "trainer.val_freq": 20}
-    assert planned(changes, lengths=replace(LENGTHS, num_val_prompts=601)).num_validations == 4  # 0, 20, 40, 60
+    made = planned(changes, lengths=replace(LENGTHS, num_val_prompts=601))
+    assert made.num_validations == 4  # 0, 20, 40, 60
+    one_each = planned(
+        {**changes, "worker.rollout.val_override_config.n": 1}, lengths=replace(LENGTHS, num_val_prompts=601)
+    ).disk
+    tokens = made.lengths.completion_tokens + 200
+    assert one_each.validation_rollouts == round(601 * (600 + 5 * tokens) + 65 * 2 * made.lengths.response_tokens)
+    twice = {**changes, "worker.rollout.val_override_config.n": 2}
+    assert planned(twice, lengths=replace(LENGTHS, num_val_prompts=601)).disk.validation_rollouts == pytest.approx(
+        2 * one_each.validation_rollouts
+    )
+    assert planned({}).disk.validation_rollouts == 0
 
 
 # -- seconds ---------------------------------------------------------------------------------------

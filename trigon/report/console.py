@@ -436,7 +436,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _looks_numeric(cell: str) -> bool:
-    return bool(re.fullmatch(r"[-+]?[\d,.]+(e[-+]\d+)?( ?(%|s|min|GiB|MiB))?|", cell))
+    return bool(re.fullmatch(r"[-+]?[\d,.]+(e[-+]\d+)?( ?(%|s|min|GiB|MiB|KiB))?|", cell))
 
 
 def _ignore(number: int) -> None:

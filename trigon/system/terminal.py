@@ -38,8 +38,11 @@ def shorten(text: str, limit: int) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return a number of bytes as text: in GiB, or in MiB below a tenth of one GiB."""
-    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 // 10 else f"{num_bytes / 2**20:,.1f} MiB"
+    """Return a number of bytes as text: in GiB, in MiB below a tenth of one GiB, or so in KiB."""
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= size // 10:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def _as_text(match: re.Match[str]) -> str:

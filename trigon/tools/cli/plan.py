@@ -293,10 +293,12 @@ def _disk(plan: RunPlan) -> list[tuple[str, str]]:
     disk, kept, in_run = plan.disk, "their number is unknown, as that of the steps is", ""
     if plan.num_steps is not None:
         kept = f"at most {disk.kept} at a time: {format_bytes(disk.checkpoints)}"
-        in_run = f", {format_bytes(disk.rollouts * plan.num_steps)} in the run"
+        rollouts = disk.rollouts * plan.num_steps + disk.validation_rollouts * plan.num_validations
+        in_run = f", {format_bytes(rollouts)} in the run"
+    validated = f" and {format_bytes(disk.validation_rollouts)} a validation" if plan.num_validations else ""
     return [
         ("checkpoint", f"{format_bytes(disk.checkpoint)}; {kept}"),
-        ("rollout files", f"about {format_bytes(disk.rollouts)} a step{in_run}, without images"),
+        ("rollout files", f"about {format_bytes(disk.rollouts)} a step{validated}{in_run}, without images"),
     ]
 
 

@@ -32,7 +32,7 @@ from trigon.assemble.memory import (
     find_remedies,
     size_of_model,
 )
-from trigon.assemble.options import needs_old_logprobs
+from trigon.assemble.options import make_validation_sampling_params, needs_old_logprobs
 from trigon.assemble.remedies import Changes
 from trigon.config.checks import find_problems, raise_problems
 from trigon.config.names import DeviceType
@@ -111,12 +111,14 @@ class Disk:
     """Bytes that a run writes.
 
     checkpoint: bytes of one. kept: the most checkpoints that are on the disk at a time.
-    rollouts: bytes that a step adds to the rollout files, without images.
+    rollouts, validation_rollouts: bytes that a step and a validation add to the rollout files,
+        without images.
     """
 
     checkpoint: int
     kept: int
     rollouts: int
+    validation_rollouts: int
 
     @property
     def checkpoints(self) -> int:
@@ -285,7 +287,10 @@ def plan(
         disk=Disk(
             checkpoint=count_checkpoint_bytes(sized, size),
             kept=1 if num_steps is None else count_checkpoints(config, total_steps=num_steps),
-            rollouts=_rollout_bytes(config, known, batches),
+            rollouts=_rollout_bytes(config, known, batches.sampled_prompts, batches.completions),
+            validation_rollouts=_rollout_bytes(
+                config, known, known.num_val_prompts or 0, make_validation_sampling_params(config).n
+            ),
         ),
         assumptions=(*known.sources, *_assumptions(config, place, given, run, keep_rate)),
     )
@@ -475,11 +480,11 @@ def _num_validations(config: Config, lengths: Lengths, steps: int) -> int:
     return int(config.validates_first) + every + (0 if ends_on_one else 1)
 
 
-def _rollout_bytes(config: Config, lengths: Lengths, batches: Batches) -> int:
-    """Return what a step adds to the rollout files: a line for each completion."""
+def _rollout_bytes(config: Config, lengths: Lengths, prompts: int, completions: int) -> int:
+    """Return the bytes of a rollouts file with n prompts: a line for each completion."""
     tokens = lengths.completion_tokens + min(_PROMPT_TOKENS, lengths.mean_prompt)
-    recorded = min(config.trainer.rollout_tokens, batches.prompts) * batches.completions * lengths.response_tokens
-    return round(batches.sampled * (_ROLLOUT_BYTES + _TEXT_BYTES * tokens) + _TOKEN_RECORD_BYTES * recorded)
+    recorded = min(config.trainer.rollout_tokens, prompts) * completions * lengths.response_tokens
+    return round(prompts * completions * (_ROLLOUT_BYTES + _TEXT_BYTES * tokens) + _TOKEN_RECORD_BYTES * recorded)
 
 
 def _assumptions(
