@@ -52,6 +52,21 @@ def test_an_export_says_what_it_wrote(run, tmp_path, capsys):
     assert "https://" not in text.split("<script>")[0]
 
 
+def test_an_export_of_several_runs_has_a_group_of_each_and_names_what_cannot_be_read(run, tmp_path, capsys):
+    other = write_run(tmp_path / "other", num_steps=2)
+    (other / "metrics.jsonl").write_text("no metrics\n")
+    (other / "config.yaml").write_text("a: [")
+    arguments = ["--export", str(tmp_path / "new" / "both.html"), "--rollouts", "1", "--cache", str(tmp_path / "cache")]
+    assert main(["view", str(run), str(other), *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert "8 of 36 rollouts" in out
+    assert "warning: other: metrics.jsonl has a line without the metrics of a step" in err
+    assert "warning: other: config.yaml is not valid YAML" in err
+    assert str(tmp_path) not in err
+    text = (tmp_path / "new" / "both.html").read_text(encoding="utf-8")
+    assert str(tmp_path) not in text
+
+
 def test_the_command_serves_until_ctrl_c(run, tmp_path):
     command = [sys.executable, "-m", "trigon", "view", run, "--port", "0", "--no-browser", "--cache", tmp_path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

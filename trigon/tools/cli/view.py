@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import webbrowser
 from argparse import Namespace
 from collections.abc import Sequence
@@ -77,6 +78,8 @@ def _export(runs: Sequence[ViewedRun], options: Namespace, filters: RolloutFilte
     from trigon.tools.view.export import export
 
     written = export(runs, options.export, max_rollouts=options.rollouts, filters=filters)
+    for problem in written.problems:
+        print(f"warning: {sanitize(problem, max_characters=1000)}", file=sys.stderr)
     images = f"{written.num_images:,} image{'' if written.num_images == 1 else 's'}"
     print(
         f"wrote {sanitize(str(written.path), max_characters=1000)}: {written.num_bytes / 1e6:.1f} MB, "

@@ -29,13 +29,17 @@ _EXPORT = re.compile(r"^export (?=function|async function|const|class)", flags=r
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What a file has. num_rollouts: number of rollouts, of num_matching that match in all runs."""
+    """What a file has. num_rollouts: number of rollouts, of num_matching that match in all runs.
+
+    problems: what could not be read, which the page says too.
+    """
 
     path: Path
     num_bytes: int
     num_rollouts: int
     num_matching: int
     num_images: int
+    problems: tuple[str, ...]
 
 
 def export(
@@ -57,7 +61,7 @@ def export(
         found = run.rollouts.find(filters)
         num_matching += found.num_rollouts
         chosen: list[Mapping[str, Any]] = []
-        for summary, rows in _groups(run, found.ids, max_rollouts // len(runs)):
+        for summary, rows in _groups(run, found.ids, min(max_rollouts, max(1, max_rollouts // len(runs)))):
             num_rollouts += len(rows)
             chosen.append({**summary, "rows": [json.loads(row_to_line(row)) for row in rows]})
             observed = (name for row in rows for turn in row.turns for name in turn.image_files)
@@ -67,20 +71,26 @@ def export(
                     images[f"{number}/{name}"] = f"data:{media_type};base64,{b64encode(content).decode()}"
         groups.append(chosen)
     names = ", ".join(run.name for run in runs)
+    states = [_state(run, chosen) for run, chosen in zip(runs, groups, strict=True)]
+    config = configurations(runs)
     page: dict[str, Any] = {
         "note": f"Exported file: all metrics, the configuration, and {num_rollouts:,} of {num_matching:,} rollouts.",
-        "state": {"runs": [_state(run, chosen) for run, chosen in zip(runs, groups, strict=True)]},
+        "state": {"runs": states},
         "metrics": [run.metrics.columns(0) for run in runs],
-        "config": configurations(runs),
+        "config": config,
         "groups": groups,
         "images": images,
     }
     text = _html(names, page)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}") from error
-    return Exported(path, path.stat().st_size, num_rollouts, num_matching, len(images))
+    problems = [f"{state['name']}: {problem}" for state in states for problem in state["problems"]]
+    return Exported(
+        path, path.stat().st_size, num_rollouts, num_matching, len(images), (*problems, *config["problems"])
+    )
 
 
 def _groups(

@@ -52,7 +52,7 @@ class MetricsFile:
             for line in complete.split(b"\n"):
                 if line.strip():
                     try:
-                        self.steps.append(parse_step(line, self._path))
+                        self.steps.append(parse_step(line, Path(METRICS)))  # a page has no paths of its machine
                     except CheckpointError as error:
                         self.problem = str(error)
             self._place += len(complete) + len(newline)
@@ -159,7 +159,7 @@ def configurations(runs: Sequence[ViewedRun]) -> dict[str, Any]:
         try:
             flats.append(flatten(mask("", run.record.config())))  # older runs wrote secrets
         except (DataError, OSError) as error:
-            problems.append(str(error))
+            problems.append(f"{run.name}: {str(error).replace(f'{run.record.path}/', '')}")
             flats.append({})
     keys = {key: None for values in flats for key in values}
     return {
