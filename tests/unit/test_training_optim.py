@@ -20,8 +20,15 @@ def test_the_learning_rate_warms_up_and_falls_as_a_cosine_to_its_minimum():
     assert rates(1, 2, 3, 4, 5, 6, warmup_updates=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert rates(1) == [1.0]
     cosine = {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.1}
-    expected = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)), 0.1 + 0.9 * 0.5, 0.1, 0.1]
-    assert rates(1, 2, 4, 9, total_updates=4, **cosine) == pytest.approx(expected)
+    expected = [1.0, 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)), 0.1 + 0.9 * 0.5, 0.1, 0.1]
+    assert rates(1, 2, 3, 5, 9, total_updates=4, **cosine) == pytest.approx(expected)
+    assert rates(1, 2, 3, 4, warmup_updates=2, total_updates=6, **cosine)[1:] == pytest.approx([1.0, *expected[:2]])
+
+
+@pytest.mark.parametrize(("warmup_updates", "total_updates"), [(0, 1), (0, 7), (3, 7), (6, 7), (7, 7)])
+def test_no_update_of_a_run_has_a_learning_rate_of_0(warmup_updates, total_updates):
+    schedule = Schedule(OptimConfig(lr=1.0, lr_scheduler_type="cosine"), warmup_updates, total_updates)
+    assert all(schedule.learning_rate(update) > 0.01 for update in range(1, total_updates + 1))
 
 
 def test_only_matrices_have_weight_decay_and_frozen_parameters_are_not_in_the_optimizer():

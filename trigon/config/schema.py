@@ -456,7 +456,7 @@ class OptimConfig(Section):
     """
 
     min_lr_ratio: float | None = Field(default=None, ge=0, le=1)
-    """Final learning rate of the cosine schedule as a share of lr. null is 0."""
+    """The share of lr that the cosine schedule reaches after the last update. null is 0."""
 
     lr_scheduler_type: LearningRateSchedule = "constant"
     """Learning rate after warm-up: constant, or a half cosine down to min_lr_ratio."""

@@ -38,7 +38,7 @@ class Schedule:
     optim: its lr is the learning rate after the warm-up.
     warmup_updates: the k-th update of the warm-up, counted from 1, has lr * k / warmup_updates; no
     update has a learning rate of 0.
-    total_updates: update at which the cosine reaches its minimum.
+    total_updates: updates of the run, after the last of which the cosine reaches its minimum.
     """
 
     optim: OptimConfig
@@ -55,7 +55,7 @@ class Schedule:
                 return peak
             case "cosine":
                 span = max(self.total_updates - self.warmup_updates, 1)
-                progress = min((update - self.warmup_updates) / span, 1.0)
+                progress = min((update - 1 - self.warmup_updates) / span, 1.0)
                 floor = peak * (self.optim.min_lr_ratio or 0.0)
                 return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
             case _:
