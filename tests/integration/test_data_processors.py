@@ -30,7 +30,7 @@ CASES = [
 
 
 @pytest.mark.extended(but=["qwen2_5_vl"])
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v"])
 @pytest.mark.parametrize(("problem", "sizes", "content"), CASES)
 @pytest.mark.parametrize("pixels", [None, (6_000, 20_000)])
 def test_prompts_equal_those_of_the_hugging_face_processor(tiny_model, model_type, problem, sizes, content, pixels):

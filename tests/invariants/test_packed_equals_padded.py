@@ -28,7 +28,7 @@ from trigon.types import Prompt, RolloutGroup
 
 TEMPERATURE = 0.7
 # Each is like another one here; tests/integration/test_model_families.py has all families.
-VARIANTS = ("gemma", "gemma3_text", "gemma4_text", "llava", "mistral", "qwen2_moe", "smolvlm")
+VARIANTS = ("gemma", "gemma3_text", "gemma4_text", "glm46v", "llava", "mistral", "qwen2_moe", "smolvlm")
 FAMILIES = [each for each in supported_model_types() if each not in VARIANTS]
 VISION_FAMILIES = [each for each in FAMILIES if family_named(each).has_vision]
 VISION_IN_EACH_RUN = ["qwen2_5_vl"]  # `make test-all` tests all families

@@ -10,7 +10,9 @@ import torch
 
 from support.models import processors_of
 from support.rollout import make_vllm_settings
-from trigon.errors import EngineError
+from trigon.assemble.models import check_policy
+from trigon.config.options import with_options
+from trigon.errors import ConfigError, EngineError
 from trigon.models.load import load_processors
 from trigon.rollout.vllm.arguments import cpu_cache_bytes, engine_arguments
 from trigon.rollout.vllm.process import choose_model_runner
@@ -102,6 +104,17 @@ def test_a_cpu_does_not_run_images_that_attend_in_both_directions(tiny_model):
         engine_arguments(make_vllm_settings(Path("MODEL"), device="cpu"), processors)
     arguments = engine_arguments(make_vllm_settings(Path("MODEL"), device="cuda"), processors)
     assert arguments["limit_mm_per_prompt"] == {"video": 0, "image": 1}
+
+
+def test_a_family_that_vllm_does_not_implement_is_refused_with_the_engine_that_samples_it(tiny_model):
+    folder = tiny_model("glm46v")
+    processors, refusal = processors_of(folder), r"worker\.rollout\.name is vllm.*glm46v.*set it to transformers"
+    with pytest.raises(ConfigError, match=refusal):
+        engine_arguments(make_vllm_settings(folder, device="cuda"), processors)
+    config = make_vllm_settings(folder).config
+    with pytest.raises(ConfigError, match=refusal):
+        check_policy(config, processors.hf_config)
+    check_policy(with_options(config, {"worker.rollout.name": "transformers"}), processors.hf_config)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from trigon.models.sequence_parallel import RowRanks, require_divisible_heads
 from trigon.models.sizes import require_tensor_parallel
 from trigon.models.value import ActorCritic, ValueModel
 from trigon.models.weight_files import stored_dtype
+from trigon.rollout.vllm.arguments import require_implementation
 from trigon.training.checkpointing import check_lora_rank, is_head_alone, read_updates
 from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.device_memory import Placement
@@ -135,9 +136,11 @@ def check_sequence_parallel(config: Config, hf_config: Any) -> None:
 def check_policy(config: Config, hf_config: Any) -> None:
     """Raise ConfigError for an option that does not fit the policy.
 
-    If it cannot be divided over workers that learn, or that sample; and for an option of MoE models
-    if it is none.
+    If vLLM is to sample and does not implement it; if it cannot be divided over workers that learn,
+    or that sample; and for an option of MoE models if it is none.
     """
+    if config.worker.rollout.name == "vllm":
+        require_implementation(family_of(hf_config))
     check_sequence_parallel(config, hf_config)
     actor = config.worker.actor
     values = (

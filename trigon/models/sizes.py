@@ -276,12 +276,7 @@ def _linear_dimensions(text: Any) -> LinearDimensions | None:
 
 def _vision_dimensions(vision: Any, family: ModelFamily) -> VisionDimensions:
     """Return the dimensions of a vision tower that takes patches, from its config."""
-    if family.model_type == "qwen2_vl":  # calls the width of its tower embed_dim, and its output width hidden_size
-        width, mlp, out = vision.embed_dim, int(vision.embed_dim * vision.mlp_ratio), vision.hidden_size
-    else:
-        width, mlp, out = vision.hidden_size, vision.intermediate_size, vision.out_hidden_size
-        if family.model_type == "glm4v":  # intermediate_size is the inner width of the merger
-            mlp = out
+    widths = family.vision_widths(vision)
     full_layers, window = vision.depth, 0
     if hasattr(vision, "fullatt_block_indexes"):  # Qwen2.5-VL
         full_layers = len(vision.fullatt_block_indexes)
@@ -290,11 +285,11 @@ def _vision_dimensions(vision: Any, family: ModelFamily) -> VisionDimensions:
         layers=vision.depth,
         full_layers=full_layers,
         window=window,
-        width=width,
+        width=widths.width,
         heads=vision.num_heads,
-        mlp=mlp,
+        mlp=widths.mlp,
         is_gated=family.counted is not None and family.counted.gates_vision_mlp,
-        out=out,
+        out=widths.out,
         merge=vision.spatial_merge_size,
         mergers=1 + len(getattr(vision, "deepstack_visual_indexes", None) or ()),
         values_per_patch=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
@@ -518,7 +513,7 @@ def _indivisible(hf_config: Any, size: int) -> Iterator[str]:
         else:
             dimensions = _vision_dimensions(vision, family)
             heads, mlp = dimensions.heads, dimensions.mlp
-        if family.tile_tower != "internvl_vision":  # whose attention each GPU computes in full
+        if family.divides_vision_heads:
             divided.append((heads, "attention heads in its vision tower"))
         divided.append((mlp, "columns in an MLP of its vision tower"))
     yield from (f"{number:,} {name}" for number, name in divided if number % size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isqrt
 from typing import Any, Literal, assert_never
 
@@ -57,6 +58,23 @@ class TileAssembly:
 
     num_tokens: Callable[[Any, int, tuple[int, int]], int]
     features: Callable[[Any, Tensor, Sequence[int], ImageSizes], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class VisionWidths:
+    """The widths of a vision tower that takes patches.
+
+    width: of a patch. mlp: inner width of the MLPs of the blocks. out: width of an image token.
+    """
+
+    width: int
+    mlp: int
+    out: int
+
+
+def usual_vision_widths(vision_config: Any) -> VisionWidths:
+    """Return the widths of a vision tower whose config has the names of most families."""
+    return VisionWidths(vision_config.hidden_size, vision_config.intermediate_size, vision_config.out_hidden_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +134,13 @@ class ModelFamily:
         transformers does not serve.
     tile_assembly: how tiles are put together, if the size of their image decides; None otherwise.
     image_parameters: names of parameters outside of tower and projector that only images use.
+    in_vllm: whether vLLM has an implementation of the family. Without one it would take the one of
+        transformers, to which processed images cannot be given; worker.rollout.name=transformers
+        then samples.
     engine_packages: packages that vLLM's processor of the family needs besides its own.
+    vision_widths: returns the widths of a tower that takes patches, given its config.
+    divides_vision_heads: whether the GPUs of a model with tensor parallelism divide the attention
+        heads of the tower in vLLM.
     windows: whether sliding-window attention is tested against transformers and vLLM.
     caps_logits: whether the model bounds its logits where the config has final_logit_softcapping.
     linear_attention: name of the gated delta net within a decoder layer that has one, see
@@ -152,7 +176,10 @@ class ModelFamily:
     tile_features: Callable[[Any, Tensor], Tensor] | None = None
     tile_assembly: TileAssembly | None = None
     image_parameters: tuple[str, ...] = ()
+    in_vllm: bool = True
     engine_packages: tuple[str, ...] = ()
+    vision_widths: Callable[[Any], VisionWidths] = usual_vision_widths
+    divides_vision_heads: bool = True
     windows: bool = False
     caps_logits: bool = False
     linear_attention: str = ""
@@ -351,35 +378,10 @@ def _side(size: Any) -> int:
     return int(size[0] if isinstance(size, list | tuple) else size)
 
 
-def qwen_vision_family(
-    model_type: str,
-    tiny: TinyModel,
-    *,
-    video: Literal["none", "patches", "seconds", "timestamps"],
-    deepstack: bool = False,
-    checkpoint_prefixes: tuple[tuple[str, str], ...] = (),
-    experts: Literal["none", "stacked", "transposed"] = "none",
-    linear_attention: str = "",
-    unused_weights: str = "",
-    frames_per_image: int = 1,
-    counted: CountedNetwork | None = None,
-) -> ModelFamily:
-    """Return a family whose vision tower takes patches, and whose positions follow m-RoPE."""
-    return ModelFamily(
-        model_type=model_type,
-        tiny=tiny,
-        rope="mrope",
-        deepstack=deepstack,
-        language_path="model.language_model",
-        vision_path="model.visual",
-        checkpoint_prefixes=checkpoint_prefixes,
-        video=video,
-        experts=experts,
-        linear_attention=linear_attention,
-        unused_weights=unused_weights,
-        frames_per_image=frames_per_image,
-        counted=counted,
-    )
+qwen_vision_family = partial(
+    ModelFamily, rope="mrope", language_path="model.language_model", vision_path="model.visual"
+)
+"""Returns a family whose vision tower takes patches, and whose positions follow m-RoPE."""
 
 
 def llava_prefixes(tower_name: str) -> tuple[tuple[str, str], ...]:

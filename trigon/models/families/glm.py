@@ -1,7 +1,8 @@
 """GLM-4, and GLM-4.1V, whose text model is GLM-4's: rotary positions on interleaved dimensions.
 
 The vision tower of GLM-4.1V interpolates a square table of positions, and merges patches by a
-convolution. Videos are not supported: their patches have the placeholder token of images.
+convolution. Videos are not supported: their patches have the placeholder token of images. With
+images GLM-4.6V is GLM-4.1V under other names.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import transformers  # its classes are imported on first use
 
-from trigon.models.families.family import ModelFamily, qwen_vision_family
+from trigon.models.families.family import ModelFamily, VisionWidths, qwen_vision_family
 from trigon.models.families.tiny import ROPE, VISION, TinyModel, media_tokens, patch_sizes, text_options
 
 # Half of a head's dimensions are rotated, as in the published models.
@@ -23,9 +24,9 @@ def _glm4(tokenizer: Any) -> Any:
     )
 
 
-def _glm4v(tokenizer: Any) -> Any:
+def _vision(kind: Any, tokenizer: Any) -> Any:
     tokens = media_tokens(tokenizer)
-    return transformers.Glm4vConfig(
+    return kind(
         # The published configs have attention_bias, which transformers ignores and vLLM reads.
         text_config=text_options(tokenizer)
         | {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}, "attention_bias": True},
@@ -40,29 +41,62 @@ def _glm4v(tokenizer: Any) -> Any:
     )
 
 
-def _processor(tokenizer: Any) -> Any:
+def _glm4v(tokenizer: Any) -> Any:
+    return _vision(transformers.Glm4vConfig, tokenizer)
+
+
+def _glm46v(tokenizer: Any) -> Any:
+    return _vision(transformers.Glm46VConfig, tokenizer)
+
+
+def _sizes() -> dict[str, Any]:
     sizes = patch_sizes(patch_size=14)
     # The limits count the pixels of both frames of a temporal patch.
     sizes["size"] = {edge: 2 * pixels for edge, pixels in sizes["size"].items()}
+    return sizes
+
+
+def _glm4v_processor(tokenizer: Any) -> Any:
     return transformers.Glm4vProcessor(
-        image_processor=transformers.Glm4vImageProcessor(**sizes),
+        image_processor=transformers.Glm4vImageProcessor(**_sizes()),
         tokenizer=tokenizer,
-        video_processor=transformers.Glm4vVideoProcessor(**sizes),
+        video_processor=transformers.Glm4vVideoProcessor(**_sizes()),
         chat_template=tokenizer.chat_template,
     )
 
 
-FAMILIES = (
-    ModelFamily(model_type="glm4", tiny=TinyModel(_glm4)),
-    qwen_vision_family(
-        "glm4v",
-        TinyModel(
-            _glm4v,
-            _processor,
+def _glm46v_processor(tokenizer: Any) -> Any:
+    return transformers.Glm46VProcessor(
+        image_processor=transformers.Glm46VImageProcessor(**_sizes()),
+        tokenizer=tokenizer,
+        video_processor=transformers.Glm46VVideoProcessor(**_sizes()),
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def _widths(vision: Any) -> VisionWidths:
+    # The config's intermediate_size is the inner width of the merger.
+    return VisionWidths(vision.hidden_size, vision.out_hidden_size, vision.out_hidden_size)
+
+
+def _family(model_type: str, config: Any, processor: Any, *, in_vllm: bool) -> ModelFamily:
+    return qwen_vision_family(
+        model_type=model_type,
+        tiny=TinyModel(
+            config,
+            processor,
             special_tokens={"image_token": "<|image_pad|>"},
             added_tokens=("<|begin_of_video|>", "<|video|>", "<|end_of_video|>"),
         ),
         video="none",
         frames_per_image=2,
-    ),
+        vision_widths=_widths,
+        in_vllm=in_vllm,
+    )
+
+
+FAMILIES = (
+    ModelFamily(model_type="glm4", tiny=TinyModel(_glm4)),
+    _family("glm4v", _glm4v, _glm4v_processor, in_vllm=True),
+    _family("glm46v", _glm46v, _glm46v_processor, in_vllm=False),
 )

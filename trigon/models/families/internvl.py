@@ -60,6 +60,7 @@ FAMILIES = (
         vision_path="model.vision_tower",
         projector_path="model.multi_modal_projector",
         vision_layers="encoder.layer",
+        divides_vision_heads=False,  # each GPU computes the attention of the tower in full
         image_wrap=("start_image_token", "end_image_token"),
         language_types=("llama", "qwen2", "qwen3"),
     ),

@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers  # its classes are imported on first use
 
-from trigon.models.families.family import CountedNetwork, ModelFamily, qwen_vision_family
+from trigon.models.families.family import CountedNetwork, ModelFamily, VisionWidths, qwen_vision_family
 from trigon.models.families.tiny import (
     EXPERTS,
     INITIAL_STD,
@@ -54,6 +54,10 @@ def _qwen2_vl(tokenizer: Any) -> Any:
     return transformers.Qwen2VLConfig(text_config=_text(tokenizer), vision_config=vision, **media_tokens(tokenizer))
 
 
+def _qwen2_vl_widths(vision: Any) -> VisionWidths:
+    return VisionWidths(vision.embed_dim, int(vision.embed_dim * vision.mlp_ratio), vision.hidden_size)
+
+
 def _qwen2_5_vl(tokenizer: Any) -> Any:
     # Windows of 2 x 2 image tokens: a drawing of 3 x 3 has four, so windows differ from full
     # attention.
@@ -83,15 +87,16 @@ FAMILIES = (
     ModelFamily(model_type="qwen2", tiny=TinyModel(_dense), counted=CountedNetwork()),
     ModelFamily(model_type="qwen2_moe", tiny=TinyModel(_moe), experts="separate", counted=CountedNetwork()),
     qwen_vision_family(
-        "qwen2_vl",
-        TinyModel(_qwen2_vl, _qwen2_vl_processor),
+        model_type="qwen2_vl",
+        tiny=TinyModel(_qwen2_vl, _qwen2_vl_processor),
         video="patches",
         checkpoint_prefixes=_NAMES,
         counted=CountedNetwork(),
+        vision_widths=_qwen2_vl_widths,
     ),
     qwen_vision_family(
-        "qwen2_5_vl",
-        TinyModel(_qwen2_5_vl, _qwen2_5_vl_processor),
+        model_type="qwen2_5_vl",
+        tiny=TinyModel(_qwen2_5_vl, _qwen2_5_vl_processor),
         video="seconds",
         checkpoint_prefixes=_NAMES,
         counted=CountedNetwork(gates_vision_mlp=True),

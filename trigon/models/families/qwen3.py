@@ -71,16 +71,16 @@ FAMILIES = (
         counted=_COUNTED,
     ),
     qwen_vision_family(
-        "qwen3_vl",
-        TinyModel(_vl_dense, processor),
+        model_type="qwen3_vl",
+        tiny=TinyModel(_vl_dense, processor),
         video="timestamps",
         deepstack=True,
         counted=_COUNTED,
     ),
     # transformers 5.19 writes the stacks of experts without transposing them.
     qwen_vision_family(
-        "qwen3_vl_moe",
-        TinyModel(_vl_moe, processor, saves_published_names=False),
+        model_type="qwen3_vl_moe",
+        tiny=TinyModel(_vl_moe, processor, saves_published_names=False),
         video="timestamps",
         deepstack=True,
         experts="transposed",

@@ -73,8 +73,8 @@ _COUNTED = CountedNetwork(normalizes_queries=True)
 
 FAMILIES = (
     qwen_vision_family(
-        "qwen3_5",
-        TinyModel(_dense, processor, initialize=_initialize),
+        model_type="qwen3_5",
+        tiny=TinyModel(_dense, processor, initialize=_initialize),
         video="timestamps",
         linear_attention="linear_attn",
         unused_weights="mtp.",  # layers that predict more than one token
@@ -82,8 +82,8 @@ FAMILIES = (
     ),
     # transformers 5.19 writes each expert by itself.
     qwen_vision_family(
-        "qwen3_5_moe",
-        TinyModel(_moe, processor, initialize=_initialize, saves_published_names=False),
+        model_type="qwen3_5_moe",
+        tiny=TinyModel(_moe, processor, initialize=_initialize, saves_published_names=False),
         video="timestamps",
         experts="stacked",
         linear_attention="linear_attn",

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from trigon.config.names import DeviceType
 from trigon.config.schema import Config, RolloutConfig
-from trigon.errors import EngineError
+from trigon.errors import ConfigError, EngineError
 from trigon.models.dtypes import DTYPES
+from trigon.models.families import ModelFamily
 from trigon.models.load import Processors
 from trigon.models.sizes import head_dim, layer_configs
 
@@ -114,6 +115,7 @@ def engine_arguments(
     a turn should compute only its observation, so that prefixes are always cached.
     """
     rollout, model, on_cpu = settings.rollout, settings.config.worker.actor.model, settings.device == "cpu"
+    require_implementation(processors.family)
     if on_cpu and processors.family.linear_attention:
         _require_cpu_linear_attention(settings, processors)
     if on_cpu and processors.family.image_layers_of(processors.hf_config) != "none":
@@ -166,6 +168,15 @@ def engine_arguments(
     if compilation:
         arguments["compilation_config"] = compilation
     return arguments | (_vision_arguments(settings, processors) if processors.family.has_vision else {})
+
+
+def require_implementation(family: ModelFamily) -> None:
+    """Raise ConfigError unless vLLM has an implementation of a family."""
+    if not family.in_vllm:
+        raise ConfigError(
+            f"worker.rollout.name is vllm, which has no implementation of its own of {family.model_type} models; set "
+            "it to transformers"
+        )
 
 
 def _require_packages(processors: Processors) -> None:
