@@ -38,7 +38,6 @@ from trigon.models.attention_metadata import AttentionMetadata, RunLengths, run_
 from trigon.models.dtypes import compute_dtype
 from trigon.models.families import ModelFamily
 from trigon.models.kernels import (
-    FLASH_DTYPES,
     Kernel,
     Segments,
     flex_group_attention,
@@ -163,9 +162,6 @@ def group_attention(
 def _group_attention_sdpa(
     query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, *, scale: float, window: int | None
 ) -> Tensor:
-    if query.is_cuda:  # CUDA's sdpa kernel with a mask does not support fewer key heads than query heads
-        heads_per_key = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(heads_per_key, 1), value.repeat_interleave(heads_per_key, 1)
     # One split of each tensor: the gradient of many slices would be as many tensors of the row's
     # size.
     lengths = [part for group in metadata.groups for part in (group.prompt_length, _num_tokens(group.completion_runs))]
@@ -280,10 +276,9 @@ def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
     heads_per_key = query.shape[1] // key.shape[1]
-    on_gpu, dtype = query.device.type != "cpu", compute_dtype(query.device, query.dtype)
-    if heads_per_key > 1 and on_gpu and (mask is not None or dtype not in FLASH_DTYPES):
-        # Of torch's kernels for a GPU, flash takes no mask and no float32, and memory-efficient
-        # attention takes no fewer key heads: with neither, all scores would be made and kept.
+    if heads_per_key > 1 and query.device.type != "cpu":
+        # Of torch's kernels for a GPU only flash takes fewer key heads than query heads, and it
+        # takes no mask, no float32 and no head above 256: all scores would be made and kept.
         key, value = (states.repeat_interleave(heads_per_key, 1) for states in (key, value))
         heads_per_key = 1
     return scaled_dot_product_attention(
