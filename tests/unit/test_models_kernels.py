@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from test_models_attention import (
     states,
 )
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -33,7 +35,7 @@ from support.varlen import TORCH_VERSIONS, stand_in, stand_in_flash_attn, torch_
 from trigon.errors import ModelError
 from trigon.models.attention import group_attention, window_attention
 from trigon.models.attention_metadata import AttentionMetadata
-from trigon.models.kernels import gather_keys, resolve_kernel, supports, varlen_attention
+from trigon.models.kernels import _compiled_flex_attention, gather_keys, resolve_kernel, supports, varlen_attention
 from trigon.types import GroupSpan
 
 # Two groups with two completions each, one with three and one with one: keys are shared by
@@ -49,6 +51,28 @@ FOUR_GROUPS = (
 def expected_of(inputs: list[Tensor], spans: tuple[GroupSpan, ...], window: int | None = None) -> Tensor:
     mask = dense_mask(spans, window).to(inputs[0].device)
     return scaled_dot_product_attention(*inputs, attn_mask=mask, scale=SCALE, enable_gqa=True).transpose(1, 2)
+
+
+@pytest.mark.extended
+def test_flex_stays_compiled_for_all_kinds_of_rows_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=versions))
+    short, long = (GroupSpan(prompt=(0, 1), completions=((1, 2),)),), (GroupSpan((0, 150), ((150, 260), (260, 300))),)
+    # As a Gemma 4: layers with a window have narrower heads. With gradient and without.
+    layers = ((8, 16), (None, 32))
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
+        attention = _compiled_flex_attention.__wrapped__()
+        for spans, (window, width), has_images, with_gradient in product(
+            (short, long), layers, (False, True), (False, True)
+        ):
+            tokens = spans[-1].completions[-1][1]
+            images = torch.zeros(tokens, dtype=torch.bool)
+            images[:1] = has_images
+            mask = AttentionMetadata(spans, CPU, "flex", image_tokens=images, image_layers="all").block_mask(window)
+            query, key, value = (torch.randn(1, heads, tokens, width) for heads in (4, 2, 2))
+            with torch.set_grad_enabled(with_gradient):
+                attention(query, key, value, block_mask=mask, scale=SCALE, enable_gqa=True)
+    assert versions.frame_count > 8, "with so few versions torch's limit would be enough"
 
 
 def stand_in_for(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trigon.errors import ModelError
-
-_RECOMPILE_LIMIT = 64
+from trigon.models.kernels import compiled
 
 
 def compile_parts(layer: nn.Module) -> None:
@@ -30,10 +29,7 @@ def compile_parts(layer: nn.Module) -> None:
     # version than in the forward may be chosen (pytorch #166926), and MoE layers cannot be
     # compiled. Norms and MLPs have one input, and save the same tensors in all their versions. All
     # norms of a model share the code of their forward, so that their versions count together: for 2
-    # and 3 dimensions, with and without gradient, adapters or autocast. Above its limit torch
-    # continues without compilation.
-    dynamo: Any = torch._dynamo
-    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+    # and 3 dimensions, with and without gradient, adapters or autocast.
     norms = [module for module in layer.modules() if type(module).__name__.endswith("Norm")]
     mlps = [
         child
@@ -44,7 +40,7 @@ def compile_parts(layer: nn.Module) -> None:
     ]
     for part in (*norms, *mlps):
         module: Any = part
-        module.forward = torch.compile(module.forward, dynamic=True)
+        module.forward = compiled(module.forward)
 
 
 def require_liger(device: torch.device) -> None:

@@ -39,6 +39,7 @@ flash-attn."""
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 """The dtypes that varlen and flash support; sdpa computes in any other."""
 
+_RECOMPILE_LIMIT = 64
 _BLOCK = 128
 _BLOCK_ROWS_PER_CHUNK = 8  # the [T, T] mask is reduced to blocks in chunks of [1024, T] bool
 
@@ -332,4 +333,17 @@ def _flex_attention() -> Callable[..., Any]:
 
 @cache
 def _compiled_flex_attention() -> Callable[..., Any]:
-    return torch.compile(_flex_attention(), dynamic=True)  # rows differ in length
+    # Its versions: with and without a window, images and gradient, for each width of heads, and for
+    # rows of one block and of more.
+    return compiled(_flex_attention())
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that torch compiles, for any sizes and in as many versions as it needs.
+
+    Above its limit, which is 8 versions, torch continues without compilation: flex_attention would
+    then make the table of all scores of a row.
+    """
+    dynamo: Any = torch._dynamo
+    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+    return torch.compile(function, dynamic=True)
