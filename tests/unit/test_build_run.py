@@ -1,6 +1,7 @@
 """The parts of a run that need no model: what loggers are told, the evaluator, early errors."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trigon.assemble.run import describe_run
+from trigon.assemble.run import choose_checkpoint, describe_run
 from trigon.assemble.start import StopSignals, start_run
 from trigon.checkpoint.store import Checkpoint, CheckpointStore
 from trigon.config.load import LoadedConfig
@@ -30,6 +31,14 @@ def test_loggers_are_told_from_which_step_a_run_reports(val_only, resumed, first
     checkpoint = None if resumed is None else Checkpoint(resumed, Path(f"/runs/x/global_step_{resumed}"), {}, None)
     config = Config(trainer={"val_only": val_only})
     assert describe_run(config, Path("/runs/x"), checkpoint).first_step == first_step
+
+
+def test_a_checkpoint_may_be_named_from_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "global_step_3").mkdir()
+    store = CheckpointStore(tmp_path / "run", keep=-1)
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "global_step_3"))):
+        choose_checkpoint(Config(trainer={"load_checkpoint_path": "~/global_step_3"}), store)
 
 
 @pytest.fixture

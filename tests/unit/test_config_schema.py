@@ -1,6 +1,7 @@
 """Values that follow from options: those of a section, and those of several sections."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,7 @@ def made(*changes: dict) -> Config:
         ("longest_sequence", {"worker.rollout.val_override_config.max_tokens": 4000}, 4512),
         ("validates_first", {"data.val_files": ("a",)}, True),
         ("group_size", {"trainer.val_only": True}, 1),
+        ("trainer.run_folder", {"trainer.save_checkpoint_path": "~/run"}, Path.home() / "run"),
         # the KL is in the reward or in the loss
         ("algorithm.kl_in_reward", KL_LOSS, None),
         ("algorithm.kl_in_loss", KL_LOSS | {"algorithm.kl_penalty": "low_var_kl"}, "low_var_kl"),

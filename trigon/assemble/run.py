@@ -40,6 +40,7 @@ from trigon.config.checks import find_device_warnings
 from trigon.config.files import hub_names, local_sources
 from trigon.config.load import LoadedConfig, dump_config
 from trigon.config.names import GROUP_ESTIMATORS
+from trigon.config.paths import expand_path
 from trigon.config.plan import Plan, describe_chosen, fill_batch_sizes, find_long_warmups, make_plan
 from trigon.config.schema import Config
 from trigon.data.prompts import PromptBuilder
@@ -316,7 +317,7 @@ def choose_checkpoint(
     trainer = config.trainer
     checkpoint: Checkpoint | None
     if trainer.load_checkpoint_path is not None:
-        path = Path(trainer.load_checkpoint_path)
+        path = expand_path(trainer.load_checkpoint_path)
         checkpoint = open_checkpoint(path, resumable=not trainer.val_only, on_progress=on_progress)
     else:
         checkpoint = store.latest(resumable=not trainer.val_only) if trainer.find_last_checkpoint else None

@@ -33,6 +33,7 @@ from trigon.config.names import (
     WatchLevel,
     WatchRule,
 )
+from trigon.config.paths import expand_path
 from trigon.system.stopping import SameCommand
 
 # Upper bounds: a value above one of them is a typing error, not a larger run.
@@ -1126,7 +1127,9 @@ class TrainerConfig(Section):
     @property
     def run_folder(self) -> Path:
         """The folder of the run, which holds its checkpoints, metrics and rollouts."""
-        return Path(self.save_checkpoint_path or Path("checkpoints") / self.project_name / self.experiment_name)
+        if self.save_checkpoint_path:
+            return expand_path(self.save_checkpoint_path)
+        return Path("checkpoints") / self.project_name / self.experiment_name
 
     @property
     def same_command(self) -> SameCommand:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from trigon.config.paths import is_inline_template, read_template
+from trigon.config.paths import expand_path, is_inline_template, read_template
 from trigon.config.schema import DataConfig
 from trigon.data.chat_template import MARKERS, ChatTemplate, Message, media_in_messages, messages_as_text, read_messages
 from trigon.data.images import decoded_images, encoded_image, image_size, reserve_frames
@@ -119,7 +119,7 @@ class PromptBuilder:
         """
         family = processors.family
         self.data = data
-        self.image_dir = None if data.image_dir is None else Path(data.image_dir)
+        self.image_dir = None if data.image_dir is None else expand_path(data.image_dir)
         self._chat = ChatTemplate(processors, tools=tools)
         self._placeholders = Placeholders(processors, tokenize=self._chat.tokenize)
         self.image_processor = self._placeholders.image_processor
