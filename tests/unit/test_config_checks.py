@@ -271,6 +271,12 @@ def test_secrets_of_an_environment_are_told_where_others_can_read_them():
     assert "env:NAME" in exposed
 
 
+def test_a_secret_under_the_older_name_of_an_option_is_exposed_too():
+    given = "worker.reward.score_function_kwargs={api_key: sk-abcDEF1234567890abcd}"
+    _, exposed = load_config(None, (*NEEDED, given)).warnings
+    assert "worker.reward.reward_function_kwargs has a secret on the command line" in exposed
+
+
 ALL = {"model_runner": "v2", "async_scheduling": True, "enable_chunked_prefill": True}
 
 

@@ -73,6 +73,8 @@ def test_the_command_line_overrides_or_joins_yaml_which_overrides_defaults(tmp_p
         ("trainer.logger=[console, file]", ("console", "file")),
         ("worker.actor.optim.betas=[0.9, 0.95]", (0.9, 0.95)),
         ("worker.actor.fsdp.torch_dtype=float32", "fp32"),
+        ("trainer.val_only='true'", True),
+        ('trainer.val_only="Off"', False),
     ],
 )
 def test_values_of_the_command_line(override, expected):
@@ -92,12 +94,34 @@ def test_values_of_the_command_line(override, expected):
         # Names of other libraries.
         ("num_generations", "worker.rollout.n?"),
         ("worker.actor.optim.learning_rate", "worker.actor.optim.lr?"),
+        ("trainer.test_freq", "trainer.val_freq?"),
     ],
 )
 def test_an_unknown_key_suggests_the_nearest(key, nearest):
     message = problem(f"{key}=1")
     assert message.startswith(f"{key} (command line)")
     assert message.endswith(nearest)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reference"),
+    [
+        ("trainer.experiment_name", "${trainer.project_name}_2", "${trainer.project_name}"),
+        ("data.train_files", "[a/b, '${data.val_files}']", "${data.val_files}"),
+        ("data.seed", "${.n}", "${.n}"),
+        ("worker.reward.reward_function_kwargs.url", "${oc.env:URL,none}", "${oc.env:URL,none}"),
+        ("worker.reward.reward_function", "[{function: '${oc.env:HOME}/a.py'}]", "${oc.env:HOME}"),
+    ],
+)
+def test_a_reference_of_omegaconf_is_refused_and_not_taken_for_text(key, value, reference):
+    message = problem(f"{key}={value}")
+    assert message.startswith(f"{key.removesuffix('.url')} has {reference} (command line)")
+
+
+def test_a_prompt_may_have_dollars_and_braces():
+    text = "Write ${x}$ or ${a.b}."
+    assert load(f"data.system_prompt={text}").data.system_prompt == text
+    assert load("worker.reward.reward_function_kwargs.hint='${x}$'").worker.reward.reward_function_kwargs
 
 
 NUMBER = "a number, above 0 and at most 100"
@@ -110,7 +134,12 @@ SINKS = f"a list, each one of {', '.join(('console', 'file', *LOGGERS))}"
     ("override", "shown", "expected"),
     [
         ("worker.rollout.temperature=hot", "'hot'", NUMBER),
-        ("worker.rollout.temperature=.inf", "inf", NUMBER),
+        ("worker.rollout.temperature=.inf", ".inf", NUMBER),
+        ("data.seed=0x10", "0x10", INTEGER),
+        ("data.seed=1:30", "1:30", INTEGER),
+        ("trainer.val_only='maybe'", "'maybe'", "true or false"),
+        ("data.train_files=[a/b, null]", "['a/b', None]", "a list, each text, not empty"),
+        ("worker.rollout.tools=[crop, '']", "['crop', '']", "a list, each text, not empty"),
         ("data.seed=true", "true", INTEGER),
         ("data.seed=", "null", INTEGER),
         ("data.shuffle=1", "1", "true or false"),

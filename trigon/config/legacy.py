@@ -151,10 +151,15 @@ VERL_SECTIONS: Mapping[str, str] = {
 
 OTHER_NAMES: Mapping[str, str] = {
     "batch_size": "data.rollout_batch_size",
+    "default_local_dir": "trainer.save_checkpoint_path",
     "epochs": "trainer.total_epochs",
+    "eval_steps": "trainer.val_freq",
+    "gradient_checkpointing": "worker.actor.model.enable_gradient_checkpointing",
     "group_size": "worker.rollout.n",
+    "kl_beta": "algorithm.kl_coef",
     "learning_rate": "worker.actor.optim.lr",
     "max_completion_length": "data.max_response_length",
+    "max_ckpt_to_keep": "trainer.save_limit",
     "max_new_tokens": "data.max_response_length",
     "max_tokens": "data.max_response_length",
     "mini_batch_size": "worker.actor.global_batch_size",
@@ -165,7 +170,15 @@ OTHER_NAMES: Mapping[str, str] = {
     "num_samples": "worker.rollout.n",
     "num_train_epochs": "trainer.total_epochs",
     "output_dir": "trainer.save_checkpoint_path",
+    "per_device_train_batch_size": "worker.actor.micro_batch_size_per_device_for_update",
+    "report_to": "trainer.logger",
+    "resume_from_checkpoint": "trainer.load_checkpoint_path",
+    "resume_from_path": "trainer.load_checkpoint_path",
+    "resume_mode": "trainer.find_last_checkpoint",
     "run_name": "trainer.experiment_name",
+    "save_steps": "trainer.save_freq",
+    "save_total_limit": "trainer.save_limit",
+    "test_freq": "trainer.val_freq",
 }
 """Last part of a key as other libraries name it: the option that is meant, for suggestions."""
 

@@ -46,6 +46,13 @@ Override = str | Mapping[str, Any]
 MAX_KEY_CHARACTERS = 200
 """Maximum length of a key outside of free mappings, all its parts together."""
 
+MAX_SHOWN_CHARACTERS = 80
+"""Maximum length of a value in a message."""
+
+_PROMPT_OPTIONS = ("data.format_prompt", "data.override_chat_template", "data.system_prompt")
+_REFERENCE = re.compile(r"\$\{(?:[A-Za-z_]\w*[.:]|\.+[A-Za-z_])[^{}]*\}")
+"""OmegaConf's reference to another value, such as ${trainer.project_name} or ${oc.env:HOME}."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
@@ -174,10 +181,18 @@ def dump_config(config: Config) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _SourceValue:
-    """The YAML node of a value, and where it was written, for messages."""
+    """The YAML node of a value, and where it was written, for messages.
+
+    older_name: the name that was written, if it is not the option's own.
+    """
 
     node: Node
     location: str
+    older_name: str = ""
+
+    @property
+    def described_location(self) -> str:
+        return f"{self.location}, as {self.older_name}" if self.older_name else self.location
 
 
 class _ConfigReader:
@@ -232,7 +247,7 @@ class _ConfigReader:
         if option is not None and option.kind == "list" and not text.strip():
             self._add(path, SequenceNode(LIST_TAG, []), COMMAND_LINE)
             return
-        is_list = option is not None and option.kind == "text or list" and text.lstrip().startswith("[")
+        is_list = option is not None and option.kind == "text or list" and text.lstrip().startswith(("[", "{"))
         if option is not None and option.kind in ("text", "text or list") and not is_list:
             # Not YAML: a prompt may hold colons, braces and quotes.
             is_null = option.optional and text.strip() in ("", "null", "~")
@@ -257,6 +272,9 @@ class _ConfigReader:
         converted: dict[KeyPath, Any] = {}
         for path, value in self.values.items():
             option = _option_at_or_above(path)
+            if option.name not in _PROMPT_OPTIONS and (reference := _find_reference(construct(value.node))):
+                self._add_reference(option, value, reference)
+                continue
             is_inside_mapping = len(path) > len(option.path)
             try:
                 converted[path] = construct(value.node) if is_inside_mapping else _convert(option, value.node)
@@ -317,13 +335,13 @@ class _ConfigReader:
 
     def _add(self, path: KeyPath, node: Node, location: str) -> None:
         """Add one value of an option, renamed key or ignored key. Anything else is a problem."""
-        name = _dotted(path)
+        name, older_name = _dotted(path), ""
         is_null = isinstance(node, ScalarNode) and node.tag == NULL_TAG
         if (old := _renamed_prefix(path)) is not None:
             self._warn_once(f"{old} ({location}) is now {RENAMED[old]}")
-            path, location = _current_path(path), f"{location}, as {name}"
+            path, older_name = _current_path(path), name
         if _option_or_mapping_at(path) is not None:
-            value = _SourceValue(self._update_example_path(path, node, location), location)
+            value = _SourceValue(self._update_example_path(path, node, location), location, older_name)
             self._set_option(path, value, is_null=is_null)
         elif (key := ignored_key(name)) is not None:
             self.ignored[key] = (name, _SourceValue(node, location))
@@ -369,11 +387,21 @@ class _ConfigReader:
 
     def _add_invalid_value(self, option: Option, value: _SourceValue) -> None:
         self.uncertain.add(option.name)
-        written = construct(value.node)
+        node, written = value.node, construct(value.node)
         reason = UNSUPPORTED_VALUES.get((option.name, str(written)))
         hint = f": {reason}" if reason else did_you_mean(str(written), option.choices)
+        # A number as it is written: 0x10 is no integer here, and 16 would not say why.
+        is_number = isinstance(node, ScalarNode) and node.tag in (INTEGER_TAG, FLOAT_TAG)
+        shown = node.value[:MAX_SHOWN_CHARACTERS] if is_number else _format_value(written)
         self.problems.append(
-            f"{option.name} is {_format_value(written)} ({value.location}), but must be {option.expected}{hint}"
+            f"{option.name} is {shown} ({value.described_location}), but must be {option.expected}{hint}"
+        )
+
+    def _add_reference(self, option: Option, value: _SourceValue, reference: str) -> None:
+        self.uncertain.add(option.name)
+        self.problems.append(
+            f"{option.name} has {reference} ({value.described_location}), which OmegaConf replaces by another value "
+            "and Trigon does not; write the value itself"
         )
 
 
@@ -416,11 +444,20 @@ def _line(node: Node) -> int:
 
 def _format_value(value: Any) -> str:
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else _format_text(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
 
 
 def _format_text(value: Any) -> str:
     return mask_text(repr(value)[:1000])
+
+
+def _find_reference(value: Any) -> str:
+    """Return the first reference in a value or in the texts inside it, or ""."""
+    if isinstance(value, str):
+        found = _REFERENCE.search(value)
+        return "" if found is None else found.group()
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return next(filter(None, map(_find_reference, inner)), "")
 
 
 def _renamed_prefix(path: KeyPath) -> str | None:
@@ -494,11 +531,13 @@ def _convert_scalar(option: Option, node: Node) -> Any:
     text: str = node.value
     match option.item:
         case "text" | "choice":
+            if node.tag == NULL_TAG:  # an item of a list
+                raise ValueError
             return text
         case "true or false":
-            if node.tag != BOOL_TAG:
+            if text.lower() not in SafeConstructor.bool_values:  # perhaps in quotes, as numbers may be
                 raise ValueError
-            return construct(node)
+            return SafeConstructor.bool_values[text.lower()]
         case "integer":
             try:
                 return int(text)
@@ -622,7 +661,8 @@ MAX_INTEGER_BITS = 1024
 """Maximum size of an integer. Python refuses to print one of more than about 14,000 bits."""
 
 NULL_TAG = "tag:yaml.org,2002:null"
-BOOL_TAG = "tag:yaml.org,2002:bool"
+INTEGER_TAG = "tag:yaml.org,2002:int"
+FLOAT_TAG = "tag:yaml.org,2002:float"
 TEXT_TAG = "tag:yaml.org,2002:str"
 LIST_TAG = "tag:yaml.org,2002:seq"
 
@@ -683,9 +723,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+_Loader.add_implicit_resolver(FLOAT_TAG, re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
 
 
 def _children(node: Node) -> list[Node]:

@@ -106,7 +106,7 @@ def _as_texts(value: Any) -> Any:
 DtypeOption = Annotated[Dtype, BeforeValidator(_short_dtype)]
 """A floating-point format. float32, bfloat16 and float16 are accepted and shortened."""
 
-Texts = Annotated[tuple[str, ...], BeforeValidator(_as_texts)]
+Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_texts)]
 """Datasets, files, tools or names. A single one may be written without the brackets of a list."""
 
 
