@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trigon.algorithms.losses import policy_loss
-from trigon.config.names import PolicyLossType
+from trigon.config.names import LOSS_OPTIONS, PolicyLossType
 from trigon.config.schema import ActorConfig
 
 KINDS = get_args(PolicyLossType)
@@ -37,6 +37,26 @@ def run(ratios, advantages, loss_settings, *, lengths=None, mask=None):
     )
     result.loss.sum().backward()
     return result.loss.tolist(), logprobs.grad.tolist(), result
+
+
+class RecordingConfig(ActorConfig):
+    """Remembers which of its options are read."""
+
+    def __getattribute__(self, name):
+        if name in ActorConfig.model_fields:
+            READ.add(name)
+        return super().__getattribute__(name)
+
+
+READ: set[str] = set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_reads_the_options_that_it_is_said_to_read(kind):
+    recording = RecordingConfig(loss_type=kind)
+    READ.clear()
+    run([1.5, 0.5], [1.0, -1.0], recording)
+    assert {f"worker.actor.{name}" for name in READ - {"loss_type"}} == set(LOSS_OPTIONS[kind])
 
 
 # -- default ---------------------------------------------------------------------------------------

@@ -126,6 +126,7 @@ PROBLEMS = [
     ),
     (f"{GDPO} algorithm.kl_coef=0.01", "algorithm.use_kl_loss=true, or algorithm.disable_kl=true"),
     (f"{GDPO} algorithm.disable_kl=true algorithm.reward_weights.accuracy=0", "algorithm.reward_weights"),
+    ('worker.reward.reward_function=[{"function":math,"weight":0},{"function":r1v,"weight":0}]', "are all 0"),
     (f"{FILTERING} algorithm.filter_low=0.9 algorithm.filter_high=0.9", "filter_low (0.9)", "filter_high (0.9)"),
     *(
         (f"algorithm.mismatch_correction=truncate worker.rollout.{cut}", cut, "top_p=1 and top_k=-1")
@@ -185,6 +186,10 @@ NO_WARNING = [
     *(f"worker.rollout.n=1 algorithm.adv_estimator={name}" for name in ("reinforce_plus_plus", "remax")),
     f"{SMALL_BATCH} worker.rollout.enable_chunked_prefill=true",
     f"{SMALL_BATCH} {UNSPLIT} worker.rollout.name=transformers",
+    "trainer.val_only=true algorithm.mismatch_high=3",
+    "worker.actor.loss_type=sapo worker.actor.tau_positive=2 worker.actor.model.lora.alpha=64",
+    "algorithm.mismatch_correction=mask algorithm.mismatch_low=0.7 algorithm.mismatch_high=3",
+    f"{OVERSAMPLING} algorithm.mismatch_high=3",
     "data.val_files= trainer.val_before_train=false trainer.val_freq=-1",
     "data.train_files=missing/train.parquet trainer.val_only=true",
     f"{BF16} {ADAMW_BF16}",
@@ -228,6 +233,28 @@ WARNINGS = [
     ("worker.rollout.nnodes=2", f"worker.rollout.nnodes has no effect without {SEPARATE}"),
     ("worker.rollout.max_turns=3", "no effect without worker.rollout.environment or worker.rollout.tools"),
     ("worker.rollout.tools=crop worker.rollout.environment_kwargs.size=3", "no effect without worker.rollout.env"),
+    (
+        f"{GAE} algorithm.lam_alpha=0.05 algorithm.lam=0.9",
+        "algorithm.lam has no effect without algorithm.lam_alpha=null",
+    ),
+    ("algorithm.mismatch_high=3", "algorithm.mismatch_correction=truncate or mask or reject"),
+    (f"{OVERSAMPLING} algorithm.mismatch_low=0.7", "algorithm.mismatch_correction=mask or reject"),
+    ("worker.actor.clip_ratio_dual=5 worker.actor.loss_type=sapo", "worker.actor.loss_type=default or gspo"),
+    ("worker.actor.tau_positive=2", "worker.actor.loss_type=sapo"),
+    (f"{STREAM} {FILTERING} algorithm.filter_surplus=keep", "algorithm.max_staleness=0 or 1"),
+    (f"{STREAM} {OVERSAMPLING} worker.rollout.max_carried_steps=2", "algorithm.max_staleness=0 or 1"),
+    ("worker.rollout.environment_workers=3", "worker.rollout.environment or worker.rollout.tools"),
+    ("worker.rollout.name=transformers worker.rollout.max_num_seqs=3", "worker.rollout.name=vllm"),
+    ("worker.reward.readable=.", "worker.reward.confinement=strict"),
+    ("data.val_files= trainer.val_before_train=false worker.reward.val_reward_function=r1v", "data.val_files"),
+    ("trainer.save_images=false trainer.saved_image_side=99", "trainer.save_images=true"),
+    ("trainer.watch.level=off trainer.watch.ignore=loss", "trainer.watch.level=warn or stop"),
+    ("algorithm.filter_low=0.3", "algorithm.online_filtering=true"),
+    ("algorithm.disable_kl=true algorithm.kl_coef=0.1", "algorithm.disable_kl=false"),
+    ("algorithm.disable_kl=true worker.ref.fsdp.torch_dtype=fp32", "algorithm.disable_kl=false"),
+    ("worker.actor.optim.min_lr_ratio=0.1", "worker.actor.optim.lr_scheduler_type=cosine"),
+    ("worker.actor.optim.lr_warmup_ratio=0.1 worker.actor.optim.lr_warmup_steps=5", "optim.lr_warmup_steps=null"),
+    ("worker.actor.model.lora.target_modules=q_proj", "worker.actor.model.lora.rank"),
     ("worker.rollout.tools=crop worker.rollout.enable_prefix_caching=false", "enable_prefix_caching=false"),
     ("worker.rollout.tools=crop worker.rollout.max_turns=1", "worker.rollout.max_turns=1"),
 ]
@@ -238,6 +265,14 @@ def test_an_ineffective_or_conflicting_option_gives_one_warning(overrides, facts
     [warning] = warnings(overrides)
     for fact in facts:
         assert fact in warning
+
+
+def test_a_file_of_easyr1_may_set_what_has_no_effect_and_a_user_who_sets_it_is_told(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("algorithm: {disable_kl: true, kl_coef: 0.1}\nworker: {actor: {model: {lora: {alpha: 32}}}}\n")
+    assert load_config(path, NEEDED).warnings == ()
+    [warning] = load_config(path, (*NEEDED, "worker.actor.kl_coef=0.2")).warnings[1:]  # an older name
+    assert warning.startswith("algorithm.kl_coef has no effect")
 
 
 @pytest.mark.parametrize("model", ["actor", "critic"])

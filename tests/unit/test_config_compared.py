@@ -14,7 +14,7 @@ from trigon.config.schema import Config
 # Together they use every option on which numbers depend.
 CONFIGS = [
     Config(algorithm={"kl_type": "adaptive", "online_filtering": True, "mismatch_correction": "mask"}),
-    Config(algorithm={"max_staleness": 2}),
+    Config(algorithm={"max_staleness": 2}, data={"val_files": ("a/b",)}),
     Config(algorithm={"adv_estimator": "gdpo"}, worker={"actor": {"loss_type": "sapo", "loss_avg_mode": "seq_fixed"}}),
     Config(
         algorithm={"adv_estimator": "reinforce_plus_plus"},
@@ -64,6 +64,10 @@ def test_the_values_survive_a_checkpoint_and_changes_are_accepted_by_name():
         ),
         ({"algorithm": {"filter_low": 0.1}}, {"algorithm": {"filter_low": 0.2}}),  # online_filtering is off
         ({"worker": {"actor": {"tau_positive": 2.0}}}, {}),  # not sapo
+        (
+            {"algorithm": {"mismatch_correction": "truncate", "mismatch_low": 0.1}},
+            {"algorithm": {"mismatch_correction": "truncate"}},
+        ),
         ({"trainer": {"max_steps": 3, "save_freq": 1}}, {"trainer": {"max_steps": 30, "n_gpus_per_node": 4}}),
     ],
 )

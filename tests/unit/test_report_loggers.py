@@ -84,6 +84,7 @@ def opened(names, run, environment=LoggerEnvironment()):  # noqa: B008
 
 def test_loggers_are_checked_by_name_and_imported_when_chosen():
     assert make_loggers(["console", "file"], LoggerEnvironment()) == []
+    assert len(make_loggers(["tensorboard", "tensorboard"], LoggerEnvironment())) == 1
     with pytest.raises(ConfigError, match="'wandbb'; it takes " + ", ".join(("console", "file", *LOGGERS))):
         check_loggers(["console", "wandbb"])
     for name in ("mlflow", "swanlab", "trackio", "wandb"):

@@ -57,16 +57,21 @@ def find_problems(config: Config, *, uncertain: Collection[str] = ()) -> list[st
     return problems
 
 
-def find_warnings(config: Config, *, uncertain: Collection[str] = ()) -> tuple[str, ...]:
+def find_warnings(
+    config: Config, *, on_purpose: Collection[str] = (), uncertain: Collection[str] = ()
+) -> tuple[str, ...]:
     """Return warnings about options that work against each other or have no effect.
 
-    uncertain: as for find_problems; those about the number of workers are left out.
+    on_purpose: names of the options that are set outside of a file, which may be a copy of all
+    defaults or of EasyR1's. uncertain: as for find_problems; warnings about the number of workers
+    are left out.
     """
     knows_workers = {"trainer.nnodes", "trainer.n_gpus_per_node"}.isdisjoint(uncertain)
     return (
         *(_warn_of_cpu_offload(config) if knows_workers else ()),
         *_warn_of_conflicts(config),
-        *warn_of_unused(config),
+        *warn_of_unused(config, on_purpose),
+        *(_warn_of_overruled(config, on_purpose) if config.shares_trunk else ()),
     )
 
 
@@ -106,17 +111,16 @@ def find_contradictions(config: Config) -> list[str]:
     ]
 
 
-def warn_of_overruled(config: Config, names: Collection[str]) -> list[str]:
+def _warn_of_overruled(config: Config, on_purpose: Collection[str]) -> list[str]:
     """Return warnings about options of a critic with a shared trunk that are set to their defaults.
 
-    The actor's apply. names: the options that were set on purpose; in a file they may be a copy of
-    all defaults.
+    The actor's apply. on_purpose: as for find_warnings.
     """
     return [
         f"{name}={json.dumps(value)} has no effect: with worker.critic.share_trunk=true "
         f"{_of_actor(name)}={json.dumps(applies)} applies"
         for name, value, applies, is_default in _unlike_actor(config)
-        if is_default and name in names
+        if is_default and name in on_purpose
     ]
 
 
@@ -242,6 +246,11 @@ def _check_reward_weights(config: Config) -> Iterator[str]:
     weights = config.algorithm.reward_weights
     if weights and not any(weights.values()):
         yield "algorithm.reward_weights are all 0, which makes every advantage 0; raise one of them"
+    rewards = config.worker.reward.reward_function
+    is_sum = bool(rewards) and not isinstance(rewards, str | None)
+    # gdpo learns from the parts of the reward, and not from their sum.
+    if is_sum and config.algorithm.adv_estimator != "gdpo" and not any(entry.weight for entry in rewards):
+        yield "the weights in worker.reward.reward_function are all 0, so that every reward is 0; raise one of them"
 
 
 def _check_group_filter(config: Config) -> Iterator[str]:
@@ -590,14 +599,8 @@ def _warn_of_cpu_offload(config: Config) -> list[str]:
 def _warn_of_conflicts(config: Config) -> Iterator[str]:
     """Yield warnings about options that are valid but work against each other."""
     algorithm, rollout, actor = config.algorithm, config.worker.rollout, config.worker.actor
-    if not algorithm.disable_kl and algorithm.use_kl_loss:
-        if algorithm.kl_penalty == "kl":
-            yield "algorithm.kl_penalty=kl in the loss has a gradient of zero on average; use low_var_kl in the loss"
-        if algorithm.kl_type == "adaptive":
-            yield (
-                "algorithm.kl_type=adaptive has no effect with algorithm.use_kl_loss=true: only the weight of a KL in "
-                "the reward is adapted"
-            )
+    if not algorithm.disable_kl and algorithm.use_kl_loss and algorithm.kl_penalty == "kl":
+        yield "algorithm.kl_penalty=kl in the loss has a gradient of zero on average; use low_var_kl in the loss"
     if actor.loss_type == "cispo" and actor.clip_ratio_low < 1:
         yield (
             f"worker.actor.clip_ratio_low={actor.clip_ratio_low} raises every cispo weight below "

@@ -7,14 +7,15 @@ how long it is, and what it writes. Files and code are compared by content, else
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
+from trigon.config.names import LOSS_OPTIONS
 from trigon.config.options import Option, format_value, options, value_of
 from trigon.config.plan import find_unknown_sizes
-from trigon.config.schema import Config
+from trigon.config.schema import TRUNK_OPTIONS, Config
 from trigon.system.terminal import nearest_key
 
 _MAX_NAME = 100
@@ -59,53 +60,73 @@ FREE = (
 _OF_TRAINER = ("trainer.max_try_make_batch", "trainer.critic_warmup")
 
 
-NEEDS: Mapping[str, str] = {
-    "algorithm.adv_estimator=gae": "algorithm.lam algorithm.lam_critic algorithm.lam_alpha algorithm.bootstrap_cut "
-    "trainer.critic_warmup worker.critic",
-    "worker.critic.share_trunk=true": "worker.critic.vf_coef",
-    "algorithm.adv_estimator=reinforce_plus_plus or algorithm.adv_estimator=gae": "algorithm.gamma",
-    "algorithm.adv_estimator=gdpo": "algorithm.reward_weights",
-    "algorithm.disable_kl=false": "algorithm.kl_type",
-    "algorithm.online_filtering=true": "algorithm.filter_surplus data.mini_rollout_batch_size",
-    "worker.actor.loss_type=cispo": "worker.actor.cispo_cap",
-    "worker.actor.loss_avg_mode=seq_fixed": "worker.actor.loss_fixed_length",
-    "worker.rollout.oversampling": "worker.rollout.max_carried_steps",
-    "worker.hybrid_engine=false": "worker.rollout.nnodes worker.rollout.n_gpus_per_node",
-    "worker.rollout.environment or worker.rollout.tools": "worker.rollout.observation_role worker.rollout.max_turns "
-    "worker.rollout.max_turn_tokens",
-    "worker.rollout.tools": "worker.rollout.tool_format",
-    "worker.rollout.environment": "worker.rollout.environment_kwargs",
-}
+_Needs = Sequence[tuple[str, str]]
+
+NEEDS: _Needs = (
+    (
+        "algorithm.adv_estimator=gae",
+        "algorithm.lam algorithm.lam_critic algorithm.lam_alpha algorithm.bootstrap_cut "
+        "trainer.critic_warmup worker.critic",
+    ),
+    ("algorithm.lam_alpha=null", "algorithm.lam"),
+    ("worker.critic.share_trunk=true", "worker.critic.vf_coef"),
+    ("algorithm.adv_estimator=reinforce_plus_plus|gae", "algorithm.gamma"),
+    ("algorithm.adv_estimator=gdpo", "algorithm.reward_weights"),
+    ("algorithm.disable_kl=false", "algorithm.kl_type"),
+    ("algorithm.use_kl_loss=false", "algorithm.kl_type"),
+    ("algorithm.online_filtering=true", "algorithm.filter_surplus data.mini_rollout_batch_size"),
+    ("algorithm.max_staleness=0|1", "algorithm.filter_surplus worker.rollout.max_carried_steps"),
+    ("algorithm.mismatch_correction=truncate|mask|reject", "algorithm.mismatch_level algorithm.mismatch_high"),
+    ("algorithm.mismatch_correction=mask|reject", "algorithm.mismatch_low"),
+    ("worker.actor.loss_avg_mode=seq_fixed", "worker.actor.loss_fixed_length"),
+    (
+        "worker.rollout.name=vllm",
+        "worker.rollout.enable_prefix_caching worker.rollout.max_num_seqs "
+        "worker.rollout.model_runner worker.rollout.async_scheduling worker.rollout.weight_check_freq",
+    ),
+    ("worker.rollout.oversampling", "worker.rollout.max_carried_steps"),
+    ("worker.hybrid_engine=false", "worker.rollout.nnodes worker.rollout.n_gpus_per_node"),
+    (
+        "worker.rollout.environment or worker.rollout.tools",
+        "worker.rollout.observation_role worker.rollout.max_turns "
+        "worker.rollout.max_turn_tokens worker.rollout.environment_timeout_seconds worker.rollout.environment_workers",
+    ),
+    ("worker.rollout.tools", "worker.rollout.tool_format"),
+    ("worker.rollout.environment", "worker.rollout.environment_kwargs"),
+    ("worker.reward.confinement=strict", "worker.reward.readable worker.reward.writable"),
+    ("data.val_files", "worker.reward.val_reward_function"),
+    ("trainer.save_images=true", "trainer.saved_image_side"),
+    ("trainer.watch.level=warn|stop", "trainer.watch.ignore"),
+    *(
+        ("worker.actor.loss_type=" + "|".join(name for name, read in LOSS_OPTIONS.items() if option in read), option)
+        for option in sorted({option for read in LOSS_OPTIONS.values() for option in read})
+    ),
+)
 """A need, and the options that have an effect only where it holds; otherwise there is a warning.
 
-A need is the name of an option that is set, "name=value" or "name!=value"; several are joined by
-"or", and one of them is enough.
+A need is the name of an option that is set, or "name=value", of which values that are separated by
+"|" one is enough; so is one of several needs that are joined by "or".
 """
 
-NEEDS_WITHOUT_WARNING: Mapping[str, str] = {
-    "worker.critic.share_trunk=false": "worker.critic.model worker.critic.fsdp worker.critic.global_batch_size "
-    "worker.critic.ppo_epochs",
-    "algorithm.disable_kl=false": "algorithm.kl_* algorithm.use_kl_loss worker.ref",
-    "algorithm.use_kl_loss=false": "algorithm.kl_type algorithm.kl_horizon algorithm.kl_target",
-    "algorithm.kl_type=adaptive": "algorithm.kl_horizon algorithm.kl_target",
-    "algorithm.online_filtering=true": "algorithm.filter_* trainer.max_try_make_batch",
-    "mismatch_correction!=off": "algorithm.mismatch_level algorithm.mismatch_low algorithm.mismatch_high",
-    "algorithm.samples_continuously": "worker.rollout.partial",
-    "worker.actor.loss_type=sapo": "worker.actor.tau_*",
-    "worker.actor.loss_type!=sapo": "worker.actor.clip_ratio_*",
-    **{
-        f"worker.{name}.{need}": " ".join(f"worker.{name}.{option}" for option in needing.split())
+NEEDS_OF_EASYR1: _Needs = (
+    ("algorithm.disable_kl=false", "algorithm.kl_* algorithm.use_kl_loss worker.ref.*"),
+    ("algorithm.use_kl_loss=false", "algorithm.kl_horizon algorithm.kl_target"),
+    ("algorithm.kl_type=adaptive", "algorithm.kl_horizon algorithm.kl_target"),
+    ("algorithm.online_filtering=true", "algorithm.filter_* trainer.max_try_make_batch"),
+    ("data.val_files", "data.val_batch_size worker.rollout.val_override_config.* trainer.val_generations_to_log"),
+    *(
+        (f"worker.{name}.{need}", " ".join(f"worker.{name}.{option}" for option in needing.split()))
         for name in ("actor", "critic")
         for need, needing in (
             ("model.lora.rank", "model.lora.alpha model.lora.target_modules model.lora.exclude_modules"),
             ("optim.lr_warmup_steps=null", "optim.lr_warmup_ratio"),
             ("optim.lr_scheduler_type=cosine", "optim.min_lr_ratio"),
         )
-    },
-}
-"""The same without a warning: EasyR1's files set these options where they have no effect.
+    ),
+)
+"""The same for options that files of EasyR1 set where they have no effect.
 
-Names may be patterns, or names of sections.
+There is a warning only if they are set outside of a file. Names may be patterns.
 """
 
 
@@ -164,34 +185,44 @@ def _resolved(config: Config) -> dict[str, Any]:
 
 def _without_effect(config: Config) -> list[str]:
     """Return patterns of the names of options that have no effect in this configuration."""
-    rows = (*NEEDS.items(), *NEEDS_WITHOUT_WARNING.items())
-    names = [name for needs, options in rows if not _holds(config, needs) for name in options.split()]
+    names = [name for table in (NEEDS, NEEDS_OF_EASYR1) for name, _ in _unused(config, table)]
+    if config.shares_trunk:
+        names += [f"worker.critic.{name}" for name in TRUNK_OPTIONS]
     return [*names, *(f"{name}.*" for name in names)]
 
 
-def warn_of_unused(config: Config) -> list[str]:
-    """Return warnings about options that are not at their defaults and have no effect."""
-    defaults, warnings = Config(), []
-    for needs, names in NEEDS.items():
-        for name in () if _holds(config, needs) else names.split():
-            value = value_of(config, name)
-            is_below = name.startswith("worker.critic.") and not config.algorithm.has_values
-            if value != value_of(defaults, name) and not is_below:
-                shown = f"={format_value(value)}" if isinstance(value, str | bool) else ""
-                warnings.append(f"{name}{shown} has no effect without {needs}")
-    return warnings
+def warn_of_unused(config: Config, on_purpose: Collection[str] = ()) -> list[str]:
+    """Return warnings about options that are not at their defaults and have no effect.
+
+    on_purpose: names of the options that are set outside of a file.
+    """
+    unused = _unused(config, NEEDS)
+    for pattern, needs in _unused(config, NEEDS_OF_EASYR1):
+        unused += [(name, needs) for name in on_purpose if fnmatchcase(name, pattern)]
+    defaults, warnings = Config(), dict[str, str]()
+    for name, needs in unused:
+        value = value_of(config, name)
+        is_below = name.startswith("worker.critic.") and not config.algorithm.has_values
+        is_of_training = name.startswith("algorithm.") and config.trainer.val_only
+        if value != value_of(defaults, name) and not is_below and not is_of_training:
+            shown = f"={format_value(value)}" if isinstance(value, str | bool) else ""
+            warnings.setdefault(name, f"{name}{shown} has no effect without {needs.replace('|', ' or ')}")
+    return list(warnings.values())
+
+
+def _unused(config: Config, table: _Needs) -> list[tuple[str, str]]:
+    """Return the options of NEEDS or NEEDS_OF_EASYR1 that have no effect, and what each needs."""
+    return [(name, needs) for needs, names in table if not _holds(config, needs) for name in names.split()]
 
 
 def _holds(config: Config, needs: str) -> bool:
     """Return whether one of the needs holds; see NEEDS."""
+    resolved = _resolved(config)
 
     def holds(need: str) -> bool:
-        name, has_value, expected = need.partition("=")
-        value = value_of(config, name.removesuffix("!"))
-        if not has_value:
-            return bool(value)
-        is_expected = format_value(value) == expected
-        return not is_expected if name.endswith("!") else is_expected
+        name, has_values, expected = need.partition("=")
+        value = resolved.get(name, value_of(config, name))
+        return format_value(value) in expected.split("|") if has_values else bool(value)
 
     return any(map(holds, needs.split(" or ")))
 

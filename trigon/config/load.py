@@ -20,7 +20,7 @@ from yaml.constructor import ConstructorError, SafeConstructor
 from yaml.events import AliasEvent
 from yaml.nodes import CollectionNode, MappingNode, Node, ScalarNode, SequenceNode
 
-from trigon.config.checks import MAX_PROBLEMS, find_problems, find_warnings, raise_problems, warn_of_overruled
+from trigon.config.checks import MAX_PROBLEMS, find_problems, find_warnings, raise_problems
 from trigon.config.files import find_missing_objects
 from trigon.config.legacy import (
     IGNORED,
@@ -166,8 +166,8 @@ def inspect_config(
     problems = (*reader.problems, *found, *missing, *_find_masked(config, sources))
     exposed = _find_exposed(config, [key for key, source in sources.items() if source == COMMAND_LINE])
     on_purpose = [key for key, source in sources.items() if source in (COMMAND_LINE, ARGUMENTS)]
-    overruled = warn_of_overruled(config, on_purpose) if config.shares_trunk else []
-    warnings = (*reader.warnings, *find_warnings(config, uncertain=uncertain), *overruled, *exposed)
+    found_warnings = find_warnings(config, on_purpose=on_purpose, uncertain=uncertain)
+    warnings = (*reader.warnings, *found_warnings, *exposed)
     return LoadedConfig(config, warnings, sources, problems, frozenset(reader.uncertain))
 
 

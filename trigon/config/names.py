@@ -6,6 +6,7 @@ module imports only the standard library.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -40,6 +41,17 @@ of a group, but for gdpo, which compares the parts of the rewards."""
 
 PolicyLossType = Literal["default", "gspo", "gspo_token", "cispo", "sapo"]
 """The policy loss of a token (algorithms/losses.py)."""
+
+_LOW, _HIGH, _DUAL = (f"worker.actor.clip_ratio_{bound}" for bound in ("low", "high", "dual"))
+
+LOSS_OPTIONS: Mapping[PolicyLossType, tuple[str, ...]] = {
+    "default": (_LOW, _HIGH, _DUAL),
+    "gspo": (_LOW, _HIGH, _DUAL),
+    "gspo_token": (_LOW, _HIGH, _DUAL),
+    "cispo": (_LOW, _HIGH, "worker.actor.cispo_cap"),
+    "sapo": ("worker.actor.tau_positive", "worker.actor.tau_negative"),
+}
+"""The options that each policy loss reads; they have no effect with the others."""
 
 LossAveraging = Literal["token", "seq", "seq_fixed"]
 """How token losses become one loss (algorithms/reduce.py)."""

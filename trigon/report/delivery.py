@@ -293,10 +293,12 @@ def check_logger_objects(loggers: Sequence[object]) -> None:
 def make_loggers(names: Sequence[str], environment: LoggerEnvironment) -> list[Logger]:
     """Return the loggers of trainer.logger, to be opened; "console" and "file" are skipped.
 
+    A name that is given twice is one logger.
     Raises: ConfigError if one is unknown or not installed.
     """
     check_loggers(names)
-    modules = [importlib.import_module(f"trigon.report.loggers.{name}") for name in names if name not in BUILT_IN]
+    opened = [name for name in dict.fromkeys(names) if name not in BUILT_IN]
+    modules = [importlib.import_module(f"trigon.report.loggers.{name}") for name in opened]
     return [module.LOGGER(environment) for module in modules]
 
 
