@@ -277,8 +277,10 @@ class _Tuner:
         Raises: ConfigError also if the activations of the longest sequence exceed host memory.
         """
         # The first pass allocates the gradients, which most passes find allocated.
-        _, tokens_of_pass = self._smallest_pass(make_pass, what)
-        per_token = host_bytes_at_most(self._policy.offloaded_bytes) / tokens_of_pass
+        self._policy.forget_offloaded_bytes()
+        if self._peak_bytes(make_pass, [self._longest]) is None:
+            raise self._does_not_fit(what, math.inf, self._memory.free_bytes())
+        per_token = host_bytes_at_most(self._policy.offloaded_bytes) / tokens_of(self._longest)
         if per_token > 0:
             limit = self._host_limit(per_token, limit)
         tokens, used_bytes = self.max_tokens(make_pass, reserved_bytes=reserved_bytes, limit=limit, what=what)
@@ -313,16 +315,7 @@ class _Tuner:
         memory, longest = self._memory, self._lengths.longest
         free_bytes = memory.free_bytes() - reserved_bytes
         usable_bytes = free_bytes - HEADROOM * memory.total_bytes
-        fit = self._fit(make_pass, what)
-        tokens = self._usable_tokens(fit, usable_bytes)
-        if tokens < longest and tokens_of(self._longest) < tokens_of(self._group):
-            # A larger group was measured, which leaves no reserve; the longest sequence may.
-            peak = self._peak_bytes(make_pass, [self._longest])
-            if peak is not None:
-                fit = _LinearFit(fixed_bytes=0.0, bytes_per_token=peak / tokens_of(self._longest))
-                tokens = self._usable_tokens(fit, usable_bytes)
-        if tokens < longest:
-            raise self._does_not_fit(what, fit.bytes_of(longest), usable_bytes)
+        fit, tokens = self._fit(make_pass, usable_bytes, what)
         tokens = max(longest, min(tokens // _ROUND * _ROUND, limit, memory.max_tokens or limit))
         while (groups := tokens // tokens_of(self._group)) > 2 and not self._fits(make_pass, groups, usable_bytes):
             tokens = max(longest, int(0.8 * tokens) // _ROUND * _ROUND)
@@ -336,11 +329,37 @@ class _Tuner:
         [shortfall] = self._process_group.all_reduce_max([-(usable_bytes - fit.fixed_bytes) / fit.bytes_per_token])
         return int(-shortfall)
 
-    def _fit(self, make_pass: Pass, what: str) -> _LinearFit:
-        """Measure one group, a group with twice as many completions, and two groups."""
-        one, tokens_of_one = self._smallest_pass(make_pass, what)
-        if tokens_of_one < tokens_of(self._group):
-            return _LinearFit(fixed_bytes=0.0, bytes_per_token=one / tokens_of_one)
+    def _fit(self, make_pass: Pass, usable_bytes: float, what: str) -> tuple[_LinearFit, int]:
+        """Return the memory of a pass, and how many tokens of a row fit on all ranks.
+
+        It is measured with groups whose completions fill a chunk of logits, and where these do not
+        fit or leave no reserve, with the longest sequence by itself.
+        Raises: ConfigError if that does not fit either.
+        """
+        needed_bytes = math.inf
+        for measure in (self._measure_groups, self._measure_longest):
+            fit = measure(make_pass)
+            if fit is None:
+                continue
+            tokens = self._usable_tokens(fit, usable_bytes)
+            if tokens >= self._lengths.longest:
+                return fit, tokens
+            needed_bytes = fit.bytes_of(self._lengths.longest)
+        raise self._does_not_fit(what, needed_bytes, usable_bytes)
+
+    def _measure_longest(self, make_pass: Pass) -> _LinearFit | None:
+        """Measure the longest sequence; None if it does not fit."""
+        peak = self._peak_bytes(make_pass, [self._longest])
+        return None if peak is None else _LinearFit(fixed_bytes=0.0, bytes_per_token=peak / tokens_of(self._longest))
+
+    def _measure_groups(self, make_pass: Pass) -> _LinearFit | None:
+        """Measure one group, a group with twice as many completions, and two groups.
+
+        None if not even the first fits.
+        """
+        one = self._peak_bytes(make_pass, [self._group])
+        if one is None:
+            return None
         at_most = 2 * one  # of either of the two larger passes
         if self._is_short_of(at_most):
             # What does not grow with the row counts once.
@@ -357,19 +376,6 @@ class _Tuner:
         per_prompt_token = (two - large) / prompt_tokens
         fixed = one - per_completion_token * completion_tokens - per_prompt_token * prompt_tokens
         return _LinearFit(fixed_bytes=max(fixed, 0.0), bytes_per_token=max(per_completion_token, per_prompt_token, 1.0))
-
-    def _smallest_pass(self, make_pass: Pass, what: str) -> tuple[int, int]:
-        """Return the peak memory of the first pass that fits, and its tokens.
-
-        It is that of a group whose completions fill a chunk of logits, or of the longest sequence.
-        Raises: ConfigError if neither fits.
-        """
-        for group in (self._group, self._longest):
-            self._policy.forget_offloaded_bytes()
-            peak = self._peak_bytes(make_pass, [group])
-            if peak is not None:
-                return peak, tokens_of(group)
-        raise self._does_not_fit(what, math.inf, self._memory.free_bytes())
 
     def _fits(self, make_pass: Pass, num_groups: int, usable_bytes: float) -> bool:
         """Make a pass over num_groups groups, and return whether it fits on all ranks."""
