@@ -23,8 +23,10 @@ from trigon.rewards.callables import Reward, describe_reward, name_of, reward_te
 from trigon.system.terminal import did_you_mean
 
 if TYPE_CHECKING:
+    from trigon.assemble.preflight import RunObjects
     from trigon.data.sources import Source
     from trigon.report.delivery import Logger
+    from trigon.rewards.load import RewardTerm
     from trigon.types import RolloutGroup
 
     Data: TypeAlias = str | PurePath | Sequence[str | PurePath] | Sequence[Mapping[str, Any]] | Any
@@ -105,28 +107,22 @@ def train(
         keyword_options=keyword_options,
     )
     loaded = load_config(given.config, given.options, python_objects=given.objects)
-    kwargs = loaded.config.worker.reward.reward_function_kwargs
-    own_reward = None if given.reward is None else reward_terms(given.reward, kwargs=kwargs)
-    own_val_reward = None if given.val_reward is None else reward_terms(given.val_reward, kwargs={})
-    sources = {spec: open_rows(dataset, spec) for spec, dataset in given.data.items()}
-
-    from trigon.assemble.preflight import RunObjects
-    from trigon.environments.source import find_environment, find_tools
-    from trigon.report.delivery import Hooks
-
+    objects = make_objects(
+        loaded.config,
+        sources={spec: open_rows(dataset, spec) for spec, dataset in given.data.items()},
+        reward=reward,
+        val_reward=val_reward,
+        environment=environment,
+        tools=tools,
+        on_step=on_step,
+        on_rollouts=on_rollouts,
+    )
     return start_run(
         loaded,
         stop=StopSignals(owns_process=False),
         export_to=None if export_to is None else Path(export_to),
         loggers=given.loggers,
-        objects=RunObjects(
-            sources=sources,
-            reward=own_reward,
-            val_reward=own_val_reward,
-            hooks=Hooks(on_step, on_rollouts),
-            environment=None if environment is None else find_environment(environment),
-            tools=find_tools(tools or ()),
-        ),
+        objects=objects,
     )
 
 
@@ -135,16 +131,13 @@ class Arguments:
     """The arguments of train or trigon.plan, as a configuration and Python objects.
 
     config, options: what load_config takes, options with the names of Python objects. objects:
-    these names. data: the datasets among them, by their names. reward, val_reward: None if it is
-    text, or not given.
+    these names. data: the datasets among them, by their names.
     """
 
     config: Path | None
     options: Sequence[Mapping[str, Any]]
     objects: Collection[str]
     data: Mapping[str, Any]
-    reward: Reward | None
-    val_reward: Reward | None
     loggers: Sequence[Logger]
 
 
@@ -177,20 +170,18 @@ def read_arguments(
             names = dataset_names(given)
             named[key] = spec if names is None else names
             datasets |= {spec: given} if names is None else {}
-    objects = set(datasets)
-    functions: dict[str, Reward] = {}
     for key, function in (("reward_function", reward), ("val_reward_function", val_reward)):
-        if isinstance(function, str | PurePath):
-            named[f"worker.reward.{key}"] = str(function)
-        elif function is not None:
-            named[f"worker.reward.{key}"] = f"{PYTHON_PREFIX}{describe_reward(function)}"
-            objects.add(named[f"worker.reward.{key}"])
-            functions[key] = function
+        if function is not None:
+            named[f"worker.reward.{key}"] = name_reward(function)
     if environment is not None:
         named["worker.rollout.environment"] = name_in_config(environment)
     if tools:
         named["worker.rollout.tools"] = [name_in_config(tool) for tool in tools]
-    objects |= {name_in_config(code) for code in (environment, *(tools or ())) if not isinstance(code, str | None)}
+    objects = {
+        *datasets,
+        *(name_reward(each) for each in (reward, val_reward) if not isinstance(each, str | PurePath | None)),
+        *(name_in_config(each) for each in (environment, *(tools or ())) if not isinstance(each, str | None)),
+    }
     log_names, log_objects = _split_loggers(loggers)
     if log_names:
         named["trainer.logger"] = log_names
@@ -199,10 +190,47 @@ def read_arguments(
         options=[dict(options or {}), keyword_options, named],
         objects=objects,
         data=datasets,
-        reward=functions.get("reward_function"),
-        val_reward=functions.get("val_reward_function"),
         loggers=log_objects,
     )
+
+
+def make_objects(
+    config: Config,
+    *,
+    sources: Mapping[str, Source],
+    reward: Reward | PurePath | None,
+    environment: str | Callable[..., Any] | None,
+    tools: Sequence[str | Callable[..., Any]] | None,
+    val_reward: Reward | PurePath | None = None,
+    on_step: Callable[[int, Mapping[str, float]], object] | None = None,
+    on_rollouts: Callable[[Sequence[RolloutGroup]], object] | None = None,
+) -> RunObjects:
+    """Return what train or evaluate was given as Python objects, for the run.
+
+    sources: the opened datasets among them. The others are as for train; texts are in the
+    configuration, and need no object.
+    Raises: RewardError, EpisodeError.
+    """
+    from trigon.assemble.preflight import RunObjects
+    from trigon.environments.source import find_environment, find_tools
+    from trigon.report.delivery import Hooks
+
+    def terms(function: Reward | PurePath | None, kwargs: Mapping[str, Any]) -> Sequence[RewardTerm] | None:
+        return None if isinstance(function, str | PurePath | None) else reward_terms(function, kwargs=kwargs)
+
+    return RunObjects(
+        sources=sources,
+        reward=terms(reward, config.worker.reward.reward_function_kwargs),
+        val_reward=terms(val_reward, {}),
+        hooks=Hooks(on_step, on_rollouts),
+        environment=None if environment is None else find_environment(environment),
+        tools=find_tools(tools or ()),
+    )
+
+
+def name_reward(reward: Reward | PurePath) -> str:
+    """Return a reward function as the text of an option."""
+    return str(reward) if isinstance(reward, str | PurePath) else f"{PYTHON_PREFIX}{describe_reward(reward)}"
 
 
 def name_in_config(code: str | Callable[..., Any]) -> str:

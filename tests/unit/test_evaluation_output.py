@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trigon.errors import ConfigError
+import trigon
+from trigon.errors import ConfigError, ModelError
 from trigon.tools.cli.main import main
 from trigon.tools.eval.evaluate import check_output, open_output, remove_earlier
 from trigon.tools.eval.settings import ModelSource
@@ -107,3 +108,10 @@ def test_an_evaluation_that_fails_early_leaves_the_earlier_one(
     assert main(["eval", *arguments]) != 0
     assert message in capsys.readouterr().err
     assert files_of(earlier) == before
+
+
+def test_the_file_of_a_reward_function_may_be_a_path(tmp_path):
+    write(tmp_path / "model", "config.json")
+    (tmp_path / "reward.py").write_text("def main(predict_str, ground_truth):\n    return 0.0\n")
+    with pytest.raises(ModelError, match="no weights"):
+        trigon.evaluate(tmp_path / "model", [{"prompt": "?", "answer": "1"}], reward=tmp_path / "reward.py")

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
-from trigon.api import check_keywords, name_in_config
+from trigon.api import check_keywords, make_objects, name_in_config, name_reward
 from trigon.assemble.data import open_builder, open_evaluator, open_processors, scan_datasets
 from trigon.assemble.engines import Engines, open_engines
 from trigon.assemble.episodes import check_episodes, find_episodes
@@ -51,7 +51,6 @@ from trigon.config.schema import Config, describe_rewards
 from trigon.data.images import ignore_pillow_warnings
 from trigon.data.sources import Source, open_python_rows, open_source
 from trigon.data.stream import Prompts
-from trigon.environments.source import find_environment, find_tools
 from trigon.errors import ConfigError, raises_at_caller
 from trigon.loop import report_validation
 from trigon.models.dtypes import DTYPES
@@ -62,7 +61,7 @@ from trigon.report.reporter import Reporter
 from trigon.report.rollouts import IMAGES, RolloutRow, rollout_rows
 from trigon.report.run import CONFIG, LOCK, METRICS, RunRecord, flatten
 from trigon.report.run_folder import SKIPPED_ROWS, RunFolder
-from trigon.rewards.callables import Reward, describe_reward, reward_terms
+from trigon.rewards.callables import Reward
 from trigon.rewards.pool import RewardPool
 from trigon.system.files import write_json
 from trigon.system.secrets import ARGUMENTS, ENVIRONMENT_ARGUMENTS, mask
@@ -121,7 +120,7 @@ def evaluate(
     models: str | PurePath | Sequence[str | PurePath],
     data: Any = (),
     *,
-    reward: Reward | None = None,
+    reward: Reward | PurePath | None = None,
     environment: str | Callable[..., Any] | None = None,
     tools: Sequence[str | Callable[..., Any]] | None = None,
     limit: int | None = None,
@@ -183,7 +182,7 @@ def evaluate(
     opened = {} if names is not None else {DATA: open_python_rows(data, spec=DATA, name="validation")}
     given = given_options(
         [DATA] if names is None else [names] if isinstance(names, str) else names,
-        reward=reward if reward is None or isinstance(reward, str) else f"{PYTHON_PREFIX}{describe_reward(reward)}",
+        reward=None if reward is None else name_reward(reward),
         environment=None if environment is None else name_in_config(environment),
         tools=[name_in_config(tool) for tool in tools or ()],
         **keyword_options,
@@ -196,13 +195,7 @@ def evaluate(
     early = load(model_path=sources[0].spec, folder=Path(), context=None, weight_dtype=None).config
     ks = choose_ks(k, make_validation_sampling_params(early).n)
     form = answers or answer_form(early)
-    kwargs = early.worker.reward.reward_function_kwargs
-    objects = RunObjects(
-        sources=opened,
-        reward=None if reward is None or isinstance(reward, str) else reward_terms(reward, kwargs=kwargs),
-        environment=None if environment is None else find_environment(environment),
-        tools=find_tools(tools or ()),
-    )
+    objects = make_objects(early, sources=opened, reward=reward, environment=environment, tools=tools)
     if output is not None:
         check_output(Path(output))
     find_all(sources, early, by, opened)
