@@ -10,6 +10,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +40,7 @@ from trigon.checkpoint.store import VALIDATED_BY, Checkpoint, CheckpointStore, O
 from trigon.config.checks import find_device_warnings
 from trigon.config.files import hub_names, local_sources
 from trigon.config.load import LoadedConfig, dump_config
-from trigon.config.names import GROUP_ESTIMATORS
+from trigon.config.names import GROUP_ESTIMATORS, DeviceType
 from trigon.config.paths import expand_path
 from trigon.config.plan import Plan, describe_chosen, fill_batch_sizes, find_long_warmups, make_plan
 from trigon.config.schema import Config
@@ -47,11 +48,13 @@ from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source
 from trigon.data.stream import Prompts
 from trigon.data.tokens import TokenTexts
+from trigon.environments.pool import EnvironmentPool
 from trigon.errors import CheckpointError
 from trigon.loop import Checkpoints, Run, Stop, Validation, train
 from trigon.metrics import Metrics
 from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.models.load import Processors
+from trigon.models.sizes import ModelSize
 from trigon.report.console import Console
 from trigon.report.delivery import LoggedRun, Logger, LoggerEnvironment, check_loggers, make_loggers, open_loggers
 from trigon.report.memory_growth import MemoryGrowth, MemoryMeter
@@ -115,30 +118,15 @@ def run_training(
         origin.add_options(objects.reward, objects.val_reward)
         announce_downloads(config, console)
         origin.add_model()
-        processors = open_processors(config)
-        check_policy(config, processors.hf_config)
-        size = size_of_model(config)
-        check_hardware = partial(check_memory, config, size, warn=console.warn)
-        workers = None
-        if config.has_workers:
-            workers = stack.enter_context(open_worker_pools(config, folder.path, check_hardware, console.warn))
-            device = workers.device
-        else:
-            own_device = choose_device(config)
-            device = device_type(own_device)
-            check_hardware(find_hardware(own_device))
-        _, newer = untested_versions()
-        for warning in (*newer, *find_device_warnings(config, device)):
-            console.warn(warning)
-        episodes = find_episodes(config, processors, stack, objects)
+        base = open_base(config, objects, folder.path, console.warn, stack)
+        processors, workers, episodes = base.processors, base.workers, base.episodes
         pools = [pool for pool in (rewards, val_rewards) if pool is not None]
         all_loggers = [*make_loggers(config.trainer.logger, read_logger_environment()), *loggers]
         report = stack.enter_context(
             open_reporter(config, folder, console, processors, all_loggers, checkpoint, hang_watch)
         )
 
-        builder = open_builder(config, processors, schemas=() if episodes is None else episodes.schemas)
-        val_prompts, train_prompts = open_datasets(config, builder, report, opened.sources)
+        val_prompts, train_prompts = open_datasets(config, base.builder, report, opened.sources)
         shows_videos = any(each is not None and each.shows_videos for each in (train_prompts, val_prompts))
         first = val_prompts if train_prompts is None else train_prompts
         if val_rewards is None or train_prompts is not None:
@@ -161,12 +149,12 @@ def run_training(
         origin.add_data(config, prompts, () if val_prompts is None else val_prompts.contents, plan)
 
         if not config.trainer.val_only:
-            store.check_space(count_checkpoint_bytes(config, size))
+            store.check_space(count_checkpoint_bytes(config, base.size))
         console.print("loading the model and starting the rollout engine")
         engines = open_engines(
             config, processors, plan, workers, report, stack, shows_videos=shows_videos, episodes=episodes
         )
-        if config.trainer.tunes_budgets_on(device) and not config.trainer.val_only:
+        if config.trainer.tunes_budgets_on(base.device) and not config.trainer.val_only:
             plan = tune_plan(config, plan, engines, folder, report, console, resumes=checkpoint is not None)
         report.overview(
             describe_plan(
@@ -174,7 +162,7 @@ def run_training(
                 plan,
                 num_val_prompts=None if val_prompts is None else len(val_prompts),
                 device=engines.device,
-                sizes=count_sizes(config, size),
+                sizes=count_sizes(config, base.size),
                 has_reference=engines.reference is not None,
             )
         )
@@ -185,7 +173,7 @@ def run_training(
         folder.record_start(dump_config(config), origin.describe_start())
         folder.write_local_sources(local_sources(config))
 
-        save_bytes = count_staged_bytes(config, size)
+        save_bytes = count_staged_bytes(config, base.size)
         parity = ParityCheck(config.parity_tolerance)
         run = Run(
             config=config,
@@ -265,6 +253,48 @@ def check_environment(config: Config) -> None:
         if device.type == "cuda" and config.worker.rollout.name == "vllm":
             require_free_memory(config.worker.rollout.gpu_memory_utilization)
         choose_kernel(config, device)
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What a run and an evaluation have before they read data.
+
+    size: of the models, for the arithmetic of memory. workers: None if this process does the work.
+    device: of each of them. episodes: None if completions have one turn.
+    """
+
+    processors: Processors
+    size: ModelSize
+    workers: Workers | None
+    device: DeviceType
+    episodes: EnvironmentPool | None
+    builder: PromptBuilder
+
+
+def open_base(config: Config, objects: RunObjects, folder: Path, warn: Callable[[str], None], stack: ExitStack) -> Base:
+    """Read the model's configuration, and start workers, environments and tools.
+
+    folder: the run folder. stack: closes them. warn: called with what does not suit the device.
+    Raises: ConfigError also if the run does not fit into memory.
+    """
+    processors = open_processors(config)
+    check_policy(config, processors.hf_config)
+    size = size_of_model(config)
+    check_hardware = partial(check_memory, config, size, warn=warn)
+    workers = None
+    if config.has_workers:
+        workers = stack.enter_context(open_worker_pools(config, folder, check_hardware, warn))
+        device = workers.device
+    else:
+        own_device = choose_device(config)
+        device = device_type(own_device)
+        check_hardware(find_hardware(own_device))
+    _, newer = untested_versions()
+    for warning in (*newer, *find_device_warnings(config, device)):
+        warn(warning)
+    episodes = find_episodes(config, processors, stack, objects)
+    builder = open_builder(config, processors, schemas=() if episodes is None else episodes.schemas)
+    return Base(processors, size, workers, device, episodes, builder)
 
 
 def warn_if_complete(config: Config, plan: Plan, checkpoint: Checkpoint, console: Console) -> None:

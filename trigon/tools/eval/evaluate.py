@@ -23,23 +23,17 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from trigon.api import check_keywords, make_objects, name_in_config, name_reward
-from trigon.assemble.data import open_builder, open_evaluator, open_processors, scan_datasets
+from trigon.assemble.data import open_evaluator, scan_datasets
 from trigon.assemble.engines import Engines, open_engines
-from trigon.assemble.episodes import check_episodes, find_episodes
-from trigon.assemble.memory import check_memory, find_hardware, size_of_model
-from trigon.assemble.models import choose_device
+from trigon.assemble.episodes import check_episodes
 from trigon.assemble.options import make_validation_sampling_params, max_completion_tokens
-from trigon.assemble.pools import open_worker_pools
 from trigon.assemble.preflight import (
     RunObjects,
     check_rewards,
     open_rewards,
     open_validation_rewards,
 )
-from trigon.assemble.run import (
-    check_environment,
-    open_reporter,
-)
+from trigon.assemble.run import check_environment, open_base, open_reporter
 from trigon.checkpoint.store import exported_step
 from trigon.config.files import locate_sources
 from trigon.config.load import check_overrides, dump_config
@@ -278,18 +272,11 @@ def evaluate_model(
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder(output))
         folder.write_config(dump_config(config))
-        processors = open_processors(config)
+        base = open_base(config, objects, folder.path, console.warn, stack)
+        processors, workers, episodes = base.processors, base.workers, base.episodes
         report = stack.enter_context(open_reporter(config, folder, console, processors, (), None))
-        workers = None
-        check_hardware = partial(check_memory, config, size_of_model(config), warn=console.warn)
-        if config.has_workers:
-            workers = stack.enter_context(open_worker_pools(config, folder.path, check_hardware, console.warn))
-        else:
-            check_hardware(find_hardware(choose_device(config)))
-        episodes = find_episodes(config, processors, stack, objects)
         specs = config.data.val_files
-        builder = open_builder(config, processors, schemas=() if episodes is None else episodes.schemas)
-        prompts = scan_datasets(config, specs, (), builder, report, max_rows=limit, opened=objects.sources)
+        prompts = scan_datasets(config, specs, (), base.builder, report, max_rows=limit, opened=objects.sources)
         check_rewards(rewards, prompts)
         if episodes is not None:
             check_episodes(config, processors, episodes, prompts, max_tokens=max_completion_tokens(config))
