@@ -29,6 +29,8 @@ from trigon.distributed.messages import pack
 from trigon.distributed.rollout_engine import WorkersRolloutEngine
 from trigon.distributed.worker import HeartbeatRequest, Worker, WorkerEngines, ray_actor_class
 from trigon.distributed.worker_group import WorkerGroup
+from trigon.environments.pool import EnvironmentPool
+from trigon.environments.source import EnvironmentSettings, find_environment
 from trigon.errors import CheckpointError, EngineError, LostWorkerError, PeerError, TrigonError, WorkerError
 from trigon.metrics import Sum
 from trigon.system.stopping import SameCommand
@@ -140,6 +142,13 @@ class TestWorker(Worker):
         library.pthread_mutex_lock(mutex)
         library.pthread_mutex_lock(mutex)
 
+    def begin_episode(self, folder: Path) -> None:
+        pool = EnvironmentPool(EnvironmentSettings(environment=find_environment(f"{folder}/slow.py:Slow")))
+        self._engines = WorkerEngines(None, None, None, None, replica_rank=0, environments=pool)
+        pool.start(0, {"folder": str(folder)})
+        while not pool.poll(1.0):
+            pass
+
     def wait_for(self, path: Path) -> None:
         while not path.exists():
             time.sleep(0.1)
@@ -148,7 +157,7 @@ class TestWorker(Worker):
 @pytest.fixture(scope="module")
 def workers() -> Iterator[list[WorkerHandle]]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this file
-    with open_cluster(nodes=1, workers_per_node=2) as run_name:
+    with open_cluster(nodes=1, workers_per_node=3) as run_name:  # one is for a test that starts its own
         layout = Layout(nodes=1, workers_per_node=2, device="cpu")
         with start_workers(layout, ray_actor_class(TestWorker), run_name) as started:
             yield started
@@ -354,6 +363,33 @@ def test_no_server_of_ray_answers_without_the_token(workers):
         # It does not know the services of the others.
         assert sorted(each.values()) == ["UNAUTHENTICATED"] + 3 * ["UNIMPLEMENTED"], codes
     assert {name for each in servers for name in each if each[name] == "UNAUTHENTICATED"} == services.keys()
+
+
+SLOW = """
+import time
+from pathlib import Path
+
+class Slow:
+    def reset(self, row):
+        self.folder = row["folder"]
+
+    def step(self, action):
+        return "", False
+
+    def close(self):
+        time.sleep(0.3)
+        Path(self.folder, "closed").touch()
+"""
+
+
+@pytest.mark.faults
+def test_environments_are_closed_before_their_worker_is_killed(workers, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    with start_workers(Layout(1, 1, "cpu"), ray_actor_class(TestWorker), "trigon-test") as others:
+        group = WorkerGroup(others, "cpu", deadline_seconds=60.0)
+        group.call(TestWorker.begin_episode, tmp_path, phase="rollout").result()
+        assert not (tmp_path / "closed").exists()
+    assert (tmp_path / "closed").exists()
 
 
 @pytest.mark.faults

@@ -360,12 +360,12 @@ def open_worker_engines(
     place = DevicePlacement(process_group.device, SingleProcess() if learns_alone else process_group, row_ranks)
     processors = open_processors(config)
     images = open_images(config, processors)
-    trainer, reference, critic, rollout, settings = None, None, None, None, None
+    trainer, reference, critic, rollout, environments, settings = None, None, None, None, None, None
     if pool.learns:
         trainer, reference, critic = open_models(config, processors, plan, place, images)
     replica_rank = process_group.rank % config.worker.rollout.tensor_parallel_size
     if pool.samples and episodes is not None and replica_rank == 0:  # the other ranks repeat what it samples
-        environments = EnvironmentPool(episodes.settings)  # ends with this process
+        environments = EnvironmentPool(episodes.settings)  # Worker.close_environments ends it
         environments.ready()
         settings = open_episodes(config, processors, environments, images, schemas=episodes.schemas)
     if pool.samples:
@@ -384,7 +384,7 @@ def open_worker_engines(
         rollout=rollout,
         images=images,
         replica_rank=replica_rank,
-        has_episodes=settings is not None,
+        environments=environments,
         critic=critic,
     )
 

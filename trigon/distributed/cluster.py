@@ -23,6 +23,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trigon.distributed.local_ray import check_loopback, ending_with_driver, make_base, prepare_local_cluster
+from trigon.environments.pool import CLOSE_SECONDS
 from trigon.errors import ConfigError, TrigonError, WorkerError, first_line
 from trigon.metrics import Max, Metrics, Min
 from trigon.system.installation import clone_folder
@@ -313,15 +314,21 @@ class ReservedWorkers:
 
     def end(self, workers: Sequence[WorkerHandle]) -> None:
         """Kill workers, so that others can be started in their places."""
-        for worker in workers:
-            ray.kill(worker.actor, no_restart=True)
+        try:
+            _close_environments(workers)
+        finally:
+            for worker in workers:
+                ray.kill(worker.actor, no_restart=True)
         _wait_for_exit([worker.pid for worker in workers if worker.is_local])
 
     def end_all(self) -> None:
         """Kill all workers, and give the resources back."""
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
-        remove_placement_group(self._group)
+        try:
+            _close_environments(self._workers)
+        finally:
+            for actor in self._actors:
+                ray.kill(actor, no_restart=True)
+            remove_placement_group(self._group)
         _wait_for_exit([worker.pid for worker in self._workers if worker.is_local])
 
 
@@ -404,6 +411,13 @@ def _check_resources(layout: Layout, keys: tuple[str, str]) -> None:
         f"node{'s' if layout.nodes > 1 else ''} with {required_text}; {len(fitting)} of {len(nodes)} in the Ray "
         f"cluster have that: {available_text}. Lower them, or add nodes with `ray start --address=...`"
     )
+
+
+def _close_environments(workers: Sequence[WorkerHandle]) -> None:
+    """Let the environments of workers be closed, which would be killed with them."""
+    closing = [worker.actor.close_environments.remote() for worker in workers]
+    if closing:  # one that has died has none; one that hangs is not waited for
+        ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS + 1.0)
 
 
 def _wait_for_exit(pids: Sequence[int]) -> None:

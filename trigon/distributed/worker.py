@@ -30,6 +30,7 @@ from trigon.distributed.messages import Message, pack, unpack
 from trigon.distributed.preflight import NodeReport
 from trigon.distributed.rendezvous import listen_at, open_store
 from trigon.distributed.weight_transfer import TransferAddress, TransferMember
+from trigon.environments.pool import EnvironmentPool
 from trigon.metrics import Metrics
 from trigon.report.memory_growth import measure_worker
 from trigon.rollout.protocol import Interruption, InterruptKind, RolloutEngine, require_local_weights
@@ -90,8 +91,9 @@ class WorkerEngines:
     term needs one. images: loads the pixels of prompts to be sampled; trainer and reference load
     from it themselves. None for a text model. replica_rank: this worker's index among the ranks
     that sample the same prompts together (tensor parallelism); only index 0 returns the
-    completions. has_episodes: rollout has environments or tools (among these ranks only index 0
-    has them), and loads the pixels of prompts itself. critic: None except for the estimator gae.
+    completions. environments: the environments or tools of rollout, which then loads the pixels of
+    prompts itself; None without them, and among these ranks but for index 0. critic: None except
+    for the estimator gae.
     """
 
     trainer: LocalTrainEngine | None
@@ -99,7 +101,7 @@ class WorkerEngines:
     rollout: RolloutEngine | None
     images: MediaProcessor | None
     replica_rank: int
-    has_episodes: bool = False
+    environments: EnvironmentPool | None = None
     critic: LocalCriticEngine | None = None
 
 
@@ -398,6 +400,12 @@ class Worker:
         self._critic.load_state(folder)
 
     @_concurrent("heartbeat")
+    def close_environments(self) -> None:
+        """End all episodes, so that environments are closed before this process is killed."""
+        if self._engines is not None and self._engines.environments is not None:
+            self._engines.environments.close()
+
+    @_concurrent("heartbeat")
     def heartbeat(self, request: HeartbeatRequest) -> Heartbeat:
         """Return the state of this worker. Runs beside other methods, and changes nothing."""
         latest = self._generation
@@ -461,7 +469,7 @@ class Worker:
         With episodes as they are: environments read the files, and the engine loads the pixels.
         """
         images = self._require_engines.images
-        return prompts if images is None or self._require_engines.has_episodes else images.process(prompts)
+        return prompts if images is None or self._require_engines.environments else images.process(prompts)
 
 
 def ray_actor_class(worker_class: type[Worker]) -> Any:
