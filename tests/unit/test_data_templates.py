@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -169,3 +170,15 @@ def test_an_interrupted_rendering_leaves_no_answer_for_the_next_one():
     finally:
         signal.signal(signal.SIGALRM, before)
     assert render("{{ 2 }}", "plain", {}) == "2"
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
+def test_the_process_that_renders_has_no_secrets(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    templates._child.close()  # one that was started before
+    assert render("{{ 1 }}", "plain", {}) == "1"
+    assert templates._child._process is not None
+    variables = Path(f"/proc/{templates._child._process.pid}/environ").read_text().split("\0")
+    assert not [each for each in variables if "hf_secret" in each]
+    assert [each for each in variables if each.startswith("PATH=")]

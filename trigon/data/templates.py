@@ -27,6 +27,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trigon.errors import ConfigError
+from trigon.system.child import child_environment
 from trigon.system.processes import python_command
 
 MAX_SECONDS = 5.0
@@ -147,6 +148,7 @@ class _Child:
         if self._process is None:
             self._process = subprocess.Popen(
                 python_command(_SERVE),
+                env=child_environment(os.environ),  # without the secrets of this one
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # so that Ctrl-C does not end it while a run is stopped
