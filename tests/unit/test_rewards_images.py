@@ -2,7 +2,9 @@
 
 import io
 import json
+import resource
 from dataclasses import replace
+from pathlib import Path
 
 import datasets
 import pytest
@@ -19,6 +21,7 @@ from trigon.report.rollouts import rollout_rows, row_to_line
 from trigon.report.run_folder import ImageStore
 from trigon.rewards.callables import reward_terms
 from trigon.rewards.contract import RewardRequest
+from trigon.rewards.scoring import MediaFolder
 from trigon.rollout.collect import collect, dummy_requests
 from trigon.rollout.fake import FakeEngine
 from trigon.system.confinement.options import Confinement
@@ -286,3 +289,20 @@ def test_stored_turns_are_scored_with_the_images_that_they_observed(processors, 
     path.write_bytes(row_to_line(replace(rows[0], turns=tuple(replace(each, images=()) for each in rows[0].turns))))
     [missing] = score(path, spec, num_workers=1).completions
     assert missing.scores[0].error.endswith("has images, and the run stored none (trainer.save_images)")
+
+
+@pytest.mark.faults
+def test_an_image_that_a_full_disk_has_cut_is_written_again():
+    files = MediaFolder()
+    image = bytes(range(256)) * 100
+    requests = [request(media_of(image))]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # the write fails after 1,000 bytes
+    try:
+        with pytest.raises(RewardError, match=r"the images of the prompt cannot be read: .*File too large"):
+            files.write(requests)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    [written] = files.write(requests)
+    assert Path(written.images[0]).read_bytes() == image
+    files.close()

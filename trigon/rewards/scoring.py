@@ -22,6 +22,7 @@ from queue import Empty, SimpleQueue
 
 from trigon.errors import BadRow, DataError, RewardError
 from trigon.rewards.contract import RequestFiles, RewardRequest, encode_request
+from trigon.system.files import replace_file
 from trigon.system.temporary import private_folder
 from trigon.types import EncodedMedia, ReadMedia, Score, ScoreOutcome
 
@@ -371,6 +372,6 @@ class MediaFolder:
             # The hashes of media are not used: they name what engines see.
             path = self.path / f"media-{hashlib.sha256(file).hexdigest()}"
             if not path.exists():
-                path.write_bytes(file)
+                replace_file(path, file, sync=False)  # a full disk leaves no part of a file
             paths.append(str(path))
         return RequestFiles(images=paths) if media.kind == "image" else RequestFiles(videos=paths)
