@@ -200,6 +200,9 @@ def test_layers_are_selected_and_excluded_by_names_or_by_a_regular_expression(ti
     assert adapted("q_proj,up_proj", "mlp.up_proj") == queries
     assert adapted("up_proj", r"model\.visual\..*") == up & language
     assert adapted("all-linear", ".*visual.*", family="qwen2") == adapted("all-linear", family="qwen2")
+    without_tower = adapted("all-linear", ".*(vision_tower|multi_modal_projector).*", family="internvl")
+    assert without_tower
+    assert all(name.startswith("model.language_model.") for name in without_tower)
     linear_attention = {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}
     assert {name.rpartition(".")[2] for name in adapted(".*linear_attn.*", family="qwen3_5")} == linear_attention
 
@@ -227,6 +230,14 @@ def test_settings_that_match_no_layer_are_an_error_with_nothing_changed(
         add_lora(policy.model, lora_settings, seed=0)
     assert not policy.has_adapters
     assert all(weight.requires_grad for weight in policy.parameters())
+
+
+def test_an_exclusion_that_matches_nothing_names_the_vision_tower_of_the_model(tiny_model: TinyModel) -> None:
+    policy, _ = make_policy(tiny_model("internvl"))
+    remedy = r"'\.\*\(vision_tower\|multi_modal_projector\)\.\*'.*freeze_vision_tower=true"
+    with pytest.raises(ModelError, match=rf"'\.\*visual\.\*'.*matches nothing in a 'internvl' model.*{remedy}"):
+        add_lora(policy.model, settings(exclude=".*visual.*"), seed=0)
+    assert not policy.has_adapters
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "afterwards"])

@@ -371,7 +371,7 @@ class LoraConfig(Section):
 
     exclude_modules: str | None = None
     """Layers that get no adapter, written like target_modules; `.*visual.*` excludes the vision
-    tower. null excludes none."""
+    tower of a Qwen or GLM. null excludes none."""
 
 
 class TrainedModelConfig(Section):

@@ -60,7 +60,8 @@ def add_lora(model: Any, settings: LoraConfig, *, seed: int) -> None:
     MLPs and the gate of a shared expert get none.
 
     Raises: ModelError if the settings select the head, an MLP of an MoE model, or no layer; if a
-        target matches no linear layer; or if an exclusion matches modules, but no linear layer.
+        target matches no linear layer; if an exclusion matches modules, but no linear layer; or if
+        it matches nothing in a model with a vision tower.
     """
     from peft import LoraConfig as PeftConfig
     from peft import TaskType, inject_adapter_in_model
@@ -220,7 +221,8 @@ def _selected_layers(model: Any, settings: LoraConfig) -> list[str]:
     """Return the names of the layers that get an adapter."""
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-    is_moe = family_of(model.config).experts != "none"
+    family = family_of(model.config)
+    is_moe = family.experts != "none"
     moe_mlps = [name for name in linear if is_moe and name.endswith(_MOE_LAYERS)]
     candidates = [name for name in linear if modules[name] is not model.lm_head and name not in moe_mlps]
     targets, exclusions = settings.target_modules, settings.exclude_modules
@@ -238,7 +240,12 @@ def _selected_layers(model: Any, settings: LoraConfig) -> list[str]:
         selected.update(matches)
     for text, pattern in () if exclusions is None else _patterns(exclusions):
         matches, parents = _matches(pattern, linear), _matches(pattern, modules)
-        # A pattern without any match is allowed: a text model has no ".*visual.*".
+        if not parents and family.has_vision:  # a text model has no ".*visual.*", a LLaVA has another
+            paths = [path.removeprefix("model.") for path in (family.vision_path, family.projector_path) if path]
+            raise ModelError(
+                f"{text!r} in LoRA's exclude_modules matches nothing in a {family.model_type!r} model. To exclude its "
+                f"vision tower, write '.*({'|'.join(paths)}).*', or set worker.actor.model.freeze_vision_tower=true."
+            )
         if parents and not matches:
             raise ModelError(
                 f"{text!r} in LoRA's exclude_modules matches {parents[0]}, which is not a linear layer, so it would "
