@@ -7,7 +7,7 @@ import pytest
 
 from support.fake_runs import SAMPLING, lines_of, open_run, rollouts_of, saved_steps
 from trigon.checkpoint.store import CheckpointStore
-from trigon.errors import DiskError
+from trigon.errors import ConfigError, DiskError
 from trigon.loop import train
 from trigon.report.delivery import Hooks
 
@@ -57,6 +57,17 @@ def test_an_error_in_a_hook_ends_the_run_with_its_traceback_and_what_was_written
     hooks = Hooks(on_step=lambda step, metrics: "sotp")
     with open_run(parts, tmp_path / "misspelt", hooks=hooks) as run, pytest.raises(ValueError, match="'sotp'"):
         train(run, None)
+
+
+def test_a_hook_that_cannot_be_called_is_refused_as_it_is_given():
+    for given, problem in (
+        ({"on_step": 3}, r"on_step is 3; give a function that is called as on_step\(step, metrics\)"),
+        ({"on_step": lambda metrics: None}, r"on_step takes \(metrics\), but is called as on_step\(step, metrics\)"),
+        ({"on_rollouts": lambda: None}, r"on_rollouts takes \(\), but is called as on_rollouts\(groups\)"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            Hooks(**given)
+    Hooks(on_step=print, on_rollouts=[].append)  # whose signatures Python may not know
 
 
 @pytest.mark.parametrize(("answer", "last", "saved"), [("stop", 2, [2]), ("save", 3, [2, 3]), (True, 3, [3])])

@@ -124,6 +124,10 @@ class MetricsOnly:
     log_metrics = "metrics.txt"
 
 
+class TakesNoStep(TwoMethods):
+    def log_metrics(self, metrics): ...
+
+
 def test_an_object_that_cannot_be_a_logger_is_refused_before_a_run_starts(tmp_path):
     with_metrics = MetricsOnly()
     with_metrics.log_metrics = print
@@ -131,6 +135,10 @@ def test_an_object_that_cannot_be_a_logger_is_refused_before_a_run_starts(tmp_pa
         (MetricsOnly(), "MetricsOnly without log_metrics and log_samples"),
         (with_metrics, "MetricsOnly without log_samples"),
         (TwoMethods, "the class TwoMethods instead of an object"),
+        (
+            TakesNoStep(),
+            r"log_metrics of the logger TakesNoStep takes \(metrics\), but .* log_metrics\(step, metrics\)",
+        ),
     ):
         loaded = LoadedConfig(Config(trainer={"save_checkpoint_path": str(tmp_path / "run")}), (), {})
         with pytest.raises(ConfigError, match=problem):

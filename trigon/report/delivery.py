@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import queue
 import threading
@@ -275,7 +276,7 @@ def check_loggers(names: Sequence[str]) -> None:
             )
 
 
-def check_logger_objects(loggers: Sequence[object]) -> None:
+def check_logger_objects(loggers: Sequence[Any]) -> None:
     """Raise ConfigError if an object that a user passes as a logger cannot be one."""
     for logger in loggers:
         if isinstance(logger, type):
@@ -288,6 +289,26 @@ def check_logger_objects(loggers: Sequence[object]) -> None:
                 f"loggers contains an object of type {type(logger).__name__} without {' and '.join(missing)}: a "
                 "logger is an object with the methods log_metrics(step, metrics) and log_samples(step, split, samples)"
             )
+        check_call(logger.log_metrics, "log_metrics(step, metrics)", of=f" of the logger {name_of(logger)}")
+        check_call(logger.log_samples, "log_samples(step, split, samples)", of=f" of the logger {name_of(logger)}")
+
+
+def check_call(function: object, call: str, *, of: str = "") -> None:
+    """Raise ConfigError for what cannot be called as in `call`, such as "on_step(step, metrics)".
+
+    of: whose function it is, for the error. What has no readable signature passes.
+    """
+    name, _, arguments = call.removesuffix(")").partition("(")
+    if not callable(function):
+        raise ConfigError(f"{name}{of} is {function!r}; give a function that is called as {call}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*arguments.split(", "))
+    except TypeError as error:
+        raise ConfigError(f"{name}{of} takes {signature}, but is called as {call}") from error
 
 
 def make_loggers(names: Sequence[str], environment: LoggerEnvironment) -> list[Logger]:
@@ -340,10 +361,17 @@ class Hooks:
     on_rollouts: called with the groups of a step, scored, before the update.
     on_step: called with a step and its metrics, all numbers of its line in metrics.jsonl, when the
     step's checkpoint, if one is due, is saved; with step 0 after a validation before training.
+    Raises: ConfigError, as it is made, if one cannot be called so.
     """
 
     on_step: OnStep | None = None
     on_rollouts: OnRollouts | None = None
+
+    def __post_init__(self) -> None:
+        if self.on_step is not None:
+            check_call(self.on_step, "on_step(step, metrics)")
+        if self.on_rollouts is not None:
+            check_call(self.on_rollouts, "on_rollouts(groups)")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> Asked | None:
         """Call on_step, if there is one, and return what it asks for.
