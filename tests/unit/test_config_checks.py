@@ -167,6 +167,7 @@ PROBLEMS = [
     ),
     ("algorithm.adv_estimator=grpo_pask", "did you mean grpo_passk?"),
     ("algorithm.kl_penalty=low_var", "did you mean low_var_kl?"),
+    ("trainer.logger=[file,wandbb]", "did you mean wandb?"),
     ("worker.actor.cispo_cap=0.2", "worker.actor.cispo_cap is 0.2"),
     ("data.train_weights=[0]", "data.train_weights is [0]"),
 ]

@@ -389,7 +389,9 @@ class _ConfigReader:
         self.uncertain.add(option.name)
         node, written = value.node, construct(value.node)
         reason = UNSUPPORTED_VALUES.get((option.name, str(written)))
-        hint = f": {reason}" if reason else did_you_mean(str(written), option.choices)
+        items = written if isinstance(written, list) else [written]
+        wrong = next((str(item) for item in items if str(item) not in option.choices), "")
+        hint = f": {reason}" if reason else did_you_mean(wrong, option.choices)
         # A number as it is written: 0x10 is no integer here, and 16 would not say why.
         is_number = isinstance(node, ScalarNode) and node.tag in (INTEGER_TAG, FLOAT_TAG)
         shown = node.value[:MAX_SHOWN_CHARACTERS] if is_number else _format_value(written)

@@ -32,7 +32,7 @@ class Option:
     kind: "text or list" is text, or a list of mappings.
     item: the kind of a list's items; the same as kind for everything else.
     optional: whether null is allowed.
-    choices: the allowed values of a choice; empty for every other kind.
+    choices: the allowed values of a choice, or of each item of a list; empty for all else.
     expected: the allowed values, for messages: "an integer, at least 1, or null".
     """
 
@@ -93,7 +93,7 @@ def _option(path: KeyPath, field: FieldInfo) -> Option:
     annotation: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     kind, item, expected = _describe(annotation)
     optional = expected.endswith(", or null")
-    choices = _choices(annotation) if kind == "choice" else ()
+    choices = _choices(annotation) if item == "choice" else ()
     return Option(path, kind, item, optional, choices, expected, field.get_default(call_default_factory=True))
 
 
