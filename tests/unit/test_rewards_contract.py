@@ -87,14 +87,29 @@ def test_the_contract_is_detected_from_the_signature(function, kwargs, contract)
     assert detect_contract(function, "sequential", kwargs, where="f") == "sequential"  # REWARD_TYPE takes precedence
 
 
+def annotated_otherwise(sample: object): ...
+
+
+def test_a_function_given_in_python_scores_one_completion_unless_its_argument_says_a_list():
+    detected = {
+        function: detect_contract(function, None, {}, where="f", single="sequential")
+        for function in (single_argument, annotated_otherwise, annotated_list, named_reward_inputs)
+    }
+    assert list(detected.values()) == ["sequential", "sequential", "batch", "batch"]
+
+
 def verl_style(data_source, solution_str, ground_truth, extra_info=None): ...
+def trl_style(completions, **kwargs): ...
+def trl_style_with_columns(prompts, completions, answer): ...
 def no_arguments(): ...
 
 
 @pytest.mark.parametrize(
     ("function", "reward_type", "message"),
     [
-        (verl_style, None, r"\(data_source, solution_str, ground_truth, extra_info\), which fits no"),
+        (verl_style, None, r"\(data_source, solution_str, .* verl's contract.*from-verl-and-trl"),
+        (trl_style, None, r"\(completions, \*\*kwargs\), which is TRL's contract.*from-verl-and-trl"),
+        (trl_style_with_columns, None, "TRL's contract"),
         (no_arguments, None, r"takes \(\), which fits no contract"),
         (single_argument, "function", "REWARD_TYPE is 'function'; it must be"),
     ],

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from trigon.errors import RewardError
-from trigon.rewards.contract import RewardContract, call_signature, detect_contract, short_repr, unwrap
+from trigon.rewards.contract import RewardContract, detect_contract, short_repr, unwrap
 from trigon.rewards.load import (
     RewardTerm,
     check_reward_images,
@@ -129,10 +129,7 @@ def _pickled(function: RewardFunction, kwargs: Mapping[str, Any]) -> CodeSource:
 
 def _contract_of(function: RewardFunction, kwargs: Mapping[str, Any], *, where: str) -> RewardContract:
     """Return the contract by REWARD_TYPE of the function or of its module, or by the signature."""
-    declared = _declared(function, "REWARD_TYPE")
-    if declared is None and _says_nothing(function, kwargs):
-        return "sequential"
-    return detect_contract(function, declared, kwargs, where=where)
+    return detect_contract(function, _declared(function, "REWARD_TYPE"), kwargs, where=where, single="sequential")
 
 
 def _declared(function: RewardFunction, name: str) -> object:
@@ -140,22 +137,6 @@ def _declared(function: RewardFunction, name: str) -> object:
     given = unwrap(function)
     code = inspect.getattr_static(given, "__call__", None) if isinstance(given, type) else given
     return getattr(given, name, getattr(code, "__globals__", {}).get(name))
-
-
-def _says_nothing(function: RewardFunction, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function has one required argument without a known name or an annotation."""
-    try:
-        parameters = call_signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    required = [
-        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    required = [parameter for parameter in required if parameter.name not in kwargs]
-    if len(required) != 1:
-        return False
-    [parameter] = required
-    return parameter.annotation is parameter.empty and parameter.name not in ("reward_input", "reward_inputs")
 
 
 def code_digest(terms: Sequence[RewardTerm]) -> str:

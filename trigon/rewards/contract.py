@@ -152,14 +152,19 @@ def encode_request(request: RewardRequest, files: RequestFiles | None = None) ->
 
 
 def detect_contract(
-    function: Callable[..., object], reward_type: object, kwargs: Mapping[str, Any], *, where: str
+    function: Callable[..., object],
+    reward_type: object,
+    kwargs: Mapping[str, Any],
+    *,
+    where: str,
+    single: RewardContract = "batch",
 ) -> RewardContract:
     """Return the contract of a function, from REWARD_TYPE or, if that is None, its signature.
 
     Arguments named (response, ground_truth) or (predict_str, ground_truth) mean legacy. A first
     argument named reward_input, or annotated as a dict, means sequential; one named reward_inputs,
-    or annotated as a list, means batch, and so does a function with a single required argument that
-    is not in kwargs.
+    or annotated as a list, means batch. Another function with a single required argument that is
+    not in kwargs has the contract `single`.
     Raises: RewardError if REWARD_TYPE is unknown, or the signature fits no contract.
     """
     if reward_type == "batch" or reward_type == "group" or reward_type == "sequential":
@@ -176,14 +181,34 @@ def detect_contract(
         return "legacy"
     if names[:1] == ["reward_input"] or _is_annotated(parameters[:1], "dict", "mapping"):
         return "sequential"
+    refuse_other_trainers(signature, where)
     if names[:1] == ["reward_inputs"] or _is_annotated(parameters[:1], "list", "sequence"):
         return "batch"
     required = [p for p in parameters if p.default is inspect.Parameter.empty and p.name not in kwargs]
     if len(required) == 1:
-        return "batch"
+        return single
     raise RewardError(
-        f"{where} takes ({', '.join(names)}), which fits no contract: give it one argument for the completions and set "
-        'REWARD_TYPE = "batch" or "sequential" in its file, or name its two arguments (response, ground_truth)'
+        f"{where} takes ({', '.join(names)}), which fits no contract: name its two arguments (response, ground_truth), "
+        "or give it one, reward_input for a completion as a dict, or reward_inputs for a list of them"
+    )
+
+
+def refuse_other_trainers(signature: inspect.Signature, where: str) -> None:
+    """Raise RewardError for a function whose arguments are those of TRL or verl.
+
+    One of TRL's, f(completions, **kwargs), could be called here, with dicts where it expects texts.
+    """
+    names = set(signature.parameters)
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    if "completions" in names and (takes_any or "prompts" in names):
+        trainer, heading = "TRL", "reward-functions-of-trl"
+    elif {"data_source", "solution_str"} <= names:
+        trainer, heading = "verl", "reward-functions"
+    else:
+        return
+    raise RewardError(
+        f"{where} takes {signature}, which is {trainer}'s contract. Here a function takes (response, ground_truth), or "
+        f"(reward_input), a dict with response, ground_truth and row: docs/from-verl-and-trl.md#{heading} has both"
     )
 
 
