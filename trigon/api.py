@@ -10,16 +10,18 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trigon.assemble.start import StopSignals, TrainResult, start_run
-from trigon.config.legacy import nearest_option
+from trigon.config.legacy import OTHER_NAMES, nearest_option
 from trigon.config.load import load_config
 from trigon.config.options import options as all_options
 from trigon.config.paths import PYTHON_PREFIX, dataset_names
 from trigon.config.schema import Config
 from trigon.errors import ConfigError, raises_at_caller
 from trigon.rewards.callables import Reward, describe_reward, name_of, reward_terms
+from trigon.rewards.contract import short_repr
 from trigon.system.terminal import did_you_mean
 
 if TYPE_CHECKING:
@@ -35,6 +37,16 @@ if TYPE_CHECKING:
 TRAIN = f"{PYTHON_PREFIX}train"
 """What data.train_files is in a run whose training data is a Python object."""
 VALIDATION = f"{PYTHON_PREFIX}validation"
+
+_OTHER_ARGUMENTS = {
+    "args": "options",
+    "callback": "on_step",
+    "callbacks": "on_step",
+    "eval_dataset": "val_data",
+    "hooks": "on_step",
+    "train_dataset": "data",
+}
+"""Arguments of other libraries' trainers -> the one that is meant, for suggestions."""
 
 
 @raises_at_caller
@@ -93,6 +105,7 @@ def train(
         an environment or a tool; DataError, and other
         TrigonErrors. Most are raised before the models are loaded.
     """
+    check_type("export_to", export_to, str | PurePath, "the path of a folder")
     given = read_arguments(
         model=model,
         data=data,
@@ -158,9 +171,13 @@ def read_arguments(
 ) -> Arguments:
     """Return the arguments of train. caller: the function that got them.
 
-    Raises: TypeError for an unknown argument; ConfigError for data or loggers of another type.
+    Raises: TypeError for an unknown argument; ConfigError for one of another type.
     """
     check_keywords(keyword_options, caller)
+    check_type("model", model, str | PurePath, "a hub id or the path of a folder")
+    check_type("config", config, str | PurePath, "the path of a YAML file, and single options as `options`")
+    check_type("options", options, Mapping, "a dict such as {'trainer.max_steps': 20}")
+    check_type("tools", tools, list | tuple, "a list of functions and names")
     named: dict[str, Any] = {}
     datasets: dict[str, Any] = {}
     if model is not None:
@@ -233,6 +250,12 @@ def name_reward(reward: Reward | PurePath) -> str:
     return str(reward) if isinstance(reward, str | PurePath) else f"{PYTHON_PREFIX}{describe_reward(reward)}"
 
 
+def check_type(name: str, given: object, kind: type | UnionType, remedy: str) -> None:
+    """Raise ConfigError for an argument of another type. None passes. remedy: what to give."""
+    if given is not None and not isinstance(given, kind):
+        raise ConfigError(f"{name} is {short_repr(given)} ({type(given).__name__}); give {remedy}")
+
+
 def name_in_config(code: str | Callable[..., Any]) -> str:
     """Return an environment or a tool as the text of an option."""
     return code if isinstance(code, str) else f"{PYTHON_PREFIX}{name_of(code)}"
@@ -261,11 +284,11 @@ def check_keywords(
     for key in keywords:
         if "." in key or key in Config.model_fields or key in short_names:
             continue
-        names = [option.name for option in all_options().values()]
         parameters = inspect.signature(function).parameters.values()
         own = [each.name for each in parameters if each.kind == each.KEYWORD_ONLY]
-        hint = did_you_mean(key, [*own, *short_names])
-        if not hint or any(name.endswith(f".{key}") for name in names):
+        hint = did_you_mean(_OTHER_ARGUMENTS.get(key, key), [*own, *short_names])
+        is_option = key in OTHER_NAMES or any(option.path[-1] == key for option in all_options().values())
+        if not hint or is_option:
             hint = f"; if {(name := nearest_option(key))} is meant, give options={{{name!r}: ...}}"
         raise TypeError(f"{function.__name__}() has no argument {key!r}{hint}")
 

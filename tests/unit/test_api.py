@@ -150,6 +150,10 @@ def test_loggers_are_names_and_objects_and_the_latter_leave_the_names_of_the_con
     [
         ({"mdoel": "x"}, TypeError, r"train\(\) has no argument 'mdoel'; did you mean model\?"),
         ({"max_steps": 3}, TypeError, r"no argument 'max_steps'; if trainer.max_steps is meant, give options="),
+        ({"callbacks": []}, TypeError, r"no argument 'callbacks'; did you mean on_step\?"),
+        ({"report_to": "wandb"}, TypeError, r"no argument 'report_to'; if trainer.logger is meant, give options="),
+        ({"model": Image.new("RGB", (1, 1))}, ConfigError, r"model is .* \(Image\); give a hub id or the path"),
+        ({"config": {"trainer": {}}}, ConfigError, r"config is .* \(dict\); give the path"),
         ({"data": {"max_prompt_length": 3}}, ConfigError, "data is a dict; give rows as a list of dicts, and options"),
         ({"loggers": threading.Lock()}, ConfigError, r"loggers is a lock; give a list of names .* loggers=\['console'"),
     ],
@@ -157,6 +161,13 @@ def test_loggers_are_names_and_objects_and_the_latter_leave_the_names_of_the_con
 def test_wrong_arguments_are_errors_that_say_what_to_write(arguments, error, message):
     with pytest.raises(error, match=message):
         read(**arguments)
+
+
+@pytest.mark.parametrize("given", [{"options": ["trainer.max_steps=3"]}, {"tools": "crop"}, {"export_to": 3}])
+def test_arguments_of_another_type_are_named(given):
+    [(name, value)] = given.items()
+    with pytest.raises(ConfigError, match=rf"{name} is .* \({type(value).__name__}\); give "):
+        trigon.train(model="owner/model", data=[{"prompt": "?", "answer": "1"}], reward="math", **given)
 
 
 def test_what_cannot_travel_and_what_is_no_data_are_errors_of_train_before_anything_heavy():
