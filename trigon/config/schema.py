@@ -1075,7 +1075,7 @@ class TrainerConfig(Section):
 
     val_generations_to_log: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Completions that each validation shows, on the console and, with their images, in the
-    loggers."""
+    loggers. With 0 the console shows the beginning of one."""
 
     train_samples_freq: int = Field(default=-1, ge=-1, le=MAX_STEPS)
     """Steps between tables of training completions in the loggers, of one group with its images.

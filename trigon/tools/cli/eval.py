@@ -102,7 +102,9 @@ def make_parser() -> ArgumentParser:
         help="models: Hugging Face folders, hub ids, run folders (their last checkpoint) or checkpoints "
         "(global_step_N); then the dataset: a hub id with @split, a file or a folder; of a run, its own by default",
     )
-    parser.add_argument("--data", action="append", default=[], help="the dataset; all other arguments are then models")
+    parser.add_argument(
+        "--data", action="append", default=[], help="the dataset; may be repeated; all other arguments are then models"
+    )
     parser.add_argument("--reward", metavar="REWARD", help=f"file.py:function, or one of {', '.join(SHIPPED_REWARDS)}")
     parser.add_argument("--format-prompt", metavar="TEMPLATE", help="Jinja template of the question, or its file")
     parser.add_argument("--prompt-key", metavar="COLUMN", help="column of the question")
@@ -116,13 +118,15 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--seed", type=int, help="sampling seed")
     parser.add_argument("--engine", choices=["vllm", "transformers"], help="vllm if it is installed")
     parser.add_argument("--limit", type=count, metavar="ROWS", help="use the first rows of the dataset only")
-    parser.add_argument("--by", action="append", default=[], metavar="COLUMN", help="also for each value of a column")
+    parser.add_argument(
+        "--by", action="append", default=[], metavar="COLUMN", help="also for each value of a column; may be repeated"
+    )
     parser.add_argument(
         "--k",
         action="append",
         default=[],
         type=count,
-        help="of pass@k and maj@k; default: powers of two up to n",
+        help="of pass@k and maj@k; may be repeated; default: powers of two up to n",
     )
     parser.add_argument(
         "--answers",
