@@ -247,9 +247,9 @@ def _check_reward_weights(config: Config) -> Iterator[str]:
     if weights and not any(weights.values()):
         yield "algorithm.reward_weights are all 0, which makes every advantage 0; raise one of them"
     rewards = config.worker.reward.reward_function
-    is_sum = bool(rewards) and not isinstance(rewards, str | None)
+    summed = () if isinstance(rewards, str | None) else rewards
     # gdpo learns from the parts of the reward, and not from their sum.
-    if is_sum and config.algorithm.adv_estimator != "gdpo" and not any(entry.weight for entry in rewards):
+    if summed and config.algorithm.adv_estimator != "gdpo" and not any(entry.weight for entry in summed):
         yield "the weights in worker.reward.reward_function are all 0, so that every reward is 0; raise one of them"
 
 

@@ -524,7 +524,7 @@ class RolloutBuffer:
             chosen = [*begun, *fresh[:num_fresh]]
             chosen += self._draw(step, max(0, num_sampled - len(chosen)), known, phase)
             found.unfinished = []
-            # Few prompts may all fail. As many as a batch may not: a filter would draw others on and on
+            # Few prompts may all fail, as many as a batch may not: a filter would draw without end.
             may_all_fail = num_failed_last + quota < per_step
             is_first = step == 1 and rounds == 1
             num_failed = self._sample_round(
