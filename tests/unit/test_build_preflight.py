@@ -9,12 +9,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from trigon.api import read_arguments
-from trigon.assemble.preflight import RunObjects, open_early
+from trigon.api import make_objects, read_arguments
+from trigon.assemble.preflight import open_early
 from trigon.config.load import load_config
 from trigon.data.sources import open_python_rows
 from trigon.errors import DataError, ModelError, RewardError
-from trigon.rewards.callables import reward_terms
 
 ROWS = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(5)]
 
@@ -36,7 +35,7 @@ def open_run(model, *, data=None, val_data=None, reward="half"):
     loaded = load_config(given.config, given.options, python_objects=given.objects)
     sources = {spec: open_python_rows(rows, spec=spec, name="rows") for spec, rows in given.data.items()}
     with ExitStack() as stack:
-        objects = RunObjects(sources=sources, reward=reward_terms(given.reward, kwargs={}))
+        objects = make_objects(loaded.config, sources=sources, reward=REWARDS[reward], environment=None, tools=None)
         opened = open_early(loaded.config, objects, stack)
         return sorted(opened.sources)
 
