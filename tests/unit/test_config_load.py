@@ -121,7 +121,7 @@ def test_a_reference_of_omegaconf_is_refused_and_not_taken_for_text(key, value, 
 def test_a_prompt_may_have_dollars_and_braces():
     text = "Write ${x}$ or ${a.b}."
     assert load(f"data.system_prompt={text}").data.system_prompt == text
-    assert load("worker.reward.reward_function_kwargs.hint='${x}$'").worker.reward.reward_function_kwargs
+    assert load("worker.reward.reward_function_kwargs.hint='${data.x}'").worker.reward.reward_function_kwargs
 
 
 NUMBER = "a number, above 0 and at most 100"

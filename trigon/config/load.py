@@ -52,6 +52,8 @@ MAX_SHOWN_CHARACTERS = 80
 _PROMPT_OPTIONS = ("data.format_prompt", "data.override_chat_template", "data.system_prompt")
 _REFERENCE = re.compile(r"\$\{(?:[A-Za-z_]\w*[.:]|\.+[A-Za-z_])[^{}]*\}")
 """OmegaConf's reference to another value, such as ${trainer.project_name} or ${oc.env:HOME}."""
+_REFERENCE_IN_ARGUMENTS = re.compile(r"\$\{oc\.[^{}]*\}")
+"""Such a reference in arguments of the user's code, whose texts may have braces of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +274,8 @@ class _ConfigReader:
         converted: dict[KeyPath, Any] = {}
         for path, value in self.values.items():
             option = _option_at_or_above(path)
-            if option.name not in _PROMPT_OPTIONS and (reference := _find_reference(construct(value.node))):
+            pattern = _REFERENCE_IN_ARGUMENTS if option.kind == "mapping" else _REFERENCE
+            if option.name not in _PROMPT_OPTIONS and (reference := _find_reference(construct(value.node), pattern)):
                 self._add_reference(option, value, reference)
                 continue
             is_inside_mapping = len(path) > len(option.path)
@@ -453,13 +456,13 @@ def _format_text(value: Any) -> str:
     return mask_text(repr(value)[:1000])
 
 
-def _find_reference(value: Any) -> str:
-    """Return the first reference in a value or in the texts inside it, or ""."""
+def _find_reference(value: Any, pattern: re.Pattern[str]) -> str:
+    """Return the first match of a pattern in a value or in the texts inside it, or ""."""
     if isinstance(value, str):
-        found = _REFERENCE.search(value)
+        found = pattern.search(value)
         return "" if found is None else found.group()
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return next(filter(None, map(_find_reference, inner)), "")
+    return next(filter(None, (_find_reference(each, pattern) for each in inner)), "")
 
 
 def _renamed_prefix(path: KeyPath) -> str | None:
