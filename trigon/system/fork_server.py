@@ -189,23 +189,16 @@ def call_in_a_fork(function: Callable[[], T], *, wanted: str, error: type[Trigon
     wanted: what was tried, in the error if the fork dies. error: what the function may raise, and
     the type of errors here.
     """
-    reader, writer = os.pipe()
 
-    def work() -> None:
+    def work() -> bytes:
         answer: dict[str, object]
         try:
             answer = {"result": function()}
         except error as failure:
             answer = {"error": str(failure)}
-        with open(writer, "w") as stream:
-            json.dump(answer, stream)
+        return json.dumps(answer).encode()
 
-    pid = kernel.fork(work)
-    os.close(writer)
-    with open(reader) as stream:
-        text = stream.read()
-    os.waitpid(pid, 0)
-    answer = json.loads(text or "{}")
+    answer = json.loads(kernel.result_of_fork(work) or "{}")
     if "result" not in answer:
         raise error(answer.get("error", f"{wanted}: the process that tried it failed (see above)"))
     result: T = answer["result"]

@@ -38,7 +38,7 @@ from types import TracebackType
 from typing import Self
 
 from trigon.errors import WorkerError
-from trigon.system.processes import ProcessTree, Started, start_of
+from trigon.system.processes import ProcessTree, Started, python_command, start_of
 from trigon.system.stopping import SameCommand, outlive_stop_signals, termination_blocked
 
 FILE = "hang_stacks.txt"
@@ -52,10 +52,7 @@ _POLL_SECONDS = 0.5
 _CLOSE_SECONDS = 10.0  # more than dump_stacks takes
 _EXIT_SECONDS = 3.0
 _ERROR_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 10  # raises the error in the main thread
-_MAIN = (
-    "import json, sys; sys.path[:] = sys.argv[1].split('\\n'); from trigon.system.hangs import main; "
-    "main(*json.loads(sys.argv[2]))"
-)
+_MAIN = "import json; from trigon.system.hangs import main; main(*json.loads(sys.argv[1]))"
 
 
 class HangWatch:
@@ -116,11 +113,9 @@ class Watchdog(HangWatch):
         self._error: WorkerError | None = None
         register_stacks()
         arguments = json.dumps([os.getpid(), str(folder.absolute() / FILE), unwind_seconds, others])
-        # Without `site` it starts faster; an editable installation is then found by its folder.
-        paths = "\n".join([*sys.path, str(Path(__file__).parents[2])])
         with termination_blocked():
             self._process = subprocess.Popen(
-                [sys.executable, "-S", "-P", "-c", _MAIN, paths, arguments],
+                python_command(_MAIN, arguments, has_site=False),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )

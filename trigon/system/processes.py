@@ -202,12 +202,15 @@ def _read(file: Path | str) -> str:
         return ""
 
 
-def python_command(code: str, *arguments: str) -> list[str]:
+def python_command(code: str, *arguments: str, has_site: bool = True) -> list[str]:
     """Return the command of a new Python process that runs code, with sys.argv[1:] = arguments.
+
+    has_site: import `site`, which takes time, and by which some editable installations are found.
 
     The process imports from the places that this one imports from. Without `-P` the working folder
     would come first, and a folder named trigon or a file named types.py in it would be imported
     instead of the package and the standard library's.
     """
     boot = r"import sys; sys.path[:] = sys.argv.pop(1).split('\n'); "
-    return [sys.executable, "-P", "-c", boot + code, "\n".join(sys.path), *arguments]
+    options, path = ([], sys.path) if has_site else (["-S"], [*sys.path, str(Path(__file__).parents[2])])
+    return [sys.executable, *options, "-P", "-c", boot + code, "\n".join(path), *arguments]

@@ -96,6 +96,28 @@ def fork(work: Callable[[], object]) -> int:
         os._exit(code)
 
 
+def result_of_fork(work: Callable[[], bytes]) -> bytes:
+    """Return what work returns in a fork of this process; nothing if it fails there.
+
+    Raises: OSError as fork.
+    """
+    reader, writer = os.pipe()
+
+    def send() -> None:
+        result = work()
+        with open(writer, "wb") as stream:
+            stream.write(result)
+
+    with open(reader, "rb") as stream:
+        try:
+            pid = fork(send)
+        finally:
+            os.close(writer)
+        result = stream.read()
+    os.waitpid(pid, 0)
+    return result
+
+
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # user code has closed it

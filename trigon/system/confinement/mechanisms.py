@@ -164,27 +164,22 @@ def mount_proc(first_pid: int, *, private_shared_memory: bool) -> None:
 
 def find_namespace_obstacle(*, private_shared_memory: bool) -> str:
     """Return why a worker can have no namespaces; "" if it can. Tries it in a fork."""
-    reader, writer = os.pipe()
 
-    def attempt() -> None:
+    def attempt() -> bytes:
         try:
             enter_worker_namespaces()
-            os.waitpid(kernel.fork(mount), 0)
+            return kernel.result_of_fork(mount)
         except OSError as error:
-            os.write(writer, (error.strerror or str(error)).encode())
+            return (error.strerror or str(error)).encode()
 
-    def mount() -> None:
+    def mount() -> bytes:
         try:
             mount_proc(0, private_shared_memory=private_shared_memory)
-            os.write(writer, b"yes")
         except OSError as error:
-            os.write(writer, (error.strerror or str(error)).encode())
+            return (error.strerror or str(error)).encode()
+        return b"yes"
 
-    pid = kernel.fork(attempt)
-    os.close(writer)
-    answer = os.read(reader, 1000).decode(errors="replace")
-    os.close(reader)
-    os.waitpid(pid, 0)
+    answer = kernel.result_of_fork(attempt).decode(errors="replace")
     return "" if answer == "yes" else answer or "the process that tried it died"
 
 
