@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from trigon.environments.calls import find_calls
@@ -40,10 +39,8 @@ from trigon.system.child import (
     KILL_SECONDS,
     Children,
     ChildSpec,
-    check_passed_variables,
     describe_exit,
     explain_withheld,
-    warn_of_withheld_variables,
 )
 from trigon.system.files import OmittedColumns, dump_columns
 from trigon.system.frames import Channel, Frame, encode_frame
@@ -101,10 +98,7 @@ class EnvironmentPool:
         self.settings = settings
         self._is_tools = settings.environment is None
         setup = encode_setup(settings, describe=describe)
-        check_passed_variables(settings.passed_variables)
-        files = [source.file for source in settings.sources if source.file]
-        warn_of_withheld_variables(files, settings.passed_variables)
-        confinement = settings.confinement.with_readable(str(Path(file).parent) for file in files)
+        confinement = settings.confinement
         max_processes = max(confinement.max_processes, _PROCESSES_PER_EPISODE * settings.max_episodes)
         spec = ChildSpec(
             program="trigon.environments.episode",
@@ -113,6 +107,7 @@ class EnvironmentPool:
             confined="environments and tools",
             error=EpisodeError,
             confinement=replace(confinement, max_processes=max_processes, runs_code=settings.runs_code),
+            files=[source.file for source in settings.sources if source.file],
             passed_variables=settings.passed_variables,
         )
         self._children = Children(spec)  # with one child, the fork server

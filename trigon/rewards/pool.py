@@ -24,24 +24,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trigon.errors import RewardError
 from trigon.rewards.contract import BLOCKED_SECONDS, RewardRequest, Unit, limit_of_call, read_scores
 from trigon.rewards.load import RewardTerm, describe_terms, encode_setup
 from trigon.rewards.scoring import Call, MediaFolder, Scoring
-from trigon.system.child import (
-    FORGED,
-    GRACE_SECONDS,
-    Child,
-    Children,
-    ChildSpec,
-    Ending,
-    check_passed_variables,
-    explain_withheld,
-    warn_of_withheld_variables,
-)
+from trigon.system.child import FORGED, GRACE_SECONDS, Child, Children, ChildSpec, Ending, explain_withheld
 from trigon.system.confinement.options import DEFAULT, Confinement
 from trigon.system.files import OmittedColumns
 from trigon.system.frames import encode_frame
@@ -116,9 +105,6 @@ class RewardPool:
         """
         setup = encode_setup(terms, timeout_seconds=timeout_seconds, concurrency=concurrency)
         self._name, self._where = describe_terms(terms)
-        files = [term.source.file for term in terms if term.source.file]
-        check_passed_variables(passed_variables)
-        warn_of_withheld_variables(files, passed_variables)
         self._media = MediaFolder()
         spec = ChildSpec(
             program="trigon.rewards.worker",
@@ -126,7 +112,8 @@ class RewardPool:
             where=self._where,
             confined="reward functions",
             error=RewardError,
-            confinement=confinement.with_readable([str(self._media.path), *(str(Path(file).parent) for file in files)]),
+            confinement=confinement.with_readable([str(self._media.path)]),
+            files=[term.source.file for term in terms if term.source.file],
             passed_variables=tuple(passed_variables),
             max_frame_bytes=_MAX_REPLY_BYTES,
         )

@@ -31,7 +31,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,9 @@ class ChildSpec:
 
     program: the module whose function main is their code. setup: the first frame for each of them.
     where: the user's code, and confined: what it consists of, in messages. error: the type of
-    errors. max_frame_bytes: maximum size of a frame that a child may send.
+    errors. files: the user's, whose folders children can always read. passed_variables: environment
+    variables that they get besides ALLOWED. max_frame_bytes: maximum size of a frame that a child
+    may send.
     """
 
     program: str
@@ -89,6 +91,7 @@ class ChildSpec:
     confined: str
     error: type[TrigonError]
     confinement: Confinement
+    files: Sequence[str] = ()
     passed_variables: Sequence[str] = ()
     max_frame_bytes: int = 1 << 20
 
@@ -235,8 +238,11 @@ class Children:
     """
 
     def __init__(self, spec: ChildSpec) -> None:
-        """Start none yet."""
-        self._spec = spec
+        """Start none yet. Raises: RewardError if one of the passed variables is not set."""
+        check_passed_variables(spec.passed_variables)
+        warn_of_withheld_variables(spec.files, spec.passed_variables)
+        readable = [str(Path(file).parent) for file in spec.files]
+        self._spec = replace(spec, confinement=spec.confinement.with_readable(readable))
         self._children: list[Child] = []
         self._lacks = ""
         self._selector = selectors.DefaultSelector()
