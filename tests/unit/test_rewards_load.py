@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from trigon.errors import RewardError
-from trigon.rewards.load import find_reward, find_source, load_function
+from trigon.rewards.load import find_reward, find_source, load_function, resolve_arguments
 from trigon.rewards.worker import load_terms
 from trigon.system.user_code import CodeSource
 
@@ -115,3 +115,10 @@ def test_keyword_arguments_are_bound_or_named(tmp_path, text, kwargs, result):
     with pytest.raises(StopIteration) as returned:  # it is not async, and never waits
         load_terms(terms, concurrency=1).score([{"response": "a", "ground_truth": "b"}]).send(None)
     assert returned.value.value == result
+
+
+@pytest.mark.parametrize("key", [1, 0.5, None, True])
+def test_arguments_with_keys_that_json_would_change_are_refused(key):
+    assert resolve_arguments({"weights": {"1": [{"a": 2}]}}) == {"weights": {"1": [{"a": 2}]}}
+    with pytest.raises(RewardError, match=rf"reward_function_kwargs\.weights\[0\] has the key {key!r}, .*'{key}'"):
+        resolve_arguments({"weights": [{key: 2}]})

@@ -134,8 +134,9 @@ def resolve_arguments(kwargs: Mapping[str, Any], term: str = "", *, option: str 
 
     term: the function that they belong to, of several, for errors. option: the option that has
     them: of a reward function, or of an environment.
-    Raises: RewardError if a variable is not set, or if a secret is missing, since a run wrote the
-    file that the arguments are from.
+    Raises: RewardError if a variable is not set, if a dict has a key that is not text, which JSON
+    would make it, or if a secret is missing, since a run wrote the file that the arguments are
+    from.
     """
     place = f"kwargs of the reward function {term!r}: " if term else f"{option}."
     for name in masked_names(option, kwargs):
@@ -148,6 +149,12 @@ def resolve_arguments(kwargs: Mapping[str, Any], term: str = "", *, option: str 
 def _resolve(name: str, value: Any) -> Any:
     match value:
         case Mapping():
+            for key in value:
+                if not isinstance(key, str):
+                    raise RewardError(
+                        f"{name} has the key {key!r}, which is not text, and would reach the code as text; write "
+                        f"{str(key)!r}, and let the code look for that"
+                    )
             return {key: _resolve(f"{name}.{key}", item) for key, item in value.items()}
         case list() | tuple():
             return [_resolve(f"{name}[{number}]", item) for number, item in enumerate(value)]
