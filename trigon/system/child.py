@@ -55,6 +55,9 @@ KILL_SECONDS = 30.0
 A process may hang in the kernel, for example when a network file system does not answer.
 """
 
+MAX_LOST_STARTS = 3
+"""How many children in a row may be killed from outside while they load, after one has loaded."""
+
 GRACE_SECONDS = 0.2
 """How long a process lives after a time limit of its work, to print its stack."""
 
@@ -244,6 +247,7 @@ class Children:
         readable = [str(Path(file).parent) for file in spec.files]
         self._spec = replace(spec, confinement=spec.confinement.with_readable(readable))
         self._children: list[Child] = []
+        self._lost_starts: int | None = None  # in a row; None: none has loaded yet
         self._lacks = ""
         self._selector = selectors.DefaultSelector()
         self._wake_sender, self._wake_receiver = socket.socketpair()  # ends a select() of the pool's thread
@@ -302,6 +306,8 @@ class Children:
     def receive(self, child: Child) -> list[Frame]:
         """Return what a child has sent, as Child.receive; log what of it is not confined, once."""
         frames = child.receive()
+        if child.loaded is not None:
+            self._lost_starts = 0
         if child.lacks and child.lacks != self._lacks:
             self._lacks = child.lacks
             _log.warning("%s", child.lacks)
@@ -316,10 +322,14 @@ class Children:
         """Kill a child with all that it has started, and return how it ended.
 
         Raises: an error of the spec's type if it has not loaded the user's code, since another one
-        would not either.
+        would not either, unless it was killed from outside and others have loaded it before.
         """
         ending = self._kill(child)
         if child.loaded is None:
+            if ending.was_killed and not ending.timed_out and self._lost_starts is not None:
+                self._lost_starts += 1
+                if self._lost_starts < MAX_LOST_STARTS:
+                    return ending
             text = f"took more than {LOAD_SECONDS:g} s and was killed" if ending.timed_out else ending.text
             raise self._spec.error(f"{self._spec.where}: its process {text} while loading\n{ending.output}")
         return ending
