@@ -207,6 +207,20 @@ def test_a_validation_that_was_added_for_an_earlier_step_is_not_the_latest(brows
         assert f"val/reward_score: {folder.parent.name}/run 0.5" in browser.run(shown)
 
 
+@pytest.mark.extended
+def test_the_time_per_step_leaves_out_lines_that_are_no_step(browser, tmp_path):
+    folder = write_run(tmp_path / "run", num_steps=2)
+    with RunFolder(folder) as run:
+        for step in (0, 2):  # a validation before training, and one that was added
+            run.append_metrics(step, {"timing_s/validation": 4.0, "val/reward_score": 0.5})
+    with served([folder], tmp_path / "cache") as (url, _):
+        browser.open(f"{url}#time")
+        browser.wait("document.querySelector('.phases')")
+        rows = browser.run("[...document.querySelectorAll('.phases tbody tr')].map(e => e.innerText)")
+        assert [row.split("\t")[1:] for row in rows if "sampling" in row] == [["2.5 s", "20.8 %", "1.25 s"]]
+        assert "in 2 steps" in browser.text(".card header")
+
+
 def test_the_keyboard_reaches_everything(browser, page):
     browser.open(f"{page}#rollouts?split=train&sort=oldest")
     browser.wait(COMPLETIONS)

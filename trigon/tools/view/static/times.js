@@ -1,7 +1,7 @@
 // The time of each phase of a step, stacked.
 
 import { fill, h } from "./dom.js";
-import { number, seconds } from "./format.js";
+import { count, number, seconds } from "./format.js";
 import { draw, label, phaseColor } from "./charts.js";
 import { shared } from "./state.js";
 
@@ -31,6 +31,8 @@ export function timesView() {
       if (shared.hidden.has(run)) return null;
       if (!phases.length) return h("p.empty", {}, `${state.name}: no step has ended yet.`);
       const total = phases.reduce((sum, [, , time]) => sum + time, 0);
+      // Not the line of a validation before the first step, nor one that was added to a step.
+      const numSteps = new Set(metrics.steps.filter((step) => step > 0)).size;
       const plot = h("div.plot", { role: "img", "aria-label": `Seconds of each phase by step, ${state.name}` });
       const table = h("table.phases", {},
         h("thead", {}, h("tr", {}, ["phase", "total", "share", "per step"].map((text) => h("th", { scope: "col" }, text)))),
@@ -40,14 +42,14 @@ export function timesView() {
             PHASE_NAMES[name] || name, PHASE_NAMES[name] ? h("code.muted", {}, name) : null),
           h("td", {}, seconds(time)),
           h("td", {}, `${number(100 * time / total, 3)} %`),
-          h("td", {}, seconds(time / metrics.steps.length))))));
+          h("td", {}, seconds(time / Math.max(numSteps, 1)))))));
       requestAnimationFrame(() => draw(plot, [...phases].map(([name, values]) => ({
         type: "bar", x: metrics.steps, y: values, name: label(name), marker: { color: phaseColor(order.indexOf(name)), line: { width: 0 } },
         hovertemplate: `${label(PHASE_NAMES[name] || name)}: %{y:.3~g} s<extra></extra>`,
       })), { xTitle: "step", barmode: "stack", height: 300 }));
       return h("article.card", {},
         h("header", {}, h("h2", {}, state.name),
-          h("span.muted", {}, `${seconds(total)} in ${number(metrics.steps.length)} lines`)),
+          h("span.muted", {}, `${seconds(total)} in ${count(numSteps, "step")}`)),
         h("div.times", {}, plot, h("div.scroll", {}, table)));
     }).filter(Boolean));
   }
