@@ -77,6 +77,16 @@ def test_runs_are_grouped_by_all_but_their_seeds_or_by_an_option(seeds, tmp_path
     assert groups_of([a, b], "none") == [("a", 1), ("b", 1)]  # too many differences to name
 
 
+def test_values_that_differ_beyond_what_a_label_shows_are_different_groups(tmp_path):
+    runs = [make_run(tmp_path / name, [1.0]) for name in "ab"]
+    for run in runs:
+        files = f"[/data/projects/geometry3k/processed/train_{run.path.name}.parquet]"
+        (run.path / "config.yaml").write_text(f"data: {{train_files: {files}}}\n")
+    groups = group_runs(runs, "train_files")
+    assert [len(group.runs) for group in groups] == [1, 1]
+    assert all(f"train_{name}.parquet" in group.label for name, group in zip("ab", groups, strict=True))
+
+
 @pytest.mark.parametrize(
     ("by", "message"),
     [

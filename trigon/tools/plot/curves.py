@@ -304,19 +304,21 @@ def group_runs(runs: Sequence[RunRecord], by: str) -> list[RunGroup]:
     configs = [comparable(run) for run in runs]
     if by == NONE:
         return _named([[run] for run in runs], [dict(config) for config in configs])
-    if by == SEED:
-        keys = [_text(_without_seeds(config)) for config in configs]
-    else:
-        name = _option_name(by)
-        # A value that is nowhere in a configuration is the default, which `comparable` has added.
-        keys = [f"{name.rpartition('.')[2]} {_shown(config.get(name))}" for config in configs]
+    name = None if by == SEED else _option_name(by)
+    # A value that is nowhere in a configuration is the default, which `comparable` has added.
+    compared = [_without_seeds(config) if name is None else {name: config.get(name)} for config in configs]
     members: dict[str, list[int]] = {}
-    for index, key in enumerate(keys):
-        members.setdefault(key, []).append(index)
-    if by != SEED:
-        return [RunGroup(key, tuple(runs[index] for index in each)) for key, each in members.items()]
+    for index, config in enumerate(compared):
+        members.setdefault(_text(config), []).append(index)
     groups = [[runs[index] for index in each] for each in members.values()]
-    return _named(groups, [_without_seeds(configs[each[0]]) for each in members.values()])
+    first = [compared[each[0]] for each in members.values()]
+    if name is None:
+        return _named(groups, first)
+    values = [config[name] for config in first]
+    labels = [f"{name.rpartition('.')[2]} {_shown(value)}" for value in values]
+    if len(set(labels)) < len(labels):  # they differ in what is left out
+        labels = [f"{name.rpartition('.')[2]} {_text(value)}" for value in values]
+    return [RunGroup(label, tuple(each)) for label, each in zip(labels, groups, strict=True)]
 
 
 def comparable(run: RunRecord) -> dict[str, Any]:
