@@ -21,10 +21,10 @@ def main(arguments: Sequence[str]) -> int:
     # Imported here: they load pydantic, which a help page does not need.
     from trigon.report.run import open_run
     from trigon.tools.plot.curves import as_csv, learning_curves
-    from trigon.tools.plot.figure import FORMATS, Reference, check_installed, save_plot
+    from trigon.tools.plot.figure import Reference, check_installed, save_plot
 
     outputs: list[Path] = options.output or [DEFAULT_OUTPUT]
-    if any(path.suffix.lower().removeprefix(".") in FORMATS for path in outputs):
+    if any(path.suffix.lower() != ".csv" for path in outputs):
         check_installed()
     curves = learning_curves(
         [open_run(path) for path in options.runs],

@@ -7,7 +7,7 @@ file.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FORMATS = ("png", "svg", "pdf")
+METADATA: Mapping[str, dict[str, Any]] = {
+    ".png": {"Software": None},
+    ".svg": {"Date": None},
+    ".pdf": {"CreationDate": None},
+}
+"""The endings of figures, and what is left out of their files so that they are identical."""
 
 # Okabe and Ito's palette, which is distinct with all common kinds of colour blindness; without its
 # yellow, which is faint on white.
@@ -90,23 +95,19 @@ class Reference:
 def save_plot(
     curves: LearningCurves, path: Path, *, title: str | None = None, references: Sequence[Reference] = ()
 ) -> None:
-    """Write the figure as PNG, SVG or PDF, by the ending of path.
+    """Write the figure in the format of the ending of path, which is one of METADATA.
 
-    Raises: ConfigError for another ending, if matplotlib is not installed, or if the file cannot be
-    written.
+    Raises: ConfigError if matplotlib is not installed, or if the file cannot be written.
     """
-    ending = path.suffix.lower().removeprefix(".")
-    if ending not in FORMATS:
-        raise ConfigError(f"{path} cannot be drawn: its name must end in .png, .svg or .pdf")
+    ending = path.suffix.lower()
     check_installed()
     from matplotlib import rc_context
 
-    metadata: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[ending]
     with rc_context(_STYLE):
         figure = _draw(curves, title, references)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, format=ending, dpi=DPI, metadata=metadata)
+            figure.savefig(path, format=ending.removeprefix("."), dpi=DPI, metadata=METADATA[ending])
         except OSError as error:
             raise ConfigError(f"the figure cannot be written to {path}: {error.strerror or error}") from error
 
