@@ -55,7 +55,12 @@ def test_a_file_that_another_machine_lacks_is_an_error_with_its_name(tmp_path):
         ("", "", {}, r"missing a required argument: 'size'; .*worker\.rollout\.environment_kwargs"),
         ("class Maze", "Maze = 3\nclass Other", {}, "'Maze' of .* is a int, not a class"),
         ("class Maze", "import minigrit\nclass Maze", {}, "it imports 'minigrit', which is not installed"),
-        ("class Maze", "1 / 0\nclass Maze", {}, "failed to load:(.|\n)*ZeroDivisionError"),
+        (
+            "class Maze",
+            "1 / 0\nclass Maze",
+            {},
+            r"failed to load:\n.*\n  .*, in <module>\n    1 / 0(.|\n)*ZeroDivisionError",
+        ),
         (
             "class Maze:",
             "from trigon.environments.protocol import Environment\nclass Maze(Environment):\n    def other(self): pass",

@@ -222,6 +222,14 @@ def test_too_many_failures_are_an_error_with_the_first_traceback_and_the_pool_st
     assert 'raise KeyError("no such\\nstep")' in error
 
 
+def test_a_wrong_return_value_is_told_in_one_line_without_frames_of_the_worker(tmp_path):
+    function = "def main(response, ground_truth): return None"
+    with reward_pool(tmp_path, function, max_failed_fraction=0.0) as pool, pytest.raises(RewardError) as caught:
+        pool.score(requests("good"))
+    assert str(caught.value).endswith("returned None, expected a number, or a dict with 'overall'")
+    assert "\n" not in str(caught.value)
+
+
 def test_values_that_json_cannot_represent_are_reported_and_long_ones_are_scored(tmp_path, caplog):
     with reward_pool(tmp_path, BATCH) as pool:
         for _ in range(2):

@@ -299,7 +299,7 @@ class Scoring:
             f"{self._name} could not score {len(outcomes)} of {counted} completions, and "
             f"worker.reward.max_failed_fraction allows {max_failed} ({outcomes.count('failed')} failed, "
             f"{outcomes.count('timeout')} timed out; the others were not scored). "
-            f"The first error: {self._scores[first].error}\n{self._tracebacks[first]}"
+            f"The first error: {self._scores[first].error}\n{self._tracebacks[first]}".rstrip()
         )
 
 

@@ -176,6 +176,7 @@ def check_arguments(
 def describe_error(error: BaseException, *, own_files: Sequence[str], own_type: type[BaseException]) -> tuple[str, str]:
     """Return an error of user code as a line with its location, and its traceback, both cut.
 
+    The traceback is "" for an error of this package about what the user's code returned.
     Args: own_files: files of this package, whose frames before the user's code are left out.
     own_type: the type of errors that this package raises, whose line needs no type and no location.
     """
@@ -187,7 +188,8 @@ def describe_error(error: BaseException, *, own_files: Sequence[str], own_type: 
         line = f"{type(error).__name__}: {line}" if line else type(error).__name__
         where = traceback.extract_tb(frame)
         line += f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
-    trace = "".join(traceback.format_exception(type(error), error, frame))
+    is_ours = isinstance(error, own_type) and frame is None and error.__cause__ is None
+    trace = "" if is_ours else "".join(traceback.format_exception(type(error), error, frame))
     return line, trace[-_MAX_TRACEBACK_CHARACTERS:]
 
 
@@ -215,4 +217,14 @@ def _run_file(file: str, spec: ModuleSpec) -> ModuleType:
 
 
 def _trace(failure: BaseException) -> str:
-    return "".join(traceback.format_exception(failure))
+    """Return the traceback of an error, without the frames that import the user's code."""
+    frame = failure.__traceback__
+    importing = (
+        __file__,
+        importlib.__file__,
+        "<frozen importlib._bootstrap>",
+        "<frozen importlib._bootstrap_external>",
+    )
+    while frame is not None and frame.tb_frame.f_code.co_filename in importing:
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(failure), failure, frame))
