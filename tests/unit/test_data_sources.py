@@ -410,8 +410,9 @@ DATASET = datasets.Dataset.from_list([{"a": 1}])
     ("data", "facts"),
     [
         ([], ["no rows"]),
-        ({"problem": "?"}, ["builtins.dict", "list of dicts"]),
-        ("text", ["builtins.str"]),
+        ({"problem": "?"}, ["is a dict", "list of dicts"]),
+        ("text", ["is a str"]),
+        (iter([{"a": 1}]), ["is a list_iterator", "list(iterator)"]),
         ([3], ["row 0", "int", "dict"]),
         ([{"a": 1}, {"a": object()}], ["row 1, 'a'", "builtins.object"]),
         ([{"a": {"b": [{1, 2}]}}], ["row 0, 'a'['b'][0]", "builtins.set"]),

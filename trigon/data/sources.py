@@ -141,8 +141,10 @@ def open_python_rows(data: Any, *, spec: str, name: str) -> Source:
     if type(data).__module__.partition(".")[0] == "datasets":
         return dataset_source(data, spec=spec, name=name, folder=Path.cwd())
     if isinstance(data, str | bytes | Mapping) or not isinstance(data, Sequence):
-        kind = f"{type(data).__module__}.{type(data).__name__}"
+        kind = f"{type(data).__module__}.{type(data).__name__}".removeprefix("builtins.")
         hint = "; of a table, give datasets.Dataset.from_pandas(table)" if kind.startswith("pandas.") else ""
+        if isinstance(data, Iterator):
+            hint = "; of an iterator, give list(iterator)"
         raise DataError(f"{spec} is a {kind}; give a list of dicts, a datasets.Dataset or a path{hint}")
     if not data:
         raise DataError(f"{spec} has no rows; it is an empty list")

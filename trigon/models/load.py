@@ -169,9 +169,10 @@ def _download(model_path: str, *, ignored: Sequence[str] = IGNORED_FILES) -> Pat
     try:
         return Path(snapshot_download(model_path, ignore_patterns=list(ignored)))
     except (OSError, ValueError) as error:  # the base classes of the Hub's errors
+        cause = str(error).rstrip(".")
         raise ModelError(
             f"{model_path!r} is neither a folder on this machine nor a model that could be downloaded from the "
-            f"Hugging Face Hub ({constants.ENDPOINT}): {error}. Check the spelling, the network (HF_ENDPOINT names a "
+            f"Hugging Face Hub ({constants.ENDPOINT}): {cause}. Check the spelling, the network (HF_ENDPOINT names a "
             f"mirror), and for a gated model the access token{nearest_path(model_path)}"
         ) from error
 
