@@ -64,6 +64,9 @@ def start_llm_engine(
     Raises: EngineError if vLLM cannot be imported, is built for another device, or refuses the
     arguments, for example because the memory for its cache is too small.
     """
+    if arguments["tensor_parallel_size"] > 1:
+        # vLLM's communicator calls this function of torch at engine steps, too.
+        warnings.filterwarnings("ignore", "`torch.distributed.all_gather_into_tensor`", FutureWarning)
     with preserve_process_state(), one_thread(device), warnings.catch_warnings():
         for deprecation in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", deprecation)  # about vLLM's use of torch: users cannot act on them
