@@ -124,6 +124,11 @@ def test_a_prompt_may_have_dollars_and_braces():
     assert load("worker.reward.reward_function_kwargs.hint='${data.x}'").worker.reward.reward_function_kwargs
 
 
+@pytest.mark.parametrize("option", ["worker.rollout.val_override_config", "worker.reward.reward_function_kwargs"])
+def test_a_mapping_without_the_space_of_yaml_is_told_so(option):
+    assert problem(f"{option}={{n:4}}").endswith("lacks the space after the colon: {n: 4}")
+
+
 NUMBER = "a number, above 0 and at most 100"
 INTEGER = "an integer, at least 0 and at most 9,223,372,036,854,775,807"
 BETAS = "a list of 2, each a number, at least 0 and below 1"

@@ -23,6 +23,15 @@ def test_after_a_stop_the_command_that_resumes_is_suggested():
     assert suggestion(load_checkpoint_path="/runs/other/global_step_2") == elsewhere
 
 
+def test_after_a_validation_the_command_that_trains_is_suggested_with_the_data_only_if_it_has_none():
+    def suggestion(files):
+        config = Config(trainer={"val_only": True}, data={"train_files": files})
+        return suggest_next_steps(config, Path("/runs/x"), None, None, stopped=False)[-1]
+
+    assert suggestion(()).endswith("trainer.val_only=false and data.train_files")
+    assert suggestion(("a.jsonl",)).endswith("trainer.val_only=false")
+
+
 def test_no_message_says_that_a_run_resumes_from_weights_alone():
     config = Config(trainer={"save_checkpoint_path": "/runs/x", "save_model_only": True})
     command, last = config.trainer.same_command, Path("/runs/x/global_step_5")

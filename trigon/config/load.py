@@ -340,6 +340,10 @@ class _ConfigReader:
         """Add one value of an option, renamed key or ignored key. Anything else is a problem."""
         name, older_name = _dotted(path), ""
         is_null = isinstance(node, ScalarNode) and node.tag == NULL_TAG
+        if is_null and ":" in path[-1]:  # {n:4}, which is a key without a value in YAML, and a pair in Hydra
+            key, _, value = path[-1].partition(":")
+            self.problems.append(f"{name} ({location}) lacks the space after the colon: {{{key}: {value}}}")
+            return
         if (old := _renamed_prefix(path)) is not None:
             self._warn_once(f"{old} ({location}) is now {RENAMED[old]}")
             path, older_name = _current_path(path), name

@@ -77,7 +77,8 @@ def suggest_next_steps(
         place = folder if checkpoint.parent == folder else checkpoint
         steps.append(f"export the model: trigon export {shlex.quote(str(place))}")
     if config.trainer.val_only:
-        return [*steps, "train: run the same command with trainer.val_only=false and data.train_files"]
+        data = "" if config.data.train_files else " and data.train_files"
+        return [*steps, f"train: run the same command with trainer.val_only=false{data}"]
     if stopped and checkpoint is None:
         return ["continue: the same command starts from the beginning, since no step was finished", *steps]
     same_command = config.trainer.same_command
