@@ -68,7 +68,7 @@ def test_prompts_equal_those_of_the_hugging_face_processor(
     assert isinstance(prompt.vision, Vision)
     tiles = expected["pixel_values"].flatten(0, -4)
     tiles = tiles[tiles.flatten(1).any(1)]  # LLaVA-OneVision adds tiles of zeros to images with fewer
-    is_whole = bool(processors.family.image_tower)
+    is_whole = processors.family.vision_input == "images"
     tile_sizes = expected["image_sizes"] if is_whole else torch.tensor([(56, 56)] * len(tiles))
     assert prompt.vision.original_sizes == (() if processors.family.tile_assembly is None else tuple(sizes))
     patches = [

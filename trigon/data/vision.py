@@ -556,8 +556,8 @@ def image_processor_of(processors: Processors) -> ImageProcessor | None:
             patches_per_side=family.patches_per_side(config),
             spatial_merge=family.spatial_merge(config),
         )
-    if family.image_tower:
-        of_images = PooledProcessor if family.pooled else WholeImageProcessor
+    if not family.takes_patches:
+        of_images = PooledProcessor if family.vision_input == "pooled" else WholeImageProcessor
         return of_images(
             processors.image_processor,
             patch_size=family.patch_size(config),

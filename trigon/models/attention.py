@@ -89,7 +89,7 @@ def use_group_attention(model: Any, family: ModelFamily, kernel: Kernel = "sdpa"
         AttentionInterface.register(name, partial(_window_attention_forward, kernel=used))
     family.language_model(model).set_attn_implementation(GROUP_ATTENTION[kernel])
     tower = family.vision_tower(model)
-    if tower is not None and not family.tiles and not family.pooled:
+    if tower is not None and family.vision_input in ("patches", "images"):
         # transformers 5.16 to 5.19: set_attn_implementation("...flash...") looks for a downloadable
         # kernel of that name, registered or not. The setter of the config does not.
         tower.config._attn_implementation = WINDOW_ATTENTION[kernel]

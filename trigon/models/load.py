@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -571,18 +571,17 @@ def _require_supported_parts(config: Any, family: ModelFamily) -> None:
             f"The language model within this {family.model_type!r} is a {text_config.model_type!r}, which is not "
             f"tested. Supported types: {', '.join(family.language_types)}."
         )
-    tower = family.tile_tower or family.image_tower
-    if vision_config.model_type != tower:
+    if vision_config.model_type != family.tower_type:
         raise ModelError(
             f"The vision tower of this {family.model_type!r} is a {vision_config.model_type!r}; only "
-            f"{tower!r} is supported."
+            f"{family.tower_type!r} is supported."
         )
     layer = getattr(config, "vision_feature_layer", -1)
     strategy = getattr(config, "vision_feature_select_strategy", "default")
     # Without "default" the features of a tile include one that stands for all of it, if its tower
     # has such a token.
     wanted = "full" if family.tile_assembly is not None else "default"
-    if not isinstance(layer, int) or strategy != wanted or (family.image_tower and layer != -1):
+    if not isinstance(layer, int) or strategy != wanted or not (family.tiles or layer == -1):
         raise ModelError(
             f"This {family.model_type!r} has vision_feature_layer = {layer} and "
             f"vision_feature_select_strategy = {strategy!r}, which is not supported."
@@ -668,6 +667,25 @@ def pixel_limits(processors: Processors) -> tuple[int, int] | None:
         return None
     size, frames = processors.image_processor.size, processors.family.frames_per_image
     return int(size["shortest_edge"]) // frames, int(size["longest_edge"]) // frames
+
+
+def most_image_pixels(processors: Processors) -> int | None:
+    """Return the most pixels of an image that a processor has resized; None if it makes tiles."""
+    family, processor = processors.family, processors.image_processor
+    if processor is None:
+        return None
+    match family.vision_input:
+        case "tiles":
+            return None
+        case "patches":
+            return int(processor.size["longest_edge"]) // family.frames_per_image
+        case "images":
+            return int(processor.size["longest_edge"]) ** 2
+        case "pooled":
+            side = family.patch_size(processors.hf_config) * family.spatial_merge(processors.hf_config)
+            return int(processor.max_soft_tokens) * side**2
+        case _:
+            assert_never(family.vision_input)
 
 
 def _copy_tokenizer(source: Path, destination: Path) -> None:

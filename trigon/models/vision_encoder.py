@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -145,24 +145,34 @@ class VisionEncoder:
     def _tower_pixels(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
         """Return pixels as the vision tower takes them, on its device and in its dtype."""
         tower: Any = self._family.vision_tower(self._model)
-        if self._family.pooled:
-            pixel_values = pad_patches(pixel_values, grid_thw)
-        elif not self._family.takes_patches:
-            to_pixels = to_tiles if self._family.tiles else to_padded_images
-            pixel_values = to_pixels(pixel_values, grid_thw, self._family.patch_size(self._model.config))
+        match self._family.vision_input:
+            case "patches":
+                pass
+            case "pooled":
+                pixel_values = pad_patches(pixel_values, grid_thw)
+            case "tiles":
+                pixel_values = to_tiles(pixel_values, grid_thw, self._family.patch_size(self._model.config))
+            case "images":
+                pixel_values = to_padded_images(pixel_values, grid_thw, self._family.patch_size(self._model.config))
+            case _:
+                assert_never(self._family.vision_input)
         return to_device(pixel_values, tower.device).to(tower.dtype)
 
     def _run_tower(self, pixels: Tensor, grid_thw: Tensor, sizes: ImageSizes) -> tuple[Tensor, list[Tensor]]:
         """Return the features of images and videos, given their pixels; see _encode."""
-        tower: Any = self._family.vision_tower(self._model)
-        if self._family.tiles:
-            return self._family.image_features(self._model, pixels, grid_thw, sizes), []
-        if self._family.pooled:
-            return self._encode_pooled(pixels, grid_thw), []
-        if self._family.image_tower:
-            return self._encode_images(pixels, grid_thw), []
-        output = tower(pixels, **tower_inputs(tower, grid_thw))
-        return output.pooler_output, output.deepstack_features if self._family.deepstack else []
+        match self._family.vision_input:
+            case "patches":
+                tower: Any = self._family.vision_tower(self._model)
+                output = tower(pixels, **tower_inputs(tower, grid_thw))
+                return output.pooler_output, output.deepstack_features if self._family.deepstack else []
+            case "tiles":
+                return self._family.image_features(self._model, pixels, grid_thw, sizes), []
+            case "images":
+                return self._encode_images(pixels, grid_thw), []
+            case "pooled":
+                return self._encode_pooled(pixels, grid_thw), []
+            case _:
+                assert_never(self._family.vision_input)
 
     def _encode_images(self, pixels: Tensor, grid_thw: Tensor) -> Tensor:
         """Return the features of whole images, [tokens, D].

@@ -78,7 +78,7 @@ class TransformersEngine:
         # Trigon's own attention is for packed rows; sampling needs causal attention with a KV
         # cache.
         processors.family.language_model(self._model).set_attn_implementation("sdpa")
-        if processors.family.image_tower:  # which does not compute the boundaries of images itself
+        if processors.family.vision_input == "images":  # whose tower does not compute their boundaries itself
             tower: Any = processors.family.vision_tower(self._model)
             tower.set_attn_implementation("sdpa")
         self._recorder = ExpertRecorder(self._model, processors.family) if records_experts else None
@@ -239,7 +239,7 @@ class TransformersEngine:
         media, family = self._media(visions), self._processors.family
         if visions and family.image_layers != "none":  # without it transformers attends causally
             is_image = ids == family.image_token_id(self._model.config)
-            name = "mm_token_type_ids" if family.pooled else "token_type_ids"
+            name = "mm_token_type_ids" if family.vision_input == "pooled" else "token_type_ids"
             media[name] = is_image.to(self._device, torch.int64)
         rows = positions[:, None].expand(-1, len(ids), -1).to(self._device)  # [A, B, T]
         output = self._model(
@@ -272,7 +272,7 @@ class TransformersEngine:
                 if family.tile_assembly is not None:
                     sizes = [size for vision in of_kind for size in vision.original_sizes]
                     media["image_sizes"] = torch.tensor(sizes).flip(1)  # (height, width)
-            elif family.pooled:
+            elif family.vision_input == "pooled":
                 pixel_values = pad_patches(pixel_values, grid_thw)
                 media["image_position_ids"] = patch_positions(grid_thw).to(self._device)
             else:

@@ -34,6 +34,9 @@ ImageLayers = Literal["none", "sliding", "all"]
 """The layers in which the tokens of an image attend to each other in both directions: none, those
 with a sliding window, or all."""
 
+VisionInput = Literal["patches", "tiles", "images", "pooled"]
+"""What a vision tower takes; see ModelFamily."""
+
 ImageLayout = Callable[[int, int, int], Sequence[str | int]]
 """Returns what stands for an image in a prompt: runs of placeholder tokens, and texts around them.
 
@@ -111,14 +114,12 @@ class ModelFamily:
         gate_up_proj [E, 2I, D] and down_proj [E, D, I]. "none": there are no experts. "stacked":
         these stacks. "transposed": stacks with the last two dimensions swapped. "separate": each of
         the 3E matrices by itself.
-    tile_tower: `model_type` of a vision tower that takes square tiles of one size instead of
-        patches of images of any size; empty for a tower that takes patches. An image is then one or
-        several tiles; "time" in its grid_thw counts them.
-    image_tower: `model_type` of a vision tower that takes whole images, each of its own size; empty
-        for any other.
-    pooled: whether such a tower averages squares of patches into tokens, and takes the patches of
-        an image instead of its pixels.
-    projector_path: submodule path of the projector after a tower of tiles or of whole images.
+    vision_input: what the vision tower takes. "patches": patches of images of any size. "tiles":
+        square tiles of one size; an image is one or several, which "time" in its grid_thw counts.
+        "images": whole images, each of its own size. "pooled": the patches of an image, squares of
+        which it averages into tokens.
+    tower_type: `model_type` of a vision tower that takes anything but patches.
+    projector_path: submodule path of the projector after such a tower.
     vision_layers: path of the blocks within the vision tower.
     image_wrap: attributes of the tokenizer for the tokens before and after an image, where chat
         templates omit them.
@@ -163,9 +164,8 @@ class ModelFamily:
     deepstack: bool = False
     video: Literal["none", "patches", "seconds", "timestamps"] = "none"
     experts: Literal["none", "stacked", "transposed", "separate"] = "none"
-    tile_tower: str = ""
-    image_tower: str = ""
-    pooled: bool = False
+    vision_input: VisionInput = "patches"
+    tower_type: str = ""
     projector_path: str = ""
     vision_layers: str = "blocks"
     image_wrap: tuple[str, str] | None = None
@@ -196,12 +196,12 @@ class ModelFamily:
     @property
     def tiles(self) -> bool:
         """Whether the vision tower takes tiles of one size."""
-        return bool(self.tile_tower)
+        return self.vision_input == "tiles"
 
     @property
     def takes_patches(self) -> bool:
         """Whether there is a vision tower that takes patches, with the grid of each image."""
-        return self.has_vision and not self.tile_tower and not self.image_tower
+        return self.has_vision and self.vision_input == "patches"
 
     def image_layers_of(self, hf_config: Any) -> ImageLayers:
         """Return the layers of a model in which the tokens of an image attend in both directions.
@@ -301,16 +301,20 @@ class ModelFamily:
     def spatial_merge(self, hf_config: Any) -> int:
         """Return the number of patches, along each side, that are merged into one image token."""
         self._require_vision()
-        if self.takes_patches:
-            return int(hf_config.vision_config.spatial_merge_size)
-        if self.pooled:
-            return int(hf_config.vision_config.pooling_kernel_size)
-        if self.image_tower:
-            return int(hf_config.spatial_merge_size)
-        tokens = getattr(hf_config, "mm_tokens_per_image", None)
-        if tokens is not None:
-            return self.patches_per_side(hf_config) // isqrt(tokens)
-        return int(getattr(hf_config, "scale_factor", 1) / getattr(hf_config, "downsample_ratio", 1.0))
+        match self.vision_input:
+            case "patches":
+                return int(hf_config.vision_config.spatial_merge_size)
+            case "images":
+                return int(hf_config.spatial_merge_size)
+            case "pooled":
+                return int(hf_config.vision_config.pooling_kernel_size)
+            case "tiles":
+                tokens = getattr(hf_config, "mm_tokens_per_image", None)
+                if tokens is not None:
+                    return self.patches_per_side(hf_config) // isqrt(tokens)
+                return int(getattr(hf_config, "scale_factor", 1) / getattr(hf_config, "downsample_ratio", 1.0))
+            case _:
+                assert_never(self.vision_input)
 
     def patch_size(self, hf_config: Any) -> int:
         """Return the side of a patch in pixels."""
@@ -326,7 +330,7 @@ class ModelFamily:
     def values_per_patch(self, hf_config: Any) -> int:
         """Return the number of values in a patch, over all channels and frames."""
         vision = hf_config.vision_config
-        if self.pooled:  # its config does not say
+        if self.vision_input == "pooled":  # its config does not say
             return 3 * self.patch_size(hf_config) ** 2
         planes = vision.in_channels * vision.temporal_patch_size if self.takes_patches else vision.num_channels
         return int(planes) * self.patch_size(hf_config) ** 2

@@ -129,13 +129,13 @@ def _items(vision: Vision, processors: Processors) -> Sequence[Any]:
             side = family.patches_per_side(hf_config) * family.patch_size(hf_config)
             tensors["pixel_attention_mask"] = torch.ones(int(num_tiles.sum()), side, side, dtype=torch.bool)
             fields["pixel_attention_mask"] = MultiModalFieldConfig.flat_from_sizes(kind, num_tiles)
-    elif family.pooled:  # not padded: vLLM encodes images with equal numbers of patches together
+    elif family.vision_input == "pooled":  # not padded: vLLM encodes images with equal numbers of patches together
         tensors = {
             "pixel_values": list(torch.split(vision.pixel_values, vision.grid_thw.prod(dim=1).tolist())),
             "pixel_position_ids": [patch_positions(grid[None])[0] for grid in vision.grid_thw],
         }
         fields = {name: MultiModalFieldConfig.batched(kind) for name in tensors}
-    elif family.image_tower:
+    elif family.vision_input == "images":
         tensors = {"pixel_values": to_images(vision.pixel_values, vision.grid_thw, family.patch_size(hf_config))}
         fields = {"pixel_values": MultiModalFieldConfig.batched(kind)}
     else:
