@@ -24,7 +24,7 @@ BUDGETS = Budgets(
 
 def make_config(*, auto: bool | None = True, **model) -> Config:
     return Config(
-        data={"max_prompt_length": 100, "max_response_length": 30, "rollout_batch_size": 8, "max_pixels": 5000},
+        data={"max_prompt_length": 100, "max_response_length": 30, "rollout_batch_size": 8},
         worker={"actor": {"global_batch_size": 4, "model": {"model_path": "some/model", **model}}, "rollout": {"n": 5}},
         trainer={"auto_micro_batch": auto},
     )
@@ -46,6 +46,7 @@ def tune(config: Config, folder: RunFolder, *, resumes: bool = False) -> tuple[t
         folder,
         Reporter(folder, console),
         console,
+        image_pixels=5000,
         resumes=resumes,
     )
     return (plan.tokens_per_update_pass, plan.tokens_per_experience_pass), calls

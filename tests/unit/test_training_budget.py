@@ -16,6 +16,7 @@ from support.engines import FULL_KL, KL, make_engine, make_rollouts, to_train, w
 from trigon.data.packing import tokens_of
 from trigon.errors import ConfigError
 from trigon.metrics import values
+from trigon.models.load import load_processors, most_image_pixels
 from trigon.training.budget import Budgets, Lengths, as_rollouts, dummy_group, tune_engines
 from trigon.training.device_memory import HostMemory
 from trigon.training.parallel import SingleProcess
@@ -185,6 +186,20 @@ def test_a_dummy_group_has_the_maximum_lengths_and_as_many_images_as_fit(tiny_mo
         make_dummy_group(engine.policy, small, 3).prompt.token_ids.count(image)
         == {"qwen2_5_vl": 45, "internvl": 44, "llava_onevision": 51, "gemma3": 44}[model_type]
     )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "most_tokens"),
+    # The limits of the tiny models' processors; a tile of InternVL has four tokens.
+    [("qwen2_5_vl", 64), ("glm4v", 64), ("mistral3", 64), ("gemma4", 70), ("internvl", 4)],
+)
+def test_the_images_of_a_dummy_group_are_as_large_as_the_processor_makes_them(tiny_model, model_type, most_tokens):
+    folder = tiny_model(model_type)
+    lengths = replace(LENGTHS, prompt_tokens=400, image_pixels=most_image_pixels(load_processors(str(folder))))
+    policy = make_engine(folder).policy
+    vision = make_dummy_group(policy, lengths, 1).prompt.vision
+    counts = policy.family.count_image_tokens(policy.model.config, vision.grid_thw, ())
+    assert most_tokens - 6 <= max(counts) <= most_tokens
 
 
 @pytest.mark.extended

@@ -419,20 +419,22 @@ def tune_plan(
     report: Reporter,
     console: Console,
     *,
+    image_pixels: int | None,
     resumes: bool,
 ) -> Plan:
     """Return the plan with token budgets that fill the device's memory.
 
     The budgets are stored in the run folder and reused while make_budget_key returns the same: a
     run that is resumed with other budgets packs other rows, which changes the last bits of its
-    numbers. resumes: the run continues from a checkpoint; new budgets are then warned about.
+    numbers. image_pixels: see Lengths.
+    resumes: the run continues from a checkpoint; new budgets are then warned about.
     """
     if config.trainer.auto_micro_batch is None:
         console.print(
             "trainer.auto_micro_batch is on by default on a GPU: worker.actor.micro_batch_size_per_device_for_update "
             "and micro_batch_size_per_device_for_experience are not used; trainer.auto_micro_batch=false uses them"
         )
-    lengths = make_lengths(config, plan)
+    lengths = make_lengths(config, plan, image_pixels=image_pixels)
     # Through JSON, as the stored key has gone through it.
     budget_key = json.loads(json.dumps(make_budget_key(config, lengths)))
     stored, known = folder.read_budgets(), None
@@ -471,14 +473,14 @@ def tune_plan(
     )
 
 
-def make_lengths(config: Config, plan: Plan) -> Lengths:
-    """Return the largest lengths that the groups of a run can have."""
+def make_lengths(config: Config, plan: Plan, *, image_pixels: int | None) -> Lengths:
+    """Return the largest lengths that the groups of a run can have. image_pixels: see Lengths."""
     data = config.data
     group_tokens = data.max_prompt_length + config.group_size * data.max_response_length
     return Lengths(
         prompt_tokens=data.max_prompt_length,
         response_tokens=data.max_response_length,
-        image_pixels=data.max_pixels,
+        image_pixels=image_pixels,
         update_tokens=plan.prompts_per_update * group_tokens,
         step_tokens=plan.prompts_per_step * group_tokens,
         critic_update_tokens=plan.critic.prompts_per_update * group_tokens if config.has_critic else 0,

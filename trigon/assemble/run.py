@@ -53,7 +53,7 @@ from trigon.errors import CheckpointError
 from trigon.loop import Checkpoints, Run, Stop, Validation, train
 from trigon.metrics import Metrics
 from trigon.models.hub import hub_endpoint, uses_modelscope
-from trigon.models.load import Processors
+from trigon.models.load import Processors, most_image_pixels
 from trigon.models.sizes import ModelSize
 from trigon.report.console import Console
 from trigon.report.delivery import LoggedRun, Logger, LoggerEnvironment, check_loggers, make_loggers, open_loggers
@@ -155,7 +155,16 @@ def run_training(
             config, processors, plan, workers, report, stack, shows_videos=shows_videos, episodes=episodes
         )
         if config.trainer.tunes_budgets_on(base.device) and not config.trainer.val_only:
-            plan = tune_plan(config, plan, engines, folder, report, console, resumes=checkpoint is not None)
+            plan = tune_plan(
+                config,
+                plan,
+                engines,
+                folder,
+                report,
+                console,
+                image_pixels=most_image_pixels(processors),
+                resumes=checkpoint is not None,
+            )
         report.overview(
             describe_plan(
                 config,
