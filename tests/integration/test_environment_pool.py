@@ -676,6 +676,10 @@ SHOWN = {
     "from PIL import Image; Image.open('image_0.png').size": "(100, 50)",
     "open('a.txt', 'w').write('abc'); open('a.txt').read()": "'abc'",
     "import sys; sys.exit(3)": "(no output)",
+    "import asyncio; asyncio.run(asyncio.sleep(0, 7))": "7",
+    "import mmap; len(mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE))": "4096",
+    "import mmap; file = open('b', 'wb+'); file.truncate(4096); len(mmap.mmap(file.fileno(), 4096))": "4096",
+    "from multiprocessing import Array; Array('i', 3)[:]": "[0, 0, 0]",
 }
 
 
@@ -696,6 +700,10 @@ LIMITS = {
     "open('/etc/changed', 'w')": "Read-only file system",
     "open('/proc/self/environ').read()": "FileNotFoundError",
     "while True: print('x' * 1000)": "printed more than 16 MiB",
+    # Memory that is not counted as a process's.
+    "import mmap; mmap.mmap(-1, 4096)": "PermissionError",
+    "open('/dev/zero')": "FileNotFoundError",
+    "import socket; socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)": "PermissionError",
     # Neither the ground truth nor the variables of the run.
     "import gc, os\n''.join(['the ground ', 'truth']) in str(gc.get_objects()), sorted(os.environ)": (
         "(False, ['HOME', 'LANG', "
@@ -798,7 +806,7 @@ def attacks(pid, path, folder):
 def system_attacks():
     yield "secrets", lambda: bool(open("/etc/shadow").read())
     yield "device", lambda: os.mknod("disk", 0o600 | stat.S_IFBLK, os.makedev(8, 0)) or True
-    yield "devices", lambda: bool(set(os.listdir("/dev")) - {"null", "zero", "full", "random", "urandom", "shm"})
+    yield "devices", lambda: bool(set(os.listdir("/dev")) - {"null", "full", "random", "urandom", "shm"})
     yield "host name", lambda: socket.sethostname("attacked") or True
     yield "clock", lambda: time.clock_settime(time.CLOCK_REALTIME, time.time()) or True
     yield "root", lambda: os.setuid(0) or True

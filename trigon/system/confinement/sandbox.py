@@ -6,9 +6,10 @@
       `- Python, with the code
 
 The files are in a mount namespace of init: folders of the system and of Python that cannot be
-written to, single files of /etc, five devices, and /tmp, which has a size limit and is all that can
-be written to. There is no /proc. Whoever the process is outside (an ordinary user, or 65534 where
-that is root), it is user 1000 within.
+written to, single files of /etc, four devices, and /tmp, which has a size limit and is all that can
+be written to. There is no /proc, and no /dev/zero, of which memory can be mapped that is not
+counted as a process's. Whoever the process is outside (an ordinary user, or 65534 where that is
+root), it is user 1000 within.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ _NICENESS = 10
 
 _SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
 _FILES_OF_ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "fonts", "localtime", "mime.types")
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = ("null", "full", "random", "urandom")
 _VARIABLES = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": FOLDER,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import itertools
+import mmap
 import os
 import socket
 import struct
@@ -22,7 +23,7 @@ from trigon.system.confinement import kernel
 _SET_MODE_FILTER = 1
 _SPEC_ALLOW = 4  # before Linux 5.16, a filter otherwise slows down the processor (mitigations)
 _ERRNO, _ALLOW = 0x00050000, 0x7FFF0000
-_LOAD, _EQUAL, _ABOVE, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
+_LOAD, _AND, _EQUAL, _ABOVE, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data, little endian
 _X32 = 0x40000000  # the numbers of a second interface of x86-64 begin here
 
@@ -39,6 +40,9 @@ _DEVICE_CONTROLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 
 _IOPRIO_WHO_PROCESS = 1
 
+_SHARED_ANONYMOUS = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
+"""Flags of `mmap` for memory that stays, uncounted, when all but one of its pages are unmapped."""
+
 
 class _Architecture(NamedTuple):
     audit: int
@@ -49,14 +53,16 @@ _ARCHITECTURES = {"x86_64": _Architecture(0xC000003E, 317), "aarch64": _Architec
 
 
 class Argument(NamedTuple):
-    """What the lower 32 bits of an argument must be: one of values, or without no_bits.
+    """What the lower 32 bits of an argument must be.
 
-    The kernel reads no more of the arguments that are compared here.
+    One of values; or with no_bits, none of these bits is set; or with not_all_bits, at least one of
+    these bits is not set. The kernel reads no more of the arguments that are compared here.
     """
 
     position: int
     values: tuple[int, ...] = ()
     no_bits: int = 0
+    not_all_bits: int = 0
 
 
 _ITSELF = Argument(0, (0,))  # 0 is the calling process, and each process may be named by its number
@@ -78,7 +84,8 @@ def is_available() -> bool:
 def of_python_code() -> Profile:
     """Return what code that a model wrote may call.
 
-    No sockets but pairs, no namespaces, no System V shared memory, no files in memory; limits of
+    No sockets but pairs, whose buffers stay small; no namespaces; no memory that is not counted as
+    a process's: System V shared memory, files in memory, shared mappings without a file; limits of
     itself only, and no priorities; of `fcntl` and `ioctl` what concerns its own files.
     """
     return Profile(
@@ -87,6 +94,7 @@ def of_python_code() -> Profile:
             "clone": (Argument(0, no_bits=_CLONE_NAMESPACES),),
             "fcntl": (Argument(1, _FILE_CONTROLS),),
             "ioctl": (Argument(1, _DEVICE_CONTROLS),),
+            "mmap": (Argument(3, not_all_bits=_SHARED_ANONYMOUS),),
             "prlimit64": (_ITSELF,),
             "socketpair": (Argument(0, (socket.AF_UNIX,)),),
         },
@@ -170,6 +178,9 @@ def _tests(argument: Argument, refuse: bytes) -> Iterator[bytes]:
         yield _instruction(_EQUAL, len(argument.values) - number, 0, value)
     if argument.no_bits:
         yield _instruction(_ANY_BIT, 0, 1, argument.no_bits)
+    if argument.not_all_bits:
+        yield _instruction(_AND, 0, 0, argument.not_all_bits)
+        yield _instruction(_EQUAL, 0, 1, argument.not_all_bits)
     yield refuse
 
 
@@ -243,7 +254,7 @@ rt_sigtimedwait 128 137, rt_tgsigqueueinfo 297 240, sched_get_priority_max 146 1
 sched_get_priority_min 147 126, sched_getaffinity 204 123, sched_getattr 315 275, sched_getparam 143 121,
 sched_getscheduler 145 120, sched_rr_get_interval 148 127, sched_yield 24 124, select 23 -, sendfile 40 71,
 sendmmsg 307 269, sendmsg 46 211, sendto 44 206, set_robust_list 273 99, set_tid_address 218 96,
-setitimer 38 103, setpgid 109 154, setrlimit 160 164, setsid 112 157, setsockopt 54 208, shutdown 48 210,
+setitimer 38 103, setpgid 109 154, setrlimit 160 164, setsid 112 157, shutdown 48 210,
 sigaltstack 131 132, signalfd 282 -, signalfd4 289 74, socketpair 53 199, splice 275 76, stat 4 -, statfs 137 43,
 statx 332 291, symlink 88 -, symlinkat 266 36, sync_file_range 277 84, sysinfo 99 179, tee 276 77,
 tgkill 234 131, time 201 -, timer_create 222 107, timer_delete 226 111, timer_getoverrun 225 109,
@@ -270,7 +281,8 @@ remap_file_pages 216 234, removexattr 197 14, sched_setaffinity 203 122, sched_s
 sched_setparam 142 118, sched_setscheduler 144 119, seccomp 317 277, semctl 66 191, semget 64 190, semop 65 193,
 semtimedop 220 192, set_mempolicy 238 237, set_mempolicy_home_node 450 450, setfsgid 123 152, setfsuid 122 151,
 setgid 106 144, setgroups 116 159, setpriority 141 140, setregid 114 143, setresgid 119 149, setresuid 117 147,
-setreuid 113 145, setuid 105 146, setxattr 188 5, shmat 30 196, shmctl 31 195, shmdt 67 197, shmget 29 194,
+setreuid 113 145, setsockopt 54 208, setuid 105 146, setxattr 188 5, shmat 30 196, shmctl 31 195, shmdt 67 197,
+shmget 29 194,
 socket 41 198, sync 162 81, syncfs 306 267, vmsplice 278 75,
 flock 73 32
 """)
