@@ -478,6 +478,20 @@ def main(reward_input):
         assert pool_of(text).score(requests("a"))[0].error == ""
 
 
+@pytest.mark.faults
+def test_a_worker_has_limits_of_files_and_is_the_first_to_end_without_memory(pool_of):
+    text = """
+import resource
+from pathlib import Path
+REWARD_TYPE = "sequential"
+def main(reward_input):
+    limits = {name: resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1] for name in ("NOFILE", "FSIZE", "CORE")}
+    return {"overall": 1.0, **limits, "oom": int(Path("/proc/self/oom_score_adj").read_text())}
+"""
+    parts = dict(pool_of(text).score(requests("a"))[0].parts)
+    assert parts == {"overall": 1.0, "NOFILE": 1024, "FSIZE": 1 << 30, "CORE": 0, "oom": 1000}
+
+
 @pytest.mark.extended(but=["all"])
 @pytest.mark.faults
 @pytest.mark.parametrize("without", SYSTEMS)

@@ -149,6 +149,40 @@ def test_no_namespace_can_be_made_by_any_call_and_processes_and_threads_start():
     assert lines == ["a thread", "a thread", "a program", "a shell", "0", "[1]"]
 
 
+OTHER_INTERFACES = """
+import ctypes, errno, mmap, os
+from trigon.system.confinement import seccomp
+
+libc = ctypes.CDLL(None, use_errno=True)
+code = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ | mmap.PROT_WRITE | 4)
+code.write(bytes.fromhex("b814000000" "cd80" "c3"))  # mov eax, 20 (getpid); int 0x80; ret
+getpid_of_32_bits = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))
+
+def x32():
+    return "done" if libc.syscall(0x40000000 | 39) > 0 else errno.errorcode[ctypes.get_errno()]
+
+def of_32_bits():
+    pid = os.fork()
+    if pid == 0:
+        os._exit(getpid_of_32_bits() != os.getpid())
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+print(x32(), of_32_bits())
+seccomp.keep_only(seccomp.of_worker(sockets=True, unix_sockets=True, namespaces=True, is_alone=True))
+print(x32(), of_32_bits())
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(kernel.machine() != "x86_64", reason="other processors have one interface of system calls")
+def test_the_other_interfaces_of_system_calls_are_refused():
+    before, after = run(OTHER_INTERFACES).splitlines()
+    assert before.split()[0] in ("done", "ENOSYS")  # kernels are often made without it
+    assert after.split()[0] == "EPERM"
+    if before.split()[1] == "0":
+        assert after.split()[1] == "1"
+
+
 def run(script: str, *arguments: str) -> str:
     """Return what a Python program prints."""
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
