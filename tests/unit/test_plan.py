@@ -303,6 +303,15 @@ def test_a_run_that_says_nothing_of_the_planned_one_is_refused(finished, changes
         planned(measured=finished(changes, steps))
 
 
+def test_a_measured_run_may_name_the_model_otherwise_and_is_refused_with_unknown_options(finished, monkeypatch):
+    run = finished({MODEL: str(SHIPPED / "Qwen2.5-VL-3B-Instruct")})
+    monkeypatch.chdir(SHIPPED)
+    assert planned({MODEL: "./Qwen2.5-VL-3B-Instruct"}, measured=run).seconds is not None
+    (run / "config.yaml").write_text("trainer: {max_stepz: 3}")
+    with pytest.raises(DataError, match=r"config.yaml .*trainer.max_stepz"):
+        planned(measured=run)
+
+
 # -- devices, models, lengths ----------------------------------------------------------------------
 
 
@@ -323,7 +332,10 @@ def test_gpus_are_read_as_people_write_them(text, expected):
     assert place.hardware.device_bytes == int(GPUS[place.kind] * GIB)
 
 
-@pytest.mark.parametrize(("text", "fact"), [("8xH10", "H100-80G?"), ("0xH100", "8xH100-80G"), ("8xTPU", "A100-40G")])
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [("8xH10", "H100-80G?"), ("0xH100", "8xH100-80G"), ("8xTPU", "A100-40G"), ("2000xH100", "2,000 GPUs on a node")],
+)
 def test_gpus_that_are_not_known_are_answered_with_those_that_are(text, fact):
     with pytest.raises(ConfigError) as refused:
         find_place(Config(), text, None)

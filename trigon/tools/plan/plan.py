@@ -371,11 +371,13 @@ def find_place(config: Config, gpus: str | None, host_memory: int | None) -> Pla
     """
     nodes, per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
     if gpus is not None:
-        written = re.fullmatch(r"(?:([1-9]\d{0,4})[xX*])?(?:([1-9]\d{0,4})[xX*])?([A-Za-z][\w -]*|4090)", gpus.strip())
+        written = re.fullmatch(r"(?:([1-9]\d{0,3})[xX*])?(?:([1-9]\d{0,3})[xX*])?([A-Za-z][\w -]*|4090)", gpus.strip())
         if written is None:
             raise ConfigError(f"cannot read the GPUs {gpus!r}: write 8xH100-80G, or 2x8xH100-80G for two nodes")
         if counts := [int(count) for count in written.groups()[:2] if count is not None]:
             nodes, per_node = (1, *counts)[-2:]
+            if per_node > 1024:
+                raise ConfigError(f"{gpus!r} has {per_node:,} GPUs on a node; write 2x8xH100-80G for two nodes of 8")
         kind = _find_gpu(written[3])
         return Place(nodes, per_node, kind, Hardware("cuda", int(GPUS[kind] * GIB), host_memory))
     device = torch.device("cuda" if config.trainer.device != "cpu" and torch.cuda.is_available() else "cpu")

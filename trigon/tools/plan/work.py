@@ -18,14 +18,17 @@ from math import ceil, isfinite
 from pathlib import Path
 from statistics import fmean, median
 
+from pydantic import ValidationError
+
 from trigon.assemble.options import needs_old_logprobs
+from trigon.config.paths import local_path
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
 from trigon.data.packing import row_lengths
 from trigon.distributed.balance import partition_balanced
 from trigon.errors import ConfigError, DataError
 from trigon.models.sizes import ModelSize, forward_flops, update_flops
-from trigon.report.run import open_run
+from trigon.report.run import CONFIG, open_run
 from trigon.tools.plan.lengths import LengthOptions, Lengths
 
 _NO_PHASES = ("step", "validation", "save_checkpoint")
@@ -182,13 +185,21 @@ class MeasuredRun:
 def read_measured(folder: Path, planned: Config) -> MeasuredRun:
     """Return what a run measured, without its first step.
 
-    Raises: DataError if it has no second training step; ConfigError if it had another model, other
-    numbers of workers, or separate ones, whose phases wait for each other.
+    Raises: DataError if it has no second training step, or options that this version does not know;
+    ConfigError if it had another model, other numbers of workers, or separate ones, whose phases
+    wait for each other.
     """
     run = open_run(folder)
-    config = Config.model_validate(run.config())
+    try:
+        config = Config.model_validate(run.config())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise DataError(
+            f"{run.path / CONFIG} is not the configuration of a run of this version of trigon: "
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from error
     for name, ours, theirs in (
-        ("worker.actor.model.model_path", *(each.worker.actor.model.model_path for each in (planned, config))),
+        ("worker.actor.model.model_path", _place(planned, {}), _place(config, run.local_sources() or {})),
         ("trainer.n_gpus_per_node x trainer.nnodes", planned.num_workers, config.num_workers),
         ("worker.hybrid_engine", *(each.worker.hybrid_engine for each in (planned, config))),
     ):
@@ -229,6 +240,13 @@ def read_measured(folder: Path, planned: Config) -> MeasuredRun:
         row_tokens=_mean(used, "actor/packed_tokens") or sequence_tokens,
         epochs=config.worker.actor.ppo_epochs,
     )
+
+
+def _place(config: Config, sources: Mapping[str, str]) -> str | None:
+    """Return where a run's model is, however its path is written. sources: its local sources."""
+    text = config.worker.actor.model.model_path
+    path = None if text is None else sources.get(text) or local_path(text)
+    return text if path is None else str(Path(path).resolve())
 
 
 def _mean(steps: Sequence[Mapping[str, float]], key: str) -> float | None:
