@@ -66,7 +66,10 @@ def write_starter(folder: Path, *, model: str = DEFAULT_MODEL, tiny: bool = Fals
     rows = [(f"images/{number}.png", number) for number in range(1, NUM_ROWS + 1)]
     names = ["run.yaml", "reward.py", "data.jsonl", *(name for name, _ in rows), *(["model"] if tiny else [])]
     require_absent(folder, names)
-    (folder / "images").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    if tiny:  # first, since it takes a while: a call that is interrupted leaves no file, and can be repeated
+        make_model(folder)
+    (folder / "images").mkdir(exist_ok=True)
     rng = random.Random(SEED)
     for name, area in rows:
         draw(rng, area).save(folder / name)
@@ -76,8 +79,6 @@ def write_starter(folder: Path, *, model: str = DEFAULT_MODEL, tiny: bool = Fals
     text = template.read_text(encoding="utf-8").replace("MODEL", model_path, 1)
     (folder / "run.yaml").write_text(text, encoding="utf-8")
     (folder / "reward.py").write_bytes((_FILES / "reward_template.py").read_bytes())
-    if tiny:
-        make_model(folder)
     return [folder / name for name in names]
 
 

@@ -21,7 +21,7 @@ from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.report.console import Console
 from trigon.system.processes import python_command
-from trigon.tools.cli.parser import ArgumentParser, new_folder, require_absent
+from trigon.tools.cli.parser import ArgumentParser, new_folder, number, require_absent
 from trigon.tools.cli.train import train
 from trigon.tools.quickstart.drawings import BLANK, TRAIN, VALIDATION
 
@@ -144,13 +144,13 @@ def tiny(arguments: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--skill",
-        type=float,
+        type=number(0, 1),
         default=WARM_START_ACCURACY,
         help="accuracy in [0, 1] at which the supervised warm start ends; 0: random weights (%(default)s)",
     )
     parser.add_argument(
         "--max-updates",
-        type=int,
+        type=number(0, whole=True),
         default=WARM_START_UPDATES,
         help="maximum number of supervised updates (%(default)s)",
     )
