@@ -24,6 +24,8 @@ from trigon.assemble.start import StopSignals, start_run
 from trigon.config.load import load_config
 from trigon.errors import CheckpointError
 from trigon.rewards.callables import reward_terms
+from trigon.tools.check.machine import check_run_folder
+from trigon.tools.check.run import Result, check_run
 
 pytestmark = pytest.mark.extended
 
@@ -65,9 +67,8 @@ def saved(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(parts: Path, folder: Path, *overrides: str, objects: RunObjects = NO_OBJECTS) -> None:
-    """Make one step in this process, after the last checkpoint, and save it."""
-    options = [
+def options_of(parts: Path, folder: Path, *overrides: str) -> list[str]:
+    return [
         *overrides_of(parts, folder, steps=40),
         f"data.format_prompt={parts / 'format.jinja'}",
         "worker.reward.reward_function_kwargs={judge: small, api_key: sk-abcdefgh123}",
@@ -80,9 +81,13 @@ def train(parts: Path, folder: Path, *overrides: str, objects: RunObjects = NO_O
         "trainer.val_freq=1",
         *overrides,
     ]
+
+
+def train(parts: Path, folder: Path, *overrides: str, objects: RunObjects = NO_OBJECTS) -> None:
+    """Make one step in this process, after the last checkpoint, and save it."""
     stop = StopSignals()
     stop.received = signal.SIGTERM  # the run ends after its first step
-    start_run(load_config(CONFIG, options), stop=stop, objects=objects)
+    start_run(load_config(CONFIG, options_of(parts, folder, *overrides)), stop=stop, objects=objects)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -91,6 +96,21 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def starts(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
+
+
+def test_trigon_check_finds_what_a_resume_refuses_and_changes_nothing(parts, saved):
+    before = contents(saved)
+    report = check_run(CONFIG, options_of(parts, saved, "trainer.max_steps=1"))
+    assert report.result("run folder").problems == []
+    assert [problem.kind for problem in report.result("steps").problems] == ["steps.complete"]
+    for change, named in (
+        ("algorithm.adv_estimator=rloo", "algorithm.adv_estimator was grpo, and is now rloo"),
+        ("trainer.load_checkpoint_path=missing", "there is no checkpoint folder missing"),
+        ("worker.actor.model.lora.rank=4", "LoRA"),
+    ):
+        with pytest.raises(CheckpointError, match=named):
+            check_run_folder(Result("run folder"), load_config(CONFIG, options_of(parts, saved, change)).config)
+    assert contents(saved) == before
 
 
 @contextmanager

@@ -303,6 +303,10 @@ FAULTS: dict[str, tuple[str, Callable[[PlantedRun], None]]] = {
     "too few CPUs": ("devices.idle", lambda run: (_machine(num_cpus=1)(run), _two_workers(run))),
     "a kernel for GPUs": ("devices.kernel", _option(worker__actor__model__attention_kernel="varlen")),
     "little memory": ("memory.too_little", _machine(host_bytes=2**20)),
+    "a file in place of the run folder": (
+        "folder.unusable",
+        lambda run: run.options.update({"trainer.save_checkpoint_path": run.folder / "reward.py"}),
+    ),
     "a full disk": ("disk.full", _machine(free_disk_bytes=1000)),
     "no disk for all checkpoints": (
         "disk.checkpoints",

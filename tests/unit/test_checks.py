@@ -8,6 +8,7 @@ import socket
 import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -16,9 +17,11 @@ from support.images import png
 from support.planted import FAULTS, GIB, MACHINE, MAZE, TOGETHER, good_run, plant_environment
 from support.recipes import EXAMPLES, ROOT, arguments_of
 from trigon.assemble.memory import count_checkpoints
+from trigon.checkpoint.store import CheckpointStore
 from trigon.config.load import inspect_config, load_config, split_arguments
 from trigon.data.rows import Reason
 from trigon.models.load import copy_side_files, load_processors
+from trigon.report.run_folder import RunFolder
 from trigon.system.files import read_json_object
 from trigon.tools.check.dataset import ADVICE, RowFacts
 from trigon.tools.check.machine import (
@@ -26,6 +29,7 @@ from trigon.tools.check.machine import (
     check_devices,
     check_memory,
     check_network,
+    check_run_folder,
 )
 from trigon.tools.check.model import check_model, find_max_pixels, find_missing_header, token_counter
 from trigon.tools.check.rewards import asked_formats, final_answer
@@ -115,6 +119,7 @@ def test_all_faults_of_a_dataset_are_named_at_once(run):
 def test_every_kind_of_problem_is_planted_or_has_a_test():
     planted = {kind for kind, _ in FAULTS.values()}
     with_tests = {"devices.used", "network.loopback", "loggers.package", "memory.tight", "model.kernels"}
+    with_tests |= {"folder.used", "checkpoint.unusable", "checkpoint.damaged", "steps.complete"}
     videos = {f"rows.{reason}" for reason in ADVICE if reason.startswith("video_")}  # as images, by the code of a run
     named = {*re.findall(r"^\| `(\w+\.\w+)` \|", PAGE, flags=re.MULTILINE)} - {"rows.REASON"}
     cells = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", SKIPPED_ROWS, flags=re.MULTILINE)
@@ -266,6 +271,26 @@ def test_tight_memory(run):
     gib = float(re.search(r"at most ([\d.]+) GiB", roomy.summary)[1])
     check_memory(tight, model, replace(MACHINE, host_bytes=int(gib * GIB)))
     assert kinds_of(tight) == ["memory.tight"]
+
+
+def test_a_run_folder_that_another_run_writes_to_and_damaged_checkpoints(run, tmp_path):
+    run.options["trainer.save_checkpoint_path"] = tmp_path / "run"
+    config = inspect_config(None, run.write()).config
+    used, damaged = Result("run folder"), Result("run folder")
+    with RunFolder(tmp_path / "run"):
+        assert check_run_folder(used, config) == 0
+    assert kinds_of(used) == ["folder.used"]
+
+    def write(folder: Path) -> None:
+        (folder / "weights").write_text("w")
+
+    store = CheckpointStore(tmp_path / "run", keep=-1)
+    for step in (1, 2):
+        store.save(step, write=write, progress={}, score=None)
+    (tmp_path / "run" / "global_step_2" / "actor" / "weights").unlink()
+    validated = [*run.write(), "trainer.val_only=true"]  # reads the weights only
+    assert check_run_folder(damaged, inspect_config(None, validated).config) == 1
+    assert kinds_of(damaged) == ["checkpoint.damaged"]
 
 
 def test_the_checkpoints_that_are_kept(run):

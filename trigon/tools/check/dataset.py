@@ -356,10 +356,13 @@ def _shown(ground_truth: object) -> str:
     return shorten(text, 40)
 
 
-def check_steps(result: Result, config: Config, datasets: Sequence[ScannedDataset], *, knows_lengths: bool) -> Plan:
+def check_steps(
+    result: Result, config: Config, datasets: Sequence[ScannedDataset], *, knows_lengths: bool, last_step: int
+) -> Plan:
     """Make the plan of the run over the usable training rows.
 
-    knows_lengths: the rows were read with the tokenizer of the run.
+    knows_lengths: the rows were read with the tokenizer of the run. last_step: the step after which
+    the run resumes; 0: it starts from the beginning.
     """
     if config.trainer.val_only:
         raise Skipped("trainer.val_only takes no steps")
@@ -370,6 +373,12 @@ def check_steps(result: Result, config: Config, datasets: Sequence[ScannedDatase
     plan = make_plan(config, num_train_prompts=num_prompts)
     for text in find_long_warmups(config, plan):
         result.warn("steps.warmup", text)
+    if last_step >= plan.total_steps:
+        result.warn(
+            "steps.complete",
+            f"the run resumes after step {last_step}, and has {plan.total_steps:,} steps: it would make none",
+            "raise trainer.max_steps or trainer.total_epochs to continue it, or set another trainer.experiment_name",
+        )
     unknown = "" if knows_lengths else ", if none of the prompts is too long"
     result.summary = (
         f"{plan.num_train_prompts:,} prompts, {plan.total_steps:,} steps of {plan.prompts_per_step} prompts and "

@@ -1,7 +1,8 @@
-"""The machine of a run, and the checks of it: GPUs, memory, disk, connections, loggers."""
+"""The machine of a run, and the checks of it: GPUs, memory, disk, connections, loggers, folder."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 from contextlib import ExitStack
@@ -13,10 +14,14 @@ import torch
 from trigon.assemble import memory as arithmetic
 from trigon.assemble.memory import Hardware, count_checkpoint_bytes, count_checkpoints
 from trigon.assemble.models import choose_device_type, choose_kernel
+from trigon.assemble.origin import Origin
+from trigon.assemble.run import choose_checkpoint
+from trigon.checkpoint.store import CheckpointStore
 from trigon.config.checks import find_device_warnings
 from trigon.config.schema import Config
-from trigon.errors import ConfigError, ModelError
+from trigon.errors import ConfigError, ModelError, RewardError
 from trigon.report import delivery
+from trigon.report.run import RunRecord
 from trigon.system.machine import count_total_bytes, count_usable_cpus
 from trigon.system.terminal import format_bytes
 from trigon.tools.check.model import Model
@@ -133,6 +138,37 @@ def check_loggers(result: Result, config: Config) -> None:
     """Report loggers that are not installed."""
     delivery.check_loggers(config.trainer.logger)
     result.summary = ", ".join(config.trainer.logger)
+
+
+def check_run_folder(result: Result, config: Config) -> int:
+    """Report a folder that cannot be written, and a checkpoint from which the run cannot resume.
+
+    Options, code and a local model are compared with those of the checkpoint; the data are not.
+    Returns: the step after which the run resumes; 0: it starts from the beginning.
+    Raises: CheckpointError.
+    """
+    folder, there = config.trainer.run_folder, run_folder_of(config)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        problem = "is not writable" if there.is_dir() else "is a file"
+        advice = "set trainer.save_checkpoint_path to another folder, or change its permissions"
+        result.fail("folder.unusable", f"the run folder {folder} cannot be written: {there} {problem}", advice)
+        return 0
+    if RunRecord(folder).is_running():
+        advice = "wait for it, or set another trainer.experiment_name or trainer.save_checkpoint_path"
+        result.warn("folder.used", f"another run writes to {folder} now, or its disk has no locks", advice)
+    warnings: list[str] = []
+    checkpoint = choose_checkpoint(config, CheckpointStore(folder, keep=-1, warn=warnings.append))
+    for text in warnings:
+        result.warn("checkpoint.damaged", text)
+    if checkpoint is None:
+        result.summary = f"{folder}: the run starts from the beginning"
+        return 0
+    result.summary = f"the run resumes after step {checkpoint.step}, from {checkpoint.folder}"
+    try:
+        Origin(config, checkpoint, lambda _: None).add_options(None)
+    except (ConfigError, ModelError, RewardError):  # what the checks of these parts report
+        result.summary += ", with which it cannot be compared"
+    return checkpoint.step
 
 
 def check_memory(result: Result, model: Model, machine: Machine) -> None:

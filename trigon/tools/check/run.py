@@ -251,9 +251,20 @@ def _check_parts(
     scored = (*_DATA, "worker.reward.")
     judged = run("reward", "reward.unusable", rewards.check_reward, config, reader, datasets, stack, reads=scored)
     run("ground truths", "reward.fails", rewards.check_ground_truths, config, judged, datasets, console)
+    every = ("data.", "algorithm.", "worker.", "trainer.")
+    last_step = run("run folder", "checkpoint.unusable", machine.check_run_folder, config, reads=every)
     steps = (*_DATA, "worker.actor.", "trainer.max_steps", "trainer.total_epochs", "trainer.val_only")
     knows_lengths = not isinstance(given, Missing)
-    plan = run("steps", "steps.plan", dataset.check_steps, config, datasets, knows_lengths=knows_lengths, reads=steps)
+    plan = run(
+        "steps",
+        "steps.plan",
+        dataset.check_steps,
+        config,
+        datasets,
+        knows_lengths=knows_lengths,
+        last_step=0 if isinstance(last_step, Missing) else last_step,
+        reads=steps,
+    )
     total_steps = None if isinstance(plan, Missing) else plan.total_steps
     saved = ("worker.actor.", *_WORKERS, "trainer.save")
     run("disk", "disk.full", machine.check_disk, given, here, total_steps=total_steps, reads=saved)
