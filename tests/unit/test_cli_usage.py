@@ -83,6 +83,13 @@ def test_an_unknown_flag_is_one_line_with_status_2_and_a_misspelt_one_is_correct
     assert f"{longest[:-1]}q; did you mean {longest}?" in err
 
 
+@pytest.mark.parametrize(("flag", "value"), [("--skill", "nan"), ("--skill", "2"), ("--max-updates", "-1")])
+def test_a_tiny_model_is_made_with_sensible_numbers_only(capsys, tmp_path, flag, value):
+    status, _, err = run(capsys, "tiny", str(tmp_path / "new"), flag, value)
+    assert (status, f"argument {flag}: '{value}' is not" in err) == (2, True)
+    assert not (tmp_path / "new").exists()
+
+
 def test_dashes_and_underscores_of_a_flag_are_taken_for_each_other(capsys):
     _, _, err = run(capsys, "export", "--local-dir", "x")
     assert "unknown flag --local-dir; did you mean --local_dir?" in err
