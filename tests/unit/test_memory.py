@@ -263,10 +263,12 @@ def test_a_run_that_cannot_fit_is_refused_with_the_arithmetic_and_what_helps(nam
         warned(configured(name, changes), hardware)
     for fact in (*facts, "trainer.check_memory=false"):
         assert fact in str(refused.value)
-    if changes.get("trainer.n_gpus_per_node") == 32:  # max_staleness above 1 excludes the remedy
-        with pytest.raises(ConfigError) as refused:
-            warned(configured(name, {**changes, "algorithm.max_staleness": 2}), hardware)
-        assert "tensor_parallel_size" not in str(refused.value)
+
+
+def test_tensor_parallelism_helps_a_run_that_samples_all_the_time_too():
+    changes = {**SEPARATE, "trainer.n_gpus_per_node": 32, UTILIZATION: 0.9, "algorithm.max_staleness": 2}
+    with pytest.raises(ConfigError, match=f"{PARALLEL}=2"):
+        warned(configured("Qwen2.5-VL-32B-Instruct", changes), Hardware("cuda", 40 * GIB, 2000 * GIB))
 
 
 @pytest.mark.extended

@@ -28,7 +28,7 @@ import torch
 
 from trigon.assemble.models import check_policy, check_sequence_parallel
 from trigon.assemble.options import PIXEL_CACHE_BYTES, model_path
-from trigon.assemble.remedies import Changes, can_divide_engine, format_changes, list_changes
+from trigon.assemble.remedies import Changes, format_changes, list_changes
 from trigon.config.names import DeviceType
 from trigon.config.options import with_options
 from trigon.config.plan import with_critic_as_actor
@@ -571,12 +571,10 @@ class _Engine:
         needed = self._needed(self._parallel)
         if self._hardware.device == "cpu" or not self._is_vllm or needed <= self._share:
             return None
-        remedies: list[Changes] = []
-        if can_divide_engine(self._config):
-            ranks = self._config.num_samplers
-            sizes = [size for size in self._size.tensor_parallel_sizes if ranks % size == 0]
-            fitting = [size for size in sizes if self._needed(size) <= self._share]
-            remedies += [{"worker.rollout.tensor_parallel_size": size} for size in fitting[:1]]
+        ranks = self._config.num_samplers
+        sizes = [size for size in self._size.tensor_parallel_sizes if ranks % size == 0]
+        fitting = [size for size in sizes if self._needed(size) <= self._share]
+        remedies: list[Changes] = [{"worker.rollout.tensor_parallel_size": size} for size in fitting[:1]]
         enough = ceil(10 * needed / self._hardware.device_bytes) / 10
         if enough < 1:
             remedies.append({"worker.rollout.gpu_memory_utilization": enough})

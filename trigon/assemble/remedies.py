@@ -56,16 +56,10 @@ def list_changes(config: Config, device: DeviceType, tensor_parallel_sizes: Sequ
         yield from _offloads("critic")
     yield [{"worker.ref.fsdp.enable_cpu_offload": True}, {"algorithm.disable_kl": True}]
     yield from _of_workers(config, device)
-    if can_divide_engine(config):
-        larger = [each for each in tensor_parallel_sizes if each > rollout.tensor_parallel_size]
-        yield [{"worker.rollout.tensor_parallel_size": each} for each in larger if config.num_samplers % each == 0]
+    larger = [each for each in tensor_parallel_sizes if each > rollout.tensor_parallel_size]
+    yield [{"worker.rollout.tensor_parallel_size": each} for each in larger if config.num_samplers % each == 0]
     lower = [tenth / 10 for tenth in range(9, 0, -1) if tenth / 10 < rollout.gpu_memory_utilization]
     yield [{"worker.rollout.gpu_memory_utilization": share} for share in lower]
-
-
-def can_divide_engine(config: Config) -> bool:
-    """Return whether several workers may hold one rollout engine (tensor_parallel_size)."""
-    return config.worker.hybrid_engine or config.algorithm.max_staleness <= 1
 
 
 def format_changes(changes: Changes) -> str:
