@@ -17,7 +17,7 @@ from trigon.assemble.start import StopSignals, TrainResult, start_run
 from trigon.config.legacy import OTHER_NAMES, nearest_option
 from trigon.config.load import load_config
 from trigon.config.options import options as all_options
-from trigon.config.paths import PYTHON_PREFIX, dataset_names
+from trigon.config.paths import PYTHON_PREFIX, dataset_names, expand_path
 from trigon.config.schema import Config
 from trigon.errors import ConfigError, raises_at_caller
 from trigon.rewards.callables import Reward, describe_reward, name_of, reward_terms
@@ -133,7 +133,7 @@ def train(
     return start_run(
         loaded,
         stop=StopSignals(owns_process=False),
-        export_to=None if export_to is None else Path(export_to),
+        export_to=None if export_to is None else expand_path(str(export_to)),
         loggers=given.loggers,
         objects=objects,
     )

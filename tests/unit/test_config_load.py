@@ -230,6 +230,12 @@ def test_an_invalid_file_is_reported(tmp_path, yaml, part):
     assert part in problem(yaml=yaml, folder=tmp_path)
 
 
+def test_a_configuration_file_may_be_named_from_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.yaml").write_text("data: {seed: 5}")
+    assert load_config(Path("~/run.yaml"), NEEDED).config.data.seed == 5
+
+
 def test_a_missing_configuration_file_is_reported_with_its_absolute_path(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").touch()
     monkeypatch.chdir(tmp_path)

@@ -84,6 +84,8 @@ def test_a_new_folder_is_named_like_the_model(tmp_path, monkeypatch):
     source = ModelSource("owner/model", "hub", "owner/model", 0, None)
     assert [open_output(None, source) for _ in range(2)] == [Path("evaluations/model"), Path("evaluations/model-2")]
     assert open_output("a/b", source).is_dir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert open_output("~/ev", source) == tmp_path / "home" / "ev"
 
 
 @pytest.mark.parametrize(

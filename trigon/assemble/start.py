@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trigon.config.load import LoadedConfig
+from trigon.config.paths import expand_path
 from trigon.errors import CheckpointError
 from trigon.report.run import RunTables, load_run
 from trigon.system.hangs import HangWatch
@@ -189,7 +190,8 @@ class TrainResult:
         """
         from trigon.checkpoint.export import export_checkpoint
 
-        return export_checkpoint(self._last_checkpoint(), None if folder is None else Path(folder), dtype=dtype)
+        output = None if folder is None else expand_path(str(folder))
+        return export_checkpoint(self._last_checkpoint(), output, dtype=dtype)
 
     def load_model(self) -> Any:
         """Return the trained model as a transformers model, on the CPU.

@@ -32,6 +32,7 @@ from trigon.config.legacy import (
     renamed_file,
 )
 from trigon.config.options import KeyPath, Option, options, sections
+from trigon.config.paths import expand_path
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.system.secrets import MASKED, REWARD, USER_ARGUMENTS, VAL_REWARD, mask, mask_text, masked_names, secrets_in
@@ -158,7 +159,7 @@ def inspect_config(
     """
     reader = _ConfigReader()
     if path is not None:
-        reader.read_yaml(_read_text(path), str(path))
+        reader.read_yaml(_read_text(expand_path(str(path))), str(path))
     reader.read_overrides(overrides)
     config = reader.build()
     missing = find_missing_objects(config, python_objects)

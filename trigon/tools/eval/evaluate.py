@@ -39,7 +39,7 @@ from trigon.config.files import locate_sources
 from trigon.config.load import check_overrides, dump_config
 from trigon.config.names import Dtype
 from trigon.config.options import options as config_options
-from trigon.config.paths import PYTHON_PREFIX, dataset_names
+from trigon.config.paths import PYTHON_PREFIX, dataset_names, expand_path
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config, describe_rewards
 from trigon.data.images import ignore_pillow_warnings
@@ -191,7 +191,7 @@ def evaluate(
     form = answers or answer_form(early)
     objects = make_objects(early, sources=opened, reward=reward, environment=environment, tools=tools)
     if output is not None:
-        check_output(Path(output))
+        check_output(expand_path(str(output)))
     find_all(sources, early, by, opened)
     folder = open_output(output, sources[0])
     settings = describe_settings(early, limit=limit, ks=ks, form=form)
@@ -467,7 +467,7 @@ def open_output(output: str | PurePath | None, source: ModelSource) -> Path:
         while (folder := Path("evaluations") / (name if number == 1 else f"{name}-{number}")).exists():
             number += 1
     else:
-        folder = Path(output)
+        folder = expand_path(str(output))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
