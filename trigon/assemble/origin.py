@@ -30,7 +30,7 @@ from trigon.rewards.load import RewardTerm, find_reward
 from trigon.system.files import file_digest, text_digest
 from trigon.system.installation import installed_version
 from trigon.system.secrets import ENVIRONMENT_ARGUMENTS, without_secrets
-from trigon.system.terminal import shorten
+from trigon.system.terminal import listed, shorten
 from trigon.system.user_code import CodeSource
 
 KEY = "made_from"
@@ -254,10 +254,9 @@ class Origin:
 
     def _describe_content(self, name: str, parts: Sequence[str]) -> str:
         before, now = str(self._saved["given"].get(name, "")), self._given[name]
-        listed = ", ".join(parts[:5]) + (f" and {len(parts) - 5} more" if len(parts) > 5 else "")
         if before != now:
-            return f"was {before or 'null'}, and is now {now or 'null'}, with other content ({listed})"
-        return f"has other content than before ({listed}){f': {now}' if now else ''}"
+            return f"was {before or 'null'}, and is now {now or 'null'}, with other content ({listed(parts)})"
+        return f"has other content than before ({listed(parts)}){f': {now}' if now else ''}"
 
     def _find_notes(self) -> list[str]:
         saved = self._saved["noted"]

@@ -8,7 +8,7 @@ Imports only the standard library, and what knows the secrets of this process.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 
@@ -35,6 +35,12 @@ def sanitize(text: str, *, max_characters: int) -> str:
 def shorten(text: str, limit: int) -> str:
     """Return text of at most limit characters, with dots in place of what is left out."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def listed(names: Sequence[str], *, at_most: int = 5) -> str:
+    """Return names for a message: "a, b and 3 more"."""
+    more = f" and {len(names) - at_most:,} more" if len(names) > at_most else ""
+    return f"{', '.join(names[:at_most])}{more}"
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -27,6 +27,7 @@ from trigon.models.lora import adapter_config
 from trigon.models.policy import Policy
 from trigon.models.value import HEAD_NAME
 from trigon.system.files import read_json_object, write_json
+from trigon.system.terminal import listed
 from trigon.training.optim import STEP, on_this_rank, state_dtypes, step_device
 from trigon.training.parallel import ProcessGroup
 from trigon.training.state import ShardedFiles, copy_to_host, load_tensors, save_tensors
@@ -295,9 +296,8 @@ def require_finite(tensors: Mapping[str, Tensor], process_group: ProcessGroup, *
     # Which ones is asked only now: this makes the host wait for each tensor.
     found = process_group.all_reduce_sum([float(not all_finite([shard])) for shard in shards.values()])
     names = [name for name, ranks in zip(shards, found, strict=True) if ranks]
-    more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
     raise NotFiniteError(
-        f"{what} hold nan or infinity, in {len(names)} of {len(shards)} tensors: {', '.join(names[:NUM_NAMED])}{more}"
+        f"{what} hold nan or infinity, in {len(names)} of {len(shards)} tensors: {listed(names, at_most=NUM_NAMED)}"
     )
 
 
