@@ -70,6 +70,11 @@ FOLDERS = {
         {".": "01", ".@test": "2"},
     ),
     "folders": (["train/x.jsonl", "val/x.jsonl"], {".@val": "1", ".@validation": "1", ".": "0"}),
+    "evaluation": (["train.jsonl", "eval.jsonl"], {".": "0", ".@test": "1", ".@eval": "1"}),
+    "names of hubs": (
+        ["data/test_mini-00000-of-00001.parquet", "data/test-00000-of-00001-5a1b.parquet"],
+        {".@test": "1", ".@test_mini": "0"},
+    ),
 }
 
 
@@ -81,8 +86,7 @@ def test_the_files_of_a_split_are_found(tmp_path, name):
     for other in ("README.md", ".git/config.json", ".cache/x.jsonl", "_old.jsonl", "a.png"):
         (tmp_path / other).parent.mkdir(exist_ok=True)
         (tmp_path / other).write_text("{}")
-    if name == "splits":
-        (tmp_path / "dataset_infos.json").write_text("{}")  # a metadata file of hub datasets
+    (tmp_path / "dataset_infos.json").write_text("{}")  # a metadata file of hub datasets
     for spec, expected in specs.items():
         source = open_source(f"{tmp_path}/{spec}")
         assert "".join(problems(source)) == expected, spec
@@ -99,13 +103,18 @@ def test_the_files_of_a_split_are_found(tmp_path, name):
         ("geometry.parquet@validation", ["one file with one split"]),
         ("data@validation", ["no split 'validation'", "train"]),
         ("mixed", ["mixes .csv, .jsonl"]),
+        ("some", ["test.jsonl", "more.json", "train-more.json"]),
+        ("some@train[:2]", ["more.json"]),
+        ("shards", ["2 of the 4 files of 'train'"]),
         ("x.txt", ["suffix '.txt'", ".parquet, .json, .jsonl, .csv"]),
         ("texts", ["no file that ends in"]),
         ("empty.parquet", ["has no rows"]),
     ],
 )
 def test_what_cannot_be_opened_is_named_with_what_there_is(tmp_path, spec, facts):
-    for name in ("geometry.parquet", "data/train.jsonl", "mixed/x.jsonl", "mixed/y.csv"):
+    shards = [f"shards/data/{name}-of-4.parquet" for name in ("train-0", "train-2")]
+    some = ["some/train.jsonl", "some/test.jsonl", "some/more.json", "some/other.csv"]
+    for name in ("geometry.parquet", "data/train.jsonl", "mixed/x.jsonl", "mixed/y.csv", *some, *shards):
         write(tmp_path / name, ["a"])
     (tmp_path / "texts").mkdir()
     for name in ("x.txt", "texts/x.txt"):
@@ -229,6 +238,10 @@ def test_a_folder_that_datasets_has_saved_is_read(tmp_path):
     assert problems(open_source(f"{tmp_path / 'both'}@val")) == ["c"]
     with pytest.raises(DataError, match="no split 'test', only train, validation"):
         open_source(f"{tmp_path / 'both'}@test")
+    several = {name: datasets.Dataset.from_dict({"problem": [name], "answer": ["1"]}) for name in ("test", "eval")}
+    datasets.DatasetDict(several).save_to_disk(tmp_path / "several")
+    for split in several:
+        assert problems(open_source(f"{tmp_path / 'several'}@{split}")) == [split]
     (tmp_path / "one" / "dataset_info.json").write_text("{")
     with pytest.raises(DataError, match="one@train cannot be read"):
         open_source(str(tmp_path / "one"))

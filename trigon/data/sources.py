@@ -25,7 +25,7 @@ from trigon.data.rows import UnusableRow, column_names, column_value
 from trigon.data.text_rows import MAX_DEPTH, read_text_rows
 from trigon.errors import DataError
 from trigon.models.hub import datasets_cache, modelscope_folder, uses_modelscope
-from trigon.system.terminal import nearest_file
+from trigon.system.terminal import listed, nearest_file
 
 _LOADERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
@@ -62,7 +62,15 @@ _SPLIT_WORDS = {
     "dev": "validation",
     "test": "test",
     "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
 }
+"""Words in the names of files and folders, and the split that `datasets` takes them for."""
+
+_NO_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+"""Files that describe a dataset; `datasets` does not read them as rows either."""
+
+_SHARD = re.compile(r"(?P<name>.+)-(?P<number>\d+)-of-(?P<count>\d+)")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +125,8 @@ def open_source(spec: str) -> Source:
     files are ignored. If file or folder names contain splits ("train-00000-of-00002.parquet",
     "test/a.jsonl"), only the files of the given split are read. Anything else is a hub id
     (models/hub.py). The split defaults to "train", and may be a slice: "train[:100]".
-    Raises: DataError if the dataset cannot be found or read, or has no rows.
+    Raises: DataError if the dataset cannot be found or read, or has no rows, if one of the files of
+    a split is missing, and if only some files of a folder have a split in their names.
     """
     location, split = _parse(spec)
     path = local_path(location, suffixes=tuple(_LOADERS))
@@ -218,7 +227,9 @@ def _local_files(path: Path, split: str | None) -> tuple[list[Path], Path, str]:
     if path.is_file():
         return [path], path.parent, _check_file(path, split)
     if path.is_dir():
-        return _files_of(path, split or "train"), path, split or "train"
+        files = _files_of(path, split or "train")
+        _check_all_have_splits(path, files[0].suffix)
+        return files, path, split or "train"
     raise DataError(f"there is no file or folder {str(path)!r}{_nearest(path)}")
 
 
@@ -273,13 +284,7 @@ def _check_file(path: Path, split: str | None) -> str:
 
 def _files_of(folder: Path, split: str) -> list[Path]:
     """Return the files of a split in a folder, sorted."""
-    found = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.suffix in _LOADERS
-        and path.is_file()
-        and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
-    ]
+    found = _data_files(folder)
     if not found:
         raise DataError(f"the folder {folder} holds no file that ends in {', '.join(_LOADERS)}")
     splits = {path: _split_of(path.relative_to(folder)) for path in found}
@@ -294,14 +299,67 @@ def _files_of(folder: Path, split: str) -> list[Path]:
     suffixes = sorted({path.suffix for path in found})
     if len({_LOADERS[suffix] for suffix in suffixes}) > 1:
         raise DataError(f"the folder {folder} mixes {', '.join(suffixes)}; keep one kind, or name a file")
+    _check_no_shard_is_missing(found)
     return found
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """Return the files with rows in a folder, sorted; not hidden ones."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in _LOADERS
+        and path.name not in _NO_DATA
+        and path.is_file()
+        and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
+    ]
+
+
+def _check_all_have_splits(folder: Path, suffix: str) -> None:
+    """Raise DataError if some files of a kind have a split in their names and others have none.
+
+    `datasets` reads only those that have one, without a word.
+    """
+    splits = {
+        path: _split_of(path.relative_to(folder))
+        for path in _data_files(folder)
+        if _LOADERS[path.suffix] == _LOADERS[suffix]
+    }
+    without = [str(path.relative_to(folder)) for path, split in splits.items() if split is None]
+    if 0 < len(without) < len(splits):
+        named = next(str(path.relative_to(folder)) for path, split in splits.items() if split is not None)
+        raise DataError(
+            f"the folder {folder} has files whose names say their split, such as {named}, and others whose names do "
+            f"not: {listed(without)}; move those away, put the split into their names ({without[0]} -> "
+            f"train-{Path(without[0]).name}), or list the files themselves"
+        )
+
+
+def _check_no_shard_is_missing(files: Sequence[Path]) -> None:
+    """Raise DataError if files are named "train-00000-of-00002.parquet", and one is missing."""
+    shards: dict[tuple[Path, str, int], set[int]] = defaultdict(set)
+    for path in files:
+        # What follows may be a hash: "train-00000-of-00002-5a1b.parquet".
+        if match := _SHARD.match(path.stem):
+            shards[path.parent, match["name"], int(match["count"])].add(int(match["number"]))
+    for (folder, name, count), numbers in shards.items():
+        if len(numbers) < count:
+            raise DataError(
+                f"{folder} has {len(numbers)} of the {count} files of {name!r}; download the others, or list the files "
+                "themselves to use only these"
+            )
 
 
 def _split_of(path: Path) -> str | None:
     """Return the split in a relative path, or None: "test" for "data/test-00000.parquet".
 
-    If there are several, the last one is returned.
+    If there are several, the last one is returned. In a folder `data`, where `datasets` writes
+    files, a name before the number of a file is the split: "test_mini" for
+    "data/test_mini-00000-of-00001.parquet".
     """
+    match = _SHARD.match(path.stem)
+    if match is not None and path.parent == Path("data") and re.fullmatch(r"\w+", match["name"]):
+        return _SPLIT_WORDS.get(match["name"], match["name"])
     for part in reversed((*path.parent.parts, path.stem)):
         for word in re.split(r"[^a-z]+", part.lower()):
             if word in _SPLIT_WORDS:
@@ -331,8 +389,8 @@ def _open_saved(folder: Path, split: str) -> Source:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{where} cannot be read: {error}") from error
     if isinstance(saved, datasets.DatasetDict):
-        names = {_SPLIT_WORDS.get(name, name): name for name in saved}
-        if (name := names.get(_SPLIT_WORDS.get(_base(split), _base(split)))) is None:
+        names = {_SPLIT_WORDS.get(name, name): name for name in saved} | {name: name for name in saved}
+        if (name := names.get(_base(split), names.get(_SPLIT_WORDS.get(_base(split), "")))) is None:
             raise DataError(f"the folder {folder} has no split {_base(split)!r}, only {', '.join(sorted(saved))}")
         saved = saved[name]
     if slice_ := split.removeprefix(_base(split)):
