@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trigon.assemble.run import choose_checkpoint, describe_run
+from trigon.assemble.run import choose_checkpoint, describe_run, warn_of_moved_run
 from trigon.assemble.start import StopSignals, start_run
 from trigon.checkpoint.store import Checkpoint, CheckpointStore
-from trigon.config.load import LoadedConfig
+from trigon.config.load import LoadedConfig, dump_config, inspect_config
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ConfigError, DataError, RewardError
+from trigon.report.run_folder import RunFolder
 
 
 def test_loggers_get_the_resolved_configuration():
@@ -39,6 +40,23 @@ def test_a_checkpoint_may_be_named_from_the_home_folder(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path / "run", keep=-1)
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "global_step_3"))):
         choose_checkpoint(Config(trainer={"load_checkpoint_path": "~/global_step_3"}), store)
+
+
+def test_the_configuration_of_a_run_folder_that_was_moved_names_both_folders(tmp_path):
+    started, moved = tmp_path / "started", tmp_path / "moved"
+    with RunFolder(started) as folder:
+        folder.write_config(dump_config(Config(trainer={"save_checkpoint_path": str(started)})))
+    path = started / "config.yaml"
+    assert warn_of_moved_run(inspect_config(path, [])) == []
+    started.rename(moved)
+    path = moved / "config.yaml"
+    [text] = warn_of_moved_run(inspect_config(path, []))
+    assert f"writes into {started}" in text
+    assert f"trainer.save_checkpoint_path={moved}" in text
+    assert warn_of_moved_run(inspect_config(path, [f"trainer.save_checkpoint_path={moved}"])) == []
+    assert warn_of_moved_run(inspect_config(path, [{"trainer.save_checkpoint_path": str(tmp_path / "new")}])) == []
+    shutil.copy(path, tmp_path / "config.yaml")  # no run folder
+    assert warn_of_moved_run(inspect_config(tmp_path / "config.yaml", [])) == []
 
 
 @pytest.fixture
@@ -122,6 +140,20 @@ def test_a_checkpoint_of_another_run_is_rejected_before_the_model_loads(run, tmp
     save_checkpoint(tmp_path / "run", part=part, prompts=PROMPTS, buffer={})
     with pytest.raises(CheckpointError, match=expected):
         run(rows(1, 2, 3), lora_rank=lora_rank)
+
+
+def test_a_tilde_stands_for_the_home_folder_in_the_paths_of_runs_and_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    checkpoint = "~/run/global_step_1"
+    config = Config(trainer={"save_checkpoint_path": "~/run", "load_checkpoint_path": checkpoint, "val_only": True})
+    assert config.trainer.run_folder == tmp_path / "run"
+    save_checkpoint(tmp_path / "run", part="weights", prompts=PROMPTS, buffer={})
+    found = choose_checkpoint(config, CheckpointStore(config.trainer.run_folder, keep=-1))
+    assert found is not None
+    assert found.folder == tmp_path / "run" / "global_step_1"
+
+
+OLD_PROMPTS = {**PROMPTS, "datasets": [{"spec": "old.jsonl", "num_prompts": 3, "fingerprint": "f", "files": ""}]}
 
 
 @pytest.mark.faults

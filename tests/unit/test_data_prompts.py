@@ -242,12 +242,13 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_image_is_read_in_every_shape_that_datasets_use(processors, tmp_path, shape):
+def test_an_image_is_read_in_every_shape_that_datasets_use(processors, tmp_path, monkeypatch, shape):
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.png").write_bytes(png())
     image = SHAPES[shape]
     if isinstance(image, str):
         image = image.replace("FOLDER", str(tmp_path))
-    builder = make_builder(processors, image_dir=str(tmp_path))
+    builder = make_builder(processors, image_dir="~")
     expected = builder.build(row(), "train:0")
     for images in ([image], image):
         assert builder.build(row(images=images), "train:0").vision.hashes == expected.vision.hashes

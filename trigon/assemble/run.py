@@ -39,7 +39,7 @@ from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import VALIDATED_BY, Checkpoint, CheckpointStore, OnProgress, no_progress, open_checkpoint
 from trigon.config.checks import find_device_warnings
 from trigon.config.files import hub_names, local_sources
-from trigon.config.load import LoadedConfig, dump_config
+from trigon.config.load import ARGUMENTS, COMMAND_LINE, LoadedConfig, dump_config
 from trigon.config.names import GROUP_ESTIMATORS, DeviceType
 from trigon.config.paths import expand_path
 from trigon.config.plan import Plan, describe_chosen, fill_batch_sizes, find_long_warmups, make_plan
@@ -60,6 +60,7 @@ from trigon.report.delivery import LoggedRun, Logger, LoggerEnvironment, check_l
 from trigon.report.memory_growth import MemoryGrowth, MemoryMeter
 from trigon.report.overview import describe_plan, suggest_next_steps
 from trigon.report.reporter import Reporter
+from trigon.report.run import CONFIG, LOCK
 from trigon.report.run_folder import ImageStore, RunFolder
 from trigon.report.watch import Watch
 from trigon.rewards.pool import RewardPool
@@ -110,7 +111,7 @@ def run_training(
         console.print(f"run folder: {folder.path}")
         hang_watch = stack.enter_context(open_hang_watch(config, folder.path, console, others))
         stop.use_hang_watch(hang_watch)
-        for warning in loaded.warnings:
+        for warning in (*loaded.warnings, *warn_of_moved_run(loaded)):
             console.warn(warning)
         store = open_store(config, folder, console, hang_watch.beat)
         checkpoint = choose_checkpoint(config, store, hang_watch.beat)
@@ -304,6 +305,21 @@ def open_base(config: Config, objects: RunObjects, folder: Path, warn: Callable[
     episodes = find_episodes(config, processors, stack, objects)
     builder = open_builder(config, processors, schemas=() if episodes is None else episodes.schemas)
     return Base(processors, size, workers, device, episodes, builder)
+
+
+def warn_of_moved_run(loaded: LoadedConfig) -> list[str]:
+    """Return a warning if the configuration is another run folder's, as after it was moved."""
+    path, folder = loaded.path, loaded.config.trainer.run_folder
+    names = [f"trainer.{name}" for name in ("save_checkpoint_path", "project_name", "experiment_name")]
+    is_chosen = any(loaded.sources.get(name) in (COMMAND_LINE, ARGUMENTS) for name in names)
+    if path is None or is_chosen or path.name != CONFIG or not (path.parent / LOCK).exists():
+        return []
+    if path.parent.resolve() == folder.resolve():
+        return []
+    return [
+        f"{path} is the configuration of the run in {path.parent}, and this run writes into {folder}; to continue the "
+        f"run in {path.parent}, which was moved or copied, add trainer.save_checkpoint_path={path.parent}"
+    ]
 
 
 def warn_if_complete(config: Config, plan: Plan, checkpoint: Checkpoint, console: Console) -> None:

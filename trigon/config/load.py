@@ -64,7 +64,7 @@ class LoadedConfig:
     config: invalid and misspelt options have their defaults. sources: where each option that is not
     a default was written, by its name. problems: problems of the schema and across options; empty
     if the configuration can run, which load_config ensures. uncertain: the names of the options
-    that have their default because the user's value is invalid or misspelt.
+    that have their default because the user's value is invalid or misspelt. path: the YAML file.
     """
 
     config: Config
@@ -72,6 +72,7 @@ class LoadedConfig:
     sources: Mapping[str, str]
     problems: tuple[str, ...] = ()
     uncertain: frozenset[str] = frozenset()
+    path: Path | None = None
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -171,7 +172,7 @@ def inspect_config(
     on_purpose = [key for key, source in sources.items() if source in (COMMAND_LINE, ARGUMENTS)]
     found_warnings = find_warnings(config, on_purpose=on_purpose, uncertain=uncertain)
     warnings = (*reader.warnings, *found_warnings, *exposed)
-    return LoadedConfig(config, warnings, sources, problems, frozenset(reader.uncertain))
+    return LoadedConfig(config, warnings, sources, problems, frozenset(reader.uncertain), path)
 
 
 def dump_config(config: Config) -> str:
