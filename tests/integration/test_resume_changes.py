@@ -201,7 +201,7 @@ def test_other_options_are_refused_before_anything_loads(parts, saved, capsys, o
         ("model/model.safetensors", change_one_weight, "model_path has other content than before (model.safetensors)"),
         ("model/tokenizer.json", replaced("1.0", "1.0 "), "model_path has other content than before (tokenizer.json)"),
         ("data/train.parquet", change_one_answer, "train.parquet has other rows (16 usable ones then, 16 now)"),
-        ("data/validation.parquet", change_one_answer, "data.val_files has other content than before (rows)"),
+        ("data/validation.parquet", change_one_answer, "validation.parquet has other rows (2 usable ones then, 2 now)"),
     ],
 )
 def test_files_with_other_content_at_the_same_place_are_refused(parts, saved, capsys, file, edit, expected):
@@ -238,6 +238,27 @@ def test_files_of_the_same_content_elsewhere_and_options_without_consequence_are
     # The earlier configuration is kept.
     assert (folder / "earlier_configs" / "001.yaml").read_bytes() == (saved / "config.yaml").read_bytes()
     assert "max_steps: 30" in (folder / "config.yaml").read_text()
+
+
+@pytest.mark.faults
+def test_a_row_whose_image_is_missing_is_left_out_of_a_resumed_run_and_named(parts, tmp_path):
+    rows = pq.read_table(parts / "data" / "train.parquet").slice(0, 8).to_pylist()
+    for number, row in enumerate(rows):
+        (tmp_path / f"{number}.png").write_bytes(row["images"][0]["bytes"])
+    examples = [
+        {"problem": row["problem"], "answer": row["answer"], "images": [f"{number}.png"]}
+        for number, row in enumerate(rows)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in examples))
+    data = (f"data.train_files={tmp_path / 'train.jsonl'}", "data.max_bad_row_fraction=0.25", "data.shuffle=false")
+    train(parts, tmp_path / "run", *data)
+    for number in (0, 2):
+        (tmp_path / f"{number}.png").unlink()
+    train(parts, tmp_path / "run", *data)
+    [note] = starts(tmp_path / "run")[-1]["notes"]
+    assert "train:0 (image_missing), train:2 (image_missing)" in note
+    used = (tmp_path / "run" / "rollouts" / "step_000002.jsonl").read_text().splitlines()
+    assert {json.loads(row)["prompt_id"] for row in used} == {"train:3", "train:4"}
 
 
 @pytest.mark.faults

@@ -11,11 +11,23 @@ from trigon.checkpoint.store import Checkpoint
 from trigon.config.options import with_options
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
-from trigon.data.dataset import DatasetContent
+from trigon.data.dataset import DatasetContent, PromptSet
+from trigon.data.stream import Prompts
 from trigon.errors import CheckpointError
 
 MODEL = "worker.actor.model.model_path"
-VALIDATION = [DatasetContent("val.jsonl", 3, "f" * 32, 1.0)]
+CONTENT = DatasetContent("val.jsonl", 3, "f" * 32)
+
+
+def validation_of(content, unusable=None):
+    """Return validation prompts of which only the content is read."""
+    rows, unusable = range(4), unusable or {}
+    usable = tuple(row for row in rows if row not in unusable)
+    content = replace(content, skipped=" ".join(map(str, unusable)))
+    return Prompts((PromptSet("val", len(rows), usable, unusable, {}, content, None, None),))
+
+
+VALIDATION = validation_of(CONTENT)
 
 
 def config(changes=None):
@@ -60,8 +72,10 @@ def test_scores_are_compared_if_the_data_and_the_reward_of_validations_are_the_s
     own = {"worker.reward.val_reward_function": "math"}
     assert validated_by() == validated_by({"worker.actor.optim.lr": 1e-5, "data.train_files": "other.jsonl"})
     assert validated_by(own) == validated_by(own | arguments)
-    different = {validated_by(), validated_by(arguments), validated_by(validation=[replace(VALIDATION[0], files="g")])}
-    assert len(different) == 3
+    other_images = validation_of(replace(CONTENT, files="a" * 32))
+    fewer_rows = validation_of(CONTENT, {2: "image_missing"})
+    validations = [validated_by(validation=each) for each in (VALIDATION, other_images, fewer_rows)]
+    assert len({*validations, validated_by(arguments)}) == 4
 
 
 def test_a_value_that_is_long_is_cut_and_an_argument_of_the_reward_function_is_not_shown():
@@ -134,13 +148,24 @@ def test_options_that_another_version_of_trigon_records_are_not_compared():
 
 
 def test_other_validation_data_are_refused_and_none_are_not():
-    other = [replace(VALIDATION[0], fingerprint="e" * 32)]
-    with pytest.raises(CheckpointError, match=r"data\.val_files has other content than before \(rows\): val\.jsonl"):
+    other = validation_of(replace(CONTENT, fingerprint="e" * 32))
+    with pytest.raises(CheckpointError, match=r"\n  data\.val_files val\.jsonl has other rows"):
         resumed(config(), saved_by(config()), validation=other)
-    assert resumed(config(), saved_by(config()), validation=())[1] == []
-    assert resumed(config(), saved_by(config(), validation=()), validation=other)[1] == []
-    moved = [replace(VALIDATION[0], spec="elsewhere/val.jsonl")]
+    accepted = config({"trainer.accept_changes": ("data.val_files",)})
+    assert len(resumed(accepted, saved_by(config()), validation=other)[1]) == 1
+    assert resumed(config(), saved_by(config()), validation=None)[1] == []
+    assert resumed(config(), saved_by(config(), validation=None), validation=other)[1] == []
+    moved = validation_of(replace(CONTENT, spec="elsewhere/val.jsonl"))
     assert resumed(config(), saved_by(config()), validation=moved)[1] == []
+
+
+@pytest.mark.faults
+def test_validation_rows_that_can_no_longer_be_used_or_can_be_used_now_are_told_by_name():
+    fewer = validation_of(CONTENT, {2: "image_missing"})
+    [said] = resumed(config(), saved_by(config()), validation=fewer)[1]
+    assert all(fact in said for fact in ("val.jsonl", "no longer", "val:2 (image_missing)"))
+    [said] = resumed(config(), saved_by(config(), validation=fewer), validation=VALIDATION)[1]
+    assert "val:2" in said
 
 
 def test_the_refusal_gives_the_option_with_what_is_accepted_already():

@@ -122,7 +122,7 @@ PROMPTS = {
     "offset": 2,
     "taken": 2,
     "skipped": [],
-    "datasets": [{"spec": "old.jsonl", "num_prompts": 3, "fingerprint": "f", "weight": 1.0}],
+    "datasets": [{"spec": "old.jsonl", "num_prompts": 3, "fingerprint": "f", "weight": 1.0, "skipped": ""}],
     "shuffle": True,
     "seed": 1,
 }
@@ -157,8 +157,9 @@ OLD_PROMPTS = {**PROMPTS, "datasets": [{"spec": "old.jsonl", "num_prompts": 3, "
 
 
 @pytest.mark.faults
-def test_a_checkpoint_of_an_earlier_format_is_rejected_with_what_to_do(run, tmp_path):
-    save_checkpoint(tmp_path / "run", part="weights", prompts=PROMPTS, surplus=[])
+@pytest.mark.parametrize("progress", [{"prompts": PROMPTS, "surplus": []}, {"prompts": OLD_PROMPTS, "buffer": {}}])
+def test_a_checkpoint_of_an_earlier_format_is_rejected_with_what_to_do(run, tmp_path, progress):
+    save_checkpoint(tmp_path / "run", part="weights", **progress)
     with pytest.raises(CheckpointError, match=r"global_step_1 was saved by an earlier version.*trigon export"):
         run(rows(1, 2, 3))
 

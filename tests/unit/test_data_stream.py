@@ -12,7 +12,7 @@ from support.builders import make_builder, prompts_of, write_jsonl
 from support.images import png
 from support.models import processors_of
 from trigon.data.dataset import open_prompts
-from trigon.data.stream import Prompts, PromptStream, mix
+from trigon.data.stream import Prompts, PromptStream, load_contents, mix
 from trigon.errors import CheckpointError, DataError
 from trigon.metrics import values
 
@@ -81,9 +81,9 @@ def write_images(folder, count):
 
 @pytest.fixture
 def with_images(processors, tmp_path):
-    def with_images(count, max_bad_row_fraction=0.0):
+    def with_images(count, max_bad_row_fraction=0.0, *, written=False):
         builder = make_builder(processors, max_bad_row_fraction=max_bad_row_fraction)
-        return prompts_of(write_images(tmp_path, count), builder)
+        return prompts_of(str(tmp_path / "rows.jsonl") if written else write_images(tmp_path, count), builder)
 
     return with_images
 
@@ -223,7 +223,7 @@ def test_the_ids_of_prompts_do_not_change_if_files_are_renamed_before_a_resume(t
     kept = stream.take(3)
     state = json.loads(json.dumps(stream.state()))
     renamed = mix([replace(ten, name="geometry"), replace(six, name="rows")])
-    resumed = open_stream(renamed, batch_size=8)
+    resumed = open_stream(renamed.numbered_as(state), batch_size=8)
     resumed.load_state(state)
     assert [prompt.prompt_id for prompt in resumed.take(20)] == [prompt.prompt_id for prompt in stream.take(20)]
     assert [resumed.rebuild(prompt.prompt_id).text for prompt in kept] == [prompt.text for prompt in kept]
@@ -307,6 +307,56 @@ def test_a_prompt_whose_image_was_deleted_is_replaced_by_the_next_one(with_image
     resumed.load_state(saved(stream))
     assert ground_truths(resumed.take(4)) == ground_truths(stream.take(4)) == [5, 6, 7, 8]
     assert resumed.state()["skipped"] == [[1, "image_missing"]]
+
+
+@pytest.mark.faults
+def test_rows_that_become_unusable_or_usable_do_not_change_the_order_of_a_resumed_stream(
+    with_images, tmp_path, open_stream
+):
+    image = tmp_path / "7.png"
+    with_images(10)
+    (tmp_path / "9.png").unlink()  # before the run begins
+    stream = open_stream(with_images(10, 0.3, written=True), batch_size=2, prefetch=False)
+    stream.take(2)
+    state = saved(stream)
+    image.unlink()
+    (tmp_path / "9.png").write_bytes(png(seed=9))
+    uninterrupted = names(stream.take(24))
+    scanned = with_images(10, 0.3, written=True)
+    assert scanned.parts[0].row_indices == (0, 1, 2, 3, 4, 5, 6, 8, 9)
+    prompts = scanned.numbered_as(state)
+    lost, gained = prompts.changed_usability(load_contents(state["datasets"]))
+    assert "1 rows can no longer be used: rows:7 (image_missing)" in lost
+    assert "1 rows could not be used before, and can now: rows:9" in gained
+    resumed = open_stream(prompts, batch_size=2)
+    resumed.load_state(state)
+    assert names(resumed.take(24)) == uninterrupted
+    assert "rows:7" not in uninterrupted
+    later = saved(resumed)
+    assert later == saved(stream)
+
+    image.write_bytes(png(seed=7))  # it stays skipped, as in the uninterrupted run
+    restored = open_stream(with_images(10, 0.3, written=True).numbered_as(later), batch_size=2)
+    restored.load_state(later)
+    assert names(restored.take(24)) == names(stream.take(24))
+    image.write_bytes(png(seed=70))
+    (tmp_path / "8.png").write_bytes(png(seed=80))
+    with pytest.raises(CheckpointError, match=r"rows\.jsonl has other images"):
+        open_stream(with_images(10, 0.3, written=True).numbered_as(later), batch_size=2).load_state(later)
+
+
+@pytest.mark.faults
+def test_prompts_that_a_lower_limit_makes_too_long_are_no_bad_rows_of_a_resumed_stream(
+    processors, tmp_path, open_stream
+):
+    rows = [{"problem": "a " * (10 + 30 * (i % 2)), "answer": str(i)} for i in range(8)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    state = saved(open_stream(prompts_of(path, make_builder(processors)), batch_size=2))
+    [part] = prompts_of(path, make_builder(processors, max_prompt_length=40)).numbered_as(state).parts
+    assert part.lost == dict.fromkeys((1, 3, 5, 7), "overlong")
+    resumed = open_stream(mix([part]), batch_size=2)
+    resumed.load_state(state)
+    assert sorted(ground_truths(resumed.take(4))) == [0, 2, 4, 6]
 
 
 def test_too_many_deleted_images_are_an_error(with_images, tmp_path, open_stream):

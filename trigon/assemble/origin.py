@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from platform import python_version
 from typing import Any
@@ -21,8 +22,8 @@ from trigon.config.options import format_value
 from trigon.config.paths import expand_path, is_python_object, local_path, read_template
 from trigon.config.plan import Plan
 from trigon.config.schema import Config, RewardOption, describe_rewards
-from trigon.data.dataset import DatasetContent
-from trigon.data.stream import PromptStream
+from trigon.data.dataset import DatasetContent, find_changed_rows
+from trigon.data.stream import Prompts, PromptStream, load_contents
 from trigon.errors import CheckpointError, ConfigError, ModelError, RewardError
 from trigon.models.load import model_folder
 from trigon.rewards.callables import code_digest, source_digest
@@ -78,6 +79,8 @@ class Origin:
         self._contents: dict[str, dict[str, str]] = {}
         self._given: dict[str, str] = {}
         self._noted: dict[str, Any] = {}
+        self._validation: Sequence[DatasetContent] = ()
+        self._changed_usability: list[str] = []
         self.accepted: dict[str, str] = {}
         self.notes: list[str] = []
 
@@ -115,24 +118,36 @@ class Origin:
             self._add_model()
             self._compare()
 
-    def add_data(
-        self, config: Config, prompts: PromptStream | None, validation: Sequence[DatasetContent], plan: Plan
-    ) -> None:
+    def number_prompts(self, prompts: Prompts) -> Prompts:
+        """Return the training prompts as the saved run numbered them, if they are of its data."""
+        if self._checkpoint is None:
+            return prompts
+        saved = self._checkpoint.progress["prompts"]
+        numbered = prompts.numbered_as(saved)
+        if numbered is not prompts:
+            self._changed_usability += numbered.changed_usability(load_contents(saved["datasets"]))
+        return numbered
+
+    def add_data(self, config: Config, prompts: PromptStream | None, validation: Prompts | None, plan: Plan) -> None:
         """Compare the training data and their order, the validation data, and the schedule.
 
         config: the configuration, with the sizes that follow from the data (fill_batch_sizes),
             which are compared too.
-        prompts: None with trainer.val_only. validation: empty without validation.
+        prompts: None with trainer.val_only. validation: None without validation.
         """
         self._config, self._options = config, compared_options(config)
-        if validation:
-            rows = text_digest(repr([(each.fingerprint, each.files) for each in validation]))
-            self._add(VALIDATION, {"rows": rows}, ", ".join(each.spec for each in validation))
+        self._validation = () if validation is None else validation.contents
         if schedule_depends_on_length(self._config):
             self._noted["steps of the learning rate's schedule"] = plan.total_steps
-        changed = {}
+        changed: dict[str, str] = {}
         if prompts is not None and self._checkpoint is not None:
-            changed = prompts.changes(self._checkpoint.progress["prompts"])
+            changed |= prompts.changes(self._checkpoint.progress["prompts"])
+        saved = load_contents(self._saved.get("validation", ()))
+        if validation is not None and saved:
+            of_validation = find_changed_rows(saved, self._validation, VALIDATION)
+            changed |= of_validation
+            if not of_validation:
+                self._changed_usability += validation.changed_usability(saved)
         self._compare(changed)
 
     def state(self) -> dict[str, Any]:
@@ -142,13 +157,15 @@ class Origin:
             "contents": self._contents,
             "given": self._given,
             "noted": self._noted,
+            "validation": [asdict(content) for content in self._validation],
         }
 
     def validated_by(self) -> str:
         """Return a digest of the data and the reward function of validations, see VALIDATED_BY."""
         has_own = self._config.worker.reward.val_reward_function is not None
-        names = (VALIDATION, VAL_REWARD) if has_own else (VALIDATION, REWARD, ARGUMENTS)
-        return text_digest(repr([sorted(self._contents.get(name, {}).items()) for name in names]))
+        names = (VAL_REWARD,) if has_own else (REWARD, ARGUMENTS)
+        rows = [(each.fingerprint, each.skipped, each.files) for each in self._validation]
+        return text_digest(repr([rows, *(sorted(self._contents.get(name, {}).items()) for name in names)]))
 
     def describe_start(self) -> dict[str, Any]:
         """Return what the run folder keeps of a start: where it resumes, what has changed."""
@@ -269,7 +286,7 @@ class Origin:
             before = self._saved["contents"].get(name, {})
             if any(part in before and not (before[part] and digest) for part, digest in parts.items()):
                 notes.append(f"{name} cannot be compared, since its source is not known")
-        return notes
+        return notes + self._changed_usability
 
     def _refusal(self, changes: Mapping[str, str]) -> str:
         """Return the message for changes of which at least one is not accepted."""

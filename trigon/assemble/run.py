@@ -136,6 +136,8 @@ def run_training(
             check_rewards(val_rewards, val_prompts)
         if episodes is not None:
             check_episodes(config, processors, episodes, first, max_tokens=max_completion_tokens(config))
+        if train_prompts is not None:
+            train_prompts = origin.number_prompts(train_prompts)
         num_train_prompts = 0 if train_prompts is None else train_prompts.prompts_per_epoch
         plan = make_plan(config, num_train_prompts=num_train_prompts)
         for warning in find_long_warmups(config, plan):
@@ -147,7 +149,7 @@ def run_training(
                 console.print(describe_chosen(chosen, num_train_prompts))
             prompts = open_stream(config, train_prompts)
             stack.callback(prompts.close)
-        origin.add_data(config, prompts, () if val_prompts is None else val_prompts.contents, plan)
+        origin.add_data(config, prompts, val_prompts, plan)
 
         if not config.trainer.val_only:
             store.check_space(count_checkpoint_bytes(config, base.size))
@@ -377,7 +379,8 @@ def choose_checkpoint(
     else:
         checkpoint = store.latest(resumable=not trainer.val_only) if trainer.find_last_checkpoint else None
     if checkpoint is not None and not trainer.val_only:
-        if "buffer" not in checkpoint.progress:
+        progress = checkpoint.progress
+        if "buffer" not in progress or any("skipped" not in each for each in progress["prompts"]["datasets"]):
             raise CheckpointError(
                 f"{checkpoint.folder} was saved by an earlier version of Trigon, and this one cannot read its position "
                 "in the data; export its model (trigon export) and start a new run from it, or continue with that "

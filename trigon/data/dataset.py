@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,10 +25,13 @@ from trigon.data.rows import Reason, UnusableRow, require_columns
 from trigon.data.sources import Source, open_source
 from trigon.errors import DataError
 from trigon.system.files import text_digest
+from trigon.system.terminal import listed
 from trigon.types import EncodedMedia, Prompt
 
 _ROWS_PER_TASK = 16
 _NUM_EXAMPLES = 3
+_DIGITS = 8
+_UNKNOWN = "-" * _DIGITS
 
 
 class SkippedRow(NamedTuple):
@@ -42,20 +46,28 @@ class SkippedRow(NamedTuple):
 class DatasetContent:
     """What a checkpoint keeps of a dataset, so that a resumed run can name what has changed.
 
-    spec: as in data.train_files. num_prompts: usable ones. fingerprint: equal for the same usable
-    rows with the same content, wherever their files are. weight: as in data.train_weights. files: a
-    digest of the files that rows name; "" if they name none.
+    spec: as in data.train_files. num_prompts: usable rows. fingerprint: equal for the same rows,
+    usable or not, wherever they are. weight: as in data.train_weights. skipped: the rows that
+    cannot be used, by index: "3 17". files: for each row _DIGITS hexadecimal digits of the digest
+    of the files that it names, or _UNKNOWN if it names none or cannot be used; "" if no row has
+    any.
     """
 
     spec: str
     num_prompts: int
     fingerprint: str
     weight: float = 1.0
+    skipped: str = ""
     files: str = ""
 
+    @property
+    def skipped_rows(self) -> list[int]:
+        """The rows that cannot be used, by index."""
+        return [int(row) for row in self.skipped.split()]
+
     def has_rows_of(self, other: DatasetContent) -> bool:
-        """Return whether the rows of both are the same, with the files that they name."""
-        return (self.fingerprint, self.files) == (other.fingerprint, other.files)
+        """Return whether the rows of both are the same, with those files that both could read."""
+        return self.fingerprint == other.fingerprint and not self._has_other_files(other)
 
     def change_since(self, saved: DatasetContent) -> str:
         """Return what differs from the same dataset when it was saved, for a message."""
@@ -63,20 +75,46 @@ class DatasetContent:
             return f"{self.spec} has other images or videos in the files that its rows name"
         return f"{self.spec} has other rows ({saved.num_prompts} usable ones then, {self.num_prompts} now)"
 
+    def _has_other_files(self, other: DatasetContent) -> bool:
+        if self.files == other.files:
+            return False
+        starts = range(0, min(len(self.files), len(other.files)), _DIGITS)
+        pairs = ((self.files[start : start + _DIGITS], other.files[start : start + _DIGITS]) for start in starts)
+        return any(first != second and _UNKNOWN not in (first, second) for first, second in pairs)
+
+
+def find_changed_rows(
+    saved: Sequence[DatasetContent], present: Sequence[DatasetContent], option: str = "data.train_files"
+) -> dict[str, str]:
+    """Return how the rows of datasets differ from a saved run's, by option; {} if they do not.
+
+    Rows that can be used in one of the runs only are no difference. option: the one that names the
+    datasets.
+    """
+    if len(saved) == len(present):
+        changed = [(old, new) for old, new in zip(saved, present, strict=True) if not new.has_rows_of(old)]
+        if not changed:
+            return {}
+        if all(old.spec == new.spec for old, new in changed):
+            return {option: "; ".join(new.change_since(old) for old, new in changed)}
+    then, now = (", ".join(content.spec for content in contents) for contents in (saved, present))
+    return {option: f"was {then}, and is now {now}"}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptSet:
-    """The usable prompts of one dataset, numbered from 0 in its order.
+    """The prompts of one dataset, numbered from 0 in its order.
 
+    They are the usable rows, or the rows that a saved run could use (numbered_as).
     name: begins the ids of its prompts. num_rows: rows in the dataset, usable or not.
-    row_indices: the row of each prompt. num_skipped: how many rows cannot be used, by reason.
-    examples: the messages of the first few skipped rows of each reason.
+    row_indices: the row of each prompt. unusable: why a row cannot be used, by its index.
+    examples: the messages of the first few unusable rows of each reason.
     """
 
     name: str
     num_rows: int
     row_indices: tuple[int, ...]
-    num_skipped: Mapping[Reason, int]
+    unusable: Mapping[int, Reason]
     examples: Mapping[Reason, tuple[str, ...]]
     content: DatasetContent
     builder: PromptBuilder
@@ -116,6 +154,38 @@ class PromptSet:
     def shows_videos(self) -> bool:
         """Whether any prompt may have videos."""
         return self.builder.data.video_key in self._source.columns
+
+    @property
+    def num_skipped(self) -> Counter[Reason]:
+        """How many rows are no prompts, since they cannot be used, by reason."""
+        prompts = set(self.row_indices)
+        return Counter(reason for row, reason in self.unusable.items() if row not in prompts)
+
+    @property
+    def lost(self) -> dict[int, Reason]:
+        """Why prompts cannot be used that a saved run could use, by index."""
+        return {index: self.unusable[row] for index, row in enumerate(self.row_indices) if row in self.unusable}
+
+    def numbered_as(self, saved: DatasetContent, name: str) -> PromptSet:
+        """Return the prompts with the numbers and ids that they have in a saved run of these rows.
+
+        Rows that it could use stay prompts if they cannot be used now, and others do not become
+        prompts. Otherwise the order of all prompts would change.
+        """
+        skipped = set(saved.skipped_rows)
+        rows = tuple(row for row in range(self.num_rows) if row not in skipped)
+        return replace(self, name=name, row_indices=rows, content=replace(saved, spec=self.content.spec))
+
+    def changed_usability(self, saved: DatasetContent) -> list[str]:
+        """Return sentences with the rows that can be used only now, or no longer, by their ids."""
+        then = set(saved.skipped_rows)
+        lost = [f"{self.name}:{row} ({reason})" for row, reason in self.unusable.items() if row not in then]
+        gained = [f"{self.name}:{row}" for row in sorted(then - set(self.unusable))]
+        return [
+            f"{self.content.spec}: {len(rows)} rows {change}: {listed(rows)}"
+            for rows, change in ((lost, "can no longer be used"), (gained, "could not be used before, and can now"))
+            if rows
+        ]
 
     def _encoded_media(self, row_index: int, *, with_videos: bool) -> EncodedMedia | None:
         row = self._source.rows[row_index]
@@ -226,7 +296,7 @@ def select_prompts(scanned: Scan, *, on_skipped: Callable[[Sequence[SkippedRow]]
     and for overlong prompts unless data.filter_overlong_prompts skips them.
     """
     source, results = scanned.source, scanned.rows
-    usable = [(index, result) for index, result in enumerate(results) if result.problem is None]
+    usable = [index for index, result in enumerate(results) if result.problem is None]
     problems = [(index, result.problem) for index, result in enumerate(results) if result.problem is not None]
     if on_skipped is not None:
         on_skipped([SkippedRow(index, problem.reason, str(problem)) for index, problem in problems])
@@ -235,17 +305,21 @@ def select_prompts(scanned: Scan, *, on_skipped: Callable[[Sequence[SkippedRow]]
         messages.setdefault(problem.reason, []).append(str(problem))
     _check_skipped(scanned, messages, [problem for _, problem in problems])
     digest = hashlib.sha256()
-    for index, result in usable:
+    for index, result in enumerate(results):
         digest.update(b"%d:%s" % (index, result.digest))
-    files = "".join(f"{index}:{result.files} " for index, result in usable if result.files)
+    files = [text_digest(result.files)[:_DIGITS] if result.files else _UNKNOWN for result in results]
     return PromptSet(
         name=source.name,
         num_rows=len(results),
-        row_indices=tuple(index for index, _ in usable),
-        num_skipped={reason: len(each) for reason, each in messages.items()},
+        row_indices=tuple(usable),
+        unusable={index: problem.reason for index, problem in problems},
         examples={reason: tuple(each[:_NUM_EXAMPLES]) for reason, each in messages.items()},
         content=DatasetContent(
-            scanned.spec, len(usable), digest.hexdigest()[:32], files=text_digest(files) if files else ""
+            scanned.spec,
+            len(usable),
+            digest.hexdigest()[:32],
+            skipped=" ".join(str(index) for index, _ in problems),
+            files="" if set(files) == {_UNKNOWN} else "".join(files),
         ),
         builder=scanned.builder,
         _source=source,

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trigon.config.compared import is_accepted
-from trigon.data.dataset import DatasetContent, PromptSet, check_bad_fraction
+from trigon.data.dataset import DatasetContent, PromptSet, check_bad_fraction, find_changed_rows
 from trigon.data.rows import Reason, UnusableRow
 from trigon.errors import CheckpointError, DataError
 from trigon.metrics import Max, Metric
@@ -78,6 +78,12 @@ class Prompts:
         return any(part.shows_videos for part in self.parts)
 
     @property
+    def lost(self) -> dict[int, Reason]:
+        """Why prompts cannot be used that a saved run could use, by index."""
+        parts = zip(self.parts, self._starts(), strict=True)
+        return {start + index: reason for part, start in parts for index, reason in part.lost.items()}
+
+    @property
     def num_rows(self) -> int:
         """Rows of all datasets, usable or not."""
         return sum(part.num_rows for part in self.parts)
@@ -118,9 +124,23 @@ class Prompts:
                     drawn.append(DrawnPrompt(start + index, occurrences[index]))
         return drawn
 
-    def with_names(self, names: Sequence[str]) -> Prompts:
-        """Return the same prompts with other names of the datasets, which begin their ids."""
-        return Prompts(tuple(replace(part, name=name) for part, name in zip(self.parts, names, strict=True)))
+    def numbered_as(self, state: Mapping[str, Any]) -> Prompts:
+        """Return the prompts with the numbers and ids of a saved stream (PromptStream.state).
+
+        Of other data, the same prompts.
+        """
+        saved = load_contents(state["datasets"])
+        if _changes_of_data(saved, self.contents):
+            return self
+        each = zip(self.parts, saved, state["names"], strict=True)
+        return Prompts(tuple(part.numbered_as(content, name) for part, content, name in each))
+
+    def changed_usability(self, saved: Sequence[DatasetContent]) -> list[str]:
+        """Return sentences with the rows that can be used only now, or no longer. saved: of the
+        same datasets."""
+        return [
+            text for part, content in zip(self.parts, saved, strict=True) for text in part.changed_usability(content)
+        ]
 
     def with_blank_media(self) -> Prompts:
         """Return the same prompts with images and videos of one colour and the same size."""
@@ -329,18 +349,20 @@ class PromptStream:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position, with the prompts that followed it in the saved stream.
 
-        They keep their ids, also if files were renamed meanwhile. With other data, where that is
+        The stream has the prompts that numbered_as returned. With other data, where that is
         accepted, start at their beginning; with another seed or shuffle, continue at the same place
-        of the new order. Raises: as check_state.
+        of the new order. Raises: as check_state; DataError if no prompt can be used any more.
         """
         self.check_state(state)
         self._cancel_futures()
         self._position, self._skipped = _Position(0, 0, 0), {}
         if self.continues(state):
-            names = state.get("names", [part.name for part in self._prompts.parts])
-            self._prompts = self._prompts.with_names(names)
+            assert [content["skipped"] for content in state["datasets"]] == [
+                content.skipped for content in self._prompts.contents
+            ], "prompts have the numbers of the saved stream"
             self._position = _Position(state["epoch"], state["offset"], state["taken"])
-            self._skipped = dict(state["skipped"])
+            self._skipped = self._prompts.lost | dict(state["skipped"])
+            self._check_any_left(self._skipped, "none can be read where the saved run could")
 
     def continues(self, state: Mapping[str, Any]) -> bool:
         """Return whether a saved stream drew from the same prompts, perhaps in another order."""
@@ -360,9 +382,7 @@ class PromptStream:
 
     def changes(self, state: Mapping[str, Any]) -> dict[str, str]:
         """Return what differs from a saved stream in prompts and order, by option."""
-        saved = [DatasetContent(**content) for content in state["datasets"]]
-        changed = _changed_content(saved, self._prompts.contents)
-        found = dict([changed] if changed else [])
+        found = _changes_of_data(load_contents(state["datasets"]), self._prompts.contents)
         for key, value in (("shuffle", self._shuffle), ("seed", self._seed)):
             if state[key] != value:
                 found[f"data.{key}"] = f"was {_yaml(state[key])}, and is now {_yaml(value)}"
@@ -401,9 +421,12 @@ class PromptStream:
     def _check_skipped(self, skipped: Mapping[int, Reason], latest: str) -> None:
         """Raise DataError if too many prompts are unusable. latest: the message of the last one."""
         before = self._prompts.num_skipped
-        num_bad = len(skipped) + before.total() - before["overlong"]
+        num_bad = sum(reason != "overlong" for reason in (*skipped.values(), *before.elements()))
         allowed = self._prompts.parts[0].builder.data.max_bad_row_fraction
         check_bad_fraction(num_bad, self._prompts.num_rows, allowed, [latest])
+        self._check_any_left(skipped, latest)
+
+    def _check_any_left(self, skipped: Mapping[int, Reason], latest: str) -> None:
         if len(skipped) == len(self._prompts):
             raise DataError(f"no row of the dataset can be used any more; the last one: {latest}")
 
@@ -414,18 +437,16 @@ class PromptStream:
         return [drawn[number] for number in _permutation(len(drawn), f"{self._seed}:{epoch}")]
 
 
-def _changed_content(saved: Sequence[DatasetContent], present: Sequence[DatasetContent]) -> tuple[str, str] | None:
-    """Return an option in whose datasets a saved run and this one differ, and how they do."""
-    if len(saved) == len(present):
-        pairs = list(zip(saved, present, strict=True))
-        changed = [(old, new) for old, new in pairs if not new.has_rows_of(old)]
-        if not changed:
-            then, now = ([content.weight for content in contents] for contents in (saved, present))
-            return ("data.train_weights", f"was {then}, and is now {now}") if then != now else None
-        if all(old.spec == new.spec for old, new in changed):
-            return "data.train_files", "; ".join(new.change_since(old) for old, new in changed)
-    then_specs, now_specs = (", ".join(content.spec for content in contents) for contents in (saved, present))
-    return "data.train_files", f"was {then_specs}, and is now {now_specs}"
+def load_contents(saved: Sequence[Mapping[str, Any]]) -> list[DatasetContent]:
+    """Return what a checkpoint has of datasets."""
+    return [DatasetContent(**content) for content in saved]
+
+
+def _changes_of_data(saved: Sequence[DatasetContent], present: Sequence[DatasetContent]) -> dict[str, str]:
+    """Return how datasets and their weights differ from a saved stream's, by option."""
+    changed = find_changed_rows(saved, present)
+    then, now = ([content.weight for content in contents] for contents in (saved, present))
+    return changed if changed or then == now else {"data.train_weights": f"was {then}, and is now {now}"}
 
 
 def _yaml(value: bool | int) -> str:
