@@ -64,6 +64,12 @@ def test_the_same_run_has_no_changes():
     assert origin.describe_start()["after_step"] == 7
 
 
+def test_a_resumed_run_keeps_the_date_on_which_it_was_started():
+    checkpoint = saved_by(config(), change=lambda state: {**state, "date": "2024-02-29T23:59:59"})
+    for options in ({}, {"trainer.val_only": True}):
+        assert resumed(config(options), checkpoint)[0].state()["date"] == "2024-02-29T23:59:59"
+
+
 def test_scores_are_compared_if_the_data_and_the_reward_of_validations_are_the_same():
     def validated_by(options=None, validation=VALIDATION):
         return resumed(config(options), None, validation=validation)[0].validated_by()

@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from support.builders import make_builder
 from trigon.data import templates
 from trigon.data.prompts import load_format_prompt
-from trigon.data.templates import TemplateFailure, TemplateLimitError, render
+from trigon.data.templates import TemplateFailure, TemplateLimitError, render, write_date
 from trigon.errors import ConfigError
 
 LONG = "{% set x = content * 10000 %}"
@@ -134,6 +134,16 @@ def test_chat_templates_are_rendered_as_by_transformers():
     assert render(CHAT, "chat", {"messages": messages, "documents": None, **values}) == expected
     with pytest.raises(TemplateFailure, match=r"^alternate$"):
         render("{{ raise_exception('alternate\nroles') }}", "chat", {})
+
+
+def test_a_run_writes_the_date_on_which_it_was_started():
+    today = render("{{ strftime_now('%Y-%m-%d') }}", "chat", {})
+    write_date("2024-02-29T23:59:59")
+    try:
+        assert render("{{ strftime_now('%d %b %Y, %H:%M') }}", "chat", {}) == "29 Feb 2024, 23:59"
+    finally:
+        write_date(None)
+    assert today <= render("{{ strftime_now('%Y-%m-%d') }}", "chat", {})
 
 
 @pytest.mark.faults

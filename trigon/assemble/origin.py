@@ -10,6 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from platform import python_version
 from typing import Any
@@ -65,7 +66,7 @@ class Origin:
     checkpoint: the checkpoint that the run resumes from; None: nothing is compared. say: prints a
     line.
     accepted: the accepted changes so far, as "was 1, and is now 2" by option. notes: differences
-    that need not be accepted.
+    that need not be accepted. date: when the run was first started, in ISO format.
     """
 
     def __init__(self, config: Config, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
@@ -81,6 +82,8 @@ class Origin:
         self._noted: dict[str, Any] = {}
         self._validation: Sequence[DatasetContent] = ()
         self._changed_usability: list[str] = []
+        resumed = {} if checkpoint is None else checkpoint.progress[KEY]
+        self.date: str = resumed.get("date", datetime.now().isoformat())
         self.accepted: dict[str, str] = {}
         self.notes: list[str] = []
 
@@ -157,6 +160,7 @@ class Origin:
             "contents": self._contents,
             "given": self._given,
             "noted": self._noted,
+            "date": self.date,
             "validation": [asdict(content) for content in self._validation],
         }
 

@@ -47,6 +47,7 @@ from trigon.config.schema import Config
 from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source
 from trigon.data.stream import Prompts
+from trigon.data.templates import write_date
 from trigon.data.tokens import TokenTexts
 from trigon.environments.pool import EnvironmentPool
 from trigon.errors import CheckpointError
@@ -116,6 +117,8 @@ def run_training(
         store = open_store(config, folder, console, hang_watch.beat)
         checkpoint = choose_checkpoint(config, store, hang_watch.beat)
         origin = Origin(config, checkpoint, console.print)
+        stack.callback(write_date, None)
+        write_date(origin.date)
         origin.add_options(objects.reward, objects.val_reward)
         announce_downloads(config, console)
         origin.add_model()

@@ -48,6 +48,8 @@ templates.
 
 _SERVE = "from trigon.data.templates import serve; serve()"
 
+_date: str | None = None  # that templates write, in ISO format; None: the present one
+
 
 class TemplateFailure(Exception):
     """A template raised an error; the message is its first line. line: the line of the template."""
@@ -61,12 +63,21 @@ class TemplateLimitError(TemplateFailure):
     """A rendering took too long or too much memory, wrote too much, or called itself endlessly."""
 
 
+def write_date(date: str | None) -> None:
+    """Let chat templates of this process write a date, in ISO format; None: the present one.
+
+    The prompts of a run would otherwise change at midnight, and when it is resumed.
+    """
+    global _date
+    _date = date
+
+
 def render(source: str, dialect: Dialect, values: Mapping[str, Any]) -> str:
     """Return what a template writes. values: values of its variables, of types that JSON has.
 
     Raises: TemplateFailure.
     """
-    text: str = _child.ask({"source": source, "dialect": dialect, "values": values})
+    text: str = _child.ask({"source": source, "dialect": dialect, "values": values, "date": _date})
     return text
 
 
@@ -203,6 +214,7 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:
         request = json.loads(line.decode("utf-8", "surrogatepass"))
+        write_date(request.get("date"))
         # The kernel ends the process at this time, within an operation too.
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         answer = _answer(request)
@@ -280,4 +292,4 @@ def _raise(message: str) -> None:
 
 
 def _now(format: str) -> str:
-    return datetime.now().strftime(format)
+    return (datetime.now() if _date is None else datetime.fromisoformat(_date)).strftime(format)
