@@ -231,6 +231,22 @@ def test_a_base_model_that_has_moved_is_an_error_unless_base_is_given(
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(new)
 
 
+def test_a_run_that_was_started_in_another_folder_is_exported_with_its_base_model(
+    tmp_path: Path, tiny_vlm: Path, adapted: Policy
+) -> None:
+    base = tmp_path / "started" / "demo" / "model"
+    shutil.copytree(tiny_vlm, base)
+
+    def with_relative_path(config: dict[str, Any]) -> None:
+        config["base_model_name_or_path"] = "demo/model"
+
+    checkpoint = save(tmp_path / "run", base, adapted, edit=with_relative_path)
+    (tmp_path / "run" / "local_sources.json").write_text(json.dumps({"demo/model": str(base)}))
+    adapter = export_checkpoint(checkpoint, tmp_path / "adapter", dtype=None, part="adapter", logits=False)
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    assert export_checkpoint(checkpoint, tmp_path / "merged", dtype=None, logits=False).is_dir()
+
+
 def test_a_model_of_other_shapes_is_not_accepted_as_the_base(
     tmp_path: Path, checkpoint: Path, tiny_vlm: Path, tiny_model: Callable[..., Path]
 ) -> None:

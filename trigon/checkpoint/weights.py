@@ -14,11 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trigon.config.paths import path_exists
 from trigon.errors import CheckpointError, ModelError
 from trigon.models.families import ModelFamily, family_of
 from trigon.models.load import auto_class, family_of_folder, load_hf_config, model_folder
 from trigon.models.lora import merge_names, merged_weight
 from trigon.models.weight_files import stored_tensors
+from trigon.report.run import RunRecord
 from trigon.training.checkpointing import ADAPTER_CONFIG, ADAPTER_FOLDER, WEIGHTS_FOLDER, read_object
 from trigon.training.state import ShardedFiles, StoredTensor
 
@@ -69,10 +71,13 @@ def open_weights(actor: Path) -> Weights:
 def open_lora(actor: Path, *, base: str | None) -> Lora:
     """Return the LoRA weights of a checkpoint that has an adapter.
 
-    base: the base model, a folder or a hub id; None: the one the run used. Raises: CheckpointError
-    if it does not exist.
+    base: the base model, a folder or a hub id; None: the one the run used, also if its relative
+    path is of another folder. Raises: CheckpointError if it does not exist.
     """
     config = read_object(actor / ADAPTER_CONFIG, r=int, base_model_name_or_path=str)
+    used = config["base_model_name_or_path"]
+    if base is None and not path_exists(used):
+        base = (RunRecord(actor.resolve().parents[1]).local_sources() or {}).get(used)
     if base is not None:
         config["base_model_name_or_path"] = base
     try:
