@@ -343,8 +343,8 @@ class _ConfigReader:
         name, older_name = _dotted(path), ""
         is_null = isinstance(node, ScalarNode) and node.tag == NULL_TAG
         if is_null and ":" in path[-1]:  # {n:4}, which is a key without a value in YAML, and a pair in Hydra
-            key, _, value = path[-1].partition(":")
-            self.problems.append(f"{name} ({location}) lacks the space after the colon: {{{key}: {value}}}")
+            spaced = path[-1].replace(":", ": ", 1)
+            self.problems.append(f"{name} ({location}) lacks the space after the colon: {{{spaced}}}")
             return
         if (old := _renamed_prefix(path)) is not None:
             self._warn_once(f"{old} ({location}) is now {RENAMED[old]}")
