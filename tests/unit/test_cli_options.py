@@ -40,6 +40,9 @@ def test_without_patterns_every_option_is_printed_with_its_default(capsys):
         (["trainer.val_*"], [name for name in NAMES if name.startswith("trainer.val_")]),
         (["max_num_seqs", "data.max_pixels"], ["data.max_pixels", "worker.rollout.max_num_seqs"]),
         (["--trainer.max_steps=3"], ["trainer.max_steps"]),
+        (["num_generations"], ["worker.rollout.n"]),  # another library's name
+        (["grpo"], ["algorithm.adv_estimator"]),  # a value
+        (["wandb"], ["trainer.logger"]),  # an item of one
     ],
 )
 def test_patterns_select_options_in_the_order_of_the_schema(capsys, patterns, expected):

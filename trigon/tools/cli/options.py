@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from trigon.config.legacy import IGNORED, RENAMED
+from trigon.config.legacy import IGNORED, OTHER_NAMES, RENAMED
 from trigon.config.options import Option, descriptions, format_value, options
 from trigon.config.schema import DEVICE_DEFAULTS
 from trigon.errors import ConfigError
@@ -30,8 +30,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "pattern",
         nargs="*",
-        help="part of a name (lr), or a name with * and ? (trainer.val_*); an older or EasyR1's name gives the "
-        "present one, or says that it has no effect; without patterns, the names and defaults of all options",
+        help="part of a name (lr), a name with * and ? (trainer.val_*), or a value (wandb); an older or EasyR1's name "
+        "gives the present one, or says that it has no effect; without patterns, the names and defaults of all options",
     )
     patterns: list[str] = parser.parse_args(arguments).pattern
     if not patterns:
@@ -46,8 +46,9 @@ def main(arguments: Sequence[str]) -> int:
 def find_options(patterns: Sequence[str]) -> tuple[list[Option], list[str]]:
     """Return the options that match any pattern, and EasyR1's keys without effect.
 
-    Both in the order of the schema. Of names that match no option, older ones and those without
-    effect are looked through.
+    Both in the order of the schema. A pattern may also be a value that an option may have. Of names
+    that match no option, older ones, those of other libraries and those without effect are looked
+    through.
     Raises: ConfigError for a pattern that matches none.
     """
     found: set[str] = set()
@@ -56,12 +57,14 @@ def find_options(patterns: Sequence[str]) -> tuple[list[Option], list[str]]:
         # Users copy patterns from command lines and files too: "lr=1e-6", "--lr".
         name = pattern.lstrip("-").partition("=")[0]
         name = RENAMED.get(name, name)
-        matching = {option.name for option in options().values() if _matches(option.name, name)}
+        known = options().values()
+        matching = {option.name for option in known if _matches(option.name, name) or name in option.choices}
         if not matching:
             matching = {new for old, new in RENAMED.items() if _matches(old, name)}
+            matching |= {OTHER_NAMES[name]} if name in OTHER_NAMES else set()
             ignored = {old for old in IGNORED if _matches(old, name)}
             if not matching and not ignored:
-                near = nearest_key(name, [option.name for option in options().values()])
+                near = nearest_key(name, [option.name for option in known])
                 raise ConfigError(
                     f"no option matches {pattern!r}; did you mean {near}? `trigon options` lists all of them"
                 )
