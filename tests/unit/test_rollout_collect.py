@@ -11,7 +11,7 @@ from trigon.errors import EngineError
 from trigon.rollout.collect import collect, collect_until, collect_until_interrupted
 from trigon.rollout.episode_state import sample_seed
 from trigon.rollout.fake import FakeEngine
-from trigon.rollout.protocol import Until
+from trigon.rollout.protocol import Interruption, Work
 from trigon.types import Prompt, SamplingParams, Score
 
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=20, ignore_eos=False, seed=7)
@@ -115,22 +115,24 @@ WITH_BASELINE = replace(SAMPLING, n=2, with_baseline=True)
 
 def collect_in_parts(prompts, engine, rewards, sampling):
     """Return the groups of two calls, the second of which continues what the first has begun."""
-    first = collect_until(prompts, engine, rewards, sampling, Until(1), phase=Phases())
-    begun = tuple(completions for _, completions in first.unfinished)
-    assert begun
-    assert all(len(completions) == sampling.num_completions for completions in begun)
-    rest = [prompt for prompt, _ in first.unfinished]
-    until = Until(len(rest), begun=begun)
-    second = collect_until(rest, engine, rewards, sampling, until, phase=Phases())
+    work = [Work(prompt) for prompt in prompts]
+    first = collect_until(work, engine, rewards, sampling, num_groups=1, phase=Phases())
+    left = first.unfinished
+    assert left
+    assert all(len(each.completions) == sampling.num_completions for each in left)
+    second = collect_until(left, engine, rewards, sampling, num_groups=len(left), phase=Phases())
     assert second.unfinished == []
-    return sorted([*first.groups, *second.groups], key=lambda group: group.prompt.prompt_id)
+    groups = [*first.groups, *second.groups]
+    rollouts = [rollout for group in groups for rollout in (*group.rollouts, *filter(None, [group.baseline]))]
+    assert first.num_tokens + second.num_tokens == sum(len(rollout.completion.token_ids) for rollout in rollouts)
+    return sorted(groups, key=lambda group: group.prompt.prompt_id)
 
 
 def collect_ended(prompts, engine, rewards, sampling):
     groups = []
-    until = Until(len(prompts))
+    work, interruption = [Work(prompt) for prompt in prompts], Interruption()
     unfinished = collect_until_interrupted(
-        prompts, engine, rewards, sampling, until, phase=Phases(), on_scored=groups.append, min_counted=0
+        work, engine, rewards, sampling, interruption, phase=Phases(), on_scored=groups.append, min_counted=0
     )
     assert unfinished == []
     return sorted(groups, key=lambda group: group.prompt.prompt_id)
@@ -177,11 +179,12 @@ def test_progress_counts_baselines_and_a_group_without_its_baseline_is_not_compl
     greedy_seed = sample_seed(7, draw=0, prompt_id="train:1", sample=2)
     engine, phases, prompts = make_engine(tokenizer, complete, tokens_per_step=1), Phases(), make_prompts()
     with open_rewards(tmp_path) as rewards, engine.awake(NO_WEIGHTS, version=0):
-        found = collect_until(prompts, engine, rewards, WITH_BASELINE, Until(3), phase=phases)
+        work = [Work(prompt) for prompt in prompts]
+        found = collect_until(work, engine, rewards, WITH_BASELINE, num_groups=3, phase=phases)
     assert [group.prompt for group in found.groups] == [prompts[0], prompts[2], prompts[3]]
-    [(prompt, row)] = found.unfinished
-    assert prompt is prompts[1]
-    assert [each.finish_reason for each in row] == ["stop", "stop", "unfinished"]
+    [left] = found.unfinished
+    assert left.prompt is prompts[1]
+    assert [each.finish_reason for each in left.completions] == ["stop", "stop", "unfinished"]
     assert phases.announced[0] == ("gen", 12, 11)
 
 

@@ -47,10 +47,11 @@ from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect_until, collect_until_interrupted, nothing_sampled
 from trigon.rollout.filtering import label_groups
 from trigon.rollout.parity import ParityCheck, Probe, ended_in_step
-from trigon.rollout.protocol import Interruption, RolloutEngine, Until, Work
+from trigon.rollout.protocol import Interruption, RolloutEngine, Work
 from trigon.rollout.sampling_call import PoolClock, SamplingCall
 from trigon.rollout.saved import groups_state, load_groups, load_metrics, load_work, metrics_state, work_state
 from trigon.rollout.statistics import (
+    count_new,
     count_sampled,
     describe_carried,
     describe_groups,
@@ -557,29 +558,27 @@ class RolloutBuffer:
 
         Raises: EngineError if nothing was sampled at all.
         """
-        until = None
-        if len(work) > quota or any(each.completions for each in work):
-            oldest = sum(each.num_carried >= self._config.worker.rollout.max_carried_steps for each in work)
-            num_required = len(work) if step == self._plan.total_steps else oldest
-            until = Until(min(quota, len(work)), num_required, tuple(each.completions for each in work))
-        prompts = [each.prompt for each in work]
+        oldest = sum(each.num_carried >= self._config.worker.rollout.max_carried_steps for each in work)
         collected = collect_until(
-            prompts, self._rollout, self._rewards, self._sampling, until, phase=phase, may_all_fail=may_all_fail
+            work,
+            self._rollout,
+            self._rewards,
+            self._sampling,
+            num_groups=min(quota, len(work)),
+            num_required=len(work) if step == self._plan.total_steps else oldest,
+            phase=phase,
+            may_all_fail=may_all_fail,
         )
-        groups, unfinished = collected.groups, collected.unfinished
+        groups = collected.groups
         if is_first:
             warn_if_rewards_are_equal(groups, self._report.warn)
-        found.unfinished = [_left(prompt, completions) for prompt, completions in unfinished]
-        # Not of a group that failed, whose new tokens are not known.
-        begun = _by_id(work)
-        num_new = sum(_count_new(row, begun[prompt.prompt_id]) for prompt, row in unfinished)
-        num_new += sum(_count_new(_all(group), begun[group.prompt.prompt_id]) for group in groups)
-        num_failed = len(work) - len(groups) - len(unfinished)
-        found.num_tokens += num_new
+        found.unfinished = collected.unfinished
+        num_failed = len(work) - len(groups) - len(found.unfinished)
+        found.num_tokens += collected.num_tokens
         found.count(_FAILED, num_failed)
         found.metrics = merge(found.metrics, describe_groups(groups))
         found.groups += self._kept(groups, found)
-        if not (groups or num_failed or num_new):
+        if not (groups or num_failed or collected.num_tokens):
             raise EngineError(
                 f"The rollout engine completed none of {len(work)} groups, and sampled no token. See the engine's log."
             )
@@ -687,7 +686,7 @@ class RolloutBuffer:
             group = running.ended.popleft()
             begun = running.begun.pop(group.prompt.prompt_id)
             self._ready += self._kept([group], found)
-            found.num_tokens += _count_new(_all(group), begun)
+            found.num_tokens += count_new(_all(group), begun)
             running.num_ended += 1
 
     def _end_continuous(self) -> None:
@@ -705,7 +704,7 @@ class RolloutBuffer:
             self._unfinished += running.begun.values()
             return
         for left in running.call.result.unfinished:
-            found.num_tokens += _count_new(left.completions, running.begun.pop(left.prompt.prompt_id))
+            found.num_tokens += count_new(left.completions, running.begun.pop(left.prompt.prompt_id))
             self._unfinished.append(left)
         found.count(_FAILED, len(running.begun))
 
@@ -743,21 +742,20 @@ class RolloutBuffer:
         per_step = self._plan.prompts_per_step
         ended: deque[RolloutGroup] = deque()
         interruption = Interruption()
-        until = Until(len(work), 0, tuple(each.completions for each in work), interruption)
 
         def sample(phase: Phase) -> _Found:
             with self._clock.sampling():
                 unfinished = collect_until_interrupted(
-                    [each.prompt for each in work],
+                    work,
                     self._rollout,
                     self._rewards,
                     self._sampling,
-                    until,
+                    interruption,
                     phase=phase,
                     on_scored=ended.append,
                     min_counted=per_step * self._sampling.n,
                 )
-            return _Found(unfinished=[_left(prompt, completions) for prompt, completions in unfinished])
+            return _Found(unfinished=unfinished)
 
         self._running = _Running(
             version,
@@ -849,19 +847,6 @@ def _all(group: RolloutGroup) -> list[Completion]:
     """Return the completions of a group, the greedy one included."""
     rollouts = group.rollouts if group.baseline is None else (*group.rollouts, group.baseline)
     return [rollout.completion for rollout in rollouts]
-
-
-def _left(prompt: Prompt, completions: tuple[Completion, ...]) -> Work:
-    """Return the work that is left of a prompt; from the start if nothing is sampled yet."""
-    return Work(prompt, completions if any(each.token_ids for each in completions) else ())
-
-
-def _count_new(completions: Sequence[Completion], begun: Work) -> int:
-    """Return how many tokens of these completions were sampled since they were begun.
-
-    Not fewer than none: an episode that began again may have fewer tokens than before.
-    """
-    return max(0, count_sampled(completions) - count_sampled(begun.completions))
 
 
 def _oldest_of(group: RolloutGroup, version: int) -> int:

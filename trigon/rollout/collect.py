@@ -17,7 +17,8 @@ from trigon.errors import BadRow, EngineError
 from trigon.rewards.contract import RewardRequest, turn_input
 from trigon.rewards.pool import RewardPool
 from trigon.rewards.scoring import Scoring
-from trigon.rollout.protocol import RolloutEngine, Until
+from trigon.rollout.protocol import Interruption, RolloutEngine, Until, Work
+from trigon.rollout.statistics import count_new
 from trigon.types import Completion, EncodedMedia, Phase, Prompt, Rollout, RolloutGroup, SamplingParams, Score, Vision
 
 if TYPE_CHECKING:  # it imports torch, and dummy_requests is used before a run has imported torch
@@ -42,43 +43,46 @@ def collect(
     Raises: EngineError and RewardError as engine and pool do; EngineError if the engine failed for
     every prompt, unless they may all fail.
     """
-    return collect_until(prompts, rollout, rewards, sampling, None, phase=phase, may_all_fail=may_all_fail).groups
-
-
-Unfinished = list[tuple[Prompt, tuple[Completion, ...]]]
-"""Prompts whose completions have not all ended, in the order of a call.
-
-Each with all of its completions, also those that have ended; with SamplingParams.with_baseline the
-greedy one is the last.
-"""
+    work = [Work(prompt) for prompt in prompts]
+    return collect_until(
+        work, rollout, rewards, sampling, num_groups=len(work), phase=phase, may_all_fail=may_all_fail
+    ).groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collected:
-    """Groups that are complete and scored, and the completions so far of the other prompts."""
+    """What a call has sampled; groups and work are in the order of the work that it began with.
+
+    groups: complete and scored. unfinished: work that is left, with all completions so far.
+    num_tokens: the number of sampled tokens, without those of prompts that failed.
+    """
 
     groups: list[RolloutGroup]
-    unfinished: Unfinished
+    unfinished: list[Work]
+    num_tokens: int
 
 
 def collect_until(
-    prompts: Sequence[Prompt],
+    work: Sequence[Work],
     rollout: RolloutEngine,
     rewards: RewardPool,
     sampling: SamplingParams,
-    until: Until | None,
     *,
+    num_groups: int,
+    num_required: int = 0,
     phase: Phase,
     may_all_fail: bool = False,
 ) -> Collected:
-    """Do what collect does until enough groups are complete; both parts are in order of prompts.
+    """Do what collect does until enough groups are complete.
 
     Which completions a reward function receives in one call depends on the prompts alone, and not
-    on the time at which they ended. until: None: sample until all groups are complete.
+    on the time at which they ended. num_groups, num_required: see Until.
     """
-    n = sampling.n
+    n, prompts, until = sampling.n, [each.prompt for each in work], None
+    if num_groups < len(work) or any(each.completions for each in work):
+        until = Until(num_groups, num_required, tuple(each.completions for each in work))
     with _scoring(prompts, rewards, sampling) as scoring:
-        with phase("gen", total=_count_pending(prompts, sampling, until)) as advance:
+        with phase("gen", total=_count_pending(work, sampling)) as advance:
 
             def add(index: int, completions: Sequence[Completion]) -> None:
                 scoring.add(index, completions, count(index * n), count(len(prompts) * n + index))
@@ -88,21 +92,22 @@ def collect_until(
             raise nothing_sampled(len(rows))
         with phase("reward") as advance:
             groups = dict(scoring.finish(on_progress=advance))
-    return Collected([groups[index] for index in sorted(groups)], _unfinished(prompts, rows))
+    num_tokens = sum(count_new(row, each) for each, row in zip(work, rows, strict=True))
+    return Collected([groups[index] for index in sorted(groups)], _unfinished(work, rows), num_tokens)
 
 
 def collect_until_interrupted(
-    prompts: Sequence[Prompt],
+    work: Sequence[Work],
     rollout: RolloutEngine,
     rewards: RewardPool,
     sampling: SamplingParams,
-    until: Until,
+    interruption: Interruption,
     *,
     phase: Phase,
     on_scored: Callable[[RolloutGroup], None],
     min_counted: int,
-) -> Unfinished:
-    """Sample and score until the call is interrupted, and return what is then unfinished.
+) -> list[Work]:
+    """Sample and score until the call is interrupted, and return the work that is then left.
 
     Groups are scored in the order in which they end, so that functions of the batch contract, which
     receive several completions at a time, wait for few others. No error is raised if the engine
@@ -110,9 +115,11 @@ def collect_until_interrupted(
     on_scored: called in this thread with each group as soon as it is scored. min_counted: see
     RewardPool.scoring.
     """
+    prompts = [each.prompt for each in work]
+    until = Until(len(work), 0, tuple(each.completions for each in work), interruption)
     slots, separate_slots = count(), count(len(prompts) * sampling.n)
     with _scoring(prompts, rewards, sampling, min_counted=min_counted) as scoring:
-        with phase("gen", total=_count_pending(prompts, sampling, until)) as advance:
+        with phase("gen", total=_count_pending(work, sampling)) as advance:
 
             def add(index: int, completions: Sequence[Completion]) -> None:
                 scoring.add(index, completions, slots, separate_slots)
@@ -126,7 +133,7 @@ def collect_until_interrupted(
         with phase("reward") as advance:
             for _, group in scoring.finish(on_progress=advance):
                 on_scored(group)
-    return _unfinished(prompts, rows)
+    return _unfinished(work, rows)
 
 
 def nothing_sampled(num_prompts: int) -> EngineError:
@@ -276,16 +283,17 @@ class _Scoring:
         return scored
 
 
-def _count_pending(prompts: Sequence[Prompt], sampling: SamplingParams, until: Until | None) -> int:
+def _count_pending(work: Sequence[Work], sampling: SamplingParams) -> int:
     """Return the number of completions that have not ended before a call."""
-    begun = () if until is None else until.begun
-    return len(prompts) * sampling.num_completions - sum(not each.is_unfinished for row in begun for each in row)
+    num_ended = sum(not completion.is_unfinished for each in work for completion in each.completions)
+    return len(work) * sampling.num_completions - num_ended
 
 
-def _unfinished(prompts: Sequence[Prompt], rows: Sequence[Sequence[Completion]]) -> Unfinished:
+def _unfinished(work: Sequence[Work], rows: Sequence[Sequence[Completion]]) -> list[Work]:
+    """Return what is left of work; from the start where no token is sampled yet."""
     return [
-        (prompt, tuple(row))
-        for prompt, row in zip(prompts, rows, strict=True)
+        replace(each, completions=tuple(row) if any(completion.token_ids for completion in row) else ())
+        for each, row in zip(work, rows, strict=True)
         if any(completion.is_unfinished for completion in row)
     ]
 

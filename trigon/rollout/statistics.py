@@ -147,6 +147,14 @@ def count_sampled(completions: Iterable[Completion]) -> int:
     return sum(completion.num_sampled for completion in completions)
 
 
+def count_new(completions: Sequence[Completion], work: Work) -> int:
+    """Return how many tokens of these completions were sampled since work was begun.
+
+    Not fewer than none: an episode that began again may have fewer tokens than before.
+    """
+    return max(0, count_sampled(completions) - count_sampled(work.completions))
+
+
 def find_oldest_version(completions: Iterable[Completion], version: int) -> int:
     """Return the version of the oldest sampled token. version: what to return if there is none."""
     versions = [run for completion in completions for run, count in completion.version_runs if count]
