@@ -37,11 +37,12 @@ from trigon.report.reporter import Reporter
 from trigon.report.run_folder import ImageStore, RunFolder
 from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
-from trigon.rollout.buffer import RolloutBuffer
 from trigon.rollout.collect import Evaluator
+from trigon.rollout.continuous_buffer import ContinuousBuffer
 from trigon.rollout.episodes import newest_draw
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.parity import ParityCheck
+from trigon.rollout.step_buffer import StepBuffer
 from trigon.system.stopping import SAME_COMMAND, Grace, SameCommand
 from trigon.system.trace import LocalTracer, Tracer
 from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
@@ -309,12 +310,13 @@ def assembled(parts: Parts, changes: Mapping[str, Any]) -> Run:
     validates = config.validates_first or config.trainer.val_freq > 0 or config.trainer.val_only
     evaluator = parts.evaluator if validates else None
     parity = ParityCheck(1e-3)
+    buffer_class = ContinuousBuffer if config.algorithm.samples_continuously else StepBuffer
     run = Run(
         config=config,
         plan=parts.plan,
         buffer=None
         if parts.prompts is None
-        else RolloutBuffer(
+        else buffer_class(
             parts.prompts,
             parts.rollout,
             parts.rewards,

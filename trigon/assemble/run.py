@@ -65,9 +65,10 @@ from trigon.report.run import CONFIG, LOCK
 from trigon.report.run_folder import ImageStore, RunFolder
 from trigon.report.watch import Watch
 from trigon.rewards.pool import RewardPool
-from trigon.rollout.buffer import RolloutBuffer
+from trigon.rollout.continuous_buffer import ContinuousBuffer
 from trigon.rollout.parity import ParityCheck
 from trigon.rollout.restart import RESTART
+from trigon.rollout.step_buffer import StepBuffer
 from trigon.system.hangs import FOLLOWS, START, HangWatch, Watchdog
 from trigon.system.installation import untested_versions
 from trigon.system.machine import require_free_memory
@@ -190,12 +191,13 @@ def run_training(
 
         save_bytes = count_staged_bytes(config, base.size)
         parity = ParityCheck(config.parity_tolerance)
+        buffer_class = ContinuousBuffer if config.algorithm.samples_continuously else StepBuffer
         run = Run(
             config=config,
             plan=plan,
             buffer=None
             if prompts is None
-            else RolloutBuffer(
+            else buffer_class(
                 prompts,
                 engines.rollout,
                 rewards,
