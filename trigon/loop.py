@@ -2,6 +2,7 @@
 
 The rollout engine, the train engine and the reference are protocols, so the loop is the same in one
 process and on a cluster. trigon.assemble makes a Run; run_steps is the loop, make_step one step.
+A ValidationRun makes no steps.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from trigon.system.process_settings import return_freed_memory
 from trigon.system.stopping import SAME_COMMAND, Grace, SameCommand, StepLeft
 from trigon.training.protocol import CriticEngine, GroupOutputs, TrainEngine
 from trigon.training.train_groups import GroupPreparation, has_gradient
-from trigon.training.updates import Updater, describe_continuation
+from trigon.training.updates import Updater, describe_continuation, policy_version
 from trigon.types import RolloutGroup, TrainGroup
 
 
@@ -85,13 +86,13 @@ class Stop:
 class Run:
     """The parts of a training run, already built.
 
-    buffer: gives each step its groups; None if the run only validates.
-    critic: the critic of the estimator gae; None with other estimators.
+    buffer: gives each step its groups. critic: the critic of the estimator gae; None with other
+    estimators.
     """
 
     config: Config
     plan: Plan
-    buffer: RolloutBuffer | None
+    buffer: RolloutBuffer
     trainer: TrainEngine
     critic: CriticEngine | None
     parity: ParityCheck
@@ -103,6 +104,38 @@ class Run:
     stop: Stop = field(default_factory=Stop)
     hooks: Hooks = field(default_factory=Hooks)
     watch: Watch = field(default_factory=Watch)
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationRun:
+    """The parts of a run that validates weights once: trainer.val_only."""
+
+    config: Config
+    trainer: TrainEngine
+    validation: Validation
+    report: Reporter
+    hooks: Hooks
+
+
+def validate_only(run: ValidationRun, checkpoint: Checkpoint | None) -> int:
+    """Validate the weights of a checkpoint, or without one of the model; return their step.
+
+    Raises: NotFiniteError, which also says what to validate instead.
+    """
+    step = 0
+    if checkpoint is not None:
+        run.trainer.load_state(checkpoint.actor)
+        step = checkpoint.step
+    run.report.begin()
+    try:
+        metrics = validate(run, step, version=policy_version(step, run.config.critic_warmup))
+    except NotFiniteError as error:
+        raise NotFiniteError(
+            f"{error}.\nNothing was trained: the weights of the model, or of the checkpoint that is validated, are the "
+            "cause. Validate another one (worker.actor.model.model_path, trainer.load_checkpoint_path)"
+        ) from error
+    run.hooks.step(step, run.report.record(step, metrics))
+    return step
 
 
 def train(run: Run, resume_from: Checkpoint | None) -> int:
@@ -117,27 +150,22 @@ def train(run: Run, resume_from: Checkpoint | None) -> int:
             return run_steps(run, resume_from)
     except NotFiniteError as error:
         last = store.newest_complete() or (None if resume_from is None else resume_from.folder)
-        advice = describe_continuation(last, run.stop.same_command, validates_only=run.config.trainer.val_only)
-        raise NotFiniteError(f"{error}.\n{advice}") from error
+        raise NotFiniteError(f"{error}.\n{describe_continuation(last, run.stop.same_command)}") from error
 
 
 def run_steps(run: Run, resume_from: Checkpoint | None) -> int:
     """Do what train does, without waiting for a save in progress when an error is raised."""
     step = restore(run, resume_from)
     run.stop.grace.started_step = run.stop.grace.saved_step = step
-    if run.config.trainer.val_only:
-        run.report.begin()
-        run.hooks.step(step, run.report.record(step, validate(run, step)))
-        return step
     # What a former run wrote after this step is moved away: the folder then describes one run.
     run.checkpoints.store.rewind(step)
     run.report.rewind(step)
     if step == 0 and run.config.validates_first:
-        validation = validate(run, 0)
+        validation = validate(run, 0, version=0)
         run.watch.validation(0, validation)
         if run.hooks.step(0, run.report.step(0, run.plan.total_steps, validation)) == "stop":
             return 0
-    with run.stop.defer_interrupts(), closing(require_buffer(run)):
+    with run.stop.defer_interrupts(), closing(run.buffer):
         while step < run.plan.total_steps:
             try:
                 batch, metrics = make_step(run, step + 1)
@@ -155,7 +183,7 @@ def make_step(run: Run, step: int) -> tuple[Batch, Metrics]:
 
     Raises: StepLeft before the first update if a stop was requested, and the step takes too long.
     """
-    buffer, grace = require_buffer(run), run.stop.grace
+    buffer, grace = run.buffer, run.stop.grace
     run.checkpoints.store.check()
     note_saved(run)
     grace.begin_step(step)
@@ -234,8 +262,8 @@ def validate_if_due(run: Run, step: int) -> Metrics:
         return {}
     try:
         with run.stop.grace.validation(), run.report.checking(run.stop.grace.check_validation):
-            require_buffer(run).pause()
-            validation = validate(run, step)
+            run.buffer.pause()
+            validation = validate(run, step, version=run.updater.policy_version(step))
     except StepLeft:
         run.report.warn(f"the validation of step {step} is left out: it takes longer than trainer.grace_seconds")
         return {}
@@ -245,11 +273,14 @@ def validate_if_due(run: Run, step: int) -> Metrics:
     return merge(validation, run.validation.rollout.pop_metrics())
 
 
-def validate(run: Run, step: int) -> Metrics:
-    """Sample, score and report the validation prompts, and return the metrics."""
+def validate(run: Run | ValidationRun, step: int, *, version: int) -> Metrics:
+    """Sample, score and report the validation prompts, and return the metrics.
+
+    version: the policy version of the trainer's weights.
+    """
     evaluator, rollout = run.validation.evaluator, run.validation.rollout
     assert evaluator is not None, "validation needs prompts"
-    with awake(rollout, run.trainer.weights(), version=run.updater.policy_version(step), phase=run.report.phase):
+    with awake(rollout, run.trainer.weights(), version=version, phase=run.report.phase):
         groups = evaluator.sample(rollout, run.validation.rewards, phase=run.report.phase)
     shown, token_groups = run.config.trainer.val_generations_to_log, run.config.trainer.rollout_tokens
     return report_validation(run.report, step, groups, evaluator, shown=shown, token_groups=token_groups)
@@ -285,7 +316,7 @@ def save(run: Run, step: int, *, stopping: bool, made: bool = True) -> None:
     left before its first update, perhaps after the buffer had returned its groups; see
     RolloutBuffer.state.
     """
-    store, buffer, grace = run.checkpoints.store, require_buffer(run), run.stop.grace
+    store, buffer, grace = run.checkpoints.store, run.buffer, run.stop.grace
     if made:  # wait for what is sampled ahead, as long as a requested stop leaves time for it
         with suppress(StepLeft), run.report.checking(grace.check_waiting):
             buffer.pause_to_save()
@@ -334,15 +365,13 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> int:
     if checkpoint is None:
         return 0
     run.trainer.load_state(checkpoint.actor)
-    if run.config.trainer.val_only:
-        return checkpoint.step
     if run.critic is not None:
         if checkpoint.critic is None:
             run.report.warn(f"{checkpoint.folder} has no critic: the critic of this run starts from its model")
         else:
             run.critic.load_state(checkpoint.critic)
     state = checkpoint.progress
-    require_buffer(run).load_state(state, version=run.updater.policy_version(checkpoint.step))
+    run.buffer.load_state(state, version=run.updater.policy_version(checkpoint.step))
     run.preparation.load_state(state)
     run.watch.load_state(state.get("watch", {}))
     before, now = state.get(VALIDATED_BY), run.checkpoints.made_from.get(VALIDATED_BY)
@@ -381,7 +410,7 @@ def recorded_rollouts(run: Run, step: int, groups: Sequence[RolloutGroup]) -> It
             groups,
             learned=record.learned,
             recorded=record.outputs,
-            read_images=require_buffer(run).image_files,
+            read_images=run.buffer.image_files,
             shown=len(groups[0].rollouts) if shows else 0,
         )
 
@@ -400,12 +429,6 @@ def count_tokens(groups: Sequence[RolloutGroup]) -> int:
     """Return the number of tokens of all sequences, each counted with its prompt."""
     prompts = sum(len(group.prompt.token_ids) * len(group.rollouts) for group in groups)
     return prompts + count_sampled(rollout.completion for group in groups for rollout in group.rollouts)
-
-
-def require_buffer(run: Run) -> RolloutBuffer:
-    """Return the buffer of a run that makes steps."""
-    assert run.buffer is not None, "a step needs training prompts"
-    return run.buffer
 
 
 def is_due(step: int, every: int) -> bool:

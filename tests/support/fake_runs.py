@@ -30,7 +30,7 @@ from trigon.config.schema import AlgorithmConfig, Config
 from trigon.data.dataset import open_prompts
 from trigon.data.stream import Prompts, PromptStream, mix
 from trigon.data.tokens import TokenTexts
-from trigon.loop import Checkpoints, Run, Stop, Validation, train
+from trigon.loop import Checkpoints, Run, Stop, Validation, ValidationRun, train
 from trigon.models.load import Processors
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
@@ -267,7 +267,7 @@ def open_run(
 class Parts:
     """What a run is assembled from."""
 
-    prompts: PromptStream | None
+    prompts: PromptStream
     rewards: RewardPool
     evaluator: Evaluator
     rollout: Any
@@ -314,9 +314,7 @@ def assembled(parts: Parts, changes: Mapping[str, Any]) -> Run:
     run = Run(
         config=config,
         plan=parts.plan,
-        buffer=None
-        if parts.prompts is None
-        else buffer_class(
+        buffer=buffer_class(
             parts.prompts,
             parts.rollout,
             parts.rewards,
@@ -374,9 +372,13 @@ def train_in(
         return run
 
 
+def validation_of(run: Run) -> ValidationRun:
+    """Return the run that only validates with the parts of a run."""
+    return ValidationRun(run.config, run.trainer, run.validation, run.report, run.hooks)
+
+
 def prompts_of(run: Run) -> PromptStream:
     """Return the training prompts of a run."""
-    assert run.buffer is not None
     return run.buffer._prompts
 
 

@@ -16,9 +16,10 @@ from support.fake_runs import (
     rollouts_of,
     saved_steps,
     train_in,
+    validation_of,
 )
 from trigon.errors import EngineError, ParityError
-from trigon.loop import train
+from trigon.loop import train, validate_only
 
 
 def test_a_step_samples_with_the_weights_of_the_last_step_and_then_updates(parts, tmp_path):
@@ -87,8 +88,8 @@ def test_val_only_validates_the_given_checkpoint_records_it_and_changes_nothing_
     train_in(tmp_path, parts, plan=plan_of(steps=4), save_freq=2)
     before = (tmp_path / "metrics.jsonl").read_text().splitlines()
     checkpoint = latest_checkpoint(tmp_path)
-    with open_run(parts, tmp_path, val_only=True, prompts=None) as run:
-        assert train(run, checkpoint) == 4
+    with open_run(parts, tmp_path, val_only=True) as run:
+        assert validate_only(validation_of(run), checkpoint) == 4
         assert run.trainer.updates == 4
         assert record_of(run).learned == []
         assert record_of(run).events == ["awake 4", "sample 2 for 0", "sample 1 for 0", "asleep"]

@@ -46,7 +46,7 @@ def test_no_message_says_that_a_run_resumes_from_weights_alone():
         while_updating,
         suggest_next_steps(config, last.parent, last, None, stopped=True)[0],
         suggest_next_steps(config, last.parent, last, None, stopped=False)[-1],
-        describe_continuation(last, command, validates_only=False),
+        describe_continuation(last, command),
         describe_stop(7, alarm, last, command),
         describe_stop(7, replace(alarm, saves=True), None, command),
     ]

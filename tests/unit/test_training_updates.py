@@ -18,9 +18,10 @@ from support.fake_runs import (
     open_run,
     plan_of,
     saved_steps,
+    validation_of,
 )
 from trigon.errors import NotFiniteError
-from trigon.loop import train
+from trigon.loop import train, validate_only
 from trigon.metrics import Max, Mean, Sum
 from trigon.report.console import Console
 from trigon.system.stopping import SameCommand
@@ -220,10 +221,10 @@ class FailingTrainer(RecordingTrainer):
 
 
 def test_a_run_that_only_validates_does_not_advise_to_train_otherwise(parts, tmp_path):
-    with open_run(parts, tmp_path, **({"val_only": True})) as run:
+    with open_run(parts, tmp_path, val_only=True) as run:
         run.trainer.__class__ = FailingTrainer
         with pytest.raises(NotFiniteError, match=r"hold nan\.\nNothing was trained: the weights of") as caught:
-            train(run, None)
+            validate_only(validation_of(run), None)
     assert "optim.lr" not in str(caught.value)
 
 

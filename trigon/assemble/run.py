@@ -51,7 +51,7 @@ from trigon.data.templates import write_date
 from trigon.data.tokens import TokenTexts
 from trigon.environments.pool import EnvironmentPool
 from trigon.errors import CheckpointError
-from trigon.loop import Checkpoints, Run, Stop, Validation, train
+from trigon.loop import Checkpoints, Run, Stop, Validation, ValidationRun, train, validate_only
 from trigon.metrics import Metrics
 from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.models.load import Processors, most_image_pixels
@@ -189,64 +189,69 @@ def run_training(
         folder.record_start(dump_config(config), origin.describe_start())
         folder.write_local_sources(local_sources(config))
 
-        save_bytes = count_staged_bytes(config, base.size)
-        parity = ParityCheck(config.parity_tolerance)
-        buffer_class = ContinuousBuffer if config.algorithm.samples_continuously else StepBuffer
-        run = Run(
-            config=config,
-            plan=plan,
-            buffer=None
-            if prompts is None
-            else buffer_class(
-                prompts,
-                engines.rollout,
-                rewards,
-                make_sampling_params(config),
-                config,
-                plan,
-                report,
-                parity,
-            ),
-            trainer=engines.trainer,
-            critic=engines.critic,
-            parity=parity,
-            preparation=GroupPreparation(
-                config.algorithm,
-                engines.trainer,
-                reference=engines.reference,
-                critic=engines.critic,
-                needs_old_logprobs=needs_old_logprobs(config, plan),
-                phase=report.phase,
-            ),
-            updater=Updater(
-                plan,
-                engines.trainer,
-                engines.critic,
-                report,
-                engines.tracer,
-                critic_warmup=config.critic_warmup,
-                max_skipped=config.trainer.max_skipped_updates,
-                traced_steps=config.trainer.profile_steps,
-            ),
-            validation=Validation(
-                open_evaluator(config, val_prompts, report),
-                engines.rollout,
-                rewards if val_rewards is None else val_rewards,
-            ),
-            checkpoints=Checkpoints(
-                store,
-                partial(save_state, engines.trainer, config, processors, engines.critic),
-                made_from={KEY: origin.state(), VALIDATED_BY: origin.validated_by()},
-            ),
-            report=report,
-            stop=Stop(stop.requested, stop.deferred, stop.grace, config.trainer.same_command),
-            hooks=objects.hooks,
-            watch=stack.enter_context(open_watchers(config, plan, pools, workers, save_bytes=save_bytes)),
+        validation = Validation(
+            open_evaluator(config, val_prompts, report),
+            engines.rollout,
+            rewards if val_rewards is None else val_rewards,
         )
+        run_to_end: Callable[[], int]
+        if prompts is None:
+            validates = ValidationRun(config, engines.trainer, validation, report, objects.hooks)
+            run_to_end = partial(validate_only, validates, checkpoint)
+        else:
+            save_bytes = count_staged_bytes(config, base.size)
+            parity = ParityCheck(config.parity_tolerance)
+            buffer_class = ContinuousBuffer if config.algorithm.samples_continuously else StepBuffer
+            run = Run(
+                config=config,
+                plan=plan,
+                buffer=buffer_class(
+                    prompts,
+                    engines.rollout,
+                    rewards,
+                    make_sampling_params(config),
+                    config,
+                    plan,
+                    report,
+                    parity,
+                ),
+                trainer=engines.trainer,
+                critic=engines.critic,
+                parity=parity,
+                preparation=GroupPreparation(
+                    config.algorithm,
+                    engines.trainer,
+                    reference=engines.reference,
+                    critic=engines.critic,
+                    needs_old_logprobs=needs_old_logprobs(config, plan),
+                    phase=report.phase,
+                ),
+                updater=Updater(
+                    plan,
+                    engines.trainer,
+                    engines.critic,
+                    report,
+                    engines.tracer,
+                    critic_warmup=config.critic_warmup,
+                    max_skipped=config.trainer.max_skipped_updates,
+                    traced_steps=config.trainer.profile_steps,
+                ),
+                validation=validation,
+                checkpoints=Checkpoints(
+                    store,
+                    partial(save_state, engines.trainer, config, processors, engines.critic),
+                    made_from={KEY: origin.state(), VALIDATED_BY: origin.validated_by()},
+                ),
+                report=report,
+                stop=Stop(stop.requested, stop.deferred, stop.grace, config.trainer.same_command),
+                hooks=objects.hooks,
+                watch=stack.enter_context(open_watchers(config, plan, pools, workers, save_bytes=save_bytes)),
+            )
+            run_to_end = partial(train, run, checkpoint)
         # The garbage collector need not scan again what has been imported and built by now.
         stack.callback(gc.unfreeze)
         gc.freeze()
-        step = train(run, checkpoint)
+        step = run_to_end()
         stopped = step < plan.total_steps
         last = last_checkpoint(folder, checkpoint, step)
         exported = None

@@ -80,8 +80,8 @@ class Updater:
         self._recent: dict[UpdatedModel, RecentUpdates] = {"actor": RecentUpdates(), "critic": RecentUpdates()}
 
     def policy_version(self, step: int) -> int:
-        """Return the version of the weights after this step: how many steps have updated them."""
-        return max(0, step - self._critic_warmup)
+        """See policy_version."""
+        return policy_version(step, self._critic_warmup)
 
     def update(self, step: int, groups: Sequence[TrainGroup], outputs: GroupOutputs) -> Metrics:
         """Make all updates of a step, and return their metrics, merged.
@@ -268,18 +268,17 @@ def describe_skipped(groups: Sequence[TrainGroup], metrics: Metrics, *, name: Up
     return f"gradient norm {norm:g}, learning rate {rate:g}, largest |advantage| {largest:.3g}; {cause}"
 
 
-def describe_continuation(last: Path | None, same_command: SameCommand, *, validates_only: bool) -> str:
+def policy_version(step: int, critic_warmup: int) -> int:
+    """Return the version of the policy's weights after a step: how many steps have updated them."""
+    return max(0, step - critic_warmup)
+
+
+def describe_continuation(last: Path | None, same_command: SameCommand) -> str:
     """Return what to do after a NotFiniteError.
 
     last: the newest checkpoint, if there is one. same_command: the command that continues the run.
-    validates_only: the run makes no updates.
     """
     page = "see docs/troubleshooting.md (Training has diverged)"
-    if validates_only:
-        return (
-            "Nothing was trained: the weights of the model, or of the checkpoint that is validated, are the "
-            "cause. Validate another one (worker.actor.model.model_path, trainer.load_checkpoint_path)"
-        )
     if last is None:
         return (
             "No checkpoint was saved before. Start again with a lower worker.actor.optim.lr, or, if no update was made "
