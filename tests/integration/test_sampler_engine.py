@@ -22,7 +22,8 @@ from ray import cloudpickle
 
 from trigon.distributed.cluster import Layout, check_total, open_cluster, reserve
 from trigon.distributed.engines import WorkerWeights
-from trigon.distributed.sampler_engine import MAX_REPLACEMENTS, SamplerPool, SamplersRolloutEngine
+from trigon.distributed.rollout_engine import WorkersRolloutEngine
+from trigon.distributed.sampler_engine import MAX_REPLACEMENTS, SamplerPool, SamplerReplicas
 from trigon.distributed.weight_transfer import TransferMember
 from trigon.distributed.worker import Worker, WorkerEngines, ray_actor_class
 from trigon.distributed.worker_group import Call, WorkerGroup
@@ -191,6 +192,9 @@ class Starts:
     def end(self, group: WorkerGroup) -> None:
         self.reserved.end(group.workers)
 
+    def give_up(self) -> None:
+        self.reserved.give_up()
+
     def open(self, group: WorkerGroup) -> Call[None]:
         return group.call(TestWorker.open_fakes, self.faults, phase="load")
 
@@ -205,7 +209,7 @@ class Pools:
 
     def __init__(self, learners: WorkerGroup, samplers: SamplerPool, starts: Starts, warnings: list[str]) -> None:
         self.learners, self.samplers, self.starts, self.warnings = learners, samplers, starts, warnings
-        self.engine = SamplersRolloutEngine(learners, samplers, loopback=True, phase=no_phase)
+        self.engine = WorkersRolloutEngine(SamplerReplicas(learners, samplers, loopback=True, phase=no_phase))
         self.version = 0
 
     def plan_fault(self, when: str, how: str) -> None:
@@ -218,7 +222,9 @@ class Pools:
 
     def values(self) -> list[float]:
         return [
-            value for group in self.samplers.groups for value in group.call(TestWorker.value, phase="value").result()
+            value
+            for replica in self.samplers.alive
+            for value in replica.workers.call(TestWorker.value, phase="value").result()
         ]
 
     def sample(self, *, step: int = 1, num_prompts: int = 5) -> list[tuple[int, int, int]]:
@@ -350,7 +356,7 @@ def test_calls_that_are_interrupted_return_what_is_begun_and_what_a_lost_replica
     pools.plan_fault("21", "die later")
     begun = [rows[2], (), rows[2], rows[3], (), ()]  # of replica 0 and 1 in turn
     found = pools.stream(step=21, begun=begun, seconds=4.0)
-    [alive] = pools.samplers.alive
+    [alive] = [replica.number for replica in pools.samplers.alive]
     for index, (before, after) in enumerate(zip(begun, found, strict=True)):
         num_before = len(before[0].token_ids) if before else 0
         if index % 2 == alive or index < 2:  # the first of the lost replica had arrived before
@@ -487,6 +493,6 @@ def test_a_replica_that_cannot_be_replaced_is_an_error_that_says_so(pools):
     pools.starts.breaks = [WorkerError("it does not start")] * MAX_REPLACEMENTS
     with pytest.raises(WorkerError, match="were replaced 3 times since completions were last sampled"):
         pools.engine.awake(WorkerWeights(), version=pools.version).__enter__()
-    pools.samplers.complete_call()  # completions were sampled
+    pools.samplers.note_sampled()  # completions were sampled
     with pools.awake():
         assert pools.sample() == pools.expected()

@@ -26,7 +26,7 @@ from support.sockets import listeners
 from trigon.distributed.cluster import Layout, WorkerHandle, open_cluster
 from trigon.distributed.engines import WorkersTrainEngine
 from trigon.distributed.messages import pack
-from trigon.distributed.rollout_engine import WorkersRolloutEngine
+from trigon.distributed.rollout_engine import LearnerReplicas, WorkersRolloutEngine
 from trigon.distributed.worker import HeartbeatRequest, Worker, WorkerEngines, ray_actor_class
 from trigon.distributed.worker_group import WorkerGroup
 from trigon.environments.pool import EnvironmentPool
@@ -285,7 +285,7 @@ def open_engine(
 ) -> tuple[WorkersRolloutEngine, WorkersTrainEngine]:
     worker_group.call(TestWorker.open_echo_engine, folder, replica_size, phase="open").result()
     return (
-        WorkersRolloutEngine(worker_group, replica_size=replica_size),
+        WorkersRolloutEngine(LearnerReplicas(worker_group, replica_size=replica_size)),
         WorkersTrainEngine(worker_group, regularized=False),
     )
 

@@ -14,7 +14,7 @@ from support.models import processors_of
 from support.rollout import NO_WEIGHTS
 from trigon.distributed.cluster import WorkerHandle
 from trigon.distributed.messages import pack, unpack
-from trigon.distributed.rollout_engine import WorkersRolloutEngine
+from trigon.distributed.rollout_engine import LearnerReplicas, WorkersRolloutEngine
 from trigon.distributed.worker import Worker, WorkerEngines
 from trigon.distributed.worker_group import Call, WorkerGroup
 from trigon.metrics import values
@@ -380,7 +380,7 @@ def test_begun_episodes_return_to_the_replica_that_has_them(processors, complete
     environments = [LocalEnvironments(answer) for _ in range(3)]
     fakes = [engine(processors, each, complete) for each in environments]
     group = LocalWorkers(fakes[:2])
-    rollout = WorkersRolloutEngine(group, replica_size=1, sends_rows=True)
+    rollout = WorkersRolloutEngine(LearnerReplicas(group, replica_size=1), sends_rows=True)
     with ExitStack() as stack:
         for fake in fakes:
             stack.enter_context(fake.awake(NO_WEIGHTS, version=3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,8 @@ import pytest
 
 from trigon.distributed.engines import WorkerWeights
 from trigon.distributed.messages import unpack
-from trigon.distributed.sampler_engine import MAX_REPLACEMENTS, SamplerPool, SamplersRolloutEngine
+from trigon.distributed.rollout_engine import WorkersRolloutEngine
+from trigon.distributed.sampler_engine import MAX_REPLACEMENTS, SamplerPool, SamplerReplicas
 from trigon.distributed.worker import Heartbeat
 from trigon.distributed.worker_group import ProcessedMedia
 from trigon.errors import LostSamplersError, LostWorkerError, TrigonError, WorkerError
@@ -71,9 +73,11 @@ class Replica:
         match method.__name__:
             case "generate":
                 (prompts, until), (sampling, _) = unpack(per_rank[0]), arguments
+                self.groups = []
                 try:
                     self.groups = list(enumerate(self.sample(self, prompts, sampling, until)))
-                except TrigonError as error:
+                except TrigonError as error:  # after the groups that it has ended
+                    options["listener"].receive(0, Heartbeat(0, 0, "", 0, tuple(self.groups)))
                     return Done(None, error)
                 return Done(None)
             case "heartbeat":
@@ -100,6 +104,9 @@ class Starts:
     def end(self, group: Replica) -> None:
         """Do nothing."""
 
+    def give_up(self) -> None:
+        """Do nothing."""
+
 
 @contextmanager
 def no_phase(name: str, *, total: int | None = None) -> Iterator[Callable[[int | None], None]]:
@@ -107,10 +114,10 @@ def no_phase(name: str, *, total: int | None = None) -> Iterator[Callable[[int |
 
 
 @contextmanager
-def open_samplers(sample: Sample, *, size: int) -> Iterator[SamplersRolloutEngine]:
+def open_samplers(sample: Sample, *, size: int) -> Iterator[WorkersRolloutEngine]:
     starts = Starts(sample)
     pool = SamplerPool(starts, [Replica(number, sample) for number in range(size)], warn=lambda text: None)
-    yield SamplersRolloutEngine(Replica(-1, sample), pool, loopback=True, phase=no_phase)
+    yield WorkersRolloutEngine(SamplerReplicas(Replica(-1, sample), pool, loopback=True, phase=no_phase))
     pool.close()
 
 
@@ -174,3 +181,56 @@ def test_samplers_that_fail_whenever_they_sample_end_the_run_although_they_sampl
             engine.awake(WorkerWeights(), version=MAX_REPLACEMENTS + 1),
         ):
             pass
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_samplers_that_end_groups_and_then_die_are_replaced_as_long_as_the_groups_are_new(always):
+    """Each of them ends a group; always: each of them the same one."""
+
+    def sample(replica, prompts, sampling, until):
+        replica.groups = [(0 if always else replica.start, [ENDED] * sampling.n)]
+        raise LostWorkerError("it died")
+
+    size = MAX_REPLACEMENTS + 3
+    with open_samplers(sample, size=1) as engine:
+        if always:
+            with (
+                pytest.raises(WorkerError, match="were replaced 3 times since"),
+                engine.awake(WorkerWeights(), version=0),
+            ):
+                engine.generate(prompts(size), SAMPLING)
+            return
+        for step in range(size):  # the end of each call loses the sampler
+            with engine.awake(WorkerWeights(), version=step):
+                pass
+            until = Until(size, interruption=Interruption())
+            rows = engine.generate(prompts(size), SAMPLING, until=until)
+            assert [index for index, row in enumerate(rows) if not row[0].is_unfinished] == [step]
+
+
+def test_a_run_that_ends_does_not_wait_for_a_sampler_that_is_starting():
+    is_starting, is_ended = threading.Event(), threading.Event()
+
+    class SlowStarts(Starts):
+        def start(self, number):
+            is_starting.set()
+            assert is_ended.wait(30), "the run waited for the start"
+            raise WorkerError("its process was killed")
+
+        def give_up(self):
+            is_ended.set()
+
+    @contextmanager
+    def interrupted(name, *, total=None):
+        def advance(k):
+            assert is_starting.wait(30)
+            raise KeyboardInterrupt
+
+        yield advance
+
+    pool = SamplerPool(SlowStarts(first_start_dies), [Replica(0, first_start_dies)], warn=lambda text: None)
+    pool.lose(0, LostWorkerError("it died"))
+    with pytest.raises(KeyboardInterrupt):
+        pool.replace_lost(interrupted)
+    pool.close()
+    assert is_ended.is_set()

@@ -5,7 +5,7 @@ import torch
 
 from support.rollout import NO_WEIGHTS, handle_of
 from trigon.distributed.engines import WorkersTrainEngine, WorkerWeights
-from trigon.distributed.rollout_engine import WorkersRolloutEngine
+from trigon.distributed.rollout_engine import LearnerReplicas, WorkersRolloutEngine
 from trigon.errors import EngineError
 from trigon.rollout.protocol import require_local_weights
 from trigon.training.fake import FakeTrainEngine
@@ -25,7 +25,7 @@ def test_an_engine_in_this_process_rejects_the_weights_of_workers():
 
 
 def test_an_engine_of_workers_rejects_local_weights():
-    engine = WorkersRolloutEngine(NoWorkers(), replica_size=1)
+    engine = WorkersRolloutEngine(LearnerReplicas(NoWorkers(), replica_size=1))
     with (
         pytest.raises(EngineError, match=r"of several workers cannot load LocalWeights\. Give it the weights\(\)"),
         engine.awake(NO_WEIGHTS, version=0),

@@ -119,6 +119,7 @@ def open_engines(
         if isinstance(rollout, RestartableEngine):
             rollout = RestartingEngine(
                 rollout,
+                rollout.restart,
                 warn=report.warn,
                 same_command=config.trainer.same_command,
                 phase=report.phase,
@@ -322,23 +323,30 @@ def open_workers_rollout(config: Config, workers: Workers, report: Reporter, *, 
     when one rank of a replica fails, the others wait for it in a collective operation, and cannot
     start again.
     """
-    from trigon.distributed.rollout_engine import WorkersRolloutEngine
-    from trigon.distributed.sampler_engine import SamplersRolloutEngine
+    from trigon.distributed.rollout_engine import LearnerReplicas, WorkersRolloutEngine
+    from trigon.distributed.sampler_engine import SamplerReplicas
 
     rollout = config.worker.rollout
     if workers.samplers is not None:
-        return SamplersRolloutEngine(
+        samplers = SamplerReplicas(
             workers.learners,
             workers.samplers,
             loopback=workers.loopback,
             phase=report.phase,
-            sends_rows=sends_rows,
             shares_homes=config.algorithm.max_staleness == 0,
         )
-    engine = WorkersRolloutEngine(workers.learners, replica_size=rollout.tensor_parallel_size, sends_rows=sends_rows)
-    if rollout.name == "vllm" and rollout.tensor_parallel_size == 1:
-        return RestartingEngine(engine, warn=report.warn, same_command=config.trainer.same_command, phase=report.phase)
-    return engine
+        return WorkersRolloutEngine(samplers, sends_rows=sends_rows)
+    learners = LearnerReplicas(workers.learners, replica_size=rollout.tensor_parallel_size)
+    engine = WorkersRolloutEngine(learners, sends_rows=sends_rows)
+    if rollout.name != "vllm" or rollout.tensor_parallel_size > 1:
+        return engine
+    return RestartingEngine(
+        engine,
+        learners.restart,
+        warn=report.warn,
+        same_command=config.trainer.same_command,
+        phase=report.phase,
+    )
 
 
 def open_worker_engines(
@@ -392,7 +400,7 @@ def open_worker_engines(
 def describe_workers(config: Config, workers: Workers) -> str:
     """Return a description of the workers for the console."""
     learners, samplers, rollout = workers.learners, workers.samplers, config.worker.rollout
-    groups = [learners, *([] if samplers is None else filter(None, samplers.groups))]
+    groups = [learners, *([] if samplers is None else (replica.workers for replica in samplers.alive))]
     hosts = len({worker.host for group in groups for worker in group.workers})
     size = sum(len(group.workers) for group in groups)
     kind = "a GPU each" if workers.device == "cuda" else "on the CPU, since Ray finds no GPU"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -166,6 +166,7 @@ class _PoolStart:
     loopback: bool
     reserved: ReservedWorkers
     num_started: int = 0
+    joining: list[WorkerGroup] = field(default_factory=list)
 
     @property
     def replica_size(self) -> int:
@@ -211,6 +212,12 @@ class _PoolStart:
         """See StartReplica."""
         self.reserved.end(group.workers)
 
+    def give_up(self) -> None:
+        """See StartReplica."""
+        for group in self.joining:
+            group.is_closed = True
+        self.reserved.give_up()
+
     def _start_in(self, places: range, name: str, role: str, seconds: float | None) -> list[WorkerHandle]:
         from trigon.distributed.worker import Worker, ray_actor_class
 
@@ -233,7 +240,12 @@ class _PoolStart:
             role=role,
         )
         join = partial(join_ranks, config_for_workers(config), self.device, self.folder.absolute(), self.pool)
-        return group, group.call(Worker.join, join, phase=JOIN_PHASE, max_deadline_seconds=JOIN_SECONDS).result()
+        self.joining.append(group)
+        try:
+            call = group.call(Worker.join, join, phase=JOIN_PHASE, max_deadline_seconds=JOIN_SECONDS)
+            return group, call.result()
+        finally:
+            self.joining = [each for each in self.joining if each is not group]
 
 
 def smallest_hardware(device: Literal["cpu", "cuda"], reports: Sequence[NodeReport]) -> Hardware:

@@ -321,6 +321,12 @@ class ReservedWorkers:
                 ray.kill(worker.actor, no_restart=True)
         _wait_for_exit([worker.pid for worker in workers if worker.is_local])
 
+    def give_up(self) -> None:
+        """Kill the workers that are just starting; their start() raises WorkerError."""
+        started = [worker.actor for worker in self._workers]
+        for actor in [actor for actor in self._actors if actor not in started]:
+            ray.kill(actor, no_restart=True)
+
     def end_all(self) -> None:
         """Kill all workers, and give the resources back."""
         try:

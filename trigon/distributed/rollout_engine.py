@@ -1,17 +1,17 @@
 """The rollout engine of workers: deals the prompts of a call to replicas, and collects completions.
 
-A replica is one worker, or several consecutive ones with tensor parallelism. Prompts are dealt in
-turn. A prompt whose completions an earlier call has begun stays with its replica, which may have
-kept the episodes. sampler_engine.py has the same for replicas that do not learn, and may be lost.
+A replica is one worker, or several consecutive ones with tensor parallelism, of the workers that
+learn or of others, which may be lost (sampler_engine.py). Prompts are dealt in turn. A prompt that
+an earlier call has begun stays with its replica, which may have kept the episodes.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from trigon.distributed.balance import deal
 from trigon.distributed.engines import require_weights_of_workers
@@ -23,16 +23,59 @@ from trigon.rollout.protocol import InterruptKind, OnGroup, Until
 from trigon.types import Completion, Prompt, SamplingParams, WeightsHandle
 
 
-class WorkersRolloutEngine:
-    """Samples on the workers that learn. Implements RolloutEngine.
+class Replicas(Protocol):
+    """What samples the prompts of a call. Replicas are named by their numbers.
 
-    replica_size: the number of consecutive ranks that form one replica. sends_rows: the rows of
-    prompts are sent too, for environments.
+    learners: the workers that learn. size: the number of replicas, lost ones included.
     """
 
-    def __init__(self, learners: WorkerGroup, *, replica_size: int, sends_rows: bool = False) -> None:
-        self._learners = learners
-        self._replica_size = replica_size
+    @property
+    def learners(self) -> WorkerGroup: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def awake(self, version: int) -> AbstractContextManager[None]:
+        """Return a context in which all replicas have the newest weights, of this version."""
+        ...
+
+    def choose(self, until: Until | None) -> Sequence[int]:
+        """Return the replicas to which the prompts of a call are dealt; none if all are lost."""
+        ...
+
+    def find_able(self) -> Sequence[int]:
+        """Return the replicas that can sample now, at least one. Raises: LostSamplersError."""
+        ...
+
+    def group(self, replica: int) -> WorkerGroup:
+        """Return the workers of a replica that can sample now."""
+        ...
+
+    def is_lost(self, replica: int, call: Call[Any]) -> bool:
+        """Return whether a call that has ended has lost its replica. Raises: another error."""
+        ...
+
+    def homes(self, replica: int) -> Sequence[int]:
+        """Return the learners that count as having the pixels of what a replica samples."""
+        ...
+
+    def note_sampled(self) -> None:
+        """Note that completions of a step were sampled."""
+        ...
+
+    def pop_metrics(self) -> Metrics:
+        """Return the counts of the replicas since the last call."""
+        ...
+
+
+class WorkersRolloutEngine:
+    """Samples on several workers. Implements RolloutEngine.
+
+    sends_rows: the rows of prompts are sent too, for environments.
+    """
+
+    def __init__(self, replicas: Replicas, *, sends_rows: bool = False) -> None:
+        self._replicas = replicas
         self._sends_rows = sends_rows
         self._version = -1  # of the weights that were asked for last
         self._generation = 0  # the number of the last call of Worker.generate
@@ -40,21 +83,15 @@ class WorkersRolloutEngine:
     @property
     def num_replicas(self) -> int:
         """See RolloutEngine."""
-        return len(self._learners.workers) // self._replica_size
+        return self._replicas.size
 
     @contextmanager
     def awake(self, weights: WeightsHandle, *, version: int) -> Iterator[None]:
-        """See RolloutEngine. Each worker reads the weights of its own trainer."""
+        """See RolloutEngine. Where the weights come from is known to the replicas."""
         require_weights_of_workers(weights)
         self._version = version
-        self._learners.processed.forget()
-        self._learners.call(Worker.wake, version, phase="weights").result()
-        try:
+        with self._replicas.awake(version):
             yield
-        except BaseException:
-            self._learners.call(Worker.sleep, phase="sleep")  # its own error does not replace this one
-            raise
-        self._learners.call(Worker.sleep, phase="sleep").result()
 
     def generate(
         self,
@@ -72,6 +109,7 @@ class WorkersRolloutEngine:
         reach for long, they are returned as they were begun, without prompts that had ended. If no
         prompt had ended, and the call cannot be interrupted, another one samples them, too.
         """
+        replicas, processed = self._replicas, self._replicas.learners.processed
         rows: dict[int, list[Completion]] = {}
         is_any_ended = False
 
@@ -84,30 +122,34 @@ class WorkersRolloutEngine:
             if index in rows:  # from a replica that was lost since
                 return
             rows[index] = [replace(each, replica=replica) for each in completions]
-            self._note_home(rows[index], replica, num_ranks=1)
+            processed.add(rows[index], replicas.homes(replica)[:1])
             if not any(each.is_unfinished for each in completions):
                 is_any_ended = True
                 if on_group is not None:
                     on_group(index, rows[index])
 
         shares: dict[int, Share] = {}  # by the replica that each is dealt to
-        replicas = self._replicas(until)
-        dealt = deal_prompts(len(prompts), sampling, until, replicas) if replicas else []
+        chosen = replicas.choose(until)
+        dealt = deal_prompts(len(prompts), sampling, until, chosen) if chosen else []
         parts = [None] * len(dealt) if until is None else until.of_shares(dealt)
-        for replica, indices, part in zip(replicas, dealt, parts, strict=True):
+        for replica, indices, part in zip(chosen, dealt, parts, strict=True):
             # With until also those without prompts, which then stop the episodes they have kept.
             if indices or until is not None:
                 own = [prompts[index] for index in indices]
                 begun = None if part is None else without_observed_images(part)
                 message = pack((for_sampling(own, with_rows=self._sends_rows), begun))
                 shares[replica] = Share(replica, indices, message, advance, receive)
-                self._note_home(own, replica, num_ranks=self._replica_size)
+                processed.add(own, replicas.homes(replica))
         while shares:
-            able = self._able()
+            able, num_received = replicas.find_able(), len(rows)
             running = {replica: shares.pop(replica) for replica in able if replica in shares}
             free = [replica for replica in able if replica not in running]
             running |= {replica: shares.pop(lost) for replica, lost in zip(free, list(shares), strict=False)}
             lost_shares = self._sample(running, sampling, until, advance)
+            # The probes of a parity check are so few that replicas sample them that fail in each
+            # step. What another replica had sampled before is no progress.
+            if len(rows) > num_received and not sampling.one_turn:
+                replicas.note_sampled()
             if until is not None and (is_any_ended or until.interruption is not None):
                 break
             shares |= {share.replica: share for share in lost_shares}
@@ -116,47 +158,12 @@ class WorkersRolloutEngine:
             for index in range(len(prompts))
         ]
 
-    def restart(self) -> None:
-        """See RestartableEngine. All workers start their engines again, since their starts are one.
-
-        A worker that is still sampling does so first.
-        """
-        phase = "restart of the rollout engines"
-        self._learners.call(Worker.restart_rollout, phase=phase, min_deadline_seconds=DISK_SECONDS).result()
-
     def pop_metrics(self) -> Metrics:
         """See RolloutEngine."""
-        return merge(*self._learners.call(Worker.pop_rollout_metrics, phase="rollout").result())
+        return self._replicas.pop_metrics()
 
     def close(self) -> None:
         """Do nothing: the workers end with the context that started them."""
-
-    # -- the replicas --
-
-    def _replicas(self, until: Until | None) -> Sequence[int]:
-        """Return the replicas to which the prompts of a call are dealt."""
-        return range(self.num_replicas)
-
-    def _able(self) -> Sequence[int]:
-        """Return the replicas that can sample now, at least one."""
-        return range(self.num_replicas)
-
-    def _group(self, replica: int) -> WorkerGroup:
-        """Return the workers of a replica that can sample now."""
-        return self._learners.part(replica * self._replica_size, (replica + 1) * self._replica_size)
-
-    def _is_lost(self, replica: int, call: Call[Any]) -> bool:
-        """Return whether a call that has ended has lost its replica. Raises: another error."""
-        call.result()
-        return False
-
-    def _note_home(self, parts: Sequence[Prompt | Completion], replica: int, *, num_ranks: int) -> None:
-        """Note that the first ranks of a replica have the pixels of prompts or completions.
-
-        If there are more replicas than learners, they are assigned to the learners in turn.
-        """
-        first, size = replica * self._replica_size, len(self._learners.workers)
-        self._learners.processed.add(parts, [rank % size for rank in range(first, first + num_ranks)])
 
     def _sample(
         self,
@@ -169,7 +176,7 @@ class WorkersRolloutEngine:
         self._generation += 1
         running, lost = dict(shares), []
         for replica, share in running.items():
-            share.begin(self._group(replica), sampling, self._generation)
+            share.begin(self._replicas.group(replica), sampling, self._generation)
         interrupted_at = 0.0
         try:
             while running:
@@ -183,7 +190,7 @@ class WorkersRolloutEngine:
                 advance(None)
                 for replica in [replica for replica, share in running.items() if share.poll()]:
                     share = running.pop(replica)
-                    if self._is_lost(replica, share.call):
+                    if self._replicas.is_lost(replica, share.call):
                         lost.append(share)
         except BaseException:
             for share in running.values():  # what they would sample to the end is not used
@@ -199,6 +206,70 @@ class WorkersRolloutEngine:
             token_ids=(), sampling_logprobs=(), finish_reason="unfinished", text="", policy_version=self._version
         )
         return list(begun) or [nothing] * num_completions
+
+
+class LearnerReplicas:
+    """The workers that learn, which also sample; each reads its own weights. Satisfies Replicas.
+
+    replica_size: the number of consecutive ranks that form one replica.
+    """
+
+    def __init__(self, learners: WorkerGroup, *, replica_size: int) -> None:
+        self.learners = learners
+        self._replica_size = replica_size
+
+    @property
+    def size(self) -> int:
+        """See Replicas."""
+        return len(self.learners.workers) // self._replica_size
+
+    @contextmanager
+    def awake(self, version: int) -> Iterator[None]:
+        """See Replicas."""
+        self.learners.processed.forget()
+        self.learners.call(Worker.wake, version, phase="weights").result()
+        try:
+            yield
+        except BaseException:
+            self.learners.call(Worker.sleep, phase="sleep")  # its own error does not replace this one
+            raise
+        self.learners.call(Worker.sleep, phase="sleep").result()
+
+    def restart(self) -> None:
+        """See RestartableEngine. All workers start their engines again, since their starts are one.
+
+        A worker that is still sampling does so first.
+        """
+        phase = "restart of the rollout engines"
+        self.learners.call(Worker.restart_rollout, phase=phase, min_deadline_seconds=DISK_SECONDS).result()
+
+    def choose(self, until: Until | None) -> Sequence[int]:
+        """See Replicas."""
+        return range(self.size)
+
+    def find_able(self) -> Sequence[int]:
+        """See Replicas."""
+        return range(self.size)
+
+    def group(self, replica: int) -> WorkerGroup:
+        """See Replicas."""
+        return self.learners.part(replica * self._replica_size, (replica + 1) * self._replica_size)
+
+    def is_lost(self, replica: int, call: Call[Any]) -> bool:
+        """See Replicas. No replica is lost: a worker that learns and dies ends the run."""
+        call.result()
+        return False
+
+    def homes(self, replica: int) -> Sequence[int]:
+        """See Replicas."""
+        return range(replica * self._replica_size, (replica + 1) * self._replica_size)
+
+    def note_sampled(self) -> None:
+        """Do nothing: no replica is replaced."""
+
+    def pop_metrics(self) -> Metrics:
+        """See Replicas."""
+        return merge(*self.learners.call(Worker.pop_rollout_metrics, phase="rollout").result())
 
 
 class Share:

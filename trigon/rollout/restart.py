@@ -55,7 +55,8 @@ class RestartingEngine:
 
     def __init__(
         self,
-        engine: RestartableEngine,
+        engine: RolloutEngine,
+        restart: Callable[[], None],
         *,
         warn: Callable[[str], None],
         same_command: SameCommand,
@@ -64,6 +65,7 @@ class RestartingEngine:
     ) -> None:
         """Wrap an engine.
 
+        restart: starts it again; see RestartableEngine.
         warn: called with a message when it is started again. same_command: continues the run
         after the second failure. phase: the context in which it is started again, made with its
         name: it takes as long as a start, and not as long as sampling or a weight sync may take.
@@ -71,6 +73,7 @@ class RestartingEngine:
         None where the engine does it.
         """
         self._engine = engine
+        self._start_again = restart
         self._warn = warn
         self._same_command = same_command
         self._phase = phase
@@ -171,7 +174,7 @@ class RestartingEngine:
             with self._phase(RESTART):
                 if self._before_restart is not None:
                     self._before_restart()
-                self._engine.restart()
+                self._start_again()
             for context in contexts:
                 self._enter(context)
         except RolloutError as again:
