@@ -86,6 +86,13 @@ class Counter:
                         os.write(fd, b"nonsense" * 10)
                     except OSError:
                         pass
+            case "reply twice":
+                from trigon.system.frames import encode_frame
+                for fd in range(3, 100):
+                    try:
+                        os.write(fd, encode_frame({"messages": None, "reward": None, "done": False}))
+                    except OSError:
+                        pass
             case "kill the server":
                 os.kill(os.getppid(), signal.SIGKILL)
                 time.sleep(1000)
@@ -318,6 +325,15 @@ def test_a_failure_costs_its_episode_and_no_other(tmp_path):
         assert step(pool, "end later", 1).error == ""
         time.sleep(1)  # it dies between its turns
         assert step(pool, "go", 1).error == "its process exited with code 4"
+
+
+@pytest.mark.faults
+def test_a_reply_that_was_not_asked_for_ends_its_episode(pool):
+    started(pool, 2)
+    assert step(pool, "reply twice") == Outcome(0, None, None, False)
+    assert pool.poll(1.0) == []
+    assert "a reply that was not asked for" in step(pool, "go").error
+    assert step(pool, "go", 1).error == ""
 
 
 @pytest.mark.faults

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from support.builders import make_builder, prompts_of
 from support.episodes import Answer, LocalEnvironments, Observed, make_settings
@@ -25,6 +25,7 @@ from trigon.rewards.scoring import MediaFolder
 from trigon.rollout.collect import collect, dummy_requests
 from trigon.rollout.fake import FakeEngine
 from trigon.system.confinement.options import Confinement
+from trigon.system.image_formats import LazyImages
 from trigon.tools.eval.score import score
 from trigon.types import EncodedMedia, Prompt, SamplingParams
 
@@ -306,3 +307,10 @@ def test_an_image_that_a_full_disk_has_cut_is_written_again():
     [written] = files.write(requests)
     assert Path(written.images[0]).read_bytes() == image
     files.close()
+
+
+def test_a_file_that_another_program_would_have_to_read_is_no_image():
+    stream = io.BytesIO()
+    Image.new("RGB", (2, 2)).save(stream, "EPS")  # Pillow starts Ghostscript to read it
+    with pytest.raises(UnidentifiedImageError):
+        LazyImages([stream.getvalue()])[0]
