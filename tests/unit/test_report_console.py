@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from support.samples import ROW
-from trigon.report.console import Console, format_duration, format_number
-from trigon.system.terminal import sanitize
+from trigon.report.console import Console
+from trigon.system.terminal import format_duration, format_number, sanitize
 
 
 class Clock:
@@ -61,7 +61,15 @@ def test_numbers_and_durations_by_hand():
     numbers = {0.8125: "0.8125", 63.24: "63.2", 12345.678: "12,346", 0.0004: "4.0e-04", -0.5: "-0.5", 0.0: "0"}
     assert {value: format_number(value) for value in numbers} == numbers
     assert format_number(float("nan")) == "nan"
-    durations = {0.04: "0.0 s", 59.9: "59.9 s", 250: "4 min 10 s", 7500: "2 h 5 min"}
+    durations = {
+        0: "0.0 s",
+        0.04: "40 ms",
+        0.42: "0.4 s",
+        59.9: "59.9 s",
+        250: "4 min 10 s",
+        7500: "2 h 5 min",
+        200_000: "2.3 days",
+    }
     assert {seconds: format_duration(seconds) for seconds in durations} == durations
 
 

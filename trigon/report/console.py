@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from typing import Any, TextIO, cast
 
 from rich.cells import cell_len
@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trigon.report.rollouts import RolloutRow
-from trigon.system.terminal import sanitize
+from trigon.system.terminal import format_duration, format_number, sanitize
 
 SECONDS_BETWEEN_LINES = 10.0
 """Interval of a phase's progress lines when the output is not a terminal."""
@@ -412,31 +412,8 @@ def _pace(done: int, total: int | None, seconds: float) -> str:
     return f"{format_number(rate)}/s, {format_duration(max(total - done, 0) / rate)} left"
 
 
-def format_number(value: float) -> str:
-    """Return a number as short text: 0.8125, 63.2, 12,345, 1.0e-06."""
-    if not isfinite(value):
-        return str(value)
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    if abs(value) < 1e-3:
-        return f"{value:.1e}"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.4g}"
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration as text: 3.2 s, 4 min 10 s, 2 h 5 min."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
-
-
 def _looks_numeric(cell: str) -> bool:
-    return bool(re.fullmatch(r"[-+]?[\d,.]+(e[-+]\d+)?( ?(%|s|min|GiB|MiB|KiB))?|", cell))
+    return bool(re.fullmatch(r"[-+]?[\d,.]+(e[-+]\d+)?( ?(%|ms|s|min|GiB|MiB|KiB))?|", cell))
 
 
 def _ignore(number: int) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
-from trigon.report.console import SAMPLE_CHARACTERS, Advance, Console, format_duration, format_number
+from trigon.report.console import SAMPLE_CHARACTERS, Advance, Console
 from trigon.report.delivery import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Deliveries, Logger
 from trigon.report.rollouts import Filtered, RolloutRow, rollout_rows
 from trigon.report.run import StepMetrics
@@ -27,6 +27,7 @@ from trigon.report.run_folder import ImageStore, ReadImages, RunFolder, RunWrite
 from trigon.report.samples import make_samples
 from trigon.system.hangs import HangWatch
 from trigon.system.machine import gpu_memory_metrics
+from trigon.system.terminal import format_duration, format_number
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
 
 NOT_TRAINING = ("validation", "save_checkpoint")

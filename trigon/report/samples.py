@@ -13,11 +13,10 @@ from PIL import Image
 
 from trigon.data.images import open_image
 from trigon.errors import BadRow
-from trigon.report.console import format_number
 from trigon.report.delivery import MAX_IMAGE_SIDE, Sample
 from trigon.report.rollouts import RolloutRow
 from trigon.report.run_folder import ReadImages
-from trigon.system.terminal import sanitize
+from trigon.system.terminal import format_number, sanitize
 
 COLUMNS = (
     "prompt_id",

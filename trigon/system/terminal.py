@@ -1,4 +1,4 @@
-"""Text that is shown: untrusted text made safe to print, numbers of bytes, the nearest known name.
+"""Text that is shown: untrusted text made safe to print, numbers with units, the nearest name.
 
 Text of models, datasets, file names and user code is untrusted.
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
+from math import isfinite
 from pathlib import Path
 
 from trigon.system.secrets import scrub
@@ -49,6 +50,31 @@ def format_bytes(num_bytes: float) -> str:
         if num_bytes >= size // 10:
             return f"{num_bytes / size:,.1f} {unit}"
     return f"{num_bytes / 2**10:,.1f} KiB"
+
+
+def format_number(value: float) -> str:
+    """Return a number as short text: 0.8125, 63.2, 12,345, 1.0e-06."""
+    if not isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if abs(value) < 1e-3:
+        return f"{value:.1e}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.4g}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration as text: 12.5 ms, 3.2 s, 4 min 10 s, 2 h 5 min, 3.1 days."""
+    if 0 < seconds < 0.1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else f"{seconds / 86_400:,.1f} days"
 
 
 def _as_text(match: re.Match[str]) -> str:

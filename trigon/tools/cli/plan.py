@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trigon.system.terminal import format_bytes, sanitize, shorten
+from trigon.system.terminal import format_bytes, format_duration, sanitize, shorten
 from trigon.tools.cli.parser import ArgumentParser, number
 
 if TYPE_CHECKING:
@@ -268,13 +268,13 @@ def _seconds(plan: RunPlan) -> list[tuple[str, str]]:
     total = plan.step_seconds
     if plan.seconds is None or not total:
         return []
-    rows = [(name, f"{format_seconds(each)}, {each / total:.0%}") for name, each in plan.seconds.items() if each]
-    return [*rows, ("a step", format_seconds(total))]
+    rows = [(name, f"{format_duration(each)}, {each / total:.0%}") for name, each in plan.seconds.items() if each]
+    return [*rows, ("a step", format_duration(total))]
 
 
 def _run(plan: RunPlan) -> list[tuple[str, str]]:
     def taking(seconds: float | None) -> str:
-        return "" if seconds is None else f", {format_seconds(seconds)}"
+        return "" if seconds is None else f", {format_duration(seconds)}"
 
     rows = [("an epoch", "unknown, as the number of training prompts is (--rows)")]
     if plan.num_prompts is not None:
@@ -284,7 +284,7 @@ def _run(plan: RunPlan) -> list[tuple[str, str]]:
         updates = plan.num_steps * plan.plan.updates_per_step
         rows.append(("the run", f"{plan.num_steps:,} steps, {updates:,} updates{taking(plan.run_seconds)}"))
     if plan.num_validations:
-        each = "" if plan.validation_seconds is None else f", each {format_seconds(plan.validation_seconds)}"
+        each = "" if plan.validation_seconds is None else f", each {format_duration(plan.validation_seconds)}"
         rows.append(("validations", f"{plan.num_validations}{each}"))
     return rows
 
@@ -325,15 +325,6 @@ def _item(text: str, width: int) -> list[str]:
     return textwrap.wrap(
         text, width - 2, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
     )
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a duration: 4.0 ms, 0.42 s, 53.0 s, 12.5 min, 3.2 h, 2.1 days."""
-    for limit, divisor, unit in ((0.0095, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
-        if seconds < limit:
-            number = seconds / divisor
-            return f"{number:.2f} {unit}" if number < 1 else f"{number:,.1f} {unit}"
-    return f"{seconds / 86_400:,.1f} days"
 
 
 def _flops(number: float) -> str:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, get_args
 from trigon.config.names import SHIPPED_REWARDS
 from trigon.config.schema import RewardConfig
 from trigon.errors import ConfigError
-from trigon.report.console import Console, format_duration, format_number
+from trigon.report.console import Console
 from trigon.report.rollouts import SPLITS, to_json_line
 from trigon.system.confinement.options import ConfinementLevel
+from trigon.system.terminal import format_duration, format_number
 from trigon.tools.cli.parser import ArgumentParser, count, number
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def show_reward(summary: RewardSummary, console: Console) -> None:
     console.print(
         f"\n{summary.reward}: {summary.num_scored:,} scored, {summary.num_failed:,} failed, {summary.num_timeouts:,} "
         f"timed out; {format_duration(summary.total_seconds)} in the function, median "
-        f"{show_milliseconds(summary.median_seconds)}, maximum {show_milliseconds(summary.max_seconds)}"
+        f"{format_duration(summary.median_seconds)}, maximum {format_duration(summary.max_seconds)}"
     )
     rows = [
         (name, f"{mean.value:.4f}", f"[{mean.low:.4f}, {mean.high:.4f}]", f"{mean.num_values:,}")
@@ -194,7 +195,7 @@ def show_reward(summary: RewardSummary, console: Console) -> None:
             [(f"{failure.count:,}", failure.error, failure.example) for failure in summary.failures[:NUM_SHOWN]],
         )
     if summary.max_seconds > 0:
-        slow = ", ".join(f"{each.place} {show_milliseconds(each.seconds)}" for each in summary.slowest[:3])
+        slow = ", ".join(f"{each.place} {format_duration(each.seconds)}" for each in summary.slowest[:3])
         console.print(f"slowest: {slow}")
 
 
@@ -239,11 +240,6 @@ def show_agreement(agreement: Agreement, console: Console, *, num_shown: int) ->
             ("completion", agreement.first, agreement.second, "ground truth", "end of the completion"),
             rows,
         )
-
-
-def show_milliseconds(seconds: float) -> str:
-    """Return a short time as text."""
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else format_duration(seconds)
 
 
 def check_output(path: Path) -> None:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 from trigon.data.rows import column_names, column_value, has_column
 from trigon.errors import DataError
-from trigon.report.console import Console, format_number
+from trigon.report.console import Console
 from trigon.report.rollouts import RolloutRow, to_json
 from trigon.rewards.verifiers.equivalence import extract_boxed, is_same_answer
-from trigon.system.terminal import did_you_mean, sanitize
+from trigon.system.terminal import did_you_mean, format_number, sanitize
 from trigon.tools.eval.settings import AnswerForm
 from trigon.tools.eval.statistics import Difference, Estimate, compare_pairs, estimate_mean, majority_at_k, pass_at_k
 
