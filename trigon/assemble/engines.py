@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
@@ -276,13 +275,20 @@ def open_workers(
         WorkersTrunkCritic,
     )
     from trigon.distributed.worker import Worker
+    from trigon.distributed.worker_group import DISK_SECONDS
 
-    learners = workers.learners
-    pools, open_group = place_pools(config), partial(open_in_group, config, plan, shows_videos, episodes)
+    learners, pools = workers.learners, place_pools(config)
+    traces = config.trainer.run_folder.absolute() / FOLDER
+    config_of_workers = config_for_workers(config)
+
+    def open_group(group: WorkerGroup, pool: Pool) -> Call[None]:
+        opening = WorkerOpening(config_of_workers, plan, pool, group.role, traces, shows_videos, episodes)
+        return group.call(Worker.open, opening.open_engines, phase="load", min_deadline_seconds=DISK_SECONDS)
+
     with report.phase("load model and start rollout engine"):
-        learning = open_group(pools[0], learners)
+        learning = open_group(learners, pools[0])
         if workers.samplers is not None:  # both pools at the same time
-            workers.samplers.open(partial(open_group, pools[1]))
+            workers.samplers.open(lambda group: open_group(group, pools[1]))
         learning.result()
     ranks_per_row = config.worker.actor.ulysses_sequence_parallel_size
     has_reference = config.needs_reference and not config.has_full_kl
@@ -297,23 +303,10 @@ def open_workers(
         trainer=WorkersTrainEngine(learners, regularized=config.learns_without_advantage, ranks_per_row=ranks_per_row),
         reference=WorkersReference(learners, ranks_per_row=ranks_per_row) if has_reference else None,
         rollout=open_workers_rollout(config, workers, report, sends_rows=episodes is not None),
-        tracer=WorkersTracer(learners, config.trainer.run_folder.absolute() / FOLDER),
+        tracer=WorkersTracer(learners, traces),
         tune_micro_batch=tune_micro_batch,
         critic=critic_class(learners, ranks_per_row=ranks_per_row) if config.has_critic else None,
     )
-
-
-def open_in_group(
-    config: Config, plan: Plan, shows_videos: bool, episodes: SentEpisodes | None, pool: Pool, group: WorkerGroup
-) -> Call[None]:
-    """Build the engines of workers of a pool."""
-    from trigon.distributed.worker import Worker
-    from trigon.distributed.worker_group import DISK_SECONDS
-
-    traces = config.trainer.run_folder.absolute() / FOLDER
-    make_tracer = partial(DecodeTracer, traces, steps=config.trainer.profile_steps, pool=group.role.replace(" ", "_"))
-    build = partial(open_worker_engines, config_for_workers(config), plan, shows_videos, episodes, pool, make_tracer)
-    return group.call(Worker.open, build, phase="load", min_deadline_seconds=DISK_SECONDS)
 
 
 def open_workers_rollout(config: Config, workers: Workers, report: Reporter, *, sends_rows: bool) -> RolloutEngine:
@@ -349,52 +342,67 @@ def open_workers_rollout(config: Config, workers: Workers, report: Reporter, *, 
     )
 
 
-def open_worker_engines(
-    config: Config,
-    plan: Plan,
-    shows_videos: bool,
-    episodes: SentEpisodes | None,
-    pool: Pool,
-    make_tracer: partial[DecodeTracer],
-    process_group: TorchProcessGroup,
-) -> WorkerEngines:
-    """Build the engines of one worker of a pool. Runs in all its workers at the same time."""
-    from trigon.distributed.worker import WorkerEngines
+@dataclass(frozen=True, slots=True)
+class WorkerOpening:
+    """What the engines of the workers of a pool are built from; sent to each of them.
 
-    # A single learner does not shard the model, for which the group of several would ask.
-    learns_alone = pool.learns and process_group.size == 1
-    ranks_per_row = config.worker.actor.ulysses_sequence_parallel_size if pool.learns else 1
-    row_ranks = process_group.row_ranks(ranks_per_row) if ranks_per_row > 1 else None
-    place = DevicePlacement(process_group.device, SingleProcess() if learns_alone else process_group, row_ranks)
-    processors = open_processors(config)
-    images = open_images(config, processors)
-    trainer, reference, critic, rollout, environments, settings = None, None, None, None, None, None
-    if pool.learns:
-        trainer, reference, critic = open_models(config, processors, plan, place, images)
-    replica_rank = process_group.rank % config.worker.rollout.tensor_parallel_size
-    if pool.samples and episodes is not None and replica_rank == 0:  # the other ranks repeat what it samples
-        environments = EnvironmentPool(episodes.settings)  # Worker.close_environments ends it
-        environments.ready()
-        settings = open_episodes(config, processors, environments, images, schemas=episodes.schemas)
-    if pool.samples:
-        rollout = open_rollout(
-            config,
-            processors,
-            place,
-            trainer,
-            shows_videos=shows_videos,
-            episodes=settings,
-            tracer=make_tracer(rank=process_group.rank),
+    config: as config_for_workers returns it. role: of the worker group. traces: the folder of
+    traces. episodes: None: completions have one turn.
+    """
+
+    config: Config
+    plan: Plan
+    pool: Pool
+    role: str
+    traces: Path
+    shows_videos: bool
+    episodes: SentEpisodes | None
+
+    def open_engines(self, process_group: TorchProcessGroup) -> WorkerEngines:
+        """Build the engines of one worker. Runs in all workers of the pool at the same time."""
+        from trigon.distributed.worker import WorkerEngines
+
+        config, pool = self.config, self.pool
+        # A single learner does not shard the model, for which the group of several would ask.
+        learns_alone = pool.learns and process_group.size == 1
+        ranks_per_row = config.worker.actor.ulysses_sequence_parallel_size if pool.learns else 1
+        row_ranks = process_group.row_ranks(ranks_per_row) if ranks_per_row > 1 else None
+        place = DevicePlacement(process_group.device, SingleProcess() if learns_alone else process_group, row_ranks)
+        processors = open_processors(config)
+        images = open_images(config, processors)
+        trainer, reference, critic, rollout, environments, settings = None, None, None, None, None, None
+        if pool.learns:
+            trainer, reference, critic = open_models(config, processors, self.plan, place, images)
+        replica_rank = process_group.rank % config.worker.rollout.tensor_parallel_size
+        if pool.samples and self.episodes is not None and replica_rank == 0:  # the other ranks repeat what it samples
+            environments = EnvironmentPool(self.episodes.settings)  # Worker.close_environments ends it
+            environments.ready()
+            settings = open_episodes(config, processors, environments, images, schemas=self.episodes.schemas)
+        if pool.samples:
+            tracer = DecodeTracer(
+                self.traces,
+                rank=process_group.rank,
+                steps=config.trainer.profile_steps,
+                pool=self.role.replace(" ", "_"),
+            )
+            rollout = open_rollout(
+                config,
+                processors,
+                place,
+                trainer,
+                shows_videos=self.shows_videos,
+                episodes=settings,
+                tracer=tracer,
+            )
+        return WorkerEngines(
+            trainer=trainer,
+            reference=reference,
+            rollout=rollout,
+            images=images,
+            replica_rank=replica_rank,
+            environments=environments,
+            critic=critic,
         )
-    return WorkerEngines(
-        trainer=trainer,
-        reference=reference,
-        rollout=rollout,
-        images=images,
-        replica_rank=replica_rank,
-        environments=environments,
-        critic=critic,
-    )
 
 
 def describe_workers(config: Config, workers: Workers) -> str:
