@@ -36,10 +36,7 @@ def test_the_kernel_is_the_configured_one_or_the_fastest_available(monkeypatch):
         choose_kernel(flex, cpu)
 
 
-def test_liger_kernel_is_rejected_on_the_cpu_and_together_with_compiled_layers():
+def test_liger_kernel_is_rejected_on_the_cpu():
     liger = make_config(worker={"actor": {"model": {"use_liger_kernel": True}}})
     with pytest.raises(ModelError, match="use_liger_kernel needs a GPU"):
         choose_kernel(liger, torch.device("cpu"))
-    both = make_config(worker={"actor": {"model": {"use_liger_kernel": True, "compile_layers": True}}})
-    with pytest.raises(ConfigError, match="change the same norms and MLPs"):
-        choose_kernel(both, torch.device("cpu"))

@@ -1,5 +1,6 @@
 """The parts of a run that need no model: what loggers are told, the evaluator, early errors."""
 
+import importlib.util
 import json
 import re
 import shutil
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trigon.assemble.run import choose_checkpoint, describe_run, warn_of_moved_run
+from trigon.assemble.run import check_environment, choose_checkpoint, describe_run, warn_of_moved_run
 from trigon.assemble.start import StopSignals, start_run
 from trigon.checkpoint.store import Checkpoint, CheckpointStore
 from trigon.config.load import LoadedConfig, dump_config, inspect_config
@@ -57,6 +58,12 @@ def test_the_configuration_of_a_run_folder_that_was_moved_names_both_folders(tmp
     assert warn_of_moved_run(inspect_config(path, [{"trainer.save_checkpoint_path": str(tmp_path / "new")}])) == []
     shutil.copy(path, tmp_path / "config.yaml")  # no run folder
     assert warn_of_moved_run(inspect_config(tmp_path / "config.yaml", [])) == []
+
+
+def test_a_run_without_vllm_ends_before_the_model_is_loaded(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"vllm, which is not installed: .*worker\.rollout\.name=transformers"):
+        check_environment(Config(trainer={"device": "cpu"}))
 
 
 @pytest.fixture

@@ -60,6 +60,7 @@ PROBLEMS = [
     ("trainer.n_gpus_per_node=4 worker.actor.fsdp.fsdp_size=3", "worker.actor.fsdp.fsdp_size is 3", "1 x 4 = 4"),
     (f"{GAE} trainer.n_gpus_per_node=4 worker.critic.fsdp.fsdp_size=3", "worker.critic.fsdp.fsdp_size is 3"),
     ("trainer.n_gpus_per_node=4 worker.actor.ulysses_sequence_parallel_size=3", "is 3", "set it to 1 or 2 or 4"),
+    ("worker.actor.model.use_liger_kernel=true worker.actor.model.compile_layers=true", "set one of them"),
     ("algorithm.max_staleness=1", f"set {SEPARATE}, or max_staleness=0"),
     (f"{SEPARATE} worker.rollout.partial=continue", "Set max_staleness=2, or partial=finish"),
     ("worker.rollout.partial=continue", SEPARATE, "algorithm.max_staleness above 1"),

@@ -174,11 +174,7 @@ def open_rollout(
     rollout, model, device = config.worker.rollout, config.worker.actor.model, place.device
     match rollout.name:
         case "vllm":
-            if importlib.util.find_spec("vllm") is None:
-                raise ConfigError(
-                    f"worker.rollout.name is vllm, which is not installed: run {install_command('gpu')} (without a "
-                    "GPU: cpu instead of gpu), or set worker.rollout.name=transformers, which is slow"
-                )
+            require_vllm()
             from trigon.rollout.vllm import VllmEngine, VllmSettings
 
             settings = VllmSettings(
@@ -210,6 +206,15 @@ def open_rollout(
             )
         case _:
             assert_never(rollout.name)
+
+
+def require_vllm() -> None:
+    """Raise ConfigError if vLLM, which the configuration names, is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"worker.rollout.name is vllm, which is not installed: run {install_command('gpu')} (without a GPU: cpu "
+            "instead of gpu), or set worker.rollout.name=transformers, which is slow"
+        )
 
 
 def save_state(

@@ -109,15 +109,10 @@ def choose_kernel(
     model: None for the policy. processors: the model's processors; None where they are not
     loaded yet.
 
-    Raises: ModelError if it, or liger-kernel where configured, cannot run there; ConfigError for
-    use_liger_kernel together with compile_layers.
+    Raises: ModelError if it, or liger-kernel where configured, cannot run there.
     """
     actor = config.worker.actor
     if actor.model.use_liger_kernel:
-        if actor.model.compile_layers:
-            raise ConfigError(
-                "worker.actor.model.use_liger_kernel and compile_layers change the same norms and MLPs; set one of them"
-            )
         require_liger(device)
     dtype = DTYPES[(model or actor).fsdp.mp_param_dtype]
     needs_mask = processors is not None and processors.family.image_layers_of(processors.hf_config) != "none"

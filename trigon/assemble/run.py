@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from trigon.assemble.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
-from trigon.assemble.engines import open_engines, save_state, tune_plan
+from trigon.assemble.engines import open_engines, require_vllm, save_state, tune_plan
 from trigon.assemble.episodes import check_episodes, find_episodes
 from trigon.assemble.memory import (
     check_memory,
@@ -265,12 +265,14 @@ def run_training(
 
 
 def check_environment(config: Config) -> None:
-    """Raise ConfigError or ModelError if a logger, the device or a kernel is not available.
+    """Raise ConfigError or ModelError if a logger, vLLM, the device or a kernel is not available.
 
-    The devices of several workers are checked when these have started.
+    The devices and the packages of several workers are checked when these have started.
     """
     check_loggers(config.trainer.logger)
     if not config.has_workers:
+        if config.worker.rollout.name == "vllm":
+            require_vllm()
         device = choose_device(config)
         if device.type == "cuda" and config.worker.rollout.name == "vllm":
             require_free_memory(config.worker.rollout.gpu_memory_utilization)

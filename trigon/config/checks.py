@@ -372,6 +372,12 @@ def _check_fsdp_size(config: Config, *, model: _Model) -> Iterator[str]:
         )
 
 
+def _check_kernels(config: Config) -> Iterator[str]:
+    model = config.worker.actor.model
+    if model.use_liger_kernel and model.compile_layers:
+        yield "worker.actor.model.use_liger_kernel and compile_layers change the same norms and MLPs; set one of them"
+
+
 def _check_activation_offload(config: Config, *, model: _Model) -> Iterator[str]:
     if model == "critic" and not config.has_critic:
         return
@@ -547,6 +553,7 @@ _CHECKS: tuple[Callable[[Config], Iterable[str]], ...] = (
     _check_tensor_parallel_size,
     *_of_each_model(_check_fsdp_size),
     _check_sequence_parallel_size,
+    _check_kernels,
     *_of_each_model(_check_activation_offload),
     *_of_each_model(_check_batch_size),
     _check_top_k,
