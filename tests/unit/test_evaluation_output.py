@@ -116,4 +116,9 @@ def test_the_file_of_a_reward_function_may_be_a_path(tmp_path):
     write(tmp_path / "model", "config.json")
     (tmp_path / "reward.py").write_text("def main(predict_str, ground_truth):\n    return 0.0\n")
     with pytest.raises(ModelError, match="no weights"):
-        trigon.evaluate(tmp_path / "model", [{"prompt": "?", "answer": "1"}], reward=tmp_path / "reward.py")
+        trigon.evaluate(
+            tmp_path / "model",
+            [{"prompt": "?", "answer": "1"}],
+            reward=tmp_path / "reward.py",
+            output=tmp_path / "evaluation",
+        )
