@@ -356,7 +356,7 @@ class LocalWorkers(WorkerGroup):
 
     def replace(self, rank, fake):
         """Replace a worker by one that has kept nothing."""
-        self.workers[rank].actor._engines = WorkerEngines(None, None, fake, None, replica_rank=0, has_episodes=True)
+        self.workers[rank].actor._engines = WorkerEngines(None, None, fake, None, replica_rank=0)
 
     def part(self, first, end):
         group = copy(self)
