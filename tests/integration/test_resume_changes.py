@@ -105,7 +105,7 @@ def test_trigon_check_finds_what_a_resume_refuses_and_changes_nothing(parts, sav
     assert [problem.kind for problem in report.result("steps").problems] == ["steps.complete"]
     for change, named in (
         ("algorithm.adv_estimator=rloo", "algorithm.adv_estimator was grpo, and is now rloo"),
-        ("trainer.load_checkpoint_path=missing", "there is no checkpoint folder missing"),
+        (f"trainer.load_checkpoint_path={parts}", "is not a checkpoint"),
         ("worker.actor.model.lora.rank=4", "LoRA"),
     ):
         with pytest.raises(CheckpointError, match=named):
