@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from support.view_runs import write_run
+from support.view_runs import make_row, write_run
+from trigon.report.run_folder import RunFolder
 from trigon.tools.cli.main import main
 
 
@@ -65,6 +67,15 @@ def test_an_export_of_several_runs_has_a_group_of_each_and_names_what_cannot_be_
     assert str(tmp_path) not in err
     text = (tmp_path / "new" / "both.html").read_text(encoding="utf-8")
     assert str(tmp_path) not in text
+
+
+def test_an_export_has_as_many_rollouts_as_asked_for_whatever_the_sizes_of_groups(run, tmp_path, capsys):
+    with RunFolder(run) as folder:
+        folder.write_rollouts(1, "validation", [make_row(f"val:{number}", 0, 1.0) for number in range(40)])
+    arguments = ["--export", str(tmp_path / "run.html"), "--rollouts", "26", "--cache", str(tmp_path / "cache")]
+    assert main(["view", str(run), *arguments]) == 0
+    num_exported = int(re.search(r"(\d+) of 52 rollouts", capsys.readouterr().out)[1])  # 12 of them in groups of 4
+    assert 22 <= num_exported <= 26
 
 
 def test_the_command_serves_until_ctrl_c(run, tmp_path):

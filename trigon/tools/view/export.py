@@ -8,6 +8,7 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from jinja2 import Template
@@ -99,8 +100,8 @@ def _groups(
     """Return evenly spaced groups with at most max_rollouts completions, but at least one group."""
     if not ids or max_rollouts <= 0:
         return []
-    [first] = run.rollouts.summaries(ids[:1])
-    num = min(max(max_rollouts // first["num"], 1), len(ids))
+    mean_size = fmean(summary["num"] for summary in run.rollouts.summaries(ids))
+    num = min(max(int(max_rollouts / mean_size), 1), len(ids))
     chosen: list[tuple[Mapping[str, Any], Sequence[RolloutRow]]] = []
     total = 0
     for summary in run.rollouts.summaries([ids[k * len(ids) // num] for k in range(num)]):
