@@ -121,7 +121,7 @@ def test_blank_prompts_differ_in_their_pixels_only(processors, tmp_path, own_dat
         assert hidden.grid_thw.equal(shown.grid_thw)
         patches = hidden.pixel_values.unflatten(1, (3, -1))
         assert patches.amax((0, 2)).equal(patches.amin((0, 2))), "one colour"
-    [file] = blank.image_files(0)
+    [file] = blank.image_files(prompts[0].prompt_id)
     image = Image.open(io.BytesIO(file))
     assert (image.size, image.getextrema()) == ((60, 200), ((GREY, GREY),) * 3)
 

@@ -135,10 +135,7 @@ class PromptSet:
         return replace(prompt, read_media=partial(self._encoded_media, row_index, with_videos=True))
 
     def image_files(self, index: int) -> list[bytes]:
-        """Return the images of a prompt as encoded files; none with videos.
-
-        May be called from any thread. Raises: as building the prompt.
-        """
+        """Return the images of a prompt as encoded files, see Prompts.image_files."""
         media = self._encoded_media(self.row_indices[index], with_videos=False)
         return [] if media is None else list(media.encoded)
 

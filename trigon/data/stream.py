@@ -62,15 +62,20 @@ class Prompts:
         part, index = self._find(index)
         return part[index]
 
-    def image_files(self, index: int) -> list[bytes]:
-        """Return the images of a prompt as encoded files, see PromptSet.image_files."""
-        part, index = self._find(index)
-        return part.image_files(index)
-
     def index_of(self, prompt_id: str) -> int | None:
         """Return the index of the prompt with this id, or None if no usable prompt has it."""
         found = ((start, part.index_of(prompt_id)) for start, part in zip(self._starts(), self.parts, strict=True))
         return next((start + index for start, index in found if index is not None), None)
+
+    def image_files(self, prompt_id: str) -> list[bytes]:
+        """Return the images of the prompt with this id as encoded files; none with videos.
+
+        May be called from any thread. Raises: as building it.
+        """
+        index = self.index_of(prompt_id)
+        assert index is not None, f"{prompt_id} is no prompt"
+        part, index = self._find(index)
+        return part.image_files(index)
 
     @property
     def shows_videos(self) -> bool:
@@ -318,13 +323,8 @@ class PromptStream:
         return replace(self._prompts[index], prompt_id=prompt_id)
 
     def image_files(self, prompt_id: str) -> list[bytes]:
-        """Return the images of a prompt that was taken, as encoded files; none with videos.
-
-        May be called from any thread. Raises: as Prompts.image_files.
-        """
-        index = self._prompts.index_of(_original_id(prompt_id))
-        assert index is not None, f"{prompt_id} is no training prompt"
-        return self._prompts.image_files(index)
+        """Return the images of a prompt that was taken, see Prompts.image_files."""
+        return self._prompts.image_files(_original_id(prompt_id))
 
     def metrics(self) -> dict[str, Metric]:
         """Return the position in epochs, and how many prompts were skipped since the run began."""

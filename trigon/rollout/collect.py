@@ -181,13 +181,8 @@ class Evaluator:
         return groups
 
     def image_files(self, prompt_id: str) -> list[bytes]:
-        """Return the images of a prompt as encoded files; none with videos.
-
-        May be called from any thread. Raises: as Prompts.image_files.
-        """
-        index = self.prompts.index_of(prompt_id)
-        assert index is not None, f"{prompt_id} is no validation prompt"
-        return self.prompts.image_files(index)
+        """Return the images of a prompt, see Prompts.image_files."""
+        return self.prompts.image_files(prompt_id)
 
     def _build(self, index: int) -> Prompt | None:
         try:
