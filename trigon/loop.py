@@ -189,7 +189,7 @@ def make_step(run: Run, step: int) -> tuple[Batch, Metrics]:
     grace.begin_step(step)
     run.watch.begin_step(saving=run.checkpoints.store.is_saving)
     with run.report.checking(grace.check_step):
-        batch = buffer.next(step, run.trainer.weights(), version=run.updater.policy_version(step - 1))
+        batch = buffer.next(step, run.trainer.weights(), version=policy_version(step - 1, run.config.critic_warmup))
     with recorded_rollouts(run, step, batch.groups) as record:
         with run.report.checking(grace.check_step):
             with run.report.phase("parity"):
@@ -263,7 +263,7 @@ def validate_if_due(run: Run, step: int) -> Metrics:
     try:
         with run.stop.grace.validation(), run.report.checking(run.stop.grace.check_validation):
             run.buffer.pause()
-            validation = validate(run, step, version=run.updater.policy_version(step))
+            validation = validate(run, step, version=policy_version(step, run.config.critic_warmup))
     except StepLeft:
         run.report.warn(f"the validation of step {step} is left out: it takes longer than trainer.grace_seconds")
         return {}
@@ -371,7 +371,7 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> int:
         else:
             run.critic.load_state(checkpoint.critic)
     state = checkpoint.progress
-    run.buffer.load_state(state, version=run.updater.policy_version(checkpoint.step))
+    run.buffer.load_state(state, version=policy_version(checkpoint.step, run.config.critic_warmup))
     run.preparation.load_state(state)
     run.watch.load_state(state.get("watch", {}))
     before, now = state.get(VALIDATED_BY), run.checkpoints.made_from.get(VALIDATED_BY)

@@ -134,27 +134,30 @@ def compute_score(reward_input):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("last_killed", [2, 1000], ids=["once", "always"])
-def test_a_worker_that_is_killed_while_it_loads_is_replaced_unless_all_are(tmp_path, last_killed):
+@pytest.mark.parametrize(
+    ("num_workers", "last_killed"), [(1, 2), (1, 1000), (2, 1000)], ids=["once", "always", "beside"]
+)
+def test_a_worker_that_is_killed_while_it_loads_is_replaced_unless_all_are(tmp_path, num_workers, last_killed):
     text = f"""
-import os, signal
+import os, signal, time
 REWARD_TYPE = "sequential"
 with open({str(tmp_path / "loads")!r}, "a") as file:
     file.write("x")
-if 2 <= os.path.getsize(file.name) <= {last_killed}:
+if {num_workers} < os.path.getsize(file.name) <= {last_killed}:
     os.kill(os.getpid(), signal.SIGKILL)  # as the system does when memory runs out
 def compute_score(reward_input):
     if reward_input["response"] == "exit":
         os._exit(1)
+    time.sleep({0.1 * (num_workers - 1)})
     return 1.0
 """
-    with pool_of(tmp_path, text, num_workers=1) as pool:
+    with pool_of(tmp_path, text, num_workers=num_workers) as pool:
         if last_killed == 2:
             assert [score.outcome for score in pool.score(requests("exit", "a"))] == ["failed", "ok"]
         else:
             with pytest.raises(RewardError, match=r"was killed by the system.* while loading"):
-                pool.score(requests("exit", "a"))
-            assert (tmp_path / "loads").read_text() == "x" * 4
+                pool.score(requests("exit", *["a"] * (1 if num_workers == 1 else 200)))
+            assert (tmp_path / "loads").read_text() == "x" * (num_workers + 3)
 
 
 def test_a_running_thread_of_the_function_delays_nothing(tmp_path):

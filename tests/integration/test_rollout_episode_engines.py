@@ -344,7 +344,7 @@ def test_an_engine_that_fails_in_a_later_turn_is_started_again_with_the_same_bit
 
     monkeypatch.setattr(CPUModelRunner, "execute_model", failing)
     warnings = []
-    restarting = RestartingEngine(scene.engine, scene.engine.restart, warn=warnings.append, same_command=SAME_COMMAND)
+    restarting = RestartingEngine(scene.engine, scene.engine, warn=warnings.append, same_command=SAME_COMMAND)
     assert bits(scene.generate(engine=restarting)) == bits(expected)
     assert has_failed
     assert len(warnings) == 1

@@ -23,7 +23,7 @@ from ray import cloudpickle
 from trigon.distributed.cluster import Layout, check_total, open_cluster, reserve
 from trigon.distributed.engines import WorkerWeights
 from trigon.distributed.rollout_engine import WorkersRolloutEngine
-from trigon.distributed.sampler_engine import MAX_REPLACEMENTS, SamplerPool, SamplerReplicas
+from trigon.distributed.samplers import MAX_REPLACEMENTS, SamplerPool, SamplerReplicas
 from trigon.distributed.weight_transfer import TransferMember
 from trigon.distributed.worker import Worker, WorkerEngines, ray_actor_class
 from trigon.distributed.worker_group import Call, WorkerGroup

@@ -131,7 +131,7 @@ def test_a_round_of_few_prompts_may_fail_but_not_as_many_as_a_step_learns_from(p
     one_at_a_time = FILTER | {"filter_low": -1.0, "mini_rollout_batch_size": 1, "max_try_make_batch": 0}
     settings = one_at_a_time | {"plan": plan_of(steps=1), "complete": complete}
     if num_failing == 4:
-        with pytest.raises(EngineError, match="any of 1 prompts"):
+        with pytest.raises(EngineError, match="any of 4 prompts"):
             train_in(tmp_path, parts, **settings)
         return
     train_in(tmp_path, parts, **settings)

@@ -43,7 +43,7 @@ def test_a_checkpoint_may_be_named_from_the_home_folder(tmp_path, monkeypatch):
         choose_checkpoint(Config(trainer={"load_checkpoint_path": "~/global_step_3"}), store)
 
 
-def test_the_configuration_of_a_run_folder_that_was_moved_names_both_folders(tmp_path):
+def test_the_configuration_of_a_run_folder_that_was_moved_names_both_folders(tmp_path, monkeypatch):
     started, moved = tmp_path / "started", tmp_path / "moved"
     with RunFolder(started) as folder:
         folder.write_config(dump_config(Config(trainer={"save_checkpoint_path": str(started)})))
@@ -54,6 +54,8 @@ def test_the_configuration_of_a_run_folder_that_was_moved_names_both_folders(tmp
     [text] = warn_of_moved_run(inspect_config(path, []))
     assert f"writes into {started}" in text
     assert f"trainer.save_checkpoint_path={moved}" in text
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert warn_of_moved_run(inspect_config("~/moved/config.yaml", [])) == [text]
     assert warn_of_moved_run(inspect_config(path, [f"trainer.save_checkpoint_path={moved}"])) == []
     assert warn_of_moved_run(inspect_config(path, [{"trainer.save_checkpoint_path": str(tmp_path / "new")}])) == []
     shutil.copy(path, tmp_path / "config.yaml")  # no run folder

@@ -129,6 +129,11 @@ def test_a_mapping_without_the_space_of_yaml_is_told_so(option):
     assert problem(f"{option}={{n:4}}").endswith("lacks the space after the colon: {n: 4}")
 
 
+def test_a_key_with_a_colon_may_have_a_null_as_its_value():
+    kwargs = load("worker.reward.reward_function_kwargs={'host:port': null}").worker.reward.reward_function_kwargs
+    assert kwargs == {"host:port": None}
+
+
 NUMBER = "a number, above 0 and at most 100"
 INTEGER = "an integer, at least 0 and at most 9,223,372,036,854,775,807"
 BETAS = "a list of 2, each a number, at least 0 and below 1"

@@ -69,6 +69,8 @@ FOLDERS = {
         ["data/train-0-of-2.parquet", "data/train-1-of-2.parquet", "data/test-0-of-1.parquet"],
         {".": "01", ".@test": "2"},
     ),
+    "parts": (["data/part-1-of-2.jsonl", "data/part-2-of-2.jsonl"], {".": "01"}),
+    "a fold": (["geometry-3-of-9.jsonl"], {".": "0"}),
     "folders": (["train/x.jsonl", "val/x.jsonl"], {".@val": "1", ".@validation": "1", ".": "0"}),
     "evaluation": (["train.jsonl", "eval.jsonl"], {".": "0", ".@test": "1", ".@eval": "1"}),
     "names of hubs": (
@@ -112,7 +114,7 @@ def test_the_files_of_a_split_are_found(tmp_path, name):
     ],
 )
 def test_what_cannot_be_opened_is_named_with_what_there_is(tmp_path, spec, facts):
-    shards = [f"shards/data/{name}-of-4.parquet" for name in ("train-0", "train-2")]
+    shards = [f"shards/data/{name}-of-00004.parquet" for name in ("train-00000", "train-00002")]
     some = ["some/train.jsonl", "some/test.jsonl", "some/more.json", "some/other.csv"]
     for name in ("geometry.parquet", "data/train.jsonl", "mixed/x.jsonl", "mixed/y.csv", *some, *shards):
         write(tmp_path / name, ["a"])

@@ -64,7 +64,7 @@ def test_numbers_and_durations_by_hand():
     durations = {
         0: "0.0 s",
         0.04: "40 ms",
-        0.42: "0.4 s",
+        0.42: "420 ms",
         59.9: "59.9 s",
         250: "4 min 10 s",
         7500: "2 h 5 min",

@@ -3,6 +3,7 @@
 import datetime
 import json
 import math
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import get_args
 
@@ -88,14 +89,15 @@ def test_the_contract_is_detected_from_the_signature(function, kwargs, contract)
 
 
 def annotated_otherwise(sample: object): ...
+def annotated_iterable(samples: Iterable[dict]): ...
 
 
 def test_a_function_given_in_python_scores_one_completion_unless_its_argument_says_a_list():
     detected = {
         function: detect_contract(function, None, {}, where="f", single="sequential")
-        for function in (single_argument, annotated_otherwise, annotated_list, named_reward_inputs)
+        for function in (single_argument, annotated_otherwise, annotated_iterable, annotated_list, named_reward_inputs)
     }
-    assert list(detected.values()) == ["sequential", "sequential", "batch", "batch"]
+    assert list(detected.values()) == ["sequential", "sequential", "batch", "batch", "batch"]
 
 
 def verl_style(data_source, solution_str, ground_truth, extra_info=None): ...

@@ -77,7 +77,7 @@ def test_a_failure_while_sampling_wakes_a_new_engine_and_reports_each_group_once
     engine, warnings = FailingEngine("sample 1"), []
     restarting = RestartingEngine(
         engine,
-        engine.restart,
+        engine,
         warn=warnings.append,
         same_command=SAME_COMMAND,
         before_restart=lambda: engine.events.append("free memory"),
@@ -100,7 +100,7 @@ def test_a_failure_while_sampling_wakes_a_new_engine_and_reports_each_group_once
 
 def test_a_failure_while_loading_loads_again_also_inside_another_context():
     engine = FailingEngine("load 5")
-    restarting = RestartingEngine(engine, engine.restart, warn=lambda text: None, same_command=SAME_COMMAND)
+    restarting = RestartingEngine(engine, engine, warn=lambda text: None, same_command=SAME_COMMAND)
     with restarting.awake(NO_WEIGHTS, version=4):
         with restarting.awake(NO_WEIGHTS, version=5):
             sample(restarting)
@@ -121,13 +121,13 @@ def test_a_failure_while_loading_loads_again_also_inside_another_context():
 )
 def test_a_second_failure_ends_the_run(failures, message):
     engine = FailingEngine(*failures)
-    restarting = RestartingEngine(engine, engine.restart, warn=lambda text: None, same_command=SAME_COMMAND)
+    restarting = RestartingEngine(engine, engine, warn=lambda text: None, same_command=SAME_COMMAND)
     with pytest.raises(RolloutError) as caught, restarting.awake(NO_WEIGHTS, version=4):
         sample(restarting)
     assert str(caught.value).startswith(message)
     assert engine.events.count("restart") == 1
     other = FailingEngine()
-    restarting = RestartingEngine(other, other.restart, warn=lambda text: None, same_command=SAME_COMMAND)
+    restarting = RestartingEngine(other, other, warn=lambda text: None, same_command=SAME_COMMAND)
     with pytest.raises(EngineError, match="too long"), restarting.awake(NO_WEIGHTS, version=4):
         raise EngineError("a prompt is too long")  # does not start it again
     assert other.events == ["load 4", "asleep"]

@@ -1,4 +1,4 @@
-"""The engine of samplers on workers in this process, which may be lost: what a run does then."""
+"""Samplers of a rollout engine that may be lost, as workers in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from trigon.distributed.engines import WorkerWeights
 from trigon.distributed.messages import unpack
 from trigon.distributed.rollout_engine import WorkersRolloutEngine
-from trigon.distributed.sampler_engine import MAX_REPLACEMENTS, SamplerPool, SamplerReplicas
+from trigon.distributed.samplers import MAX_REPLACEMENTS, SamplerPool, SamplerReplicas
 from trigon.distributed.worker import Heartbeat
 from trigon.distributed.worker_group import ProcessedMedia
 from trigon.errors import LostSamplersError, LostWorkerError, TrigonError, WorkerError

@@ -25,6 +25,7 @@ from trigon.checkpoint.export import RUN_SETTINGS
 from trigon.checkpoint.store import Finish
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
+from trigon.data.templates import write_date, written_date
 from trigon.environments.pool import EnvironmentPool
 from trigon.errors import ConfigError
 from trigon.models.dtypes import DTYPES
@@ -34,7 +35,7 @@ from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.protocol import RolloutEngine
-from trigon.rollout.restart import RestartableEngine, RestartingEngine
+from trigon.rollout.restart import Restartable, RestartingEngine
 from trigon.system.files import write_json
 from trigon.system.installation import install_command
 from trigon.system.machine import count_usable_cpus
@@ -115,10 +116,10 @@ def open_engines(
         rollout = open_rollout(
             config, processors, place, trainer, shows_videos=shows_videos, episodes=settings, tracer=decode_tracer
         )
-        if isinstance(rollout, RestartableEngine):
+        if isinstance(rollout, Restartable):
             rollout = RestartingEngine(
                 rollout,
-                rollout.restart,
+                rollout,
                 warn=report.warn,
                 same_command=config.trainer.same_command,
                 phase=report.phase,
@@ -287,7 +288,9 @@ def open_workers(
     config_of_workers = config_for_workers(config)
 
     def open_group(group: WorkerGroup, pool: Pool) -> Call[None]:
-        opening = WorkerOpening(config_of_workers, plan, pool, group.role, traces, shows_videos, episodes)
+        opening = WorkerOpening(
+            config_of_workers, plan, pool, group.role, traces, shows_videos, episodes, written_date()
+        )
         return group.call(Worker.open, opening.open_engines, phase="load", min_deadline_seconds=DISK_SECONDS)
 
     with report.phase("load model and start rollout engine"):
@@ -322,7 +325,7 @@ def open_workers_rollout(config: Config, workers: Workers, report: Reporter, *, 
     start again.
     """
     from trigon.distributed.rollout_engine import LearnerReplicas, WorkersRolloutEngine
-    from trigon.distributed.sampler_engine import SamplerReplicas
+    from trigon.distributed.samplers import SamplerReplicas
 
     rollout = config.worker.rollout
     if workers.samplers is not None:
@@ -340,7 +343,7 @@ def open_workers_rollout(config: Config, workers: Workers, report: Reporter, *, 
         return engine
     return RestartingEngine(
         engine,
-        learners.restart,
+        learners,
         warn=report.warn,
         same_command=config.trainer.same_command,
         phase=report.phase,
@@ -352,7 +355,7 @@ class WorkerOpening:
     """What the engines of the workers of a pool are built from; sent to each of them.
 
     config: as config_for_workers returns it. role: of the worker group. traces: the folder of
-    traces. episodes: None: completions have one turn.
+    traces. episodes: None: completions have one turn. date: see templates.write_date.
     """
 
     config: Config
@@ -362,11 +365,13 @@ class WorkerOpening:
     traces: Path
     shows_videos: bool
     episodes: SentEpisodes | None
+    date: str | None
 
     def open_engines(self, process_group: TorchProcessGroup) -> WorkerEngines:
         """Build the engines of one worker. Runs in all workers of the pool at the same time."""
         from trigon.distributed.worker import WorkerEngines
 
+        write_date(self.date)
         config, pool = self.config, self.pool
         # A single learner does not shard the model, for which the group of several would ask.
         learns_alone = pool.learns and process_group.size == 1

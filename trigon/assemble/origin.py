@@ -82,7 +82,7 @@ class Origin:
         self._noted: dict[str, Any] = {}
         self._validation: Sequence[DatasetContent] = ()
         self._changed_usability: list[str] = []
-        resumed = {} if checkpoint is None else checkpoint.progress[KEY]
+        resumed = {} if checkpoint is None else checkpoint.progress.get(KEY, {})
         self.date: str = resumed.get("date", datetime.now().isoformat())
         self.accepted: dict[str, str] = {}
         self.notes: list[str] = []

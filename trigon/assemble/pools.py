@@ -19,6 +19,7 @@ from trigon.config.options import with_options
 from trigon.config.paths import local_path, read_template
 from trigon.config.schema import Config
 from trigon.data.images import ignore_pillow_warnings
+from trigon.errors import WorkerError
 from trigon.models.hub import uses_modelscope
 from trigon.models.load import model_folder
 from trigon.report.run import LOCK
@@ -28,7 +29,7 @@ from trigon.system.machine import count_usable_cpus
 if TYPE_CHECKING:
     from trigon.distributed.cluster import ReservedWorkers, WorkerHandle
     from trigon.distributed.preflight import NodeReport
-    from trigon.distributed.sampler_engine import SamplerPool
+    from trigon.distributed.samplers import SamplerPool
     from trigon.distributed.worker_group import WorkerGroup
     from trigon.training.fsdp import Rendezvous, TorchProcessGroup
 
@@ -104,7 +105,7 @@ def open_worker_pools(
     """
     from trigon.distributed.cluster import Layout, check_total, has_gpus, open_cluster, reserve, starts_cluster
     from trigon.distributed.preflight import check_node_reports, find_token_warning
-    from trigon.distributed.sampler_engine import SamplerPool
+    from trigon.distributed.samplers import SamplerPool
 
     trainer, (learning, *others) = config.trainer, place_pools(config)
     pools = (learning, *others)
@@ -166,7 +167,8 @@ class _PoolStart:
     loopback: bool
     reserved: ReservedWorkers
     num_started: int = 0
-    joining: list[WorkerGroup] = field(default_factory=list)
+    joining: dict[int, WorkerGroup] = field(default_factory=dict)  # by id(); threads add and remove theirs
+    is_given_up: bool = False
 
     @property
     def replica_size(self) -> int:
@@ -214,7 +216,8 @@ class _PoolStart:
 
     def give_up(self) -> None:
         """See StartReplica."""
-        for group in self.joining:
+        self.is_given_up = True
+        for group in list(self.joining.values()):
             group.is_closed = True
         self.reserved.give_up()
 
@@ -226,6 +229,7 @@ class _PoolStart:
         )
 
     def _join(self, workers: list[WorkerHandle], role: str) -> tuple[WorkerGroup, Sequence[NodeReport]]:
+        from trigon.distributed.cluster import GIVEN_UP
         from trigon.distributed.rendezvous import JOIN_SECONDS
         from trigon.distributed.worker import Worker
         from trigon.distributed.worker_group import WorkerGroup
@@ -240,12 +244,14 @@ class _PoolStart:
             role=role,
         )
         join = partial(join_ranks, config_for_workers(config), self.device, self.folder.absolute(), self.pool)
-        self.joining.append(group)
+        self.joining[id(group)] = group
         try:
+            if self.is_given_up:
+                raise WorkerError(GIVEN_UP)
             call = group.call(Worker.join, join, phase=JOIN_PHASE, max_deadline_seconds=JOIN_SECONDS)
             return group, call.result()
         finally:
-            self.joining = [each for each in self.joining if each is not group]
+            del self.joining[id(group)]
 
 
 def smallest_hardware(device: Literal["cpu", "cuda"], reports: Sequence[NodeReport]) -> Hardware:

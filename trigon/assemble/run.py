@@ -123,15 +123,15 @@ def run_training(
         origin.add_options(objects.reward, objects.val_reward)
         announce_downloads(config, console)
         origin.add_model()
-        base = open_base(config, objects, folder.path, console.warn, stack)
-        processors, workers, episodes = base.processors, base.workers, base.episodes
+        parts = open_parts(config, objects, folder.path, console.warn, stack)
+        processors, workers, episodes = parts.processors, parts.workers, parts.episodes
         pools = [pool for pool in (rewards, val_rewards) if pool is not None]
         all_loggers = [*make_loggers(config.trainer.logger, read_logger_environment()), *loggers]
         report = stack.enter_context(
             open_reporter(config, folder, console, processors, all_loggers, checkpoint, hang_watch)
         )
 
-        val_prompts, train_prompts = open_datasets(config, base.builder, report, opened.sources)
+        val_prompts, train_prompts = open_datasets(config, parts.builder, report, opened.sources)
         shows_videos = any(each is not None and each.shows_videos for each in (train_prompts, val_prompts))
         first = val_prompts if train_prompts is None else train_prompts
         if val_rewards is None or train_prompts is not None:
@@ -156,12 +156,12 @@ def run_training(
         origin.add_data(config, prompts, val_prompts, plan)
 
         if not config.trainer.val_only:
-            store.check_space(count_checkpoint_bytes(config, base.size))
+            store.check_space(count_checkpoint_bytes(config, parts.size))
         console.print("loading the model and starting the rollout engine")
         engines = open_engines(
             config, processors, plan, workers, report, stack, shows_videos=shows_videos, episodes=episodes
         )
-        if config.trainer.tunes_budgets_on(base.device) and not config.trainer.val_only:
+        if config.trainer.tunes_budgets_on(parts.device) and not config.trainer.val_only:
             plan = tune_plan(
                 config,
                 plan,
@@ -178,7 +178,7 @@ def run_training(
                 plan,
                 num_val_prompts=None if val_prompts is None else len(val_prompts),
                 device=engines.device,
-                sizes=count_sizes(config, base.size),
+                sizes=count_sizes(config, parts.size),
                 has_reference=engines.reference is not None,
             )
         )
@@ -199,7 +199,7 @@ def run_training(
             validates = ValidationRun(config, engines.trainer, validation, report, objects.hooks)
             run_to_end = partial(validate_only, validates, checkpoint)
         else:
-            save_bytes = count_staged_bytes(config, base.size)
+            save_bytes = count_staged_bytes(config, parts.size)
             parity = ParityCheck(config.parity_tolerance)
             buffer_class = ContinuousBuffer if config.algorithm.samples_continuously else StepBuffer
             run = Run(
@@ -280,7 +280,7 @@ def check_environment(config: Config) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class RunParts:
     """What a run and an evaluation have before they read data.
 
     size: of the models, for the arithmetic of memory. workers: None if this process does the work.
@@ -295,11 +295,13 @@ class Base:
     builder: PromptBuilder
 
 
-def open_base(config: Config, objects: RunObjects, folder: Path, warn: Callable[[str], None], stack: ExitStack) -> Base:
+def open_parts(
+    config: Config, objects: RunObjects, folder: Path, warn: Callable[[str], None], stack: ExitStack
+) -> RunParts:
     """Read the model's configuration, and start workers, environments and tools.
 
     folder: the run folder. stack: closes them. warn: called with what does not suit the device.
-    Raises: ConfigError also if the run does not fit into memory.
+    Raises: ConfigError, also if the run does not fit into memory; ModelError, EpisodeError.
     """
     processors = open_processors(config)
     check_policy(config, processors.hf_config)
@@ -318,7 +320,7 @@ def open_base(config: Config, objects: RunObjects, folder: Path, warn: Callable[
         warn(warning)
     episodes = find_episodes(config, processors, stack, objects)
     builder = open_builder(config, processors, schemas=() if episodes is None else episodes.schemas)
-    return Base(processors, size, workers, device, episodes, builder)
+    return RunParts(processors, size, workers, device, episodes, builder)
 
 
 def warn_of_moved_run(loaded: LoadedConfig) -> list[str]:

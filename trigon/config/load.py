@@ -160,7 +160,8 @@ def inspect_config(
     """
     reader = _ConfigReader()
     if path is not None:
-        reader.read_yaml(_read_text(expand_path(str(path))), str(path))
+        path = expand_path(str(path))
+        reader.read_yaml(_read_text(path), str(path))
     reader.read_overrides(overrides)
     config = reader.build()
     missing = find_missing_objects(config, python_objects)
@@ -342,7 +343,8 @@ class _ConfigReader:
         """Add one value of an option, renamed key or ignored key. Anything else is a problem."""
         name, older_name = _dotted(path), ""
         is_null = isinstance(node, ScalarNode) and node.tag == NULL_TAG
-        if is_null and ":" in path[-1]:  # {n:4}, which is a key without a value in YAML, and a pair in Hydra
+        # {n:4}, which is a key without a value in YAML, and a pair in Hydra. A null may be written.
+        if is_null and ":" in path[-1] and not node.value:
             spaced = path[-1].replace(":", ": ", 1)
             self.problems.append(f"{name} ({location}) lacks the space after the colon: {{{spaced}}}")
             return

@@ -70,7 +70,7 @@ _SPLIT_WORDS = {
 _NO_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 """Files that describe a dataset; `datasets` does not read them as rows either."""
 
-_SHARD = re.compile(r"(?P<name>.+)-(?P<number>\d+)-of-(?P<count>\d+)")
+_SHARD = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -141,8 +141,10 @@ class Prompts:
         return Prompts(tuple(part.numbered_as(content, name) for part, content, name in each))
 
     def changed_usability(self, saved: Sequence[DatasetContent]) -> list[str]:
-        """Return sentences with the rows that can be used only now, or no longer. saved: of the
-        same datasets."""
+        """Return sentences with the rows that can be used only now, or no longer.
+
+        saved: what a saved run recorded of the same datasets.
+        """
         return [
             text for part, content in zip(self.parts, saved, strict=True) for text in part.changed_usability(content)
         ]
@@ -362,7 +364,8 @@ class PromptStream:
             ], "prompts have the numbers of the saved stream"
             self._position = _Position(state["epoch"], state["offset"], state["taken"])
             self._skipped = self._prompts.lost | dict(state["skipped"])
-            self._check_any_left(self._skipped, "none can be read where the saved run could")
+            if len(self._skipped) == len(self._prompts):
+                raise DataError("none of the rows that the saved run drew from can be used any more")
 
     def continues(self, state: Mapping[str, Any]) -> bool:
         """Return whether a saved stream drew from the same prompts, perhaps in another order."""
@@ -424,9 +427,6 @@ class PromptStream:
         num_bad = sum(reason != "overlong" for reason in (*skipped.values(), *before.elements()))
         allowed = self._prompts.parts[0].builder.data.max_bad_row_fraction
         check_bad_fraction(num_bad, self._prompts.num_rows, allowed, [latest])
-        self._check_any_left(skipped, latest)
-
-    def _check_any_left(self, skipped: Mapping[int, Reason], latest: str) -> None:
         if len(skipped) == len(self._prompts):
             raise DataError(f"no row of the dataset can be used any more; the last one: {latest}")
 

@@ -72,6 +72,11 @@ def write_date(date: str | None) -> None:
     _date = date
 
 
+def written_date() -> str | None:
+    """Return what write_date was last called with."""
+    return _date
+
+
 def render(source: str, dialect: Dialect, values: Mapping[str, Any]) -> str:
     """Return what a template writes. values: values of its variables, of types that JSON has.
 

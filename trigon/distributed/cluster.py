@@ -226,6 +226,9 @@ def object_store_metrics() -> Metrics:
     }
 
 
+GIVEN_UP = "sampling was given up, since the run ends"
+
+
 class ReservedWorkers:
     """The resources of a layout's workers, in which workers are started and replaced."""
 
@@ -235,6 +238,7 @@ class ReservedWorkers:
         self._group = group
         self._actors: list[Any] = []
         self._workers: list[WorkerHandle] = []
+        self._is_given_up = False
 
     def start(
         self,
@@ -269,10 +273,14 @@ class ReservedWorkers:
             actors.append(options.remote(rank, role) if role else options.remote(rank))
         self._actors += actors
         try:
+            if self._is_given_up:
+                raise WorkerError(GIVEN_UP)
             workers = self._prepare(actors, name, loopback=loopback, seconds=seconds)
-        except RayError as error:
+        except (RayError, WorkerError) as error:
             for actor in actors:  # so that others can be started in their places
                 ray.kill(actor, no_restart=True)
+            if isinstance(error, WorkerError):
+                raise
             if isinstance(error, GetTimeoutError):
                 raise WorkerError(f"{role or 'a worker'}: its process did not start within {seconds:g} s") from error
             raise WorkerError(
@@ -322,7 +330,8 @@ class ReservedWorkers:
         _wait_for_exit([worker.pid for worker in workers if worker.is_local])
 
     def give_up(self) -> None:
-        """Kill the workers that are just starting; their start() raises WorkerError."""
+        """Kill the workers that are just starting; start() raises WorkerError, now and later."""
+        self._is_given_up = True
         started = [worker.actor for worker in self._workers]
         for actor in [actor for actor in self._actors if actor not in started]:
             ray.kill(actor, no_restart=True)

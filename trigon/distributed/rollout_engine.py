@@ -1,7 +1,7 @@
 """The rollout engine of workers: deals the prompts of a call to replicas, and collects completions.
 
 A replica is one worker, or several consecutive ones with tensor parallelism, of the workers that
-learn or of others, which may be lost (sampler_engine.py). Prompts are dealt in turn. A prompt that
+learn or of others, which may be lost (samplers.py). Prompts are dealt in turn. A prompt that
 an earlier call has begun stays with its replica, which may have kept the episodes.
 """
 
@@ -236,7 +236,7 @@ class LearnerReplicas:
         self.learners.call(Worker.sleep, phase="sleep").result()
 
     def restart(self) -> None:
-        """See RestartableEngine. All workers start their engines again, since their starts are one.
+        """See Restartable. All workers start their engines again, since their starts are one.
 
         A worker that is still sampling does so first.
         """

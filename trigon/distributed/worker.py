@@ -34,7 +34,7 @@ from trigon.environments.pool import EnvironmentPool
 from trigon.metrics import Metrics
 from trigon.report.memory_growth import measure_worker
 from trigon.rollout.protocol import Interruption, InterruptKind, RolloutEngine, require_local_weights
-from trigon.rollout.restart import RestartableEngine
+from trigon.rollout.restart import Restartable
 from trigon.system.hangs import register_stacks
 from trigon.system.machine import LOOPBACK, gpu_memory_metrics
 from trigon.system.process_settings import let_segments_grow, return_freed_memory, set_gc_threshold
@@ -92,8 +92,8 @@ class WorkerEngines:
     from it themselves. None for a text model. replica_rank: this worker's index among the ranks
     that sample the same prompts together (tensor parallelism); only index 0 returns the
     completions. environments: the environments or tools of rollout, which then loads the pixels of
-    prompts itself; None without them, and among these ranks but for index 0. critic: None except
-    for the estimator gae.
+    prompts itself; None without them, and in the ranks of a replica other than index 0. critic:
+    None except for the estimator gae.
     """
 
     trainer: LocalTrainEngine | None
@@ -293,7 +293,7 @@ class Worker:
         """Start the rollout engine again, asleep. Collective, since vLLM's start is."""
         self._leave_awake()  # of ranks on which the last wake() did not fail
         rollout = self._rollout
-        assert isinstance(rollout, RestartableEngine), "the driver restarts no other engine"
+        assert isinstance(rollout, Restartable), "the driver restarts no other engine"
         self._trainer.offload()
         rollout.restart()
 

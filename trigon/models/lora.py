@@ -244,7 +244,7 @@ def _selected_layers(model: Any, settings: LoraConfig) -> list[str]:
             paths = [path.removeprefix("model.") for path in (family.vision_path, family.projector_path) if path]
             raise ModelError(
                 f"{text!r} in LoRA's exclude_modules matches nothing in a {family.model_type!r} model. To exclude its "
-                f"vision tower, write '.*({'|'.join(paths)}).*', or set worker.actor.model.freeze_vision_tower=true."
+                f"vision tower, write '.*({'|'.join(paths)}).*', or set freeze_vision_tower=true in the same section."
             )
         if parents and not matches:
             raise ModelError(

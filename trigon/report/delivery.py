@@ -26,7 +26,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import os
 import queue
 import threading
 import time
@@ -90,9 +89,13 @@ class LoggedRun:
             return {}
         content = read_json_object(path)
         original = Path(content.get("folder", self.folder)) / path.name
-        if os.path.exists(original) and not path.samefile(original) and path.read_bytes() == original.read_bytes():
+        try:
+            is_copy = not path.samefile(original) and path.read_bytes() == original.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return content
+        except OSError:  # another user's, whose curves this run does not continue either
             return {}
-        return content
+        return {} if is_copy else content
 
     def write_record(self, logger: str, content: Mapping[str, Any]) -> None:
         """Write what a logger needs to continue the curves of this run, into LOGGER.json."""

@@ -72,6 +72,9 @@ MAX_PART = 1e15
 gdpo and the metrics sum the squares of a batch in float32: 1e30 each, and at most 3e38 together.
 """
 
+_SEVERAL = ("list", "sequence", "iterable", "collection", "tuple")
+"""Types of the argument of a batch function."""
+
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -182,14 +185,15 @@ def detect_contract(
     if names[:1] == ["reward_input"] or _is_annotated(parameters[:1], "dict", "mapping"):
         return "sequential"
     refuse_other_trainers(signature, where)
-    if names[:1] == ["reward_inputs"] or _is_annotated(parameters[:1], "list", "sequence"):
+    if names[:1] == ["reward_inputs"] or _is_annotated(parameters[:1], *_SEVERAL):
         return "batch"
     required = [p for p in parameters if p.default is inspect.Parameter.empty and p.name not in kwargs]
     if len(required) == 1:
         return single
     raise RewardError(
         f"{where} takes ({', '.join(names)}), which fits no contract: name its two arguments (response, ground_truth), "
-        "or give it one, reward_input for a completion as a dict, or reward_inputs for a list of them"
+        "or give it one, reward_input for a completion as a dict, or reward_inputs for a list of them, for which "
+        'REWARD_TYPE = "batch" says the same'
     )
 
 
@@ -208,7 +212,8 @@ def refuse_other_trainers(signature: inspect.Signature, where: str) -> None:
         return
     raise RewardError(
         f"{where} takes {signature}, which is {trainer}'s contract. Here a function takes (response, ground_truth), or "
-        f"(reward_input), a dict with response, ground_truth and row: docs/from-verl-and-trl.md#{heading} has both"
+        f"(reward_input), a dict with response, ground_truth and row: docs/from-verl-and-trl.md#{heading} has both. "
+        'One that takes a list of such dicts sets REWARD_TYPE = "batch"'
     )
 
 

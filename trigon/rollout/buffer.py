@@ -95,11 +95,13 @@ class Batch:
 
 @dataclass(slots=True, eq=False)
 class Found:
-    """What was sampled since the last batch.
+    """What was sampled: since the last batch, by one call, or by the last step that began.
 
-    groups: the groups that are ready, in the order in which steps learn from them. filtered: the
-    groups that were filtered out, without their images. shortage: why there are fewer groups than
-    were requested; "" if there are enough.
+    groups: the groups that are ready, in the order in which steps learn from them. unfinished: the
+    work that is left. filtered: the groups that were filtered out, without their images.
+    metrics: counts, and what describes the groups. num_tokens: number of sampled tokens, those of
+    filtered groups and of unfinished work included. shortage: why there are fewer groups than were
+    requested; "" if there are enough.
     """
 
     groups: list[RolloutGroup] = field(default_factory=list)
@@ -262,7 +264,7 @@ class RolloutBuffer(ABC):
 
     @abstractmethod
     def _settle(self) -> Running | None:
-        """Take what has ended of the call that runs, and return the call if it still runs."""
+        """Take over what the last call has sampled; return it if it still runs, or has failed."""
 
     def _position(self, taken: Found) -> Position:
         """Return what a checkpoint is made of. What is sampled now is in it as it was before.

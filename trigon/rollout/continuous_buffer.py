@@ -46,15 +46,15 @@ class ContinuousBuffer(RolloutBuffer):
     """Samples as many groups at a time as the next steps learn from."""
 
     _running: _Running | None = None
-    _taken = Found()  # by the last step that began: its groups, and what was counted until then
+    _taken: Found | None = None  # by the last step that began: its groups, and what was counted until then
     _has_failed = False  # whether the engine failed for every prompt of the call before
 
     def next(self, step: int, weights: WeightsHandle, *, version: int) -> Batch:
         """See RolloutBuffer."""
-        self._taken = Found()
+        self._taken = None
         probes = self._sample(step, weights, version)
         groups, found = self._usable(version)[: self._plan.prompts_per_step], self._found
-        self._taken = replace(found, groups=groups)
+        self._taken = replace(found, groups=groups, filtered=list(found.filtered))
         sampled = [*groups, *(group for group, _ in found.filtered)]
         if step == 1:
             warn_if_rewards_are_equal(sampled, self._report.warn)
@@ -88,7 +88,7 @@ class ContinuousBuffer(RolloutBuffer):
 
     def _position_before(self) -> Position:
         """See RolloutBuffer."""
-        return self._position(self._taken)
+        return self._position(self._taken or Found())
 
     def _settle(self) -> Running | None:
         """See RolloutBuffer."""

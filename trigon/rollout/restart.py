@@ -22,8 +22,8 @@ RESTART = "restart rollout engine"
 
 
 @runtime_checkable
-class RestartableEngine(RolloutEngine, Protocol):
-    """A rollout engine that can be started again after a RolloutError."""
+class Restartable(Protocol):
+    """What can start a rollout engine again after a RolloutError: the engine, or its workers."""
 
     def restart(self) -> None:
         """Drop the engine and start it again, asleep and without weights.
@@ -56,7 +56,7 @@ class RestartingEngine:
     def __init__(
         self,
         engine: RolloutEngine,
-        restart: Callable[[], None],
+        restartable: Restartable,
         *,
         warn: Callable[[str], None],
         same_command: SameCommand,
@@ -65,7 +65,7 @@ class RestartingEngine:
     ) -> None:
         """Wrap an engine.
 
-        restart: starts it again; see RestartableEngine.
+        restart: starts it again; see Restartable.
         warn: called with a message when it is started again. same_command: continues the run
         after the second failure. phase: the context in which it is started again, made with its
         name: it takes as long as a start, and not as long as sampling or a weight sync may take.
@@ -73,7 +73,7 @@ class RestartingEngine:
         None where the engine does it.
         """
         self._engine = engine
-        self._start_again = restart
+        self._restartable = restartable
         self._warn = warn
         self._same_command = same_command
         self._phase = phase
@@ -174,7 +174,7 @@ class RestartingEngine:
             with self._phase(RESTART):
                 if self._before_restart is not None:
                     self._before_restart()
-                self._start_again()
+                self._restartable.restart()
             for context in contexts:
                 self._enter(context)
         except RolloutError as again:

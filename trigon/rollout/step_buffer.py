@@ -15,7 +15,7 @@ from typing import Any
 from trigon.errors import EngineError, LostSamplersError, first_line
 from trigon.metrics import Metrics, Sum, merge
 from trigon.rollout.buffer import NUM_SKIPPED, Batch, Found, Position, RolloutBuffer, Running, by_id, describe_shortage
-from trigon.rollout.collect import Collected, collect_until
+from trigon.rollout.collect import Collected, collect_until, nothing_sampled
 from trigon.rollout.parity import ended_in_step
 from trigon.rollout.protocol import Work
 from trigon.rollout.sampling_call import SamplingCall
@@ -95,6 +95,18 @@ class StepBuffer(RolloutBuffer):
         if self._running is not None:
             self._running.call.give_up()
 
+    def state(self, *, made: bool) -> dict[str, Any]:
+        """See RolloutBuffer."""
+        state = super().state(made=made)
+        if self._running is not None and (made or self._before is None):
+            call = self._running.call
+            missing = "are not sampled yet" if call.error is None else f"have failed ({first_line(call.error)})"
+            self._report.warn(
+                f"the checkpoint is saved without the groups of step {call.step}, which {missing}: a run that "
+                "resumes from it samples them with newer weights, and has other numbers than this one"
+            )
+        return state
+
     def _position_before(self) -> Position:
         """See RolloutBuffer."""
         return self._before or self._position(Found())
@@ -145,12 +157,6 @@ class StepBuffer(RolloutBuffer):
             self._running = None
             self._take_over(running.call.result)
             return None
-        error = running.call.error
-        state = "are not sampled yet" if error is None else f"have failed ({first_line(error)})"
-        self._report.warn(
-            f"the checkpoint is saved without the groups of step {running.call.step}, which {state}: a run that "
-            "resumes from it samples them with newer weights, and has other numbers than this one"
-        )
         return running
 
     def _take_over(self, found: Found) -> None:
@@ -193,8 +199,6 @@ class StepBuffer(RolloutBuffer):
             left = fresh[num_fresh:]
             chosen = [*begun, *fresh[:num_fresh]]
             chosen += self._draw(step, max(0, num_sampled - len(chosen)), known, phase)
-            # Few prompts may all fail, as many as a batch may not: a filter would draw without end.
-            may_all_fail = num_failed_last + quota < per_step
             waits_for = [each for each in chosen if step == self._plan.total_steps or self._is_oldest(each)]
             collected = collect_until(
                 chosen,
@@ -204,12 +208,18 @@ class StepBuffer(RolloutBuffer):
                 num_groups=min(quota, len(chosen)),
                 num_required=len(waits_for),
                 phase=phase,
-                may_all_fail=may_all_fail,
+                may_all_fail=True,
             )
             if step == 1 and rounds == 1:
                 warn_if_rewards_are_equal(collected.groups, self._report.warn)
             num_failed = self._add(collected, found, len(chosen))
-            num_failed_last = num_failed_last + num_failed if num_failed == len(chosen) else 0
+            if num_failed < len(chosen):
+                num_failed_last = 0
+            # Few prompts may all fail, as many as a batch may not: a filter would draw without end.
+            elif num_failed_last + quota >= per_step:
+                raise nothing_sampled(num_failed_last + num_failed)
+            else:
+                num_failed_last += num_failed
             found.unfinished = [
                 replace(each, num_carried=num_carried.get(each.prompt.prompt_id, 0) + 1)
                 for each in collected.unfinished

@@ -56,7 +56,10 @@ A process may hang in the kernel, for example when a network file system does no
 """
 
 MAX_LOST_STARTS = 3
-"""How many children in a row may be killed from outside while they load, after one has loaded."""
+"""The number of children in a row, killed from outside while they load, that is an error.
+
+Others must have loaded before: the first child that does not load is an error by itself.
+"""
 
 GRACE_SECONDS = 0.2
 """How long a process lives after a time limit of its work, to print its stack."""
@@ -305,8 +308,9 @@ class Children:
 
     def receive(self, child: Child) -> list[Frame]:
         """Return what a child has sent, as Child.receive; log what of it is not confined, once."""
+        was_loaded = child.loaded is not None
         frames = child.receive()
-        if child.loaded is not None:
+        if child.loaded is not None and not was_loaded:
             self._lost_starts = 0
         if child.lacks and child.lacks != self._lacks:
             self._lacks = child.lacks

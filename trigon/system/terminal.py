@@ -66,8 +66,8 @@ def format_number(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as text: 12.5 ms, 3.2 s, 4 min 10 s, 2 h 5 min, 3.1 days."""
-    if 0 < seconds < 0.1:
+    """Return a duration as text: 420 ms, 3.2 s, 4 min 10 s, 2 h 5 min, 3.1 days."""
+    if 0 < seconds < 1:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"

@@ -79,10 +79,6 @@ class Updater:
         self._critic_warmup, self._max_skipped, self._traced_steps = critic_warmup, max_skipped, traced_steps
         self._recent: dict[UpdatedModel, RecentUpdates] = {"actor": RecentUpdates(), "critic": RecentUpdates()}
 
-    def policy_version(self, step: int) -> int:
-        """See policy_version."""
-        return policy_version(step, self._critic_warmup)
-
     def update(self, step: int, groups: Sequence[TrainGroup], outputs: GroupOutputs) -> Metrics:
         """Make all updates of a step, and return their metrics, merged.
 

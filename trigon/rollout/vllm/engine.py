@@ -113,7 +113,7 @@ class VllmEngine:
         self._sleep()
 
     def restart(self) -> None:
-        """See RestartableEngine. All ranks together."""
+        """See Restartable. All ranks together."""
         assert not self._awake, "restart() inside awake()"
         assert not self._closed
         self._episodes.stop()

@@ -223,4 +223,4 @@ def check_disk(result: Result, model: Model, machine: Machine, *, total_steps: i
 def run_folder_of(config: Config) -> Path:
     """Return the run folder, or the lowest of its parents that exists."""
     folder = config.trainer.run_folder.absolute()
-    return next(each for each in (folder, *folder.parents) if each.exists())
+    return next(each for each in (folder, *folder.parents) if os.path.exists(each))  # False below one that is closed

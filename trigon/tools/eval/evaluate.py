@@ -18,7 +18,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -33,7 +33,7 @@ from trigon.assemble.preflight import (
     open_rewards,
     open_validation_rewards,
 )
-from trigon.assemble.run import check_environment, open_base, open_reporter
+from trigon.assemble.run import check_environment, open_parts, open_reporter
 from trigon.checkpoint.store import exported_step
 from trigon.config.files import locate_sources
 from trigon.config.load import check_overrides, dump_config
@@ -223,6 +223,7 @@ def evaluate(
         # Only now, so that an error until here costs nothing.
         remove_earlier(folder, kept=[Path(path) for path in paths])
         write_json(folder / RESULT, {"settings": settings, "models": []}, ensure_ascii=False)
+        warn = cache(console.warn)  # of several models, once
         for source, each, place in zip(sources, loaded, outputs, strict=True):
             if len(sources) > 1:
                 console.print(f"model {len(results) + 1} of {len(sources)}: {source.spec}")
@@ -233,6 +234,7 @@ def evaluate(
                     rewards,
                     place,
                     console,
+                    warn=warn,
                     by=by,
                     ks=ks,
                     form=form,
@@ -260,6 +262,7 @@ def evaluate_model(
     output: Path,
     console: Console,
     *,
+    warn: Callable[[str], None],
     by: Sequence[str],
     ks: Sequence[int],
     form: AnswerForm,
@@ -272,11 +275,11 @@ def evaluate_model(
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder(output))
         folder.write_config(dump_config(config))
-        base = open_base(config, objects, folder.path, console.warn, stack)
-        processors, workers, episodes = base.processors, base.workers, base.episodes
+        parts = open_parts(config, objects, folder.path, warn, stack)
+        processors, workers, episodes = parts.processors, parts.workers, parts.episodes
         report = stack.enter_context(open_reporter(config, folder, console, processors, (), None))
         specs = config.data.val_files
-        prompts = scan_datasets(config, specs, (), base.builder, report, max_rows=limit, opened=objects.sources)
+        prompts = scan_datasets(config, specs, (), parts.builder, report, max_rows=limit, opened=objects.sources)
         check_rewards(rewards, prompts)
         if episodes is not None:
             check_episodes(config, processors, episodes, prompts, max_tokens=max_completion_tokens(config))
@@ -293,7 +296,7 @@ def evaluate_model(
             outcomes = outcomes_of(rows, accuracy=accuracy, form=form, ks=ks)
             without_images = None
             if blind and not (num_with_images := sum(bool(each.rows[0].images) for each in outcomes)):
-                console.warn("no prompt has an image or a video: there is no evaluation without images")
+                warn("no prompt has an image or a video: there is no evaluation without images")
             elif blind:
                 console.print("the same prompts with blank images:")
                 with RunFolder(output / BLIND) as hidden:

@@ -483,7 +483,7 @@ def _num_validations(config: Config, lengths: Lengths, steps: int) -> int:
 
 
 def _rollout_bytes(config: Config, lengths: Lengths, prompts: int, completions: int) -> int:
-    """Return the bytes of a rollouts file with n prompts: a line for each completion."""
+    """Return the bytes of a rollouts file of these prompts: a line for each completion."""
     tokens = lengths.completion_tokens + min(_PROMPT_TOKENS, lengths.mean_prompt)
     recorded = min(config.trainer.rollout_tokens, prompts) * completions * lengths.response_tokens
     return round(prompts * completions * (_ROLLOUT_BYTES + _TEXT_BYTES * tokens) + _TOKEN_RECORD_BYTES * recorded)

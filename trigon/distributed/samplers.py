@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from trigon.distributed.cluster import GIVEN_UP
 from trigon.distributed.weight_transfer import JOIN_SECONDS, TransferAddress
 from trigon.distributed.worker import Worker
 from trigon.distributed.worker_group import POLL_SECONDS, Call, WorkerGroup, wait_for_any
@@ -347,7 +348,8 @@ class SamplerPool:
     @property
     def alive(self) -> list[Replica]:
         """The replicas that are not lost, by number."""
-        return [self._replicas[number] for number in sorted(self._replicas)]
+        # A copy first: the thread that samples may lose one meanwhile.
+        return sorted(self._replicas.values(), key=lambda replica: replica.number)
 
     def group(self, replica: int) -> WorkerGroup:
         """Return the workers of a replica that is not lost."""
@@ -435,7 +437,7 @@ class SamplerPool:
     def require_open(self) -> None:
         """Raise WorkerError if the run ends."""
         if self._is_closed:
-            raise WorkerError("sampling was given up, since the run ends")
+            raise WorkerError(GIVEN_UP)
 
     def close(self) -> None:
         """End the calls that wait, and replacements. To be called before the workers are killed."""
