@@ -17,9 +17,11 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 import trigon
 from support.pages import PAGES, ROOT, Block, blocks_of, sessions
@@ -197,6 +199,40 @@ def test_python_examples_use_names_and_arguments_that_exist(block: Block) -> Non
                 taken = inspect.signature(getattr(trigon, name)).parameters
                 known = taken.keys() | SECTIONS | (SHORT_NAMES.keys() if name == "evaluate" else set())
                 assert {keyword.arg for keyword in keywords if keyword.arg} <= known, f"trigon.{name}"
+
+
+def names_of(page: str, part: str) -> dict[str, Any]:
+    """Run the Python block of a page that contains this text, and return the names it defines."""
+    [block] = [block for block in BLOCKS if (block.page, block.language) == (page, "python") and part in block.text]
+    names: dict[str, Any] = {}
+    exec(compile(block.text, str(block), "exec"), names)
+    return names
+
+
+def test_the_reward_functions_of_the_pages_score_as_the_pages_say() -> None:
+    one = {"response": "It is 5", "ground_truth": "5", "response_length": 4, "turns": []}
+    brief = names_of("docs/rewards.md", "format_weight")["compute_score"]
+    assert brief(one) == {"overall": 1.1, "accuracy": 1.0, "brevity": 1.0}
+    diverse = names_of("docs/rewards.md", "texts.count")["compute_score"]
+    assert [score["overall"] for score in diverse([one, one, one | {"response": "6"}])] == [0.5, 0.5, 1.0]
+    box = names_of("docs/rewards.md", "left <= x")["compute_score"]
+    point = {"response": "(100, 50)", "row": {"width": 100, "height": 50}, "image_sizes": [[200, 100]]}
+    assert [box(point | {"ground_truth": truth}) for truth in ([40, 20, 60, 30], [60, 20, 80, 30])] == [1.0, 0.0]
+    zoomed = names_of("docs/rewards.md", "a tool zoomed in")["compute_score"]
+    image, part = Image.new("RGB", (10, 10)), Image.new("RGB", (5, 5))
+    assert [zoomed({"images": [image], "turns": [{"images": [seen]}]}) for seen in (part, image)] == [1.0, 0.0]
+    discounted = names_of("docs/algorithms.md", "enumerate(rewards)")["compute_score"]
+    turns = [{"reward": reward} for reward in (1.0, None, 1.0)]
+    assert discounted({"turns": turns})["overall"] == pytest.approx(1.81)
+
+
+def test_the_tool_and_the_environment_of_the_page_of_agents_work() -> None:
+    count_pixels = names_of("docs/agents.md", "def count_pixels")["count_pixels"]
+    assert count_pixels("red", [Image.new("RGB", (4, 3), "red")]) == 12
+    maze = names_of("docs/agents.md", "class Maze")["Maze"](size=6)
+    maze.reset({"goal": [1, 0]})
+    assert maze.step("I do not know")[1:] == (-0.1, False)
+    assert maze.step("go right")[1:] == (1.0, True)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/configuration.md"])
