@@ -168,7 +168,6 @@ class _PoolStart:
     reserved: ReservedWorkers
     num_started: int = 0
     joining: dict[int, WorkerGroup] = field(default_factory=dict)  # by id(); threads add and remove theirs
-    is_given_up: bool = False
 
     @property
     def replica_size(self) -> int:
@@ -216,10 +215,9 @@ class _PoolStart:
 
     def give_up(self) -> None:
         """See StartReplica."""
-        self.is_given_up = True
+        self.reserved.give_up()
         for group in list(self.joining.values()):
             group.is_closed = True
-        self.reserved.give_up()
 
     def _start_in(self, places: range, name: str, role: str, seconds: float | None) -> list[WorkerHandle]:
         from trigon.distributed.worker import Worker, ray_actor_class
@@ -246,7 +244,7 @@ class _PoolStart:
         join = partial(join_ranks, config_for_workers(config), self.device, self.folder.absolute(), self.pool)
         self.joining[id(group)] = group
         try:
-            if self.is_given_up:
+            if self.reserved.is_given_up:
                 raise WorkerError(GIVEN_UP)
             call = group.call(Worker.join, join, phase=JOIN_PHASE, max_deadline_seconds=JOIN_SECONDS)
             return group, call.result()

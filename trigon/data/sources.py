@@ -227,8 +227,9 @@ def _local_files(path: Path, split: str | None) -> tuple[list[Path], Path, str]:
     if path.is_file():
         return [path], path.parent, _check_file(path, split)
     if path.is_dir():
-        files = _files_of(path, split or "train")
-        _check_all_have_splits(path, files[0].suffix)
+        found = _data_files(path)
+        files = _files_of(path, found, split or "train")
+        _check_all_have_splits(path, found, files[0].suffix)
         return files, path, split or "train"
     raise DataError(f"there is no file or folder {str(path)!r}{_nearest(path)}")
 
@@ -282,9 +283,9 @@ def _check_file(path: Path, split: str | None) -> str:
     return path.stem
 
 
-def _files_of(folder: Path, split: str) -> list[Path]:
-    """Return the files of a split in a folder, sorted."""
-    found = _data_files(folder)
+def _files_of(folder: Path, files: Sequence[Path], split: str) -> list[Path]:
+    """Return the files of a split among those that _data_files has returned for a folder."""
+    found = list(files)
     if not found:
         raise DataError(f"the folder {folder} holds no file that ends in {', '.join(_LOADERS)}")
     splits = {path: _split_of(path.relative_to(folder)) for path in found}
@@ -315,16 +316,13 @@ def _data_files(folder: Path) -> list[Path]:
     ]
 
 
-def _check_all_have_splits(folder: Path, suffix: str) -> None:
+def _check_all_have_splits(folder: Path, files: Sequence[Path], suffix: str) -> None:
     """Raise DataError if some files of a kind have a split in their names and others have none.
 
-    `datasets` reads only those that have one, without a word.
+    `datasets` reads only those that have one, without a word. files: all that _data_files has
+    returned for the folder. suffix: of a file of the kind.
     """
-    splits = {
-        path: _split_of(path.relative_to(folder))
-        for path in _data_files(folder)
-        if _LOADERS[path.suffix] == _LOADERS[suffix]
-    }
+    splits = {path: _split_of(path.relative_to(folder)) for path in files if _LOADERS[path.suffix] == _LOADERS[suffix]}
     without = [str(path.relative_to(folder)) for path, split in splits.items() if split is None]
     if 0 < len(without) < len(splits):
         named = next(str(path.relative_to(folder)) for path, split in splits.items() if split is not None)
@@ -422,7 +420,7 @@ def _sliced(num_rows: int, slice_: str, where: str) -> list[int]:
 def _open_hub(repo_id: str, split: str) -> Source:
     if uses_modelscope():
         folder = modelscope_folder(repo_id, "dataset")
-        return _open_files(_files_of(folder, split), folder, _base(split), split)
+        return _open_files(_files_of(folder, _data_files(folder), split), folder, _base(split), split)
     import datasets
 
     # Images are in the table, or were downloaded to this cache.
@@ -449,7 +447,7 @@ def _hub_text_files(repo_id: str, split: str) -> list[Path]:
     if datasets.config.HF_HUB_OFFLINE and (snapshot := _newest_snapshot(repo_id)) is not None:
         found = [path for path in snapshot.rglob("*") if path.suffix in _LOADERS]
         is_text = bool(found) and all(path.suffix in _TEXT_SUFFIXES for path in found)
-        return _files_of(snapshot, split) if is_text else []
+        return _files_of(snapshot, _data_files(snapshot), split) if is_text else []
     builder = datasets.load_dataset_builder(repo_id)
     config = builder.config
     if not isinstance(builder, Json | Csv) or getattr(config, "field", None) or getattr(config, "sep", ",") != ",":

@@ -230,7 +230,10 @@ GIVEN_UP = "sampling was given up, since the run ends"
 
 
 class ReservedWorkers:
-    """The resources of a layout's workers, in which workers are started and replaced."""
+    """The resources of a layout's workers, in which workers are started and replaced.
+
+    is_given_up: whether give_up() was called; no workers are started any more.
+    """
 
     def __init__(self, layout: Layout, group: Any) -> None:
         """Keep a placement group of Ray, which has a bundle for each node."""
@@ -238,7 +241,7 @@ class ReservedWorkers:
         self._group = group
         self._actors: list[Any] = []
         self._workers: list[WorkerHandle] = []
-        self._is_given_up = False
+        self.is_given_up = False
 
     def start(
         self,
@@ -272,15 +275,14 @@ class ReservedWorkers:
             )
             actors.append(options.remote(rank, role) if role else options.remote(rank))
         self._actors += actors
+        if self.is_given_up:  # before it could see these
+            self.give_up()
+            raise WorkerError(GIVEN_UP)
         try:
-            if self._is_given_up:
-                raise WorkerError(GIVEN_UP)
             workers = self._prepare(actors, name, loopback=loopback, seconds=seconds)
-        except (RayError, WorkerError) as error:
+        except RayError as error:
             for actor in actors:  # so that others can be started in their places
                 ray.kill(actor, no_restart=True)
-            if isinstance(error, WorkerError):
-                raise
             if isinstance(error, GetTimeoutError):
                 raise WorkerError(f"{role or 'a worker'}: its process did not start within {seconds:g} s") from error
             raise WorkerError(
@@ -331,7 +333,7 @@ class ReservedWorkers:
 
     def give_up(self) -> None:
         """Kill the workers that are just starting; start() raises WorkerError, now and later."""
-        self._is_given_up = True
+        self.is_given_up = True
         started = [worker.actor for worker in self._workers]
         for actor in [actor for actor in self._actors if actor not in started]:
             ray.kill(actor, no_restart=True)

@@ -65,7 +65,7 @@ class RestartingEngine:
     ) -> None:
         """Wrap an engine.
 
-        restart: starts it again; see Restartable.
+        restartable: what starts the engine again; the engine itself, where it can do so.
         warn: called with a message when it is started again. same_command: continues the run
         after the second failure. phase: the context in which it is started again, made with its
         name: it takes as long as a start, and not as long as sampling or a weight sync may take.

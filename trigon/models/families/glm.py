@@ -49,29 +49,26 @@ def _glm46v(tokenizer: Any) -> Any:
     return _vision(transformers.Glm46VConfig, tokenizer)
 
 
-def _sizes() -> dict[str, Any]:
+def _processor(kind: Any, images: Any, videos: Any, tokenizer: Any) -> Any:
     sizes = patch_sizes(patch_size=14)
     # The limits count the pixels of both frames of a temporal patch.
     sizes["size"] = {edge: 2 * pixels for edge, pixels in sizes["size"].items()}
-    return sizes
+    return kind(
+        image_processor=images(**sizes),
+        tokenizer=tokenizer,
+        video_processor=videos(**sizes),
+        chat_template=tokenizer.chat_template,
+    )
 
 
 def _glm4v_processor(tokenizer: Any) -> Any:
-    return transformers.Glm4vProcessor(
-        image_processor=transformers.Glm4vImageProcessor(**_sizes()),
-        tokenizer=tokenizer,
-        video_processor=transformers.Glm4vVideoProcessor(**_sizes()),
-        chat_template=tokenizer.chat_template,
-    )
+    kinds = transformers.Glm4vProcessor, transformers.Glm4vImageProcessor, transformers.Glm4vVideoProcessor
+    return _processor(*kinds, tokenizer)
 
 
 def _glm46v_processor(tokenizer: Any) -> Any:
-    return transformers.Glm46VProcessor(
-        image_processor=transformers.Glm46VImageProcessor(**_sizes()),
-        tokenizer=tokenizer,
-        video_processor=transformers.Glm46VVideoProcessor(**_sizes()),
-        chat_template=tokenizer.chat_template,
-    )
+    kinds = transformers.Glm46VProcessor, transformers.Glm46VImageProcessor, transformers.Glm46VVideoProcessor
+    return _processor(*kinds, tokenizer)
 
 
 def _widths(vision: Any) -> VisionWidths:
