@@ -305,7 +305,7 @@ def assembled(parts: Parts, changes: Mapping[str, Any]) -> Run:
         known.get(name, changed_options)[name] = value
     parts = replace(parts, **own, options=changed_options, of_run=of_run)
     sections = {"algorithm": parts.algorithm, "data": {"rollout_batch_size": parts.plan.prompts_per_step}}
-    sections["trainer"] = {"rollout_tokens": 1}
+    sections["trainer"] = {"rollout_tokens": 1, "critic_warmup": parts.critic_warmup}
     config = with_short(Config(**sections), changed_options)
     validates = config.validates_first or config.trainer.val_freq > 0 or config.trainer.val_only
     evaluator = parts.evaluator if validates else None
