@@ -169,12 +169,16 @@ def fail_to_load(monkeypatch, *, at):
 
 def test_an_engine_that_fails_is_started_again_once_with_the_same_bits(engine, weights, prompts, expected, monkeypatch):
     warnings, done, groups, offloaded = [], [], [], []
+
+    def restart():
+        offloaded.append(engine._awake)
+        engine.restart()
+
     restarting = RestartingEngine(
         engine,
-        engine,
+        restart,
         warn=warnings.append,
         same_command=SAME_COMMAND,
-        before_restart=lambda: offloaded.append(engine._awake),
     )
     restarting.pop_metrics()
     before = memory_of(engine)
@@ -214,7 +218,7 @@ def test_a_weight_sync_that_fails_half_way_is_made_again_by_a_new_engine(
     engine, weights, prompts, expected, monkeypatch
 ):
     read, warnings = [], []
-    restarting = RestartingEngine(engine, engine, warn=warnings.append, same_command=SAME_COMMAND)
+    restarting = RestartingEngine(engine, engine.restart, warn=warnings.append, same_command=SAME_COMMAND)
     fail_to_load(monkeypatch, at=[2])
     with restarting.awake(handle_of(weights, read), version=9):
         rows = restarting.generate(prompts, SAMPLING)
@@ -235,7 +239,7 @@ def test_a_weight_sync_that_fails_half_way_is_made_again_by_a_new_engine(
     ids=["start", "sync"],
 )
 def test_a_new_engine_that_fails_too_ends_the_run(engine, weights, prompts, monkeypatch, again, state):
-    restarting = RestartingEngine(engine, engine, warn=lambda text: None, same_command=SAME_COMMAND)
+    restarting = RestartingEngine(engine, engine.restart, warn=lambda text: None, same_command=SAME_COMMAND)
     # The new engine reads the model folder with the same loader: 12 calls, 3 for each bias as well.
     fail_to_load(monkeypatch, at=[2, again])
     with pytest.raises(RolloutError) as caught, restarting.awake(handle_of(weights), version=10):

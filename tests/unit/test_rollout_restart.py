@@ -77,18 +77,17 @@ def test_a_failure_while_sampling_wakes_a_new_engine_and_reports_each_group_once
     engine, warnings = FailingEngine("sample 1"), []
     restarting = RestartingEngine(
         engine,
-        engine,
+        engine.restart,
         warn=warnings.append,
         same_command=SAME_COMMAND,
-        before_restart=lambda: engine.events.append("free memory"),
     )
     with restarting.awake(NO_WEIGHTS, version=4):
         rows, done, groups = sample(restarting)
-        assert engine.events[:8] == [
+        assert engine.events[:7] == [
             *("load 4", "sample 0", "sample 1"),
-            *("asleep", "free memory", "restart", "load 4", "sample 0"),
+            *("asleep", "restart", "load 4", "sample 0"),
         ]
-    assert engine.events[8:] == ["sample 1", "sample 2", "asleep"]
+    assert engine.events[7:] == ["sample 1", "sample 2", "asleep"]
     assert [row[0].token_ids for row in rows] == [(0,), (1,), (2,)]
     assert [row[0].text for row in rows] == ["start 0", "start 1", "start 1"]  # as reported
     assert done == [2, 0, 2, 2]  # the first prompt of the new engine was counted before
@@ -100,7 +99,7 @@ def test_a_failure_while_sampling_wakes_a_new_engine_and_reports_each_group_once
 
 def test_a_failure_while_loading_loads_again_also_inside_another_context():
     engine = FailingEngine("load 5")
-    restarting = RestartingEngine(engine, engine, warn=lambda text: None, same_command=SAME_COMMAND)
+    restarting = RestartingEngine(engine, engine.restart, warn=lambda text: None, same_command=SAME_COMMAND)
     with restarting.awake(NO_WEIGHTS, version=4):
         with restarting.awake(NO_WEIGHTS, version=5):
             sample(restarting)
@@ -121,13 +120,13 @@ def test_a_failure_while_loading_loads_again_also_inside_another_context():
 )
 def test_a_second_failure_ends_the_run(failures, message):
     engine = FailingEngine(*failures)
-    restarting = RestartingEngine(engine, engine, warn=lambda text: None, same_command=SAME_COMMAND)
+    restarting = RestartingEngine(engine, engine.restart, warn=lambda text: None, same_command=SAME_COMMAND)
     with pytest.raises(RolloutError) as caught, restarting.awake(NO_WEIGHTS, version=4):
         sample(restarting)
     assert str(caught.value).startswith(message)
     assert engine.events.count("restart") == 1
     other = FailingEngine()
-    restarting = RestartingEngine(other, other, warn=lambda text: None, same_command=SAME_COMMAND)
+    restarting = RestartingEngine(other, other.restart, warn=lambda text: None, same_command=SAME_COMMAND)
     with pytest.raises(EngineError, match="too long"), restarting.awake(NO_WEIGHTS, version=4):
         raise EngineError("a prompt is too long")  # does not start it again
     assert other.events == ["load 4", "asleep"]

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
@@ -117,13 +118,10 @@ def open_engines(
             config, processors, place, trainer, shows_videos=shows_videos, episodes=settings, tracer=decode_tracer
         )
         if isinstance(rollout, Restartable):
+            restart = partial(restart_beside, trainer, rollout)
+            same_command = config.trainer.same_command
             rollout = RestartingEngine(
-                rollout,
-                rollout,
-                warn=report.warn,
-                same_command=config.trainer.same_command,
-                phase=report.phase,
-                before_restart=trainer.offload,
+                rollout, restart, warn=report.warn, same_command=same_command, phase=report.phase
             )
         stack.callback(rollout.close)
     tracer = LocalTracer(folder, rank=None)
@@ -207,6 +205,12 @@ def open_rollout(
             )
         case _:
             assert_never(rollout.name)
+
+
+def restart_beside(trainer: LocalTrainEngine, rollout: Restartable) -> None:
+    """Start a rollout engine again, after its trainer on the same device has left the memory."""
+    trainer.offload()
+    rollout.restart()
 
 
 def require_vllm() -> None:
@@ -343,7 +347,7 @@ def open_workers_rollout(config: Config, workers: Workers, report: Reporter, *, 
         return engine
     return RestartingEngine(
         engine,
-        learners,
+        learners.restart,
         warn=report.warn,
         same_command=config.trainer.same_command,
         phase=report.phase,

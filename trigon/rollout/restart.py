@@ -56,28 +56,24 @@ class RestartingEngine:
     def __init__(
         self,
         engine: RolloutEngine,
-        restartable: Restartable,
+        restart: Callable[[], object],
         *,
         warn: Callable[[str], None],
         same_command: SameCommand,
         phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
-        before_restart: Callable[[], object] | None = None,
     ) -> None:
         """Wrap an engine.
 
-        restartable: what starts the engine again; the engine itself, where it can do so.
-        warn: called with a message when it is started again. same_command: continues the run
+        restart: frees the device memory that the engine needs to start, and does what Restartable
+        says. warn: called with a message when it is started again. same_command: continues the run
         after the second failure. phase: the context in which it is started again, made with its
         name: it takes as long as a start, and not as long as sampling or a weight sync may take.
-        before_restart: frees device memory that the engine needs to start, such as the trainer's;
-        None where the engine does it.
         """
         self._engine = engine
-        self._restartable = restartable
+        self._start_again = restart
         self._warn = warn
         self._same_command = same_command
         self._phase = phase
-        self._before_restart = before_restart
         self._contexts: list[_Awake] = []  # outermost first
         self._restarted = False
         self._num_restarts = 0  # since the last pop_metrics
@@ -172,9 +168,7 @@ class RestartingEngine:
             context.stack.close()
         try:
             with self._phase(RESTART):
-                if self._before_restart is not None:
-                    self._before_restart()
-                self._restartable.restart()
+                self._start_again()
             for context in contexts:
                 self._enter(context)
         except RolloutError as again:
