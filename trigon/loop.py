@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trigon.checkpoint.store import VALIDATED_BY, Checkpoint, CheckpointStore, Finish
 from trigon.config.plan import Plan
@@ -28,20 +28,17 @@ from trigon.rollout.parity import ParityCheck
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.statistics import count_sampled, describe_validation
 from trigon.system.process_settings import return_freed_memory
-from trigon.system.stopping import SAME_COMMAND, Grace, SameCommand, StepLeft
+from trigon.system.stopping import Grace, StepLeft
 from trigon.training.protocol import CriticEngine, GroupOutputs, TrainEngine
 from trigon.training.train_groups import GroupPreparation, has_gradient
 from trigon.training.updates import Updater, describe_continuation, policy_version
 from trigon.types import RolloutGroup, TrainGroup
 
+SaveState = Callable[[Path], Finish | None]
+"""Writes the engines' part of a checkpoint into a folder.
 
-class SaveState(Protocol):
-    """Writes the engines' part of a checkpoint into a folder.
-
-    It may copy the state instead, and return a function that writes the copy.
-    """
-
-    def __call__(self, folder: Path) -> Finish | None: ...
+It may copy the state instead, and return a function that writes the copy.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +64,17 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """How a run is asked to stop, and how it continues afterwards.
+    """How a run is asked to stop.
 
     requested: called after each step; True saves and ends the run.
     defer_interrupts: a context around the steps, in which an interrupt (Ctrl-C) makes requested
     return True instead of ending the run.
     grace: decides whether a step is finished after a request to stop, or left.
-    same_command: describes how the run is continued.
     """
 
     requested: Callable[[], bool] = lambda: False
     defer_interrupts: Callable[[], AbstractContextManager[None]] = nullcontext
     grace: Grace = field(default_factory=Grace)
-    same_command: SameCommand = SAME_COMMAND
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +145,7 @@ def train(run: Run, resume_from: Checkpoint | None) -> int:
             return run_steps(run, resume_from)
     except NotFiniteError as error:
         last = store.newest_complete() or (None if resume_from is None else resume_from.folder)
-        raise NotFiniteError(f"{error}.\n{describe_continuation(last, run.stop.same_command)}") from error
+        raise NotFiniteError(f"{error}.\n{describe_continuation(last, run.config.trainer.same_command)}") from error
 
 
 def run_steps(run: Run, resume_from: Checkpoint | None) -> int:
@@ -248,7 +243,7 @@ def raise_alarm(run: Run, step: int, alarm: Alarm) -> None:
     """Raise the WatchError of an alarm that stops the run, with a checkpoint from before it."""
     wait_for_save(run)  # which may be writing the checkpoint that is named
     saved = run.checkpoints.store.newest_complete(before=alarm.first_step)
-    raise WatchError(describe_stop(step, alarm, saved, run.stop.same_command))
+    raise WatchError(describe_stop(step, alarm, saved, run.config.trainer.same_command))
 
 
 # -- validation --

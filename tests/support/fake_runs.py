@@ -43,7 +43,7 @@ from trigon.rollout.episodes import newest_draw
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.parity import ParityCheck
 from trigon.rollout.step_buffer import StepBuffer
-from trigon.system.stopping import SAME_COMMAND, Grace, SameCommand
+from trigon.system.stopping import Grace
 from trigon.system.trace import LocalTracer, Tracer
 from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
 from trigon.training.train_groups import GroupPreparation
@@ -287,7 +287,6 @@ class Parts:
     needs_old_logprobs: bool = False
     grace: Grace = field(default_factory=Grace)
     should_stop: Callable[[], bool] = bool
-    same_command: SameCommand = SAME_COMMAND
     val_rewards: RewardPool | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     of_run: Mapping[str, Any] = field(default_factory=dict)
@@ -348,7 +347,7 @@ def assembled(parts: Parts, changes: Mapping[str, Any]) -> Run:
         validation=Validation(evaluator, parts.rollout, parts.val_rewards or parts.rewards),
         checkpoints=Checkpoints(parts.store, parts.save_state),
         report=parts.report,
-        stop=Stop(parts.should_stop, grace=parts.grace, same_command=parts.same_command),
+        stop=Stop(parts.should_stop, grace=parts.grace),
     )
     run = replace(run, **of_run)
     parts.report.parts = parts

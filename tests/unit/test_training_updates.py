@@ -24,7 +24,6 @@ from trigon.errors import NotFiniteError
 from trigon.loop import train, validate_only
 from trigon.metrics import Max, Mean, Sum
 from trigon.report.console import Console
-from trigon.system.stopping import SameCommand
 from trigon.training.protocol import SKIPPED_GRAD_NORM
 from trigon.training.updates import RecentUpdates, describe_skipped
 from trigon.types import Prompt, TrainGroup, TrainSequence
@@ -229,7 +228,7 @@ def test_a_run_that_only_validates_does_not_advise_to_train_otherwise(parts, tmp
 
 
 def test_a_command_that_does_not_find_the_last_checkpoint_is_told_its_name(parts, tmp_path):
-    settings = {**SAVING, "same_command": SameCommand(tmp_path, finds_last=False)}
+    settings = {**SAVING, "save_checkpoint_path": str(tmp_path), "find_last_checkpoint": False}
     with open_run(parts, tmp_path, **settings) as run, pytest.raises(NotFiniteError) as caught:
         train(skipping(run, 3, 4, 5), None)
     named = f"the same command with trainer.load_checkpoint_path={tmp_path / 'global_step_4'} continues from it"

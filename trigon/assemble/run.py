@@ -243,7 +243,7 @@ def run_training(
                     made_from={KEY: origin.state(), VALIDATED_BY: origin.validated_by()},
                 ),
                 report=report,
-                stop=Stop(stop.requested, stop.deferred, stop.grace, config.trainer.same_command),
+                stop=Stop(stop.requested, stop.deferred, stop.grace),
                 hooks=objects.hooks,
                 watch=stack.enter_context(open_watchers(config, plan, pools, workers, save_bytes=save_bytes)),
             )
