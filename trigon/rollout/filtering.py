@@ -7,7 +7,7 @@ place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -35,12 +35,8 @@ def label_groups(groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig) -> 
     if bool((valid & values.isnan()).any()):
         raise RewardError(_unknown_key(groups, algorithm.filter_key))
     labels = classify_groups(values, valid, low=algorithm.filter_low, high=algorithm.filter_high)
-    return labels, {
-        "filter/kept_fraction": mean_of(float(label == "kept") for label in labels),
-        "filter/low_fraction": mean_of(float(label == "low") for label in labels),
-        "filter/high_fraction": mean_of(float(label == "high") for label in labels),
-        "filter/unscored_fraction": mean_of(float(label == "unscored") for label in labels),
-    }
+    classes: tuple[GroupClass, ...] = get_args(GroupClass)
+    return labels, {f"filter/{name}_fraction": mean_of(float(label == name) for label in labels) for name in classes}
 
 
 def classify_groups(values: Tensor, valid: Tensor, *, low: float, high: float) -> list[GroupClass]:

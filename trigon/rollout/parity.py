@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -87,7 +87,7 @@ class ParityCheck:
         probes: dict[int, Probe] = {}  # by replica
         if sampling.top_p == 1.0 and sampling.top_k == -1:
             by_replica: dict[int, list[RolloutGroup]] = {}
-            for group in _without_failed(groups):
+            for group in groups:
                 for replica, sampled in _ended_by(group, version).items():
                     by_replica.setdefault(replica, []).append(sampled)
             probes = {replica: _probe_of_groups(sampled) for replica, sampled in by_replica.items()}
@@ -176,7 +176,8 @@ def _differences(groups: Sequence[RolloutGroup], trainer: ScoringEngine) -> list
         return []
     differences = []
     for group, by_completion in zip(groups, trainer.logprobs(groups), strict=True):
-        trained, sampled = torch.cat(by_completion), _sampling_logprobs(group)
+        trained = torch.cat(by_completion)
+        sampled = torch.cat([torch.tensor(rollout.completion.sampling_logprobs) for rollout in group.rollouts])
         _require_finite(group, trained=trained, sampled=sampled)
         differences.append((trained - sampled).abs()[_is_current(group)])
     return differences
@@ -229,23 +230,14 @@ def _describe(first: Tensor, together: Tensor) -> str:
     return text(first) if len(together) == len(first) else f"{text(first)}, with further ones {text(together)}"
 
 
-def _sampling_logprobs(group: RolloutGroup) -> Tensor:
-    return torch.cat([torch.tensor(rollout.completion.sampling_logprobs) for rollout in group.rollouts])
-
-
-def _without_failed(groups: Sequence[RolloutGroup]) -> Iterator[RolloutGroup]:
-    """Yield groups without the completions whose environment failed."""
-    for group in groups:
-        rollouts = tuple(rollout for rollout in group.rollouts if not rollout.completion.error)
-        if rollouts:
-            yield group if len(rollouts) == len(group.rollouts) else replace(group, rollouts=rollouts)
-
-
 def _ended_by(group: RolloutGroup, version: int) -> dict[int, RolloutGroup]:
-    """Return the completions of a group that these weights ended, by replica."""
+    """Return the completions of a group that these weights ended, by replica.
+
+    Without those whose environment failed.
+    """
     rollouts: dict[int, list[Rollout]] = {}
     for rollout in group.rollouts:
-        if rollout.completion.policy_version == version:
+        if rollout.completion.policy_version == version and not rollout.completion.error:
             rollouts.setdefault(rollout.completion.replica, []).append(rollout)
     return {replica: replace(group, rollouts=tuple(each)) for replica, each in rollouts.items()}
 
@@ -254,12 +246,12 @@ def _probe_of_groups(groups: Sequence[RolloutGroup]) -> Probe:
     """Return the probe of the replica that sampled these groups."""
     prompt, rollouts = groups[0].prompt, groups[0].rollouts
     first = RolloutGroup(prompt, _first_rollouts(rollouts, PROBE_TOKENS))
-    missing = FURTHER_PROBES * max(PROBE_TOKENS, _count_tokens(first))
+    missing = FURTHER_PROBES * max(PROBE_TOKENS, _count_current(first.rollouts))
     further = []
     for group in (RolloutGroup(prompt, rollouts[len(first.rollouts) :]), *groups[1:]):
         if chosen := _first_rollouts(group.rollouts, missing):
             further.append(RolloutGroup(group.prompt, chosen))
-            missing -= _count_tokens(further[-1])
+            missing -= _count_current(chosen)
     return Probe(first, tuple(further))
 
 
@@ -286,27 +278,13 @@ def _unscored(prompt: Prompt, completions: Sequence[Completion]) -> RolloutGroup
     return RolloutGroup(prompt, tuple(Rollout(completion, Score(0.0, {}, "ok", "")) for completion in completions))
 
 
-def _count_tokens(group: RolloutGroup) -> int:
-    return sum(map(_count_current, group.rollouts))
-
-
-def _count_current(rollout: Rollout) -> int:
-    """Return the number of tokens that are compared of a completion."""
-    completion = rollout.completion
-    return _count_tokens_of_version([completion], completion.policy_version)
+def _count_current(rollouts: Sequence[Rollout]) -> int:
+    """Return the number of tokens that are compared: those of each completion's last version."""
+    runs = [(rollout.completion.policy_version, run) for rollout in rollouts for run in rollout.completion.version_runs]
+    return sum(count for last, (version, count) in runs if version == last)
 
 
 def _first_rollouts(rollouts: Sequence[Rollout], num_tokens: int) -> tuple[Rollout, ...]:
     """Return the fewest first rollouts that have num_tokens tokens together, or all."""
-    before = itertools.accumulate(map(_count_current, rollouts), initial=0)
+    before = itertools.accumulate((_count_current([rollout]) for rollout in rollouts), initial=0)
     return tuple(rollout for rollout, tokens in zip(rollouts, before, strict=False) if tokens < num_tokens)
-
-
-def _count_tokens_of_version(completions: Sequence[Completion], version: int) -> int:
-    """Return the number of tokens that were sampled with the weights of this version."""
-    return sum(
-        count
-        for completion in completions
-        for token_version, count in completion.version_runs
-        if token_version == version
-    )

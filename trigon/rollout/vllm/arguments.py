@@ -163,8 +163,12 @@ def engine_arguments(
     if not (arguments["enforce_eager"] or arguments["max_num_seqs"] <= LARGEST_DEFAULT_GRAPH):
         compilation["max_cudagraph_capture_size"] = -(-arguments["max_num_seqs"] // GRAPH_STRIDE) * GRAPH_STRIDE
     if not on_cpu and (settings.tensor_parallel_size or 1) > 1:
+        # All collectives are NCCL's. vLLM's own all-reduce, and FlashInfer's fused one, open the
+        # memory of the other ranks' GPUs by device number, and each worker sees only its own GPU
+        # (Ray sets CUDA_VISIBLE_DEVICES), so that vLLM 0.32 fails at its start with an IndexError.
+        # The environment variables in process.py switch off the others.
         arguments["disable_custom_all_reduce"] = True
-        compilation |= _collective_compilation()
+        compilation["pass_config"] = {"fuse_allreduce_rms": False}
     if compilation:
         arguments["compilation_config"] = compilation
     return arguments | (_vision_arguments(settings, processors) if processors.family.has_vision else {})
@@ -281,17 +285,6 @@ def cpu_cache_bytes(settings: VllmSettings, processors: Processors) -> int:
     width = max(layer.num_key_value_heads * head_dim(layer) for layer in layer_configs(config))
     token_bytes = int(2 * config.num_hidden_layers * width * DTYPES[settings.rollout.dtype].itemsize)  # keys and values
     return min(2**30, CPU_CACHED_SEQUENCES * (settings.config.context_length + CPU_BLOCK_TOKENS) * token_bytes)
-
-
-def _collective_compilation() -> dict[str, Any]:
-    """Return how vLLM compiles for several ranks that share a model: all collectives are NCCL's.
-
-    vLLM's own all-reduce (disable_custom_all_reduce), and FlashInfer's fused one, open the memory
-    of the other ranks' GPUs by device number. Each worker sees only its own GPU (Ray sets
-    CUDA_VISIBLE_DEVICES), so that vLLM 0.32 fails at its start with an IndexError. The environment
-    variables in process.py switch off the others.
-    """
-    return {"pass_config": {"fuse_allreduce_rms": False}}
 
 
 def _vision_arguments(settings: VllmSettings, processors: Processors) -> dict[str, Any]:

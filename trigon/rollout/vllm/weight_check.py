@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +65,7 @@ class WeightCheck:
     @contextmanager
     def observe(self, weights: NamedTensors) -> Iterator[NamedTensors]:
         """Return a context with the same tensors, from which vLLM must load while it lasts."""
-        with _Restored() as restored:
+        with ExitStack() as restored:
             yield self._read(weights, restored)
 
     def result(self) -> RankSums:
@@ -93,7 +93,7 @@ class WeightCheck:
             not_taken=frozenset(self._not_taken),
         )
 
-    def _read(self, weights: NamedTensors, restored: _Restored) -> NamedTensors:
+    def _read(self, weights: NamedTensors, restored: ExitStack) -> NamedTensors:
         # vLLM asks for the first tensor when it has prepared its parameters for loading.
         self._watch_loaders(restored)
         if self.device == "cpu":
@@ -107,13 +107,13 @@ class WeightCheck:
             if not self._dtypes and not (self.left_out and name.startswith(self.left_out)):
                 self._not_taken.add(name)
 
-    def _watch_loaders(self, restored: _Restored) -> None:
+    def _watch_loaders(self, restored: ExitStack) -> None:
         """Record into which parameter each tensor is loaded."""
         from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
         for name, parameter in stored_tensors(self.model):
             loader = getattr(parameter, "weight_loader", default_weight_loader)
-            restored.set(parameter, "weight_loader", self._observed(loader, name, parameter.dtype))
+            _set_until_end(restored, parameter, "weight_loader", self._observed(loader, name, parameter.dtype))
 
     def _observed(self, loader: Callable[..., Any], parameter_name: str, dtype: torch.dtype) -> Callable[..., Any]:
         # vLLM finds its own wrappers by __name__ and unwraps them by __wrapped__; functools.wraps
@@ -128,7 +128,7 @@ class WeightCheck:
 
         return load
 
-    def _watch_packing(self, restored: _Restored) -> None:
+    def _watch_packing(self, restored: ExitStack) -> None:
         """Record the values of each layer before vLLM packs them."""
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
@@ -145,9 +145,8 @@ class WeightCheck:
 
         for method in {getattr(layer, "quant_method", None) for layer in names}:
             if isinstance(method, QuantizeMethodBase):
-                restored.set(
-                    method, "process_weights_after_loading", before_packing(method.process_weights_after_loading)
-                )
+                packs = before_packing(method.process_weights_after_loading)
+                _set_until_end(restored, method, "process_weights_after_loading", packs)
 
 
 def compare(ranks: list[RankSums], *, version: int) -> None:
@@ -222,30 +221,14 @@ def _key(name: str, dtype: torch.dtype) -> str:
     return f"{name} in {dtype}"
 
 
-class _Restored:
-    """A context that restores the attributes set in it."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
-
-    def set(self, owner: Any, attribute: str, value: Any) -> None:
-        """Set an attribute until the context ends."""
-        has_own = attribute in vars(owner) or isinstance(getattr(type(owner), attribute, None), property)
-        self._before.append((owner, attribute, getattr(owner, attribute) if has_own else _MISSING))
-        setattr(owner, attribute, value)
-
-    def __enter__(self) -> _Restored:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for owner, attribute, value in reversed(self._before):
-            if value is _MISSING:
-                delattr(owner, attribute)
-            else:
-                setattr(owner, attribute, value)
-
-
-_MISSING = object()
+def _set_until_end(restored: ExitStack, owner: Any, attribute: str, value: Any) -> None:
+    """Set an attribute until the context ends."""
+    has_own = attribute in vars(owner) or isinstance(getattr(type(owner), attribute, None), property)
+    if has_own:
+        restored.callback(setattr, owner, attribute, getattr(owner, attribute))
+    else:
+        restored.callback(delattr, owner, attribute)
+    setattr(owner, attribute, value)
 
 
 RELATIVE_TOLERANCE = 1e-12
