@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from support.fake_runs import (
+    SAMPLING,
     SplitEngine,
     StoppingReference,
     full_settings,
@@ -146,12 +148,12 @@ def test_groups_and_metrics_in_a_checkpoint_are_what_they_were(parts, tmp_path):
         greedy = Rollout(Completion((5,), (0.0,), "stop", "y", 2), Score(0.0, {}, "failed", "as asked"))
         group = RolloutGroup(prompts.take(1)[0], (rollout,), greedy)
         state = json.loads(json.dumps(groups_state([group, group])))
-        loaded, work = load_groups(state, prompts, n=1, with_baseline=True, warn=pytest.fail)
+        loaded, work = load_groups(state, prompts, replace(SAMPLING, n=1, with_baseline=True), warn=pytest.fail)
         assert [(each.rollouts, each.baseline) for each in loaded] == [((rollout,), greedy)] * 2
         assert work == []
-        for form in ({"n": 2, "with_baseline": True}, {"n": 1, "with_baseline": False}):
-            warnings = []
-            loaded, work = load_groups(state, prompts, **form, warn=warnings.append)
+        for n, with_baseline in ((2, True), (1, False)):
+            warnings, sampling = [], replace(SAMPLING, n=n, with_baseline=with_baseline)
+            loaded, work = load_groups(state, prompts, sampling, warn=warnings.append)
             assert (loaded, len(warnings)) == ([], 1)
             assert [each.prompt.prompt_id for each in work] == [group.prompt.prompt_id] * 2
 

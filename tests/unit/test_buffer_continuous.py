@@ -52,8 +52,10 @@ class StreamingEngine(SplitEngine):
     steps of the learner as pause_steps; but not for long, since the learner may wait for it.
     is_idle: whether no call of generate runs. losses: calls, from 0, whose odd prompts are
     returned as they were begun, as those of a lost replica. failures: errors of calls. fails: for
-    each prompt; failing: of these calls.
+    each prompt; failing: of these calls. on_awake: called with the version of weights.
     """
+
+    on_awake = None
 
     def prepare(self, *, pause_after=0, pause_steps=0, losses=(), failures=None, fails=False, failing=()):
         self.failing = failing
@@ -69,6 +71,8 @@ class StreamingEngine(SplitEngine):
     def awake(self, weights, *, version):
         assert self.is_idle, "weights are sent while completions run"
         with super().awake(weights, version=version):
+            if self.on_awake is not None:
+                self.on_awake(version)
             yield
 
     def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
@@ -225,9 +229,10 @@ def test_a_run_that_resumes_learns_from_each_prompt_once(parts, tmp_path, partia
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 6)
 
 
-def test_a_step_that_is_left_saves_the_groups_that_it_was_to_learn_from(parts, tmp_path):
+@pytest.mark.parametrize("while_weights_are_sent", [False, True])
+def test_a_step_that_is_left_saves_the_groups_that_it_was_to_learn_from(parts, tmp_path, while_weights_are_sent):
     settings = full_settings(6) | stream(parts, 3, "continue", steps=6)
-    leave_step_4(parts, tmp_path, settings)
+    leave_step_4(parts, tmp_path, settings, while_weights_are_sent=while_weights_are_sent)
     saved = latest_checkpoint(tmp_path).progress["buffer"]
     assert len(saved["ready"]) + len(saved["work"]) == 3 * PER_STEP
     train_in(tmp_path, parts, resumes=True, **settings)
@@ -248,12 +253,17 @@ def test_a_step_that_is_left_saves_what_was_filtered_out_for_it_and_its_counts(p
     assert "filter/low_fraction" in lines_of(tmp_path)[4]
 
 
-def leave_step_4(parts, folder, settings):
+def leave_step_4(parts, folder, settings, *, while_weights_are_sent=False):
     grace = Grace(1e-9)  # shorter than any save
-    left = {"reference": StoppingReference(settings["reference"], grace), "grace": grace}
+    left = {"grace": grace}
+    if while_weights_are_sent:
+        settings["rollout"].on_awake = lambda version: version == 3 and grace.request(limited=True)
+    else:
+        left["reference"] = StoppingReference(settings["reference"], grace)
     with open_run(parts, folder, **settings | left) as run:
         assert train(run, None) == 3
     assert saved_steps(folder) == [2, 3]
+    settings["rollout"].on_awake = None
 
 
 @pytest.mark.parametrize(

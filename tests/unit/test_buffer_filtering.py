@@ -265,6 +265,6 @@ def test_episodes_kept_for_the_next_step_keep_their_turns_and_images():
             return prompt
 
     state = json.loads(json.dumps(groups_state([group])))
-    [loaded], _ = load_groups(state, Prompts(), n=3, with_baseline=False, warn=pytest.fail)
+    [loaded], _ = load_groups(state, Prompts(), SAMPLING, warn=pytest.fail)
     assert [each.completion for each in loaded.rollouts] == [episode, failed, plain]
     assert loaded.rollouts[0].completion.vision.encoded == files

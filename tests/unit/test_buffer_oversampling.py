@@ -179,14 +179,14 @@ def test_carried_groups_are_in_checkpoints_as_they_are():
     groups.append(Work(prompt(3), (), 1))
     state = json.loads(json.dumps(work_state(groups)))
     warned = []
-    loaded = load_work(state, Prompts(), num_completions=2, max_tokens=9, warn=warned.append)
+    loaded = load_work(state, Prompts(), replace(SAMPLING, n=2, max_tokens=9), warn=warned.append)
     assert [(each.prompt.prompt_id, each.completions, each.num_carried) for each in loaded] == [
         (each.prompt.prompt_id, each.completions, each.num_carried) for each in groups
     ]
     assert warned == []
     surplus = [RolloutGroup(prompt(1), (Rollout(replace(several, finish_reason="stop"), Score(1.0, {}, "ok", "")),))]
     state = json.loads(json.dumps(groups_state(surplus)))
-    [again], _ = load_groups(state, Prompts(), n=1, with_baseline=False, warn=warned.append)
+    [again], _ = load_groups(state, Prompts(), replace(SAMPLING, n=1), warn=warned.append)
     assert again.rollouts == surplus[0].rollouts
     assert load_completion(json.loads(json.dumps(completion_state(several)))) == several
 
@@ -206,7 +206,7 @@ ENDED = Completion((1,) * 9, (0.0,) * 9, "stop", "", 3)
 )
 def test_carried_groups_that_a_resumed_run_cannot_use(number, size, max_tokens, completions, warning):
     state, warned = work_state([Work(prompt(number), (ENDED, UNFINISHED), 2)]), []
-    found = load_work(state, Prompts(), num_completions=size, max_tokens=max_tokens, warn=warned.append)
+    found = load_work(state, Prompts(), replace(SAMPLING, n=size, max_tokens=max_tokens), warn=warned.append)
     expected = [] if completions is None else [(f"train:{number}", completions, 2)]
     assert [(each.prompt.prompt_id, each.completions, each.num_carried) for each in found] == expected
     assert (warning is None) == (warned == [])
@@ -350,7 +350,7 @@ def test_the_last_steps_leave_nothing(parts, uninterrupted, tmp_path):
 def batch_of(run, work, *, step):
     """Return the batch of a step that begins with this work, and what the step leaves."""
     buffer = run.buffer
-    buffer._unfinished = list(work)
+    buffer._found.unfinished = list(work)
     return buffer.next(step, run.trainer.weights(), version=0), buffer.state(made=True)["buffer"]
 
 

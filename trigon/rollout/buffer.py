@@ -95,13 +95,14 @@ class Batch:
 
 @dataclass(slots=True, eq=False)
 class Found:
-    """What was sampled: since the last batch, by one call, or by the last step that began.
+    """What was sampled: by one call, by the last step that began, or what the buffer holds.
 
     groups: the groups that are ready, in the order in which steps learn from them. unfinished: the
-    work that is left. filtered: the groups that were filtered out, without their images.
-    metrics: counts, and what describes the groups. num_tokens: number of sampled tokens, those of
-    filtered groups and of unfinished work included. shortage: why there are fewer groups than were
-    requested; "" if there are enough.
+    work that is left. Of a buffer, the other fields are since its last batch:
+    filtered: the groups that were filtered out, without their images. metrics: counts, and what
+    describes the groups. num_tokens: number of sampled tokens, those of filtered groups and of
+    unfinished work included. shortage: why there are fewer groups than were requested; "" if there
+    are enough.
     """
 
     groups: list[RolloutGroup] = field(default_factory=list)
@@ -110,6 +111,15 @@ class Found:
     metrics: Metrics = field(default_factory=dict)
     num_tokens: int = 0
     shortage: str = ""
+
+    def add(self, other: Found) -> None:
+        """Add what was sampled later."""
+        self.groups += other.groups
+        self.unfinished += other.unfinished
+        self.filtered += other.filtered
+        self.metrics = merge(self.metrics, other.metrics)
+        self.num_tokens += other.num_tokens
+        self.shortage = other.shortage
 
     def count(self, name: str, number: float) -> None:
         self.metrics = merge(self.metrics, {name: Sum(float(number))})
@@ -132,18 +142,14 @@ class Running:
     prompts: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Position:
-    """What a checkpoint is made of. prompts: the state of the prompt stream."""
-
-    prompts: Mapping[str, Any]
-    ready: Sequence[RolloutGroup]
-    work: Sequence[Work]
-    found: Found
+Position = tuple[Mapping[str, Any], Found]
+"""What a checkpoint is made of: the state of the prompt stream, and what the buffer holds."""
 
 
 class RolloutBuffer(ABC):
     """Gives each step a batch of scored groups. StepBuffer and ContinuousBuffer sample them."""
+
+    _running: Running | None = None  # what is sampled now, beside the steps
 
     def __init__(
         self,
@@ -161,10 +167,7 @@ class RolloutBuffer(ABC):
         self._sampling, self._config, self._plan = sampling, config, plan
         self._report, self._parity = report, parity
         self._clock = PoolClock()
-        self._ready: list[RolloutGroup] = []
-        self._unfinished: list[Work] = []
-        self._found = Found()  # without groups and unfinished work, which are in the lists above
-        self._staleness: Metrics = {}
+        self._found = Found()
 
     # -- steps --
 
@@ -187,13 +190,14 @@ class RolloutBuffer(ABC):
     def pause(self) -> None:
         """Wait until nothing is sampled any more, for a validation. next() raises errors."""
 
-    @abstractmethod
     def pause_to_save(self) -> None:
         """Wait until a checkpoint loses nothing, where that does not take long."""
+        self.pause()
 
-    @abstractmethod
     def close(self) -> None:
         """Give up what is sampled."""
+        if self._running is not None:
+            self._running.call.give_up()
 
     def image_files(self, prompt_id: str) -> list[bytes]:
         """Return the images of a prompt that was sampled, see PromptStream.image_files."""
@@ -207,16 +211,16 @@ class RolloutBuffer(ABC):
         made: whether the step that began last was made. If not, the entries are from before that
         step, or contain its groups, so that the run that resumes from them makes the step again.
         """
-        position = self._position(Found()) if made else self._position_before()
+        prompts, found = self._position() if made else self._position_before()
         return {
-            "prompts": position.prompts,
+            "prompts": prompts,
             "buffer": {
-                "ready": groups_state(position.ready),
-                "work": work_state(position.work),
-                "filtered": groups_state([group for group, _ in position.found.filtered]),
-                "reasons": [reason for _, reason in position.found.filtered],
-                "metrics": metrics_state(position.found.metrics),
-                "num_tokens": position.found.num_tokens,
+                "ready": groups_state(found.groups),
+                "work": work_state(found.unfinished),
+                "filtered": groups_state([group for group, _ in found.filtered]),
+                "reasons": [reason for _, reason in found.filtered],
+                "metrics": metrics_state(found.metrics),
+                "num_tokens": found.num_tokens,
             },
         }
 
@@ -233,21 +237,11 @@ class RolloutBuffer(ABC):
         if num_saved and not self._prompts.continues(state["prompts"]):
             warn(f"{num_saved} groups that the saved run had sampled are dropped: their prompts are of other data")
             return
-        with_baseline = sampling.with_baseline
-        self._ready, again = load_groups(
-            buffer["ready"], self._prompts, n=sampling.n, with_baseline=with_baseline, warn=warn
-        )
-        self._unfinished = again + load_work(
-            buffer["work"],
-            self._prompts,
-            num_completions=sampling.num_completions,
-            max_tokens=sampling.max_tokens,
-            warn=warn,
-        )
-        found = self._found = Found(metrics=load_metrics(buffer["metrics"]), num_tokens=buffer["num_tokens"])
-        filtered, _ = load_groups(
-            buffer["filtered"], self._prompts, n=sampling.n, with_baseline=with_baseline, warn=warn
-        )
+        ready, again = load_groups(buffer["ready"], self._prompts, sampling, warn=warn)
+        work = again + load_work(buffer["work"], self._prompts, sampling, warn=warn)
+        metrics, num_tokens = load_metrics(buffer["metrics"]), buffer["num_tokens"]
+        found = self._found = Found(ready, work, metrics=metrics, num_tokens=num_tokens)
+        filtered, _ = load_groups(buffer["filtered"], self._prompts, sampling, warn=warn)
         reasons = dict(zip((group["prompt_id"] for group in buffer["filtered"]), buffer["reasons"], strict=True))
         for group in filtered:
             found.filter_out(group, reasons[group.prompt.prompt_id])
@@ -266,22 +260,17 @@ class RolloutBuffer(ABC):
     def _settle(self) -> Running | None:
         """Take over what the last call has sampled; return it if it still runs, or has failed."""
 
-    def _position(self, taken: Found) -> Position:
+    def _position(self, taken: Found | None = None) -> Position:
         """Return what a checkpoint is made of. What is sampled now is in it as it was before.
 
-        taken: by a step that is made again.
+        taken: by a step that is made again; None: by none.
         """
         running = self._settle()
-        return Position(
-            self._prompts.state() if running is None else running.prompts,
-            [*taken.groups, *self._ready],
-            [*([] if running is None else running.begun.values()), *self._unfinished],
-            Found(
-                filtered=taken.filtered + self._found.filtered,
-                metrics=merge(taken.metrics, self._found.metrics),
-                num_tokens=taken.num_tokens + self._found.num_tokens,
-            ),
-        )
+        held = Found() if running is None else Found(unfinished=[*running.begun.values()])
+        for each in (taken, self._found):
+            if each is not None:
+                held.add(each)
+        return (self._prompts.state() if running is None else running.prompts), held
 
     # -- what is shared by both ways to sample --
 
@@ -292,7 +281,9 @@ class RolloutBuffer(ABC):
         """
         config, found = self._config, self._found
         taken = set(map(id, groups))
-        self._ready = [group for group in self._ready if id(group) not in taken]
+        left = [group for group in found.groups if id(group) not in taken]
+        if not config.worker.hybrid_engine or config.worker.rollout.oversampling > 0:
+            described = merge(described, describe_staleness(groups, version=version))
         found.metrics = merge(described, found.metrics)
         if self._sampling.with_baseline:
             missing = sum(group.baseline is None or group.baseline.score.outcome != "ok" for group in groups)
@@ -311,25 +302,23 @@ class RolloutBuffer(ABC):
                 "The rollout engine completed no group of this step: each failed twice, or is unfinished. See the "
                 "engine's log."
             )
-        self._found = Found()
-        self._staleness = describe_staleness(groups, version=version)
+        self._found = Found(left, found.unfinished)
         return Batch(groups, [], found.metrics, found.num_tokens)
 
     def _drop_old(self, version: int) -> int:
         """Begin groups again that have become too old; count them, and return their number."""
-        oldest_allowed = version - self._config.oldest_age
-        ready = [group for group in self._ready if oldest_of(group, version) < oldest_allowed]
-        begun = [each for each in self._unfinished if find_oldest_version(each.completions, version) < oldest_allowed]
+        found, oldest_allowed = self._found, version - self._config.oldest_age
+        ready = [group for group in found.groups if oldest_of(group, version) < oldest_allowed]
+        begun = [each for each in found.unfinished if find_oldest_version(each.completions, version) < oldest_allowed]
         dropped = {*map(id, ready), *map(id, begun)}
-        self._ready = [group for group in self._ready if id(group) not in dropped]
-        self._unfinished = [each for each in self._unfinished if id(each) not in dropped]
-        self._unfinished += [Work(group.prompt) for group in ready]
-        self._unfinished += [Work(each.prompt) for each in begun]
+        found.groups = [group for group in found.groups if id(group) not in dropped]
+        found.unfinished = [each for each in found.unfinished if id(each) not in dropped]
+        found.unfinished += [Work(group.prompt) for group in ready] + [Work(each.prompt) for each in begun]
         completions = [rollout.completion for group in ready for rollout in group.rollouts]
         completions += [completion for each in begun for completion in each.completions]
         if self._config.algorithm.samples_continuously:
-            self._found.count(DROPPED_GROUPS, len(dropped))
-            self._found.count(DROPPED_TOKENS, count_sampled(completions))
+            found.count(DROPPED_GROUPS, len(dropped))
+            found.count(DROPPED_TOKENS, count_sampled(completions))
         return len(dropped)
 
     def _kept(self, groups: Sequence[RolloutGroup], found: Found) -> list[RolloutGroup]:

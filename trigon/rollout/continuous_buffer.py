@@ -54,17 +54,17 @@ class ContinuousBuffer(RolloutBuffer):
         self._taken = None
         probes = self._sample(step, weights, version)
         groups, found = self._usable(version)[: self._plan.prompts_per_step], self._found
-        self._taken = replace(found, groups=groups, filtered=list(found.filtered))
+        self._taken = replace(found, groups=groups, unfinished=[], filtered=list(found.filtered))
         sampled = [*groups, *(group for group, _ in found.filtered)]
         if step == 1:
             warn_if_rewards_are_equal(sampled, self._report.warn)
-        waiting = {"rollout/waiting_groups": Sum(float(len(self._ready) - len(groups)))}
+        waiting = {"rollout/waiting_groups": Sum(float(len(found.groups) - len(groups)))}
         described = merge(_NO_COUNTS, describe_groups(sampled), waiting)
         return replace(self._take(step, groups, described, version=version), probes=probes)
 
     def pop_metrics(self) -> Metrics:
         """See RolloutBuffer. The engine, which may be in use, has its counts in the batch."""
-        return {**self._prompts.metrics(), **self._staleness, **self._clock.pop_metrics()}
+        return {**self._prompts.metrics(), **self._clock.pop_metrics()}
 
     def pause(self) -> None:
         """See RolloutBuffer."""
@@ -80,15 +80,9 @@ class ContinuousBuffer(RolloutBuffer):
         if self._config.worker.rollout.partial == "continue":
             self.pause()
 
-    def close(self) -> None:
-        """See RolloutBuffer."""
-        if self._running is not None:
-            self._running.interruption.ask("stop")
-            self._running.call.give_up()
-
     def _position_before(self) -> Position:
         """See RolloutBuffer."""
-        return self._position(self._taken or Found())
+        return self._position(self._taken)
 
     def _settle(self) -> Running | None:
         """See RolloutBuffer."""
@@ -98,7 +92,7 @@ class ContinuousBuffer(RolloutBuffer):
     def _usable(self, version: int) -> list[RolloutGroup]:
         """Return the groups that a step with these weights may learn from, in order."""
         oldest_allowed = version - self._config.oldest_age
-        usable = [group for group in self._ready if oldest_of(group, version) >= oldest_allowed]
+        usable = [group for group in self._found.groups if oldest_of(group, version) >= oldest_allowed]
         return sorted(usable, key=lambda group: oldest_of(group, version))
 
     def _sample(self, step: int, weights: WeightsHandle, version: int) -> list[Probe]:
@@ -164,7 +158,7 @@ class ContinuousBuffer(RolloutBuffer):
         while running is not None and running.ended:
             group = running.ended.popleft()
             begun = running.begun.pop(group.prompt.prompt_id)
-            self._ready += self._kept([group], found)
+            found.groups += self._kept([group], found)
             found.num_tokens += count_new(completions_of(group), begun)
             running.num_ended += 1
 
@@ -180,11 +174,11 @@ class ContinuousBuffer(RolloutBuffer):
         self._has_failed = running.has_failed
         if running.call.result is None:
             self._report.warn(f"{running.call.error}: their groups are sampled again")
-            self._unfinished += running.begun.values()
+            found.unfinished += running.begun.values()
             return
         for left in running.call.result.unfinished:
             found.num_tokens += count_new(left.completions, running.begun.pop(left.prompt.prompt_id))
-            self._unfinished.append(left)
+            found.unfinished.append(left)
         found.count(NUM_SKIPPED, len(running.begun))
 
     def _begin(self, step: int, weights: WeightsHandle, version: int) -> tuple[list[Probe], int]:
@@ -194,24 +188,24 @@ class ContinuousBuffer(RolloutBuffer):
         order in which they begin.
         Returns: probes of the weights, and the number of prompts that were drawn.
         """
-        config, report, per_step = self._config, self._report, self._plan.prompts_per_step
+        config, report, per_step, found = self._config, self._report, self._plan.prompts_per_step, self._found
         self._drop_old(version)
         steps_ahead = min(config.algorithm.max_staleness, self._plan.total_steps - step)
         most = math.ceil(per_step * (1 + steps_ahead) * (1.0 + config.worker.rollout.oversampling))
         if not config.algorithm.online_filtering:  # no more than is ever learned from
             most = min(most, per_step * (self._plan.total_steps - step + 1))
-        known = {group.prompt.prompt_id for group in self._ready}
-        known |= {each.prompt.prompt_id for each in self._unfinished} | self._filtered_ids
-        new = self._draw(step, max(0, most - len(self._ready) - len(self._unfinished)), known, report.phase)
-        carried = describe_carried([each for each in self._unfinished if each.completions])
-        self._found.metrics = merge(self._found.metrics, carried)
-        self._unfinished.sort(key=lambda each: find_oldest_version(each.completions, version))
-        work, self._unfinished = [*self._unfinished, *new], []
-        first = work[0].prompt if work else self._ready[0].prompt
+        known = {group.prompt.prompt_id for group in found.groups} | self._filtered_ids
+        known |= {each.prompt.prompt_id for each in found.unfinished}
+        new = self._draw(step, max(0, most - len(found.groups) - len(found.unfinished)), known, report.phase)
+        carried = describe_carried([each for each in found.unfinished if each.completions])
+        found.unfinished.sort(key=lambda each: find_oldest_version(each.completions, version))
+        found.unfinished += new
+        first = (found.unfinished or found.groups)[0].prompt
         with self._awake(weights, version), report.phase("parity"):
             # None of the groups has these weights yet, so each replica samples a few tokens.
             probes = self._parity.probe((), self._rollout, self._sampling, prompt=first, version=version)
-        self._found.metrics = merge(self._found.metrics, self._rollout.pop_metrics())
+        found.metrics = merge(found.metrics, carried, self._rollout.pop_metrics())
+        work, found.unfinished = found.unfinished, []  # not before: the step may be left while weights are sent
         if work:
             self._begin_continuous(step, version, work)
         return probes, len(new)

@@ -18,7 +18,17 @@ from trigon.data.stream import PromptStream
 from trigon.errors import BadRow
 from trigon.metrics import EffectiveShare, Max, Mean, Metric, Metrics, Min, Sum
 from trigon.rollout.protocol import Work
-from trigon.types import Completion, EncodedMedia, Rollout, RolloutGroup, RoutedExperts, Score, Turn, Vision
+from trigon.types import (
+    Completion,
+    EncodedMedia,
+    Rollout,
+    RolloutGroup,
+    RoutedExperts,
+    SamplingParams,
+    Score,
+    Turn,
+    Vision,
+)
 
 _KINDS: Mapping[str, type[Metric]] = {kind.__name__: kind for kind in (Mean, Sum, Max, Min, EffectiveShare)}
 
@@ -39,14 +49,13 @@ def groups_state(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
 def load_groups(
     state: Sequence[Mapping[str, Any]],
     prompts: PromptStream,
+    sampling: SamplingParams,
     *,
-    n: int,
-    with_baseline: bool,
     warn: Callable[[str], None],
 ) -> tuple[list[RolloutGroup], list[Work]]:
     """Return the groups that groups_state wrote, and work in place of groups of another form.
 
-    n: completions per group. with_baseline: a group has a greedy completion. Groups whose row can
+    Their form is the number of completions, and whether there is a greedy one. Groups whose row can
     no longer be used are dropped. All with a warning.
     Raises: as PromptStream.rebuild.
     """
@@ -57,15 +66,15 @@ def load_groups(
         except BadRow as problem:
             warn(f"its completions, kept from the saved run, are dropped: {problem}")
             continue
-        if len(saved["rollouts"]) != n or ("baseline" in saved) != with_baseline:
+        if len(saved["rollouts"]) != sampling.n or ("baseline" in saved) != sampling.with_baseline:
             work.append(Work(prompt))
             continue
-        baseline = _load_rollout(saved["baseline"]) if with_baseline else None
+        baseline = _load_rollout(saved["baseline"]) if sampling.with_baseline else None
         groups.append(RolloutGroup(prompt, tuple(map(_load_rollout, saved["rollouts"])), baseline))
     if work:
         warn(
             f"{len(work)} groups that the saved run had sampled ahead are sampled again from the start, because "
-            f"worker.rollout.n is now {n}, or algorithm.adv_estimator has changed"
+            f"worker.rollout.n is now {sampling.n}, or algorithm.adv_estimator has changed"
         )
     return groups, work
 
@@ -86,17 +95,17 @@ def work_state(work: Sequence[Work]) -> list[dict[str, Any]]:
 def load_work(
     state: Sequence[Mapping[str, Any]],
     prompts: PromptStream,
+    sampling: SamplingParams,
     *,
-    num_completions: int,
-    max_tokens: int,
     warn: Callable[[str], None],
 ) -> list[Work]:
     """Return the work that work_state wrote, with its prompts built again from the dataset.
 
-    num_completions: completions of a group. A group with another number is sampled from the start,
-    and so is a group with an unfinished completion of max_tokens or more. A group whose row can no
-    longer be used is dropped. All with a warning. Raises: as PromptStream.rebuild.
+    A group with another number of completions is sampled from the start, and so is a group with an
+    unfinished completion of max_tokens or more. A group whose row can no longer be used is dropped.
+    All with a warning. Raises: as PromptStream.rebuild.
     """
+    num_completions, max_tokens = sampling.num_completions, sampling.max_tokens
     loaded = []
     for saved in state:
         completions = tuple(map(load_completion, saved["completions"]))

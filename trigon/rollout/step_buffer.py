@@ -26,7 +26,6 @@ from trigon.types import Phase, RolloutGroup, WeightsHandle
 class StepBuffer(RolloutBuffer):
     """Samples the groups of one step at a time."""
 
-    _running: Running | None = None  # the call that samples for the next step
     _before: Position | None = None  # before the last step that began, once it is known
 
     def next(self, step: int, weights: WeightsHandle, *, version: int) -> Batch:
@@ -37,28 +36,26 @@ class StepBuffer(RolloutBuffer):
             self._wait_for(self._running.call)
             self._end_ahead(self._running)
         self._drop_old(version)
-        self._before = self._position(Found())
-        needed = per_step - len(self._ready)
+        self._before = self._position()
+        needed = per_step - len(self._found.groups)
         sampled: list[RolloutGroup] = []
         work: Sequence[Work] = ()
         with self._awake(weights, version):
             if needed > 0:
-                work, self._unfinished = self._unfinished, []
-                try:
-                    with self._clock.waiting(), self._clock.sampling():
-                        found = self._sample_groups(step, needed, work, report.phase)
-                except BaseException:
-                    self._unfinished = list(work)
-                    raise
+                work = self._found.unfinished
+                with self._clock.waiting(), self._clock.sampling():
+                    found = self._sample_groups(step, needed, work, report.phase)
+                self._found.unfinished = []
                 if config.algorithm.max_staleness == 1:  # before the next call, which counts its own
                     found.metrics = merge(found.metrics, self._rollout.pop_metrics(), self._prompts.metrics())
                 sampled = found.groups
-                self._take_over(found)
+                self._found.add(found)
             elif not self._found.metrics:  # nothing was sampled for the step: earlier ones have left enough groups
-                self._unfinished = [replace(each, num_carried=each.num_carried + 1) for each in self._unfinished]
-                carried = describe_carried(self._unfinished) if config.worker.rollout.oversampling > 0 else {}
-                self._found.metrics = merge(describe_groups(self._ready[:per_step]), carried, {NUM_SKIPPED: Sum(0.0)})
-            batch = self._take(step, self._ready[:per_step], self._count_passed(), version=version)
+                left = [replace(each, num_carried=each.num_carried + 1) for each in self._found.unfinished]
+                carried = describe_carried(left) if config.worker.rollout.oversampling > 0 else {}
+                described = merge(describe_groups(self._found.groups[:per_step]), carried, {NUM_SKIPPED: Sum(0.0)})
+                self._found.unfinished, self._found.metrics = left, described
+            batch = self._take(step, self._found.groups[:per_step], self._count_passed(), version=version)
             learned = set(map(id, batch.groups))
             ended = ended_in_step([group for group in sampled if id(group) in learned], work)
             # A batch that was sampled ahead is older than the weights that were sent just now, so
@@ -73,27 +70,13 @@ class StepBuffer(RolloutBuffer):
 
     def pop_metrics(self) -> Metrics:
         """See RolloutBuffer. While a batch is sampled ahead, the batch has the engine's counts."""
-        config = self._config
-        metrics: dict[str, Any] = {}
-        if self._running is None:
-            metrics |= {**self._rollout.pop_metrics(), **self._prompts.metrics()}
-        if not config.worker.hybrid_engine or config.worker.rollout.oversampling > 0:
-            metrics |= self._staleness
-        return metrics if config.worker.hybrid_engine else {**metrics, **self._clock.pop_metrics()}
+        sampled = {**self._rollout.pop_metrics(), **self._prompts.metrics()} if self._running is None else {}
+        return sampled if self._config.worker.hybrid_engine else {**sampled, **self._clock.pop_metrics()}
 
     def pause(self) -> None:
         """See RolloutBuffer."""
         if self._running is not None:
             self._wait_for(self._running.call)
-
-    def pause_to_save(self) -> None:
-        """See RolloutBuffer."""
-        self.pause()
-
-    def close(self) -> None:
-        """See RolloutBuffer."""
-        if self._running is not None:
-            self._running.call.give_up()
 
     def state(self, *, made: bool) -> dict[str, Any]:
         """See RolloutBuffer."""
@@ -109,16 +92,16 @@ class StepBuffer(RolloutBuffer):
 
     def _position_before(self) -> Position:
         """See RolloutBuffer."""
-        return self._before or self._position(Found())
+        return self._before or self._position()
 
     # -- one step ahead --
 
     def _begin_ahead(self, step: int) -> None:
         """Begin to sample what the next step learns from, with the weights that the engine has."""
-        needed = self._plan.prompts_per_step - len(self._ready)
+        needed = self._plan.prompts_per_step - len(self._found.groups)
         if needed <= 0:
             return
-        work, self._unfinished = self._unfinished, []
+        work, self._found.unfinished = self._found.unfinished, []
 
         def sample(phase: Phase) -> Found:
             with self._clock.sampling():
@@ -146,7 +129,7 @@ class StepBuffer(RolloutBuffer):
         )
         self._running = None
         self._prompts.load_state(ahead.prompts)
-        self._unfinished = [*ahead.begun.values(), *self._unfinished]
+        self._found.unfinished = [*ahead.begun.values(), *self._found.unfinished]
 
     def _settle(self) -> Running | None:
         """See RolloutBuffer."""
@@ -155,17 +138,9 @@ class StepBuffer(RolloutBuffer):
             return None
         if running.call.result is not None:
             self._running = None
-            self._take_over(running.call.result)
+            self._found.add(running.call.result)
             return None
         return running
-
-    def _take_over(self, found: Found) -> None:
-        self._ready += found.groups
-        self._unfinished += found.unfinished
-        self._found.filtered += found.filtered
-        self._found.metrics = merge(self._found.metrics, found.metrics)
-        self._found.num_tokens += found.num_tokens
-        self._found.shortage = found.shortage
 
     # -- rounds of sampling --
 
@@ -180,8 +155,8 @@ class StepBuffer(RolloutBuffer):
         filters, max_rounds = config.algorithm.online_filtering, config.trainer.max_try_make_batch
         found = Found(unfinished=list(work))
         num_carried = {each.prompt.prompt_id: each.num_carried for each in work}
-        known = {group.prompt.prompt_id for group in self._ready} | set(num_carried) | self._filtered_ids
-        num_left = per_step * (self._plan.total_steps - step + 1) - len(self._ready)
+        known = {group.prompt.prompt_id for group in self._found.groups} | set(num_carried) | self._filtered_ids
+        num_left = per_step * (self._plan.total_steps - step + 1) - len(self._found.groups)
         rounds = num_failed_last = 0  # prompts of the last rounds, in which every prompt failed
         while len(found.groups) < needed:
             if rounds and not filters and not found.unfinished:
@@ -192,12 +167,11 @@ class StepBuffer(RolloutBuffer):
             quota = config.prompts_per_round if filters else needed - len(found.groups)
             num_sampled = math.ceil(quota * (1.0 + config.worker.rollout.oversampling))
             if not filters:
-                num_sampled = min(num_sampled, num_left - len(found.groups)) if rounds == 1 else 0
+                num_sampled = min(num_sampled, num_left - len(found.groups)) if rounds == 1 else len(found.unfinished)
             begun = [each for each in found.unfinished if each.completions or each.num_carried]
             fresh = [each for each in found.unfinished if not (each.completions or each.num_carried)]
-            num_fresh = max(0, num_sampled - len(begun)) if rounds == 1 or filters else len(fresh)
-            left = fresh[num_fresh:]
-            chosen = [*begun, *fresh[:num_fresh]]
+            num_fresh = max(0, num_sampled - len(begun))
+            chosen, left = [*begun, *fresh[:num_fresh]], fresh[num_fresh:]
             chosen += self._draw(step, max(0, num_sampled - len(chosen)), known, phase)
             waits_for = [each for each in chosen if step == self._plan.total_steps or self._is_oldest(each)]
             collected = collect_until(
@@ -272,4 +246,4 @@ class StepBuffer(RolloutBuffer):
     def _count_passed(self) -> Metrics:
         """Return how many groups have passed the filter, over all calls that sampled for a step."""
         dropped = self._found.metrics.get("filter/dropped_groups")
-        return {} if dropped is None else {"filter/groups": Sum(len(self._ready) + dropped.value)}
+        return {} if dropped is None else {"filter/groups": Sum(len(self._found.groups) + dropped.value)}
