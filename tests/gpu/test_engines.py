@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from support.gpu import Figures, Machine
+from support.rollout import runs_with
 from trigon.assemble.data import open_processors
 from trigon.assemble.engines import open_rollout
 from trigon.assemble.models import DevicePlacement, choose_device, open_models
@@ -98,7 +99,7 @@ def compare_engines(machine: Machine, variant: Variant) -> Figures:
     """
     from random_models import MODELS, make_groups, write_model
 
-    from trigon.rollout.vllm import RunsWith, VllmEngine
+    from trigon.rollout.vllm import VllmEngine
 
     on_gpu = machine.on_gpu
     device = torch.device(machine.device)
@@ -119,7 +120,7 @@ def compare_engines(machine: Machine, variant: Variant) -> Figures:
         session = open_session(machine, folder, stack, variant)
         figures["seconds of the start"] = f"{time.monotonic() - start:.1f}"
         assert isinstance(session.rollout, VllmEngine)
-        assert session.rollout.runs_with == RunsWith(*variant)
+        assert runs_with(session.rollout) == tuple(variant)
         asleep = used_bytes() if on_gpu else 0
         scale, count, tokens = (1.0, 16, 128) if on_gpu else (0.1, 2, 8)
         config = session.trainer.policy.model.config

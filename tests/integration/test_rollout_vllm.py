@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from support.rollout import drawn, handle_of, make_vllm_engine
+from support.rollout import drawn, handle_of, make_vllm_engine, runs_with
 from trigon.errors import EngineError, ParityError
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.rollout.vllm import RunsWith, process
+from trigon.rollout.vllm import process
 from trigon.rollout.vllm.weight_check import read_sums, sum_values
 from trigon.system.trace import DecodeTracer
 from trigon.types import LocalWeights, Prompt, SamplingParams, Vision
@@ -115,7 +115,7 @@ def test_starting_and_sampling_change_neither_the_process_nor_call_the_image_pro
 ):
     engine, _, changed = started
     assert changed == set()
-    assert engine.runs_with == RunsWith(model_runner="v1", async_scheduling=False, graphs=False)
+    assert runs_with(engine) == ("v1", False, False)
     config = engine._llm_engine.vllm_config
     blocks_each = -(-256 // config.cache_config.block_size)
     assert config.cache_config.num_gpu_blocks > config.scheduler_config.max_num_seqs * blocks_each

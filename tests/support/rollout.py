@@ -47,6 +47,16 @@ def make_vllm_engine(
     return VllmEngine(make_vllm_settings(folder, **changes), processors, tracer=tracer)
 
 
+def runs_with(engine: VllmEngine) -> tuple[str, bool, bool]:
+    """Return vLLM's model runner, and whether it schedules asynchronously and records graphs."""
+    config = engine._llm_engine.vllm_config
+    return (
+        "v2" if config.use_v2_model_runner else "v1",
+        bool(config.scheduler_config.async_scheduling),
+        config.compilation_config.cudagraph_mode.name != "NONE",
+    )
+
+
 def make_transformers_engine(
     folder: Path | str,
     processors: Processors,

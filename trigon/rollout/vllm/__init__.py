@@ -5,7 +5,7 @@ imported. Written for vLLM 0.32 and 0.33. Does not depend on trainers or rewards
 """
 
 from trigon.rollout.vllm.arguments import VllmSettings
-from trigon.rollout.vllm.engine import RunsWith, VllmEngine
+from trigon.rollout.vllm.engine import VllmEngine
 from trigon.rollout.vllm.process import import_ahead
 
-__all__ = ["RunsWith", "VllmEngine", "VllmSettings", "import_ahead"]
+__all__ = ["VllmEngine", "VllmSettings", "import_ahead"]

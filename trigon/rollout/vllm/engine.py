@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +17,8 @@ from trigon.metrics import Metrics, Sum, merge
 from trigon.models.load import Processors
 from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.episodes import Episodes, newest_draw
-from trigon.rollout.protocol import OnGroup, Until, require_local_weights
-from trigon.rollout.vllm.arguments import ModelRunner, VllmSettings, batched_tokens, engine_arguments
+from trigon.rollout.protocol import OnGroup, Until, require_awake, require_local_weights
+from trigon.rollout.vllm.arguments import VllmSettings, batched_tokens, engine_arguments
 from trigon.rollout.vllm.inputs import check_prompt, check_sampling
 from trigon.rollout.vllm.leader import TensorParallelRanks, follow, leading
 from trigon.rollout.vllm.process import one_thread, start_llm_engine, stop_llm_engine
@@ -61,10 +60,10 @@ class VllmEngine:
         self._settings = settings
         self._episodes = Episodes(
             episodes,
-            decode=partial(processors.tokenizer.decode, skip_special_tokens=False),
-            to_text=partial(processors.tokenizer.decode, skip_special_tokens=settings.skip_special_tokens),
+            tokenizer=processors.tokenizer,
+            skip_special_tokens=settings.skip_special_tokens,
             stop_token_ids=processors.stop_token_ids,
-            on_cpu=settings.device == "cpu",
+            turn_by_turn=settings.device == "cpu",
             tracer=tracer,
         )
         self._processors = processors
@@ -151,27 +150,15 @@ class VllmEngine:
         """See RolloutEngine."""
         return 1
 
-    @property
-    def runs_with(self) -> RunsWith:
-        """How vLLM runs on a GPU."""
-        config = self._llm_engine.vllm_config
-        return RunsWith(
-            model_runner="v2" if config.use_v2_model_runner else "v1",
-            async_scheduling=bool(config.scheduler_config.async_scheduling),
-            graphs=config.compilation_config.cudagraph_mode.name != "NONE",
-        )
-
-    def awake(self, weights: WeightsHandle, *, version: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def awake(self, weights: WeightsHandle, *, version: int) -> Iterator[None]:
         """See RolloutEngine. May be nested with the same version: the inner context does nothing.
 
         A GPU drops the weights at exit, so that every entry loads them there; the CPU keeps them.
         Raises: EngineError if a tensor is missing, unexpected, repeated or has another shape, and
         if the GPU has too little free memory. The engine cannot be used afterwards.
         """
-        return self._awake_context(require_local_weights(weights), version)
-
-    @contextmanager
-    def _awake_context(self, weights: LocalWeights, version: int) -> Iterator[None]:
+        local = require_local_weights(weights)
         self._check_usable()
         if self._awake:
             if version != self._version:
@@ -186,7 +173,7 @@ class VllmEngine:
             self._wake_up("weights")
             self._state.restore()
         if version != self._version:
-            self._load(weights, version)
+            self._load(local, version)
         if sleeps:
             self._wake_up("kv_cache")
         if self._settings.device == "cuda":
@@ -220,10 +207,7 @@ class VllmEngine:
         RolloutError if vLLM itself fails, which makes the engine unusable until restart().
         """
         self._check_usable()
-        if not self._awake:
-            raise EngineError(
-                "generate() was called while the rollout engine sleeps. Call it inside `with engine.awake(...)`."
-            )
+        require_awake(self._awake)
         assert self._version is not None
         check_sampling(sampling)
         unprocessed, prompts = prompts, self._episodes.with_pixels(prompts)
@@ -237,8 +221,7 @@ class VllmEngine:
             self._llm_engine,
             self._processors,
             sampling,
-            step=self._step,
-            skip_special_tokens=self._settings.skip_special_tokens,
+            to_text=self._episodes.to_text,
             records_experts=self._settings.records_experts,
         )
         run = partial(
@@ -264,6 +247,12 @@ class VllmEngine:
                 with self._episodes.tracer.call(newest_draw(prompts)) as trace:
                     follow(turns, self._ranks, prompts, trace)
                 return [[] for _ in prompts]
+            except WorkerError:  # of the watchdog: the run is to end, without further calls of vLLM
+                self._unusable_because = "it was interrupted while it sampled"
+                raise
+            except RolloutError:
+                self._unusable_because = "it failed while it sampled"
+                raise
             finally:
                 self._num_retried += turns.num_retried
                 if not self._unusable_because:
@@ -292,21 +281,6 @@ class VllmEngine:
                 self._llm_engine.engine_core.shutdown()
             self._llm_engine = None
             self._resources.close()
-
-    def _step(self) -> list[Any]:
-        """Return the outputs of vLLM's next step.
-
-        Raises: RolloutError; the WorkerError of the watchdog passes, since it ends the run.
-        """
-        try:
-            outputs: list[Any] = self._llm_engine.step()
-        except WorkerError:  # of the watchdog: the run is to end, without further calls of vLLM
-            self._unusable_because = "it was interrupted while it sampled"
-            raise
-        except Exception as error:  # of its kernels, its scheduler or its executor
-            self._unusable_because = "it failed while it sampled"
-            raise RolloutError(f"vLLM failed while it sampled: {type(error).__name__}: {error}") from error
-        return outputs
 
     def _wake_to_stop(self) -> None:
         """Give memory back to an engine that sleeps: vLLM 0.32 fails to free what it does not hold.
@@ -368,16 +342,3 @@ class VllmEngine:
     def _check_usable(self) -> None:
         if self._unusable_because:
             raise EngineError(f"The rollout engine cannot be used: {self._unusable_because}. Start a new one.")
-
-
-@dataclass(frozen=True, slots=True)
-class RunsWith:
-    """How vLLM runs, by its settings and by its own choices where they leave one.
-
-    model_runner: the model runner of its GPU worker. async_scheduling: it schedules a forward pass
-    while the last one runs. graphs: it records CUDA graphs.
-    """
-
-    model_runner: ModelRunner
-    async_scheduling: bool
-    graphs: bool

@@ -32,24 +32,14 @@ class SleepingState:
     """
 
     def __init__(self, storages: Iterable[UntypedStorage]) -> None:
-        self._storages = tuple(storages)
+        self.storages = tuple(storages)
         # None for zeros: the counts of tokens in vLLM's V2 runner alone have 4 bytes for each
         # sequence and word of the vocabulary.
-        self._saved = tuple(_on_host(storage) if _bytes(storage).any() else None for storage in self._storages)
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the memory."""
-        return sum(storage.nbytes() for storage in self._storages)
-
-    @property
-    def host_bytes(self) -> int:
-        """The size of its copy in host memory, which has no zeros."""
-        return sum(saved.nbytes() for saved in self._saved if saved is not None)
+        self.saved = tuple(_on_host(storage) if _bytes(storage).any() else None for storage in self.storages)
 
     def restore(self) -> None:
         """Write the values back. To be called after waking, before the weights are loaded."""
-        for storage, saved in zip(self._storages, self._saved, strict=True):
+        for storage, saved in zip(self.storages, self.saved, strict=True):
             if saved is None:
                 _bytes(storage).zero_()
             else:
