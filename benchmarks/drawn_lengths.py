@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +43,9 @@ def install() -> None:
     if getattr(make, "draws_lengths", False):  # vLLM may load its plugins more than once
         return
 
-    def limited(*arguments: Any, max_tokens: int, seed: int, stop: Sequence[str] = ()) -> Any:
+    def limited(*arguments: Any, max_tokens: int, seed: int, **options: Any) -> Any:
         drawn = lengths.draw(random.Random(seed))
-        return make(*arguments, max_tokens=min(max_tokens, drawn), seed=seed, stop=stop)
+        return make(*arguments, max_tokens=min(max_tokens, drawn), seed=seed, **options)
 
     limited.draws_lengths = True
     turns.vllm_sampling_params = limited

@@ -132,9 +132,12 @@ def cut_turns_end(on_output: Callable[[Any], None]) -> Iterator[None]:
     from trigon.rollout.vllm.turns import VllmTurns
 
     class EndedTurns(VllmTurns):
-        def __init__(
-            self, llm_engine: Any, processors: Any, sampling: Any, *, step: Callable[[], list[Any]], **options: Any
-        ) -> None:
+        def __init__(self, llm_engine: Any, processors: Any, sampling: Any, **options: Any) -> None:
+            super().__init__(llm_engine, processors, replace(sampling, ignore_eos=True), **options)
+
+        def step(self) -> list[Any]:
+            step = self._llm_engine.step
+
             def observed() -> list[Any]:
                 outputs = step()
                 for output in outputs:
@@ -142,10 +145,9 @@ def cut_turns_end(on_output: Callable[[Any], None]) -> Iterator[None]:
                         on_output(output)
                 return outputs
 
-            super().__init__(llm_engine, processors, replace(sampling, ignore_eos=True), step=observed, **options)
-
-        def step(self) -> list[Any]:
-            return [(name, turn and replace(turn, finish_reason="stop")) for name, turn in super().step()]
+            with mock.patch.object(self._llm_engine, "step", observed):
+                ended = super().step()
+            return [(name, turn and replace(turn, finish_reason="stop")) for name, turn in ended]
 
     with mock.patch.object(engine, "VllmTurns", EndedTurns):
         yield

@@ -45,9 +45,8 @@ def main(folder: Path, tool: str, prompts: int, n: int, turns: int, turn_tokens:
             found.append((len(output.prompt_token_ids), list(output.outputs[0].token_ids)))
 
     class CallingEpisodes(Episodes):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            call = f"<tool_call>\n{json.dumps({'name': tool, 'arguments': {}})}\n</tool_call>"
-            super().__init__(*arguments, **options | {"decode": lambda _: call})
+        def decode(self, token_ids: Sequence[int]) -> str:
+            return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': {}})}\n</tool_call>"
 
     step = LocalTrainEngine.step
 

@@ -173,7 +173,7 @@ def sample_turn(scene, request):
     with scene.engine.awake(handle_of(scene.weights), version=0):
         if scene.is_vllm:
             llm = scene.engine._llm_engine
-            turns = VllmTurns(llm, scene.processors, sampling, step=llm.step, skip_special_tokens=False)
+            turns = VllmTurns(llm, scene.processors, sampling, to_text=scene.engine._episodes.decode)
         else:
             turns = _TransformersTurns(lambda batch: scene.engine._sample(batch, sampling))
         turns.submit(request)
@@ -205,7 +205,7 @@ def test_a_turn_ends_with_the_token_that_completes_a_stop_text(scene):
 @pytest.mark.extended(but=["vllm-qwen2_5_vl-False"])
 @pytest.mark.parametrize("turn_by_turn", [True, False])
 def test_logprobs_of_episodes_equal_a_forward_of_the_whole_sequence(scene, monkeypatch, turn_by_turn):
-    monkeypatch.setattr(scene.engine._episodes, "_turn_by_turn", turn_by_turn)
+    monkeypatch.setattr(scene.engine._episodes, "turn_by_turn", turn_by_turn)
     rows = scene.generate(delay=lambda row, number: (row["number"] * 7 + number) % 5)
     assert [len(row) for row in rows] == [2] * len(scene.prompts)
     completions = [completion for row in rows for completion in row]
@@ -344,7 +344,7 @@ def test_an_engine_that_fails_in_a_later_turn_is_started_again_with_the_same_bit
 
     monkeypatch.setattr(CPUModelRunner, "execute_model", failing)
     warnings = []
-    restarting = RestartingEngine(scene.engine, scene.engine, warn=warnings.append, same_command=SAME_COMMAND)
+    restarting = RestartingEngine(scene.engine, scene.engine.restart, warn=warnings.append, same_command=SAME_COMMAND)
     assert bits(scene.generate(engine=restarting)) == bits(expected)
     assert has_failed
     assert len(warnings) == 1
@@ -408,7 +408,7 @@ def pooled(scene, monkeypatch, tmp_path):
         monkeypatch.setattr(episodes, "_settings", replace(episodes._settings, environments=pool))
         processors = replace(scene.processors, stop_token_ids=tuple(range(0, 1000, 8)))
         monkeypatch.setattr(scene.engine, "_processors", processors)
-        monkeypatch.setattr(episodes, "_stop_token_ids", processors.stop_token_ids)
+        monkeypatch.setattr(episodes, "stop_token_ids", processors.stop_token_ids)
         yield scene
         episodes.stop()
         assert pool._episodes == {}
@@ -418,7 +418,7 @@ def pooled(scene, monkeypatch, tmp_path):
 @pytest.mark.parametrize("turn_by_turn", [True, False])
 def test_greedy_episodes_that_are_interrupted_are_those_of_one_call(pooled, monkeypatch, turn_by_turn):
     scene = pooled
-    monkeypatch.setattr(scene.engine._episodes, "_turn_by_turn", turn_by_turn)
+    monkeypatch.setattr(scene.engine._episodes, "turn_by_turn", turn_by_turn)
     sampling = replace(SAMPLING, n=1, temperature=0.0, max_tokens=250, with_baseline=True)
     whole = scene.generate(sampling=sampling)
     assert sum(len(row[0].turns) for row in whole) > len(whole) + 1

@@ -133,7 +133,7 @@ def run_episodes(folder: Path, traces: Path, of_episodes: Mapping[str, Any]) -> 
         found["sampled"] = engine.generate(prompts, sampled)
         if environments is not None:
             environments.delay = lambda row, number: (row["number"] * 7 + number) % 5
-            engine._episodes._turn_by_turn = False
+            engine._episodes.turn_by_turn = False
         found["late"] = engine.generate(prompts, greedy)
         found["one turn"] = engine.generate(prompts, replace(sampled, one_turn=True, max_tokens=24))
     found["metrics"] = values(engine.pop_metrics())

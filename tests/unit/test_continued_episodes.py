@@ -71,12 +71,13 @@ def show(row, actions):
     return replace(answer(row, actions), observation=Observed(f"So far {len(actions)}.", (image,)))
 
 
-def engine(processors, environments, complete, *, tokens_per_step=1, **changes):
+def engine(processors, environments, complete, *, tokens_per_step=1, turn_by_turn=True, **changes):
     return FakeEngine(
         tokenizer=processors.tokenizer,
         stop_token_id=processors.tokenizer.eos_token_id,
         complete=complete,
         tokens_per_step=tokens_per_step,
+        turn_by_turn=turn_by_turn,
         episodes=make_settings(environments, processors, **changes),
     )
 

@@ -109,7 +109,7 @@ class OneByOne:
 
 
 def test_a_group_of_which_a_drain_leaves_a_completion_is_announced_when_that_has_ended():
-    episodes = Episodes(None, decode=str, to_text=str, stop_token_ids=(0,), on_cpu=True)
+    episodes = Episodes(None, tokenizer=None, skip_special_tokens=True, stop_token_ids=(0,), turn_by_turn=True)
     interruption, ended = Interruption(), []
 
     def run(until, version):

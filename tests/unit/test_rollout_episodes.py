@@ -44,11 +44,12 @@ def count_to(last):
     return answer
 
 
-def engine(processors, environments, complete=lambda *_: "go on", **changes):
+def engine(processors, environments, complete=lambda *_: "go on", *, turn_by_turn=True, **changes):
     return FakeEngine(
         tokenizer=processors.tokenizer,
         stop_token_id=processors.tokenizer.eos_token_id,
         complete=complete,
+        turn_by_turn=turn_by_turn,
         episodes=make_settings(environments, processors, **changes),
     )
 

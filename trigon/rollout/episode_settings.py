@@ -7,26 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trigon.config.names import ToolFormat
+from trigon.data.media_processing import MediaProcessor
 from trigon.data.turns import TurnTemplate
-from trigon.environments.protocol import Observation
+from trigon.environments.protocol import Outcome
 from trigon.errors import EngineError
-from trigon.metrics import Metrics
 from trigon.types import EncodedMedia, Prompt, Vision
-
-
-class Outcome(Protocol):
-    """An answer of an environment; see trigon.environments."""
-
-    @property
-    def episode(self) -> int: ...
-    @property
-    def observation(self) -> Observation | None: ...
-    @property
-    def reward(self) -> float | None: ...
-    @property
-    def done(self) -> bool: ...
-    @property
-    def error(self) -> str: ...
 
 
 class Environments(Protocol):
@@ -56,18 +41,6 @@ class Environments(Protocol):
         ...
 
 
-class StepMedia(Protocol):
-    """What processes images and videos, and keeps their pixel values for the passes of a step."""
-
-    def start_step(self) -> None:
-        """Allow what is kept now to be dropped. Called when the engine wakes."""
-        ...
-
-    def pop_metrics(self) -> Metrics:
-        """Return how many images and videos have been processed since the last call."""
-        ...
-
-
 def encoded_images(prompt: Prompt) -> tuple[bytes, ...]:
     """Return the images of a prompt as files; none with videos.
 
@@ -79,7 +52,7 @@ def encoded_images(prompt: Prompt) -> tuple[bytes, ...]:
         case Vision(kind="image"):
             raise EngineError(
                 f"{prompt.prompt_id}: environments get the images of a prompt as files, but only its pixel values are "
-                "here. Build prompts with process_images=False, or set EpisodeSettings.image_files."
+                "here. Build prompts with process_images=False."
             )
         case _:
             return ()
@@ -100,11 +73,6 @@ class EpisodeSettings:
     decoded.
     max_episodes: most episodes at a time, in every engine; None: all of a call. Episodes that wait
     for another call do not count.
-    turn_by_turn: whether the next turns of all episodes begin together, in the order of prompts and
-    samples, once all environments have answered. Then the engine gets the same requests in the same
-    order however long environments take, so that results are the same bits. If not, a turn begins
-    as soon as its environment has answered. None: on the CPU, where an engine gives the same bits.
-    image_files: returns the images of a prompt, for its environment.
     media: what load_pixels and load_prompts use; None where the caller of the engine calls
     start_step.
     """
@@ -118,6 +86,4 @@ class EpisodeSettings:
     max_turn_tokens: int | None = None
     tool_format: ToolFormat | None = None
     max_episodes: int | None = None
-    turn_by_turn: bool | None = None
-    image_files: Callable[[Prompt], tuple[bytes, ...]] = encoded_images
-    media: StepMedia | None = None
+    media: MediaProcessor | None = None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trigon.data.turns import TurnTokens
-from trigon.rollout.episode_settings import Outcome
+from trigon.environments.protocol import Outcome
 from trigon.rollout.turns import BegunTurn, SampledTurn, TurnRequest
 from trigon.types import (
     NO_RECORD,
@@ -56,8 +56,8 @@ class Episode:
     prompt for the first completion of a prompt, and after the prompt for the others.
     asked: the time at which the environment was asked, by time.perf_counter(); None if that was
     before the call.
-    is_waiting: whether the environment has been asked, and its answer has not been applied; only
-    valid between calls. outcome: the answer, if another call has received it.
+    is_waiting: whether the environment has been asked, and its answer has not been applied.
+    outcome: the answer, once it is received, until it is applied.
     """
 
     number: int
@@ -94,12 +94,11 @@ class Episode:
         self.begun = BegunTurn(completion.token_ids, completion.sampling_logprobs)
         self.versions = completion.version_runs if completion.token_ids else ()
 
-    def leave(self, *, is_waiting: bool, outcome: Outcome | None) -> None:
+    def leave(self) -> None:
         """Wait for the next call. Pixel values, which may take gigabytes, are dropped."""
         self.prompt = self.unprocessed
         self.observed.clear()
         self.asked = None
-        self.is_waiting, self.outcome = is_waiting, outcome
 
     def enter(self, prompt_index: int, prompt: Prompt, unprocessed: Prompt) -> None:
         """Continue in another call, which processes the observed images again.
@@ -133,6 +132,12 @@ class Episode:
         )
 
     # -- while it is sampled --
+
+    def pop_outcome(self) -> Outcome:
+        """Return the answer of the environment, which is to be applied now."""
+        outcome, self.outcome, self.is_waiting = self.outcome, None, False
+        assert outcome is not None
+        return outcome
 
     def observe(self, tokens: TurnTokens, vision: Vision | None) -> None:
         """Append an observation. vision: the pixel values of its images."""
@@ -265,46 +270,36 @@ class Groups:
 
     def __init__(self, num_prompts: int, num_completions: int) -> None:
         """Begin without completions. num_completions: the number of completions of each prompt."""
-        self._completions: list[list[Completion | None]] = [[None] * num_completions for _ in range(num_prompts)]
-        self._num_pending = [num_completions] * num_prompts
-        self._failed: set[int] = set()  # prompt indices
+        self._rows: list[dict[int, Completion | None]] = [{} for _ in range(num_prompts)]  # by sample
+        self._num_completions = num_completions
 
     def add(self, prompt_index: int, sample: int, completion: Completion | None) -> None:
         """Store a completion; None if the engine failed to sample it."""
-        if completion is None:
-            self._failed.add(prompt_index)
-        self._completions[prompt_index][sample] = completion
-        self._num_pending[prompt_index] -= 1
-
-    @property
-    def num_prompts(self) -> int:
-        """The number of prompts."""
-        return len(self._completions)
+        self._rows[prompt_index][sample] = completion
 
     def is_finished(self, prompt_index: int) -> bool:
         """Return whether no completion of the prompt is pending."""
-        return self._num_pending[prompt_index] == 0
+        return len(self._rows[prompt_index]) == self._num_completions
 
     def has_ended(self, prompt_index: int) -> bool:
         """Return whether the prompt is finished, and no completion of it continues later."""
-        row = self._completions[prompt_index]
+        row = self._rows[prompt_index].values()
         return self.is_finished(prompt_index) and not any(each is not None and each.is_unfinished for each in row)
 
     def has_failed(self, prompt_index: int) -> bool:
         """Return whether the engine failed to sample a completion of the prompt."""
-        return prompt_index in self._failed
+        return any(completion is None for completion in self._rows[prompt_index].values())
 
     def is_complete(self, prompt_index: int) -> bool:
         """Return whether all completions of the prompt have ended, and none has failed."""
-        return self.has_ended(prompt_index) and prompt_index not in self._failed
+        return self.has_ended(prompt_index) and not self.has_failed(prompt_index)
 
     def completions(self, prompt_index: int) -> list[Completion]:
         """Return the completions of a finished prompt, by sample; [] if one failed."""
-        if prompt_index in self._failed:
-            return []
-        completions = [completion for completion in self._completions[prompt_index] if completion is not None]
-        assert len(completions) == len(self._completions[prompt_index]), "the engine dropped a request"
-        return completions
+        assert self.is_finished(prompt_index), "the engine dropped a request"
+        row = [self._rows[prompt_index][sample] for sample in range(self._num_completions)]
+        completions = [completion for completion in row if completion is not None]
+        return completions if len(completions) == len(row) else []
 
 
 def sample_seed(run_seed: int, *, draw: int, prompt_id: str, sample: int) -> int:

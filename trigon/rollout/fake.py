@@ -7,19 +7,18 @@ protocol exactly, errors included.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from trigon.errors import EngineError
 from trigon.metrics import Metrics
 from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.episodes import Episodes
-from trigon.rollout.protocol import OnGroup, Until, require_local_weights
+from trigon.rollout.protocol import OnGroup, Until, require_awake, require_local_weights
 from trigon.rollout.turns import BegunTurn, SampledTurn, TurnRequest
 from trigon.system.trace import DecodeTracer
-from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
+from trigon.types import Completion, Prompt, SamplingParams, WeightsHandle
 
 CompleteText = Callable[[Prompt, int, int], str | None]
 """(prompt, policy version, seed of the turn) -> text of the turn; None: it fails twice."""
@@ -37,6 +36,7 @@ class FakeEngine:
         token_logprob: float = -1.0,
         episodes: EpisodeSettings | None = None,
         tokens_per_step: int | None = None,
+        turn_by_turn: bool = True,
         tracer: DecodeTracer | None = None,
     ) -> None:
         """Create the engine.
@@ -49,6 +49,7 @@ class FakeEngine:
             episodes: None: completions of one turn.
             tokens_per_step: tokens of all turns that are sampled at a time, as real engines do;
                 None: all turns of one prompt at a time.
+            turn_by_turn: see Episodes.
             tracer: traces the decode steps; None: no traces.
         """
         # Texts repeat, and a lookup takes a hundredth of the time of the tokenizer.
@@ -60,10 +61,10 @@ class FakeEngine:
         self._tokens_per_step = tokens_per_step
         self._episodes = Episodes(
             episodes,
-            decode=lambda token_ids: str(tokenizer.decode(token_ids)),
-            to_text=self._decode,
+            tokenizer=tokenizer,
+            skip_special_tokens=True,
             stop_token_ids=(stop_token_id,),
-            on_cpu=True,
+            turn_by_turn=turn_by_turn,
             tracer=tracer,
         )
         self._version: int | None = None
@@ -74,14 +75,12 @@ class FakeEngine:
         """See RolloutEngine."""
         return 1
 
-    def awake(self, weights: WeightsHandle, *, version: int) -> AbstractContextManager[None]:
-        """See RolloutEngine. Reads all weights, as a real engine does, and discards them."""
-        return self._awake_context(require_local_weights(weights), version)
-
     @contextmanager
-    def _awake_context(self, weights: LocalWeights, version: int) -> Iterator[None]:
+    def awake(self, weights: WeightsHandle, *, version: int) -> Iterator[None]:
+        """See RolloutEngine. Reads all weights, as a real engine does, and discards them."""
+        local = require_local_weights(weights)
         if version != self._version:
-            for _ in weights.read():
+            for _ in local.read():
                 pass
             self._version = version
         self._episodes.wake()
@@ -101,10 +100,8 @@ class FakeEngine:
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """See RolloutEngine."""
-        if not self._awake or self._version is None:
-            raise EngineError(
-                "generate() was called while the rollout engine sleeps. Call it inside `with engine.awake(...)`."
-            )
+        require_awake(self._awake)
+        assert self._version is not None
         turns = _FakeTurns(self._turn, self._version, sampling, self._tokens_per_step)
         return self._episodes.run(
             turns,

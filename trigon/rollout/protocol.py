@@ -64,7 +64,7 @@ class RolloutEngine(Protocol):
         Args:
             until: with what the call begins, and when it stops. The moment of the stop depends on
                 the number of forward passes, not on the time that they take, unless the call is
-                interrupted, or episodes do not run turn by turn (EpisodeSettings). None: all
+                interrupted, or episodes do not run turn by turn (Episodes). None: all
                 completions begin now, and are sampled to their ends.
             on_progress: called with the number of newly finished completions every few tokens or
                 seconds: 0 after tokens that finish none, None if the engine does not know of any
@@ -167,6 +167,14 @@ class Until:
             )
             for share, part, num_required in zip(shares, parts, required, strict=True)
         ]
+
+
+def require_awake(is_awake: bool) -> None:
+    """Check that an engine is inside awake(). Raises: EngineError if not."""
+    if not is_awake:
+        raise EngineError(
+            "generate() was called while the rollout engine sleeps. Call it inside `with engine.awake(...)`."
+        )
 
 
 def require_local_weights(weights: WeightsHandle) -> LocalWeights:

@@ -8,8 +8,7 @@ Does not depend on trainers or rewards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from itertools import compress
 from typing import Any, Literal
 
@@ -25,10 +24,10 @@ from trigon.models.routing import ExpertRecorder
 from trigon.models.tiles import pad_patches, patch_positions, to_padded_images, to_tiles
 from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.episodes import Episodes
-from trigon.rollout.protocol import OnGroup, Until, require_local_weights
+from trigon.rollout.protocol import OnGroup, Until, require_awake, require_local_weights
 from trigon.rollout.turns import BegunTurn, SampledTurn, TurnRequest
 from trigon.system.trace import DecodeTracer
-from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, Vision, WeightsHandle
+from trigon.types import Completion, Prompt, SamplingParams, Vision, WeightsHandle
 
 
 class TransformersEngine:
@@ -61,16 +60,15 @@ class TransformersEngine:
         """
         self._episodes = Episodes(
             episodes,
-            decode=partial(processors.tokenizer.decode, skip_special_tokens=False),
-            to_text=partial(processors.tokenizer.decode, skip_special_tokens=skip_special_tokens),
+            tokenizer=processors.tokenizer,
+            skip_special_tokens=skip_special_tokens,
             stop_token_ids=processors.stop_token_ids,
-            on_cpu=torch.device(device).type == "cpu",
+            turn_by_turn=torch.device(device).type == "cpu",
             tracer=tracer,
         )
         self._processors = processors
         self._device = torch.device(device)
         self._max_model_len = max_model_len
-        self._skip_special_tokens = skip_special_tokens
         self._model = load_model(
             model_path, dtype=dtype, device="cpu", trust_remote_code=trust_remote_code, override_config=override_config
         )
@@ -90,22 +88,20 @@ class TransformersEngine:
         """See RolloutEngine."""
         return 1
 
-    def awake(self, weights: WeightsHandle, *, version: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def awake(self, weights: WeightsHandle, *, version: int) -> Iterator[None]:
         """See RolloutEngine.
 
         Raises: EngineError, with the old weights kept, if a tensor is missing, unexpected or has
         another shape.
         """
-        return self._awake_context(require_local_weights(weights), version)
-
-    @contextmanager
-    def _awake_context(self, weights: LocalWeights, version: int) -> Iterator[None]:
+        local = require_local_weights(weights)
         self._model.to(self._device)
         if version != self._version:
             self._version = None
             policy = Policy(self._model, self._processors.family, temperature=1.0, banned_token_ids=())
             try:
-                policy.load_named_weights(dict(weights.read()))
+                policy.load_named_weights(dict(local.read()))
             except ModelError as error:
                 raise EngineError(
                     f"The rollout engine could not load the weights of policy version {version}. {error}"
@@ -135,10 +131,7 @@ class TransformersEngine:
 
         Raises: EngineError also for a prompt that with sampling.max_tokens exceeds max_model_len.
         """
-        if not self._awake:
-            raise EngineError(
-                "generate() was called while the rollout engine sleeps. Call it inside `with engine.awake(...)`."
-            )
+        require_awake(self._awake)
         unprocessed, prompts = prompts, self._episodes.with_pixels(prompts)
         for prompt in prompts:
             needed = len(prompt.token_ids) + sampling.max_tokens
@@ -209,12 +202,8 @@ class TransformersEngine:
         """Return the rows whose last tokens have one of the texts. tokens: each [B]."""
         # A token has at least one character of these texts.
         window = torch.stack(list(tokens[-max(map(len, stop)) :]), 1).tolist()
-        decode = self._processors.tokenizer.decode
-        return [
-            row
-            for row, token_ids in enumerate(window)
-            if any(text in decode(token_ids, skip_special_tokens=False) for text in stop)
-        ]
+        texts = [self._episodes.decode(token_ids) for token_ids in window]
+        return [row for row, text in enumerate(texts) if any(end in text for end in stop)]
 
     def _positions(self, request: TurnRequest) -> Tensor:
         """Return the positions of all tokens before a turn, [A, T] as in _forward."""
@@ -283,9 +272,8 @@ class TransformersEngine:
 
     def _turn(self, batch: _Batch, row: int, finish_reason: Literal["stop", "length"]) -> SampledTurn:
         """Return the turn of a row that has ended with the last token."""
-        begun, decode = batch.so_far(row), self._processors.tokenizer.decode
-        token_ids = batch.requests[row].begun + begun.token_ids
-        text = decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        begun = batch.so_far(row)
+        text = self._episodes.to_text(batch.requests[row].begun + begun.token_ids)
         return SampledTurn(begun.token_ids, begun.logprobs, text, finish_reason, batch.experts_of(row))
 
 

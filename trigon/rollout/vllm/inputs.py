@@ -1,4 +1,4 @@
-"""What a request and the turn that it samples are in vLLM's types.
+"""What a request and the tokens that it samples are in vLLM's types.
 
 Prompts go in as token ids and processed pixel values, so that vLLM's image processing never runs
 and trainer and engine compute with the same pixels.
@@ -7,7 +7,7 @@ and trainer and engine compute with the same pixels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, assert_never
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from trigon.errors import EngineError
 from trigon.models.load import Processors
 from trigon.models.tiles import patch_positions, to_images, to_tiles
-from trigon.rollout.turns import SampledTurn
 from trigon.rollout.vllm.arguments import VllmSettings
 from trigon.types import Prompt, SamplingParams, Vision
 
@@ -246,34 +245,6 @@ def vllm_sampling_params(
     )
 
 
-def to_turn(
-    output: Any,
-    name: str,
-    sampling: SamplingParams,
-    processors: Processors,
-    *,
-    skip_special_tokens: bool,
-    begun: tuple[int, ...] = (),
-    routed_experts: Tensor | None = None,
-) -> SampledTurn:
-    """Return a finished vllm.CompletionOutput as a SampledTurn.
-
-    name: the name of the prompt, for errors. begun: as in TurnRequest.
-    Raises: EngineError as sampled_tokens does, if it has no tokens, and for an unknown finish
-    reason.
-    """
-    token_ids, logprobs = sampled_tokens(output, name, sampling, processors)
-    if not token_ids:
-        raise EngineError(f"{name}: vLLM returned a completion without tokens. {CHECK_VLLM}.")
-    return SampledTurn(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        text=processors.tokenizer.decode(begun + token_ids, skip_special_tokens=skip_special_tokens),
-        finish_reason=_finish_reason(output.finish_reason, name),
-        routed_experts=routed_experts,
-    )
-
-
 def recorded_experts(output: Any, name: str, *, num_tokens: int, num_experts: int) -> Tensor:
     """Return the experts that a finished vllm.CompletionOutput has used: [tokens, layers, k] int16.
 
@@ -310,13 +281,3 @@ def sampled_tokens(
     if banned:
         raise EngineError(f"{name}: vLLM sampled the banned media tokens {sorted(banned)}. {CHECK_VLLM}.")
     return token_ids, logprobs if sampling.temperature > 0 else (0.0,) * len(token_ids)
-
-
-def _finish_reason(reason: str | None, name: str) -> Literal["stop", "length"]:
-    match reason:
-        case "stop" | "length":
-            return reason
-        case _:
-            raise EngineError(
-                f"{name}: vLLM ended a completion with {reason!r} instead of 'stop' or 'length'. {CHECK_VLLM}."
-            )

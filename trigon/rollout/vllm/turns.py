@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from trigon.errors import EngineError, RolloutError, WorkerError
 from trigon.models.load import Processors
 from trigon.rollout.turns import BegunTurn, SampledTurn, TurnRequest
 from trigon.rollout.vllm.inputs import (
+    CHECK_VLLM,
     engine_input,
     recorded_experts,
     sampled_tokens,
-    to_turn,
     vllm_sampling_params,
 )
 from trigon.types import SamplingParams
@@ -52,21 +54,18 @@ class VllmTurns:
         processors: Processors,
         sampling: SamplingParams,
         *,
-        step: Callable[[], list[Any]],
-        skip_special_tokens: bool,
+        to_text: Callable[[Sequence[int]], str],
         records_experts: bool = False,
     ) -> None:
         """Begin without requests.
 
-        step: returns the outputs of vLLM's next step; VllmEngine handles its errors.
-        skip_special_tokens: leave special tokens out of SampledTurn.text.
+        to_text: returns tokens as SampledTurn.text.
         records_experts: vLLM returns the experts that tokens used.
         """
         self._llm_engine = llm_engine
         self._processors = processors
         self._sampling = sampling
-        self._step = step
-        self._skip_special_tokens = skip_special_tokens
+        self._to_text = to_text
         self._records_experts = records_experts
         self._pending: dict[str, _Attempt] = {}
         self._last: tuple[TurnRequest, Any] | None = None  # (a request, what vLLM got for its tokens)
@@ -95,21 +94,16 @@ class VllmTurns:
             lost = list(self._pending.values())
             self._pending.clear()
             ended += [(attempt.turn.name, None) for attempt in lost if not self._submit_again(attempt)]
-        for output in self._step() if self._pending else []:
+        outputs: list[Any] = []
+        if self._pending:
+            with _as_rollout_errors():
+                outputs = self._llm_engine.step()
+        for output in outputs:
             if not output.finished:
                 continue
             attempt = self._pending.pop(output.request_id)
             if output.outputs[0].finish_reason not in _FAILED:
-                turn = to_turn(
-                    output.outputs[0],
-                    attempt.turn.prompt.prompt_id,
-                    attempt.turn.sampling(self._sampling),
-                    self._processors,
-                    skip_special_tokens=self._skip_special_tokens,
-                    begun=attempt.turn.begun,
-                    routed_experts=self._experts(attempt.turn, output.outputs[0]) if self._records_experts else None,
-                )
-                ended.append((attempt.turn.name, turn))
+                ended.append((attempt.turn.name, self._ended_turn(attempt.turn, output.outputs[0])))
             elif not self._submit_again(attempt):
                 ended.append((attempt.turn.name, None))
         return ended
@@ -118,16 +112,15 @@ class VllmTurns:
         """See TurnEngine. vLLM then has no trace of the requests."""
         begun = {name: BegunTurn((), ()) for name in self._pending}
         for output in unfinished_outputs(self._llm_engine):
-            turn, sampled = self._pending[output.request_id].turn, output.outputs[0]
-            begun[output.request_id] = BegunTurn(
-                *sampled_tokens(sampled, turn.prompt.prompt_id, turn.sampling(self._sampling), self._processors)
-            )
+            turn = self._pending[output.request_id].turn
+            begun[output.request_id] = self._sampled(turn, output.outputs[0])
         self.abort()
         stopped = [(attempt.turn.name, begun[name]) for name, attempt in self._pending.items()]
         self._pending.clear()
         # vLLM drops them from its batch with the next step. A later batch would otherwise have
         # another order than in a process that has not stopped anything, and so other last bits.
-        self._step()
+        with _as_rollout_errors():
+            self._llm_engine.step()
         return stopped
 
     def stop_waiting(self) -> list[str]:
@@ -143,6 +136,28 @@ class VllmTurns:
     def abort(self) -> None:
         """See TurnEngine."""
         self._llm_engine.abort_request(list(self._pending))
+
+    def _ended_turn(self, turn: TurnRequest, output: Any) -> SampledTurn:
+        """Return the turn of a finished vllm.CompletionOutput.
+
+        Raises: EngineError if it has no tokens, for an unknown finish reason, and as sampled_tokens
+        and recorded_experts.
+        """
+        name, reason, sampled = turn.prompt.prompt_id, output.finish_reason, self._sampled(turn, output)
+        if not sampled.token_ids:
+            raise EngineError(f"{name}: vLLM returned a completion without tokens. {CHECK_VLLM}.")
+        if reason not in ("stop", "length"):
+            raise EngineError(
+                f"{name}: vLLM ended a completion with {reason!r} instead of 'stop' or 'length'. {CHECK_VLLM}."
+            )
+        experts = self._experts(turn, output) if self._records_experts else None
+        text = self._to_text(turn.begun + sampled.token_ids)
+        return SampledTurn(sampled.token_ids, sampled.logprobs, text, reason, experts)
+
+    def _sampled(self, turn: TurnRequest, output: Any) -> BegunTurn:
+        """Return what a vllm.CompletionOutput has sampled of a turn. Raises: as sampled_tokens."""
+        sampling = turn.sampling(self._sampling)
+        return BegunTurn(*sampled_tokens(output, turn.prompt.prompt_id, sampling, self._processors))
 
     def _experts(self, turn: TurnRequest, output: Any) -> Tensor:
         """Return SampledTurn.routed_experts of a finished vllm.CompletionOutput."""
@@ -176,6 +191,17 @@ class VllmTurns:
         )
         self._pending[attempt.name] = attempt
         self._llm_engine.add_request(attempt.name, self._last[1], params)
+
+
+@contextmanager
+def _as_rollout_errors() -> Iterator[None]:
+    """Raise the errors of a step of vLLM as RolloutError, but for the watchdog's WorkerError."""
+    try:
+        yield
+    except WorkerError:
+        raise
+    except Exception as error:  # of its kernels, its scheduler or its executor
+        raise RolloutError(f"vLLM failed while it sampled: {type(error).__name__}: {error}") from error
 
 
 def unfinished_outputs(llm_engine: Any) -> list[Any]:
