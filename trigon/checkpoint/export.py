@@ -9,18 +9,19 @@ This module depends on neither trainers nor engines.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 
 from trigon import __version__
@@ -35,7 +36,15 @@ from trigon.checkpoint.store import (
     replacing_files,
     sync_tree,
 )
-from trigon.checkpoint.weights import Lora, MergedWeights, Weights, has_adapter, open_lora, open_weights
+from trigon.checkpoint.weights import (
+    Lora,
+    MergedWeights,
+    Weights,
+    has_adapter,
+    model_shapes,
+    open_lora,
+    open_weights,
+)
 from trigon.config.names import DTYPE_ALIASES
 from trigon.errors import CheckpointError, DiskError
 from trigon.models.dtypes import DTYPES, dtype_named
@@ -45,7 +54,6 @@ from trigon.models.load import (
     auto_class,
     copy_side_files,
     family_of_folder,
-    load_hf_config,
     without_progress_bars,
 )
 from trigon.models.lora import load_adapter
@@ -176,9 +184,11 @@ class _Export:
     further = "that transformers loads all of them, and that logits are finite"
     loaded = "the exported model"
 
-    def __init__(self, weights: Weights, side_files: Path) -> None:
+    def __init__(self, weights: Weights, side_files: Path, *, model_class: Any = None) -> None:
+        """model_class: the class of transformers that loads it; None: the policy's."""
         self.weights = weights
         self._side_files = side_files
+        self._model_class = model_class
 
     def write(self, folder: Path, dtype: torch.dtype | None) -> torch.dtype:
         """Write the folder, which is made, and return the dtype of its weights."""
@@ -190,7 +200,7 @@ class _Export:
     def verify(self, folder: Path) -> None:
         """Verify all tensors, one at a time. Raises: CheckpointError."""
         verify_tensors(self.weights, folder)
-        verify_names(self.weights, folder)
+        verify_names(self.weights, folder, model_class=self._model_class)
 
     def loading_bytes(self, dtype: torch.dtype) -> int:
         """Return the host memory that verify_loaded takes."""
@@ -198,7 +208,7 @@ class _Export:
 
     def verify_loaded(self, folder: Path, dtype: torch.dtype) -> None:
         """Load the folder and verify what comes out. Raises: CheckpointError."""
-        verify_model(self.weights, folder, dtype)
+        verify_model(self.weights, folder, dtype, model_class=self._model_class)
 
 
 class _Adapter(_Export):
@@ -250,8 +260,11 @@ class _Critic(_Export):
                 f"trained ({section}.model.lora.rank=0) can be exported"
             )
         self._class = _classifier_of(folder / "huggingface")
+        from transformers import AutoModelForTokenClassification
+
         head = ShardedFiles(folder / WEIGHTS_FOLDER) if head_alone else None
-        super().__init__(_ClassifierWeights(open_weights(trunk), head), folder / "huggingface")
+        weights = _ClassifierWeights(open_weights(trunk), head)
+        super().__init__(weights, folder / "huggingface", model_class=AutoModelForTokenClassification)
 
     def write(self, folder: Path, dtype: torch.dtype | None) -> torch.dtype:
         """See _Export."""
@@ -260,19 +273,6 @@ class _Critic(_Export):
         labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
         _write_json(folder / "config.json", {**config, "architectures": [self._class], **labels})
         return written
-
-    def verify(self, folder: Path) -> None:
-        """See _Export."""
-        from transformers import AutoModelForTokenClassification
-
-        verify_tensors(self.weights, folder)
-        verify_names(self.weights, folder, model_class=AutoModelForTokenClassification)
-
-    def verify_loaded(self, folder: Path, dtype: torch.dtype) -> None:
-        """See _Export."""
-        from transformers import AutoModelForTokenClassification
-
-        verify_model(self.weights, folder, dtype, model_class=AutoModelForTokenClassification)
 
 
 class _ClassifierWeights:
@@ -289,11 +289,9 @@ class _ClassifierWeights:
             f"score.{name.removeprefix(prefix)}": (source, name) for name in source.tensors if name.startswith(prefix)
         }
         self._sources = own | heads
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """See Weights."""
-        return {name: weights.tensors[stored] for name, (weights, stored) in self._sources.items()}
+        self.tensors: Mapping[str, StoredTensor] = {
+            name: weights.tensors[stored] for name, (weights, stored) in self._sources.items()
+        }
 
     def read(self, name: str) -> Tensor:
         """See Weights."""
@@ -366,7 +364,7 @@ def _open_lora(checkpoint: Checkpoint, *, part: Part, base: str | None) -> Lora 
 
 
 def _num_bytes(tensor: StoredTensor, dtype: torch.dtype | None) -> int:
-    return math.prod(tensor.shape) * (dtype or tensor.dtype).itemsize
+    return prod(tensor.shape) * (dtype or tensor.dtype).itemsize
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -390,31 +388,24 @@ def write_weights(weights: Weights, folder: Path, *, dtype: torch.dtype | None) 
 
     One file at a time is in memory.
     """
-    shards: list[list[str]] = [[]]
-    shard_bytes = total_bytes = 0
-    for name, stored in weights.tensors.items():
-        num_bytes = _num_bytes(stored, dtype)
-        if shards[-1] and shard_bytes + num_bytes > SHARD_BYTES:
-            shards.append([])
-            shard_bytes = 0
-        shards[-1].append(name)
-        shard_bytes += num_bytes
-        total_bytes += num_bytes
-    weight_map: dict[str, str] = {}
+    split = split_state_dict_into_shards_factory(
+        dict(weights.tensors),
+        get_storage_size=partial(_num_bytes, dtype=dtype),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=SHARD_BYTES,
+    )
     dtypes: set[torch.dtype] = set()
-    for number, names in enumerate(shards, start=1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    for file, names in split.filename_to_tensors.items():
         dtypes |= _write_file(weights, names, folder / file, dtype=dtype)
-        weight_map |= dict.fromkeys(names, file)
     if len(dtypes) != 1:
         raise CheckpointError(
             f"the checkpoint mixes {', '.join(sorted(map(_dtype_name, dtypes)))}, and a config names one: choose "
             "--dtype"
         )
-    if len(shards) > 1:
+    if split.is_sharded:
         _write_json(
             folder / "model.safetensors.index.json",
-            {"metadata": {"total_size": total_bytes}, "weight_map": weight_map},
+            {"metadata": split.metadata, "weight_map": split.tensor_to_filename},
         )
     return dtypes.pop()
 
@@ -557,19 +548,15 @@ def verify_names(weights: Weights, folder: Path, *, model_class: Any = None) -> 
 
     Compares names and shapes, and reads no tensor. model_class: None: the policy's class.
     """
-    config = load_hf_config(folder)
-    family = family_of(config)
-    with torch.device("meta"):
-        model = (model_class or auto_class(family)).from_config(config)
-    remaining = dict(weights.tensors)
-    for parameter_name, parameter in stored_tensors(model):
-        for name, part in family.checkpoint_tensors(parameter_name, parameter):
-            stored = remaining.pop(name, None)
-            if stored is None or stored.shape != tuple(part.shape):
-                found = "is missing from" if stored is None else f"is {stored.shape}, not {tuple(part.shape)}, in"
-                raise CheckpointError(f"{name} {found} the checkpoint, so it does not belong to its own config.json")
-    if remaining:
-        raise CheckpointError(f"the checkpoint holds {sorted(remaining)[:3]}, which its own config.json does not have")
+    shapes = model_shapes(folder, model_class=model_class)
+    for name, shape in shapes.items():
+        stored = weights.tensors.get(name)
+        if stored is None or stored.shape != shape:
+            found = "is missing from" if stored is None else f"is {stored.shape}, not {shape}, in"
+            raise CheckpointError(f"{name} {found} the checkpoint, so it does not belong to its own config.json")
+    unknown = sorted(weights.tensors.keys() - shapes.keys())
+    if unknown:
+        raise CheckpointError(f"the checkpoint holds {unknown[:3]}, which its own config.json does not have")
 
 
 def loading_bytes(weights: Weights, dtype: torch.dtype | None) -> int:
@@ -577,12 +564,10 @@ def loading_bytes(weights: Weights, dtype: torch.dtype | None) -> int:
 
     dtype: the dtype in which the weights are loaded; None: their own.
     """
-    sizes = [prod(tensor.shape) for tensor in weights.tensors.values()]
-    loaded = sum(
-        size * (dtype or tensor.dtype).itemsize for size, tensor in zip(sizes, weights.tensors.values(), strict=True)
-    )
+    tensors = weights.tensors.values()
     # The largest one is also read and converted to float32.
-    return loaded + 2 * max(sizes) * torch.float32.itemsize + ACTIVATION_BYTES
+    largest = max(_num_bytes(tensor, torch.float32) for tensor in tensors)
+    return sum(_num_bytes(tensor, dtype) for tensor in tensors) + 2 * largest + ACTIVATION_BYTES
 
 
 def verify_model(weights: Weights, folder: Path, dtype: torch.dtype, *, model_class: Any = None) -> None:

@@ -103,13 +103,8 @@ class PublishedWeights:
             for name, part in family.checkpoint_tensors(source, meta_tensor):
                 self._sources[name] = source
                 tensors[name] = StoredTensor(tuple(part.shape), tensor.dtype)
-        self._tensors = dict(sorted(tensors.items()))
+        self.tensors: Mapping[str, StoredTensor] = dict(sorted(tensors.items()))
         self._cache: dict[str, dict[str, Tensor]] = {}
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """See Weights."""
-        return self._tensors
 
     def read(self, name: str) -> Tensor:
         """See Weights.
@@ -123,6 +118,22 @@ class PublishedWeights:
                 del self._cache[next(iter(self._cache))]
             self._cache[source] = dict(self._family.checkpoint_tensors(source, self._stored.read(source)))
         return self._cache[source][name].clone(memory_format=torch.contiguous_format)
+
+
+def model_shapes(folder: Path, *, model_class: Any = None) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights that a folder's config describes, by their published names.
+
+    model_class: the class of transformers; None: the policy's class.
+    """
+    config = load_hf_config(folder)
+    family = family_of(config)
+    with torch.device("meta"):
+        model = (model_class or auto_class(family)).from_config(config)
+    return {
+        name: tuple(part.shape)
+        for parameter_name, weight in stored_tensors(model)
+        for name, part in family.checkpoint_tensors(parameter_name, weight)
+    }
 
 
 class MergedWeights:
@@ -139,15 +150,8 @@ class MergedWeights:
         model.
         Raises: CheckpointError if the shapes do not fit together.
         """
-        config = load_hf_config(lora.model_config)
-        family = family_of(config)
-        with torch.device("meta"):
-            model = auto_class(family).from_config(config)
-        shapes = {
-            name: tuple(part.shape)
-            for parameter_name, weight in stored_tensors(model)
-            for name, part in family.checkpoint_tensors(parameter_name, weight)
-        }
+        shapes = model_shapes(lora.model_config)
+        family = family_of_folder(lora.model_config)
         self._base = ShardedFiles(lora.base_folder)
         self._adapter = lora.adapter
         self._pairs = merge_names(lora.adapter.tensors, family)
@@ -171,15 +175,10 @@ class MergedWeights:
                     f"{lora_a} [{rank}, {width}] and its B [{height}, {inner}] fit no weight of this model at rank "
                     f"{lora.config['r']}"
                 )
-        self._tensors = {
+        self.tensors: Mapping[str, StoredTensor] = {
             name: StoredTensor(shape, dtype or self._base.tensors[self._base_names[name]].dtype)
             for name, shape in sorted(shapes.items())
         }
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """See Weights."""
-        return self._tensors
 
     def read(self, name: str) -> Tensor:
         """See Weights. Merged in float32, then rounded."""
@@ -187,7 +186,7 @@ class MergedWeights:
         if name in self._pairs:
             lora_a, lora_b = (self._adapter.read(half) for half in self._pairs[name])
             weight = merged_weight(weight.float(), lora_a, lora_b, self._scaling)
-        return weight.to(self._tensors[name].dtype)
+        return weight.to(self.tensors[name].dtype)
 
     def _base_shape(self, name: str) -> tuple[int, ...] | None:
         stored = self._base_names.get(name)
