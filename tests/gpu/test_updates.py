@@ -22,7 +22,7 @@ from trigon.models.attention import configured_kernel
 from trigon.models.sizes import GroupLengths, dimensions_of
 from trigon.system.terminal import format_bytes
 from trigon.training import optim
-from trigon.training.budget import dummy_group
+from trigon.training.budget import Lengths, dummy_group
 from trigon.training.device_memory import memory_of
 from trigon.training.local import LocalTrainEngine
 from trigon.training.parallel import SingleProcess
@@ -121,7 +121,7 @@ def compare_pass(figures: Figures, trainer: LocalTrainEngine, device: torch.devi
     assert dimensions is not None, "the family of the random model is counted"
     prompt, response, image_tokens = (450, 275, 340) if device.type == "cuda" else (100, 40, 64)
     pixels = image_tokens * (family.patch_size(config) * family.spatial_merge(config)) ** 2
-    group = dummy_group(policy, prompt_tokens=prompt, response_tokens=response, image_pixels=pixels, num_completions=5)
+    group = dummy_group(policy, Lengths(prompt, response, pixels, 0, 0), num_completions=5)
     with trainer.dry_run_updates() as dry_run:
         dry_run([group])  # the gradients that the second pass adds to
         measured = memory_of(device, shared_by=1).peak_bytes(partial(dry_run, [group]))

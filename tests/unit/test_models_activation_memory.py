@@ -16,7 +16,7 @@ from support.varlen import stand_in
 from trigon.models.activation_memory import Pass, PassBytes
 from trigon.models.attention import GROUP_ATTENTION
 from trigon.models.sizes import GroupLengths, dimensions_of
-from trigon.training.budget import as_rollouts, dummy_group
+from trigon.training.budget import Lengths, as_rollouts, dummy_group
 from trigon.training.device_memory import HostMemory
 
 GROUPS, PROMPT, COMPLETIONS, RESPONSE = 2, 100, 4, 60
@@ -34,9 +34,7 @@ class Peaks(NamedTuple):
 def measure(engine, *, checkpointing, compute_dtype, kernel="sdpa", has_adapters=False, offloads=False) -> Peaks:
     """Measure passes over a row of equal groups with prompts full of images, and count them."""
     policy, memory = engine.policy, HostMemory(shared_by=1)
-    group = dummy_group(
-        policy, prompt_tokens=PROMPT, response_tokens=RESPONSE, image_pixels=None, num_completions=COMPLETIONS
-    )
+    group = dummy_group(policy, Lengths(PROMPT, RESPONSE, None, 0, 0), num_completions=COMPLETIONS)
     groups = [group] * GROUPS
     with engine.dry_run_updates() as update:
         update(groups)  # allocates the gradients

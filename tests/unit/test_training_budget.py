@@ -20,7 +20,6 @@ from trigon.models.load import load_processors, most_image_pixels
 from trigon.training.budget import Budgets, Lengths, as_rollouts, dummy_group, tune_engines
 from trigon.training.device_memory import HostMemory
 from trigon.training.parallel import SingleProcess
-from trigon.types import TrainGroup
 
 GIB = 2**30
 LENGTHS = Lengths(prompt_tokens=60, response_tokens=40, image_pixels=None, update_tokens=900, step_tokens=700)
@@ -59,16 +58,6 @@ class EmulatedMemory:
 
 def budgets_on(memory, engine, lengths: Lengths = LENGTHS, *, ranks=None, known: Budgets | None = None) -> Budgets:
     return tune_engines(engine, None, memory, lengths, ranks or SingleProcess(), known=known)
-
-
-def make_dummy_group(policy, lengths: Lengths, num_completions: int) -> TrainGroup:
-    return dummy_group(
-        policy,
-        prompt_tokens=lengths.prompt_tokens,
-        response_tokens=lengths.response_tokens,
-        image_pixels=lengths.image_pixels,
-        num_completions=num_completions,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +159,7 @@ def test_known_budgets_are_not_measured_again_on_a_device_of_the_same_kind(engin
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen2_5_vl", "internvl", "llava_onevision", "gemma3"])
 def test_a_dummy_group_has_the_maximum_lengths_and_as_many_images_as_fit(tiny_model, model_type):
     engine = make_engine(tiny_model(model_type))
-    group = make_dummy_group(engine.policy, LENGTHS, 3)
+    group = dummy_group(engine.policy, LENGTHS, num_completions=3)
     assert len(group.prompt.token_ids) == 60
     assert [len(part.token_ids) for part in group.sequences] == [40] * 3
     if model_type == "qwen2":
@@ -183,7 +172,7 @@ def test_a_dummy_group_has_the_maximum_lengths_and_as_many_images_as_fit(tiny_mo
     )  # 7 x 7; eleven tiles of 4 tokens, or three of 16 and a line end, each with a word
     small = replace(LENGTHS, image_pixels=28 * 28 * 9)
     assert (
-        make_dummy_group(engine.policy, small, 3).prompt.token_ids.count(image)
+        dummy_group(engine.policy, small, num_completions=3).prompt.token_ids.count(image)
         == {"qwen2_5_vl": 45, "internvl": 44, "llava_onevision": 51, "gemma3": 44}[model_type]
     )
 
@@ -197,7 +186,7 @@ def test_the_images_of_a_dummy_group_are_as_large_as_the_processor_makes_them(ti
     folder = tiny_model(model_type)
     lengths = replace(LENGTHS, prompt_tokens=400, image_pixels=most_image_pixels(load_processors(str(folder))))
     policy = make_engine(folder).policy
-    vision = make_dummy_group(policy, lengths, 1).prompt.vision
+    vision = dummy_group(policy, lengths, num_completions=1).prompt.vision
     counts = policy.family.count_image_tokens(policy.model.config, vision.grid_thw, ())
     assert most_tokens - 6 <= max(counts) <= most_tokens
 
@@ -245,7 +234,7 @@ def test_a_pass_takes_the_same_memory_each_time_and_a_larger_one_grows_linearly(
     folder = tiny_model("qwen2")
     engine = make_engine(folder, config=config, compared_with=folder if config is FULL_KL else None)
     memory = HostMemory(shared_by=1)
-    groups = [make_dummy_group(engine.policy, LENGTHS, 26)]
+    groups = [dummy_group(engine.policy, LENGTHS, num_completions=26)]
     with engine.dry_run_updates() as update:
         update(groups)
         one, again, two, four = (memory.peak_bytes(lambda n=n: update(groups * n)) for n in (1, 1, 2, 4))
@@ -267,7 +256,7 @@ def test_a_pass_is_measured_with_a_reference_only_where_the_run_needs_one(tiny_m
     passes = []
     engine = make_engine(tiny_model("qwen2"), config=config, lora_rank=4)
     engine.policy.layers()[0].register_forward_pre_hook(lambda layer, inputs: passes.append(layer))
-    groups = [make_dummy_group(engine.policy, LENGTHS, 2)]
+    groups = [dummy_group(engine.policy, LENGTHS, num_completions=2)]
     engine.dry_run(as_rollouts(groups))
     assert len(passes) == scoring
     passes.clear()
@@ -281,7 +270,7 @@ def test_the_memory_of_a_pass_has_the_load_of_the_experts_if_the_loss_balances_i
     peaks = []
     for coefficient in (0.0, 0.1):
         engine = make_engine(folder, config=with_loss(router_aux_loss_coef=coefficient))
-        groups = [make_dummy_group(engine.policy, LENGTHS, 26)]
+        groups = [dummy_group(engine.policy, LENGTHS, num_completions=26)]
         with engine.dry_run_updates() as update:
             update(groups)
             peaks.append(memory.peak_bytes(lambda update=update, groups=groups: update(groups)))

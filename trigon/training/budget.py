@@ -137,8 +137,27 @@ def tune_engines(
     if known is not None and num_others == 0:
         budgets = known
     else:
+        device = (memory, lengths, process_group, host_bytes)
         apart = None if on_trunk else critic
-        budgets = _measure(trainer, scorer, apart, memory, lengths, process_group, host_bytes)
+        budgets = _Tuner(trainer, *device).measure(
+            () if scorer is None else (scorer,),
+            reserved_bytes=trainer.optimizer_bytes + (0 if apart is None else apart.resting_bytes),
+            limit=lengths.update_tokens,
+        )
+        if apart is not None:
+            found = _Tuner(apart, *device).measure(
+                (),
+                reserved_bytes=trainer.resting_bytes + apart.optimizer_bytes,
+                limit=lengths.critic_update_tokens,
+                of=" of the critic",
+            )
+            apart.offload()
+            budgets = replace(
+                budgets,
+                critic_update_tokens=found.update_tokens,
+                critic_experience_tokens=found.experience_tokens,
+                host_bytes=max(budgets.host_bytes, found.host_bytes),
+            )
     if on_trunk:
         budgets = replace(
             budgets,
@@ -153,61 +172,6 @@ def tune_engines(
     if scorer is not None:
         scorer.max_tokens = budgets.experience_tokens
     return budgets
-
-
-def _measure(
-    trainer: LocalTrainEngine,
-    reference: LocalScorer | None,
-    critic: LocalCriticEngine | None,
-    memory: Memory,
-    lengths: Lengths,
-    process_group: ProcessGroup,
-    host_bytes: int | None,
-) -> Budgets:
-    def measure(
-        engine: LocalTrainEngine, *scorers: LocalScorer, reserved: int, limit: int, of: str = ""
-    ) -> tuple[tuple[int, int], tuple[int, int], int]:
-        """Return tokens and bytes of a pass with gradient and without, and pinned host memory."""
-        tuner = _Tuner(engine, memory, lengths, process_group, host_bytes=host_bytes)
-        with engine.dry_run_updates() as update:  # offloaded weights are on the device then
-            updates = tuner.of_updates(update, reserved_bytes=reserved, limit=limit, what=f"an update's pass{of}")
-        scored = [
-            tuner.max_tokens(
-                partial(_score, dry_run),
-                reserved_bytes=reserved,
-                limit=lengths.step_tokens,
-                what=f"a pass{of} without gradient",
-            )
-            for dry_run in (engine.dry_run, *(scorer.dry_run for scorer in scorers))
-        ]
-        tokens, used_bytes = zip(*scored, strict=True)
-        return updates, (min(tokens), max(used_bytes)), tuner.pinned_bytes
-
-    reserved = trainer.optimizer_bytes + (0 if critic is None else critic.resting_bytes)
-    scorers = () if reference is None else (reference,)
-    update, experience, pinned_bytes = measure(trainer, *scorers, reserved=reserved, limit=lengths.update_tokens)
-    critic_update = critic_experience = (0, 0)
-    if critic is not None:
-        critic_update, critic_experience, pinned_by_critic = measure(
-            critic,
-            reserved=trainer.resting_bytes + critic.optimizer_bytes,
-            limit=lengths.critic_update_tokens,
-            of=" of the critic",
-        )
-        pinned_bytes = max(pinned_bytes, pinned_by_critic)
-        critic.offload()
-    [most_pinned] = process_group.all_reduce_max([float(pinned_bytes)])
-    return Budgets(
-        update_tokens=update[0],
-        update_bytes=update[1],
-        experience_tokens=experience[0],
-        experience_bytes=experience[1],
-        device=memory.device_name,
-        device_bytes=memory.total_bytes,
-        critic_update_tokens=critic_update[0],
-        critic_experience_tokens=critic_experience[0],
-        host_bytes=int(most_pinned),
-    )
 
 
 def _score(dry_run: Callable[[Sequence[RolloutGroup]], object], groups: Sequence[TrainGroup]) -> None:
@@ -231,10 +195,7 @@ class _LinearFit:
 
 
 class _Tuner:
-    """Finds the longest row that fits on all ranks, for one kind of pass at a time.
-
-    pinned_bytes: the most host memory that the offloaded activations of an update's row take.
-    """
+    """Finds the longest row that fits on all ranks, for one kind of pass of an engine at a time."""
 
     def __init__(
         self,
@@ -242,50 +203,63 @@ class _Tuner:
         memory: Memory,
         lengths: Lengths,
         process_group: ProcessGroup,
-        *,
         host_bytes: int | None,
     ) -> None:
         """Make the groups of the passes. host_bytes: see tune_engines."""
-        self._policy = policy = engine.policy
-        self._model, self._host_bytes = f"worker.{engine.name}.model", host_bytes
-        self.pinned_bytes = 0
+        self._engine, self._memory, self._lengths = engine, memory, lengths
+        self._process_group, self._host_bytes = process_group, host_bytes
+        policy = engine.policy
+        self._model = f"worker.{engine.name}.model"
         self._remedies = _REMEDIES.format(model=self._model)
-        self._memory = memory
-        self._lengths = lengths
-        self._process_group = process_group
         # Logits are computed in chunks of rows: from one full chunk on their memory is constant.
         # Of ranks that compute a row together each has a part of them.
         ranks_per_row = 1 if policy.row_ranks is None else policy.row_ranks.size
         self._num_completions = ceil(ranks_per_row * policy.logprob_chunk / lengths.response_tokens)
         self._longest, self._group, self._large_group = (
-            dummy_group(
-                policy,
-                prompt_tokens=lengths.prompt_tokens,
-                response_tokens=lengths.response_tokens,
-                image_pixels=lengths.image_pixels,
-                num_completions=num_completions,
-            )
+            dummy_group(policy, lengths, num_completions=num_completions)
             for num_completions in (1, self._num_completions, 2 * self._num_completions)
         )
-        self._smallest_group = dummy_group(
-            policy, prompt_tokens=1, response_tokens=1, image_pixels=lengths.image_pixels, num_completions=1
-        )
+        smallest = replace(lengths, prompt_tokens=1, response_tokens=1)
+        self._smallest_group = dummy_group(policy, smallest, num_completions=1)
 
-    def of_updates(self, make_pass: Pass, *, reserved_bytes: int, limit: int, what: str) -> tuple[int, int]:
-        """Return what max_tokens does, for passes with gradient, which may offload activations.
+    def measure(self, scorers: Sequence[LocalScorer], *, reserved_bytes: int, limit: int, of: str = "") -> Budgets:
+        """Return the budgets of the engine's passes.
 
-        Raises: ConfigError also if the activations of the longest sequence exceed host memory.
+        Args:
+            scorers: other engines with the same budget without gradient.
+            reserved_bytes: memory that is free now but in use when real passes are made.
+            limit: number of tokens of an update that is enough.
+            of: says in messages which engine's passes they are.
+        Raises: ConfigError if the longest sequence does not fit, or its offloaded activations
+        exceed host memory.
         """
-        # The first pass allocates the gradients, which most passes find allocated.
-        self._policy.forget_offloaded_bytes()
-        if self._peak_bytes(make_pass, [self._longest]) is None:
-            raise self._does_not_fit(what, math.inf, self._memory.free_bytes())
-        per_token = host_bytes_at_most(self._policy.offloaded_bytes) / tokens_of(self._longest)
-        if per_token > 0:
-            limit = self._host_limit(per_token, limit)
-        tokens, used_bytes = self.max_tokens(make_pass, reserved_bytes=reserved_bytes, limit=limit, what=what)
-        self.pinned_bytes = int(tokens * per_token)
-        return tokens, used_bytes
+        policy, what = self._engine.policy, f"an update's pass{of}"
+        with self._engine.dry_run_updates() as update:  # offloaded weights are on the device then
+            # The first pass allocates the gradients, which most passes find allocated.
+            policy.forget_offloaded_bytes()
+            if self._peak_bytes(update, [self._longest]) is None:
+                raise self._does_not_fit(what, math.inf, self._memory.free_bytes())
+            per_token = host_bytes_at_most(policy.offloaded_bytes) / tokens_of(self._longest)
+            if per_token > 0:
+                limit = self._host_limit(per_token, limit)
+            update_tokens, update_bytes = self._max_tokens(update, reserved_bytes, limit, what)
+        scored = [
+            self._max_tokens(
+                partial(_score, dry_run), reserved_bytes, self._lengths.step_tokens, f"a pass{of} without gradient"
+            )
+            for dry_run in (self._engine.dry_run, *(scorer.dry_run for scorer in scorers))
+        ]
+        tokens, used_bytes = zip(*scored, strict=True)
+        [pinned_bytes] = self._process_group.all_reduce_max([int(update_tokens * per_token)])
+        return Budgets(
+            update_tokens,
+            update_bytes,
+            min(tokens),
+            max(used_bytes),
+            self._memory.device_name,
+            self._memory.total_bytes,
+            host_bytes=int(pinned_bytes),
+        )
 
     def _host_limit(self, per_token: float, limit: int) -> int:
         """Return the limit, or fewer tokens of a row if their offloaded activations need more."""
@@ -303,14 +277,10 @@ class _Tuner:
             )
         return min(limit, int(-shortfall))
 
-    def max_tokens(self, make_pass: Pass, *, reserved_bytes: int, limit: int, what: str) -> tuple[int, int]:
+    def _max_tokens(self, make_pass: Pass, reserved_bytes: int, limit: int, what: str) -> tuple[int, int]:
         """Return the largest number of tokens of a row, and the bytes of the device then in use.
 
-        Args:
-            reserved_bytes: memory that is free now but in use when real passes are made.
-            limit: number of tokens that is enough.
-            what: kind of pass, for the error message.
-        Raises: ConfigError if the longest sequence does not fit.
+        limit: number of tokens that is enough. what: kind of pass, for the error message.
         """
         memory, longest = self._memory, self._lengths.longest
         free_bytes = memory.free_bytes() - reserved_bytes
@@ -421,35 +391,25 @@ class _Tuner:
         )
 
 
-def dummy_group(
-    policy: Policy,
-    *,
-    prompt_tokens: int,
-    response_tokens: int,
-    image_pixels: int | None,
-    num_completions: int,
-) -> TrainGroup:
-    """Return a group of the given lengths, whose prompt is full of images.
+def dummy_group(policy: Policy, lengths: Lengths, *, num_completions: int) -> TrainGroup:
+    """Return a group of the longest prompt and completions, whose prompt is full of images.
 
     A model without a vision tower gets a prompt of text. All tokens are the same one and all pixels
     are 0: the memory of a pass does not depend on them.
-
-    Args:
-        image_pixels: pixels of the largest image; None: no limit.
     """
     config = policy.model.config
     special = {*policy.banned_token_ids, *policy.family.media_token_ids(config)}
     word = next(token for token in range(len(special) + 1) if token not in special)
-    image_tokens, grids = _images(policy, prompt_tokens, image_pixels, word)
+    image_tokens, grids = _images(policy, lengths, word)
     patches = sum(math.prod(grid) for grid in grids)
     vision = Vision(
         pixel_values=torch.zeros(patches, policy.family.values_per_patch(config)) if grids else torch.zeros(0, 0),
         grid_thw=torch.tensor(grids, dtype=torch.int64),
         hashes=(),  # their features are not cached
     )
-    ones = torch.ones(response_tokens)
+    ones = torch.ones(lengths.response_tokens)
     sequence = TrainSequence(
-        token_ids=(word,) * response_tokens,
+        token_ids=(word,) * lengths.response_tokens,
         loss_mask=ones,
         advantages=ones,
         sampling_logprobs=-ones,
@@ -460,7 +420,7 @@ def dummy_group(
     )
     prompt = Prompt(
         prompt_id="dummy",
-        token_ids=(*image_tokens, *[word] * (prompt_tokens - len(image_tokens))),
+        token_ids=(*image_tokens, *[word] * (lengths.prompt_tokens - len(image_tokens))),
         vision=vision if grids else None,
         text="",
         ground_truth=None,
@@ -485,9 +445,7 @@ def as_rollouts(groups: Sequence[TrainGroup]) -> list[RolloutGroup]:
     ]
 
 
-def _images(
-    policy: Policy, prompt_tokens: int, image_pixels: int | None, word: int
-) -> tuple[list[int], list[tuple[int, int, int]]]:
+def _images(policy: Policy, lengths: Lengths, word: int) -> tuple[list[int], list[tuple[int, int, int]]]:
     """Return the tokens and grids of as many images of the largest size as fit into a prompt.
 
     Every image is followed by one word, and at least one token of the prompt is not an image's.
@@ -496,13 +454,13 @@ def _images(
     if not family.has_vision:
         return [], []
     merge = family.spatial_merge(config)
-    max_tokens = prompt_tokens - 1
+    max_tokens = lengths.prompt_tokens - 1
     if family.tiles:
         side = family.patches_per_side(config) // merge
     else:
         tokens = max_tokens
-        if image_pixels is not None:
-            tokens = min(max_tokens, image_pixels // (family.patch_size(config) * merge) ** 2)
+        if lengths.image_pixels is not None:
+            tokens = min(max_tokens, lengths.image_pixels // (family.patch_size(config) * merge) ** 2)
         side = max(isqrt(tokens), 1)
     grid = (1, side * merge, side * merge)
     [tokens] = family.count_image_tokens(config, torch.tensor([grid]), ())

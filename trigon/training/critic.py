@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from trigon.config.plan import ModelPlan
 from trigon.config.schema import Config
-from trigon.data.packing import Positions, tokens_of
+from trigon.data.packing import tokens_of
 from trigon.metrics import Metric, Metrics
 from trigon.models.features import VisionFeatureCache
 from trigon.models.value import ActorCritic, ValueModel
 from trigon.training.checkpointing import Saved
 from trigon.training.device_memory import Placement
-from trigon.training.local import LocalTrainEngine, ModelName
-from trigon.training.protocol import GroupOutputs, LoadPixels
+from trigon.training.local import LocalTrainEngine
+from trigon.training.protocol import GroupOutputs, LoadPixels, ModelName
 from trigon.training.step import ValueLoss
 from trigon.types import PackedGroups, RolloutGroup, TrainGroup
 
@@ -45,7 +45,6 @@ class LocalCriticEngine(LocalTrainEngine):
         plan: ModelPlan,
         placement: Placement,
         *,
-        positions: Positions,
         features: VisionFeatureCache | None = None,
         load_pixels: LoadPixels = list,
         before_use: Callable[[], object] = lambda: None,
@@ -55,9 +54,7 @@ class LocalCriticEngine(LocalTrainEngine):
         Args: the arguments of LocalTrainEngine, and
             before_use: called before the critic takes memory, to offload the policy.
         """
-        super().__init__(
-            model, config, plan, placement, positions=positions, features=features, load_pixels=load_pixels
-        )
+        super().__init__(model, config, plan, placement, features=features, load_pixels=load_pixels)
         self._before_use = before_use
         self._feature_counts = (0, 0)  # hits and lookups of the critic, in a cache that may be shared
 
@@ -113,14 +110,14 @@ class LocalCriticEngine(LocalTrainEngine):
         super().wake(optimizer=optimizer)
 
     def _make_loss(self) -> ValueLoss:
-        return ValueLoss(self._policy, self._config, self._scorer.precision, values=self._values)
+        return ValueLoss(self.policy, self._config, self._scorer.precision, values=self._values)
 
     def _score_row(self, packed: PackedGroups, run_dummy_vision: bool) -> Tensor:
         return self._values(packed, run_dummy_vision, with_next=True)
 
     def _values(self, packed: PackedGroups, run_dummy_vision: bool, *, with_next: bool = False) -> Tensor:
         """Return the values of a row; see ValueModel.forward."""
-        values: Tensor = self._policy(packed, run_dummy_vision=run_dummy_vision, with_next=with_next)
+        values: Tensor = self.policy(packed, run_dummy_vision=run_dummy_vision, with_next=with_next)
         return values
 
 
@@ -140,7 +137,6 @@ class LocalTrunkCritic(LocalCriticEngine):
         placement: Placement,
         *,
         trainer: LocalTrainEngine,
-        positions: Positions,
         load_pixels: LoadPixels = list,
     ) -> None:
         """Make the optimizer of the head, which the policy's engine updates too.
@@ -155,7 +151,6 @@ class LocalTrunkCritic(LocalCriticEngine):
             config,
             plan,
             replace(placement, offload_params=False, offload_optimizer=False),
-            positions=positions,
             load_pixels=load_pixels,
         )
         self._trunk = policy
@@ -172,9 +167,6 @@ class LocalTrunkCritic(LocalCriticEngine):
 
     def offload(self) -> None:
         """Do nothing: the engine of the policy offloads the head with its trunk."""
-
-    def dry_run(self, groups: Sequence[RolloutGroup]) -> None:
-        """Do nothing: the dry runs of the policy's engine measure both."""
 
     @property
     def _module(self) -> nn.Module:
