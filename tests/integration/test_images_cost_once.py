@@ -14,7 +14,6 @@ from support.rollout import make_transformers_engine, make_vllm_engine
 from trigon.data.stream import PromptStream
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.models.positions import positions_of
 from trigon.tools.quickstart.drawings import make_dataset
 from trigon.training.device_memory import Placement
 from trigon.training.local import LocalTrainEngine
@@ -61,7 +60,6 @@ def test_one_image_processor_call_for_each_prompt_of_a_step(engine_name, n, tiny
         CONFIG,
         plan_for(80),  # so that groups are split over several micro-batches
         Placement(device=torch.device("cpu"), compute_dtype=torch.float32),
-        positions=positions_of(processors.family, processors.hf_config),
     )
     if engine_name == "vllm":
         engine = make_vllm_engine(tiny_vlm, processors, max_model_len=160, max_num_batched_tokens=512)

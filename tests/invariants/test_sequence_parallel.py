@@ -22,7 +22,7 @@ from trigon.models.policy import Policy, full_tensor
 from trigon.models.positions import positions_of
 from trigon.training.parallel import Sharding
 from trigon.training.step import PolicyLoss
-from trigon.types import RoutedExperts, TokenLogprobs, TrainGroup
+from trigon.types import RoutedExperts, TrainGroup
 
 pytestmark = pytest.mark.extended
 
@@ -76,16 +76,15 @@ def compute(task: Task) -> bytes:
             max_tokens=ONE_ROW,
             positions=positions_of(processors.family, processors.hf_config),
         )
-        outputs: list[TokenLogprobs] = []
+        recorded: list[Tensor] = []
         PolicyLoss(engine.policy, ENTROPY_LOSS, nullcontext, reference=None).backward(
             batch,
             denominators,
             run_dummy_vision=task.images,
             gradient_scale=float(task.ranks) if is_split else 1.0,
-            on_outputs=outputs.append,
+            recorded=recorded,
         )
-        for name in ("logprobs", "entropy"):
-            tokens = getattr(outputs[0], name).detach()
+        for name, tokens in zip(("logprobs", "entropy"), recorded[0], strict=True):
             for (place, number), own in by_owner([batch], [tokens]).items():
                 result[f"{name}/{row[place]}/{number}"] = own.clone()
     for name, parameter in engine.policy.named_parameters():

@@ -16,7 +16,6 @@ from trigon.config.schema import Config, LoraConfig
 from trigon.models.features import VisionFeatureCache
 from trigon.models.load import load_model
 from trigon.models.lora import add_lora
-from trigon.models.positions import positions_of
 from trigon.models.value import ActorCritic, ValueModel
 from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.device_memory import Placement
@@ -92,10 +91,11 @@ def make_critic(
     model = make(CPU) if sharding is None else open_sharded(make, process_group, sharding, CPU)
     if isinstance(process_group, TorchProcessGroup) and ranks_per_row > 1:
         model.use_row_ranks(process_group.row_ranks(ranks_per_row))
-    processors = processors_of(folder)
     return LocalCriticEngine(
         model,
-        critic_config(averaging=averaging, strategy=strategy),
+        with_options(
+            critic_config(averaging=averaging, strategy=strategy), {"worker.critic.model.lora.rank": lora_rank}
+        ),
         plan_for(max_tokens),
         Placement(
             device=CPU,
@@ -104,7 +104,6 @@ def make_critic(
             offload_optimizer=offload,
             process_group=process_group,
         ),
-        positions=positions_of(processors.family, processors.hf_config),
         features=(features or VisionFeatureCache(2**20)) if freeze else None,
         before_use=before_use,
     )
@@ -134,7 +133,6 @@ def make_trunk(
         max_tokens=max_tokens,
         **options,
     )
-    processors = processors_of(folder)
     critic = LocalTrunkCritic(
         trainer.policy,
         config,
@@ -145,7 +143,6 @@ def make_trunk(
             process_group=SingleProcess() if sharding is None else TorchProcessGroup(CPU),
         ),
         trainer=trainer,
-        positions=positions_of(processors.family, processors.hf_config),
     )
     return trainer, critic
 

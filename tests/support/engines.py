@@ -23,7 +23,6 @@ from trigon.models.kernels import Kernel
 from trigon.models.load import load_model
 from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
-from trigon.models.positions import positions_of
 from trigon.models.weight_files import stored_dtype
 from trigon.training.device_memory import Placement
 from trigon.training.fsdp import MakePolicy, TorchProcessGroup, open_sharded
@@ -132,7 +131,6 @@ def make_engine(
             policy.use_row_ranks(ranks)
         return policy
 
-    positions = positions_of(processors.family, processors.hf_config)
     placement = Placement(
         device=CPU,
         compute_dtype=(compute_dtype or dtype) if sharding is None else None,
@@ -142,16 +140,13 @@ def make_engine(
     )
     reference = None
     if compared_with is not None:
-        reference = LocalScorer(
-            place(partial(open_policy, compared_with)), placement, positions=positions, max_tokens=max_tokens
-        )
+        reference = LocalScorer(place(partial(open_policy, compared_with)), placement, max_tokens=max_tokens)
     policy = place(make_policy)
     return LocalTrainEngine(
         policy,
-        with_options(config, {"worker.actor.optim.strategy": strategy}),
+        with_options(config, {"worker.actor.optim.strategy": strategy, "worker.actor.model.lora.rank": lora_rank}),
         plan_for(max_tokens, warmup_updates=warmup_updates),
         placement,
-        positions=positions,
         reference=reference,
         features=VisionFeatureCache(vision_cache_bytes) if policy.has_frozen_vision else None,
     )

@@ -16,7 +16,7 @@ from support.tensors import assert_equal_tensors, max_relative_error
 from trigon.config.schema import OptimConfig
 from trigon.errors import CheckpointError
 from trigon.metrics import values
-from trigon.training.checkpointing import load_policy_and_optimizer, stage_state
+from trigon.training.checkpointing import load_optimizer, load_policy, stage_state
 from trigon.training.optim import make_optimizer
 from trigon.training.parallel import SingleProcess
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_with_other_adapters_cannot_be_resumed(tiny_model, saved, t
         CheckpointError, match=r"holds the LoRA adapters of a run with .*rank=2, and this run trains all weights"
     ):
         make_engine(folder).load_state(adapters)
-    with pytest.raises(CheckpointError, match=r"lora_A\.weight .*\[2, 128\] instead of .*\[4, 128\]"):
+    with pytest.raises(CheckpointError, match=r"LoRA adapters of rank 2, and worker\.actor\.model\.lora\.rank is 4"):
         make_engine(folder, lora_rank=4).load_state(adapters)
 
 
@@ -217,7 +217,8 @@ def test_the_step_count_is_loaded_onto_the_device_that_reads_it(tmp_path, strate
 
     on_gpu = OneLayer("meta")
     resumed = make_optimizer(on_gpu.parameters(), optim)
-    load_policy_and_optimizer(on_gpu, resumed, tmp_path, **alone)
+    load_policy(on_gpu, tmp_path, process_group=SingleProcess())
+    load_optimizer(on_gpu, resumed, tmp_path, **alone)
     [state] = resumed.state.values()
     assert {key: value.device.type for key, value in state.items()} == {
         "step": expected,

@@ -32,7 +32,6 @@ from trigon.models.features import VisionFeatureCache
 from trigon.models.load import load_model
 from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
-from trigon.models.positions import positions_of
 from trigon.models.transfer import to_device
 from trigon.training.device_memory import Placement
 from trigon.training.local import LocalTrainEngine
@@ -88,7 +87,6 @@ def make_engine(
         with_options(config, {"worker.actor.optim.strategy": strategy}),
         plan_for(max_tokens),
         Placement(device=device, compute_dtype=None),
-        positions=positions_of(processors.family, processors.hf_config),
         features=VisionFeatureCache(2**20) if policy.has_frozen_vision else None,
     )
 

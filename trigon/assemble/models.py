@@ -23,13 +23,12 @@ from trigon.models.kernels import Kernel, resolve_kernel
 from trigon.models.load import Processors, family_of_folder, load_hf_config, load_model, model_folder
 from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
-from trigon.models.positions import positions_of
 from trigon.models.sequence_parallel import RowRanks, require_divisible_heads
 from trigon.models.sizes import require_tensor_parallel
 from trigon.models.value import ActorCritic, ValueModel
 from trigon.models.weight_files import stored_dtype
 from trigon.rollout.vllm.arguments import require_implementation
-from trigon.training.checkpointing import check_lora_rank, is_head_alone, read_updates
+from trigon.training.checkpointing import is_head_alone, read_updates
 from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
 from trigon.training.device_memory import Placement
 from trigon.training.local import LocalTrainEngine
@@ -209,7 +208,6 @@ def open_trainer(
         config,
         plan,
         placement_of(config, actor, place, model="policy", remedies=find_remedies_in_pass(config)),
-        positions=positions_of(processors.family, processors.hf_config),
         reference=reference if config.has_full_kl else None,
         features=feature_memory(config, shared=reference is not None) if policy.has_frozen_vision else None,
         load_pixels=load_pixels,
@@ -262,7 +260,6 @@ def open_reference(
             model="reference",
             remedies=find_remedies_in_pass(config, model="reference"),
         ),
-        positions=positions_of(processors.family, processors.hf_config),
         max_tokens=plan.tokens_per_experience_pass,
         # As the policy computes features, so that equal weights give equal bits.
         features=(
@@ -399,15 +396,13 @@ def open_critic(
     """
     if not config.has_critic:
         return None
-    critic, positions = config.critic, positions_of(processors.family, processors.hf_config)
+    critic = config.critic
     if config.shares_trunk:
         policy = trainer.policy
         assert isinstance(policy, ActorCritic), "open_trainer adds the head"
         remedies = find_remedies_in_pass(config)
         placement = placement_of(config, critic, place, model="critic", remedies=remedies)
-        return LocalTrunkCritic(
-            policy, config, plan.critic, placement, trainer=trainer, positions=positions, load_pixels=load_pixels
-        )
+        return LocalTrunkCritic(policy, config, plan.critic, placement, trainer=trainer, load_pixels=load_pixels)
     require_same_tokens(config, processors)
     kernel = choose_kernel(config, place.device, critic, processors=processors)
     make = partial(open_value_model, config, processors, kernel)
@@ -418,7 +413,6 @@ def open_critic(
         config,
         plan.critic,
         placement_of(config, critic, place, model="critic", remedies=find_remedies_in_pass(config, model="critic")),
-        positions=positions,
         features=shared_features(config, model, trainer),
         load_pixels=load_pixels,
         before_use=trainer.offload_weights,
@@ -458,9 +452,7 @@ def check_trained_critic(config: Config, folder: Path) -> None:
             "trainer.experiment_name"
         )
     rank = 0 if config.shares_trunk else critic.model.lora.rank
-    read_updates(folder, has_adapters=rank > 0, strategy=critic.optim.strategy, section="worker.critic")
-    if rank > 0:
-        check_lora_rank(folder, rank, section="worker.critic")
+    read_updates(folder, lora_rank=rank, strategy=critic.optim.strategy, section="worker.critic")
 
 
 def require_same_tokens(config: Config, processors: Processors) -> None:

@@ -75,7 +75,7 @@ from trigon.system.machine import require_free_memory
 from trigon.system.processes import Started
 from trigon.system.secrets import mask
 from trigon.system.temporary import remove_dead_folders
-from trigon.training.checkpointing import check_lora_rank, read_updates
+from trigon.training.checkpointing import read_updates
 from trigon.training.train_groups import GroupPreparation
 from trigon.training.updates import Updater
 
@@ -421,10 +421,8 @@ def check_trained_parts(config: Config, checkpoint: Checkpoint) -> None:
 
     The train engine would find it too, after the models are loaded.
     """
-    rank = config.worker.actor.model.lora.rank
-    read_updates(checkpoint.actor, has_adapters=rank > 0, strategy=config.worker.actor.optim.strategy)
-    if rank > 0:
-        check_lora_rank(checkpoint.actor, rank)
+    actor = config.worker.actor
+    read_updates(checkpoint.actor, lora_rank=actor.model.lora.rank, strategy=actor.optim.strategy)
     if config.has_critic and checkpoint.critic is not None:
         check_trained_critic(config, checkpoint.critic)
 

@@ -28,7 +28,7 @@ from trigon.models.policy import Policy
 from trigon.models.value import HEAD_NAME
 from trigon.system.files import read_json_object, write_json
 from trigon.system.terminal import listed
-from trigon.training.optim import STEP, on_this_rank, state_dtypes, step_device
+from trigon.training.optim import empty_state, on_this_rank
 from trigon.training.parallel import ProcessGroup
 from trigon.training.state import ShardedFiles, copy_to_host, load_tensors, save_tensors
 from trigon.types import NamedTensors
@@ -111,15 +111,14 @@ def stage_state(
     return write
 
 
-def read_updates(
-    folder: Path, *, has_adapters: bool, strategy: OptimizerStrategy, section: str = "worker.actor"
-) -> int:
+def read_updates(folder: Path, *, lora_rank: int, strategy: OptimizerStrategy, section: str = "worker.actor") -> int:
     """Return the number of updates of a saved state, without loading any tensor.
 
-    has_adapters: whether the run trains LoRA adapters. section: the section of the model, for
-    messages.
+    lora_rank: rank of the adapters that the run trains; 0: it trains none. section: the section of
+    the model, for messages.
     Raises: CheckpointError if a run with these settings cannot resume from the folder.
     """
+    has_adapters = lora_rank > 0
     saved_adapters, saved_weights = (folder / ADAPTER_FOLDER).exists(), (folder / WEIGHTS_FOLDER).exists()
     own_rank = f"{section}.model.lora.rank"
     start = "start a new run with another trainer.experiment_name, or with trainer.find_last_checkpoint=false"
@@ -146,17 +145,12 @@ def read_updates(
             f"{folder} was saved with {section}.optim.strategy={state['strategy']}, this run has {strategy}; set it to "
             f"{state['strategy']}, or export the checkpoint and set {section}.model.model_path to the result"
         )
-    return int(state["updates"])
-
-
-def check_lora_rank(folder: Path, rank: int, *, section: str = "worker.actor") -> None:
-    """Raise CheckpointError if the adapters in the folder have another rank."""
-    saved = read_adapter_rank(folder)
-    if saved != rank:
+    if has_adapters and (saved_rank := read_adapter_rank(folder)) != lora_rank:
         raise CheckpointError(
-            f"{folder} holds LoRA adapters of rank {saved}, and {section}.model.lora.rank is {rank}; set it to "
-            f"{saved}, or start a new run with another trainer.experiment_name"
+            f"{folder} holds LoRA adapters of rank {saved_rank}, and {own_rank} is {lora_rank}; set it to "
+            f"{saved_rank}, or {start}"
         )
+    return int(state["updates"])
 
 
 def is_head_alone(folder: Path) -> bool:
@@ -183,19 +177,6 @@ def read_object(path: Path, **types: type) -> dict[str, Any]:
         if type(content.get(key)) is not kind:
             raise CheckpointError(f"{path} has no valid {key!r}; restore it, or use another checkpoint")
     return content
-
-
-def load_policy_and_optimizer(
-    policy: Saved, optimizer: Optimizer, folder: Path, *, strategy: OptimizerStrategy, process_group: ProcessGroup
-) -> None:
-    """Load weights and optimizer states in place. Any number of ranks may have written them.
-
-    Raises: CheckpointError unless the names, shapes and dtypes of all tensors match.
-    """
-    load_policy(policy, folder, process_group=process_group)
-    _load_optimizer_tensors(
-        policy, optimizer, folder / OPTIMIZER_FOLDER, strategy=strategy, process_group=process_group
-    )
 
 
 def load_policy(policy: Saved, folder: Path, *, process_group: ProcessGroup) -> None:
@@ -227,50 +208,23 @@ def _optimizer_tensors(policy: Saved, optimizer: Optimizer) -> dict[str, Tensor]
     }
 
 
-def _load_optimizer_tensors(
+def load_optimizer(
     policy: Saved, optimizer: Optimizer, folder: Path, *, strategy: OptimizerStrategy, process_group: ProcessGroup
 ) -> None:
-    """Replace all optimizer states. Raises: CheckpointError if they do not match."""
+    """Replace all optimizer states by those of a checkpoint.
+
+    Raises: CheckpointError unless the names, shapes and dtypes of all tensors match.
+    """
+    folder = folder / OPTIMIZER_FOLDER
     trainable = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    tensors = _empty_optimizer_tensors(trainable, folder, strategy)
+    # A parameter that never had a gradient (in a vision tower before the first image) has no state.
+    updated = {name.rpartition("/")[0] for name in ShardedFiles(folder).tensors} & trainable.keys()
+    states = {name: empty_state(trainable[name], strategy) for name in sorted(updated)}
+    tensors = {f"{name}/{key}": tensor for name, state in states.items() for key, tensor in state.items()}
     load_tensors(tensors, folder, group=process_group.state_group)
     optimizer.state.clear()
-    for state_name, tensor in tensors.items():
-        name, _, key = state_name.rpartition("/")
-        optimizer.state[trainable[name]][key] = tensor
-
-
-def _empty_optimizer_tensors(
-    trainable: Mapping[str, nn.Parameter], folder: Path, strategy: OptimizerStrategy
-) -> dict[str, Tensor]:
-    """Return a tensor for every optimizer state in the folder.
-
-    Raises: CheckpointError if a state belongs to no trainable parameter, or if a parameter has some
-    of its states and lacks another one.
-    """
-    tensors: dict[str, Tensor] = {}
-    unknown: list[str] = []
-    # A parameter that never had a gradient (in a vision tower before the first image) has no
-    # state.
-    for state_name in ShardedFiles(folder).tensors:
-        name, _, key = state_name.rpartition("/")
-        dtypes = state_dtypes(trainable[name], strategy) if name in trainable else {}
-        if key not in dtypes:
-            unknown.append(state_name)
-        elif key == STEP:
-            tensors[state_name] = torch.zeros((), device=step_device(trainable[name], strategy))
-        else:
-            tensors[state_name] = torch.zeros_like(trainable[name], dtype=dtypes[key])
-    names = {state_name.rpartition("/")[0] for state_name in tensors}
-    # Not those that another parameter has: in adamw_bf16 they depend on the dtype of the parameter.
-    states = (f"{name}/{key}" for name in names for key in state_dtypes(trainable[name], strategy))
-    missing = sorted(state for state in states if state not in tensors)
-    if unknown or missing:
-        raise CheckpointError(
-            f"the optimizer states in {folder} do not match this model: unknown {sorted(unknown)[:3]}, missing "
-            f"{missing[:3]} ({len(unknown)} and {len(missing)} in total)"
-        )
-    return tensors
+    for name, state in states.items():
+        optimizer.state[trainable[name]] = state
 
 
 NUM_NAMED = 3

@@ -129,25 +129,23 @@ def update_bytes(parameters: Iterable[Tensor], strategy: OptimizerStrategy) -> i
             assert_never(strategy)
 
 
-def step_device(parameter: Tensor, strategy: OptimizerStrategy) -> torch.device:
-    """Return the device on which the state "step" of a parameter has to be.
+def empty_state(parameter: Tensor, strategy: OptimizerStrategy) -> dict[str, Tensor]:
+    """Return the optimizer states of a parameter before its first update: zeros.
 
-    The fused kernel of adamw reads it on the device of the parameter. adamw_bf16 reads it on the
-    host, where that costs no synchronization.
+    STEP is on the device that reads it. The fused kernel of adamw reads it on the device of the
+    parameter, adamw_bf16 on the host, where that costs no synchronization.
     """
-    match strategy:
-        case "adamw":
-            return parameter.device
-        case "adamw_bf16":
-            return torch.device("cpu")
-        case _:
-            assert_never(strategy)
+    step_device = parameter.device if strategy == "adamw" else torch.device("cpu")
+    return {
+        name: torch.zeros((), device=step_device) if name == STEP else torch.zeros_like(parameter, dtype=dtype)
+        for name, dtype in state_dtypes(parameter, strategy).items()
+    }
 
 
 def move_states(optimizer: Optimizer, device: torch.device) -> None:
     """Move the states of all parameters to a device, but for "step", which stays where it is read.
 
-    See step_device. Each tensor is freed as soon as its copy exists.
+    See empty_state. Each tensor is freed as soon as its copy exists.
     """
     for state in optimizer.state.values():
         for key, value in state.items():
@@ -193,11 +191,7 @@ class AdamWBf16(Optimizer):
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state[STEP] = torch.zeros((), device=step_device(parameter, "adamw_bf16"))
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-            if parameter.dtype == torch.bfloat16:
-                state[LOW_BITS] = torch.zeros_like(parameter, dtype=torch.int16)
+            state.update(empty_state(parameter, "adamw_bf16"))
         state[STEP] += 1
         step = float(state[STEP])
         # All operations are elementwise, so each rank updates its local shard, slice by slice.

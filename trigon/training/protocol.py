@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from trigon.metrics import Metrics
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup, WeightsHandle
 
 Group = TypeVar("Group", RolloutGroup, TrainGroup)
+
+ModelName = Literal["actor", "critic"]
+"""What a run has a trained model for: the prefix of its metrics, and its section in worker."""
 
 SKIPPED_GRAD_NORM = "skipped_grad_norm"
 """Key of the gradient's norm in the metrics of an update that was skipped because of it."""

@@ -13,14 +13,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trigon.data.packing import Positions, tokens_of
+from trigon.data.packing import by_group, pack_rollouts, tokens_of
 from trigon.models.features import VisionFeatureCache
 from trigon.models.logprobs import Predictions
 from trigon.models.lora import adapters_off
 from trigon.models.policy import Policy
+from trigon.models.positions import positions_of
 from trigon.training.device_memory import Placement
+from trigon.training.parallel import passes_in_step
 from trigon.training.protocol import LoadPixels, LogprobEngine
-from trigon.training.step import Reference, score_rows
+from trigon.training.step import Reference, idle_row
 from trigon.types import PackedGroups, RolloutGroup, TokenLogprobs
 
 
@@ -29,7 +31,7 @@ class LocalScorer:
 
     All ranks of the process group call every method together, each with its own groups.
 
-    max_tokens: token budget of a packed row.
+    max_tokens: token budget of a packed row. positions: computes the position ids of a prompt.
     """
 
     def __init__(
@@ -37,7 +39,6 @@ class LocalScorer:
         policy: Policy,
         placement: Placement,
         *,
-        positions: Positions,
         max_tokens: int,
         features: VisionFeatureCache | None = None,
         load_pixels: LoadPixels = list,
@@ -45,13 +46,12 @@ class LocalScorer:
         """Wrap a policy that is on its device, or sharded over the ranks.
 
         Args:
-            positions: computes the position ids of a prompt.
             features: cache for a vision tower that does not change; see Policy.use_feature_cache.
             load_pixels: processes the media of groups that are encoded files.
         """
         self.policy = policy
         self.device = placement.device
-        self._positions = positions
+        self.positions = positions_of(policy.family, policy.model.config)
         self._load_pixels = load_pixels
         self.max_tokens = max_tokens
         self._compute_dtype = placement.compute_dtype
@@ -115,18 +115,27 @@ class LocalScorer:
     ) -> list[list[Tensor]]:
         """Return what passes without gradient give for each completion: [K, S] float32 on the CPU.
 
-        score: see score_rows. max_tokens: used in place of the budget.
+        Args:
+            groups: the groups of this rank; may be empty.
+            score: makes the pass over a row, and returns [K, S]; gets the row, and whether the
+                vision tower runs if it has no images.
+            max_tokens: used in place of the budget.
         """
+        values: list[Tensor] = []
         with self.awake():
-            return score_rows(
-                self.policy,
-                self._load_pixels(groups),
-                score,
-                max_tokens=self.max_tokens if max_tokens is None else max_tokens,
-                positions=self._positions,
-                precision=self.precision,
-                process_group=self._process_group,
+            rows = pack_rollouts(
+                self._load_pixels(groups), max_tokens=max_tokens or self.max_tokens, positions=self.positions
             )
+            passes = passes_in_step([bool(row.packed.visions) for row in rows], self._process_group)
+            with torch.no_grad(), self.precision():
+                for index, run_dummy_vision in enumerate(passes):
+                    packed = rows[index].packed if index < len(rows) else idle_row(self.policy)
+                    values.append(score(packed, run_dummy_vision))
+            if not rows:
+                return []
+            # Copied together, since each copy to the host waits for the passes before it.
+            scored = torch.cat(values[: len(rows)], dim=1).cpu()
+        return by_group(rows, torch.split(scored, [value.shape[1] for value in values[: len(rows)]], dim=1))
 
     def predictions(self, packed: PackedGroups, *, run_dummy_vision: bool) -> Predictions:
         """See Policy.predictions."""

@@ -1,4 +1,4 @@
-"""The forward and backward pass of one packed row, and the scoring of completions without gradient.
+"""The plan of an update, and the forward and backward pass of one packed row.
 
 Does not depend on optimizers and engines. It assumes only that all other ranks make the same
 passes.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from trigon.algorithms.losses import correction_weights, kl_per_token, mismatch_metrics, policy_loss, value_loss
-from trigon.algorithms.reduce import Denominators, ExpertShares, expert_shares, load_balancing_loss, reduce_loss
+from trigon.algorithms.reduce import Denominators, ExpertShares, load_balancing_loss, reduce_loss
 from trigon.algorithms.unread import Unread, UnreadMetrics
 from trigon.config.names import KlEstimator
 from trigon.config.schema import Config, CriticConfig
-from trigon.data.packing import Positions, by_group, pack_rollouts, pack_train
+from trigon.data.packing import Positions, pack_train
 from trigon.metrics import Max, Mean, Sum
 from trigon.models import transfer
 from trigon.models.logprobs import Predictions
@@ -28,7 +28,7 @@ from trigon.models.policy import Policy
 from trigon.models.value import ActorCritic
 from trigon.training.parallel import ProcessGroup, passes_in_step
 from trigon.training.train_groups import has_gradient
-from trigon.types import GroupSpan, MicroBatch, PackedGroups, RolloutGroup, TokenLogprobs, TrainGroup, has_media
+from trigon.types import GroupSpan, MicroBatch, PackedGroups, TokenLogprobs, TrainGroup, has_media
 
 ROUTER_LOSS = "actor/router_aux_loss"
 """The metric of the load-balancing loss."""
@@ -69,15 +69,19 @@ class PolicyLoss:
     load-balancing loss of the experts. A critic on the policy's trunk adds its loss, whose gradient
     reaches the trunk times vf_coef, and its head whole.
 
-    reference: the reference of the full KL; None if the loss has no full KL. is_regularized:
-    whether a token whose advantage is zero can have a gradient. balances_experts: whether the loss
-    has the load-balancing loss.
+    is_regularized: whether a token whose advantage is zero can have a gradient. balances_experts:
+    whether the loss has the load-balancing loss.
     """
 
     def __init__(self, policy: Policy, config: Config, precision: Precision, *, reference: Reference | None) -> None:
-        self._policy, self._config, self._precision, self.reference = policy, config, precision, reference
+        """reference: the reference of the full KL; None if the loss has no full KL."""
+        self._policy, self._config, self._precision, self._reference = policy, config, precision, reference
         self.is_regularized = config.learns_without_advantage
         self.balances_experts = config.worker.actor.router_aux_loss_coef > 0
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Return a context inside which the reference's weights are on the device."""
+        return nullcontext() if self._reference is None else self._reference.awake()
 
     def backward(
         self,
@@ -87,7 +91,7 @@ class PolicyLoss:
         run_dummy_vision: bool,
         gradient_scale: float,
         shares: ExpertShares | None = None,
-        on_outputs: Callable[[TokenLogprobs], None] | None = None,
+        recorded: list[Tensor] | None = None,
     ) -> UnreadMetrics:
         """Add the gradient of one micro-batch to the parameters, and return its metrics.
 
@@ -103,14 +107,16 @@ class PolicyLoss:
             gradient_scale: factor of the gradient; the metrics are not scaled.
             shares: the shares of the experts in the whole update, on the device; None without the
                 load-balancing loss.
-            on_outputs: receives what the forward pass returned, which still has its gradient.
+            recorded: the log-probabilities and the entropies are appended to it, float32 [2, S] on
+                the CPU, which a GPU writes later.
         """
         against = None
-        if self.reference is not None:
-            against = self.reference.predictions(batch.packed, run_dummy_vision=run_dummy_vision)
+        if self._reference is not None:
+            against = self._reference.predictions(batch.packed, run_dummy_vision=run_dummy_vision)
         outputs, values = self._pass(batch.packed, run_dummy_vision, against, router_load=shares is not None)
-        if on_outputs is not None:
-            on_outputs(outputs)
+        if recorded is not None:
+            stacked = torch.stack([outputs.logprobs.detach().float(), outputs.entropy.detach().float()])
+            recorded.append(stacked.to("cpu", non_blocking=True))  # into pinned memory
         # Without an update since sampling, old and current log-probabilities are equal: the ratio
         # is exactly 1.
         old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -129,8 +135,8 @@ class PolicyLoss:
     def idle_backward(self, *, run_dummy_vision: bool) -> None:
         """Make a pass whose gradient is zero, for a rank with fewer micro-batches than another."""
         row = idle_row(self._policy)
-        if self.reference is not None:
-            self.reference.predictions(row, run_dummy_vision=run_dummy_vision)
+        if self._reference is not None:
+            self._reference.predictions(row, run_dummy_vision=run_dummy_vision)
         outputs, values = self._pass(row, run_dummy_vision, None)
         total = outputs.logprobs.sum() if values is None else outputs.logprobs.sum() + values.sum()
         torch.autograd.backward(total * 0.0)
@@ -170,7 +176,6 @@ class PolicyLoss:
 class ValueLoss:
     """The loss of a critic over the packed rows of an update. As PolicyLoss."""
 
-    reference = None
     is_regularized = True  # every value has a gradient
     balances_experts = False
 
@@ -183,6 +188,10 @@ class ValueLoss:
         """
         self._policy, self._critic, self._precision, self._values = policy, config.worker.critic, precision, values
 
+    def awake(self) -> AbstractContextManager[None]:
+        """See PolicyLoss."""
+        return nullcontext()
+
     def backward(
         self,
         batch: MicroBatch,
@@ -191,11 +200,11 @@ class ValueLoss:
         run_dummy_vision: bool,
         gradient_scale: float,
         shares: ExpertShares | None = None,
-        on_outputs: Callable[[TokenLogprobs], None] | None = None,
+        recorded: list[Tensor] | None = None,
     ) -> UnreadMetrics:
         """See PolicyLoss."""
         assert shares is None, "the loss of a critic does not balance experts"
-        assert on_outputs is None, "a critic computes no log-probabilities"
+        assert recorded is None, "a critic computes no log-probabilities"
         with self._precision():
             values = self._values(batch.packed, run_dummy_vision)
         loss, metrics = reduced_value_loss(values, batch, self._critic, denominators)
@@ -316,67 +325,6 @@ def _kl_of(outputs: TokenLogprobs, batch: MicroBatch, estimator: KlEstimator) ->
     return kl_per_token(outputs.logprobs, batch.ref_logprobs, estimator)
 
 
-def count_expert_shares(
-    policy: Policy,
-    rows: Sequence[PackedGroups],
-    passes: Sequence[bool],
-    *,
-    precision: Precision,
-    process_group: ProcessGroup,
-    counts_row: bool,
-) -> ExpertShares:
-    """Return the shares of the experts in an update, over all ranks, from passes without gradient.
-
-    Args:
-        rows: the rows of this rank. passes: the passes of all ranks together, see passes_in_step.
-        counts_row: False on ranks whose rows another rank counts.
-    Returns: on the CPU.
-    """
-    totals = torch.zeros(policy.num_experts)
-    with torch.no_grad(), precision():
-        for index, run_dummy_vision in enumerate(passes):
-            is_idle = index >= len(rows)
-            row = idle_row(policy) if is_idle else rows[index]
-            counted = policy.router_assignments(row, run_dummy_vision=run_dummy_vision)
-            if counts_row and not is_idle:
-                totals = totals.to(counted.device) + counted
-    process_group.reshard(policy)
-    assignments = process_group.all_reduce_sum(totals.tolist())
-    return expert_shares(assignments, experts_per_token=policy.experts_per_token)
-
-
-def score_rows(
-    policy: Policy,
-    groups: Sequence[RolloutGroup],
-    score: Callable[[PackedGroups, bool], Tensor],
-    *,
-    max_tokens: int,
-    positions: Positions,
-    precision: Precision,
-    process_group: ProcessGroup,
-) -> list[list[Tensor]]:
-    """Return what a pass without gradient gives for each completion: [K, S] float32 on the CPU.
-
-    Args:
-        groups: the groups of this rank; may be empty.
-        score: makes the pass over a row, and returns [K, S]; gets the row, and whether the vision
-            tower runs if it has no images.
-        max_tokens: token budget of a packed row.
-    """
-    rows = pack_rollouts(groups, max_tokens=max_tokens, positions=positions)
-    passes = passes_in_step([bool(row.packed.visions) for row in rows], process_group)
-    values: list[Tensor] = []
-    with torch.no_grad(), precision():
-        for index, run_dummy_vision in enumerate(passes):
-            packed = rows[index].packed if index < len(rows) else idle_row(policy)
-            values.append(score(packed, run_dummy_vision))
-    if not rows:
-        return []
-    # Copied together, since each copy to the host waits for the passes before it.
-    scored = torch.cat(values[: len(rows)], dim=1).cpu()
-    return by_group(rows, torch.split(scored, [value.shape[1] for value in values[: len(rows)]], dim=1))
-
-
 def idle_row(policy: Policy) -> PackedGroups:
     """Return the smallest possible row: a prompt of one token and a completion of one token."""
     return PackedGroups(
@@ -410,20 +358,6 @@ class UpdatePlan:
         only some of them run the vision tower.
         """
         return index == len(self.passes) - 1 or len(set(self.passes)) > 1
-
-
-@dataclass(frozen=True, slots=True)
-class AppliedUpdate:
-    """What the optimizer did.
-
-    grad_norm: the norm of the gradient before clipping. is_finite: whether grad_norm is finite.
-    is_applied: False if the update was skipped.
-    """
-
-    learning_rate: float
-    grad_norm: float
-    is_finite: bool
-    is_applied: bool
 
 
 def plan_update(

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from trigon.training.protocol import (
     SKIPPED_GRAD_NORM,
     CriticEngine,
     GroupOutputs,
+    ModelName,
     TrainedModel,
     TrainEngine,
     TrunkCriticEngine,
@@ -34,9 +35,6 @@ from trigon.types import Phase, TrainGroup
 
 WINDOW = 20
 """Number of last updates of which at most half may be skipped."""
-
-UpdatedModel = Literal["actor", "critic"]
-"""The model of an update, and the prefix of its metrics."""
 
 NUM_NORMS = 8
 """How many of the last gradient norms a message shows."""
@@ -77,7 +75,7 @@ class Updater:
         """
         self._plan, self._trainer, self._critic, self._report, self._tracer = plan, trainer, critic, report, tracer
         self._critic_warmup, self._max_skipped, self._traced_steps = critic_warmup, max_skipped, traced_steps
-        self._recent: dict[UpdatedModel, RecentUpdates] = {"actor": RecentUpdates(), "critic": RecentUpdates()}
+        self._recent: dict[ModelName, RecentUpdates] = {"actor": RecentUpdates(), "critic": RecentUpdates()}
 
     def update(self, step: int, groups: Sequence[TrainGroup], outputs: GroupOutputs) -> Metrics:
         """Make all updates of a step, and return their metrics, merged.
@@ -113,7 +111,7 @@ class Updater:
         for name in self._recent:
             self._recent[name] = RecentUpdates(tuple(state[f"recent_{name}_grad_norms"]))
 
-    def _updated(self, step: int) -> Iterator[tuple[UpdatedModel, TrainedModel, ModelPlan]]:
+    def _updated(self, step: int) -> Iterator[tuple[ModelName, TrainedModel, ModelPlan]]:
         """Yield the models that a step updates, in this order, each with its plan."""
         updates_policy = step > self._critic_warmup
         if self._critic is not None and not (updates_policy and isinstance(self._critic, TrunkCriticEngine)):
@@ -121,7 +119,7 @@ class Updater:
         if updates_policy:
             yield "actor", self._trainer, self._plan
 
-    def _traced(self, step: int, name: UpdatedModel, number: int) -> AbstractContextManager[None]:
+    def _traced(self, step: int, name: ModelName, number: int) -> AbstractContextManager[None]:
         """Return a context that traces an update if it is the first of a step that is traced.
 
         The update is the policy's, or the critic's in steps that update only the critic.
@@ -133,7 +131,7 @@ class Updater:
     def _note(
         self,
         step: int,
-        name: UpdatedModel,
+        name: ModelName,
         number: int,
         minibatch: Sequence[TrainGroup],
         update: Metrics,
@@ -185,9 +183,7 @@ class RecentUpdates:
 
     norms: tuple[float | None, ...] = ()
 
-    def after(
-        self, metrics: Metrics, *, limit: int, counted: bool = False, name: UpdatedModel = "actor"
-    ) -> RecentUpdates:
+    def after(self, metrics: Metrics, *, limit: int, counted: bool = False, name: ModelName = "actor") -> RecentUpdates:
         """Return this with one more update.
 
         metrics: the metrics of the update. limit: max_skipped_updates. counted: an earlier update
@@ -239,7 +235,7 @@ class RecentUpdates:
         raise NotFiniteError(f"{problem}. The last one: {cause}. Gradient norms of the last updates: {norms}")
 
 
-def describe_skipped(groups: Sequence[TrainGroup], metrics: Metrics, *, name: UpdatedModel = "actor") -> str:
+def describe_skipped(groups: Sequence[TrainGroup], metrics: Metrics, *, name: ModelName = "actor") -> str:
     """Return what was not finite in an update that was skipped, as the end of a sentence.
 
     groups: the groups of the update. metrics: its metrics. name: the model that was updated.
