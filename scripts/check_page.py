@@ -68,7 +68,7 @@ def example() -> str:
         finally:
             os.chdir(before)
     # Before the text is broken into lines, since temporary folders have names of different lengths.
-    results = [in_folder(result, folder, "/runs/first") for result in report.results]
+    results = [in_folder(result, folder, "/runs/first") for result in report.results.values()]
     text = "\n".join([*map(console_lines, results), "", f"{count_statuses(report)}: the run would fail"])
     text = re.sub(r"(?m)^(pass      versions      ).*(?:\n {24}.*)*", r"\1...", text)
     return re.sub(r"in [\d.]+ s:", "in ... s:", text)

@@ -101,8 +101,8 @@ def starts(folder: Path) -> list[dict]:
 def test_trigon_check_finds_what_a_resume_refuses_and_changes_nothing(parts, saved):
     before = contents(saved)
     report = check_run(CONFIG, options_of(parts, saved, "trainer.max_steps=1"))
-    assert report.result("run folder").problems == []
-    assert [problem.kind for problem in report.result("steps").problems] == ["steps.complete"]
+    assert report.results["run folder"].problems == []
+    assert [problem.kind for problem in report.results["steps"].problems] == ["steps.complete"]
     for change, named in (
         ("algorithm.adv_estimator=rloo", "algorithm.adv_estimator was grpo, and is now rloo"),
         (f"trainer.load_checkpoint_path={parts}", "is not a checkpoint"),

@@ -24,13 +24,7 @@ from trigon.models.load import copy_side_files, load_processors
 from trigon.report.run_folder import RunFolder
 from trigon.system.files import read_json_object
 from trigon.tools.check.dataset import ADVICE, RowFacts
-from trigon.tools.check.machine import (
-    Gpu,
-    check_devices,
-    check_memory,
-    check_network,
-    check_run_folder,
-)
+from trigon.tools.check.machine import Gpu, check_devices, check_memory, check_network, check_run_folder
 from trigon.tools.check.model import check_model, find_max_pixels, find_missing_header, token_counter
 from trigon.tools.check.rewards import asked_formats, final_answer
 from trigon.tools.check.run import Result, check_run
@@ -72,10 +66,10 @@ def test_a_good_run_has_no_problem_and_no_weights_are_read(run, tiny_vlm, tmp_pa
     report = check(run)
     assert found(report) == set(), shown(report)
     assert not report.would_fail
-    skipped = {result.name for result in report.results if result.status == "skipped"}
+    skipped = {name for name, result in report.results.items() if result.status == "skipped"}
     assert skipped == {"network"}  # one worker opens no port
     checks = re.findall(r"^\| `([\w ]+)` \|", PAGE, flags=re.MULTILINE)
-    assert [result.name for result in report.results] == checks
+    assert list(report.results) == checks
 
 
 @pytest.mark.extended
@@ -85,10 +79,10 @@ def test_without_the_model_rows_and_rewards_are_checked(run, monkeypatch):
     run.options["worker.actor.model.model_path"] = "owner/out-of-reach"
     report = check(run)
     assert found(report) == {"model.unusable"}, shown(report)
-    status = {result.name: result.status for result in report.results}
+    status = {name: result.status for name, result in report.results.items()}
     needs_model = {name for name, each in status.items() if each == "skipped"} - {"network"}
     assert needs_model == {"memory", "environment", "template", "lengths", "prompt", "episode", "disk"}
-    assert report.result("memory").skipped == "see the check 'model'"
+    assert report.results["memory"].skipped == "see the check 'model'"
     run.train[3]["images"] = ["absent.png"]
     assert found(check(run)) == {"model.unusable", "rows.image_missing"}
 
@@ -111,7 +105,7 @@ def test_all_faults_of_a_dataset_are_named_at_once(run):
     planted = Counter(FAULTS[name][0] for name in TOGETHER)
     assert found(report) == set(planted), shown(report)
     assert report.would_fail
-    rows = {problem.kind: problem.message for problem in report.result("rows").problems}
+    rows = {problem.kind: problem.message for problem in report.results["rows"].problems}
     for kind, message in rows.items():
         assert f"{planted[kind]} of 40 rows" in message
 
@@ -134,7 +128,7 @@ def test_every_kind_of_problem_is_planted_or_has_a_test():
 )
 def test_the_advice_on_lengths_makes_all_rows_fit(run, name, status):
     FAULTS[name][1](run)
-    lengths = check(run).result("lengths")
+    lengths = check(run).results["lengths"]
     assert lengths.status == status
     (problem,) = lengths.problems
     values = dict(re.findall(r"(data\.max_\w+) to (\d+)", problem.advice))
@@ -174,10 +168,10 @@ def test_an_invalid_option_skips_only_the_checks_that_read_it(run):
     invalid = [problem.message for problem in report.problems]
     assert len(invalid) == 3
     assert found(report) == {"configuration.invalid"}
-    assert "data.max_prompt_length" in report.result("rows").skipped
+    assert "data.max_prompt_length" in report.results["rows"].skipped
     for name in ("model", "devices", "loggers"):
-        assert report.result(name).status == "pass"
-    assert "trainer.save_freq" in report.result("disk").skipped
+        assert report.results[name].status == "pass"
+    assert "trainer.save_freq" in report.results["disk"].skipped
 
 
 def found_by(check, run, *parts, **options):
@@ -293,18 +287,20 @@ def test_a_run_folder_that_another_run_writes_to_and_damaged_checkpoints(run, tm
     assert kinds_of(damaged) == ["checkpoint.damaged"]
 
 
-def test_the_checkpoints_that_are_kept(run):
-    def count(**options):
-        config = inspect_config(None, run.write()).config
-        trainer = config.trainer.model_copy(update=options)
-        return count_checkpoints(config.model_copy(update={"trainer": trainer}), total_steps=100)
-
-    assert count() == 1  # after the last step
-    assert count(save_freq=10) == 10
-    assert count(save_freq=30) == 4
-    assert count(save_freq=10, save_limit=3) == 4  # three, the best among them, and one that is written
-    assert count(save_freq=10, save_limit=1, val_freq=10) == 3  # the newest, the best, and one that is written
-    assert count(save_freq=10, save_limit=1, val_freq=-1) == 2  # no checkpoint is the best
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ([], 1),  # after the last step
+        (["save_freq=10"], 10),
+        (["save_freq=30"], 4),
+        (["save_freq=10", "save_limit=3"], 4),  # three, the best among them, and one that is written
+        (["save_freq=10", "save_limit=1", "val_freq=10"], 3),  # the newest, the best, and one that is written
+        (["save_freq=10", "save_limit=1", "val_freq=-1"], 2),  # no checkpoint is the best
+    ],
+)
+def test_the_checkpoints_that_are_kept(options, kept):
+    config = inspect_config(None, ["data.val_files=a/b", *(f"trainer.{each}" for each in options)]).config
+    assert count_checkpoints(config, total_steps=100) == kept
 
 
 HEADED = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
@@ -365,7 +361,7 @@ def test_a_reward_function_of_groups_is_called_and_not_judged(run):
     )
     report = check(run)
     assert found(report) == set()
-    assert "depend on the other completions of a prompt are not judged" in report.result("reward").summary
+    assert "depend on the other completions of a prompt are not judged" in report.results["reward"].summary
     run.reward = 'REWARD_TYPE = "group"\ndef score(reward_inputs):\n    return [1]\n'
     assert found(check(run)) == {"reward.fails"}
 
@@ -388,11 +384,11 @@ def test_an_environment_is_begun_and_its_reward_is_no_problem_without_turns(run)
         row["answer"] = "0"  # which the environment knows
     report = check(run)
     assert found(report) == set(), shown(report)
-    assert report.result("environment").summary.endswith("maze.py:Maze; at most 8 turns, in messages of the role user")
-    episode = report.result("episode")
+    assert report.results["environment"].summary.endswith("maze.py:Maze; at most 8 turns, in messages of the role user")
+    episode = report.results["episode"]
     assert episode.text == "<|im_start|>user\nYou are at 0.<|im_end|>\n<|im_start|>assistant\n"
-    assert report.result("prompt").text.endswith("<|im_end|>\n")  # the first observation follows
-    assert "not judged" in report.result("reward").summary
+    assert report.results["prompt"].text.endswith("<|im_end|>\n")  # the first observation follows
+    assert "not judged" in report.results["reward"].summary
 
 
 EXAMPLES_ROWS = {

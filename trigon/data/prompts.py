@@ -89,9 +89,9 @@ class _RowMedia:
 class PromptBuilder:
     """Builds the prompts of rows for one model. Thread-safe.
 
-    data: its options. image_dir: the folder that relative paths start from, and out of which no
-    path may lead; None: no path is allowed. image_processor, video_processor: count their calls;
-    None for a model without images, or videos.
+    processors: tokenizer and processors of the model. data: the options. image_dir: the folder that
+    relative paths start from, and out of which no path may lead; None: no path is allowed.
+    image_processor, video_processor: count their calls; None for a model without images, or videos.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class PromptBuilder:
         Raises: ConfigError if format_prompt or the chat template cannot be used.
         """
         family = processors.family
+        self.processors = processors
         self.data = data
         self.image_dir = None if data.image_dir is None else expand_path(data.image_dir)
         self._chat = ChatTemplate(processors, tools=tools)

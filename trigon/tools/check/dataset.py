@@ -63,14 +63,6 @@ ADVICE: dict[Reason, str] = {
 """What to do about the rows of each reason; see check_lengths for those that are too long."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reader:
-    """What reads the rows: the processors of a model, and the builder of its prompts."""
-
-    processors: Processors
-    builder: PromptBuilder
-
-
 @dataclass(slots=True, eq=False)
 class RowFacts:
     """What the checks need of a row.
@@ -107,7 +99,7 @@ class ScannedDataset:
         return [row for row in self.rows if row.problem is None]
 
 
-def check_rows(result: Result, config: Config, reader: Reader, console: Console) -> list[ScannedDataset]:
+def check_rows(result: Result, config: Config, builder: PromptBuilder, console: Console) -> list[ScannedDataset]:
     """Scan the datasets of training and validation, and report the rows that cannot be used.
 
     Returns: the datasets that could be opened. Rows that are too long are reported by model.py.
@@ -120,7 +112,7 @@ def check_rows(result: Result, config: Config, reader: Reader, console: Console)
     datasets: list[ScannedDataset] = []
     for split, spec in files:
         try:
-            scanned, rows = _scan(config, reader.builder, spec, console)
+            scanned, rows = _scan(config, builder, spec, console)
         except DataError as error:
             result.fail("dataset.unreadable", str(error))
             continue

@@ -24,6 +24,7 @@ from trigon.assemble.options import max_completion_tokens
 from trigon.config.options import with_options
 from trigon.config.paths import local_path
 from trigon.config.schema import MAX_TOKENS, Config
+from trigon.data.prompts import PromptBuilder
 from trigon.data.templates import TemplateFailure, render_chat
 from trigon.data.vision import ImageProcessor, image_processor_of
 from trigon.environments.pool import EnvironmentPool
@@ -38,7 +39,8 @@ from trigon.models.load import (
     set_pixel_limits,
 )
 from trigon.models.sizes import ModelSize
-from trigon.tools.check.dataset import Reader, RowFacts, ScannedDataset, build, first_dataset, share, show_tokens
+from trigon.system.terminal import shorten
+from trigon.tools.check.dataset import RowFacts, ScannedDataset, build, first_dataset, share, show_tokens
 from trigon.tools.check.run import Missing, Result, Skipped
 from trigon.tools.quickstart.model import make_tiny
 
@@ -142,7 +144,7 @@ def check_code(result: Result, model: Model, stack: ExitStack) -> EnvironmentPoo
     return pool
 
 
-def check_templates(result: Result, model: Model, tools: EnvironmentPool | None) -> Reader | Missing:
+def check_templates(result: Result, model: Model, tools: EnvironmentPool | None) -> PromptBuilder | Missing:
     """Try the chat template and the format prompt, also on conversations if there are episodes.
 
     tools: tools whose descriptions are a part of the prompts.
@@ -155,7 +157,7 @@ def check_templates(result: Result, model: Model, tools: EnvironmentPool | None)
         check_chat_template(config, processors, schemas=schemas)
     except TrigonError as error:
         result.fail("template.format_prompt" if "data.format_prompt" in str(error) else "template.chat", str(error))
-        return Missing("see the check 'template'") if builder is None else Reader(processors, builder)
+        return Missing("see the check 'template'") if builder is None else builder
     if (header := find_missing_header(processors.tokenizer)) is not None:
         result.fail(
             "template.generation_prompt",
@@ -165,11 +167,11 @@ def check_templates(result: Result, model: Model, tools: EnvironmentPool | None)
         )
     chat = "its own" if config.data.override_chat_template is None else "data.override_chat_template"
     question = " ".join((config.data.format_prompt or "none").split())
-    result.summary = f"chat template: {chat}; format prompt: {question[:57]}{'...' if len(question) > 57 else ''}"
-    return Reader(processors, builder)
+    result.summary = f"chat template: {chat}; format prompt: {shorten(question, 60)}"
+    return builder
 
 
-def open_stand_in(config: Config) -> Reader | Missing:
+def open_stand_in(config: Config) -> PromptBuilder | Missing:
     """Return what reads the rows if the model cannot be read, because a hub is out of reach say.
 
     Rows, images and rewards can still be checked, with a tiny model's tokenizer; no length can.
@@ -178,7 +180,7 @@ def open_stand_in(config: Config) -> Reader | Missing:
         with tempfile.TemporaryDirectory(prefix="trigon-") as folder:
             processors = load_processors(str(make_tiny(Path(folder))))
         unlimited = with_options(config, {"data.max_prompt_length": MAX_TOKENS})
-        return Reader(processors, open_builder(unlimited, processors, process_images=False))
+        return open_builder(unlimited, processors, process_images=False)
     except TrigonError as error:
         return Missing(str(error))
 

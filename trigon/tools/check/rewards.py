@@ -25,6 +25,7 @@ from typing import Any
 from trigon.assemble.preflight import check_rewards, open_rewards, open_validation_rewards
 from trigon.config.options import with_options
 from trigon.config.schema import Config
+from trigon.data.prompts import PromptBuilder
 from trigon.errors import RewardError
 from trigon.report.console import Console
 from trigon.rewards.contract import RewardRequest
@@ -33,16 +34,7 @@ from trigon.rewards.verifiers.equivalence import extract_boxed
 from trigon.rewards.verifiers.r1v import extract_answer
 from trigon.rollout.collect import dummy_requests
 from trigon.system.terminal import sanitize
-from trigon.tools.check.dataset import (
-    MAX_EXAMPLES,
-    Reader,
-    RowFacts,
-    ScannedDataset,
-    build,
-    first_dataset,
-    names,
-    share,
-)
+from trigon.tools.check.dataset import MAX_EXAMPLES, RowFacts, ScannedDataset, build, first_dataset, names, share
 from trigon.tools.check.model import FAIL_FRACTION
 from trigon.tools.check.run import Result, Skipped
 from trigon.types import Score
@@ -198,7 +190,7 @@ class Judgement:
 
 
 def check_reward(
-    result: Result, config: Config, reader: Reader, datasets: Sequence[ScannedDataset], stack: ExitStack
+    result: Result, config: Config, builder: PromptBuilder, datasets: Sequence[ScannedDataset], stack: ExitStack
 ) -> Judgement | str:
     """Call the reward function on right, wrong and empty completions of a few rows.
 
@@ -212,7 +204,7 @@ def check_reward(
     _check_validation_reward(result, config, datasets, stack)
     pool.ready()
     dataset = first_dataset(datasets)
-    trial = RewardTrial(reader.processors.tokenizer, pool)
+    trial = RewardTrial(builder.processors.tokenizer, pool)
     try:
         if pool.scores_groups():
             check_rewards(pool, [build(dataset, dataset.usable[0])])

@@ -10,6 +10,7 @@ import json
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -100,37 +101,30 @@ class Result:
         return "warning" if self.problems else "pass"
 
 
-@dataclass(slots=True)
 class Report:
-    """The results of all checks, in the order in which they ran."""
+    """Runs checks one after the other, and has their results by name, in this order."""
 
-    results: list[Result] = field(default_factory=list)
-    seconds: float = 0.0
+    def __init__(self, on_result: Callable[[Result], None] | None = None) -> None:
+        """on_result: called with each result as soon as it is there."""
+        self.results: dict[str, Result] = {}
+        self.uncertain: Sequence[str] = ()
+        """Options whose value is invalid, by name."""
+        self._on_result = on_result
 
     @property
     def problems(self) -> list[Problem]:
         """All problems of all checks."""
-        return [problem for result in self.results for problem in result.problems]
+        return [problem for result in self.results.values() for problem in result.problems]
 
     @property
     def would_fail(self) -> bool:
         """Whether the run would fail, or be wasted."""
         return any(problem.is_fatal for problem in self.problems)
 
-    def result(self, name: str) -> Result:
-        """Return the result of the check of this name. Raises: KeyError."""
-        return {result.name: result for result in self.results}[name]
-
-
-class Checks:
-    """Runs checks one after the other, and collects their results."""
-
-    def __init__(self, on_result: Callable[[Result], None] | None) -> None:
-        """on_result: called with each result as soon as it is there."""
-        self.results: list[Result] = []
-        self.uncertain: Sequence[str] = ()
-        """Options whose value is invalid, by name."""
-        self._on_result = on_result
+    @property
+    def seconds(self) -> float:
+        """The seconds of all checks."""
+        return sum(result.seconds for result in self.results.values())
 
     def run(
         self, name: str, kind: str, check: Callable[..., Any], *parts: Any, reads: Sequence[str] = (), **options: Any
@@ -162,7 +156,7 @@ class Checks:
                 made = Missing(f"see the check {name!r}")
                 result.fail(kind, str(error))
         result.seconds = time.monotonic() - start
-        self.results.append(result)
+        self.results[name] = result
         if self._on_result is not None:
             self._on_result(result)
         return Missing(result.skipped) if result.skipped else made
@@ -186,14 +180,13 @@ def check_run(
         on_result: called with each result as soon as it is there.
     Raises: nothing that the run would raise: each error is a problem of the report.
     """
-    start = time.monotonic()
-    checks = Checks(on_result)
-    inspected = checks.run("configuration", "configuration.invalid", read_configuration, path, overrides)
+    report = Report(on_result)
+    inspected = report.run("configuration", "configuration.invalid", read_configuration, path, overrides)
     if not isinstance(inspected, Missing):
-        checks.uncertain = sorted(inspected.uncertain)
+        report.uncertain = sorted(inspected.uncertain)
         with ExitStack() as stack:
-            _check_parts(checks, inspected.config, stack, machine, has_cluster)
-    return Report(checks.results, time.monotonic() - start)
+            _check_parts(report, inspected.config, stack, machine, has_cluster)
+    return report
 
 
 def read_configuration(result: Result, path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
@@ -208,11 +201,7 @@ def read_configuration(result: Result, path: Path | None, overrides: Sequence[st
 
 
 def _check_parts(
-    checks: Checks,
-    config: Config,
-    stack: ExitStack,
-    given_machine: Machine | None,
-    has_cluster: bool,
+    report: Report, config: Config, stack: ExitStack, given_machine: Machine | None, has_cluster: bool
 ) -> None:
     """Make the parts of a run in the order of its start, and read its data.
 
@@ -220,7 +209,7 @@ def _check_parts(
     """
     from trigon.tools.check.environment import check_versions
 
-    run, console = checks.run, Console(stream=sys.stderr)
+    run, console = report.run, Console(stream=sys.stderr)
     run("versions", "versions.package", check_versions, config)
     # After the versions, since a package may be missing.
     from trigon.tools.check import dataset, machine, model, rewards
@@ -238,10 +227,10 @@ def _check_parts(
     episodes = run("environment", "environment.unusable", model.check_code, given, stack, reads=code)
     # The descriptions of the tools are a part of the prompts.
     tools = episodes if config.worker.rollout.tools else None
-    reader = run("template", "template.chat", model.check_templates, given, tools, reads=_DATA)
+    builder = run("template", "template.chat", model.check_templates, given, tools, reads=_DATA)
     if isinstance(given, Missing):
-        reader = model.open_stand_in(config)
-    datasets = run("rows", "dataset.unreadable", dataset.check_rows, config, reader, console, reads=_DATA)
+        builder = model.open_stand_in(config)
+    datasets = run("rows", "dataset.unreadable", dataset.check_rows, config, builder, console, reads=_DATA)
     run("lengths", "dataset.unreadable", model.check_lengths, given, datasets)
     run("prompt", "dataset.unreadable", model.check_prompt, given, datasets)
     run("episode", "environment.fails", model.check_episode, given, episodes, datasets)
@@ -249,7 +238,7 @@ def _check_parts(
     run("overlap", "dataset.unreadable", dataset.check_overlap, datasets)
     run("answers", "dataset.unreadable", dataset.check_answers, config, datasets)
     scored = (*_DATA, "worker.reward.")
-    judged = run("reward", "reward.unusable", rewards.check_reward, config, reader, datasets, stack, reads=scored)
+    judged = run("reward", "reward.unusable", rewards.check_reward, config, builder, datasets, stack, reads=scored)
     run("ground truths", "reward.fails", rewards.check_ground_truths, config, judged, datasets, console)
     every = ("data.", "algorithm.", "worker.", "trainer.")
     last_step = run("run folder", "checkpoint.unusable", machine.check_run_folder, config, reads=every)
@@ -299,8 +288,11 @@ def _wrap(text: str) -> list[str]:
 
 def count_statuses(report: Report) -> str:
     """Return how many checks passed: "15 passed, 2 with warnings, 1 failed, 2 skipped in 3.4 s"."""
-    passed, warned, failed, skipped = (sum(each.status == status for each in report.results) for status in _SHOWN)
-    return f"{passed} passed, {warned} with warnings, {failed} failed, {skipped} skipped in {report.seconds:.1f} s"
+    counts = Counter(result.status for result in report.results.values())
+    return (
+        f"{counts['pass']} passed, {counts['warning']} with warnings, {counts['fail']} failed, {counts['skipped']} "
+        f"skipped in {report.seconds:.1f} s"
+    )
 
 
 def as_json(report: Report) -> str:
@@ -317,7 +309,7 @@ def as_json(report: Report) -> str:
                 "problems": [asdict(problem) for problem in result.problems],
                 "text": result.text,
             }
-            for result in report.results
+            for result in report.results.values()
         ],
     }
     return json.dumps(content, indent=2) + "\n"

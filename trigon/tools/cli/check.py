@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from trigon.assemble.start import StopSignals
 from trigon.config.load import split_arguments
 from trigon.errors import ConfigError
 from trigon.system.processes import python_command
-from trigon.tools.check.run import Checks, Report, Result, as_json, check_run, console_lines, count_statuses
+from trigon.tools.check.run import Report, Result, as_json, check_run, console_lines, count_statuses
 from trigon.tools.cli.parser import ArgumentParser
 
 EXIT_WOULD_FAIL = 1
@@ -93,13 +92,11 @@ def doctor(arguments: Sequence[str]) -> int:
     from trigon.tools.check.environment import check_machine
 
     print(f"trigon {__version__}", flush=True)
-    start = time.monotonic()
-    checks = Checks(lambda result: print(console_lines(result), flush=True))
-    checks.run("machine", "machine", check_machine, Path.cwd())
+    report = Report(lambda result: print(console_lines(result), flush=True))
+    report.run("machine", "machine", check_machine, Path.cwd())
     if not chosen.versions:
         with StopSignals().handled():  # so that the processes of the training end with this one
-            checks.run("training", "training", check_training)
-    report = Report(checks.results, time.monotonic() - start)
+            report.run("training", "training", check_training)
     print(f"\n{count_statuses(report)}")
     return int(report.would_fail)
 
