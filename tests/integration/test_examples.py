@@ -36,8 +36,9 @@ from trigon.data.dataset import open_prompts
 from trigon.environments.source import find_tools
 from trigon.environments.tools import describe_tools, load_tools
 from trigon.tools.cli.main import main
-from trigon.tools.quickstart.warm_start import Demonstration, learn_demonstrations, warm_start_folder
+from trigon.tools.quickstart.warm_start import Demonstration, as_target, learn_demonstrations, warm_start_folder
 from trigon.training.optim import Schedule
+from trigon.types import TrainGroup
 
 STEPS = 2
 NUM_TRAIN, NUM_TEST = 8, 4
@@ -223,11 +224,11 @@ def warm_up(config: Config, source: Path, folder: Path) -> Path:
         num_workers=1,
     )
     examples = [
-        (prompts[index], (*processors.tokenizer.encode(text), processors.stop_token_ids[0]))
+        TrainGroup(prompts[index], (as_target((*processors.tokenizer.encode(text), processors.stop_token_ids[0])),))
         for index in range(len(prompts))
         for text in COMPLETIONS[reward_of(config)]
     ]
-    assert max(len(token_ids) for _, token_ids in examples) <= COMPLETION_TOKENS
+    assert max(len(example.sequences[0].token_ids) for example in examples) <= COMPLETION_TOKENS
     skill = warm_start_folder(
         folder,
         processors,

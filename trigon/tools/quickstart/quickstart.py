@@ -211,18 +211,20 @@ def warm_up(folder: Path, train: Path, console: Console, *, seed: int, skill: fl
     from trigon.config.schema import DataConfig, OptimConfig
     from trigon.data.prompts import PromptBuilder
     from trigon.models.load import load_processors
-    from trigon.tools.quickstart.warm_start import Example, warm_start_folder
+    from trigon.tools.quickstart.warm_start import as_target, warm_start_folder
     from trigon.training.optim import Schedule
+    from trigon.types import TrainGroup
 
     processors = load_processors(str(folder))
     data = DataConfig(prompt_key="problem", max_prompt_length=1024, max_image_pixels=10**6)
     builder = PromptBuilder(processors, data)
     rows = read_table(train).to_pylist()  # generated, so they need not be validated
 
-    def make_example(index: int) -> Example:
+    def make_example(index: int) -> TrainGroup:
         prompt = builder.build(rows[index], f"train:{index}")
         completion = f"<think>I see it in the picture.</think>\\boxed{{{prompt.ground_truth}}}"
-        return prompt, (*processors.tokenizer.encode(completion), processors.stop_token_ids[0])
+        token_ids = (*processors.tokenizer.encode(completion), processors.stop_token_ids[0])
+        return TrainGroup(prompt, (as_target(token_ids),))
 
     with console.progress("warm up the model", None) as advance:
         accuracy = warm_start_folder(

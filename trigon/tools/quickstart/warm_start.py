@@ -35,11 +35,7 @@ from trigon.models.positions import positions_of
 from trigon.models.weight_files import save_weights
 from trigon.system.image_formats import LazyImages
 from trigon.training.optim import Schedule, make_optimizer
-from trigon.types import EncodedMedia, MicroBatch, Prompt, TrainGroup, TrainSequence, Vision
-
-Example = tuple[Prompt, tuple[int, ...]] | TrainGroup
-"""A prompt, and the token ids of its target completion, end-of-sequence token included; or a prompt
-with targets from `as_target`, which may have several turns."""
+from trigon.types import EncodedMedia, MicroBatch, TrainGroup, TrainSequence, Vision
 
 ACCURACY_WINDOW = 8
 """Number of updates over which the accuracy is averaged."""
@@ -53,7 +49,7 @@ learned. It may look into the environment for what to write."""
 def warm_start_folder(
     folder: Path,
     processors: Processors,
-    make_example: Callable[[int], Example],
+    make_example: Callable[[int], TrainGroup],
     *,
     num_examples: int,
     max_updates: int,
@@ -72,7 +68,8 @@ def warm_start_folder(
     suddenly, after a number of updates that depends on the seed, so a number of updates would be no
     good criterion.
 
-    Args: make_example: makes the example of an index below num_examples, when it is drawn.
+    Args: make_example: makes the example of an index below num_examples when it is drawn: a prompt
+    with target completions from as_target, end-of-sequence tokens included.
     batch_size: examples per update. seed: the seed of their order. on_progress: called with the
     accuracy before each update.
     Raises: DataError if no turn of a batch is learned, see as_target: it has no loss.
@@ -93,7 +90,7 @@ def warm_start_folder(
     def draw() -> list[TrainGroup]:
         if len(order) < batch_size:
             order[:] = rng.sample(range(num_examples), num_examples)
-        return [_as_group(make_example(order.pop())) for _ in range(batch_size)]
+        return [make_example(order.pop()) for _ in range(batch_size)]
 
     recent: deque[float] = deque(maxlen=ACCURACY_WINDOW)
     with ThreadPoolExecutor(1, thread_name_prefix="examples") as thread:
@@ -153,13 +150,6 @@ def as_target(
         sampled=ranges,
         vision=vision,
     )
-
-
-def _as_group(example: Example) -> TrainGroup:
-    if isinstance(example, TrainGroup):
-        return example
-    prompt, token_ids = example
-    return TrainGroup(prompt=prompt, sequences=(as_target(token_ids),))
 
 
 def _accuracy(batch: MicroBatch, logprobs: Tensor) -> float:
