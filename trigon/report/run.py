@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from trigon.config.options import options
 from trigon.errors import CheckpointError, DataError
 from trigon.report.rollouts import (
     SPLITS,
@@ -116,6 +117,10 @@ class RunRecord:
         if not isinstance(content, dict):
             raise DataError(f"{path} contains no configuration")
         return content
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that config.yaml has, by their names."""
+        return flatten(self.config(), mappings={option.name for option in options().values()})
 
     def local_sources(self) -> dict[str, str] | None:
         """Return the absolute paths of the data, models, code and templates on the run's machine.

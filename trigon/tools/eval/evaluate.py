@@ -38,7 +38,6 @@ from trigon.checkpoint.store import exported_step
 from trigon.config.files import locate_sources
 from trigon.config.load import check_overrides, dump_config
 from trigon.config.names import Dtype
-from trigon.config.options import options as config_options
 from trigon.config.paths import PYTHON_PREFIX, dataset_names, expand_path
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config, describe_rewards
@@ -53,7 +52,7 @@ from trigon.models.weight_files import stored_dtype
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.rollouts import IMAGES, RolloutRow, rollout_rows
-from trigon.report.run import CONFIG, LOCK, METRICS, RunRecord, flatten
+from trigon.report.run import CONFIG, LOCK, METRICS, RunRecord
 from trigon.report.run_folder import SKIPPED_ROWS, RunFolder
 from trigon.rewards.callables import Reward
 from trigon.rewards.pool import RewardPool
@@ -354,8 +353,7 @@ def locate_run(run: Path) -> dict[str, Any]:
     They start from the folder in which the run was started, which may be another one than this.
     """
     record = RunRecord(run)
-    names = {option.name for option in config_options().values()}
-    return locate_sources(flatten(record.config(), mappings=names), record.local_sources() or {})
+    return locate_sources(record.options(), record.local_sources() or {})
 
 
 def warn_of_differences(

@@ -24,7 +24,7 @@ from trigon.data.media_files import encoded_files
 from trigon.errors import ConfigError, DataError, raises_at_caller
 from trigon.report.console import Console
 from trigon.report.rollouts import SPLITS, RolloutRow, Split, TurnRecord, find_rollouts, read_rollouts, to_json
-from trigon.report.run import RunRecord, flatten, is_run, open_run
+from trigon.report.run import RunRecord, is_run, open_run
 from trigon.rewards.callables import describe_reward, reward_terms
 from trigon.rewards.contract import RewardRequest, turn_input
 from trigon.rewards.pool import RewardPool
@@ -596,7 +596,7 @@ def run_functions(record: RunRecord, splits: Collection[Split]) -> list[tuple[st
 
     First those by which the rollouts of these splits were scored.
     """
-    options = flatten(record.config(), mappings=[_KWARGS])
+    options = record.options()
     kwargs = {_REWARD: dict(options.get(_KWARGS) or {}), _VAL_REWARD: {}}
     names = (_VAL_REWARD, _REWARD) if set(splits) == {"validation"} else (_REWARD, _VAL_REWARD)
     found: list[tuple[str, dict[str, Any]]] = []

@@ -21,7 +21,7 @@ from typing import Any, Literal, assert_never
 
 from trigon.config.options import format_value, options
 from trigon.errors import ConfigError, DataError
-from trigon.report.run import RunRecord, StepMetrics, distinct_names, flatten, merge_steps
+from trigon.report.run import RunRecord, StepMetrics, distinct_names, merge_steps
 from trigon.system.terminal import did_you_mean, nearest_key, shorten
 from trigon.tools.eval.statistics import student_quantile
 
@@ -328,11 +328,10 @@ def comparable(run: RunRecord) -> dict[str, Any]:
     the run folder is *, and "seed3" is "seed*" in a run with seed 3: trigon quickstart makes the
     model and the data of a run next to it, from its seed.
     """
-    defaults = {option.name: option.default for option in options().values()}
-    given = flatten(run.config(), mappings=defaults)
+    given = run.options()
     if not given:
         return {}
-    values = defaults | given
+    values = {option.name: option.default for option in options().values()} | given
     saved = values.get("trainer.save_checkpoint_path")
     parents = {str(run.path.parent), str(run.path.resolve().parent), *([str(Path(saved).parent)] if saved else [])}
     seeds = {str(value) for name, value in values.items() if _is_seed(name) and value is not None}

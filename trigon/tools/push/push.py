@@ -26,7 +26,7 @@ from trigon.checkpoint.store import EXPORT_RECORD, exported_step, find_checkpoin
 from trigon.config.options import format_value, options
 from trigon.errors import CheckpointError, ConfigError, DataError, PushError
 from trigon.report.rollouts import read_rollouts
-from trigon.report.run import SOURCES, RunRecord, flatten, merge_steps
+from trigon.report.run import SOURCES, RunRecord, merge_steps
 from trigon.system.files import write_json
 from trigon.system.secrets import hide, short_path
 from trigon.tools.plot.curves import learning_curves
@@ -106,11 +106,10 @@ class RunOptions:
 
 def read_options(run: RunRecord) -> RunOptions:
     """Return the options of a run. Raises: DataError if it has no config.yaml."""
-    config = run.config()
-    if not config:
+    given = run.options()
+    if not given:
         raise DataError(f"{run.path} has no config.yaml, from which the model card is made")
     defaults = {option.name: option.default for option in options().values()}
-    given = flatten(config, mappings=defaults)
     values = {name: given.get(name, default) for name, default in defaults.items()}
     changed = {name: value for name, value in values.items() if _plain(value) != _plain(defaults[name])}
     return RunOptions(run, values, changed, run.local_sources())
