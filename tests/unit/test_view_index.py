@@ -11,10 +11,19 @@ import pytest
 
 from support.view_runs import make_row, write_image, write_run, write_step
 from trigon.errors import DataError
+from trigon.report.rollouts import RolloutRow, Split
 from trigon.report.run import open_run
 from trigon.report.run_folder import RunFolder
 from trigon.tools.view.index import IndexedRun, RolloutFilter, index_path, parse_filter
 from trigon.tools.view.runs import MetricsFile, open_runs
+
+
+def index_of(folder: Path, cache: Path, *files: tuple[int, Split, list[RolloutRow]]) -> IndexedRun:
+    """Return the index of a run with these rollouts files, each (step, split, rows)."""
+    with RunFolder(folder) as run:
+        for file in files:
+            run.write_rollouts(*file)
+    return open_index(folder, cache)
 
 
 @pytest.fixture
@@ -91,9 +100,8 @@ def test_a_group_is_read_whole_from_its_file(folder, tmp_path):
 
 
 def test_the_same_prompt_twice_in_a_step_is_two_groups(tmp_path):
-    with RunFolder(tmp_path / "run") as run:
-        run.write_rollouts(1, "train", [make_row("train:0", sample, 0.0) for sample in (0, 1, 0, 1)])
-    index = open_index(tmp_path / "run", tmp_path / "cache")
+    rows = [make_row("train:0", sample, 0.0) for sample in (0, 1, 0, 1)]
+    index = index_of(tmp_path / "run", tmp_path / "cache", (1, "train", rows))
     assert [(row["number"], row["num"]) for row in index.history(index.prompt_of("train", 1, 0))] == [(0, 2), (1, 2)]
 
 
@@ -102,12 +110,10 @@ def test_the_history_of_a_prompt_has_no_other_prompt_of_the_same_id(tmp_path):
     other_text, other_image = replace(trained, prompt="Why?"), replace(trained, image_files=("images/b.png",))
 
     def history(validated, split):
-        with RunFolder(tmp_path / "run") as run:
-            run.write_rollouts(1, "train", [trained])
-            run.write_rollouts(2, "validation", [validated])
-            run.write_rollouts(3, "train", [replace(trained, prompt="In another format", image_files=())])
-            run.write_rollouts(4, "validation", [validated])
-        index = open_index(tmp_path / "run", tmp_path / "cache")
+        reformatted = replace(trained, prompt="In another format", image_files=())
+        files = [(1, "train", [trained]), (3, "train", [reformatted])]
+        files += [(step, "validation", [validated]) for step in (2, 4)]
+        index = index_of(tmp_path / "run", tmp_path / "cache", *files)
         return [group["step"] for group in index.history(index.prompt_of(split, {"train": 1}.get(split, 2), 0))]
 
     assert history(trained, "train") == [1, 2, 3, 4]  # validated on training prompts
@@ -116,10 +122,9 @@ def test_the_history_of_a_prompt_has_no_other_prompt_of_the_same_id(tmp_path):
 
 
 def test_the_history_of_a_prompt_has_its_other_occurrences(tmp_path):
-    with RunFolder(tmp_path / "run") as run:
-        run.write_rollouts(1, "train", [make_row("train:7", 0, 0.0), make_row("train:7#2", 0, 1.0)])
-        run.write_rollouts(2, "train", [make_row("train:71", 0, 0.0), make_row("train:7#3", 0, 1.0)])
-    index = open_index(tmp_path / "run", tmp_path / "cache")
+    steps = {1: ("train:7", "train:7#2"), 2: ("train:71", "train:7#3")}
+    files = [(step, "train", [make_row(name, 0, 0.0) for name in names]) for step, names in steps.items()]
+    index = index_of(tmp_path / "run", tmp_path / "cache", *files)
     ids = ["train:7", "train:7#2", "train:7#3"]
     assert [group["prompt_id"] for group in index.history(index.prompt_of("train", 1, 1))] == ids
     assert sorted(prompt_id for _, _, prompt_id in found(index, prompt_id="train:7")) == ids
@@ -180,10 +185,8 @@ def test_lines_that_are_no_rollouts_are_skipped_and_reported(folder, tmp_path):
 def test_a_diverged_run_is_indexed_and_its_mismatch_is_that_of_the_finite_tokens(tmp_path):
     folder = write_run(tmp_path / "run", num_steps=1)
     tokens = replace(make_row("a", 0, 0.0).tokens, sampling_logprobs=[-0.5, -1.0, nan], old_logprobs=[-0.75, nan, -inf])
-    with RunFolder(folder) as run:
-        run.write_rollouts(2, "train", [make_row("a", 0, 0.0, tokens=tokens)])
-        run.write_rollouts(3, "train", [make_row("a", 0, 0.0, tokens=replace(tokens, old_logprobs=[nan] * 3))])
-    index = open_index(folder, tmp_path / "cache")
+    rows = [make_row("a", 0, 0.0, tokens=each) for each in (tokens, replace(tokens, old_logprobs=[nan] * 3))]
+    index = index_of(folder, tmp_path / "cache", (2, "train", rows[:1]), (3, "train", rows[1:]))
     groups = index.summaries(index.find(parse_filter({"min_step": "2"})).ids)
     assert {group["step"]: group["mismatch"] for group in groups} == {2: 0.25, 3: None}
 

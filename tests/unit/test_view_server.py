@@ -43,14 +43,17 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
 
 def test_the_page_and_its_files_are_served_with_a_strict_policy(page):
     url, _ = page
-    answer = Answer(url, "/")
-    policy = answer.headers["Content-Security-Policy"]
-    assert answer.status == 200
+    policy = Answer(url, "/").headers["Content-Security-Policy"]
     assert "default-src 'none'; script-src 'self'; " in policy
     assert "unsafe" not in policy
-    for path in ("/static/main.js", "/static/style.css", "/plotly.js", "/api/state", "/nothing"):
+    for path, kind in {
+        "/": "text/html", "/static/main.js": "text/javascript", "/static/style.css": "text/css",
+        "/static/icon.svg": "image/svg+xml", "/plotly.js": "text/javascript", "/api/state": "application/json",
+        "/nothing": "text/plain",
+    }.items():  # fmt: skip
         answer = Answer(url, path)
         assert answer.status == (404 if path == "/nothing" else 200), path
+        assert answer.headers["Content-Type"].partition(";")[0] == kind
         assert answer.headers["X-Content-Type-Options"] == "nosniff"
         assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'; ")
         assert answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
@@ -149,30 +152,22 @@ def test_large_images_are_made_smaller_for_an_export(tmp_path):
 
 
 @pytest.mark.extended
-def test_new_steps_appear_while_the_page_is_served(tmp_path):
-    folder = write_run(tmp_path / "run", num_steps=1)
-    with served([folder], tmp_path / "cache") as (url, _), RunFolder(folder) as run:
-        write_step(run, 2, write_image(folder, (0, 0, 0)))
-        wait_until(lambda: Answer(url, "/api/state").json()["runs"][0]["splits"]["train"]["max_step"] == 2)
-        run.append_metrics(1, {"val/reward_score": 0.5})  # a validation of an earlier step
-        wait_until(lambda: Answer(url, "/api/state").json()["runs"][0]["num_lines"] == 3)
-        assert Answer(url, "/api/state").json()["runs"][0]["last_step"] == 2
-
-
-@pytest.mark.extended
-def test_a_file_that_cannot_be_indexed_is_a_problem_and_new_metrics_are_read(tmp_path):
+def test_new_steps_appear_while_the_page_is_served_also_beside_a_file_that_cannot_be_indexed(tmp_path):
     folder = write_run(tmp_path / "run", num_steps=1)
     with served([folder], tmp_path / "cache") as (url, _), RunFolder(folder) as run:
 
         def state() -> dict[str, Any]:
             return Answer(url, "/api/state").json()["runs"][0]
 
-        run.write_rollouts(2, "train", [make_row("a", 0, 0.0, num_tokens=2**70)])  # larger than SQLite's integers
+        run.write_rollouts(3, "train", [make_row("a", 0, 0.0, num_tokens=2**70)])  # larger than SQLite's integers
         wait_until(lambda: state()["problems"])
-        assert "step_000002.jsonl, line 1 is not a rollout (num_tokens" in state()["problems"][0]
-        run.append_metrics(2, {"reward/overall": 1.0})
-        wait_until(lambda: state()["last_step"] == 2)
-        (folder / "rollouts" / "step_000002.jsonl").unlink()
+        assert "step_000003.jsonl, line 1 is not a rollout (num_tokens" in state()["problems"][0]
+        write_step(run, 2, write_image(folder, (0, 0, 0)))
+        wait_until(lambda: state()["splits"]["train"]["max_step"] == 2)
+        run.append_metrics(1, {"val/reward_score": 0.5})  # a validation of an earlier step
+        wait_until(lambda: state()["num_lines"] == 3)
+        assert state()["last_step"] == 2
+        (folder / "rollouts" / "step_000003.jsonl").unlink()
         wait_until(lambda: state()["problems"] == [])
 
 
@@ -183,12 +178,10 @@ def test_with_a_token_only_who_has_it_sees_the_page(tmp_path):
             assert Answer(url, path).status == 403, path
         opened = Answer(url, "/?token=right")
         assert (opened.status, opened.headers["Location"]) == (307, "/")
-        cookie = opened.headers["Set-Cookie"]
-        assert "HttpOnly" in cookie
-        assert "SameSite=strict" in cookie
-        assert Answer(url, "/api/state", headers={"Cookie": cookie.split(";")[0]}).status == 200
-        name = cookie.partition("=")[0]
-        assert Answer(url, "/api/state", headers={"Cookie": f"{name}=wrong"}).status == 403
+        cookie, *flags = opened.headers["Set-Cookie"].split("; ")
+        assert {"HttpOnly", "SameSite=strict"} <= set(flags)
+        for sent, status in ((cookie, 200), (f"{cookie.partition('=')[0]}=wrong", 403)):
+            assert Answer(url, "/api/state", headers={"Cookie": sent}).status == status
 
 
 def test_two_pages_with_tokens_on_one_machine_are_open_in_one_browser(tmp_path):
@@ -198,19 +191,15 @@ def test_two_pages_with_tokens_on_one_machine_are_open_in_one_browser(tmp_path):
         served([folder], tmp_path / "cache", token="second") as (second, _),
     ):
         # As a browser: it keeps one cookie of each name for 127.0.0.1, whatever the port.
-        cookies: dict[str, str] = {}
-        for url in (first, second):
-            opened = Answer(url, urlsplit(url).path + "?" + urlsplit(url).query)
-            name, _, value = opened.headers["Set-Cookie"].split(";")[0].partition("=")
-            cookies[name] = value
+        opened = [Answer(url, f"/?{urlsplit(url).query}") for url in (first, second)]
+        cookies = dict(each.headers["Set-Cookie"].split(";")[0].split("=") for each in opened)
         header = "; ".join(f"{name}={value}" for name, value in cookies.items())
         assert [Answer(url, "/api/state", headers={"Cookie": header}).status for url in (first, second)] == [200, 200]
 
 
 def test_an_address_that_others_can_reach_needs_a_token():
-    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "node7", "")] == [
-        True, True, True, False, False, False,
-    ]  # fmt: skip
+    hosts = ("127.0.0.1", "::1", "localhost", "0.0.0.0", "node7", "")
+    assert list(map(is_loopback, hosts)) == [True] * 3 + [False] * 3
     with pytest.raises(ConfigError, match=r"open to the network at 0\.0\.0\.0"):
         make_app([], host="0.0.0.0")
     make_app([], host="0.0.0.0", token="secret")

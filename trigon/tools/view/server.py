@@ -31,7 +31,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from trigon.errors import ConfigError, DataError
 from trigon.report.rollouts import row_to_line, to_json_line
@@ -79,7 +80,6 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _MAX_GROUPS = 200
 
 
@@ -156,7 +156,7 @@ def make_app(runs: Sequence[ViewedRun], *, host: str = "127.0.0.1", token: str =
     return Starlette(
         routes=[
             Route("/", _page),
-            Route("/static/{name}", _static),
+            Mount("/static", StaticFiles(directory=STATIC)),
             Route("/plotly.js", _plotly),
             *(Route(f"/api/{name}", partial(answer, runs)) for name, answer in _ANSWERS.items()),
             Route("/image/{run:int}/{name:path}", partial(_image, runs)),
@@ -200,13 +200,6 @@ def _refusal(request: Request, *, any_host: bool, token: str) -> Response | None
 
 def _page(request: Request) -> Response:
     return FileResponse(STATIC / "index.html", headers={"Content-Security-Policy": PAGE_POLICY})
-
-
-def _static(request: Request) -> Response:
-    path = STATIC / request.path_params["name"]
-    if path.parent != STATIC or path.suffix not in _TYPES or not path.is_file():
-        raise HTTPException(404)
-    return FileResponse(path, media_type=_TYPES[path.suffix], headers={"Cache-Control": "no-cache"})
 
 
 def _plotly(request: Request) -> Response:
