@@ -137,10 +137,8 @@ def test_observed_tokens_are_computed_but_neither_decoded_nor_scored(geo3k):
 def test_a_run_that_does_not_fit_names_changes_with_which_it_fits():
     small = planned(gpus="4xA100-40G")
     assert (small.verdict, small.fits, len(small.remedies)) == ("does not fit", False, 3)
-    fitting = [each for each in small.remedies if each.fits and "trainer.n_gpus_per_node" not in each.changes]
-    assert fitting
-    for remedy in fitting:
-        assert planned(remedy.changes, gpus="4xA100-40G").fits
+    fitting = next(each for each in small.remedies if each.fits and "trainer.n_gpus_per_node" not in each.changes)
+    assert planned(fitting.changes, gpus="4xA100-40G").fits
     large = {MODEL: "Qwen/Qwen2.5-VL-72B-Instruct"}
     together = planned(large, gpus="8xA100-40G")
     assert not any(remedy.fits for remedy in together.remedies)
@@ -213,15 +211,10 @@ def test_validations_are_counted():
     changes = {"data.val_files": ["hiyouga/geometry3k@test"], "trainer.val_before_train": True, "trainer.val_freq": 20}
     made = planned(changes, lengths=replace(LENGTHS, num_val_prompts=601))
     assert made.num_validations == 4  # 0, 20, 40, 60
-    one_each = planned(
-        {**changes, "worker.rollout.val_override_config.n": 1}, lengths=replace(LENGTHS, num_val_prompts=601)
-    ).disk
+    changes["worker.rollout.val_override_config.n"] = 3
+    written = planned(changes, lengths=replace(LENGTHS, num_val_prompts=601)).disk.validation_rollouts
     tokens = made.lengths.completion_tokens + 200
-    assert one_each.validation_rollouts == round(601 * (600 + 5 * tokens) + 65 * 2 * made.lengths.response_tokens)
-    twice = {**changes, "worker.rollout.val_override_config.n": 2}
-    assert planned(twice, lengths=replace(LENGTHS, num_val_prompts=601)).disk.validation_rollouts == pytest.approx(
-        2 * one_each.validation_rollouts
-    )
+    assert written == 3 * round(601 * (600 + 5 * tokens) + 65 * 2 * made.lengths.response_tokens)
     assert planned({}).disk.validation_rollouts == 0
 
 
@@ -250,12 +243,9 @@ def finished(tmp_path):
         folder = tmp_path / "run"
         folder.mkdir(exist_ok=True)
         (folder / "config.yaml").write_text(yaml.safe_dump(with_options(Config(), given).model_dump(mode="json")))
-        lines = [{"step": 0, "metrics": {"timing_s/validation": 100.0}}]
-        for step in range(1, steps + 1):
-            slower = {
-                name: each * 9 if name.startswith("timing") and step == 1 else each for name, each in MEASURED.items()
-            }
-            lines.append({"step": step, "metrics": slower})
+        slow = {name: each * 9 if name.startswith("timing") else each for name, each in MEASURED.items()}
+        metrics = [{"timing_s/validation": 100.0}, slow, *[MEASURED] * (steps - 1)]
+        lines = [{"step": step, "metrics": each} for step, each in enumerate(metrics)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return folder
 
@@ -267,26 +257,15 @@ def test_seconds_grow_with_the_work_of_each_phase(finished):
     made = planned(changes, measured=finished(), lengths=replace(LENGTHS, num_val_prompts=601))
     more = 512 / 50  # prompts, and therefore completions and sampled tokens
     update, scored = 30 * 512 / 51.2, 30 / 3 * 2560 / 256  # a forward is a third of an update
-    expected = {
-        "gen": 20 * more,
-        "update_actor": update,
-        "weights": 2,
-        "reward": 4 * more,
-        "old": scored,
-        "ref": scored,
-    }
+    expected = {"gen": 20 * more, "update_actor": update, "weights": 2, "reward": 4 * more}
+    expected |= {"old": scored, "ref": scored}
     assert made.seconds == pytest.approx(expected)
     assert made.step_seconds == pytest.approx(sum(expected.values()))
     assert made.epoch_seconds == pytest.approx(4 * made.step_seconds)
     assert (made.validation_seconds, made.num_validations) == (100, 3)
     assert made.run_seconds == pytest.approx(60 * made.step_seconds + 300)
-    assert "update_actor" in as_text(made)
+    assert "update_actor" in str(made)
     assert as_json(made)["seconds"]["run"] == made.run_seconds
-
-
-def test_lengths_of_a_finished_run_are_used_where_nothing_else_is_known(finished):
-    made = planned(measured=finished(), lengths=LengthOptions())
-    assert (made.lengths.mean_prompt, made.lengths.response_tokens) == (434, 290)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +285,9 @@ def test_a_run_that_says_nothing_of_the_planned_one_is_refused(finished, changes
 def test_a_measured_run_may_name_the_model_otherwise_and_is_refused_with_unknown_options(finished, monkeypatch):
     run = finished({MODEL: str(SHIPPED / "Qwen2.5-VL-3B-Instruct")})
     monkeypatch.chdir(SHIPPED)
-    assert planned({MODEL: "./Qwen2.5-VL-3B-Instruct"}, measured=run).seconds is not None
+    made = planned({MODEL: "./Qwen2.5-VL-3B-Instruct"}, measured=run, lengths=LengthOptions())
+    assert made.seconds is not None
+    assert (made.lengths.mean_prompt, made.lengths.response_tokens) == (434, 290)  # of the run
     (run / "config.yaml").write_text("trainer: {max_stepz: 3}")
     with pytest.raises(DataError, match=r"config.yaml .*trainer.max_stepz"):
         planned(measured=run)
@@ -332,16 +313,6 @@ def test_gpus_are_read_as_people_write_them(text, expected):
     assert place.hardware.device_bytes == int(GPUS[place.kind] * GIB)
 
 
-@pytest.mark.parametrize(
-    ("text", "fact"),
-    [("8xH10", "H100-80G?"), ("0xH100", "8xH100-80G"), ("8xTPU", "A100-40G"), ("2000xH100", "2,000 GPUs on a node")],
-)
-def test_gpus_that_are_not_known_are_answered_with_those_that_are(text, fact):
-    with pytest.raises(ConfigError) as refused:
-        find_place(Config(), text, None)
-    assert fact in str(refused.value)
-
-
 def test_shipped_models_need_no_network_and_others_can_be_given(tmp_path, monkeypatch):
     assert "Qwen/Qwen2.5-VL-7B-Instruct" in shipped_models()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -352,8 +323,6 @@ def test_shipped_models_need_no_network_and_others_can_be_given(tmp_path, monkey
     assert planned({MODEL: "someone/model"}, model_config=file).parameters == 4_437_815_808
     with open_model_config("someone/model", SHIPPED / "Qwen3-4B") as folder:
         assert folder == SHIPPED / "Qwen3-4B"
-    with pytest.raises(ModelError, match=r"missing\.json"):
-        planned(model_config=tmp_path / "missing.json")
     file.write_text("no JSON")
     with pytest.raises(ModelError, match=r"other\.json is no config\.json"):
         planned(model_config=file)
@@ -362,36 +331,19 @@ def test_shipped_models_need_no_network_and_others_can_be_given(tmp_path, monkey
 def test_what_cannot_be_planned_is_refused():
     with pytest.raises(ConfigError, match="val_only"):
         plan(Config.model_validate({"trainer": {"val_only": True}}))
-    with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        planned({"worker.rollout.tensor_parallel_size": 3}, gpus="8xH100")
     assert planned({"trainer.nnodes": 4}, gpus="2x8xH100").num_devices == 16
 
 
 # -- the command -----------------------------------------------------------------------------------
 
-YAML = """\
-data:
-  train_files: hiyouga/geometry3k@train
-  max_prompt_length: 2048
-  max_response_length: 2048
-algorithm:
-  disable_kl: true
-worker:
-  actor:
-    model:
-      model_path: Qwen/Qwen2.5-VL-7B-Instruct
-  rollout:
-    n: 5
-trainer:
-  val_before_train: false
-"""
+NO_KL = SETTINGS | {"algorithm.use_kl_loss": False, "algorithm.disable_kl": True}
 
 
 @pytest.fixture
 def run(capsys, tmp_path):
     """Return a function: exit status of the command, and what it prints to each stream."""
     path = tmp_path / "run.yaml"
-    path.write_text(YAML)
+    path.write_text(yaml.safe_dump(NO_KL))
 
     def call(*arguments):
         try:
@@ -435,10 +387,10 @@ def test_overrides_may_stand_before_and_after_flags_and_json_has_the_numbers(run
     ("expected", "arguments", "fact"),
     [
         (2, ["--max_steps", "3"], "trainer.max_steps=3"),
-        (2, ["--rows", "0"], "'0'"),
-        (2, ["--keep-rate", "1.5"], "'1.5'"),
-        (2, ["--host-memory", "much"], "'much'"),
         (2, ["--gpus", "8xH10"], "H100-80G?"),
+        (2, ["--gpus", "0xH100"], "8xH100-80G"),
+        (2, ["--gpus", "8xTPU"], "A100-40G"),
+        (2, ["--gpus", "2000xH100"], "2,000 GPUs on a node"),
         (2, ["worker.rollout.n=0"], "worker.rollout.n"),
         (2, ["worker.rollout.tensor_parallel_size=3"], "= 1 workers"),
         (2, ["--gpus", "8xH100-80G", "worker.rollout.tensor_parallel_size=3"], "= 8 workers"),

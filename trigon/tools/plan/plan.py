@@ -168,6 +168,11 @@ class RunPlan:
     disk: Disk
     assumptions: tuple[str, ...]
 
+    def __str__(self) -> str:
+        from trigon.tools.cli.plan import as_text
+
+        return as_text(self)
+
     @property
     def fits(self) -> bool:
         """Whether the run fits into the memory that is there."""
