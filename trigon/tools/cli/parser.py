@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
@@ -58,6 +59,21 @@ def require_absent(folder: Path, names: Iterable[str]) -> None:
         raise ConfigError(
             f"{folder} has {', '.join(existing)} already, and nothing is overwritten: name another folder, or remove it"
         )
+
+
+@contextmanager
+def writing(path: Path, what: str) -> Iterator[None]:
+    """Make the folder of a file that is written in the context.
+
+    Raises: ConfigError if it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{what} cannot be written to {path}: {error.strerror or error}; choose another file"
+        ) from error
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from math import isfinite, nan
 from pathlib import Path
 
-from trigon.errors import ConfigError
 from trigon.system.terminal import sanitize
-from trigon.tools.cli.parser import ArgumentParser, count
+from trigon.tools.cli.parser import ArgumentParser, count, writing
 
 DEFAULT_OUTPUT = Path("curves.png")
 ENDINGS = (".png", ".svg", ".pdf", ".csv")
@@ -37,7 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     references = [Reference(value, label) for value, label in options.reference or ()]
     for path in outputs:
         if path.suffix.lower() == ".csv":
-            _write(path, as_csv(curves))
+            with writing(path, "the numbers"):
+                path.write_text(as_csv(curves), encoding="utf-8")
         else:
             save_plot(curves, path, title=options.title, references=references)
     for curve in curves.curves:
@@ -113,14 +113,6 @@ def make_parser() -> ArgumentParser:
     )
     parser.add_argument("--title", help="title of the figure")
     return parser
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the numbers cannot be written to {path}: {error.strerror or error}") from error
 
 
 def _output(text: str) -> Path:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from trigon.config.names import SHIPPED_REWARDS
 from trigon.config.schema import RewardConfig
-from trigon.errors import ConfigError
 from trigon.report.console import Console
 from trigon.report.rollouts import SPLITS, to_json_line
 from trigon.system.confinement.options import ConfinementLevel
 from trigon.system.terminal import format_duration, format_number
-from trigon.tools.cli.parser import ArgumentParser, count, number
+from trigon.tools.cli.parser import ArgumentParser, count, number, writing
 
 if TYPE_CHECKING:
     from trigon.tools.eval.score import Agreement, Bin, RewardSummary, ScoreResult
@@ -26,6 +25,7 @@ NUM_SHOWN = 10
 """Disagreements that are printed by default."""
 
 BAR_CHARACTERS = 40
+SCORES = "the scores"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,7 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     else:
         show(result, console, num_shown=chosen.show, seconds=time.monotonic() - start)
     if chosen.output is not None:
-        write_scores(result, chosen.output)
+        with writing(chosen.output, SCORES), chosen.output.open("wb") as file:
+            file.writelines(score_lines(result))
         console.print(f"scores: {chosen.output}")
     return 0
 
@@ -244,29 +245,12 @@ def show_agreement(agreement: Agreement, console: Console, *, num_shown: int) ->
 
 def check_output(path: Path) -> None:
     """Make the folder of a file, and raise ConfigError if the file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path, SCORES):
         is_new = not path.exists()
         with path.open("ab"):
             pass
         if is_new:
             path.unlink()
-    except OSError as error:
-        raise cannot_write(path, error) from error
-
-
-def cannot_write(path: Path, error: OSError) -> ConfigError:
-    """Return the error for a file of scores that cannot be written."""
-    return ConfigError(f"the scores cannot be written to {path}: {error.strerror or error}; choose another --output")
-
-
-def write_scores(result: ScoreResult, path: Path) -> None:
-    """Write the scores of every rollout as a line of JSON. Raises: ConfigError."""
-    try:
-        with path.open("wb") as file:
-            file.writelines(score_lines(result))
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
 
 def score_lines(result: ScoreResult) -> Iterator[bytes]:

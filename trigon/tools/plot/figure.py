@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trigon.errors import ConfigError
 from trigon.system.installation import install_command
+from trigon.tools.cli.parser import writing
 from trigon.tools.plot.curves import BAND_MEANING, Curve, LearningCurves, is_validation
 
 if TYPE_CHECKING:
@@ -103,13 +104,9 @@ def save_plot(
     check_installed()
     from matplotlib import rc_context
 
-    with rc_context(_STYLE):
+    with rc_context(_STYLE), writing(path, "the figure"):
         figure = _draw(curves, title, references)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, format=ending.removeprefix("."), dpi=DPI, metadata=METADATA[ending])
-        except OSError as error:
-            raise ConfigError(f"the figure cannot be written to {path}: {error.strerror or error}") from error
+        figure.savefig(path, format=ending.removeprefix("."), dpi=DPI, metadata=METADATA[ending])
 
 
 def check_installed() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from jinja2 import Template
 
-from trigon.errors import DataError
 from trigon.report.rollouts import RolloutRow, row_to_line, to_json_line
+from trigon.tools.cli.parser import writing
 from trigon.tools.view.index import RolloutFilter
 from trigon.tools.view.runs import ViewedRun, configurations
 from trigon.tools.view.server import EMPTY_STYLE_HASH, STATIC, plotly_script, read_image, shrink, source_hash
@@ -51,7 +51,7 @@ def export(
     The rollouts are whole groups that match the filter, evenly spaced in its order, at most
     max_rollouts for all runs together; at least one group of each run if max_rollouts is not 0.
     Images above 300 kB are made smaller, to 1,024 pixels a side at most.
-    Raises: DataError if the file cannot be written.
+    Raises: ConfigError if the file cannot be written.
     """
     filters = filters or RolloutFilter()
     groups: list[list[Mapping[str, Any]]] = []
@@ -83,11 +83,8 @@ def export(
         "images": images,
     }
     text = _html(names, page)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path, "the page"):
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}") from error
     problems = [f"{state['name']}: {problem}" for state in states for problem in state["problems"]]
     return Exported(
         path, path.stat().st_size, num_rollouts, num_matching, len(images), (*problems, *config["problems"])
