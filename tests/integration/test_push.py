@@ -239,9 +239,8 @@ def test_offline_mode_is_named(run, capsys, monkeypatch):
     assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("repo", ["a/b/c", "a b", "../x", ""])
-def test_a_wrong_name_of_a_repository_is_wrong_usage(capsys, repo):
-    with pytest.raises(SystemExit) as system_exit:
-        main(["push", "run", repo])
-    assert system_exit.value.code == 2
-    assert "is no name of a repository: write NAMESPACE/NAME" in capsys.readouterr().err
+def test_a_wrong_name_of_a_repository_is_wrong_usage(capsys):
+    for repo in ("a/b/c", "a b", "../x", ""):
+        with pytest.raises(SystemExit, match="2"):
+            main(["push", "run", repo])
+        assert "is no name of a repository: write NAMESPACE/NAME" in capsys.readouterr().err

@@ -54,17 +54,20 @@ def test_a_training_that_fails_or_hangs_ends_with_its_processes_and_shows_what_i
 
 
 @pytest.mark.parametrize(
-    ("torch_cuda", "driver", "driver_cuda", "problem"),
+    ("found", "problem"),
     [
-        ("13.0", "580.65.06", (13, 0), None),
-        ("13.2", "580.65.06", (13, 0), None),  # minor versions are compatible
-        ("13.0", "570.86.15", (12, 8), "580"),
-        (None, "580.65.06", (13, 0), "[gpu]"),
-        ("13.0", None, None, None),
+        (driver_problems("13.0", "2.13.0", "580.65.06", (13, 0)), None),
+        (driver_problems("13.2", "2.13.0", "580.65.06", (13, 0)), None),  # minor versions are compatible
+        (driver_problems("13.0", "2.13.0", "570.86.15", (12, 8)), "580"),
+        (driver_problems(None, "2.13.0", "580.65.06", (13, 0)), "[gpu]"),
+        (driver_problems("13.0", "2.13.0", None, None), None),
+        (cuda_problems("13.2", "2.13.0", 13), None),
+        (cuda_problems("12.6", "2.13.0", 13), "CUDA 13, and torch 2.13.0 for CUDA 12.6"),
+        (cuda_problems(None, "2.13.0", 13), "CUDA 13, and torch 2.13.0 for the CPU"),
+        (cuda_problems(None, "2.13.0", None), None),
     ],
 )
-def test_the_driver_must_run_the_cuda_version_of_torch(torch_cuda, driver, driver_cuda, problem):
-    found = driver_problems(torch_cuda, "2.13.0", driver, driver_cuda)
+def test_driver_torch_and_vllm_must_have_the_same_cuda_version(found, problem):
     assert len(found) == (problem is not None)
     assert problem is None or problem in found[0]
 
@@ -146,13 +149,3 @@ def test_gpus_in_use_too_old_or_without_kernels_are_problems():
     assert "10.0 GiB of 80.0 GiB" in in_use
     assert "sm_70" in no_kernels
     assert "7.0" in too_old
-
-
-@pytest.mark.parametrize(
-    ("torch_cuda", "vllm_cuda", "differs"),
-    [("13.2", 13, False), ("12.6", 13, True), (None, 13, True), (None, None, False)],
-)
-def test_builds_of_torch_and_vllm_for_different_cuda_versions_are_a_problem(torch_cuda, vllm_cuda, differs):
-    problems = cuda_problems(torch_cuda, "2.13.0", vllm_cuda)
-    assert len(problems) == differs
-    assert not differs or ("CUDA 13" in problems[0] and (torch_cuda or "the CPU") in problems[0])

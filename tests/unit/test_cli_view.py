@@ -26,8 +26,6 @@ def run(tmp_path: Path) -> Path:
     ("arguments", "message"),
     [
         ([], "the following arguments are required: RUN"),
-        (["--port", "70000"], "'70000' is not a whole number from 0 to 65535"),
-        (["--rollouts", "-1"], "'-1' is not a whole number of at least 0"),
         (["--host", "0.0.0.0"], "would show the runs to other machines; add --open-to-network"),
         (["--export", "a.html", "--select", "solvd=all"], "there is no filter 'solvd'; did you mean solved?"),
     ],

@@ -197,11 +197,6 @@ def test_a_run_of_another_folder_is_evaluated_with_its_own_files(tmp_path, monke
     assert moved["data.format_prompt"] == f"{start}/q.jinja"
 
 
-def test_data_and_reward_function_may_be_python_objects():
-    config = settings(options=given_options(("python:validation",), reward="python:mine"))
-    assert (config.data.val_files, config.worker.reward.reward_function) == (("python:validation",), "python:mine")
-
-
 def test_another_reward_function_gets_no_arguments_of_the_runs_own(run):
     overrides = ["worker.reward.reward_function_kwargs={format_weight: 0.5}", "worker.rollout.tensor_parallel_size=1"]
     (run / "config.yaml").write_text(dump_config(load_config(run / "config.yaml", overrides).config))

@@ -194,7 +194,6 @@ def test_python_examples_use_names_and_arguments_that_exist(block: Block) -> Non
         match node:
             case ast.Attribute(value=ast.Name(id="trigon"), attr=name):
                 assert name in trigon.__all__, f"trigon.{name}"
-        match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="trigon"), attr=name), keywords=keywords):
                 taken = inspect.signature(getattr(trigon, name)).parameters
                 known = taken.keys() | SECTIONS | (SHORT_NAMES.keys() if name == "evaluate" else set())
@@ -256,14 +255,9 @@ METRICS = re.compile(r"[\"'`]((?:actor|critic|data|filter|group|parity|rollout|s
 @pytest.mark.parametrize("page", [page for page in PAGES if "/from-" not in page])
 def test_every_metric_that_a_page_reads_exists(page: str) -> None:
     known = (ROOT / "docs/metrics.md").read_text("utf-8")
-    names = {re.sub(r"^val/[a-z_]+_reward$", "val/<part>_reward", name) for name in metrics_of(page)}
+    names = set(METRICS.findall((ROOT / page).read_text("utf-8"))) - {"actor/huggingface", "actor/lora_adapter"}
+    names = {re.sub(r"^val/[a-z_]+_reward$", "val/<part>_reward", name) for name in names}
     assert sorted(name for name in names if f"{name}`" not in known and not is_one_of_several(name, known)) == []
-
-
-def metrics_of(page: str) -> set[str]:
-    """Return the metrics in a page, without paths such as `actor/huggingface`."""
-    names = METRICS.findall((ROOT / page).read_text("utf-8"))
-    return {name for name in names if name not in ("actor/huggingface", "actor/lora_adapter")}
 
 
 def is_one_of_several(name: str, known: str) -> bool:
@@ -272,10 +266,10 @@ def is_one_of_several(name: str, known: str) -> bool:
     return any(name == f"{start}{each}{end}" for start, all_, end in several for each in all_.split(","))
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_command_that_a_page_names_exists(page: str) -> None:
-    names = set(re.findall(r"`trigon ([a-z]+)[ `]", (ROOT / page).read_text("utf-8")))
-    assert sorted(names - COMMANDS.keys() - {"help", "version"}) == []
+def test_every_command_that_a_page_names_exists() -> None:
+    for page in PAGES:
+        names = set(re.findall(r"`trigon ([a-z]+)[ `]", (ROOT / page).read_text("utf-8")))
+        assert sorted(names - COMMANDS.keys() - {"help", "version"}) == [], page
 
 
 @cache
@@ -304,15 +298,11 @@ def is_quoted_from(quote: str, message: str) -> bool:
     return re.search(".*".join(part for part in parts if part.strip()), message, flags=re.DOTALL) is not None
 
 
-@pytest.mark.parametrize("quote", QUOTED)
-def test_every_message_of_the_troubleshooting_page_is_one_of_the_package(quote: str) -> None:
-    of_torch = {"CUDA out of memory. Tried to allocate ..."}  # of its builds for GPUs
-    assert quote in of_torch or any(is_quoted_from(quote, message) for message in messages())
-
-
-def test_a_message_that_does_not_exist_is_found() -> None:
-    assert len(QUOTED) > 20
-    assert not any(is_quoted_from("... rows are nonsense", message) for message in messages())
+def test_every_message_of_the_troubleshooting_page_is_one_of_the_package() -> None:
+    """Of torch's builds for GPUs: CUDA out of memory. A message that does not exist is found."""
+    quotes = [*QUOTED, "... rows are nonsense"]
+    unknown = [quote for quote in quotes if not any(is_quoted_from(quote, message) for message in messages())]
+    assert unknown == ["CUDA out of memory. Tried to allocate ...", quotes[-1]]
 
 
 def test_the_marks_of_the_blocks_are_complete() -> None:
@@ -327,26 +317,15 @@ def test_the_marks_of_the_blocks_are_complete() -> None:
         assert all(block.value for block in blocks if block.mark != "run")
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "trigon trian x.yaml",
-        "trigon train worker.rollout.m=8",
-        "trigon train worker.rollout.n=many",
-        "trigon train examples/none.yaml",
-        "trigon export --best",
-        "trigon export run --bst",
-        "make nothing",
-        "bash examples/none.sh",
-        "pip install -e .[none]",
-        "python none.py",
-        "vlm serve",
-    ],
-)
-def test_a_wrong_command_is_found(wrong: str, tmp_path, monkeypatch) -> None:
-    block = Block("docs/quickstart.md", 1, "bash", wrong + "\n", "", "", "")
-    with pytest.raises((AssertionError, ConfigError, SystemExit)):
-        test_every_command_has_a_program_and_arguments_that_exist(block, tmp_path, monkeypatch)
+def test_a_wrong_command_is_found(tmp_path, monkeypatch) -> None:
+    for wrong in (
+        *("trigon trian x.yaml", "trigon train worker.rollout.m=8", "trigon train worker.rollout.n=many"),
+        *("trigon train examples/none.yaml", "trigon export --best", "trigon export run --bst", "make nothing"),
+        *("bash examples/none.sh", "pip install -e .[none]", "python none.py", "vlm serve"),
+    ):
+        block = Block("docs/quickstart.md", 1, "bash", wrong + "\n", "", "", "")
+        with pytest.raises((AssertionError, ConfigError, SystemExit)):
+            test_every_command_has_a_program_and_arguments_that_exist(block, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
-import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -20,8 +17,6 @@ from trigon.report.run_folder import RunFolder
 from trigon.tools.cli.main import main
 from trigon.tools.plot.curves import as_csv, group_runs, interval, learning_curves, moving_mean
 from trigon.tools.plot.figure import Reference, describe, save_plot
-
-ROOT = Path(__file__).parents[2]
 
 
 def make_run(
@@ -88,15 +83,21 @@ def test_values_that_differ_beyond_what_a_label_shows_are_different_groups(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("by", "message"),
+    ("options", "error", "message"),
     [
-        ("adv_estimatr", r"did you mean algorithm\.adv_estimator\?"),
-        ("torch_dtype", r"it may be worker\.actor\.fsdp\.torch_dtype or .*; give the whole name"),
+        ({"group_by": "adv_estimatr"}, ConfigError, r"did you mean algorithm\.adv_estimator\?"),
+        (
+            {"group_by": "torch_dtype"},
+            ConfigError,
+            r"worker\.actor\.fsdp\.torch_dtype or .*; give the whole name",
+        ),
+        ({"metrics": ["reward/overal"]}, DataError, r"metric 'reward/overal'; did you mean reward/overall\?"),
+        ({"metrics": ["zzz"]}, DataError, "no run has the metric 'zzz'; docs/metrics.md"),
     ],
 )
-def test_an_unknown_way_to_group_is_an_error(seeds, by, message):
-    with pytest.raises(ConfigError, match=message):
-        group_runs(seeds, by)
+def test_an_unknown_metric_or_way_to_group_is_an_error(seeds, options, error, message):
+    with pytest.raises(error, match=message):
+        learning_curves(seeds, **options)
 
 
 def test_a_seed_within_a_larger_number_is_not_replaced(tmp_path):
@@ -112,9 +113,8 @@ def test_mean_and_bands_by_hand(seeds):
     [curve] = learning_curves(seeds, metrics=["reward/overall"], band="std").curves
     assert (curve.label, curve.num_runs, curve.x) == ("3 seeds", 3, (1.0, 2.0, 3.0))
     assert curve.mean == (2.0, 3.0, 5.0)
-    assert curve.low == pytest.approx(
-        (1.0, 2.0, 3.0)
-    )  # of 1, 3, 2 and of 2, 4, 3 the deviation is 1; of 3, 5, 7 it is 2
+    # Of 1, 3, 2 and of 2, 4, 3 the deviation is 1; of 3, 5, 7 it is 2.
+    assert curve.low == pytest.approx((1.0, 2.0, 3.0))
     assert curve.high == pytest.approx((3.0, 4.0, 7.0))
     [curve] = learning_curves(seeds, metrics=["reward/overall"], band="minmax").curves
     assert (curve.low, curve.high) == ((1.0, 2.0, 3.0), (3.0, 4.0, 7.0))
@@ -187,28 +187,13 @@ def test_a_number_that_is_not_finite_is_a_gap(seeds, tmp_path):
 
 
 def test_the_numbers_are_written_as_csv(seeds):
-    curves = learning_curves(seeds, band="minmax")
-    rows = list(csv.DictReader(io.StringIO(as_csv(curves))))
-    assert rows[0] == {
-        "metric": "val/accuracy_reward", "group": "3 seeds", "runs": "3", "step": "0.0", "mean": "0.25", "low": "0.25",
-        "high": "0.25",
-    }  # fmt: skip
+    header, first, *_ = as_csv(learning_curves(seeds, band="minmax")).splitlines()
+    assert header == "metric,group,runs,step,mean,low,high"
+    assert first == "val/accuracy_reward,3 seeds,3,0.0,0.25,0.25,0.25"
 
 
 def test_the_interval_of_one_run_is_its_value():
     assert interval([5.0], "ci95") == (5.0, 5.0)
-
-
-@pytest.mark.parametrize(
-    ("metrics", "message"),
-    [
-        (["reward/overal"], r"no run has the metric 'reward/overal'; did you mean reward/overall\?"),
-        (["zzz"], "no run has the metric 'zzz'; docs/metrics.md"),
-    ],
-)
-def test_an_unknown_metric_is_an_error(seeds, metrics, message):
-    with pytest.raises(DataError, match=message):
-        learning_curves(seeds, metrics=metrics)
 
 
 def test_a_run_without_steps_is_an_error(tmp_path):
@@ -265,24 +250,6 @@ def test_the_command_writes_figures_and_numbers(seeds, tmp_path, capsys):
     assert all(path.stat().st_size > 100 for path in outputs)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-o", "a.gif"], "'a.gif' must end in one of .png, .svg, .pdf, .csv"),
-        (["--smooth", "0"], "'0' is not a whole number of at least 1"),
-        (["--reference", "a:b"], "'a:b' must be a number"),
-        (["--reference", "nan:x"], "'nan:x' must be a number"),
-        (["--reference", "inf"], "'inf' must be a number"),
-        (["--x", "epochs"], "invalid choice: 'epochs'"),
-    ],
-)
-def test_wrong_arguments_have_status_2(capsys, arguments, message):
-    with pytest.raises(SystemExit) as system_exit:
-        main(["plot", "run", *arguments])
-    assert system_exit.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_without_matplotlib_the_error_names_the_extra_and_numbers_are_still_written(seeds, tmp_path):
     script = "import sys; sys.modules['matplotlib'] = None; from trigon.tools.cli.main import main; sys.exit(main())"
 
@@ -294,18 +261,3 @@ def test_without_matplotlib_the_error_names_the_extra_and_numbers_are_still_writ
     assert failed.returncode == 2
     assert re.search(r"^ConfigError: figures need the package matplotlib.*; run pip install .*\[plot\]", failed.stderr)
     assert plot("a.csv").returncode == 0
-
-
-def test_the_command_of_the_quickstarts_page_draws_its_figure(tmp_path, monkeypatch):
-    page = (ROOT / "docs/quickstart.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    [command] = re.findall(r"^trigon plot .* -o docs/quickstart_curves.svg .*$", page, flags=re.MULTILINE)
-    words = shlex.split(command.replace("runs/seed{0,1,2,3}", " ".join(f"runs/seed{n}" for n in range(4))))
-    monkeypatch.chdir(tmp_path)
-    for seed in range(4):
-        make_run(Path("runs") / f"seed{seed}" / "run", [0.5], seed=seed, accuracies={0: 0.1, 1: 0.2})
-    for run in Path("runs").glob("*/run"):
-        text = (run / "metrics.jsonl").read_text().replace("reward/overall", "reward/accuracy")
-        (run / "metrics.jsonl").write_text(text)
-    assert main(words[1:]) == 0
-    assert Path("docs/quickstart_curves.svg").is_file()
-    assert (ROOT / "docs/quickstart_curves.svg").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import subprocess
 import sys
@@ -84,6 +85,16 @@ def test_a_broken_link_fails_the_build(copied, link, message):
     page.write_text(text, "utf-8")
     assert result.returncode == 1
     assert message in result.stderr
+
+
+@pytest.mark.extended(but=["command_line_page"])
+@pytest.mark.parametrize("script", ["command_line_page", "hardware_page", "check_page"])
+def test_a_generated_page_is_up_to_date(script, monkeypatch, own_datasets_cache):
+    monkeypatch.setenv("COLUMNS", "100")
+    page = ROOT / "docs" / f"{script.removesuffix('_page').replace('_', '-')}.md"
+    text, module = page.read_text("utf-8"), importlib.import_module(script)
+    assert text == (module.page(text) if script == "check_page" else module.document()), f"run: scripts/{script}.py"
+    assert f"{Path.home()}/" not in text
 
 
 def test_the_drawings_are_what_the_script_writes():

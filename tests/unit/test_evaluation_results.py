@@ -1,4 +1,4 @@
-"""Summaries of rollouts: their means, what is left out, and columns."""
+"""What is computed from rollouts: answers and their votes, means, what is left out, and columns."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from math import isnan
 import pytest
 
 from support.samples import ROW
+from trigon.config.names import SHIPPED_REWARDS
 from trigon.errors import DataError
 from trigon.report.rollouts import RolloutRow, to_json
 from trigon.tools.eval.results import (
@@ -16,10 +17,49 @@ from trigon.tools.eval.results import (
     check_columns,
     compare_outcomes,
     default_ks,
+    extract_answer,
+    number_answers,
     outcomes_of,
     summarize,
     summarize_by,
 )
+from trigon.tools.eval.settings import SHIPPED_FORMS
+
+
+@pytest.mark.parametrize(
+    ("form", "response", "answer"),
+    [
+        ("boxed", r"first \boxed{1}, then \boxed{ \frac{1}{2} }", r"\frac{1}{2}"),
+        ("boxed", r"\boxed{1", None),
+        ("boxed", "<answer>3</answer>", None),
+        ("tag", "<answer>1</answer> no, <answer>\n2 </answer>", "2"),
+        ("tag", "<answer>1<answer>2</answer>", "2"),
+        ("tag", "<answer></answer>", None),
+        ("line", "Answer: 1\nanswer : 2 \nmore", "2"),
+        ("text", "  all of it ", "all of it"),
+        ("text", " ", None),
+        ("auto", r"\boxed{1} <answer>2</answer> Answer: 3", "1"),
+        ("auto", "<answer>2</answer> Answer: 3", "2"),
+        ("auto", "Answer: 3", "3"),
+        ("auto", "three", None),
+    ],
+)
+def test_the_answer_is_found_in_its_form(form, response, answer):
+    assert extract_answer(response, form) == answer
+
+
+def test_equal_answers_have_equal_numbers():
+    responses = [rf"\boxed{{{text}}}" for text in ("0.5", r"\frac{1}{2}", "Yes", "yes", "1/2", "2")]
+    assert number_answers([*responses, "nothing"], "boxed") == [0, 0, 1, 1, 0, 2, None]
+
+
+def test_hostile_completions_take_no_time():
+    hostile = ["<answer>" * 20_000, r"\boxed{" * 20_000, "answer:" * 20_000, r"\boxed{" + "9" * 100_000 + "}"]
+    assert len(number_answers(hostile, "auto")) == 4
+
+
+def test_every_shipped_reward_function_has_a_form():
+    assert set(SHIPPED_FORMS) == set(SHIPPED_REWARDS)
 
 
 def make_row(prompt: int, sample: int, accuracy: float | None, **changes) -> RolloutRow:
@@ -103,6 +143,4 @@ def test_models_are_compared_on_the_prompts_that_both_have():
 
 
 def test_k_is_a_power_of_two_or_n():
-    assert default_ks(1) == (1,)
-    assert default_ks(6) == (1, 2, 4, 6)
-    assert default_ks(8) == (1, 2, 4, 8)
+    assert [default_ks(n) for n in (1, 6, 8)] == [(1,), (1, 2, 4, 6), (1, 2, 4, 8)]
