@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trigon.system.processes import ProcessTree, count_resident_bytes
+from trigon.system.processes import count_resident_bytes, descendants
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
 
@@ -30,14 +30,13 @@ def test_a_tree_by_hand(tmp_path):
     make_process(tmp_path, 20, 1)
     (tmp_path / "meminfo").write_text("")
     (tmp_path / "30").mkdir()  # it has ended meanwhile
-    tree = ProcessTree(proc=tmp_path)
-    assert tree.below(10) == [11, 12, 13]
-    assert tree.below(10, without=[11]) == [12]
-    assert tree.below(11, 20) == [13]
-    assert tree.below(13) == tree.below() == tree.below(999) == []
+    for tops, without, expected in [((10,), (), [11, 12, 13]), ((10,), [11], [12]), ((11, 20), (), [13])]:
+        assert descendants(*tops, without=without, proc=tmp_path) == expected
+    for tops in ((13,), (), (999,)):
+        assert descendants(*tops, proc=tmp_path) == []
     page = os.sysconf("SC_PAGE_SIZE")
     assert count_resident_bytes([10, 11, 30, 999], proc=tmp_path) == 7 * page
-    assert ProcessTree(proc=tmp_path / "missing").below(1) == []
+    assert descendants(1, proc=tmp_path / "missing") == []
 
 
 @needs_proc
@@ -51,8 +50,8 @@ def test_a_real_child_and_its_child_are_found_and_measured():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", script], **pipes) as process:
         grandchild = int(process.stdout.readline())
-        assert {process.pid, grandchild} <= set(ProcessTree().below(os.getpid()))
-        assert ProcessTree().below(process.pid) == [grandchild]
+        assert {process.pid, grandchild} <= set(descendants(os.getpid()))
+        assert descendants(process.pid) == [grandchild]
         assert count_resident_bytes([process.pid]) >= 64 << 20
         process.communicate("\n")
     assert count_resident_bytes([process.pid]) == 0

@@ -29,7 +29,7 @@ from trigon.metrics import Max, Metrics, Min
 from trigon.system.installation import clone_folder
 from trigon.system.machine import find_interface, loopback_variables
 from trigon.system.process_settings import ARENAS_VARIABLE, NUM_ARENAS, set_variables
-from trigon.system.processes import ProcessTree
+from trigon.system.processes import descendants
 from trigon.system.stopping import termination_blocked
 from trigon.system.temporary import private_folder
 
@@ -185,7 +185,7 @@ def _kill_at_shutdown() -> None:
 def _kill_processes(node: Any, kill_all_processes: Callable[..., None], **options: bool) -> None:
     """Call a method of Ray's node without asking its processes to end first; end their children."""
     started = [info.process.pid for infos in node.all_processes.values() for info in infos]
-    below = ProcessTree().below(*started)
+    below = descendants(*started)
     kill_all_processes(**options | {"allow_graceful": False, "wait": True})
     for pid in below:
         with suppress(ProcessLookupError):

@@ -24,7 +24,7 @@ from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
 from trigon.errors import LostWorkerError, PeerError, TrigonError, WorkerError
 from trigon.metrics import Metric, Sum
 from trigon.system.hangs import dump_stacks, register_stacks
-from trigon.system.processes import ProcessTree
+from trigon.system.processes import descendants
 from trigon.system.stopping import SAME_COMMAND, SameCommand
 from trigon.system.terminal import format_bytes
 from trigon.types import Completion, EncodedMedia, Prompt, RolloutGroup, TrainGroup, TrainSequence, parts_of
@@ -297,7 +297,7 @@ class WorkerGroup:
             return ""
         register_stacks()  # of the driver, if it has no watchdog
         pids = [os.getpid(), *(worker.pid for worker in self.workers if worker.is_local)]
-        text = dump_stacks(list(dict.fromkeys([*pids, *ProcessTree().below(*pids)])))
+        text = dump_stacks(list(dict.fromkeys([*pids, *descendants(*pids)])))
         try:
             self.stacks_file.write_text(text, encoding="utf-8")
         except OSError as error:

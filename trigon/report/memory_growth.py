@@ -16,11 +16,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from statistics import NormalDist, median
-from types import TracebackType
 
 from trigon.metrics import Max, Metric, Metrics, Min
 from trigon.system.machine import count_usable_bytes, gpu_memory_now
-from trigon.system.processes import ProcessTree, count_resident_bytes, descendants
+from trigon.system.processes import count_resident_bytes, descendants
 
 SECONDS = 1.0
 """Interval at which what is left is read."""
@@ -81,11 +80,10 @@ class MemoryMeter:
         with self._lock:
             least, self._least_left = self._least_left, None
         driver, rewards, workers = os.getpid(), set(self._reward_workers()), set(self._workers())
-        tree = ProcessTree()
-        children = tree.below(driver, without={*rewards, *workers})
+        children = descendants(driver, without={*rewards, *workers})
         return {
             "perf/memory_driver_gb": Max(count_resident_bytes([driver]) / 2**30),
-            "perf/memory_reward_workers_gb": Max(count_resident_bytes({*rewards, *tree.below(*rewards)}) / 2**30),
+            "perf/memory_reward_workers_gb": Max(count_resident_bytes({*rewards, *descendants(*rewards)}) / 2**30),
             "perf/memory_children_gb": Max(count_resident_bytes(children) / 2**30),
             **_measure_shared_memory(),
             **gpu_memory_now(),
@@ -101,9 +99,7 @@ class MemoryMeter:
     def __enter__(self) -> MemoryMeter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read_left(self) -> float | None:
@@ -297,8 +293,8 @@ class MemoryGrowth:
         for key in kind.used:
             values = [(step, metrics[key]) for step, metrics in self._steps if step >= first and key in metrics]
             if len(values) >= LEAST_STEPS:
-                slope = fit_slope(*zip(*values, strict=True), confidence=CONFIDENCE)
-                growing += [(key, slope.value)] if slope.low > 0 else []
+                slope, low = fit_slope(*zip(*values, strict=True))
+                growing += [(key, slope)] if low > 0 else []
         limits = [(left[-1], 0.0)]
         if kind is HOST and self._left_now is not None:
             limits.append((self._left_now, self._save_gb))
@@ -317,37 +313,24 @@ class MemoryGrowth:
 
 def _certain_slope(steps: Sequence[int], used: Sequence[float], *, parts: int = 1) -> float:
     """Return the slope if memory certainly grows, in each of these parts too; otherwise 0."""
-    slope = fit_slope(steps, used, confidence=CONFIDENCE)
-    if slope.low <= 0 or slope.value * (steps[-1] - steps[0]) < LEAST_GROWTH_GB:
+    slope, low = fit_slope(steps, used)
+    if low <= 0 or slope * (steps[-1] - steps[0]) < LEAST_GROWTH_GB:
         return 0.0
     cuts = [len(steps) * part // parts for part in range(parts + 1)]
-    least = min(fit_slope(steps[a:b], used[a:b]).value for a, b in itertools.pairwise(cuts))
-    return slope.value if least >= LEAST_SHARE * slope.value else 0.0
+    least = min(fit_slope(steps[a:b], used[a:b])[0] for a, b in itertools.pairwise(cuts))
+    return slope if least >= LEAST_SHARE * slope else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Slope:
-    """A slope in units of y per unit of x, with the bounds of its confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-def fit_slope(xs: Sequence[float], ys: Sequence[float], *, confidence: float = 0.95) -> Slope:
-    """Return the median of the slopes of all pairs of points, and its interval.
+def fit_slope(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
+    """Return the median of the slopes of all pairs of points, and the low end of its interval.
 
     Single outliers, up to 29 % of the points, do not move it. The interval is Sen's (1968, section
     6), from the normal approximation of Kendall's statistic, without ties in x. It takes the
     points as independent; successive memory measurements are not, so it is too narrow rather than
     too wide.
-    Args: xs: distinct. Raises: ValueError with fewer than three points.
+    Args: xs: distinct, two or more.
     """
     n = len(xs)
-    if n < 3:
-        raise ValueError(f"a slope needs at least three points, not {n}")
     slopes = sorted((ys[j] - ys[i]) / (xs[j] - xs[i]) for i in range(n) for j in range(i + 1, n))
-    half_width = NormalDist().inv_cdf(0.5 + confidence / 2) * sqrt(n * (n - 1) * (2 * n + 5) / 18)
-    lower = max(0, int((len(slopes) - half_width) / 2))
-    upper = min(len(slopes) - 1, int((len(slopes) + half_width) / 2) + 1)
-    return Slope(median(slopes), slopes[lower], slopes[upper])
+    half_width = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2) * sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    return median(slopes), slopes[max(0, int((len(slopes) - half_width) / 2))]

@@ -34,11 +34,10 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from trigon.errors import WorkerError
-from trigon.system.processes import ProcessTree, Started, python_command, start_of
+from trigon.system.processes import Started, descendants, python_command, start_of
 from trigon.system.stopping import SameCommand, outlive_stop_signals, termination_blocked
 
 FILE = "hang_stacks.txt"
@@ -61,9 +60,7 @@ class HangWatch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @contextmanager
@@ -286,7 +283,7 @@ def _end(
 def _processes_of_run(driver: int, others: Sequence[Started]) -> list[int]:
     """Return the processes below the driver, without this one and the others."""
     running = [pid for pid, started in others if start_of(pid) == started]  # an id may be used again
-    return ProcessTree().below(driver, without=(os.getpid(), *running))
+    return descendants(driver, without=(os.getpid(), *running))
 
 
 def _line(content: object) -> bytes:

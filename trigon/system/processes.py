@@ -1,7 +1,8 @@
 """The processes below one, with their memory, read from /proc; the command of a Python process.
 
-Reads a few hundred bytes per process of the machine, about 16 microseconds each.
-Where there is no /proc, there are no processes below any. Imports only the standard library.
+Where the kernel lists no children, a file of every process of the machine is read, in about 16
+microseconds each. Where there is no /proc, there are no processes below any. Imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,36 +22,6 @@ Started: TypeAlias = tuple[int, int]
 """A process, unlike all others on this machine: its id, and when it was started (start_of)."""
 
 
-class ProcessTree:
-    """The parents and children among all processes of this machine, at one moment.
-
-    A process whose parent has ended belongs to whoever adopted it.
-    """
-
-    def __init__(self, *, proc: Path = PROC) -> None:
-        self._children: dict[int, list[int]] = {}
-        for pid in _numbers(proc):
-            parent = _parent(f"{proc}/{pid}/stat")
-            if parent is not None:
-                self._children.setdefault(parent, []).append(pid)
-
-    def children(self, pid: int) -> list[int]:
-        """Return the processes whose parent is this one."""
-        return sorted(self._children.get(pid, ()))
-
-    def below(self, *tops: int, without: Collection[int] = ()) -> list[int]:
-        """Return the ids of all processes below these, parents before their children.
-
-        without: processes that are left out, with all below them.
-        """
-        found: list[int] = []
-        above: Sequence[int] = tops
-        while above:
-            above = [child for pid in above for child in self.children(pid) if child not in without]
-            found += above
-        return found
-
-
 def can_be_listed() -> bool:
     """Return whether there is a /proc, by which the processes below one are found."""
     return (PROC / "self/stat").exists()
@@ -58,28 +29,42 @@ def can_be_listed() -> bool:
 
 def children(pid: int) -> list[int]:
     """Return the processes that a process has started or adopted, zombies included."""
-    if not _lists_children():
-        return ProcessTree().children(pid)
-    found: list[int] = []
-    with contextlib.suppress(OSError):  # it has ended
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
-                found += [int(child) for child in file.read().split()]
-    return found
+    return _find_children(PROC)(pid)
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the processes that a process and its children have started, zombies included.
+def descendants(*tops: int, without: Collection[int] = (), proc: Path = PROC) -> list[int]:
+    """Return all processes below these, zombies included, parents before their children.
 
-    Processes whose parents have ended are included if this process adopts them. Unlike
-    ProcessTree.below, it reads nothing of other processes where the kernel lists children.
+    A process whose parent has ended is below the one that adopted it. without: processes that are
+    left out, with all below them.
     """
-    if not _lists_children():
-        return ProcessTree().below(pid)
-    found = children(pid)
-    for child in found:  # which grows meanwhile
-        found += children(child)
+    children_of = _find_children(proc)
+    found: list[int] = []
+    above: Sequence[int] = tops
+    while above:
+        above = [child for pid in above for child in children_of(pid) if child not in without]
+        found += above
     return found
+
+
+def _find_children(proc: Path) -> Callable[[int], list[int]]:
+    """Return a function that returns the children of a process."""
+    if (proc / "thread-self/children").exists():  # a kernel with CONFIG_PROC_CHILDREN
+        return lambda pid: _read_children(f"{proc}/{pid}/task")
+    found: dict[int, list[int]] = {}
+    for stat in proc.glob("[0-9]*/stat"):
+        # The second field after the name in brackets, which may hold brackets and spaces.
+        fields = _read(stat).rpartition(")")[2].split()
+        if len(fields) > 1:
+            found.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    return lambda pid: sorted(found.get(pid, ()))
+
+
+def _read_children(threads: str) -> list[int]:
+    try:
+        return [int(pid) for thread in os.listdir(threads) for pid in _read(f"{threads}/{thread}/children").split()]
+    except OSError:  # it has ended
+        return []
 
 
 def kill_tree(pid: int) -> None:
@@ -118,20 +103,6 @@ def reap() -> dict[int, int]:
     return ended
 
 
-def watch_signals(*numbers: signal.Signals) -> int:
-    """Let these signals make a descriptor readable, and return it; they do nothing else.
-
-    They get a function rather than SIG_IGN, which programs that this process starts would inherit.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in numbers:
-        signal.signal(number, _disregard)
-    return reader
-
-
 def start_of(pid: int, *, proc: Path = PROC) -> int | None:
     """Return when a process was started, in clock ticks since the machine was; None if it ended."""
     fields = _read(f"{proc}/{pid}/stat").rpartition(")")[2].split()
@@ -140,7 +111,7 @@ def start_of(pid: int, *, proc: Path = PROC) -> int | None:
 
 def running_below() -> list[Started]:
     """Return the processes below this one."""
-    found = ((pid, start_of(pid)) for pid in ProcessTree().below(os.getpid()))
+    found = ((pid, start_of(pid)) for pid in descendants(os.getpid()))
     return [(pid, started) for pid, started in found if started is not None]
 
 
@@ -165,33 +136,11 @@ def count_proportional_bytes(pids: Iterable[int]) -> int:
     return sum(_proportional_bytes(pid) for pid in pids)
 
 
-def _lists_children() -> bool:
-    return os.path.exists("/proc/thread-self/children")  # a kernel with CONFIG_PROC_CHILDREN
-
-
 def _proportional_bytes(pid: int) -> int:
     for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) << 10
     return count_resident_bytes([pid])
-
-
-def _disregard(number: int, frame: object) -> None:
-    """Do nothing."""
-
-
-def _numbers(proc: Path) -> list[int]:
-    try:
-        return [int(name) for name in os.listdir(proc) if name.isdigit()]
-    except OSError:  # not Linux
-        return []
-
-
-def _parent(stat: str) -> int | None:
-    """Return the parent in a file `stat`: the second field after the name in brackets."""
-    # The name may hold brackets and spaces, so the last bracket counts.
-    after = _read(stat).rpartition(")")[2].split()
-    return int(after[1]) if len(after) > 1 else None
 
 
 def _read(file: Path | str) -> str:
