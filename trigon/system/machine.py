@@ -22,45 +22,37 @@ from trigon.errors import ConfigError
 from trigon.metrics import Max, Metrics, Min
 from trigon.system.terminal import format_bytes
 
-_MEMBERSHIPS = Path("/proc/self/cgroup")
-_MOUNT = Path("/sys/fs/cgroup")
+_ROOT = Path("/")  # another folder in tests, with files of /proc and /sys in it
 
 
-def count_usable_cpus(*, memberships: Path = _MEMBERSHIPS, mount: Path = _MOUNT) -> int:
+def count_usable_cpus(*, root: Path = _ROOT) -> int:
     """Return the number of CPUs that this process may use, at least 1.
 
     The smallest of its CPU affinity (os.sched_getaffinity) and the CPU time limits of its control
     groups and of those above them (cpu.max in version 2, cpu.cfs_quota_us in version 1). A limit of
     a fraction of a CPU is rounded up.
-
-    Args:
-        memberships: the file with the control groups of this process.
-        mount: the folder in which control groups are mounted.
     """
     # sched_getaffinity does not exist on macOS and Windows.
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([allowed, *(math.ceil(limit) for limit in _cgroup_limits(memberships, mount))]))
+    counts = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    for version, folder in _cgroup_folders("cpu", root):
+        if version == 2:  # "150000 100000", or "max 100000"
+            quota, _, period = _read_control(folder / "cpu.max").partition(" ")
+        else:  # -1: no limit
+            quota, period = _read_control(folder / "cpu.cfs_quota_us"), _read_control(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(quota) > 0:
+            counts.append(math.ceil(int(quota) / int(period)))
+    return max(1, min(counts))
 
 
-def _cgroup_limits(memberships: Path, mount: Path) -> Iterator[float]:
-    """Return the limits of all control groups that apply, in CPUs."""
-    for version, folder in cgroup_folders("cpu", memberships=memberships, mount=mount):
-        limit = _limit_v2(folder) if version == 2 else _limit_v1(folder)
-        if limit is not None:
-            yield limit
-
-
-def cgroup_folders(
-    controller: str, *, memberships: Path = _MEMBERSHIPS, mount: Path = _MOUNT
-) -> Iterator[tuple[Literal[1, 2], Path]]:
+def _cgroup_folders(controller: str, root: Path) -> Iterator[tuple[Literal[1, 2], Path]]:
     """Yield the folders of the control groups of this process, and of those above them.
 
     controller: a controller of version 1 of control groups, such as "cpu"; version 2 has one group
-    for all.
-    memberships, mount: see count_usable_cpus. Yields: the version, and a folder that may not exist.
+    for all. Yields: the version, and a folder that may not exist.
     """
+    mount = root / "sys/fs/cgroup"
     try:
-        lines = memberships.read_text(encoding="utf-8").splitlines()
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux, or /proc is not mounted
         return
     for line in lines:
@@ -79,27 +71,12 @@ def cgroup_folders(
                 yield (2 if controllers == "" else 1), hierarchy / folder
 
 
-def _limit_v2(folder: Path) -> float | None:
-    """Return the limit of a control group of version 2, None if it has none."""
-    numbers = read_control(folder / "cpu.max").split()  # "150000 100000", or "max 100000"
-    return None if len(numbers) != 2 or numbers[0] == "max" else int(numbers[0]) / int(numbers[1])
-
-
-def _limit_v1(folder: Path) -> float | None:
-    """Return the limit of a control group of version 1, None if it has none."""
-    quota, period = read_control(folder / "cpu.cfs_quota_us"), read_control(folder / "cpu.cfs_period_us")
-    return None if not quota or not period or int(quota) <= 0 else int(quota) / int(period)  # -1: no limit
-
-
-def read_control(file: Path) -> str:
+def _read_control(file: Path) -> str:
     """Return what a file of a control group says; "" if there is none."""
     try:
         return file.read_text(encoding="ascii").strip()
     except OSError:  # the group has no such limit, or is not visible here
         return ""
-
-
-_MEMINFO = Path("/proc/meminfo")
 
 
 def read_meminfo(meminfo: Path, name: str) -> int:
@@ -113,57 +90,45 @@ def read_meminfo(meminfo: Path, name: str) -> int:
     return int(entry[1]) * 1024
 
 
-def count_usable_bytes(
-    *, meminfo: Path = _MEMINFO, memberships: Path = _MEMBERSHIPS, mount: Path = _MOUNT
-) -> int | None:
+def count_usable_bytes(*, root: Path = _ROOT) -> int | None:
     """Return the bytes of host memory that this process may still allocate; None: unknown.
 
     The smallest of what the machine has available and what the limits of its control groups, and of
     those above them, leave (memory.max in version 2, memory.limit_in_bytes in version 1). Cached
     files, which the kernel drops when memory is needed, do not count as used.
-
-    Args:
-        meminfo: file in the format of Linux's /proc/meminfo.
-        memberships, mount: see count_usable_cpus.
     """
-    try:
-        available = read_meminfo(meminfo, "MemAvailable")
-    except (OSError, KeyError):  # not Linux, or /proc is not mounted
-        return None
-    return max(0, min([available, *_left_in_cgroups(memberships, mount)]))
+    return _least_bytes("MemAvailable", root)
 
 
-def count_total_bytes(
-    *, meminfo: Path = _MEMINFO, memberships: Path = _MEMBERSHIPS, mount: Path = _MOUNT
-) -> int | None:
+def count_total_bytes(*, root: Path = _ROOT) -> int | None:
     """Return the bytes of host memory that processes like this one may use together; None: unknown.
 
     The smallest of the machine's memory and of the limits of this process's control groups.
-    Args: see count_usable_bytes.
     """
+    return _least_bytes("MemTotal", root)
+
+
+def _least_bytes(entry: Literal["MemAvailable", "MemTotal"], root: Path) -> int | None:
+    """Return an entry of /proc/meminfo, or the least that a control group allows or has left."""
     try:
-        total = read_meminfo(meminfo, "MemTotal")
+        counts = [read_meminfo(root / "proc/meminfo", entry)]
     except (OSError, KeyError):  # not Linux, or /proc is not mounted
         return None
-    limits = (
-        read_control(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
-        for version, folder in cgroup_folders("memory", memberships=memberships, mount=mount)
-    )
-    return min([total, *(int(limit) for limit in limits if limit.isdigit())])
-
-
-def _left_in_cgroups(memberships: Path, mount: Path) -> Iterator[int]:
-    """Yield what each control group with a limit leaves."""
-    for version, folder in cgroup_folders("memory", memberships=memberships, mount=mount):
+    for version, folder in _cgroup_folders("memory", root):
         limit, used, cached = (
             ("memory.max", "memory.current", "inactive_file")
             if version == 2
             else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         )
-        limit_bytes, used_bytes = read_control(folder / limit), read_control(folder / used)
-        if limit_bytes.isdigit() and used_bytes.isdigit():  # "max": no limit
-            reclaimable = re.search(rf"^{cached} (\d+)$", read_control(folder / "memory.stat"), re.MULTILINE)
-            yield int(limit_bytes) - int(used_bytes) + (int(reclaimable[1]) if reclaimable else 0)
+        limit_bytes, used_bytes = _read_control(folder / limit), _read_control(folder / used)
+        if not limit_bytes.isdigit():  # "max": no limit
+            continue
+        if entry == "MemTotal":
+            counts.append(int(limit_bytes))
+        elif used_bytes.isdigit():
+            reclaimable = re.search(rf"^{cached} (\d+)$", _read_control(folder / "memory.stat"), re.MULTILINE)
+            counts.append(int(limit_bytes) - int(used_bytes) + (int(reclaimable[1]) if reclaimable else 0))
+    return max(0, min(counts))
 
 
 def gpu_memory_metrics() -> Metrics:
