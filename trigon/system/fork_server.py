@@ -33,6 +33,7 @@ from trigon.errors import TrigonError
 from trigon.system import processes
 from trigon.system.confinement import kernel
 from trigon.system.frames import MAX_FRAME_BYTES, FrameReader, encode_frame
+from trigon.system.stopping import watch_signals
 from trigon.system.terminal import format_bytes
 
 WATCH_SECONDS = 0.25
@@ -75,7 +76,7 @@ class ForkServer:
 
     def serve(self, load: Load) -> None:
         """Load user code, and do what the driver asks for until it closes the channel."""
-        wakeup = processes.watch_signals(signal.SIGCHLD)
+        wakeup = watch_signals(signal.SIGCHLD)
         while True:
             wait = WATCH_SECONDS if self._forks else None
             readable, _, _ = select.select([self._channel.fileno(), wakeup], [], [], wait)

@@ -71,6 +71,20 @@ def ignore_stop_signals() -> None:
         set_handler(number, int(signal.SIG_IGN))
 
 
+def watch_signals(*numbers: signal.Signals) -> int:
+    """Let these signals make a descriptor readable, and return it; they do nothing else.
+
+    They get a function rather than SIG_IGN, which programs that this process starts would inherit.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, _disregard)
+    return reader
+
+
 def _disregard(number: int, frame: object) -> None:
     """Do nothing."""
 

@@ -58,8 +58,6 @@ _NAMESPACES = CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWNET | CLONE_NEWUTS | CLONE_
 _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_PROGRAMS = 1, 2, 4, 8  # MOUNT_ATTR_*
-_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_MOUNT_SETATTR = 442
 
 _USER_WITHIN = 1000
 _WITHOUT_RIGHTS = 65534
@@ -205,7 +203,7 @@ def _make_files(*, max_folder_bytes: int) -> None:
     os.setresuid(_USER_WITHIN, _USER_WITHIN, _USER_WITHIN)
     mechanisms.mount_memory(base, "size=1m,mode=755")
     os.mkdir(f"{base}{_OLD_ROOT}")
-    kernel.syscall(_PIVOT_ROOT[kernel.machine()], base.encode() + b"\0", f"{base}{_OLD_ROOT}".encode() + b"\0")
+    kernel.syscall(seccomp.ALL["pivot_root"], base.encode() + b"\0", f"{base}{_OLD_ROOT}".encode() + b"\0")
     os.chdir("/")
     os.umask(0o022)
     for folder in ("/tmp", "/etc", "/dev"):
@@ -250,7 +248,7 @@ def _show(path: str, descriptor: int) -> None:
 def _set_attributes(path: str, attributes: int, *, recursive: bool) -> None:
     wanted = struct.pack("=QQQQ", attributes, 0, 0, 0)  # struct mount_attr
     flags = _AT_RECURSIVE if recursive else 0
-    kernel.syscall(_MOUNT_SETATTR, _AT_FDCWD, path.encode() + b"\0", flags, wanted, len(wanted))
+    kernel.syscall(seccomp.ALL["mount_setattr"], _AT_FDCWD, path.encode() + b"\0", flags, wanted, len(wanted))
 
 
 def _remedy() -> str:

@@ -14,7 +14,7 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -44,12 +44,8 @@ _SHARED_ANONYMOUS = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
 """Flags of `mmap` for memory that stays, uncounted, when all but one of its pages are unmapped."""
 
 
-class _Architecture(NamedTuple):
-    audit: int
-    seccomp: int
-
-
-_ARCHITECTURES = {"x86_64": _Architecture(0xC000003E, 317), "aarch64": _Architecture(0xC00000B7, 277)}
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""The architectures in the order of the columns of the tables below, with AUDIT_ARCH_*."""
 
 
 class Argument(NamedTuple):
@@ -72,7 +68,7 @@ _ITSELF = Argument(0, (0,))  # 0 is the calling process, and each process may be
 class Profile:
     """The system calls that are allowed, by name, and the arguments that some of them must have."""
 
-    allowed: Collection[str]
+    allowed: Set[str]
     with_arguments: Mapping[str, tuple[Argument, ...]] = field(default_factory=dict)
 
 
@@ -137,30 +133,27 @@ def keep_only(profile: Profile) -> None:
     older kernel; C libraries then use others.
     Raises: OSError if the kernel refuses the filter.
     """
-    machine = kernel.machine()
-    architecture = _ARCHITECTURES[machine]
-    numbers = {name: number for name, call in ALL.items() if (number := getattr(call, machine)) is not None}
     refuse = _instruction(_RETURN, 0, 0, _ERRNO | errno.EPERM)
     absent = _instruction(_RETURN, 0, 0, _ERRNO | errno.ENOSYS)
     allow = _instruction(_RETURN, 0, 0, _ALLOW)
     program = [
         _instruction(_LOAD, 0, 0, _ARCHITECTURE),
-        _instruction(_EQUAL, 1, 0, architecture.audit),
+        _instruction(_EQUAL, 1, 0, _ARCHITECTURES[kernel.machine()]),
         refuse,  # calls of 32-bit programs have other numbers
         _instruction(_LOAD, 0, 0, _NUMBER),
         _instruction(_AT_LEAST, 0, 1, _X32),
         refuse,
     ]
-    always = {numbers[name] for name in profile.allowed if name in numbers and name not in profile.with_arguments}
+    always = {ALL[name] for name in profile.allowed - profile.with_arguments.keys()}
     for first, last in _ranges(always):
         program += [_instruction(_AT_LEAST, 0, 2, first), _instruction(_ABOVE, 1, 0, last), allow]
     for name, arguments in profile.with_arguments.items():
         tests = list(itertools.chain.from_iterable(_tests(argument, refuse) for argument in arguments))
-        program += [_instruction(_EQUAL, 0, len(tests) + 1, numbers[name]), *tests, allow]
+        program += [_instruction(_EQUAL, 0, len(tests) + 1, ALL[name]), *tests, allow]
     program += [
-        _instruction(_EQUAL, 0, 1, numbers["clone3"]),
+        _instruction(_EQUAL, 0, 1, ALL["clone3"]),
         absent,
-        _instruction(_ABOVE, 0, 1, max(numbers.values())),
+        _instruction(_ABOVE, 0, 1, max(ALL.values())),
         absent,
         refuse,
     ]
@@ -168,7 +161,7 @@ def keep_only(profile: Profile) -> None:
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
     filter_program = struct.pack("@HP", len(program), ctypes.addressof(buffer))  # struct sock_fprog
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    kernel.syscall(architecture.seccomp, _SET_MODE_FILTER, _SPEC_ALLOW, filter_program)
+    kernel.syscall(ALL["seccomp"], _SET_MODE_FILTER, _SPEC_ALLOW, filter_program)
 
 
 def _tests(argument: Argument, refuse: bytes) -> Iterator[bytes]:
@@ -209,19 +202,14 @@ def _instruction(code: int, if_true: int, if_false: int, value: int) -> bytes:
 # userfaultfd, open_by_handle_at, reboot, clock_settime and others.
 
 
-class SystemCall(NamedTuple):
-    """The numbers of a system call; None: the architecture does not have it."""
-
-    x86_64: int | None
-    aarch64: int | None
-
-
-def _read(table: str) -> dict[str, SystemCall]:
-    calls: dict[str, SystemCall] = {}
-    for entry in table.split(","):
+def _read(table: str) -> dict[str, int]:
+    """Return the system calls of a table that this machine has, by name."""
+    calls: dict[str, int] = {}
+    for entry in table.split(",") if is_available() else ():
         name, *numbers = entry.split()
-        x86_64, aarch64 = (None if number == "-" else int(number) for number in numbers)
-        calls[name] = SystemCall(x86_64, aarch64)
+        number = numbers[list(_ARCHITECTURES).index(kernel.machine())]
+        if number != "-":
+            calls[name] = int(number)
     return calls
 
 

@@ -37,7 +37,7 @@ from trigon.system.confinement import kernel, mechanisms, seccomp
 from trigon.system.confinement.code_server import serve
 from trigon.system.confinement.options import Confinement, Mechanism
 from trigon.system.frames import encode_frame
-from trigon.system.stopping import outlive_stop_signals
+from trigon.system.stopping import outlive_stop_signals, watch_signals
 from trigon.system.temporary import private_folder
 
 WATCH_SECONDS = 0.25
@@ -83,7 +83,7 @@ def main(confinement_json: str, channel_fd: int, work: Work) -> NoReturn:
     confinement = Confinement.from_json(confinement_json)
     driver = socket.socket(fileno=os.dup(0))
     # Stop signals may be sent to all processes of a run; the driver says when the workers end.
-    wakeup = processes.watch_signals(*_HANDLED)
+    wakeup = watch_signals(*_HANDLED)
     code_server_pid, code_server = _start_code_server(confinement) if confinement.runs_code else (0, None)
     with _temporary_folder() if confinement.level == "strict" else contextlib.nullcontext("") as temporary:
         used, obstacle = _prepare(confinement)
