@@ -4,15 +4,17 @@ import os
 
 import pytest
 
-from trigon.system.files import write_json
+from trigon.system.files import read_json_object, write_json
 
 
 def test_a_file_is_indented_and_ends_with_a_newline(tmp_path):
     path = tmp_path / "config.json"
-    write_json(path, {"step": 1, "name": "Grüße"})
-    assert path.read_bytes() == b'{\n  "step": 1,\n  "name": "Gr\\u00fc\\u00dfe"\n}\n'
-    write_json(path, {"name": "Grüße", "value": float("nan")}, indent=1, ensure_ascii=False)
-    assert path.read_bytes() == '{\n "name": "Grüße",\n "value": NaN\n}\n'.encode()
+    content = {"name": "Grüße", "text": "half a pair \ud83d"}
+    write_json(path, content)
+    assert path.read_bytes() == '{\n  "name": "Grüße",\n  "text": "half a pair \\ud83d"\n}\n'.encode()
+    assert read_json_object(path) == content
+    write_json(path, {"value": float("nan")}, indent=1)
+    assert path.read_bytes() == b'{\n "value": NaN\n}\n'
 
 
 @pytest.mark.parametrize("sync", [False, True])

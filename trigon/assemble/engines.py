@@ -246,7 +246,7 @@ def save_state(
         trust_remote_code=model.trust_remote_code,
     )
     settings = recorded_settings(config, pixel_limits=pixel_limits(processors))
-    write_json(folder / RUN_SETTINGS, settings, ensure_ascii=False)
+    write_json(folder / RUN_SETTINGS, settings)
     model_only = config.trainer.save_model_only
     finish = trainer.save_state(folder, model_only=model_only)
     if critic is None:

@@ -224,7 +224,7 @@ class _Adapter(_Export):
     def write(self, folder: Path, dtype: torch.dtype | None) -> torch.dtype:
         """See _Export."""
         folder.mkdir(parents=True)
-        _write_json(folder / ADAPTER_CONFIG, self._lora.config)
+        write_json(folder / ADAPTER_CONFIG, self._lora.config)
         names = list(self.weights.tensors)
         [written] = _write_file(self.weights, names, folder / "adapter_model.safetensors", dtype=dtype)
         return written
@@ -271,7 +271,7 @@ class _Critic(_Export):
         written = super().write(folder, dtype)
         config = read_object(folder / "config.json")
         labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
-        _write_json(folder / "config.json", {**config, "architectures": [self._class], **labels})
+        write_json(folder / "config.json", {**config, "architectures": [self._class], **labels})
         return written
 
 
@@ -403,7 +403,7 @@ def write_weights(weights: Weights, folder: Path, *, dtype: torch.dtype | None) 
             "--dtype"
         )
     if split.is_sharded:
-        _write_json(
+        write_json(
             folder / "model.safetensors.index.json",
             {"metadata": split.metadata, "weight_map": split.tensor_to_filename},
         )
@@ -440,13 +440,13 @@ def set_config_dtype(path: Path, dtype: torch.dtype) -> None:
             if key in part:
                 part[key] = _dtype_name(dtype)
     if json.dumps(config) != before:
-        _write_json(path, config)
+        write_json(path, config)
 
 
 def write_export_record(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
     """Write EXPORT_RECORD, with the settings of the run if the checkpoint has them."""
     settings = checkpoint.actor / RUN_SETTINGS
-    _write_json(
+    write_json(
         folder / EXPORT_RECORD,
         {
             "trigon_version": __version__,
@@ -507,10 +507,6 @@ def _move_into_checkpoint(exported: Path, checkpoint: Checkpoint) -> None:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_json(path, content, ensure_ascii=False)
 
 
 # -- verification ----------------------------------------------------------------------------------

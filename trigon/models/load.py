@@ -706,7 +706,7 @@ def _write_chat_template(folder: Path, template: str) -> None:
     for name in ("tokenizer_config.json", "processor_config.json"):
         content = read_json_object(folder / name) if (folder / name).is_file() else {}
         if content.pop("chat_template", None) is not None:
-            write_json(folder / name, content, ensure_ascii=False)
+            write_json(folder / name, content)
     (folder / _CHAT_TEMPLATE).write_text(template, encoding="utf-8")
 
 
@@ -729,4 +729,4 @@ def _write_pixel_limits(folder: Path, limits: tuple[int, int], *, of_videos: boo
         for limit_key, limit in zip(("min_pixels", "max_pixels"), limits, strict=True):
             if limit_key in section:  # of folders that version 4 of transformers wrote
                 section[limit_key] = limit
-        write_json(path, content, ensure_ascii=False)
+        write_json(path, content)

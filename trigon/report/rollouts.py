@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeGuard, get_args
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from trigon.errors import DataError
-from trigon.system.files import parse_json, to_plain
+from trigon.system.files import encode_json, parse_json, to_plain
 from trigon.types import Completion, EncodedMedia, ImageSizes, RolloutGroup, TokenLogprobs, TrainGroup, TrainSequence
 
 SCHEMA_VERSION = 5
@@ -292,9 +292,7 @@ def to_json_line(content: Mapping[str, Any]) -> bytes:
     Dates and arrays are what reward functions get of them.
     Bytes, such as a column of sounds, are replaced by their number.
     """
-    text = json.dumps(to_json(content), ensure_ascii=False, allow_nan=False)
-    # An unpaired surrogate, which a model can emit, has no UTF-8; \udcxx is a valid JSON escape.
-    return text.encode("utf-8", errors="backslashreplace") + b"\n"
+    return encode_json(json.dumps(to_json(content), ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def row_to_line(row: RolloutRow) -> bytes:

@@ -45,7 +45,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from trigon.data.images import file_for_display
@@ -130,7 +129,7 @@ class RunFolder:
 
     def write_local_sources(self, paths: Mapping[str, str]) -> None:
         """Write local_sources.json: see RunRecord.local_sources."""
-        write_json(self.path / SOURCES, paths, ensure_ascii=False, sync=True)
+        write_json(self.path / SOURCES, paths, sync=True)
         self._described[SOURCES] = (self.path / SOURCES).read_bytes()
 
     def write_budgets(self, content: Mapping[str, Any]) -> None:
@@ -252,9 +251,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -143,24 +143,22 @@ def read_json_object(path: Path, *, max_bytes: int | None = MAX_JSON_BYTES) -> d
 
 
 def write_json(
-    path: Path,
-    content: Mapping[str, Any],
-    *,
-    indent: int = 2,
-    ensure_ascii: bool = True,
-    allow_nan: bool = True,
-    sync: bool = False,
+    path: Path, content: Mapping[str, Any], *, indent: int = 2, allow_nan: bool = True, sync: bool = False
 ) -> None:
-    """Write content to path as JSON that ends with a newline, as replace_file does.
+    """Write content to path as JSON in UTF-8 that ends with a newline, as replace_file does.
 
     Args:
         indent: spaces per level.
-        ensure_ascii: escape characters outside ASCII; False writes them as UTF-8.
         allow_nan: write NaN and infinity as the literals `NaN` and `Infinity`, which are not JSON.
     Raises: ValueError for NaN or infinity with allow_nan=False; OSError.
     """
-    text = json.dumps(content, indent=indent, ensure_ascii=ensure_ascii, allow_nan=allow_nan)
-    replace_file(path, f"{text}\n".encode(), sync=sync)
+    text = json.dumps(content, indent=indent, ensure_ascii=False, allow_nan=allow_nan)
+    replace_file(path, encode_json(f"{text}\n"), sync=sync)
+
+
+def encode_json(text: str) -> bytes:
+    """Return a JSON text in UTF-8. An unpaired surrogate, which a model can emit, is escaped."""
+    return text.encode("utf-8", errors="backslashreplace")
 
 
 def replace_file(path: Path, content: bytes, *, sync: bool = True) -> None:

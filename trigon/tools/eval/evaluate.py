@@ -195,7 +195,7 @@ def evaluate(
     folder = open_output(output, sources[0])
     settings = describe_settings(early, limit=limit, ks=ks, form=form)
     if not (folder / RESULT).exists():  # so that the next evaluation may replace what this one leaves
-        write_json(folder / RESULT, {"settings": settings, "models": []}, ensure_ascii=False)
+        write_json(folder / RESULT, {"settings": settings, "models": []})
     places = [label(number, source) for number, source in enumerate(sources, start=1)]
     paths = [
         exported_folder(source, folder / EXPORTED / place, warn=console.warn, on_progress=console.print)
@@ -221,7 +221,7 @@ def evaluate(
         rewards.ready()
         # Only now, so that an error until here costs nothing.
         remove_earlier(folder, kept=[Path(path) for path in paths])
-        write_json(folder / RESULT, {"settings": settings, "models": []}, ensure_ascii=False)
+        write_json(folder / RESULT, {"settings": settings, "models": []})
         warn = cache(console.warn)  # of several models, once
         for source, each, place in zip(sources, loaded, outputs, strict=True):
             if len(sources) > 1:
@@ -248,7 +248,7 @@ def evaluate(
         settings=settings,
         output=folder,
     )
-    write_json(folder / RESULT, evaluation.to_json(), ensure_ascii=False)
+    write_json(folder / RESULT, evaluation.to_json())
     if shows:
         show(evaluation, console)
     return evaluation

@@ -440,7 +440,7 @@ def _name_base(path: Path, base: str) -> None:
     """Write the hub id of the base model to an adapter's config, which may have a local path."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if content["base_model_name_or_path"] != base:
-        write_json(path, {**content, "base_model_name_or_path": base}, ensure_ascii=False)
+        write_json(path, {**content, "base_model_name_or_path": base})
 
 
 def base_license(options: RunOptions, settings: PushSettings) -> str | None:
