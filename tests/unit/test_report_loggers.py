@@ -202,13 +202,15 @@ def test_a_logger_that_fails_is_reported_once_and_the_others_go_on(bad, reason):
     ("limits", "reason"),
     [
         ({}, "has not finished 0.1 s after the end of the run"),
-        ({"max_pending": 3}, "is 3 reports behind"),
-        ({"call_seconds": 0.05}, "has not returned from a call for 0.05 s"),
+        ({"MAX_PENDING": 3}, "is 3 reports behind"),
+        ({"CALL_SECONDS": 0.05}, "has not returned from a call for 0.05 s"),
     ],
 )
-def test_a_logger_that_blocks_stops_neither_a_step_nor_the_end_of_the_run(limits, reason):
+def test_a_logger_that_blocks_stops_neither_a_step_nor_the_end_of_the_run(monkeypatch, limits, reason):
+    for name, limit in limits.items():
+        monkeypatch.setattr(f"trigon.report.delivery.{name}", limit)
     warned, release = [], threading.Event()
-    deliveries = Deliveries([Recorder(wait=release)], warn=warned.append, **limits)
+    deliveries = Deliveries([Recorder(wait=release)], warn=warned.append)
     for step in range(6):
         deliveries.metrics(step, {})
         time.sleep(0.03)
@@ -221,12 +223,6 @@ def test_a_logger_that_blocks_stops_neither_a_step_nor_the_end_of_the_run(limits
 # Samples
 
 
-def png(size):
-    stream = io.BytesIO()
-    Image.new("RGB", size, "red").save(stream, "PNG")
-    return stream.getvalue()
-
-
 def test_html_escapes_what_models_write():
     table = as_html(SAMPLES)
     assert "<script>" not in table
@@ -236,9 +232,6 @@ def test_html_escapes_what_models_write():
     assert (strip.size, image_strip([])) == ((6 + 4 + 8, 8), None)
     assert (strip.getpixel((0, 0)), strip.getpixel((17, 7))) == ((255, 0, 0), (0, 0, 255))
     assert "\x1b" not in table
-
-
-# Which run of a library a run continues. tests/loggers has these with the libraries.
 
 
 # TensorBoard

@@ -47,8 +47,10 @@ class _Column:
 
     keys: metrics, of which the first one that a step has is shown. decimals: None: formatted by
     format_number. width: width of a cell in characters; a longer number moves the rest of a row.
+    rank: a narrow terminal has the columns of the lowest ranks.
     """
 
+    rank: int
     label: str
     width: int
     keys: tuple[str, ...]
@@ -68,22 +70,18 @@ class _Column:
 
 
 _COLUMNS = (
-    _Column("reward", 7, ("reward/overall", "critic/score/mean")),
-    _Column("accuracy", 8, ("reward/accuracy",)),
-    _Column("length", 7, ("response_length/mean",), 1),
-    _Column("cut", 6, ("response_length/clip_ratio",)),
-    _Column("rounds", 6, ("filter/rounds",), 0),
-    _Column("KL", 7, ("actor/kl_loss", "actor/kl_penalty")),
-    _Column("entropy", 7, ("actor/entropy", "actor/entropy_loss")),
-    _Column("grad norm", 9, ("actor/grad_norm",)),
-    _Column("lr", 7, ("actor/lr",), None),
-    _Column("tokens/s", 8, ("perf/throughput",), 0),
-    _Column("seconds", 7, ("timing_s/step",), 1),
+    _Column(1, "reward", 7, ("reward/overall", "critic/score/mean")),
+    _Column(2, "accuracy", 8, ("reward/accuracy",)),
+    _Column(3, "length", 7, ("response_length/mean",), 1),
+    _Column(5, "cut", 6, ("response_length/clip_ratio",)),
+    _Column(6, "rounds", 6, ("filter/rounds",), 0),
+    _Column(7, "KL", 7, ("actor/kl_loss", "actor/kl_penalty")),
+    _Column(8, "entropy", 7, ("actor/entropy", "actor/entropy_loss")),
+    _Column(9, "grad norm", 9, ("actor/grad_norm",)),
+    _Column(11, "lr", 7, ("actor/lr",), None),
+    _Column(10, "tokens/s", 8, ("perf/throughput",), 0),
+    _Column(4, "seconds", 7, ("timing_s/step",), 1),
 )
-_IMPORTANCE = (
-    *("reward", "accuracy", "length", "seconds", "cut", "rounds", "KL", "entropy", "grad norm", "tokens/s", "lr"),
-)
-"""Which columns a narrow terminal has."""
 
 _LEFT_WIDTH = 11  # 59 min 59 s
 
@@ -119,8 +117,7 @@ class Console:
     """Prints to a terminal or another text stream.
 
     stream: default standard output. progress: show the progress of phases. step_lines: print a line
-    per step; tables and warnings are always printed. bars_after_seconds: age of a phase from which
-    a terminal shows its bar. clock: seconds, for tests.
+    per step; tables and warnings are always printed. clock: seconds, for tests.
     """
 
     def __init__(
@@ -129,7 +126,6 @@ class Console:
         stream: TextIO | None = None,
         progress: bool = True,
         step_lines: bool = True,
-        bars_after_seconds: float = SECONDS_BEFORE_BAR,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         stream = stream or sys.stdout
@@ -147,19 +143,17 @@ class Console:
         )
         self._progress_on = progress
         self._step_lines = step_lines
-        self._known: set[str] = set()  # labels of the columns that a step has had
+        self._known: set[_Column] = set()  # those that a step has had
         self._header = ""
         self._num_rows = 0  # since the header
         self._clock = clock
         self._bars = _Bars(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=30),
-            _Count(),
-            _Pace(),
+            _Status(),
             console=self._rich,
             transient=True,
         )
-        self._bars.hidden_seconds = bars_after_seconds
 
     @contextmanager
     def progress(self, name: str, total: int | None) -> Iterator[Advance]:
@@ -168,7 +162,7 @@ class Console:
         total: None if unknown.
         """
         if not self._progress_on:
-            yield Advance(_ignore, _ignore)
+            yield Advance(lambda k: None, lambda number: None)
         elif self._rich.is_terminal:
             with self._bar(name, total) as advance:
                 yield advance
@@ -196,7 +190,7 @@ class Console:
         """
         if not self._step_lines or step == 0:  # before the first step there was a validation, which is printed
             return
-        self._known |= {column.label for column in _COLUMNS if column.find(metrics) is not None}
+        self._known |= {column for column in _COLUMNS if column.find(metrics) is not None}
         steps_width = max(len("step"), 2 * len(str(total_steps)) + 1)
         columns = self._fitting(self._width - steps_width - _LEFT_WIDTH - 2)
         header = "  ".join(
@@ -221,13 +215,12 @@ class Console:
 
     def _fitting(self, width: float) -> list[_Column]:
         """Return the most important known columns that fit, in their order."""
-        chosen: set[str] = set()
-        for label in _IMPORTANCE:
-            [column] = [each for each in _COLUMNS if each.label == label]
-            if label in self._known and column.width + 2 <= width:
+        chosen: set[_Column] = set()
+        for column in sorted(self._known, key=lambda column: column.rank):
+            if column.width + 2 <= width:
                 width -= column.width + 2
-                chosen.add(label)
-        return [column for column in _COLUMNS if column.label in chosen]
+                chosen.add(column)
+        return [column for column in _COLUMNS if column in chosen]
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table. Columns of numbers are aligned right."""
@@ -317,13 +310,11 @@ class LenientStream:
 
 
 class _Bars(Progress):
-    """Bars of the phases that have taken longer than hidden_seconds."""
-
-    hidden_seconds = SECONDS_BEFORE_BAR
+    """Bars of the phases that have taken longer than SECONDS_BEFORE_BAR."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """Return what is shown now; called at each refresh."""
-        shown = [task for task in self.tasks if (task.elapsed or 0.0) >= self.hidden_seconds]
+        shown = [task for task in self.tasks if (task.elapsed or 0.0) >= SECONDS_BEFORE_BAR]
         if shown:
             yield self.make_tasks_table(shown)
 
@@ -352,8 +343,7 @@ class _Lines:
         now = self._clock()
         if now - self._last >= SECONDS_BETWEEN_LINES:
             self._last = now
-            pace = _pace(self._done, self._total, now - self._start)
-            self._print(f"{self._name}  {_count(self._done, self._total)}  {pace}")
+            self._print(f"{self._name}  {_status(self._done, self._total, now - self._start)}")
 
     def set_total(self, total: int) -> None:
         self._total = total
@@ -364,17 +354,12 @@ class _Lines:
             self._print(f"{self._name}  done in {format_duration(seconds)}")
 
 
-class _Count(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(_count(int(task.completed), None if task.total is None else int(task.total)))
-
-
-class _Pace(ProgressColumn):
+class _Status(ProgressColumn):
     max_refresh = 0.5
 
     def render(self, task: Task) -> Text:
         total = None if task.total is None else int(task.total)
-        return Text(_pace(int(task.completed), total, task.elapsed or 0.0))
+        return Text(_status(int(task.completed), total, task.elapsed or 0.0))
 
 
 def _wrapped(text: Text, width: int) -> Text:
@@ -396,25 +381,15 @@ def _wrapped(text: Text, width: int) -> Text:
     return Text("\n").join(lines)
 
 
-def _count(done: int, total: int | None) -> str:
-    if total is None:
-        return str(done) if done else ""
-    return f"{done}/{total}"
-
-
-def _pace(done: int, total: int | None, seconds: float) -> str:
-    """Return rate and time left as text, or the time so far if nothing is done yet."""
+def _status(done: int, total: int | None, seconds: float) -> str:
+    """Return what is done, with rate and time left, or with the time so far."""
+    count = f"{done}/{total}  " if total is not None else f"{done}  " if done else ""
     if not done or seconds <= 0:
-        return format_duration(seconds)
+        return f"{count}{format_duration(seconds)}"
     rate = done / seconds
-    if total is None:
-        return f"{format_number(rate)}/s, {format_duration(seconds)}"
-    return f"{format_number(rate)}/s, {format_duration(max(total - done, 0) / rate)} left"
+    time_left = None if total is None else format_duration(max(total - done, 0) / rate)
+    return f"{count}{format_number(rate)}/s, {f'{time_left} left' if time_left else format_duration(seconds)}"
 
 
 def _looks_numeric(cell: str) -> bool:
     return bool(re.fullmatch(r"[-+]?[\d,.]+(e[-+]\d+)?( ?(%|ms|s|min|GiB|MiB|KiB))?|", cell))
-
-
-def _ignore(number: int) -> None:
-    """Do nothing: for a phase whose progress is not shown."""

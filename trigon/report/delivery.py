@@ -155,17 +155,8 @@ class Deliveries:
     warn: called with a message when a logger is given up, from any thread.
     """
 
-    def __init__(
-        self,
-        loggers: Sequence[Logger],
-        *,
-        warn: Callable[[str], None],
-        max_pending: int = MAX_PENDING,
-        call_seconds: float = CALL_SECONDS,
-    ) -> None:
-        self._deliveries = [
-            _Delivery(logger, warn=warn, max_pending=max_pending, call_seconds=call_seconds) for logger in loggers
-        ]
+    def __init__(self, loggers: Sequence[Logger], *, warn: Callable[[str], None]) -> None:
+        self._deliveries = [_Delivery(logger, warn) for logger in loggers]
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass the metrics of a step to all loggers."""
@@ -199,13 +190,11 @@ class Deliveries:
 class _Delivery:
     """The thread of one logger."""
 
-    def __init__(self, logger: Logger, *, warn: Callable[[str], None], max_pending: int, call_seconds: float) -> None:
+    def __init__(self, logger: Logger, warn: Callable[[str], None]) -> None:
         self._logger = logger
         self._name = name_of(logger)
         self._is_alive = True
         self._warn = warn
-        self._max_pending = max_pending
-        self._call_seconds = call_seconds
         # The name of a method, and what makes its arguments; None: the end.
         self._calls: queue.SimpleQueue[tuple[str, Callable[[], tuple[object, ...]]] | None] = queue.SimpleQueue()
         self._call_started: float | None = None
@@ -217,10 +206,10 @@ class _Delivery:
     def submit(self, method: str, arguments: Callable[[], tuple[object, ...]]) -> None:
         """Add a call to those that wait, unless the logger has been given up."""
         started = self._call_started
-        if started is not None and time.monotonic() - started > self._call_seconds:
-            self._give_up(f"has not returned from a call for {self._call_seconds:g} s")
-        if self._calls.qsize() >= self._max_pending:
-            self._give_up(f"is {self._max_pending} reports behind")
+        if started is not None and time.monotonic() - started > CALL_SECONDS:
+            self._give_up(f"has not returned from a call for {CALL_SECONDS:g} s")
+        if self._calls.qsize() >= MAX_PENDING:
+            self._give_up(f"is {MAX_PENDING} reports behind")
         if self._is_alive:
             self._calls.put((method, arguments))
 

@@ -5,9 +5,8 @@ Imports nothing of this package.
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution, requires, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,10 +80,5 @@ def untested_versions() -> tuple[list[str], list[str]]:
 
 def clone_folder() -> Path | None:
     """Return the source tree that this package is imported from; None if it is installed."""
-    try:
-        record = distribution(DISTRIBUTION).read_text("direct_url.json")  # PEP 610
-    except PackageNotFoundError:
-        record = None
     root = Path(__file__).resolve().parents[2]
-    editable = record is not None and json.loads(record).get("dir_info", {}).get("editable", False)
-    return root if editable or (root / "pyproject.toml").is_file() else None
+    return root if (root / "pyproject.toml").is_file() else None
