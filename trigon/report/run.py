@@ -264,19 +264,14 @@ PARTS = "parts."
 class RunTables:
     """A run as its folder describes it. Tables are read when they are asked for.
 
-    record: the run; record.path is its folder.
+    folder: the run folder.
     """
 
-    record: RunRecord
-
-    @property
-    def folder(self) -> Path:
-        """The run folder."""
-        return self.record.path
+    folder: Path
 
     def config(self) -> dict[str, Any]:
         """Return the resolved configuration, nested; empty if the run has not written it yet."""
-        return self.record.config()
+        return RunRecord(self.folder).config()
 
     def metrics(self) -> pandas.DataFrame:
         """Return the metrics as a table with a row for each step, by which it is indexed.
@@ -288,8 +283,18 @@ class RunTables:
         return self.metrics_arrow().to_pandas().set_index("step")
 
     def metrics_arrow(self) -> pyarrow.Table:
-        """Return the metrics as an Arrow table: the column `step`, and one for each metric."""
-        return metrics_table(self.record.metrics())
+        """Return the metrics as an Arrow table: the column `step`, and one for each metric.
+
+        It has a row for each step, see merge_steps; null where a step does not have a metric.
+        """
+        import pyarrow
+
+        rows = merge_steps(read_metrics(self.folder))
+        names = sorted({name for row in rows for name in row.metrics})
+        columns: dict[str, Any] = {"step": pyarrow.array([row.step for row in rows], pyarrow.int64())}
+        for name in names:
+            columns[name] = pyarrow.array([row.metrics.get(name) for row in rows], pyarrow.float64())
+        return pyarrow.table(columns)
 
     def rollouts(
         self, *, splits: Split | Collection[Split] = SPLITS, steps: Container[int] | None = None, tokens: bool = False
@@ -313,10 +318,14 @@ class RunTables:
         """
         import pyarrow
 
-        chosen = _checked_splits(splits)
+        chosen = [splits] if isinstance(splits, str) else splits
+        for name in chosen:
+            if name not in SPLITS:
+                hint = did_you_mean(str(name), SPLITS, cutoff=0.4)
+                raise ValueError(f"splits has {name!r}; choose of {', '.join(SPLITS)}{hint}")
         rows = [
             {"step": file.step, "split": file.split, **_flat(row)}
-            for file in self.record.rollout_files()
+            for file in find_rollouts(self.folder)
             if file.split in chosen and (steps is None or file.step in steps)
             for row in read_rollouts(file.path)
         ]
@@ -335,32 +344,7 @@ def load_run(path: str | Path) -> RunTables:
 
     path: the run folder, or a folder that contains one run. Raises: DataError if there is none.
     """
-    return RunTables(open_run(Path(path)))
-
-
-def metrics_table(steps: list[StepMetrics]) -> pyarrow.Table:
-    """Return the metrics of steps as an Arrow table; null where a step does not have a metric.
-
-    It has a row for each step, see merge_steps.
-    """
-    import pyarrow
-
-    rows = merge_steps(steps)
-    names = sorted({name for row in rows for name in row.metrics})
-    columns: dict[str, Any] = {"step": pyarrow.array([row.step for row in rows], pyarrow.int64())}
-    for name in names:
-        columns[name] = pyarrow.array([row.metrics.get(name) for row in rows], pyarrow.float64())
-    return pyarrow.table(columns)
-
-
-def _checked_splits(splits: Collection[str]) -> Collection[str]:
-    """Return the names of splits. Raises: ValueError if one is unknown."""
-    names = [splits] if isinstance(splits, str) else splits
-    for name in names:
-        if name not in SPLITS:
-            hint = did_you_mean(str(name), SPLITS, cutoff=0.4)
-            raise ValueError(f"splits has {name!r}; choose of {', '.join(SPLITS)}{hint}")
-    return names
+    return RunTables(open_run(Path(path)).path)
 
 
 def _column_types() -> dict[str, Any]:

@@ -220,7 +220,8 @@ def _become_worker(
     used = confined.used
     if "namespaces" in used:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        mechanisms.mount_proc(_pid_outside(), private_shared_memory=confinement.level == "strict")
+        pid_outside = int(os.readlink("/proc/self"))  # in the parent's namespace, which /proc still shows
+        mechanisms.mount_proc(pid_outside, private_shared_memory=confinement.level == "strict")
         worker = os.fork()
         if worker != 0:
             _be_init(worker, kept, status_writer)
@@ -329,12 +330,6 @@ def _temporary_folder() -> Iterator[str]:
         tempfile.tempdir = None  # the worker, a fork, asks again
         os.environ["TMPDIR"] = str(folder)
         yield str(folder)
-
-
-def _pid_outside() -> int:
-    """Return a number that is another one for each worker: the process id outside the namespace."""
-    # /proc still shows the parent's namespace.
-    return int(os.readlink("/proc/self"))
 
 
 MAX_FILE_BYTES = 1 << 30
