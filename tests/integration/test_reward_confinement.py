@@ -121,8 +121,6 @@ def make_a_key(pid, child):
     ADD_KEY = {"x86_64": 248, "aarch64": 217}[os.uname().machine]
     return libc.syscall(ADD_KEY, b"user", b"name", b"value", 5, -3) > 0
 
-REWARD_TYPE = "sequential"
-
 def main(reward_input, pid):
     attack, child = reward_input["response"].split()
     try:
@@ -187,7 +185,6 @@ def pool_of(tmp_path):
 
 
 @pytest.mark.extended(but=["", "namespaces, landlock"])
-@pytest.mark.faults
 @pytest.mark.parametrize("without", SUCCEEDS, ids=", ".join)
 def test_attacks_on_other_processes_succeed_only_without_what_prevents_them(tmp_path, without):
     if "namespaces" not in without and NO_NAMESPACES:
@@ -202,7 +199,6 @@ def test_attacks_on_other_processes_succeed_only_without_what_prevents_them(tmp_
         assert any(words in line for line in logged) == (example in succeeded), words
 
 
-@pytest.mark.faults
 @pytest.mark.skipif(kernel.machine() not in ("x86_64", "aarch64"), reason="needs seccomp")
 def test_system_calls_that_a_container_forbids_are_named_and_done_without(tmp_path):
     (tmp_path / "reward.py").write_text(ATTACKS)
@@ -250,8 +246,6 @@ print(json.dumps(succeeded))
 LEAVE = """
 import fcntl, os, signal, subprocess, sys, time
 
-REWARD_TYPE = "sequential"
-
 def main(reward_input, lock):
     held = open(lock, "w")
     fcntl.flock(held, fcntl.LOCK_EX)
@@ -280,7 +274,6 @@ SYSTEMS = [
 
 
 @pytest.mark.extended(but=["hang-timeout-all"])
-@pytest.mark.faults
 @pytest.mark.parametrize("without", SYSTEMS)
 @pytest.mark.parametrize(("response", "outcome"), [("exit", "failed"), ("hang", "timeout"), ("return", "ok")])
 def test_nothing_that_a_function_started_outlives_its_worker(tmp_path, pool_of, without, response, outcome):
@@ -295,7 +288,6 @@ def test_nothing_that_a_function_started_outlives_its_worker(tmp_path, pool_of, 
 
 
 @pytest.mark.extended(but=["all"])
-@pytest.mark.faults
 @pytest.mark.parametrize("without", SYSTEMS)
 def test_nothing_outlives_a_driver_that_is_killed(tmp_path, without):
     lock = tmp_path / "lock"
@@ -324,7 +316,6 @@ time.sleep(1000)
     wait_until(lambda: not is_locked(lock))
 
 
-@pytest.mark.faults
 @needs_namespaces
 def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, pool_of):
     lock = tmp_path / "lock"
@@ -349,13 +340,11 @@ def test_off_leaves_the_end_of_all_processes_only(tmp_path, pool_of):
 
 
 @pytest.mark.extended(but=["all"])
-@pytest.mark.faults
 @pytest.mark.parametrize("without", SYSTEMS)
 def test_a_function_that_starts_processes_without_end_is_killed_with_all_of_them(tmp_path, pool_of, without):
     lock = tmp_path / "lock"
     text = f"""
 import fcntl, os, time
-REWARD_TYPE = "sequential"
 def main(reward_input):
     held = open({str(lock)!r}, "w")
     fcntl.flock(held, fcntl.LOCK_EX)
@@ -378,13 +367,11 @@ def main(reward_input):
 
 
 @pytest.mark.extended
-@pytest.mark.faults
 @pytest.mark.parametrize("without", SYSTEMS)
 def test_the_memory_of_all_processes_of_a_function_counts(pool_of, without):
     text = """
 import ctypes, os, time
 PR_SET_DUMPABLE = 4
-REWARD_TYPE = "sequential"
 def main(reward_input):
     number, mebibytes = map(int, reward_input["response"].split())
     shared = b"x" * (60 << 20)  # of all processes, but in memory once
@@ -408,7 +395,6 @@ def main(reward_input):
 def test_the_memory_that_a_run_allows_its_reward_workers_is_an_option(tmp_path):
     (tmp_path / "reward.py").write_text("""
 import time
-REWARD_TYPE = "sequential"
 def main(reward_input):
     memory = b"x" * int(float(reward_input["response"]) * 2**30)
     time.sleep(1.5)
@@ -429,7 +415,6 @@ def test_the_address_space_of_a_worker_grows_with_the_memory_that_it_may_have(po
         pytest.skip(f"the address space of this process is limited to {hard:,} bytes")
     text = """
 import resource
-REWARD_TYPE = "sequential"
 def main(reward_input):
     return float(resource.getrlimit(resource.RLIMIT_AS)[1] >> 30)
 """
@@ -442,7 +427,6 @@ def test_a_worker_that_is_given_gpus_has_no_limit_of_address_space(pool_of, monk
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     text = """
 import os, resource
-REWARD_TYPE = "sequential"
 def main(reward_input):
     is_unlimited = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     return {"overall": is_unlimited, "gpu": int(os.environ["CUDA_VISIBLE_DEVICES"] or -1)}
@@ -455,11 +439,9 @@ def main(reward_input):
     assert (hidden.overall, hidden.parts["gpu"]) == (0.0, -1.0)
 
 
-@pytest.mark.faults
 def test_a_worker_has_no_files_of_the_driver_but_its_channel_and_its_output(pool_of):
     text = """
 import os
-REWARD_TYPE = "sequential"
 def main(reward_input):
     opened = {}
     for name in os.listdir("/proc/self/fd"):
@@ -478,12 +460,10 @@ def main(reward_input):
         assert pool_of(text).score(requests("a"))[0].error == ""
 
 
-@pytest.mark.faults
 def test_a_worker_has_limits_of_files_and_is_the_first_to_end_without_memory(pool_of):
     text = """
 import resource
 from pathlib import Path
-REWARD_TYPE = "sequential"
 def main(reward_input):
     limits = {name: resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1] for name in ("NOFILE", "FSIZE", "CORE")}
     return {"overall": 1.0, **limits, "oom": int(Path("/proc/self/oom_score_adj").read_text())}
@@ -493,12 +473,10 @@ def main(reward_input):
 
 
 @pytest.mark.extended(but=["all"])
-@pytest.mark.faults
 @pytest.mark.parametrize("without", SYSTEMS)
 def test_sigterm_to_all_processes_of_a_run_does_not_end_a_worker(pool_of, without):
     text = """
 import multiprocessing, os, subprocess, time
-REWARD_TYPE = "sequential"
 def main(reward_input):
     main.calls = getattr(main, "calls", 0) + 1
     for _ in range(20):  # what the function starts can be ended by it
@@ -581,8 +559,6 @@ def a_user_namespace(**_):
         os._exit(0)
     return pid > 0 and os.waitpid(pid, 0)[1] == 0
 
-REWARD_TYPE = "sequential"
-
 def main(reward_input, **kwargs):
     try:
         passed = globals()[reward_input["response"]](**kwargs)
@@ -633,7 +609,6 @@ def test_the_default_lets_functions_do_what_they_did(pool_of, outside, without):
 
 
 @pytest.mark.extended(but=["all"])
-@pytest.mark.faults
 @needs_landlock
 @pytest.mark.parametrize("without", SYSTEMS[:2])
 def test_strict_leaves_what_is_needed_to_compute_a_score(pool_of, outside, without):
@@ -667,7 +642,6 @@ def test_without_the_network_files_and_sockets_of_this_machine_stay(pool_of, out
 # It says where the temporary folder is.
 KEEP_A_FILE = """
 import os, tempfile
-REWARD_TYPE = "sequential"
 def main(reward_input):
     tempfile.mkstemp()
     folder = tempfile.gettempdir()
@@ -698,7 +672,6 @@ def test_the_temporary_folder_of_strict_is_private_and_removed(pool_of, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["reward.py"]
 
 
-@pytest.mark.faults
 @needs_landlock
 def test_the_temporary_folder_of_a_supervisor_that_is_killed_is_removed_by_the_next(pool_of, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -716,7 +689,6 @@ def test_the_temporary_folder_of_a_supervisor_that_is_killed_is_removed_by_the_n
     assert [path.name for path in tmp_path.iterdir()] == ["reward.py"]
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
     ("confinement", "message"),
     [

@@ -84,7 +84,6 @@ def command_lines() -> set[str]:
 
 
 @pytest.mark.long
-@pytest.mark.faults
 @pytest.mark.parametrize("num_workers", [1, 2], ids=["one worker", "two workers"])
 def test_no_file_line_tracker_or_process_of_a_run_has_a_key_that_its_reward_function_has(made, tmp_path, num_workers):
     folder, calls = tmp_path / "run", tmp_path / "calls.jsonl"

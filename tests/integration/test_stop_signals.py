@@ -41,20 +41,6 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
 ONE, TWO = (), ("trainer.n_gpus_per_node=2",)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
-    finish(start(made, folder), folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def uninterrupted_of_two(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("uninterrupted_of_two") / "run"
-    finish(start(made, folder, *TWO), folder)
-    return folder
-
-
 def has(folder: Path, pattern: str) -> Callable[[], bool]:
     """Return whether a file has been written since this call: not by the run before."""
     before = modified(folder, pattern)
@@ -89,8 +75,12 @@ def stop(
     return text
 
 
-def check_every_moment(made: Path, folder: Path, expected: Path, options: tuple[str, ...]) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("options", [ONE, TWO], ids=["one worker", "two workers"])
+def test_a_run_that_is_stopped_at_any_moment_saves_and_resumes_as_if_uninterrupted(made, tmp_path, options):
     """Stop a run in its start, and in each part of a step; then compare it with another one."""
+    folder, expected = tmp_path / "run", tmp_path / "uninterrupted"
+    finish(start(made, expected, *options), expected)
     options = (*options, "trainer.save_freq=-1")
     hasty = (*options, "trainer.grace_seconds=0.01")  # too short for any step
 
@@ -121,16 +111,6 @@ def check_every_moment(made: Path, folder: Path, expected: Path, options: tuple[
     assert comparable(lines(folder)) == comparable(lines(expected))
     assert rollouts(folder) == rollouts(expected)
     assert stored_images(folder) == stored_images(expected)
-
-
-@pytest.mark.long
-def test_a_run_that_is_stopped_at_any_moment_resumes_as_if_uninterrupted(made, uninterrupted, tmp_path):
-    check_every_moment(made, tmp_path / "run", uninterrupted, ONE)
-
-
-@pytest.mark.long
-def test_two_workers_that_all_get_the_signal_save_first(made, uninterrupted_of_two, tmp_path):
-    check_every_moment(made, tmp_path / "run", uninterrupted_of_two, TWO)
 
 
 @pytest.mark.long

@@ -227,13 +227,3 @@ logger.close()
     }
     command = [sys.executable, "-c", script, str(tmp_path)]
     assert subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout == ""
-
-
-def test_tensorboard(tmp_path):
-    use("tensorboard")
-    log("tensorboard", logged_run(tmp_path), range(3))
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("reward/overall")] == [0, 1, 2]
-    assert events.Tags()["images"] == ["samples/validation/val-3"]

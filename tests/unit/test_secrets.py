@@ -184,7 +184,6 @@ def test_every_free_mapping_is_known():
 
 
 @pytest.mark.extended
-@pytest.mark.faults
 @pytest.mark.parametrize(
     "text",
     [
@@ -300,7 +299,6 @@ def test_a_variable_that_is_not_set_is_an_error(monkeypatch, value):
         resolve_arguments({"api_key": MASKED})
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
     ("variable", "given_by"),
     [("JUDGE_KEY", "reward_function_kwargs"), ("JUDGE_KEY", "env"), ("SLACK_WEBHOOK_URL", "env")],

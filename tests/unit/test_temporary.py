@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import time
@@ -39,6 +38,14 @@ def hold(base: Path) -> tuple[subprocess.Popen[str], Path]:
         return process, Path(output.readline().strip())
 
 
+def make_dead(base: Path) -> Path:
+    """Return the folder of a process that was killed, which has a segment of shared memory."""
+    process, folder = hold(base)
+    process.kill()
+    process.wait()
+    return folder
+
+
 def segments_of(folder: Path) -> list[Path]:
     return list(SHARED_MEMORY.glob(f"{folder.name}*"))
 
@@ -57,12 +64,9 @@ def test_a_folder_is_private_and_gone_afterwards_also_after_an_error(tmp_path):
     assert segments_of(folder) == []
 
 
-@pytest.mark.faults
 def test_the_next_start_removes_the_folder_of_a_killed_process_and_not_that_of_a_living_one(tmp_path):
-    (living, of_living), (killed, of_killed) = hold(tmp_path), hold(tmp_path)
+    (living, of_living), of_killed = hold(tmp_path), make_dead(tmp_path)
     try:
-        killed.send_signal(signal.SIGKILL)
-        killed.wait()
         assert (of_killed / "session" / "logs" / "raylet.out").exists()
         assert segments_of(of_killed)
         with private_folder(tmp_path) as own:
@@ -78,11 +82,8 @@ def test_the_next_start_removes_the_folder_of_a_killed_process_and_not_that_of_a
     assert segments_of(of_living) == []
 
 
-@pytest.mark.faults
 def test_a_removal_that_was_killed_is_finished(tmp_path):
-    killed, folder = hold(tmp_path)
-    killed.kill()
-    killed.wait()
+    folder = make_dead(tmp_path)
     half = folder.rename(folder.with_name(f"{folder.name}.removed"))
     (half / "lock").unlink()  # rmtree may remove it before the rest
     remove_dead_folders(tmp_path)
@@ -90,16 +91,6 @@ def test_a_removal_that_was_killed_is_finished(tmp_path):
     assert segments_of(folder) == []
 
 
-def make_dead(tmp_path: Path) -> Path:
-    """Return the folder of a killed process."""
-    killed, folder = hold(tmp_path)
-    killed.kill()
-    killed.wait()
-    (SHARED_MEMORY / f"{folder.name}-segment").unlink()
-    return folder
-
-
-@pytest.mark.faults
 def test_a_folder_of_another_machine_stays(tmp_path):
     folder = make_dead(tmp_path)
     written = (folder / "lock").read_text().split("\n")
@@ -128,49 +119,40 @@ def test_a_folder_that_was_just_made_has_time_to_be_locked(tmp_path):
         assert not folder.exists()
 
 
-@pytest.mark.faults
-def test_nothing_else_is_removed(tmp_path):
-    user = os.geteuid()
-    target = tmp_path / "target"
-    target.mkdir()
-    (target / "lock").touch()
-    os.utime(target, (0, 0))
-    (tmp_path / f"trigon-{user}-link").symlink_to(target)
-    (tmp_path / f"trigon-{user}-file").touch()
-    (tmp_path / f"trigon-{user + 1}-folder").mkdir()
-    (tmp_path / "trigon-tests-folder").mkdir()
-    before = set(tmp_path.iterdir())
-    remove_dead_folders(tmp_path)
-    assert set(tmp_path.iterdir()) == before
-    assert (target / "lock").exists()
-
-
-@pytest.mark.faults
 @pytest.mark.parametrize(
     ("name", "mode", "content"),
     [
-        ("experiments", 0o700, None),
-        ("experiments", 0o700, "lock"),
-        ("Datasets", 0o700, None),
-        ("datasets.old", 0o700, None),
-        ("a", 0o700, None),
-        ("datasets", 0o755, None),
-        ("datasets", 0o700, "a.jsonl"),
-        ("datasets.removed", 0o755, None),
+        ("-experiments", 0o700, None),
+        ("-experiments", 0o700, "lock"),
+        ("-Datasets", 0o700, None),
+        ("-datasets.old", 0o700, None),
+        ("-a", 0o700, None),
+        ("-datasets", 0o755, None),
+        ("-datasets", 0o700, "a.jsonl"),
+        ("-datasets.removed", 0o755, None),
+        ("1-datasets", 0o700, None),  # the name of another user's
+        ("-testlink", None, "lock"),
+        ("-testfile", None, None),
     ],
 )
-def test_a_folder_of_the_users_own_stays_however_it_is_named(tmp_path, name, mode, content):
-    folder = tmp_path / f"trigon-{os.geteuid()}-{name}"
-    folder.mkdir()
-    folder.chmod(mode)
+def test_what_is_no_folder_of_a_dead_process_stays_however_it_is_named(tmp_path, name, mode, content):
+    path, target = tmp_path / f"trigon-{os.geteuid()}{name}", tmp_path / "target"
+    target.mkdir(mode=mode or 0o700)
     if content is not None:
-        (folder / content).touch()
-    os.utime(folder, (0, 0))
+        (target / content).touch()
+    os.utime(target, (0, 0))
+    match name:
+        case "-testlink":
+            path.symlink_to(target)
+        case "-testfile":
+            path.touch()
+        case _:
+            target.rename(path)
     remove_dead_folders(tmp_path)
-    assert folder.exists()
+    assert path.exists()
+    assert content is None or (path / content).exists()
 
 
-@pytest.mark.faults
 def test_a_folder_of_another_user_or_that_others_can_enter_stays(tmp_path):
     folder = make_dead(tmp_path)
     folder.chmod(0o755)
@@ -185,7 +167,6 @@ def test_a_folder_of_another_user_or_that_others_can_enter_stays(tmp_path):
     assert not folder.exists()
 
 
-@pytest.mark.faults
 def test_processes_that_start_at_the_same_time_do_not_remove_each_other(tmp_path):
     def use(number: int) -> bool:
         with private_folder(tmp_path) as folder:
@@ -200,7 +181,6 @@ def test_processes_that_start_at_the_same_time_do_not_remove_each_other(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.faults
 def test_a_folder_into_which_a_dying_process_still_writes_is_removed(tmp_path):
     writer = """
 import sys, time
