@@ -25,13 +25,6 @@ def compute_score(reward_input):
     return {"overall": 0.5}
 """
 
-SHORT = """
-REWARD_TYPE = "sequential"
-
-def compute_score(reward_input):
-    return {"overall": 1.0 / (1 + reward_input["response_length"])}
-"""
-
 LEAK = """
 REWARD_TYPE = "sequential"
 KEPT = []
@@ -50,16 +43,6 @@ memory_growth.STEPS_TO_STOP = 1_000_000
 from trigon.tools.cli.main import main
 sys.exit(main(["train", *sys.argv[1:]]))
 """
-
-
-LEARNS_FAST = (
-    "data.rollout_batch_size=8",
-    "worker.actor.global_batch_size=8",
-    "worker.rollout.n=8",
-    "algorithm.disable_kl=true",
-    "trainer.val_before_train=false",
-    "trainer.val_freq=-1",
-)
 
 
 def launch(made: Path, folder: Path, reward: str, *overrides: str, steps: int) -> subprocess.Popen[str]:
@@ -94,21 +77,6 @@ def test_a_constant_reward_stops_a_run_and_the_same_command_with_another_reward_
     assert process.wait(timeout=580) == 0, log_of(folder).read_text()[-3000:]
     assert saved_steps(folder) == [2, 4, 6, 8, 10]
     assert "watch/equal_rewards" not in lines(folder)[-1]["metrics"]
-
-
-@pytest.mark.long
-def test_a_reward_for_short_completions_stops_at_a_collapse_of_their_length(made, tmp_path):
-    folder = tmp_path / "run"
-    options = (*LEARNS_FAST, "worker.actor.optim.lr=3e-3", "trainer.watch.level=stop", "trainer.save_freq=1")
-    options += ("trainer.watch.ignore=[entropy,equal_rewards,kl,loss]", "trainer.save_limit=-1")
-    # Completions of the untrained model are not all cut at this length.
-    options += ("data.max_response_length=64",)
-    message, last = stopped(launch(made, folder, SHORT, *options, steps=60), folder, "length")
-    assert "response_length/mean is" in message
-    lengths = [line.metrics["response_length/mean"] for line in read_metrics(folder)]  # none of step 0
-    first_short = next(step for step, length in enumerate(lengths, 1) if length < 0.1 * sorted(lengths[:3])[1])
-    assert f"the last checkpoint from before step {last - 4} is {folder / f'global_step_{last - 5}'}" in message
-    assert first_short <= last - 4
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ import pytest
 from PIL import Image
 
 from support.samples import SAMPLES, logged_run
-from trigon.report.delivery import Deliveries, LoggedRun, LoggerEnvironment, make_loggers, open_loggers
+from trigon.report.delivery import Deliveries, LoggedRun, make_loggers, open_loggers
 
 # The libraries warn of what they will change.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -39,10 +39,10 @@ def use(name: str) -> None:
     importlib.import_module(name)
 
 
-def log(name: str, run: LoggedRun, steps: range, environment: LoggerEnvironment = LoggerEnvironment()) -> None:  # noqa: B008
+def log(name: str, run: LoggedRun, steps: range) -> None:
     """Do what a run does: from the thread of the logger."""
     on_interrupt = signal.getsignal(signal.SIGINT)
-    loggers = make_loggers([name], environment)
+    loggers = make_loggers([name])
     open_loggers(loggers, run)
     warned: list[str] = []
     deliveries = Deliveries(loggers, warn=warned.append)
@@ -100,9 +100,10 @@ def test_wandb(tmp_path, monkeypatch):
 
 def test_swanlab(tmp_path, monkeypatch):
     monkeypatch.setenv("SWANLAB_SAVE_DIR", str(tmp_path / "settings"))
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
     use("swanlab")
     for folder in ("first", "second"):  # the second in the same process
-        log("swanlab", logged_run(tmp_path / folder), range(3), LoggerEnvironment(swanlab_mode="offline"))
+        log("swanlab", logged_run(tmp_path / folder), range(3))
         [run] = (tmp_path / folder / "swanlab").glob("run-*")
         assert b"reward/overall" in next(run.glob("*.swanlab")).read_bytes()
         assert "max_steps" in (run / "files" / "config.yaml").read_text()
@@ -211,10 +212,9 @@ def test_trackio_prints_nothing_at_the_end_of_the_process(tmp_path):
 import sys
 from pathlib import Path
 from support.samples import logged_run
-from trigon.report.delivery import LoggerEnvironment
 from trigon.report.loggers.trackio import TrackioLogger
 
-logger = TrackioLogger(LoggerEnvironment())
+logger = TrackioLogger()
 logger.open(logged_run(Path(sys.argv[1])))
 logger.log_metrics(1, {"reward": 1.0})
 logger.close()

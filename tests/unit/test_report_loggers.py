@@ -25,7 +25,6 @@ from trigon.errors import ConfigError
 from trigon.report.delivery import (
     Deliveries,
     LoggedRun,
-    LoggerEnvironment,
     check_loggers,
     make_loggers,
     open_loggers,
@@ -73,8 +72,8 @@ class TwoMethods:
         pass
 
 
-def opened(names, run, environment=LoggerEnvironment()):  # noqa: B008
-    loggers = make_loggers(names, environment)
+def opened(names, run):
+    loggers = make_loggers(names)
     open_loggers(loggers, run)
     return loggers
 
@@ -83,8 +82,8 @@ def opened(names, run, environment=LoggerEnvironment()):  # noqa: B008
 
 
 def test_loggers_are_checked_by_name_and_imported_when_chosen():
-    assert make_loggers(["console", "file"], LoggerEnvironment()) == []
-    assert len(make_loggers(["tensorboard", "tensorboard"], LoggerEnvironment())) == 1
+    assert make_loggers(["console", "file"]) == []
+    assert len(make_loggers(["tensorboard", "tensorboard"])) == 1
     with pytest.raises(ConfigError, match="'wandbb'; it takes " + ", ".join(("console", "file", *LOGGERS))):
         check_loggers(["console", "wandbb"])
     for name in ("mlflow", "swanlab", "trackio", "wandb"):
@@ -109,9 +108,10 @@ def test_a_logger_may_need_no_library_or_one_of_another_name(monkeypatch, librar
         check_loggers([logger])
 
 
-def test_a_logger_that_fails_to_open_is_a_config_error_and_the_others_are_closed(tmp_path):
+def test_a_logger_that_fails_to_open_is_a_config_error_and_the_others_are_closed(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("a file, not a folder")
-    [tensorboard] = make_loggers(["tensorboard"], LoggerEnvironment(tensorboard_dir=tmp_path / "file"))
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "file"))
+    [tensorboard] = make_loggers(["tensorboard"])
     first = Recorder()
     with pytest.raises(ConfigError, match=r"names tensorboard, which failed to open: .*TENSORBOARD_DIR"):
         open_loggers([first, tensorboard], logged_run(tmp_path))
@@ -266,15 +266,17 @@ def test_tensorboard_gets_metrics_configuration_and_samples_as_plain_text(tmp_pa
         assert strip.size == (18, 8)
 
 
-def test_tensorboard_hides_the_steps_that_a_resumed_run_repeats(tmp_path):
+def test_tensorboard_hides_the_steps_that_a_resumed_run_repeats(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "all"))
+    folder = tmp_path / "all" / "easy_r1" / "demo"
     for first_step, steps in ((0, (1, 2, 3, 4)), (3, (3,))):
         [logger] = opened(["tensorboard"], logged_run(tmp_path, first_step=first_step))
         for step in steps:
             logger.log_metrics(step, {"reward": 10.0 * first_step + step})
         logger.close()
-        for file in (tmp_path / "tensorboard").iterdir():  # whole seconds, in whose order the files are read
+        for file in folder.iterdir():  # whole seconds, in whose order the files are read
             file.rename(file.with_name(file.name.replace("tfevents.", "tfevents.0")))
-    events = read_tensorboard(tmp_path / "tensorboard").Scalars("reward")
+    events = read_tensorboard(folder).Scalars("reward")
     assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 2.0), (3, 33.0)]
 
 

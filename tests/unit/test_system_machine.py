@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 def machine(root: Path, memberships: str, files: Mapping[str, object]) -> Path:
-    """Make /proc and the control groups of a process on a machine with 64 GiB, of which 32 are free.
+    """Make /proc and the control groups of a process on a machine with 32 of 64 GiB available.
 
     files: path below /sys/fs/cgroup -> its text. Returns: root.
     """

@@ -57,7 +57,7 @@ from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.models.load import Processors, most_image_pixels
 from trigon.models.sizes import ModelSize
 from trigon.report.console import Console
-from trigon.report.delivery import LoggedRun, Logger, LoggerEnvironment, check_loggers, make_loggers, open_loggers
+from trigon.report.delivery import LoggedRun, Logger, check_loggers, make_loggers, open_loggers
 from trigon.report.memory_growth import MemoryGrowth, MemoryMeter
 from trigon.report.overview import describe_plan, suggest_next_steps
 from trigon.report.reporter import Reporter
@@ -126,7 +126,7 @@ def run_training(
         parts = open_parts(config, objects, folder.path, console.warn, stack)
         processors, workers, episodes = parts.processors, parts.workers, parts.episodes
         pools = [pool for pool in (rewards, val_rewards) if pool is not None]
-        all_loggers = [*make_loggers(config.trainer.logger, read_logger_environment()), *loggers]
+        all_loggers = [*make_loggers(config.trainer.logger), *loggers]
         report = stack.enter_context(
             open_reporter(config, folder, console, processors, all_loggers, checkpoint, hang_watch)
         )
@@ -452,17 +452,6 @@ def open_reporter(
         images=ImageStore(folder.path, max_side=trainer.saved_image_side) if trainer.save_images else None,
         token_texts=TokenTexts(processors.tokenizer),
         watch=hang_watch,
-    )
-
-
-def read_logger_environment() -> LoggerEnvironment:
-    """Return the settings of loggers in the environment variables of this process."""
-    tensorboard, swanlab = (os.environ.get(f"{name}_DIR") for name in ("TENSORBOARD", "SWANLAB"))
-    return LoggerEnvironment(
-        tensorboard_dir=Path(tensorboard) if tensorboard else None,
-        swanlab_dir=Path(swanlab) if swanlab else None,
-        swanlab_mode=os.environ.get("SWANLAB_MODE"),
-        swanlab_api_key=os.environ.get("SWANLAB_API_KEY"),
     )
 
 

@@ -105,22 +105,6 @@ class LoggedRun:
         return self.folder / f"{logger}.json"
 
 
-@dataclass(frozen=True, slots=True)
-class LoggerEnvironment:
-    """Settings of Trigon's own loggers that users give by environment variables.
-
-    tensorboard_dir: the folder of all experiments, each in project/experiment. None: tensorboard/
-    in the run folder. swanlab_dir: None: swanlab/ in the run folder. swanlab_mode: None: SwanLab's
-    default.
-    swanlab_api_key: None: SwanLab is logged in already.
-    """
-
-    tensorboard_dir: Path | None = None
-    swanlab_dir: Path | None = None
-    swanlab_mode: str | None = None
-    swanlab_api_key: str | None = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """A completion to be shown.
@@ -303,7 +287,7 @@ def check_call(function: object, call: str, *, of: str = "") -> None:
         raise ConfigError(f"{name}{of} takes {signature}, but is called as {call}") from error
 
 
-def make_loggers(names: Sequence[str], environment: LoggerEnvironment) -> list[Logger]:
+def make_loggers(names: Sequence[str]) -> list[Logger]:
     """Return the loggers of trainer.logger, to be opened; "console" and "file" are skipped.
 
     A name that is given twice is one logger.
@@ -311,8 +295,7 @@ def make_loggers(names: Sequence[str], environment: LoggerEnvironment) -> list[L
     """
     check_loggers(names)
     opened = [name for name in dict.fromkeys(names) if name not in BUILT_IN]
-    modules = [importlib.import_module(f"trigon.report.loggers.{name}") for name in opened]
-    return [module.LOGGER(environment) for module in modules]
+    return [importlib.import_module(f"trigon.report.loggers.{name}").LOGGER() for name in opened]
 
 
 def open_loggers(loggers: Sequence[Logger], run: LoggedRun) -> list[str]:

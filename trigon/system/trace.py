@@ -81,24 +81,18 @@ class DecodeTracer:
         """
         self._tracer = LocalTracer(folder, rank=rank, name=f"decode.{pool}" if pool else "decode")
         self._steps = set(steps)
+        self._step = self._num_left = 0  # of the call, and the decode steps of it to trace
+        self._is_started = False
 
     @contextmanager
-    def call(self, step: int) -> Iterator[DecodeTrace]:
-        """Return what traces a call of generate, within this context."""
-        trace = DecodeTrace(self._tracer, step, NUM_DECODE_STEPS if step in self._steps else 0)
+    def call(self, step: int) -> Iterator[DecodeTracer]:
+        """Trace the decode steps of a call of generate, within this context."""
+        self._step, self._num_left = step, NUM_DECODE_STEPS if step in self._steps else 0
         self._steps.discard(step)
         try:
-            yield trace
+            yield self
         finally:
-            trace.finish()
-
-
-class DecodeTrace:
-    """The trace of one call of generate. num_left: decode steps to trace; 0: there is no trace."""
-
-    def __init__(self, tracer: Tracer, step: int, num_left: int) -> None:
-        self._tracer, self._step, self._num_left = tracer, step, num_left
-        self._is_started = False
+            self._finish()
 
     @contextmanager
     def engine_step(self, is_decode: Callable[[], bool]) -> Iterator[None]:
@@ -116,9 +110,9 @@ class DecodeTrace:
             yield
         self._num_left -= 1
         if self._num_left == 0:
-            self.finish()
+            self._finish()
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Write the trace, if there is one that is not written."""
         self._num_left = 0
         if self._is_started:

@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from trigon.report.delivery import LoggedRun, LoggerEnvironment, Sample, SampleSplit
+from trigon.report.delivery import LoggedRun, Sample, SampleSplit
 from trigon.report.run import flatten
 from trigon.report.samples import COLUMNS, cells, image_strip
 
@@ -23,7 +23,7 @@ class MLflowLogger:
     name = "mlflow"
     remedy = "Set MLFLOW_TRACKING_URI to a tracking server, or leave it out for a store in the run folder"
 
-    def __init__(self, environment: LoggerEnvironment) -> None:
+    def __init__(self) -> None:
         self._mlflow: Any = None
         self._client: Any = None
         self._run_id = ""

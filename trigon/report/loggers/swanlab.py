@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trigon.report.delivery import LoggedRun, LoggerEnvironment, Sample, SampleSplit
+from trigon.report.delivery import LoggedRun, Sample, SampleSplit
 from trigon.report.samples import as_html
 
 
@@ -16,8 +17,7 @@ class SwanLabLogger:
     name = "swanlab"
     remedy = "Run `swanlab login`, or set SWANLAB_API_KEY, or SWANLAB_MODE=offline"
 
-    def __init__(self, environment: LoggerEnvironment) -> None:
-        self._environment = environment
+    def __init__(self) -> None:
         self._swanlab: Any = None
         self._run: Any = None
 
@@ -25,18 +25,16 @@ class SwanLabLogger:
         """See delivery.py. SwanLab itself prints where the results can be seen."""
         import swanlab
 
-        environment = self._environment
-        if environment.swanlab_api_key is not None:
-            swanlab.login(environment.swanlab_api_key)
+        if (key := os.environ.get("SWANLAB_API_KEY")) is not None:
+            swanlab.login(key)
         self._swanlab = swanlab
-        folder = environment.swanlab_dir or run.folder / "swanlab"
         on_interrupt = signal.getsignal(signal.SIGINT)
         self._run = swanlab.init(
             project=run.project,
             name=run.experiment,
             config=dict(run.config),
-            log_dir=str(folder),
-            mode=environment.swanlab_mode,
+            log_dir=os.environ.get("SWANLAB_DIR") or str(run.folder / "swanlab"),
+            mode=os.environ.get("SWANLAB_MODE"),
         )
         # SwanLab's own handler (0.8) would send its data before Ctrl-C could end the run.
         signal.signal(signal.SIGINT, on_interrupt)

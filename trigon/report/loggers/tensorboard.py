@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trigon.report.delivery import LoggedRun, LoggerEnvironment, Sample, SampleSplit
+from trigon.report.delivery import LoggedRun, Sample, SampleSplit
 from trigon.report.run import flatten
 from trigon.report.samples import as_text, one_per_prompt
 
@@ -18,8 +20,7 @@ class TensorBoardLogger:
     name = "tensorboard"
     remedy = "Set TENSORBOARD_DIR to a writable folder"
 
-    def __init__(self, environment: LoggerEnvironment) -> None:
-        self._all_experiments = environment.tensorboard_dir
+    def __init__(self) -> None:
         self._writer: Any = None
 
     def open(self, run: LoggedRun) -> str:
@@ -27,8 +28,8 @@ class TensorBoardLogger:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.folder / "tensorboard"
-        if self._all_experiments is not None:
-            folder = self._all_experiments / run.project / run.experiment
+        if all_experiments := os.environ.get("TENSORBOARD_DIR"):
+            folder = Path(all_experiments) / run.project / run.experiment
         # purge_step: TensorBoard hides earlier events from this step on.
         self._writer = SummaryWriter(str(folder), purge_step=run.first_step)
         self._writer.add_text("config", _as_code("\n".join(f"{k}: {v}" for k, v in flatten(run.config).items())), 0)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO, cast
 
-from trigon.report.delivery import LoggedRun, LoggerEnvironment, Sample, SampleSplit
+from trigon.report.delivery import LoggedRun, Sample, SampleSplit
 from trigon.report.samples import COLUMNS, cells
 
 
@@ -20,7 +20,7 @@ class TrackioLogger:
     name = "trackio"
     remedy = "Set TRACKIO_DIR to a writable folder"
 
-    def __init__(self, environment: LoggerEnvironment) -> None:
+    def __init__(self) -> None:
         self._trackio: Any = None
         self._run: Any = None
         self._project = ""

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trigon.report.delivery import LoggedRun, LoggerEnvironment, Sample, SampleSplit
+from trigon.report.delivery import LoggedRun, Sample, SampleSplit
 from trigon.report.samples import COLUMNS, cells, image_strip
 
 
@@ -16,7 +16,7 @@ class WandbLogger:
     name = "wandb"
     remedy = "Run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
 
-    def __init__(self, environment: LoggerEnvironment) -> None:
+    def __init__(self) -> None:
         self._wandb: Any = None
         self._run: Any = None
 

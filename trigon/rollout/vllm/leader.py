@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol, assert_never
 
 from trigon.errors import RolloutError
 from trigon.rollout.turns import BegunTurn, SampledTurn, TurnEngine, TurnRequest
-from trigon.system.trace import DecodeTrace
+from trigon.system.trace import DecodeTracer
 from trigon.types import Prompt, Vision
 
 _END_SECONDS = 10.0
@@ -198,7 +198,7 @@ def leading(turns: TurnEngine, ranks: Ranks, prompts: Sequence[Prompt]) -> Itera
     leader.end()
 
 
-def follow(turns: TurnEngine, ranks: Ranks, prompts: Sequence[Prompt], trace: DecodeTrace) -> None:
+def follow(turns: TurnEngine, ranks: Ranks, prompts: Sequence[Prompt], trace: DecodeTracer) -> None:
     """Do what the first rank does, until it ends the call.
 
     turns: samples the turns of this rank. prompts: the prompts of the call.
