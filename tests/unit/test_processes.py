@@ -1,4 +1,4 @@
-"""The processes below one, from a made /proc and from the real one."""
+"""The processes below one, from a made /proc and from the real one; the command of a new one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trigon.system.processes import count_resident_bytes, descendants
+from trigon.system.processes import count_resident_bytes, descendants, python_command
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
 
@@ -55,3 +55,12 @@ def test_a_real_child_and_its_child_are_found_and_measured():
         assert count_resident_bytes([process.pid]) >= 64 << 20
         process.communicate("\n")
     assert count_resident_bytes([process.pid]) == 0
+
+
+def test_a_child_does_not_import_from_the_working_folder(tmp_path):
+    (tmp_path / "trigon").mkdir()
+    for name in ("types.py", "random.py", "json.py"):
+        (tmp_path / name).write_text("raise RuntimeError('imported')\n")
+    code = "import types, random, json; from trigon import __version__; print(sys.argv[1:], sys.path)"
+    done = subprocess.run(python_command(code, "a", "b=c\nd"), cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "['a', 'b=c\\nd'] " + f"{sys.path}\n", done.stderr

@@ -36,12 +36,12 @@ LATER = replace(FIRST, prompt_id="train:4", parts={"overall": 0.0, "brevity": 0.
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return the folder of a run of two steps, with a validation that was added later."""
+    """Return the folder of a run of two steps, with validations that were added later."""
     with RunFolder(tmp_path) as run:
         run.write_config("trainer:\n  max_steps: 3\n")
-        run.append_metrics(0, {"val/reward_score": 0.5})
         run.append_metrics(1, {"reward/overall": nan, "lr": 1})
         run.append_metrics(1, {"val/reward_score": 0.75})
+        run.append_metrics(0, {"val/reward_score": 0.5})
         run.write_rollouts(1, "train", [FIRST, SECOND])
         run.write_rollouts(1, "filtered", [replace(FIRST, filtered="low")])
         run.write_rollouts(1, "validation", [VALIDATED])
@@ -52,8 +52,8 @@ def folder(tmp_path):
 def test_a_run_is_read_as_it_was_written(folder):
     run = open_run(folder)
     assert run.config() == {"trainer": {"max_steps": 3}}
-    assert run.metrics()[0] == StepMetrics(0, {"val/reward_score": 0.5})
-    assert isnan(run.metrics()[1].metrics["reward/overall"])
+    assert run.metrics()[2] == StepMetrics(0, {"val/reward_score": 0.5})
+    assert isnan(run.metrics()[0].metrics["reward/overall"])
     files = [(file.step, file.split) for file in run.rollout_files()]
     assert sorted(files) == [(1, "filtered"), (1, "train"), (1, "validation"), (2, "train")]
     first, second, _ = (row for _, row in run.rollouts(splits=("train",)))
@@ -120,7 +120,7 @@ def test_a_configuration_is_flat_but_mappings_that_are_values_stay_whole():
     assert flatten(config, mappings=["a.b"])["a.b"] == {"c": 1}
 
 
-def test_metrics_have_a_row_per_step(folder):
+def test_metrics_have_a_row_per_step_in_order(folder):
     run = trigon.load_run(folder)
     metrics = run.metrics()
     assert list(metrics.index) == [0, 1]
@@ -128,14 +128,6 @@ def test_metrics_have_a_row_per_step(folder):
     assert math.isnan(metrics.loc[1, "reward/overall"])
     assert run.metrics_arrow().column_names == ["step", "lr", "reward/overall", "val/reward_score"]
     assert run.metrics_arrow()["lr"].to_pylist() == [None, 1.0]
-
-
-def test_rows_of_steps_ascend_also_if_an_earlier_step_was_validated_later(tmp_path):
-    with RunFolder(tmp_path) as run:
-        for step, value in ((1, 0.5), (2, 0.75), (0, 0.25)):
-            run.append_metrics(step, {"val/reward_score": value})
-    rewards = trigon.load_run(tmp_path).metrics()["val/reward_score"]
-    assert list(rewards.items()) == [(0, 0.25), (1, 0.5), (2, 0.75)]
 
 
 def test_rollouts_have_a_row_per_completion_and_a_column_per_part(folder):
