@@ -42,7 +42,7 @@ def hang_after_the_error():
         hang_in_c()
 
 def make_progress():
-    for _ in range(12):
+    for _ in range(8):
         time.sleep(0.5)
         watchdog.beat()
 
@@ -140,7 +140,7 @@ def test_a_stopped_child_is_named(tmp_path):
 def test_progress_keeps_a_driver_alive_that_is_stopped_for_a_while(tmp_path):
     with started(tmp_path, "make_progress") as (process, _):
         os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(4.0)
+        time.sleep(3.0)
         os.kill(process.pid, signal.SIGCONT)
         output, error = process.communicate(timeout=60)
     assert (process.returncode, output, error) == (0, "ended\n", "")

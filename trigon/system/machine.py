@@ -39,7 +39,7 @@ def count_usable_cpus(*, root: Path = _ROOT) -> int:
             quota, _, period = _read_control(folder / "cpu.max").partition(" ")
         else:  # -1: no limit
             quota, period = _read_control(folder / "cpu.cfs_quota_us"), _read_control(folder / "cpu.cfs_period_us")
-        if quota.isdigit() and period.isdigit() and int(quota) > 0:
+        if quota.isdigit() and period.isdigit():
             counts.append(math.ceil(int(quota) / int(period)))
     return max(1, min(counts))
 
