@@ -23,7 +23,7 @@ from typing import NamedTuple
 from cluster_runs import LAYOUTS, command_options, equal, make_files, steps_of
 from shared import machine, table
 
-from trigon.system.processes import ProcessTree
+from trigon.system.processes import descendants
 
 STEPS, KILLED_AFTER = 7, 3
 SAMPLES = b"ray::Worker.generate"
@@ -71,7 +71,7 @@ def _steps_made(folder: Path) -> int:
 def _wait_for_sampler(run: subprocess.Popen[bytes], *, other_than: int | None = None) -> int:
     """Return the process that samples at this moment, as Ray names it."""
     while run.poll() is None:
-        for pid in ProcessTree().below(run.pid):
+        for pid in descendants(run.pid):
             try:
                 samples = SAMPLES in Path(f"/proc/{pid}/cmdline").read_bytes()
             except OSError:  # it has ended

@@ -27,7 +27,7 @@ from typing import Any
 from shared import machine, table
 
 from trigon.report.memory_growth import fit_slope
-from trigon.system.processes import PROC, ProcessTree
+from trigon.system.processes import PROC, descendants
 
 CONFIG = Path(__file__).parents[1] / "trigon" / "tools" / "quickstart" / "quickstart.yaml"
 WARM_UP = 0.2
@@ -108,10 +108,9 @@ def watch(process: subprocess.Popen[bytes], run: Path) -> list[dict[str, float]]
 
 def measure(driver: int) -> dict[str, float]:
     """Return MiB of each part, and open files, threads and processes of all together."""
-    tree = ProcessTree()
-    pids = tree.below(driver)
+    pids = descendants(driver)
     rewards = [pid for pid in pids if "trigon.rewards.worker" in read_command(pid)]
-    rewards += tree.below(*rewards)
+    rewards += descendants(*rewards)
     groups = {
         "driver": [driver],
         "reward workers": sorted(set(rewards)),
@@ -211,13 +210,14 @@ def line_of(name: str, xs: Sequence[float], ys: Sequence[float], warm_up: int) -
     every = -(-len(kept) // MAX_POINTS)
     # Medians of consecutive points: single steps are noisy, and neighbours are not independent.
     means = [kept[start : start + every] for start in range(0, len(kept), every)]
-    slope = fit_slope([median(x for x, _ in part) for part in means], [median(y for _, y in part) for part in means])
+    xs, ys = ([median(point[axis] for point in part) for part in means] for axis in (0, 1))
+    slope, low, high = fit_slope(xs, ys, confidence=0.95)
     return (
         name,
         f"{median(y for _, y in kept[:tenth]):,.4g}",
         f"{median(y for _, y in kept[-tenth:]):,.4g}",
-        f"{1000 * slope.value:+.3g}",
-        f"{1000 * slope.low:+.3g} to {1000 * slope.high:+.3g}",
+        f"{1000 * slope:+.3g}",
+        f"{1000 * low:+.3g} to {1000 * high:+.3g}",
     )
 
 

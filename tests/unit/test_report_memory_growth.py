@@ -188,7 +188,7 @@ def test_workers_that_grow_alike_reach_the_limit_of_their_machine_together(worke
 
 def test_the_slope_by_hand_and_with_outliers():
     # Pairs of (0, 0), (1, 1), (2, 3), (3, 3): slopes 1, 1.5, 1, 2, 1, 0.
-    assert fit_slope([0, 1, 2, 3], [0, 1, 3, 3]) == (1.0, 0.0)
+    assert fit_slope([0, 1, 2, 3], [0, 1, 3, 3], confidence=0.95) == (1.0, 0.0, 2.0)
     ys = [3.0 + 0.5 * x for x in range(20)]
     ys[3] = ys[11] = 1000.0
-    assert fit_slope(range(20), ys) == pytest.approx((0.5, 0.5))
+    assert fit_slope(range(20), ys) == pytest.approx((0.5, 0.5, 0.5))

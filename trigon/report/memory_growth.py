@@ -293,7 +293,7 @@ class MemoryGrowth:
         for key in kind.used:
             values = [(step, metrics[key]) for step, metrics in self._steps if step >= first and key in metrics]
             if len(values) >= LEAST_STEPS:
-                slope, low = fit_slope(*zip(*values, strict=True))
+                slope, low, _ = fit_slope(*zip(*values, strict=True))
                 growing += [(key, slope)] if low > 0 else []
         limits = [(left[-1], 0.0)]
         if kind is HOST and self._left_now is not None:
@@ -313,7 +313,7 @@ class MemoryGrowth:
 
 def _certain_slope(steps: Sequence[int], used: Sequence[float], *, parts: int = 1) -> float:
     """Return the slope if memory certainly grows, in each of these parts too; otherwise 0."""
-    slope, low = fit_slope(steps, used)
+    slope, low, _ = fit_slope(steps, used)
     if low <= 0 or slope * (steps[-1] - steps[0]) < LEAST_GROWTH_GB:
         return 0.0
     cuts = [len(steps) * part // parts for part in range(parts + 1)]
@@ -321,8 +321,10 @@ def _certain_slope(steps: Sequence[int], used: Sequence[float], *, parts: int = 
     return slope if least >= LEAST_SHARE * slope else 0.0
 
 
-def fit_slope(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """Return the median of the slopes of all pairs of points, and the low end of its interval.
+def fit_slope(
+    xs: Sequence[float], ys: Sequence[float], *, confidence: float = CONFIDENCE
+) -> tuple[float, float, float]:
+    """Return the median of the slopes of all pairs of points, and both ends of its interval.
 
     Single outliers, up to 29 % of the points, do not move it. The interval is Sen's (1968, section
     6), from the normal approximation of Kendall's statistic, without ties in x. It takes the
@@ -332,5 +334,7 @@ def fit_slope(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
     """
     n = len(xs)
     slopes = sorted((ys[j] - ys[i]) / (xs[j] - xs[i]) for i in range(n) for j in range(i + 1, n))
-    half_width = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2) * sqrt(n * (n - 1) * (2 * n + 5) / 18)
-    return median(slopes), slopes[max(0, int((len(slopes) - half_width) / 2))]
+    half_width = NormalDist().inv_cdf(0.5 + confidence / 2) * sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    lower = max(0, int((len(slopes) - half_width) / 2))
+    upper = min(len(slopes) - 1, int((len(slopes) + half_width) / 2) + 1)
+    return median(slopes), slopes[lower], slopes[upper]
