@@ -200,8 +200,7 @@ class Console:
             self._header, self._num_rows = header, 0
             self._print(Text(header, style="dim"))
         self._num_rows += 1
-        is_left = seconds_left is not None and step < total_steps
-        left = format_duration(seconds_left) if is_left and seconds_left is not None else ""
+        left = format_duration(seconds_left) if seconds_left is not None and step < total_steps else ""
         cells = [f"{step}/{total_steps}".rjust(steps_width)]
         cells += [column.cell(metrics).rjust(column.width) for column in columns]
         self.print("  ".join([*cells, left.rjust(_LEFT_WIDTH)]).rstrip())
@@ -243,12 +242,7 @@ class Console:
         """
         for row in rows:
             parts = ", ".join(f"{key} {format_number(value)}" for key, value in sorted(row.parts.items()))
-            self._rich.print(
-                Text(
-                    f"{sanitize(title, max_characters=100)} | {sanitize(row.prompt_id, max_characters=100)}",
-                    style="bold",
-                )
-            )
+            self._rich.print(Text(sanitize(f"{title} | {row.prompt_id}", max_characters=200), style="bold"))
             for name, text in (
                 ("prompt", row.prompt),
                 ("completion", row.response),

@@ -179,15 +179,10 @@ def _tests(argument: Argument, refuse: bytes) -> Iterator[bytes]:
 
 def _ranges(numbers: Collection[int]) -> Iterator[tuple[int, int]]:
     """Return the first and the last of each run of consecutive numbers."""
-    first = last = -1
-    for number in sorted(numbers):
-        if number != last + 1 or first < 0:
-            if first >= 0:
-                yield first, last
-            first = number
-        last = number
-    if first >= 0:
-        yield first, last
+    # Consecutive numbers differ equally from their positions.
+    for _, same in itertools.groupby(enumerate(sorted(numbers)), key=lambda numbered: numbered[1] - numbered[0]):
+        run = [number for _, number in same]
+        yield run[0], run[-1]
 
 
 def _instruction(code: int, if_true: int, if_false: int, value: int) -> bytes:
