@@ -254,15 +254,10 @@ def subtract_baselines(
     Zero if that was not scored. ReMax, algorithm 1 (arXiv:2310.10505).
     """
     assert baselines is not None, "remax needs the reward of a greedy completion"
-    comparable = valid & torch.isfinite(baselines)[:, None]
+    comparable = (valid & torch.isfinite(baselines)[:, None]).tolist()
     return [
-        group
-        for g, baseline in enumerate(baselines.tolist())
-        for group in _map_valid(
-            returns[g : g + 1],
-            comparable[g : g + 1],
-            lambda values, baseline=baseline: values - baseline,  # type: ignore[misc]
-        )
+        [values - baseline if ok else torch.zeros_like(values) for values, ok in zip(group, oks, strict=True)]
+        for group, oks, baseline in zip(returns, comparable, baselines.tolist(), strict=True)
     ]
 
 
@@ -361,13 +356,11 @@ def estimate_with_values(
     if algorithm.lam_alpha is not None:
         lam = (1.0 - 1.0 / (algorithm.lam_alpha * lengths.double())).clamp(min=0.0)
     advantages = _accumulate(rewards, before, after, lengths, algorithm.gamma, lam)
-    critic_lam = lam if algorithm.lam_critic is None else torch.full_like(lam, algorithm.lam_critic)
-    returns = before + (
-        advantages
-        if algorithm.lam_critic is None
-        else _accumulate(rewards, before, after, lengths, algorithm.gamma, critic_lam)
-    )
-    returns = torch.where(batch.valid.flatten()[:, None], returns, before)
+    learned = advantages
+    if algorithm.lam_critic is not None:
+        critic_lam = torch.full_like(lam, algorithm.lam_critic)
+        learned = _accumulate(rewards, before, after, lengths, algorithm.gamma, critic_lam)
+    returns = torch.where(batch.valid.flatten()[:, None], before + learned, before)
     return Estimates(
         advantages=whiten(_by_group(advantages, lengths, sizes), batch.valid),
         returns=_by_group(returns, lengths, sizes),

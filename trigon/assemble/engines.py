@@ -106,7 +106,6 @@ def open_engines(
         # Without episodes, prompts have pixel values, and completions observe nothing.
         images = None if episodes is None else open_images(config, processors)
         trainer, reference, critic = open_models(config, processors, plan, place, images)
-        stack.callback(trainer.close)
     with report.phase("start rollout engine"):
         settings = None
         if episodes is not None:

@@ -159,9 +159,6 @@ class WorkersTrainEngine(_SharedRows):
             Worker.load_state, folder.absolute(), phase="load", min_deadline_seconds=DISK_SECONDS
         ).result()
 
-    def close(self) -> None:
-        """Do nothing: the workers end with the context that started them."""
-
 
 class WorkersCritic(_SharedRows):
     """Trains a critic on all workers. Implements CriticEngine."""
@@ -186,9 +183,6 @@ class WorkersCritic(_SharedRows):
         self._worker_group.call(
             Worker.load_critic, folder.absolute(), phase="load", min_deadline_seconds=DISK_SECONDS
         ).result()
-
-    def close(self) -> None:
-        """Do nothing: the workers end with the context that started them."""
 
 
 class WorkersTrunkCritic(WorkersCritic):

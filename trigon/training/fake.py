@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trigon.metrics import Mean, Metrics, Sum
-from trigon.training.protocol import GroupOutputs
+from trigon.training.protocol import GroupOutputs, ModelName
 from trigon.types import LocalWeights, RolloutGroup, TokenLogprobs, TrainGroup, TrainSequence
 
 FAKE_LOGPROB = -1.0
@@ -23,8 +23,20 @@ FAKE_LOGPROB = -1.0
 class _CountsUpdates:
     """Has a number of updates as its only state."""
 
+    name: ModelName
+
     def __init__(self) -> None:
         self.updates = 0
+
+    def _update(self, loss_key: str, loss: float) -> Metrics:
+        """Count an update, and return its metrics."""
+        self.updates += 1
+        return {
+            loss_key: Mean(loss),
+            f"{self.name}/grad_norm": Mean(1.0),
+            f"{self.name}/skipped_updates": Sum(0.0),
+            f"{self.name}/nonfinite_updates": Sum(0.0),
+        }
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
         """See TrainedModel."""
@@ -40,12 +52,11 @@ class _CountsUpdates:
         """See TrainedModel."""
         self.updates = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))["updates"]
 
-    def close(self) -> None:
-        """See TrainedModel."""
-
 
 class FakeTrainEngine(_CountsUpdates):
     """Satisfies TrainEngine. Its only weight, "updates", is the number of updates made."""
+
+    name = "actor"
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
@@ -60,16 +71,10 @@ class FakeTrainEngine(_CountsUpdates):
 
     def step(self, groups: Sequence[TrainGroup], outputs: GroupOutputs | None = None) -> Metrics:
         """See TrainedModel. The loss is minus the mean advantage, the entropy 0.5 nats."""
-        self.updates += 1
         if outputs is not None:
             outputs.update({index: list(map(_outputs, groups[index].sequences)) for index in outputs})
         advantages = torch.cat([sequence.advantages for group in groups for sequence in group.sequences])
-        return {
-            "actor/pg_loss": Mean(-float(advantages.mean())),
-            "actor/grad_norm": Mean(1.0),
-            "actor/skipped_updates": Sum(0.0),
-            "actor/nonfinite_updates": Sum(0.0),
-        }
+        return self._update("actor/pg_loss", -float(advantages.mean()))
 
     def weights(self) -> LocalWeights:
         """See TrainEngine."""
@@ -84,6 +89,8 @@ def _outputs(sequence: TrainSequence) -> TokenLogprobs:
 class FakeCriticEngine(_CountsUpdates):
     """Satisfies CriticEngine. Values everything at the number of updates made."""
 
+    name = "critic"
+
     def values(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See CriticEngine."""
         return [
@@ -93,11 +100,5 @@ class FakeCriticEngine(_CountsUpdates):
 
     def step(self, groups: Sequence[TrainGroup], outputs: GroupOutputs | None = None) -> Metrics:
         """See CriticEngine. The loss is the mean return."""
-        self.updates += 1
         returns = [sequence.returns for group in groups for sequence in group.sequences if sequence.returns is not None]
-        return {
-            "critic/vf_loss": Mean(float(torch.cat(returns).mean())),
-            "critic/grad_norm": Mean(1.0),
-            "critic/skipped_updates": Sum(0.0),
-            "critic/nonfinite_updates": Sum(0.0),
-        }
+        return self._update("critic/vf_loss", float(torch.cat(returns).mean()))

@@ -54,10 +54,10 @@ class TorchProcessGroup:
         that this makes; None: torch's default, which is less than a large checkpoint may take.
         """
         self.device = device
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Checkpoints are written from a second thread while training continues.
         self._timeout = None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
-        self._state_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        self.state_group: Any = dist.new_group(backend="gloo", timeout=self._timeout)
 
     @classmethod
     def joined(cls, device: torch.device, rendezvous: Rendezvous, *, timeout_seconds: float) -> TorchProcessGroup:
@@ -76,21 +76,6 @@ class TorchProcessGroup:
             timeout=timeout,
         )
         return cls(device, timeout_seconds=timeout_seconds)
-
-    @property
-    def rank(self) -> int:
-        """See ProcessGroup."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """See ProcessGroup."""
-        return self._size
-
-    @property
-    def state_group(self) -> Any:
-        """See ProcessGroup."""
-        return self._state_group
 
     def all_reduce_sum(self, numbers: Sequence[float]) -> list[float]:
         """See ProcessGroup."""
@@ -114,12 +99,12 @@ class TorchProcessGroup:
 
         Makes a torch process group; all ranks call it together. size: the number of these ranks.
         """
-        first = self._rank - self._rank % size
+        first = self.rank - self.rank % size
         groups = {
             start: dist.new_group(range(start, start + size), timeout=self._timeout)
-            for start in range(0, self._size, size)
+            for start in range(0, self.size, size)
         }
-        return RowRanks(self._rank - first, size, groups[first])
+        return RowRanks(self.rank - first, size, groups[first])
 
     def before_forward(self, policy: nn.Module, *, sync_gradients: bool) -> None:
         """See ProcessGroup.

@@ -446,9 +446,6 @@ class LocalTrainEngine:
         )
         self._trained.updates = updates
 
-    def close(self) -> None:
-        """See TrainEngine. There is nothing to free but memory."""
-
     @property
     def _module(self) -> nn.Module:
         """What the optimizer updates: the policy's model, without a value head on its trunk."""

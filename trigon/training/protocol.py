@@ -85,10 +85,6 @@ class TrainedModel(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Free all resources. The engine cannot be used afterwards."""
-        ...
-
 
 class TrainEngine(TrainedModel, LogprobEngine, Protocol):
     """Holds the policy and its optimizer."""

@@ -80,7 +80,9 @@ class GroupPreparation:
             with phase("ref"):
                 token_kl = kl_of_tokens(groups, algorithm.kl_in_reward, self._trainer, old=old, ref=ref)
             penalties = [[self._kl.coefficient * tokens for tokens in group] for group in token_kl]
-            mean_kl = mean_over_completions(token_kl)
+            # The mean over completions of the mean over each one's tokens, as EasyR1 does.
+            means = torch.stack([tokens.mean() for group in token_kl for tokens in group])
+            mean_kl = Mean(float(means.sum()), float(means.numel()))
             metrics = {"actor/kl_penalty": mean_kl, "actor/kl_coef": Mean(self._kl.coefficient)}
             self._kl = self._kl.updated(mean_kl.value, sum(map(len, token_kl)))
         rewards = build_reward_batch(groups, algorithm, penalties=penalties, baselines=baselines_of(groups))
@@ -201,12 +203,6 @@ def kl_of_tokens(
         ]
         for old_group, ref_group in zip(old, ref, strict=True)
     ]
-
-
-def mean_over_completions(token_kl: Sequence[Sequence[Tensor]]) -> Mean:
-    """Return the mean over completions of the mean over each one's tokens, as EasyR1 does."""
-    means = torch.stack([tokens.mean() for group in token_kl for tokens in group])
-    return Mean(float(means.sum()), float(means.numel()))
 
 
 def build_train_groups(
