@@ -119,10 +119,8 @@ def _tagged_calls(text: str, read: Callable[[str], ToolCall]) -> Iterator[tuple[
 def _from_json(text: str) -> ToolCall:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        return _malformed(f"it is not valid JSON: {error.msg} at character {error.pos}")
-    except (RecursionError, ValueError) as error:  # nested too deeply; a number with too many digits
-        return _malformed(f"it cannot be read: {error}")
+    except (RecursionError, ValueError) as error:
+        return _no_json(error)
     return _from_value(value)
 
 
@@ -167,16 +165,19 @@ def _llama_calls(text: str) -> Iterator[tuple[ToolCall, int]]:
         position = separator.end()
         try:
             value, position = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            yield _malformed(f"it is not valid JSON: {error.msg} at character {error.pos}"), len(text)
-            return
         except (RecursionError, ValueError) as error:
-            yield _malformed(f"it cannot be read: {error}"), len(text)
+            yield _no_json(error), len(text)
             return
         yield _from_value(value), position
         separator = _SEPARATOR.match(text, position)
         if text[position:].lstrip().startswith("{"):
             yield _malformed('calls are separated by ";"'), len(text)
+
+
+def _no_json(error: RecursionError | ValueError) -> ToolCall:
+    if isinstance(error, json.JSONDecodeError):
+        return _malformed(f"it is not valid JSON: {error.msg} at character {error.pos}")
+    return _malformed(f"it cannot be read: {error}")  # nested too deeply; a number with too many digits
 
 
 def _malformed(reason: str) -> ToolCall:

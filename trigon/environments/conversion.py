@@ -65,7 +65,7 @@ def to_message(value: object, *, role: ObservationRole, max_image_pixels: int) -
             return Message(role, escape_markers(without_surrogates(value)))
         case Image.Image():
             return _with_images("", [value], role, max_image_pixels)
-        case list() if value and all(isinstance(each, Image.Image) for each in value):
+        case list() if are_images(value):
             return _with_images("", value, role, max_image_pixels)
         case Mapping():
             return _from_dict(value, role, max_image_pixels)
@@ -75,6 +75,11 @@ def to_message(value: object, *, role: ObservationRole, max_image_pixels: int) -
                 f"returned {short_repr(value)} as observation; return a str, a PIL image, "
                 f'{{"text": ..., "images": [...]}}, or None{hint}'
             )
+
+
+def are_images(value: object) -> bool:
+    """Return whether a tool or an environment returned a list of images."""
+    return isinstance(value, list) and bool(value) and all(isinstance(each, Image.Image) for each in value)
 
 
 def to_step(value: object) -> tuple[object, float | None, bool]:

@@ -29,7 +29,6 @@ from typing import Any
 from PIL import Image
 
 from trigon.environments.conversion import to_observation, to_png, to_step
-from trigon.environments.protocol import Observation
 from trigon.environments.source import check_environment, load_code
 from trigon.environments.tools import (
     IMAGES,
@@ -105,29 +104,22 @@ def _run(make: Callable[[], Any], setup: dict[str, Any], connection: socket.sock
     _seed()
     environment: Any = None
     for frame in read_frames(connection):
+        name = frame.content["do"]
         try:
             with _stack_at(setup["timeout_seconds"]):
-                if frame.content["do"] == "reset":
+                if name == "reset":
                     environment = make()
-                    value = environment.reset(frame.content["row"] | {IMAGES: LazyImages(frame.files)})
-                    name, reward, done = "reset", None, False
+                    returned = environment.reset(frame.content["row"] | {IMAGES: LazyImages(frame.files)})
                 else:
-                    name = "step"
-                    value, reward, done = _described(name, to_step, environment.step(frame.content["action"]))
-                observation = _described(
-                    name,
-                    to_observation,
-                    value,
-                    role=setup["observation_role"],
-                    max_image_pixels=setup["max_image_pixels"],
-                )
+                    returned = environment.step(frame.content["action"])
+                reply = _make_reply(name, returned, setup)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             line, trace = describe_error(error, own_files=(__file__,), own_type=_WrongReturn)
             trace = "" if isinstance(error, _WrongReturn) else trace  # it has no frames of the user's
             _send(connection, encode_frame({"error": line, "traceback": trace}))
             break
         if not frame.content.get("quiet"):
-            _send(connection, _encode(observation, reward, done))
+            _send(connection, reply)
     close = getattr(environment, "close", None)
     if callable(close):
         close()
@@ -137,11 +129,17 @@ class _WrongReturn(Exception):
     """The environment returned something that is no observation, reward or end."""
 
 
-def _described(name: str, convert: Callable[..., Any], value: object, **options: Any) -> Any:
+def _make_reply(name: str, returned: object, setup: dict[str, Any]) -> bytes:
+    """Return the frame with what reset or step returned. Raises: _WrongReturn if it is wrong."""
     try:
-        return convert(value, **options)
+        value, reward, done = (returned, None, False) if name == "reset" else to_step(returned)
+        observation = to_observation(value, role=setup["observation_role"], max_image_pixels=setup["max_image_pixels"])
     except ValueError as error:
         raise _WrongReturn(f"{name} {error}") from None
+    messages = () if observation is None else observation.messages
+    described = [{"role": each.role, "text": each.text, "num_images": len(each.images)} for each in messages]
+    content = {"messages": None if observation is None else described, "reward": reward, "done": done}
+    return encode_frame(content, [image for message in messages for image in message.images])
 
 
 def _seed() -> None:
@@ -157,18 +155,6 @@ def _seed() -> None:
 def _send(connection: socket.socket, data: bytes) -> None:
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was stopped meanwhile
         connection.sendall(data)
-
-
-def _encode(observation: Observation | None, reward: float | None, done: bool) -> bytes:
-    messages = () if observation is None else observation.messages
-    content = {
-        "messages": None
-        if observation is None
-        else [{"role": each.role, "text": each.text, "num_images": len(each.images)} for each in messages],
-        "reward": reward,
-        "done": done,
-    }
-    return encode_frame(content, [image for message in messages for image in message.images])
 
 
 @contextlib.contextmanager

@@ -46,6 +46,8 @@ class GymnasiumEnvironment:
     The episode is over when the environment is terminated or truncated, or after max_steps turns.
     worker.rollout.max_turns is a limit beside it.
 
+    env: the Gymnasium environment, from the first reset to close().
+
     Args:
         env_id: id as in `gymnasium.make`; "module:id" imports the module that registers it.
         actions: name -> action (an integer for Discrete, a list of numbers for Box), or names in
@@ -97,7 +99,7 @@ class GymnasiumEnvironment:
         self.max_steps = max_steps
         self.unknown_action, self.unknown_reward = unknown_action, float(unknown_reward)
         self._given_actions = actions
-        self._env: Any = None
+        self.env: Any = None
         self._made_id: str | None = None
         self._actions: dict[str, Any] | None = None  # None: text is the action
         self._names: dict[str, str] = {}
@@ -108,10 +110,10 @@ class GymnasiumEnvironment:
         """Start the episode of a row, and return its first observation."""
         env_id = self.env_id if self.id_key is None else str(_column(row, self.id_key, "id_key"))
         assert env_id is not None  # one of the two was given
-        if self._env is None or env_id != self._made_id:
+        if self.env is None or env_id != self._made_id:
             self.close()
-            self._env, self._made_id = self.make(env_id), env_id
-            modes = self._env.metadata.get("render_modes", [])
+            self.env, self._made_id = self.make(env_id), env_id
+            modes = self.env.metadata.get("render_modes", [])
             if self.render_mode is not None and self.render_mode not in modes:
                 raise ValueError(
                     f"render_mode is {self.render_mode!r}, but {env_id} has {', '.join(modes) or 'none'}; choose "
@@ -119,7 +121,7 @@ class GymnasiumEnvironment:
                 )
             self._actions = self._read_actions()
         options = None if self.options_key is None else _column(row, self.options_key, "options_key")
-        observation, _ = self._env.reset(seed=self._seed_of(row), options=options)
+        observation, _ = self.env.reset(seed=self._seed_of(row), options=options)
         self._num_steps, self._last_text = 0, ""
         return self._show(observation)
 
@@ -138,13 +140,13 @@ class GymnasiumEnvironment:
                 reply = f"Unknown action. Write one of: {', '.join(self._actions)}."
                 return (None if is_last else reply), self.unknown_reward, is_last
             taken = self._actions[name]
-        observation, reward, terminated, truncated, _ = self._env.step(taken)
+        observation, reward, terminated, truncated, _ = self.env.step(taken)
         done = bool(terminated or truncated or is_last)
         return (None if done else self._show(observation)), float(reward), done
 
     def close(self) -> None:
         """Close the environment."""
-        env, self._env, self._made_id = self._env, None, None
+        env, self.env, self._made_id = self.env, None, None
         if env is not None:
             env.close()
 
@@ -165,15 +167,10 @@ class GymnasiumEnvironment:
             if isinstance(observation, np.ndarray):
                 images.append(_picture(observation))
         elif self.render_mode == "ansi":
-            texts.append(_with_brackets(str(self._env.render())))
+            texts.append(_with_brackets(str(self.env.render())))
         else:
-            images.append(_picture(self._env.render()))
+            images.append(_picture(self.env.render()))
         return "\n".join(text for text in texts if text), images
-
-    @property
-    def env(self) -> Any:
-        """The Gymnasium environment, from the first reset to close()."""
-        return self._env
 
     def _show(self, observation: Any) -> dict[str, Any]:
         text, images = self.describe(observation)
@@ -203,7 +200,7 @@ class GymnasiumEnvironment:
 
     def _read_actions(self) -> dict[str, Any] | None:
         """Return the environment's actions by name; None for an action space of texts."""
-        space, given = self._env.action_space, self._given_actions
+        space, given = self.env.action_space, self._given_actions
         if given is None and isinstance(space, spaces.Text):
             return None
         is_discrete = isinstance(space, spaces.Discrete)
@@ -214,7 +211,7 @@ class GymnasiumEnvironment:
                 f"{self._made_id} has the action space {space}; give its actions as a dict from names to actions"
             )
         else:
-            names = _own_names(self._env) if given is None else [str(name) for name in given]
+            names = _own_names(self.env) if given is None else [str(name) for name in given]
             names = names or [str(number) for number in range(int(space.start), int(space.start + space.n))]
             actions = {name: _as_action(int(space.start) + index, space) for index, name in enumerate(names)}
             if len(actions) < len(names):

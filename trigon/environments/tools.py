@@ -23,13 +23,14 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from PIL import Image
 
 from trigon.config.names import ObservationRole, ToolFormat
 from trigon.environments.calls import MAX_CALLS, ToolCall, find_calls
-from trigon.environments.conversion import to_message, to_png, without_surrogates
+from trigon.environments.conversion import are_images, to_message, to_png, without_surrogates
 from trigon.environments.protocol import MAX_IMAGES, MAX_TEXT_CHARACTERS, Message, Observation, escape_markers
 from trigon.environments.source import load_code
 from trigon.errors import EpisodeError
@@ -65,40 +66,29 @@ _code_server: int | None = None  # the descriptor of the server of this process'
 Tool = Callable[..., Any]
 
 
+@dataclass(slots=True, eq=False)
 class ToolEnvironment:
     """An environment of one episode: carries out the calls of a turn.
 
     A turn without calls is the last one, or the action of an environment that the tools are beside.
+    tools: the tools by name. environment: the user's environment; None: tools only. role: the role
+    of the messages of tools. timeout_seconds: time limit of a step.
     """
 
-    def __init__(
-        self,
-        tools: Mapping[str, Tool],
-        environment: Any = None,
-        *,
-        tool_format: ToolFormat,
-        role: ObservationRole,
-        timeout_seconds: float,
-        max_image_pixels: int,
-    ) -> None:
-        """Make it.
-
-        Args: tools: the tools by name. environment: the user's environment; None: tools only. role:
-        the role of the messages of tools. timeout_seconds: time limit of a step.
-        """
-        self._environment = environment
-        self._tools = tools
-        self._format = tool_format
-        self._role = role
-        self._timeout_seconds = timeout_seconds
-        self._max_image_pixels = max_image_pixels
-        self._image_files: list[bytes | str] = []
-        self._reported: set[str] = set()
+    tools: Mapping[str, Tool]
+    environment: Any = None
+    _: KW_ONLY
+    tool_format: ToolFormat
+    role: ObservationRole
+    timeout_seconds: float
+    max_image_pixels: int
+    _image_files: list[bytes | str] = field(default_factory=list)
+    _reported: set[str] = field(default_factory=set)
 
     def reset(self, row: Mapping[str, Any]) -> Any:
         """Keep the prompt's images, and return the first observation of the environment, if any."""
         self._image_files = list(row[IMAGES].files)
-        return None if self._environment is None else self._environment.reset(row)
+        return None if self.environment is None else self.environment.reset(row)
 
     def step(self, action: str) -> Any:
         """Carry out the calls of a turn. Returns: a message for each, and no reward.
@@ -106,12 +96,12 @@ class ToolEnvironment:
         Without calls, it returns what the environment returns; without an environment the episode
         is done.
         """
-        calls = find_calls(action, self._format)
+        calls = find_calls(action, self.tool_format)
         if not calls:
-            return (None, None, True) if self._environment is None else self._environment.step(action)
+            return (None, None, True) if self.environment is None else self.environment.step(action)
         messages: list[Message] = []
         for call in calls[:MAX_CALLS]:
-            share = self._timeout_seconds / (2 * min(len(calls), MAX_CALLS))
+            share = self.timeout_seconds / (2 * min(len(calls), MAX_CALLS))
             message = self._carry_out(call, timeout_seconds=share)
             if sum(len(each.images) for each in [*messages, message]) > MAX_IMAGES:
                 message = self._error(f"the tools returned more than {MAX_IMAGES} images in a turn")
@@ -124,17 +114,17 @@ class ToolEnvironment:
 
     def close(self) -> None:
         """Close the environment, if it can be closed."""
-        close = getattr(self._environment, "close", None)
+        close = getattr(self.environment, "close", None)
         if callable(close):
             close()
 
     def _carry_out(self, call: ToolCall, *, timeout_seconds: float) -> Message:
         if call.error:
             return self._error(call.error)
-        if call.name not in self._tools:
-            hint = f"{did_you_mean(call.name, self._tools)} (the tools are {', '.join(self._tools)})"
+        if call.name not in self.tools:
+            hint = f"{did_you_mean(call.name, self.tools)} (the tools are {', '.join(self.tools)})"
             return self._error(f"there is no tool {shorten(repr(call.name), _MAX_ERROR_CHARACTERS)}{hint}")
-        tool = self._tools[call.name]
+        tool = self.tools[call.name]
         try:
             arguments = _bind(tool, call, LazyImages(self._image_files), timeout_seconds)
             returned = tool(**arguments)
@@ -142,7 +132,7 @@ class ToolEnvironment:
                 returned = json.dumps(returned, default=str)
             elif returned is None:
                 returned = _NOTHING
-            message = to_message(returned, role=self._role, max_image_pixels=self._max_image_pixels)
+            message = to_message(returned, role=self.role, max_image_pixels=self.max_image_pixels)
         except BaseException as error:  # noqa: BLE001 - the tool's code may raise anything
             if not isinstance(error, ValueError) and call.name not in self._reported:
                 self._reported.add(call.name)  # it may be a mistake of the tool, so the log has it once
@@ -157,7 +147,7 @@ class ToolEnvironment:
         return self._text(f"Error: {text}")
 
     def _text(self, text: str) -> Message:
-        return Message(self._role, escape_markers(without_surrogates(text)))
+        return Message(self.role, escape_markers(without_surrogates(text)))
 
 
 def load_tools(sources: Sequence[CodeSource]) -> dict[str, Tool]:
@@ -245,7 +235,7 @@ def _bind(tool: Tool, call: ToolCall, images: LazyImages, timeout_seconds: float
 
 def _read(tool: Tool, name: str, text: str) -> Any:
     """Return an argument that was written as text: text for a parameter of text, otherwise JSON."""
-    hint = _hints(tool).get(name)
+    hint = typing.get_type_hints(tool).get(name)
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     if type(None) in kinds and text == "null":
         return None
@@ -261,14 +251,10 @@ def _is_choice_of_texts(hint: Any) -> bool:
     return typing.get_origin(hint) is typing.Literal and all(isinstance(each, str) for each in typing.get_args(hint))
 
 
-def _hints(tool: Tool) -> dict[str, Any]:
-    return typing.get_type_hints(tool)
-
-
 def _as_described(tool: Tool) -> Tool:
     """Return a function that looks like the tool, without the parameters of the engine."""
     names = _described(tool)
-    hints = {name: hint for name, hint in _hints(tool).items() if name in names}
+    hints = {name: hint for name, hint in typing.get_type_hints(tool).items() if name in names}
     signature = inspect.signature(tool)
     shown = types.FunctionType((lambda: None).__code__, tool.__globals__, tool.__name__)
     shown.__doc__ = inspect.getdoc(tool)
@@ -283,16 +269,8 @@ def _is_json(value: object) -> bool:
     """Return whether what a tool returned becomes JSON: numbers, lists, dicts that show nothing."""
     if isinstance(value, dict):
         is_shown = bool(value) and value.keys() <= {"text", "image", "images"}
-        return not is_shown and not any(_is_image(each) or _has_images(each) for each in value.values())
-    return isinstance(value, bool | int | float | list | tuple) and not _has_images(value)
-
-
-def _has_images(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_image, value))
-
-
-def _is_image(value: object) -> bool:
-    return hasattr(value, "getbands")
+        return not is_shown and not any(isinstance(each, Image.Image) or are_images(each) for each in value.values())
+    return isinstance(value, bool | int | float | list | tuple) and not are_images(value)
 
 
 def crop(bbox_2d: list[float], images: list[Image.Image], img_idx: int = 0) -> Image.Image:
