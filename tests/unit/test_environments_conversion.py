@@ -145,8 +145,8 @@ MESSAGE = {"role": "user", "text": "<image>", "num_images": 1}
 
 def test_a_reply_becomes_an_outcome():
     frame = Frame({"messages": [MESSAGE], "reward": 0.5, "done": True}, (PNG,))
-    outcome, trace = read_reply(3, frame, max_image_pixels=6)
-    assert (outcome, trace) == (Outcome(3, Observation((Message("user", "<image>", (PNG,)),)), 0.5, True), "")
+    expected = Outcome(3, Observation((Message("user", "<image>", (PNG,)),)), 0.5, True)
+    assert read_reply(3, frame, max_image_pixels=6) == expected
     assert png_size(PNG) == (3, 2)
 
 

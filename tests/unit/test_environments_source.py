@@ -1,10 +1,15 @@
 """Finding and checking the user's environments and tools, without a process."""
 
+import io
+import json
 import socket
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from support.images import png
+from support.images import encoded, odd_files, png
+from trigon.data.images import open_image
 from trigon.environments.conversion import to_observation
 from trigon.environments.source import (
     EnvironmentSettings,
@@ -120,20 +125,19 @@ def tools_of(folder, *names):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "error"),
+    ("text", "error"),
     [
-        ("{file}:f", "def f(x): 'Do it.'", "no type hint for its parameter 'x'"),
-        ("{file}:f", "def f(x: int): return 1", "no docstring"),
-        ("{file}:f", "def f(*x: int): 'Do it.'", "models give arguments by name"),
-        ("{file}:f", "async def f(): 'Do it.'", "is async"),
-        ("{file}:f", "class f: 'Do it.'", "is a type; tools are functions"),
-        ("{file}:f", "def f(x: int): 'Do it.'", "no description for the argument 'x'.*give each of its parameters"),
+        ("def f(x): 'Do it.'", "no type hint for its parameter 'x'"),
+        ("def f(x: int): return 1", "no docstring"),
+        ("def f(*x: int): 'Do it.'", "models give arguments by name"),
+        ("async def f(): 'Do it.'", "is async"),
+        ("class f: 'Do it.'", "is a type; tools are functions"),
+        ("def f(x: int): 'Do it.'", "no description for the argument 'x'.*give each of its parameters"),
     ],
 )
-def test_a_tool_that_cannot_be_told_to_a_model_is_refused(tmp_path, name, text, error):
-    path = written(tmp_path, text, "tool.py")
+def test_a_tool_that_cannot_be_told_to_a_model_is_refused(tmp_path, text, error):
     with pytest.raises(EpisodeError, match=error):
-        describe_tools(load_tools(find_tools([name.format(file=path)])))
+        describe_tools(load_tools(find_tools([f"{written(tmp_path, text)}:f"])))
 
 
 def test_tools_are_described_without_the_parameters_of_the_engine_and_have_names_of_their_own(tmp_path):
@@ -146,20 +150,33 @@ def test_tools_are_described_without_the_parameters_of_the_engine_and_have_names
         load_tools(find_tools([f"{written(tmp_path, TOOLS, 'tools.py')}:add", f"{other}:add"]))
 
 
-def reply(folder, call, tool_format="hermes"):
+def environment_of(tools, *, files=(), tool_format="hermes"):
+    """Return an environment in which an episode with these images has begun."""
     environment = ToolEnvironment(
-        tools_of(folder, "add", "look", "ask"),
-        tool_format=tool_format,
-        role="tool",
-        timeout_seconds=8.0,
-        max_image_pixels=10**6,
+        tools, tool_format=tool_format, role="tool", timeout_seconds=8.0, max_image_pixels=10**6
     )
-    environment.reset({"images": LazyImages([png()])})
+    # A row may name tools of another project.
+    environment.reset({"images": LazyImages(files), "tools": ["zoom"], "tools_kwargs": {"zoom": {"scale": 2}}})
+    return environment
+
+
+def message_of(environment, call):
+    """Return the message with which a turn of one call is answered."""
     observation, reward, done = environment.step(f"<tool_call>{call}</tool_call>")
-    assert (reward, done) == (None, False)
+    assert (reward, done) == (None, False), call
     [message] = observation.messages
-    assert (message.role, message.images) == ("tool", ())
-    return message.text
+    assert message.role == "tool"
+    assert to_observation(observation, role="tool", max_image_pixels=10**6) is observation
+    return message
+
+
+def crop_of(*bbox_2d, img_idx=0):
+    return json.dumps({"name": "crop", "arguments": {"bbox_2d": bbox_2d, "img_idx": img_idx}})
+
+
+def shown_in(message):
+    [image] = message.images
+    return Image.open(io.BytesIO(image))
 
 
 @pytest.mark.parametrize(
@@ -178,7 +195,9 @@ def reply(folder, call, tool_format="hermes"):
     ],
 )
 def test_what_a_call_returns_or_raises_is_the_reply(tmp_path, call, text):
-    assert reply(tmp_path, call).startswith(text)
+    message = message_of(environment_of(tools_of(tmp_path, "add", "look", "ask"), files=[png()]), call)
+    assert message.text.startswith(text)
+    assert message.images == ()
 
 
 GIVE = '''
@@ -254,31 +273,43 @@ ODD_CALLS = {
 
 def test_odd_calls_and_replies_are_text_for_the_model_and_the_episode_continues(tmp_path, capsys):
     tools = load_tools(find_tools(["crop", f"{written(tmp_path, GIVE, 'give.py')}:give"]))
-    environment = ToolEnvironment(tools, tool_format="hermes", role="tool", timeout_seconds=8.0, max_image_pixels=10**6)
-    # A row may name tools of another project.
-    environment.reset({"images": LazyImages([png()]), "tools": ["zoom"], "tools_kwargs": {"zoom": {"scale": 2}}})
+    environment = environment_of(tools, files=[png()])
     calls = ODD_CALLS | {
         f'{{"name": "crop", "arguments": {{"bbox_2d": {box}}}}}': text for box, text in ODD_BOXES.items()
     }
     calls |= {f'{{"name": "give", "arguments": {{"kind": "{kind}"}}}}': text for kind, text in ODD_REPLIES.items()}
     for call, text in calls.items():
-        returned = environment.step(f"<tool_call>{call}</tool_call>")
-        observation, reward, done = returned
-        assert (reward, done, len(observation.messages)) == (None, False, 1), call
-        [message] = observation.messages
+        message = message_of(environment, call)
         assert message.text.startswith(text), (call, message.text)
         assert len(message.text.encode()) < 1000, call
-        assert to_observation(observation, role="tool", max_image_pixels=10**6) is observation
     # Of two calls in a turn, the second is carried out although the first one cannot be.
     both = [f"<tool_call>{call}</tool_call>" for call in ("{", '{"name": "give", "arguments": {"kind": "list"}}')]
     first, second = environment.step("\n".join(both))[0].messages
     assert (first.text.startswith(NOT_READ), second.text) == (True, "[]")
 
 
-@pytest.mark.parametrize(("value", "text"), [("1", "3"), ("\n1\n", "3")])
-def test_arguments_that_are_written_as_text_are_read_by_their_types(tmp_path, value, text):
-    assert reply(tmp_path, f"<function=add><parameter=a>{value}</parameter></function>", "qwen3_xml") == text
-    assert reply(tmp_path, "<function=look><parameter=where>1</parameter></function>", "qwen3_xml").startswith("1: ")
+def test_crop_shows_the_region_enlarged_and_counts_its_results_as_images():
+    image = Image.new("RGB", (200, 100), "white")
+    image.paste("red", (100, 0, 200, 50))  # the top right quarter
+    environment = environment_of(load_tools(find_tools(["crop"])), files=[encoded(image, "PNG")])
+    message = message_of(environment, crop_of(500, 0, 1000, 500))
+    assert message.text == "<image>"
+    assert shown_in(message).size == (724, 362)  # 2 : 1, 256 * 1,024 pixels
+    assert shown_in(message).getextrema() == ((255, 255), (0, 0), (0, 0))
+    assert message_of(environment, crop_of(0, 0, 10, 10, img_idx=1)).images
+    assert "img_idx is 3; it must be from 0 to 2" in message_of(environment, crop_of(0, 0, 10, 10, img_idx=3)).text
+    assert "must be less than 200 times" in message_of(environment, crop_of(0, 0, 1000, 0.0001)).text
+
+
+def test_tools_see_the_pixels_that_the_model_sees():
+    files = odd_files()
+    environment = environment_of(load_tools(find_tools(["crop"])), files=list(files.values()))
+    for number, (name, file) in enumerate(files.items()):
+        seen = open_image(file, where="", image_dir=None, max_pixels=10**6)
+        assert np.array_equal(shown_in(message_of(environment, crop_of(0, 0, 1000, 1000, img_idx=number))), seen), name
+    # Enlarged as any other image, not by its nearest pixels: with more colours than its palette.
+    palette = crop_of(400, 400, 600, 600, img_idx=list(files).index("palette"))
+    assert len(shown_in(message_of(environment, palette)).getcolors(1 << 20)) > 16
 
 
 TYPED = '''
@@ -297,32 +328,25 @@ def find(word: str | None = None, year: Optional[int] = None, kind: Literal["1",
 '''
 
 
-def test_text_for_a_parameter_that_takes_text_or_nothing_stays_text(tmp_path):
-    tools = load_tools(find_tools([f"{written(tmp_path, TYPED, 'typed.py')}:find"]))
-    environment = ToolEnvironment(
-        tools, tool_format="qwen3_xml", role="tool", timeout_seconds=8.0, max_image_pixels=10**6
-    )
-    environment.reset({"images": LazyImages([])})
+def test_arguments_that_are_written_as_text_are_read_by_their_types(tmp_path):
+    tools = tools_of(tmp_path, "add", "look") | load_tools(find_tools([f"{written(tmp_path, TYPED, 'typed.py')}:find"]))
+    environment = environment_of(tools, tool_format="qwen3_xml")
 
-    def found(**values):
+    def result(name, **values):
         parameters = "".join(f"<parameter={name}>{value}</parameter>" for name, value in values.items())
-        [message] = environment.step(f"<tool_call><function=find>{parameters}</function></tool_call>")[0].messages
-        return message.text
+        return message_of(environment, f"<function={name}>{parameters}</function>").text
 
-    assert found(word="2024", year="2024", kind="2", other="3") == "('2024', 2024, '2', 3)"
-    assert found(word="null", year="null") == "(None, None, '1', 0)"
+    assert result("add", a="1") == result("add", a="\n1\n") == "3"
+    assert result("look", where="1").startswith("1: ")
+    assert result("find", word="2024", year="2024", kind="2", other="3") == "('2024', 2024, '2', 3)"
+    assert result("find", word="null", year="null") == "(None, None, '1', 0)"
 
 
 def test_each_call_of_a_turn_has_its_message_and_too_many_are_refused(tmp_path):
-    environment = ToolEnvironment(
-        tools_of(tmp_path, "add"), tool_format="hermes", role="user", timeout_seconds=8.0, max_image_pixels=10**6
-    )
-    environment.reset({"images": LazyImages([])})
+    environment = environment_of(tools_of(tmp_path, "add"))
     calls = [f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>' for number in range(17)]
     observation, _, _ = environment.step("".join(calls))
-    texts = [message.text for message in observation.messages]
-    assert texts == [
-        *(str(number + 2) for number in range(16)),
-        "Error: only the first 16 of 17 calls were carried out",
-    ]
+    sums = [str(number + 2) for number in range(16)]
+    texts = [*sums, "Error: only the first 16 of 17 calls were carried out"]
+    assert [message.text for message in observation.messages] == texts
     assert environment.step("The answer is 4.") == (None, None, True)

@@ -395,20 +395,20 @@ class EnvironmentPool:
     def _receive(self, found: _Episode) -> None:
         """Handle what the process of an episode has sent."""
         channel = found.channel
-        if channel is None:
+        if channel is None or (found.is_ending and not found.owed):  # it was stopped meanwhile
             return
         try:
             for frame in channel.receive():
-                outcome, trace = read_reply(found.number, frame, max_image_pixels=self.settings.max_image_pixels)
                 if not found.owed:
                     raise ValueError("a reply that was not asked for")
+                if error := frame.content.get("error"):
+                    line = " ".join(scrub(str(error)).split())[:_MAX_ERROR_CHARACTERS]
+                    self._fail(found, explain_withheld(line, self.settings.passed_variables))
+                    self._log_traceback(scrub(str(frame.content.get("traceback", "")))[-_MAX_TRACEBACK_CHARACTERS:])
+                else:
+                    self._add(read_reply(found.number, frame, max_image_pixels=self.settings.max_image_pixels))
                 found.owed, found.deadline, found.unforked = "", None, b""
                 self._num_deaths = 0
-                if outcome.error:
-                    found.error = explain_withheld(outcome.error, self.settings.passed_variables)
-                    outcome = Outcome(found.number, None, None, True, found.error)
-                    self._log_traceback(trace)
-                self._add(outcome)
         except ValueError as error:  # the user's code has written to the connection
             self._fail(found, f"its process sent what is no reply: {error}")
             self._end(found, seconds=0.0)
@@ -495,27 +495,22 @@ def max_reply_bytes(max_image_pixels: int) -> int:
     return 12 * MAX_TEXT_CHARACTERS + MAX_IMAGES * (4 * max_image_pixels + (1 << 16))
 
 
-def read_reply(episode: int, frame: Frame, *, max_image_pixels: int) -> tuple[Outcome, str]:
-    """Return the outcome that a reply reports, and the traceback of its error.
+def read_reply(episode: int, frame: Frame, *, max_image_pixels: int) -> Outcome:
+    """Return the outcome that a reply without an error reports.
 
     The reply may be forged, since the user's code runs in the process that sends it.
     Raises: ValueError if it is not a reply.
     """
-    content = frame.content
-    if error := content.get("error"):
-        line = " ".join(scrub(str(error)).split())[:_MAX_ERROR_CHARACTERS]
-        trace = scrub(str(content.get("traceback", "")))[-_MAX_TRACEBACK_CHARACTERS:]
-        return Outcome(episode, None, None, True, line), trace
     try:
-        observation = _read_observation(content["messages"], frame.files)
-        reward, done = content["reward"], content["done"]
+        observation = _read_observation(frame.content["messages"], frame.files)
+        reward, done = frame.content["reward"], frame.content["done"]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"an invalid reply: {type(error).__name__}: {error}") from None
     if observation is not None:
         check_observation(observation, max_image_pixels=max_image_pixels)
     if not isinstance(done, bool):
         raise ValueError("an invalid reply: done is not true or false")
-    return Outcome(episode, observation, None if reward is None else read_reward(reward), done), ""
+    return Outcome(episode, observation, None if reward is None else read_reward(reward), done)
 
 
 def _read_observation(messages: Any, files: tuple[bytes, ...]) -> Observation | None:
