@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator, Sequence
+import math
+from bisect import insort
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 TOLERANCE = 0.02
@@ -95,97 +97,79 @@ def partition_near(costs: Sequence[int], homes: Sequence[Collection[int]], num_p
     while search.exceeds_limit():
         if not search.improve():
             return _reordered(balanced, homes)
-    return search.parts()
+    return search.parts
 
 
 class _Search:
-    """A partition that starts with all indices in their homes, and is improved by small changes."""
+    """A partition that starts with all indices in their homes, and is improved by small changes.
+
+    parts: the indices of each part, ascending.
+    """
 
     def __init__(self, costs: Sequence[int], homes: Sequence[Collection[int]], num_parts: int, limit: int) -> None:
+        self.parts: list[list[int]] = [[] for _ in range(num_parts)]
         self._costs = costs
         self._homes = homes
         self._limit = limit
         self._sums = [0] * num_parts
-        self._part = [0] * len(costs)  # of each index
         largest_first = sorted(range(len(costs)), key=lambda index: -costs[index])
         for index in sorted(largest_first, key=lambda index: not homes[index]):  # stable: those with homes first
-            part = min(homes[index] or range(num_parts), key=lambda part: (self._sums[part], part))
-            self._part[index] = part
-            self._sums[part] += costs[index]
+            self._put(index, min(homes[index] or range(num_parts), key=lambda part: (self._sums[part], part)))
 
     def exceeds_limit(self) -> bool:
         """Return whether any sum is above the limit."""
         return max(self._sums) > self._limit
 
-    def parts(self) -> list[list[int]]:
-        """Return the indices of each part, ascending."""
-        parts: list[list[int]] = [[] for _ in self._sums]
-        for index, part in enumerate(self._part):
-            parts[part].append(index)
-        return parts
-
     def improve(self) -> bool:
         """Make the change that reduces the excess over the limit most for its price, if one does.
 
-        The price of a change is the number of indices that it puts outside of their homes.
-        """
-        best: _Change | None = None
-        best_worth = 0.0
-        for change in self._changes():
-            gain = self._gain(change)
-            if gain <= 0:
-                continue
-            price = int(self._is_away(change.item, change.part))
-            if change.exchanged is not None:
-                price += self._is_away(change.exchanged, self._part[change.item])
-            worth = gain / price if price else float("inf")
-            if worth > best_worth:
-                best, best_worth = change, worth
-        if best is None:
-            return False
-        if best.exchanged is not None:
-            self._move(best.exchanged, self._part[best.item])
-        self._move(best.item, best.part)
-        return True
-
-    def _changes(self) -> Iterator[_Change]:
-        """Return the changes to choose from.
-
-        Each index of the part with the largest sum is moved to each other part, or exchanged with
-        each index of the part with the smallest sum.
+        An index of the part with the largest sum is moved to another part, or exchanged with an
+        index of the part with the smallest sum.
         """
         heaviest, lightest = self._sums.index(max(self._sums)), self._sums.index(min(self._sums))
-        parts = self.parts()
-        for index in parts[heaviest]:
-            yield from (_Change(index, part, None) for part in range(len(parts)) if part != heaviest)
-            yield from (_Change(index, lightest, other) for other in parts[lightest])
+        places: list[tuple[int, int | None]] = [(part, None) for part in range(len(self.parts)) if part != heaviest]
+        places += [(lightest, other) for other in self.parts[lightest]]
+        changes = [_Change(index, heaviest, *place) for index in self.parts[heaviest] for place in places]
+        best = max(changes, key=self._worth)  # the first of equal ones
+        if self._worth(best) == 0:
+            return False
+        self._move(best.item, best.source, best.target)
+        if best.exchanged is not None:
+            self._move(best.exchanged, best.target, best.source)
+        return True
 
-    def _gain(self, change: _Change) -> int:
-        """Return by how much a change reduces the excess of all sums over the limit."""
-        moved = self._costs[change.item]
+    def _worth(self, change: _Change) -> float:
+        """Return by how much a change reduces the excess, for each index that leaves its homes."""
+        moved, num_leaving = self._costs[change.item], self._is_away(change.item, change.target)
         if change.exchanged is not None:
             moved -= self._costs[change.exchanged]
-        source, target = self._sums[self._part[change.item]], self._sums[change.part]
-        before = max(0, source - self._limit) + max(0, target - self._limit)
-        return before - max(0, source - moved - self._limit) - max(0, target + moved - self._limit)
+            num_leaving += self._is_away(change.exchanged, change.source)
+        source, target = self._sums[change.source], self._sums[change.target]
+        gain = self._excess(source, target) - self._excess(source - moved, target + moved)
+        return 0.0 if gain <= 0 else gain / num_leaving if num_leaving else math.inf
 
-    def _is_away(self, index: int, part: int) -> bool:
-        return bool(self._homes[index]) and part not in self._homes[index]
+    def _excess(self, *sums: int) -> int:
+        return sum(max(0, each - self._limit) for each in sums)
 
-    def _move(self, index: int, part: int) -> None:
-        self._sums[self._part[index]] -= self._costs[index]
+    def _is_away(self, index: int, part: int) -> int:
+        return int(bool(self._homes[index]) and part not in self._homes[index])
+
+    def _move(self, index: int, source: int, target: int) -> None:
+        self.parts[source].remove(index)
+        self._sums[source] -= self._costs[index]
+        self._put(index, target)
+
+    def _put(self, index: int, part: int) -> None:
+        insort(self.parts[part], index)
         self._sums[part] += self._costs[index]
-        self._part[index] = part
 
 
 class _Change(NamedTuple):
-    """Puts an item into a part, and `exchanged`, if not None, into the part where the item was.
-
-    item, exchanged: indices of costs.
-    """
+    """Moves an index from its part to another one, and `exchanged`, if not None, the other way."""
 
     item: int
-    part: int
+    source: int
+    target: int
     exchanged: int | None
 
 
