@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from trigon.config.legacy import IGNORED, RENAMED, UNSUPPORTED_VALUES, VERL_SECTIONS, ignored_key
+from trigon.config.legacy import IGNORED, RENAMED, UNSUPPORTED_VALUES, VERL_SECTIONS, entry_of
 from trigon.config.options import Option, options
 
 PAGE = Path(__file__).parents[1] / "docs" / "from-easyr1.md"
@@ -276,7 +276,7 @@ def defaults() -> dict[str, Any]:
 
 def status_of(key: str, default: Any) -> tuple[str, str]:
     """Return the status of a key of EasyR1 here, and a comment."""
-    if (ignored := ignored_key(key)) is not None:
+    if (ignored := entry_of(key, IGNORED)) is not None:
         entry = IGNORED[ignored]
         if entry.allowed is None:
             return "no effect", entry.reason

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support.options import NEEDED
+from support.options import NEEDED, refusal
 from trigon.config.load import dump_config, load_config, split_arguments
 from trigon.config.names import LOGGERS
 from trigon.config.options import value_of
@@ -12,19 +12,13 @@ from trigon.config.schema import Config
 from trigon.errors import ConfigError
 
 
-def load(*overrides: str, yaml: str | None = None, folder: Path | None = None) -> Config:
-    path = None
-    if yaml is not None:
-        assert folder is not None
-        path = folder / "run.yaml"
-        path.write_text(yaml, encoding="utf-8")
+def load(*overrides: str, path: Path | None = None) -> Config:
     return load_config(path, (*NEEDED, *overrides)).config
 
 
-def problem(*overrides: str, yaml: str | None = None, folder: Path | None = None) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load(*overrides, yaml=yaml, folder=folder)
-    return str(caught.value)
+def written(folder: Path, yaml: str) -> Path:
+    (folder / "run.yaml").write_text(yaml, encoding="utf-8")
+    return folder / "run.yaml"
 
 
 KWARGS, OVERRIDE = "worker.reward.reward_function_kwargs", "worker.actor.model.override_config"
@@ -42,6 +36,7 @@ DEEP = "worker: {reward: {reward_function_kwargs: {weight: 1e-1, kinds: {a.b: 1,
         ("trainer: {experiment_name: 0042}", [], "trainer.experiment_name", "0042"),
         ("trainer: {project_name: yes}", [], "trainer.project_name", "yes"),
         ("worker.actor:\n  optim.lr: 2e-6\n", [], "worker.actor.optim.lr", 2e-6),
+        ("data: &a {seed: 2}\nworker: {rollout: {<<: *a, seed: 3}}", [], "worker.rollout.seed", 3),
         ("", ["worker.rollout={temperature: 0.5}"], "worker.rollout.n", 4),
         (
             DEEP,
@@ -55,7 +50,7 @@ DEEP = "worker: {reward: {reward_function_kwargs: {weight: 1e-1, kinds: {a.b: 1,
     ],
 )
 def test_the_command_line_overrides_or_joins_yaml_which_overrides_defaults(tmp_path, yaml, overrides, name, expected):
-    assert value_of(load(*overrides, yaml=yaml, folder=tmp_path), name) == expected
+    assert value_of(load(*overrides, path=written(tmp_path, yaml)), name) == expected
 
 
 @pytest.mark.parametrize(
@@ -69,7 +64,13 @@ def test_the_command_line_overrides_or_joins_yaml_which_overrides_defaults(tmp_p
         ("trainer.experiment_name=007", "007"),
         ("trainer.project_name=a=b", "a=b"),
         ('data.system_prompt=Answer: in {braces}, "quoted" # and\nmore', 'Answer: in {braces}, "quoted" # and\nmore'),
+        ("data.system_prompt=Write ${x}$ or ${a.b}.", "Write ${x}$ or ${a.b}."),
+        (
+            f"{KWARGS}={{hint: '${{data.x}}', 'host:port': null, 1: 2}}",
+            {"hint": "${data.x}", "host:port": None, "1": 2},
+        ),
         ("trainer.logger=wandb", ("wandb",)),
+        ("trainer.logger=", ()),
         ("trainer.logger=[console, file]", ("console", "file")),
         ("worker.actor.optim.betas=[0.9, 0.95]", (0.9, 0.95)),
         ("worker.actor.fsdp.torch_dtype=float32", "fp32"),
@@ -98,7 +99,7 @@ def test_values_of_the_command_line(override, expected):
     ],
 )
 def test_an_unknown_key_suggests_the_nearest(key, nearest):
-    message = problem(f"{key}=1")
+    message = refusal(f"{key}=1")
     assert message.startswith(f"{key} (command line)")
     assert message.endswith(nearest)
 
@@ -114,24 +115,13 @@ def test_an_unknown_key_suggests_the_nearest(key, nearest):
     ],
 )
 def test_a_reference_of_omegaconf_is_refused_and_not_taken_for_text(key, value, reference):
-    message = problem(f"{key}={value}")
+    message = refusal(f"{key}={value}")
     assert message.startswith(f"{key.removesuffix('.url')} has {reference} (command line)")
-
-
-def test_a_prompt_may_have_dollars_and_braces():
-    text = "Write ${x}$ or ${a.b}."
-    assert load(f"data.system_prompt={text}").data.system_prompt == text
-    assert load("worker.reward.reward_function_kwargs.hint='${data.x}'").worker.reward.reward_function_kwargs
 
 
 @pytest.mark.parametrize("option", ["worker.rollout.val_override_config", "worker.reward.reward_function_kwargs"])
 def test_a_mapping_without_the_space_of_yaml_is_told_so(option):
-    assert problem(f"{option}={{n:4}}").endswith("lacks the space after the colon: {n: 4}")
-
-
-def test_a_key_with_a_colon_may_have_a_null_as_its_value():
-    kwargs = load("worker.reward.reward_function_kwargs={'host:port': null}").worker.reward.reward_function_kwargs
-    assert kwargs == {"host:port": None}
+    assert refusal(f"{option}={{n:4}}").endswith("lacks the space after the colon: {n: 4}")
 
 
 NUMBER = "a number, above 0 and at most 100"
@@ -162,14 +152,13 @@ SINKS = f"a list, each one of {', '.join(('console', 'file', *LOGGERS))}"
     ],
 )
 def test_an_invalid_value_is_reported_with_the_allowed_values(override, shown, expected):
-    message = problem(override)
+    message = refusal(override)
     assert message.startswith(f"{override.partition('=')[0]} is {shown} (command line)")
     assert message.endswith(f"must be {expected}")
 
 
 def test_all_problems_are_reported_at_once_each_with_its_place(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("data:\n  seed: x\n  seed: 2\n  max_pixels: 0\ntrainer: {nodes: 2, val_freq: often}\n")
+    path = written(tmp_path, "data:\n  seed: x\n  seed: 2\n  max_pixels: 0\ntrainer: {nodes: 2, val_freq: often}\n")
     overrides = (
         "lr=1",
         "algorithm.reward_weights.format=high",
@@ -190,7 +179,7 @@ def test_all_problems_are_reported_at_once_each_with_its_place(tmp_path):
         f"data.max_pixels is 0 ({path}, line 4)",
         "trainer.val_freq is 'often'",
         "lr (command line)",
-        "algorithm.reward_weights is 'high' (command line), but must be a mapping, each value a number",
+        "algorithm.reward_weights is {'format': 'high'} (command line), but must be a mapping, each value a number",
         "worker.rollout.top_k is 0",
         "data.image_dir: there is no",
         "data.rollout_batch_size (100",
@@ -210,14 +199,14 @@ def test_all_problems_are_reported_at_once_each_with_its_place(tmp_path):
         ("worker.actor.model.model_pth=owner/model", "worker.actor.model.model_path="),
     ],
 )
-def test_the_default_of_an_invalid_or_misspelt_option_causes_no_further_problem(override, implied):
-    assert "problems" not in problem(implied, override)
+def test_the_default_of_an_invalid_or_misspelt_option_causes_no_further_refusal(override, implied):
+    assert "problems" not in refusal(implied, override)
 
 
 def test_two_names_of_a_key_in_one_file_must_agree(tmp_path):
     same = "trainer: {total_episodes: 3, total_epochs: 3}"
-    assert load(yaml=same, folder=tmp_path).trainer.total_epochs == 3
-    message = problem(yaml="trainer:\n  total_episodes: 3\n  total_epochs: 4\n", folder=tmp_path)
+    assert load(path=written(tmp_path, same)).trainer.total_epochs == 3
+    message = refusal(path=written(tmp_path, "trainer:\n  total_episodes: 3\n  total_epochs: 4\n"))
     assert "as trainer.total_episodes and as trainer.total_epochs" in message
 
 
@@ -225,6 +214,7 @@ def test_two_names_of_a_key_in_one_file_must_agree(tmp_path):
     ("yaml", "part"),
     [
         ("data:\n  seed: 1\ndata.seed: 1\n", "is given twice"),
+        (f"{KWARGS}: {{a: {{b: 1, b: 2}}}}\n", f"{KWARGS}.a.b is given twice"),
         ("data: [1\n", "is not valid YAML: while parsing a flow sequence"),
         ("data: {seed: !!python/name:os.system }\n", "is not valid YAML: could not determine a constructor"),
         ("- data\n", "must hold sections"),
@@ -232,17 +222,13 @@ def test_two_names_of_a_key_in_one_file_must_agree(tmp_path):
     ],
 )
 def test_an_invalid_file_is_reported(tmp_path, yaml, part):
-    assert part in problem(yaml=yaml, folder=tmp_path)
+    assert part in refusal(path=written(tmp_path, yaml))
 
 
-def test_a_configuration_file_may_be_named_from_the_home_folder(tmp_path, monkeypatch):
+def test_a_file_may_be_in_the_home_folder_and_a_missing_one_is_reported_with_its_absolute_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "run.yaml").write_text("data: {seed: 5}")
-    assert load_config(Path("~/run.yaml"), NEEDED).config.data.seed == 5
-
-
-def test_a_missing_configuration_file_is_reported_with_its_absolute_path(tmp_path, monkeypatch):
-    (tmp_path / "config.yaml").touch()
+    (tmp_path / "config.yaml").write_text("data: {seed: 5}")
+    assert load(path=Path("~/config.yaml")).data.seed == 5
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
         load_config(Path("confg.yaml"), ())
@@ -263,9 +249,7 @@ def test_a_dumped_configuration_loads_to_the_same_one(tmp_path):
         "trainer.experiment_name=1e3",
         "worker.rollout.val_override_config.temperature=0",
     )
-    path = tmp_path / "dumped.yaml"
-    path.write_text(dump_config(config), encoding="utf-8")
-    loaded = load_config(path, ())
+    loaded = load_config(written(tmp_path, dump_config(config)), ())
     assert loaded.config == config
     assert loaded.warnings == ()
 

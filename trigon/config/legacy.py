@@ -6,7 +6,7 @@ feature is an error. load.py reads files and applies these tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,10 +204,10 @@ def nearest_option(name: str, further: Iterable[str] = ()) -> str:
     return meant or nearest_key(name, [*(option.name for option in options().values()), *further])
 
 
-def ignored_key(name: str) -> str | None:
-    """Return the entry of IGNORED that a key equals or is below, or None."""
+def entry_of(name: str, table: Collection[str]) -> str | None:
+    """Return the entry of RENAMED or IGNORED that a key equals or is below, or None."""
     parts = name.split(".")
-    return next((key for n in range(1, len(parts) + 1) if (key := ".".join(parts[:n])) in IGNORED), None)
+    return next((key for n in range(1, len(parts) + 1) if (key := ".".join(parts[:n])) in table), None)
 
 
 def renamed_file(value: str) -> str:

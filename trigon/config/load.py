@@ -7,9 +7,12 @@ and ignored keys in legacy.py.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path, PurePath
 from typing import Any, assert_never
 
@@ -27,7 +30,7 @@ from trigon.config.legacy import (
     RENAMED,
     UNSUPPORTED_VALUES,
     VERL_SECTIONS,
-    ignored_key,
+    entry_of,
     nearest_option,
     renamed_file,
 )
@@ -165,7 +168,7 @@ def inspect_config(
     reader.read_overrides(overrides)
     config = reader.build()
     missing = find_missing_objects(config, python_objects)
-    sources = {_option_at_or_above(key).name: value.location for key, value in reader.values.items()}
+    sources = {_dotted(path): value.location for path, value in reader.values.items()}
     uncertain = reader.uncertain.union(undecided)
     found = find_problems(config, uncertain=uncertain)
     problems = (*reader.problems, *found, *missing, *_find_masked(config, sources))
@@ -201,7 +204,10 @@ class _SourceValue:
 
 
 class _ConfigReader:
-    """Collects values by path; a later value replaces an earlier one."""
+    """Collects values by the paths of their options.
+
+    A later value replaces an earlier one, except that mappings with free keys are joined.
+    """
 
     def __init__(self) -> None:
         self.values: dict[KeyPath, _SourceValue] = {}
@@ -211,13 +217,11 @@ class _ConfigReader:
         self.problems: list[str] = []
         self.uncertain: set[str] = set()
         """Options whose value is in doubt: it is invalid, given twice, or under a misspelt key."""
-        self._above: set[KeyPath] = set()
-        """Every path above one of `values`."""
 
     def read_yaml(self, text: str, source: str) -> None:
         """Add the values of a YAML text, in which each key may be given once."""
         try:
-            root = parse_yaml(text)
+            root = self._parse(text, (), source)
         except yaml.YAMLError as error:
             raise ConfigError(f"{source} is not valid YAML: {mask_text(' '.join(str(error).split()))}") from error
         if root is None:
@@ -250,8 +254,7 @@ class _ConfigReader:
             return
         option = options().get(_current_path(path))
         if option is not None and option.kind == "list" and not text.strip():
-            self._add(path, SequenceNode(LIST_TAG, []), COMMAND_LINE)
-            return
+            text = "[]"
         is_list = option is not None and option.kind == "text or list" and text.lstrip().startswith(("[", "{"))
         if option is not None and option.kind in ("text", "text or list") and not is_list:
             # Not YAML: a prompt may hold colons, braces and quotes.
@@ -259,7 +262,7 @@ class _ConfigReader:
             self._add(path, ScalarNode(NULL_TAG if is_null else TEXT_TAG, text), COMMAND_LINE)
             return
         try:
-            root = parse_yaml(text) or ScalarNode(NULL_TAG, "")
+            root = self._parse(text, path, COMMAND_LINE) or ScalarNode(NULL_TAG, "")
         except yaml.YAMLError:
             self.problems.append(f"{key} is {_format_value(text)} ({COMMAND_LINE}), which is not valid YAML")
             return
@@ -276,14 +279,17 @@ class _ConfigReader:
                 self.warnings.append(f"{key} ({value.location}) has no effect: {entry.reason}")
         converted: dict[KeyPath, Any] = {}
         for path, value in self.values.items():
-            option = _option_at_or_above(path)
+            option = options()[path]
             pattern = _REFERENCE_IN_ARGUMENTS if option.kind == "mapping" else _REFERENCE
             if option.name not in _PROMPT_OPTIONS and (reference := _find_reference(construct(value.node), pattern)):
-                self._add_reference(option, value, reference)
+                self.uncertain.add(option.name)
+                self.problems.append(
+                    f"{option.name} has {reference} ({value.described_location}), which OmegaConf replaces by another "
+                    "value and Trigon does not; write the value itself"
+                )
                 continue
-            is_inside_mapping = len(path) > len(option.path)
             try:
-                converted[path] = construct(value.node) if is_inside_mapping else _convert(option, value.node)
+                converted[path] = _convert(option, value.node)
             except ValueError:
                 self._add_invalid_value(option, value)
         return self._validate(converted)
@@ -292,37 +298,59 @@ class _ConfigReader:
         """Return the configuration of these values. Invalid values are problems, and left out."""
         tree: dict[str, Any] = {}
         for path, value in converted.items():
-            _set_nested(tree, path, value)
+            section = tree
+            for key in path[:-1]:
+                section = section.setdefault(key, {})
+            section[path[-1]] = value
         try:
             return Config.model_validate(tree)
         except ValidationError as error:
-            places = [tuple(map(str, problem["loc"])) for problem in error.errors()]
-        invalid = {_option_at_or_above(place).path: place for place in reversed(places)}
-        for path, place in reversed(invalid.items()):
-            # The value at the place, inside it (a free mapping), or around it (a list).
-            inside_or_around = (v for p, v in self.values.items() if p[: len(place)] == place[: len(p)])
-            self._add_invalid_value(options()[path], next(inside_or_around))
-        valid = {path: value for path, value in converted.items() if _option_at_or_above(path).path not in invalid}
-        return self._validate(valid)
+            found = [_option_at_or_above(tuple(map(str, problem["loc"]))) for problem in error.errors()]
+        invalid = {option.path: option for option in found if option is not None}
+        for path, option in invalid.items():
+            self._add_invalid_value(option, self.values[path])
+        return self._validate({path: value for path, value in converted.items() if path not in invalid})
+
+    def _parse(self, text: str, path: KeyPath, source: str) -> Node | None:
+        """Return the root node of a YAML text, or None if it is empty. Raises: YAMLError."""
+        root = compose(text)
+        if root is not None:
+            self._check_keys(root, path, source)
+            construct(root)  # so that a value that cannot be constructed is an error here
+        return root
+
+    def _check_keys(self, node: Node, path: KeyPath, source: str) -> None:
+        """Remove keys that are given twice, or lack the space after the colon, as problems."""
+        if isinstance(node, SequenceNode):
+            for item in node.value:
+                self._check_keys(item, path, source)
+        if not isinstance(node, MappingNode):
+            return
+        first: dict[str, tuple[Node, Node]] = {}
+        for key, value in node.value:
+            name = str(key.value)
+            if name in first:
+                lines = _line(first[name][0]), _line(key)
+                self.problems.append(_duplicate_key((*path, name), source, *lines))
+            elif _is_null(value) and ":" in name and not value.value:  # {n:4}, a pair in Hydra. A null may be written
+                spaced = name.replace(":", ": ", 1)
+                place = f"{_dotted((*path, name))} ({_place(source, key)})"
+                self.problems.append(f"{place} lacks the space after the colon: {{{spaced}}}")
+            else:
+                first[name] = key, value
+                self._check_keys(value, (*path, name), source)
+        node.value = list(first.values())
 
     def _flatten(self, node: Node, path: KeyPath, source: str) -> Iterator[tuple[KeyPath, Node]]:
         """Yield the values below a node with their paths: of options, ignored and unknown keys."""
-        in_free_mapping = _is_free_mapping(path)
-        if not isinstance(node, MappingNode) or not (in_free_mapping or _is_section(path)):
+        if not isinstance(node, MappingNode) or path not in _sections():
             yield path, node
             return
-        if not node.value and in_free_mapping and _current_path(path) not in options():
-            yield path, node  # an empty mapping inside a free one is a value
-        lines: dict[str, int] = {}
-        for key, value in node.value:
-            name = str(key.value)
-            if name in lines:
-                self.problems.append(_duplicate_key((*path, name), source, lines[name], _line(key)))
-                continue
-            lines[name] = _line(key)
+        # A key that was merged (<<) comes before the key of the same name, which replaces it.
+        for name, (key, value) in {str(pair[0].value): pair for pair in node.value}.items():
             # `worker.actor:` may stand for `worker:` and `actor:` below it.
-            inner = (*path, name) if in_free_mapping else (*path, *name.split("."))
-            if in_free_mapping or self._check_path(inner, _place(source, key)):
+            inner = (*path, *name.split("."))
+            if self._check_path(inner, _place(source, key)):
                 yield from self._flatten(value, inner, source)
 
     def _check_path(self, path: KeyPath, location: str) -> bool:
@@ -342,22 +370,21 @@ class _ConfigReader:
     def _add(self, path: KeyPath, node: Node, location: str) -> None:
         """Add one value of an option, renamed key or ignored key. Anything else is a problem."""
         name, older_name = _dotted(path), ""
-        is_null = isinstance(node, ScalarNode) and node.tag == NULL_TAG
-        # {n:4}, which is a key without a value in YAML, and a pair in Hydra. A null may be written.
-        if is_null and ":" in path[-1] and not node.value:
-            spaced = path[-1].replace(":", ": ", 1)
-            self.problems.append(f"{name} ({location}) lacks the space after the colon: {{{spaced}}}")
-            return
-        if (old := _renamed_prefix(path)) is not None:
+        if (old := entry_of(name, RENAMED)) is not None:
             self._warn_once(f"{old} ({location}) is now {RENAMED[old]}")
             path, older_name = _current_path(path), name
-        if _option_or_mapping_at(path) is not None:
-            value = _SourceValue(self._update_example_path(path, node, location), location, older_name)
-            self._set_option(path, value, is_null=is_null)
-        elif (key := ignored_key(name)) is not None:
+        option = _option_at_or_above(path)
+        if option is not None and (option.path == path or option.kind == "mapping"):
+            node = self._update_example_path(path, node, location)
+            for inner in reversed(path[len(option.path) :]):
+                node = MappingNode(MAPPING_TAG, [(ScalarNode(TEXT_TAG, inner), node)])
+            if option.path in self.values and option.kind == "mapping":
+                node = _join(self.values[option.path].node, node)
+            self.values[option.path] = _SourceValue(node, location, older_name)
+        elif (key := entry_of(name, IGNORED)) is not None:
             self.ignored[key] = (name, _SourceValue(node, location))
-        elif _is_section(path):
-            if not is_null:
+        elif path in _sections():
+            if not _is_null(node):
                 self.problems.append(
                     f"{name} is {_format_value(construct(node))} ({location}), but it is a section that holds keys"
                 )
@@ -369,19 +396,6 @@ class _ConfigReader:
             self.uncertain |= {o.name for o in options().values() if f"{o.name}.".startswith(f"{meant}.")}
         else:
             self.problems.append(f"{name} ({location}) is unknown")  # not shown: no need for the nearest key
-
-    def _set_option(self, path: KeyPath, value: _SourceValue, *, is_null: bool) -> None:
-        if _is_free_mapping(path):
-            # Inside a free mapping a value may replace a mapping, and a mapping a value.
-            for length in range(1, len(path)):
-                self.values.pop(path[:length], None)
-            if path in self._above:
-                for below in [other for other in self.values if len(other) > len(path) and other[: len(path)] == path]:
-                    del self.values[below]
-            if is_null and path in options():
-                return  # `override_config:` with nothing below it
-        self.values[path] = value
-        self._above.update(path[:length] for length in range(1, len(path)))
 
     def _update_example_path(self, path: KeyPath, node: Node, location: str) -> Node:
         """Return the node; the older path of a shipped example becomes its current path."""
@@ -410,13 +424,6 @@ class _ConfigReader:
             f"{option.name} is {shown} ({value.described_location}), but must be {option.expected}{hint}"
         )
 
-    def _add_reference(self, option: Option, value: _SourceValue, reference: str) -> None:
-        self.uncertain.add(option.name)
-        self.problems.append(
-            f"{option.name} has {reference} ({value.described_location}), which OmegaConf replaces by another value "
-            "and Trigon does not; write the value itself"
-        )
-
 
 def _read_text(path: Path) -> str:
     try:
@@ -431,24 +438,18 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
 
 
-def _set_nested(tree: dict[str, Any], path: KeyPath, value: Any) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = value
-
-
 def _dotted(path: KeyPath) -> str:
     return ".".join(path)
 
 
 def _duplicate_key(path: KeyPath, source: str, first: int, second: int, names: str = "") -> str:
-    lines = "" if source == ARGUMENTS else f", lines {first} and {second}"
+    lines = "" if source in (ARGUMENTS, COMMAND_LINE) else f", lines {first} and {second}"
     return f"{_dotted(path)} is given twice{names} ({source}{lines}): keep one"
 
 
 def _place(source: str, node: Node) -> str:
-    """Return where a node was written. Arguments in Python have no lines."""
-    return source if source == ARGUMENTS else f"{source}, line {_line(node)}"
+    """Return where a node was written. Only a file has lines."""
+    return source if source in (ARGUMENTS, COMMAND_LINE) else f"{source}, line {_line(node)}"
 
 
 def _line(node: Node) -> int:
@@ -456,12 +457,8 @@ def _line(node: Node) -> int:
 
 
 def _format_value(value: Any) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else _format_text(value)
+    text = json.dumps(value) if isinstance(value, bool | None) else mask_text(repr(value)[:1000])
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
-
-
-def _format_text(value: Any) -> str:
-    return mask_text(repr(value)[:1000])
 
 
 def _find_reference(value: Any, pattern: re.Pattern[str]) -> str:
@@ -473,45 +470,33 @@ def _find_reference(value: Any, pattern: re.Pattern[str]) -> str:
     return next(filter(None, (_find_reference(each, pattern) for each in inner)), "")
 
 
-def _renamed_prefix(path: KeyPath) -> str | None:
-    """Return the entry of RENAMED that a path equals or is below, or None."""
-    return next((old for n in range(1, len(path) + 1) if (old := _dotted(path[:n])) in RENAMED), None)
-
-
 def _current_path(path: KeyPath) -> KeyPath:
     """Return the path under its current name. Keys below a renamed mapping move with it."""
-    old = _renamed_prefix(path)
+    old = entry_of(_dotted(path), RENAMED)
     return path if old is None else (*RENAMED[old].split("."), *path[old.count(".") + 1 :])
 
 
-def _is_section(path: KeyPath) -> bool:
-    """Return whether a path is a section, a current or an older one."""
-    prefix = f"{_dotted(path)}."
-    return (
-        any(path == section for section, _ in sections())
-        or any(key.startswith(prefix) for key in IGNORED)
-        or any(key.startswith(prefix) for key in RENAMED)
-    )
+@cache
+def _sections() -> frozenset[KeyPath]:
+    """Return the paths of all sections, current and older ones, the path of the root included."""
+    paths = [*options(), *(tuple(key.split(".")) for key in (*IGNORED, *RENAMED))]
+    return frozenset(path[:length] for path in paths for length in range(len(path)))
 
 
-def _is_free_mapping(path: KeyPath) -> bool:
-    """Return whether a path is a free mapping, which accepts any key, or is inside one."""
-    option = _option_or_mapping_at(_current_path(path))
-    return option is not None and option.kind == "mapping"
+def _option_at_or_above(path: KeyPath) -> Option | None:
+    """Return the option at a path or above it, or None for another path."""
+    return next((option for n in range(len(path), 0, -1) if (option := options().get(path[:n]))), None)
 
 
-def _option_or_mapping_at(path: KeyPath) -> Option | None:
-    """Return the option at a path, or the free mapping that contains the path, or None."""
-    for length in range(len(path), 0, -1):
-        option = options().get(path[:length])
-        if option is not None:
-            return option if length == len(path) or option.kind == "mapping" else None
-    return None
-
-
-def _option_at_or_above(path: KeyPath) -> Option:
-    """Return the option at a path or above it."""
-    return next(options()[path[:length]] for length in range(len(path), 0, -1) if path[:length] in options())
+def _join(before: Node, node: Node) -> Node:
+    """Return a node in which a mapping keeps what an earlier one has besides."""
+    if not (isinstance(before, MappingNode) and isinstance(node, MappingNode)):
+        return node
+    pairs = {str(key.value): (key, value) for key, value in before.value}
+    for key, value in node.value:
+        name = str(key.value)
+        pairs[name] = key, _join(pairs[name][1], value) if name in pairs else value
+    return MappingNode(MAPPING_TAG, list(pairs.values()))
 
 
 # -- the kind of a value ---------------------------------------------------------------------------
@@ -522,12 +507,10 @@ def _convert(option: Option, node: Node) -> Any:
 
     Raises: ValueError if the node is of another kind.
     """
-    if isinstance(node, ScalarNode) and node.tag == NULL_TAG:
-        if option.optional:
-            return None
-        if option.kind == "list" and option.default == ():
-            return ()
-        raise ValueError
+    if _is_null(node):
+        if not option.optional and option.default not in ((), {}):
+            raise ValueError
+        return None if option.optional else option.default
     if option.kind == "text or list":
         is_text = isinstance(node, ScalarNode)
         if not is_text and not isinstance(node, SequenceNode):
@@ -535,7 +518,16 @@ def _convert(option: Option, node: Node) -> Any:
         return node.value if is_text else tuple(construct(item) for item in node.value)
     if option.kind == "list" and isinstance(node, SequenceNode):
         return tuple(_convert_scalar(option, item) for item in node.value)
+    if option.kind == "mapping" and isinstance(node, MappingNode):
+        return _with_text_keys(node)
     return _convert_scalar(option, node)
+
+
+def _with_text_keys(node: Node) -> Any:
+    """Return the value of a node with keys as they are written: `{1: a}` is {"1": "a"}."""
+    if isinstance(node, MappingNode):
+        return {str(key.value): _with_text_keys(value) for key, value in node.value}
+    return construct(node)
 
 
 def _convert_scalar(option: Option, node: Node) -> Any:
@@ -632,14 +624,8 @@ def _find_masked(config: Config, sources: Mapping[str, str]) -> list[str]:
 def _find_exposed(config: Config, names: Collection[str]) -> list[str]:
     """Return warnings of secrets on the command line. names: the options that were given there."""
     values = config.model_dump()
-    exposed = []
-    for option in options().values():
-        if option.name in names:
-            value = values
-            for key in option.path:
-                value = value[key]
-            if secrets_in(option.name, value):
-                exposed.append(option.name)
+    given = [option for option in options().values() if option.name in names]
+    exposed = [each.name for each in given if secrets_in(each.name, reduce(getitem, each.path, values))]
     return [
         f"{name} has a secret on the command line, which every user of this machine can read while the run lasts, and "
         f"which trackers may record; write it into a file{_ENV_HINT if _takes_variables(name) else ''}"
@@ -677,14 +663,13 @@ NULL_TAG = "tag:yaml.org,2002:null"
 INTEGER_TAG = "tag:yaml.org,2002:int"
 FLOAT_TAG = "tag:yaml.org,2002:float"
 TEXT_TAG = "tag:yaml.org,2002:str"
-LIST_TAG = "tag:yaml.org,2002:seq"
+MAPPING_TAG = "tag:yaml.org,2002:map"
 
 
-def parse_yaml(text: str) -> Node | None:
+def compose(text: str) -> Node | None:
     """Return the root node of a YAML text, or None if the text is empty.
 
-    Raises: YAMLError if the text is not valid YAML, exceeds a limit of this module, or has a value
-    that cannot be constructed.
+    Raises: YAMLError if the text is not valid YAML, or exceeds a limit of this module.
     """
     if len(text) > MAX_CHARACTERS:
         raise yaml.YAMLError(f"it has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read")
@@ -692,9 +677,11 @@ def parse_yaml(text: str) -> Node | None:
         root: Node | None = yaml.compose(text, Loader=_Loader)
     except (ValueError, OverflowError) as error:  # PyYAML's, for "\UFFFFFFFF" in a quoted text
         raise yaml.YAMLError(f"it has an invalid character or number: {error}") from error
-    if root is not None:
-        construct(root)
     return root
+
+
+def _is_null(node: Node) -> bool:
+    return isinstance(node, ScalarNode) and node.tag == NULL_TAG
 
 
 def construct(node: Node) -> Any:
