@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support.options import NEEDED
+from support.options import NEEDED, refusal
 from trigon.config.checks import find_device_warnings
 from trigon.config.load import load_config
 from trigon.config.schema import Config
@@ -26,9 +26,7 @@ SMALL_BATCH, UNSPLIT = "worker.rollout.max_num_batched_tokens=1000", "worker.rol
 
 
 def problem(overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, (*NEEDED, *overrides.split()))
-    return str(caught.value)
+    return refusal(*overrides.split())
 
 
 def warnings(overrides: str) -> tuple[str, ...]:
@@ -207,7 +205,7 @@ NO_WARNING = [
     f"{OVERSAMPLING} worker.rollout.max_carried_steps=2 worker.rollout.tools=[crop] {FILTERING}",
     f"{STREAM} {FILTERING} worker.rollout.oversampling=0.5 worker.rollout.tensor_parallel_size=2",
     f"{STREAM} worker.rollout.tools=[crop] worker.rollout.partial=continue algorithm.adv_estimator=remax",
-    "data.format_prompt={{content}}Answer:please.",
+    "data.format_prompt={{content}}Answer:please. data.override_chat_template={%-for-%}",
 ]
 
 

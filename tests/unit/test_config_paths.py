@@ -1,24 +1,10 @@
-"""Templates or files, local paths or hub ids."""
+"""Local paths or hub ids."""
 
 from pathlib import Path
 
 import pytest
 
-from trigon.config.paths import DATASET_SUFFIXES, is_inline_template, local_path, split_dataset
-
-
-@pytest.mark.parametrize(
-    ("text", "is_template"),
-    [
-        ("{{ content }} Answer.", True),
-        ("{% for message in messages %}{% endfor %}", True),
-        ("prompt.jinja", False),
-        ("{content}", False),
-        ("", False),
-    ],
-)
-def test_a_template_contains_jinja_syntax(text, is_template):
-    assert is_inline_template(text) is is_template
+from trigon.config.paths import DATASET_SUFFIXES, local_path, split_dataset
 
 
 @pytest.mark.parametrize(
@@ -33,11 +19,8 @@ def test_a_name_or_owner_and_name_is_a_hub_id_unless_it_exists(text, is_local, t
     monkeypatch.setenv("HOME", "/home/of/user")
     Path("owner/existing").mkdir(parents=True)
     assert local_path(text) == (Path(text.replace("~", "/home/of/user")) if is_local else None)
-
-
-@pytest.mark.parametrize("suffix", DATASET_SUFFIXES)
-def test_a_suffix_of_a_file_is_local(suffix):
-    assert local_path(f"owner/rows{suffix}", suffixes=DATASET_SUFFIXES) == Path(f"owner/rows{suffix}")
+    for suffix in DATASET_SUFFIXES:
+        assert local_path(f"owner/rows{suffix}", suffixes=DATASET_SUFFIXES) == Path(f"owner/rows{suffix}")
     assert local_path("owner/rows", suffixes=DATASET_SUFFIXES) is None
 
 

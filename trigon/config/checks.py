@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, assert_never, cast
+from typing import Any, assert_never, cast
 
 from trigon.config.compared import find_unknown_names, warn_of_unused
 from trigon.config.files import PATH_OPTIONS, find_missing
@@ -287,14 +287,12 @@ def _check_max_staleness(config: Config) -> Iterator[str]:
 
 # -- worker.actor and worker.critic ----------------------------------------------------------------
 
-_Model = Literal["actor", "critic"]
 
-
-def _trained(config: Config, model: _Model) -> TrainedConfig | None:
-    """Return the section of a model that is trained; None for a critic that is no model."""
-    if model == "actor":
-        return config.worker.actor
-    return config.worker.critic if config.has_critic and not config.shares_trunk else None
+def _trained_models(config: Config) -> Iterator[tuple[str, TrainedConfig]]:
+    """Yield the section of each model that is trained: of a critic too, unless it is a head."""
+    yield "worker.actor", config.worker.actor
+    if config.has_critic and not config.shares_trunk:
+        yield "worker.critic", config.worker.critic
 
 
 def _check_model_path(config: Config) -> Iterator[str]:
@@ -304,72 +302,69 @@ def _check_model_path(config: Config) -> Iterator[str]:
         )
 
 
-def _check_batch_size(config: Config, *, model: _Model) -> Iterator[str]:
-    if (section := _trained(config, model)) is None:
-        return
-    per_step, per_update = config.prompts_per_step, config.prompts_per_update_of(section)
-    if per_step % per_update:
-        steps, updates = suggest_batch_sizes(per_step, per_update)
-        name = f"worker.{model}.global_batch_size"
-        yield (
-            f"data.rollout_batch_size ({per_step} prompts per step) is not a multiple of {name} ({per_update} prompts "
-            f"per update); the nearest valid values: data.rollout_batch_size={_join_with_or(steps)}, or "
-            f"{name}={_join_with_or(updates)}; or leave out one of them"
-        )
+def _check_batch_size(config: Config) -> Iterator[str]:
+    for name, model in _trained_models(config):
+        per_step, per_update = config.prompts_per_step, config.prompts_per_update_of(model)
+        if per_step % per_update:
+            steps, updates = suggest_batch_sizes(per_step, per_update)
+            yield (
+                f"data.rollout_batch_size ({per_step} prompts per step) is not a multiple of {name}.global_batch_size "
+                f"({per_update} prompts per update); the nearest valid values: data.rollout_batch_size="
+                f"{_join_with_or(steps)}, or {name}.global_batch_size={_join_with_or(updates)}; or leave out one of "
+                "them"
+            )
 
 
-def _check_formats(config: Config, *, model: _Model) -> Iterator[str]:
+def _check_formats(config: Config) -> Iterator[str]:
     """Find training with numbers of 16 bits that loses updates."""
-    section, name = _trained(config, model), f"worker.{model}"
-    if section is None or config.trainer.val_only:
-        return
-    if section.fsdp.mp_param_dtype == "fp16":
-        yield (
-            f"{name}.fsdp.mp_param_dtype is fp16, whose smallest numbers are too large for most gradients: they would "
-            f"be 0, since gradients are not scaled here; set {name}.fsdp.mp_param_dtype=bf16, which has the range of "
-            "fp32, or fp32"
-        )
-        return
-    dtype, strategy = section.weight_dtype, section.optim.strategy
-    # Adapters are in float32, whatever the dtype of the weights.
-    if section.model.lora.rank > 0 or dtype == "fp32" or (dtype == "bf16" and strategy == "adamw_bf16"):
-        return
-    reason = "which no optimizer strategy can train: almost every update is rounded to nothing"
-    if dtype == "bf16":
-        reason = (
-            f"with {name}.optim.strategy=adamw, which rounds almost every update to nothing: near 1, numbers in bf16 "
-            f"are 0.004 apart, and an update moves a weight by about the learning rate, {section.optim.lr:g}"
-        )
-    yield (
-        f"{name}.fsdp.torch_dtype is {dtype}, {reason}; set {name}.fsdp.torch_dtype=bf16 "
-        f"{name}.optim.strategy=adamw_bf16, which keeps the bits that bf16 lacks, or {name}.fsdp.torch_dtype=fp32"
-    )
+    for name, model in () if config.trainer.val_only else _trained_models(config):
+        dtype, strategy = model.weight_dtype, model.optim.strategy
+        reason = "which no optimizer strategy can train: almost every update is rounded to nothing"
+        if dtype == "bf16":
+            reason = (
+                f"with {name}.optim.strategy=adamw, which rounds almost every update to nothing: near 1, numbers in "
+                "bf16 are 0.004 apart, and an update moves a weight by about the learning rate, "
+                f"{model.optim.lr:g}"
+            )
+        if model.fsdp.mp_param_dtype == "fp16":
+            yield (
+                f"{name}.fsdp.mp_param_dtype is fp16, whose smallest numbers are too large for most gradients: they "
+                f"would be 0, since gradients are not scaled here; set {name}.fsdp.mp_param_dtype=bf16, which has the "
+                "range of fp32, or fp32"
+            )
+        # Adapters are in float32, whatever the dtype of the weights.
+        elif model.model.lora.rank == 0 and dtype != "fp32" and (dtype, strategy) != ("bf16", "adamw_bf16"):
+            yield (
+                f"{name}.fsdp.torch_dtype is {dtype}, {reason}; set {name}.fsdp.torch_dtype=bf16 "
+                f"{name}.optim.strategy=adamw_bf16, which keeps the bits that bf16 lacks, or "
+                f"{name}.fsdp.torch_dtype=fp32"
+            )
 
 
-def _check_pass_format(config: Config, *, model: _Model) -> Iterator[str]:
+def _check_pass_format(config: Config) -> Iterator[str]:
     """Find passes of a single worker in a wider format than its weights have.
 
     It computes with autocast, which narrows. FSDP, with several workers, gathers in any format.
     """
-    section, name = _trained(config, model), f"worker.{model}"
-    if section is None or config.trainer.val_only or config.num_workers > 1:
+    if config.trainer.val_only or config.num_workers > 1:
         return
-    if section.fsdp.mp_param_dtype == "fp32" and section.weight_dtype != "fp32":
-        yield (
-            f"{name}.fsdp.mp_param_dtype is fp32, but the weights are in {section.weight_dtype} "
-            f"({name}.fsdp.torch_dtype), and a single worker cannot compute in a wider format than theirs; set "
-            f"{name}.fsdp.mp_param_dtype=bf16, or {name}.fsdp.torch_dtype=fp32"
-        )
+    for name, model in _trained_models(config):
+        if model.fsdp.mp_param_dtype == "fp32" and model.weight_dtype != "fp32":
+            yield (
+                f"{name}.fsdp.mp_param_dtype is fp32, but the weights are in {model.weight_dtype} "
+                f"({name}.fsdp.torch_dtype), and a single worker cannot compute in a wider format than theirs; set "
+                f"{name}.fsdp.mp_param_dtype=bf16, or {name}.fsdp.torch_dtype=fp32"
+            )
 
 
-def _check_fsdp_size(config: Config, *, model: _Model) -> Iterator[str]:
-    section = _trained(config, model)
-    if section is not None and config.num_workers % config.workers_per_copy_of(section):
-        workers, divisors = _describe_workers(config)
-        yield (
-            f"worker.{model}.fsdp.fsdp_size is {section.fsdp.fsdp_size}, but {workers}, which it must divide; set it "
-            f"to {divisors}, or -1 for all"
-        )
+def _check_fsdp_size(config: Config) -> Iterator[str]:
+    for name, model in _trained_models(config):
+        if config.num_workers % config.workers_per_copy_of(model):
+            workers, divisors = _describe_workers(config)
+            yield (
+                f"{name}.fsdp.fsdp_size is {model.fsdp.fsdp_size}, but {workers}, which it must divide; set it to "
+                f"{divisors}, or -1 for all"
+            )
 
 
 def _check_kernels(config: Config) -> Iterator[str]:
@@ -378,17 +373,15 @@ def _check_kernels(config: Config) -> Iterator[str]:
         yield "worker.actor.model.use_liger_kernel and compile_layers change the same norms and MLPs; set one of them"
 
 
-def _check_activation_offload(config: Config, *, model: _Model) -> Iterator[str]:
-    if model == "critic" and not config.has_critic:
-        return
-    section = (config.worker.actor if model == "actor" else config.worker.critic).model
-    if section.enable_activation_offload and not section.enable_gradient_checkpointing:
-        name = f"worker.{model}.model"
-        yield (
-            f"{name}.enable_activation_offload is true without {name}.enable_gradient_checkpointing: what moves to "
-            "host memory are the inputs of the layers that gradient checkpointing computes again, and without it all "
-            "activations would have to move, which takes longer than computing them; set both to true"
-        )
+def _check_activation_offload(config: Config) -> Iterator[str]:
+    for name, trained in _trained_models(config):
+        if trained.model.enable_activation_offload and not trained.model.enable_gradient_checkpointing:
+            yield (
+                f"{name}.model.enable_activation_offload is true without {name}.model.enable_gradient_checkpointing: "
+                "what moves to host memory are the inputs of the layers that gradient checkpointing computes again, "
+                "and without it all activations would have to move, which takes longer than computing them; set both "
+                "to true"
+            )
 
 
 def _check_sequence_parallel_size(config: Config) -> Iterator[str]:
@@ -545,23 +538,19 @@ def _check_reward_of_environment(config: Config) -> Iterator[str]:
             )
 
 
-def _of_each_model(check: Callable[..., Iterator[str]]) -> tuple[Callable[[Config], Iterator[str]], ...]:
-    return partial(check, model="actor"), partial(check, model="critic")
-
-
 _CHECKS: tuple[Callable[[Config], Iterable[str]], ...] = (
     _check_tensor_parallel_size,
-    *_of_each_model(_check_fsdp_size),
+    _check_fsdp_size,
     _check_sequence_parallel_size,
     _check_kernels,
-    *_of_each_model(_check_activation_offload),
-    *_of_each_model(_check_batch_size),
+    _check_activation_offload,
+    _check_batch_size,
     _check_top_k,
     _check_train_weights,
     _check_val_batch_size,
     _check_pixels,
-    *_of_each_model(_check_formats),
-    *_of_each_model(_check_pass_format),
+    _check_formats,
+    _check_pass_format,
     _check_group_size,
     _check_kl_in_reward,
     _check_overlong_filtering,
@@ -593,13 +582,12 @@ _CHECKS: tuple[Callable[[Config], Iterable[str]], ...] = (
 
 def _warn_of_cpu_offload(config: Config) -> list[str]:
     """Return warnings about weights that stay on the device, since a single worker has them."""
-    models: tuple[_Model, ...] = ("actor", "critic")
     return [
-        f"worker.{name}.fsdp.enable_cpu_offload=true has no effect with a single worker, which shards nothing; "
-        f"worker.{name}.offload.offload_params=true and worker.{name}.offload.offload_optimizer=true move weights and "
-        "optimizer states to host memory while completions are sampled"
-        for name in models
-        if config.num_workers == 1 and (model := _trained(config, name)) is not None and model.fsdp.enable_cpu_offload
+        f"{name}.fsdp.enable_cpu_offload=true has no effect with a single worker, which shards nothing; "
+        f"{name}.offload.offload_params=true and {name}.offload.offload_optimizer=true move weights and optimizer "
+        "states to host memory while completions are sampled"
+        for name, model in _trained_models(config)
+        if config.num_workers == 1 and model.fsdp.enable_cpu_offload
     ]
 
 
