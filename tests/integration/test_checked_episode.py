@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 from PIL import Image
 
-from trigon.assemble.episodes import check_episodes
+from trigon.assemble.episodes import try_episode
 from trigon.config.schema import Config
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.source import EnvironmentSettings, find_environment
@@ -38,7 +38,7 @@ def check(processors, row, max_tokens=64):
     prompt = Prompt("train:0", (1,), images, "<image>", "4", row, ("figure.png",))
     settings = EnvironmentSettings(environment=find_environment(Sizes))
     with closing(EnvironmentPool(settings)) as pool:
-        check_episodes(Config(), processors, pool, [prompt], max_tokens=max_tokens)
+        try_episode(Config(data={"max_response_length": max_tokens}), processors, pool, prompt)
 
 
 def test_the_first_reset_gets_the_row_and_its_images(processors):

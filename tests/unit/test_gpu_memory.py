@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trigon.assemble.run import check_environment
+from trigon.assemble.parts import check_environment
 from trigon.config.schema import Config
 from trigon.distributed.messages import pack
 from trigon.distributed.worker import Worker, WorkerEngines
@@ -59,7 +59,7 @@ def test_a_run_in_one_process_needs_the_memory_that_vllm_will_take(gpu, monkeypa
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (47 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     kernels = []
-    monkeypatch.setattr("trigon.assemble.run.choose_kernel", lambda config, device: kernels.append(device.type))
+    monkeypatch.setattr("trigon.assemble.parts.choose_kernel", lambda config, device: kernels.append(device.type))
     config = Config.model_validate({"worker": {"rollout": {"name": name}}, "trainer": {"logger": ["console"]}})
     if name == "transformers":
         check_environment(config)

@@ -6,21 +6,21 @@ save.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import torch
 
 from trigon.assemble.data import open_images, open_processors
-from trigon.assemble.episodes import SentEpisodes, open_episodes
+from trigon.assemble.episodes import open_episodes
 from trigon.assemble.models import DevicePlacement, choose_device, open_models
 from trigon.assemble.options import model_path, recorded_settings
+from trigon.assemble.parts import Parts, require_vllm
 from trigon.assemble.pools import Pool, Workers, config_for_workers, place_pools
 from trigon.checkpoint.export import RUN_SETTINGS
 from trigon.checkpoint.store import Finish
@@ -28,7 +28,7 @@ from trigon.config.plan import Plan
 from trigon.config.schema import Config
 from trigon.data.templates import write_date, written_date
 from trigon.environments.pool import EnvironmentPool
-from trigon.errors import ConfigError
+from trigon.environments.source import EnvironmentSettings
 from trigon.models.dtypes import DTYPES
 from trigon.models.load import Processors, copy_side_files, model_folder, pixel_limits, write_side_files
 from trigon.report.console import Console
@@ -38,7 +38,6 @@ from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.restart import Restartable, RestartingEngine
 from trigon.system.files import write_json
-from trigon.system.installation import install_command
 from trigon.system.machine import count_usable_cpus
 from trigon.system.secrets import mask
 from trigon.system.terminal import format_bytes
@@ -82,23 +81,15 @@ class Engines:
 
 
 def open_engines(
-    config: Config,
-    processors: Processors,
-    plan: Plan,
-    workers: Workers | None,
-    report: Reporter,
-    stack: ExitStack,
-    *,
-    shows_videos: bool,
-    episodes: EnvironmentPool | None = None,
+    config: Config, parts: Parts, plan: Plan, report: Reporter, stack: ExitStack, *, shows_videos: bool
 ) -> Engines:
     """Load the models and start the rollout engine, in workers or, without any, in this process.
 
-    stack: closes them. shows_videos: some prompts contain videos. episodes: see find_episodes.
+    stack: closes them. shows_videos: some prompts contain videos.
     """
-    if workers is not None:
-        sent = None if episodes is None else SentEpisodes(episodes.settings, episodes.schemas)
-        return open_workers(config, plan, workers, report, shows_videos=shows_videos, episodes=sent)
+    processors, episodes = parts.processors, parts.episodes
+    if parts.workers is not None:
+        return open_workers(config, plan, parts.workers, report, shows_videos=shows_videos, episodes=episodes)
     place = DevicePlacement(choose_device(config), SingleProcess())
     # torch's default does not know the CPU limit of a container; OMP_NUM_THREADS may be lower.
     torch.set_num_threads(min(torch.get_num_threads(), count_usable_cpus()))
@@ -109,8 +100,8 @@ def open_engines(
     with report.phase("start rollout engine"):
         settings = None
         if episodes is not None:
-            settings = open_episodes(config, processors, episodes, images, schemas=episodes.schemas)
-            settings = replace(settings, media=images)  # a Worker tells its images of steps itself
+            opened = open_episodes(config, processors, episodes, images, schemas=episodes.schemas)
+            settings = replace(opened, media=images)  # a Worker tells its images of steps itself
         folder = config.trainer.run_folder / FOLDER
         decode_tracer = DecodeTracer(folder, rank=None, steps=config.trainer.profile_steps)
         rollout = open_rollout(
@@ -138,15 +129,7 @@ def open_engines(
             host_bytes=host_memory_for(place.device, shared_by=1),
         )
 
-    return Engines(
-        str(place.device),
-        trainer,
-        reference,
-        rollout,
-        tracer,
-        tune_micro_batch,
-        critic,
-    )
+    return Engines(str(place.device), trainer, reference, rollout, tracer, tune_micro_batch, critic)
 
 
 def open_rollout(
@@ -212,15 +195,6 @@ def restart_beside(trainer: LocalTrainEngine, rollout: Restartable) -> None:
     rollout.restart()
 
 
-def require_vllm() -> None:
-    """Raise ConfigError if vLLM, which the configuration names, is not installed."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            f"worker.rollout.name is vllm, which is not installed: run {install_command('gpu')} (without a GPU: cpu "
-            "instead of gpu), or set worker.rollout.name=transformers, which is slow"
-        )
-
-
 def save_state(
     trainer: TrainEngine,
     config: Config,
@@ -273,7 +247,7 @@ def open_workers(
     report: Reporter,
     *,
     shows_videos: bool,
-    episodes: SentEpisodes | None,
+    episodes: EnvironmentPool | None,
 ) -> Engines:
     """Load the shards of the models in the workers, and start their rollout engines."""
     from trigon.distributed.engines import (
@@ -289,10 +263,11 @@ def open_workers(
     learners, pools = workers.learners, place_pools(config)
     traces = config.trainer.run_folder.absolute() / FOLDER
     config_of_workers = config_for_workers(config)
+    environments, schemas = (None, ()) if episodes is None else (episodes.settings, episodes.schemas)
 
     def open_group(group: WorkerGroup, pool: Pool) -> Call[None]:
         opening = WorkerOpening(
-            config_of_workers, plan, pool, group.role, traces, shows_videos, episodes, written_date()
+            config_of_workers, plan, pool, group.role, traces, shows_videos, environments, schemas, written_date()
         )
         return group.call(Worker.open, opening.open_engines, phase="load", min_deadline_seconds=DISK_SECONDS)
 
@@ -358,7 +333,9 @@ class WorkerOpening:
     """What the engines of the workers of a pool are built from; sent to each of them.
 
     config: as config_for_workers returns it. role: of the worker group. traces: the folder of
-    traces. episodes: None: completions have one turn. date: see templates.write_date.
+    traces. environments: the code of the environment or the tools, with its limits; None:
+    completions have one turn. schemas: descriptions of the tools, for the chat template. date: see
+    templates.write_date.
     """
 
     config: Config
@@ -367,7 +344,8 @@ class WorkerOpening:
     role: str
     traces: Path
     shows_videos: bool
-    episodes: SentEpisodes | None
+    environments: EnvironmentSettings | None
+    schemas: Sequence[Mapping[str, Any]]
     date: str | None
 
     def open_engines(self, process_group: TorchProcessGroup) -> WorkerEngines:
@@ -387,10 +365,10 @@ class WorkerOpening:
         if pool.learns:
             trainer, reference, critic = open_models(config, processors, self.plan, place, images)
         replica_rank = process_group.rank % config.worker.rollout.tensor_parallel_size
-        if pool.samples and self.episodes is not None and replica_rank == 0:  # the other ranks repeat what it samples
-            environments = EnvironmentPool(self.episodes.settings)  # Worker.close_environments ends it
+        if pool.samples and self.environments is not None and replica_rank == 0:  # the others repeat what it samples
+            environments = EnvironmentPool(self.environments)  # Worker.close_environments ends it
             environments.ready()
-            settings = open_episodes(config, processors, environments, images, schemas=self.episodes.schemas)
+            settings = open_episodes(config, processors, environments, images, schemas=self.schemas)
         if pool.samples:
             tracer = DecodeTracer(
                 self.traces,

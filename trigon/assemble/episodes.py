@@ -1,21 +1,21 @@
 """What a run with environments or tools is made of.
 
-The driver loads their code, and tries the chat template and a first episode (find_episodes,
-check_episodes); each process that samples starts processes of its own for them (open_episodes).
+The driver loads their code, and tries the chat template and a first episode (load_episodes,
+check_chat_template, try_episode); each process that samples starts processes of its own for them
+(open_episodes).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
+from trigon.assemble.options import max_completion_tokens
 from trigon.assemble.preflight import NO_OBJECTS, RunObjects, make_confinement
 from trigon.config.names import ToolFormat
 from trigon.config.schema import Config, RolloutConfig
 from trigon.data.media_processing import MediaProcessor
-from trigon.data.stream import Prompts
 from trigon.data.turns import TurnTemplate, TurnTokens
 from trigon.environments.calls import format_of
 from trigon.environments.pool import EnvironmentPool
@@ -30,30 +30,6 @@ from trigon.types import EncodedMedia, Prompt, Vision
 
 CHECKED_EPISODE = -1
 """The number of an episode that only checks its environment."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SentEpisodes:
-    """What workers start their environments or tools from.
-
-    settings: the code, with its limits. schemas: descriptions of the tools, for the chat template.
-    """
-
-    settings: EnvironmentSettings
-    schemas: tuple[Mapping[str, Any], ...]
-
-
-def find_episodes(
-    config: Config, processors: Processors, stack: ExitStack, objects: RunObjects = NO_OBJECTS
-) -> EnvironmentPool | None:
-    """Load environment or tools in processes, and try the chat template; None: one turn.
-
-    Args, Returns: as load_episodes. Raises: as load_episodes and check_chat_template.
-    """
-    pool = load_episodes(config, processors, stack, objects)
-    if pool is not None:
-        check_chat_template(config, processors, schemas=pool.schemas)
-    return pool
 
 
 def load_episodes(
@@ -121,25 +97,21 @@ def open_episodes(
     )
 
 
-def check_episodes(
+def try_episode(
     config: Config,
     processors: Processors,
     pool: EnvironmentPool,
-    prompts: Prompts | Sequence[Prompt] | None,
-    *,
-    max_tokens: int,
+    prompt: Prompt,
 ) -> TurnTokens | None:
-    """Begin an episode of the first prompt and end it, before the models are loaded.
+    """Begin an episode of a prompt and end it, before the models are loaded.
 
-    max_tokens: most tokens of a completion.
     Returns: the first observation, which follows the prompt; None with tools alone.
     Raises: EpisodeError if the environment cannot be made, if its reset() fails, if the model
     cannot be shown what it returns, or if that leaves no room for a turn.
     """
     if pool.settings.environment is None:
         return None
-    assert prompts is not None, "val_only needs val_files"
-    prompt, where = prompts[0], pool.settings.where
+    where = pool.settings.where
     pool.start(CHECKED_EPISODE, prompt.row, encoded_images(prompt))
     while not (outcomes := pool.poll(1.0)):
         pass
@@ -151,7 +123,7 @@ def check_episodes(
         tokens = make_turn_template(config, processors, schemas=pool.schemas).opening(outcome.observation)
     except ObservationError as error:
         raise EpisodeError(f"{where} cannot begin {prompt.prompt_id}: {error}") from error
-    if (problem := find_long_opening(len(tokens.token_ids), max_tokens)) is not None:
+    if (problem := find_long_opening(len(tokens.token_ids), max_completion_tokens(config))) is not None:
         raise EpisodeError(f"{where} cannot begin {prompt.prompt_id}: {problem}")
     return tokens
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from trigon.config.paths import expand_path, is_local_dataset, local_path
 from trigon.config.schema import Config, DataConfig, RewardConfig
@@ -26,9 +25,6 @@ from trigon.system.confinement.options import Confinement
 from trigon.system.installation import install_command, untested_versions
 from trigon.system.user_code import CodeSource
 from trigon.types import Prompt
-
-if TYPE_CHECKING:
-    from trigon.data.stream import Prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +111,7 @@ def _try_rewards(rewards: RewardPool, prompts: Iterator[Prompt]) -> None:
     failures: list[RewardError] = []
     for prompt in islice(prompts, _TRIED_ROWS):
         try:
-            check_rewards(rewards, [prompt])
+            check_rewards(rewards, prompt)
             return
         except RewardError as error:
             failures.append(error)
@@ -193,11 +189,9 @@ def make_confinement(reward: RewardConfig) -> Confinement:
     )
 
 
-def check_rewards(rewards: RewardPool, prompts: Prompts | Sequence[Prompt] | None) -> None:
-    """Call the reward function on dummy completions of the first prompt, before the models load.
+def check_rewards(rewards: RewardPool, prompt: Prompt) -> None:
+    """Call the reward function on dummy completions of a prompt, before the models load.
 
     Raises: RewardError if it does not score them.
     """
-    assert prompts is not None, "val_only needs val_files"
-    prompt = prompts[0]
     rewards.check(dummy_requests(prompt), described=f"a dummy completion of {prompt.prompt_id}")

@@ -8,56 +8,39 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from trigon.assemble.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
-from trigon.assemble.engines import open_engines, require_vllm, save_state, tune_plan
-from trigon.assemble.episodes import check_episodes, find_episodes
-from trigon.assemble.memory import (
-    check_memory,
-    count_checkpoint_bytes,
-    count_sizes,
-    count_staged_bytes,
-    find_hardware,
-    size_of_model,
-)
-from trigon.assemble.models import check_policy, check_trained_critic, choose_device, choose_kernel, device_type
-from trigon.assemble.options import (
-    make_sampling_params,
-    max_completion_tokens,
-    needs_old_logprobs,
-)
+from trigon.assemble.data import open_evaluator, open_stream, scan_datasets
+from trigon.assemble.engines import Engines, open_engines, save_state, tune_plan
+from trigon.assemble.memory import count_checkpoint_bytes, count_sizes, count_staged_bytes
+from trigon.assemble.models import check_trained_critic
+from trigon.assemble.options import make_sampling_params, needs_old_logprobs
 from trigon.assemble.origin import KEY, Origin
-from trigon.assemble.pools import Workers, open_worker_pools
+from trigon.assemble.parts import Parts, check_environment, open_parts
 from trigon.assemble.preflight import Opened, RunObjects, check_rewards
 from trigon.assemble.start import StopSignals, TrainResult
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import VALIDATED_BY, Checkpoint, CheckpointStore, OnProgress, no_progress, open_checkpoint
-from trigon.config.checks import find_device_warnings
 from trigon.config.files import hub_names, local_sources
 from trigon.config.load import ARGUMENTS, COMMAND_LINE, LoadedConfig, dump_config
-from trigon.config.names import GROUP_ESTIMATORS, DeviceType
+from trigon.config.names import GROUP_ESTIMATORS
 from trigon.config.paths import expand_path
 from trigon.config.plan import Plan, describe_chosen, fill_batch_sizes, find_long_warmups, make_plan
 from trigon.config.schema import Config
-from trigon.data.prompts import PromptBuilder
-from trigon.data.sources import Source
-from trigon.data.stream import Prompts
+from trigon.data.stream import Prompts, PromptStream
 from trigon.data.templates import write_date
 from trigon.data.tokens import TokenTexts
-from trigon.environments.pool import EnvironmentPool
 from trigon.errors import CheckpointError
 from trigon.loop import Checkpoints, Run, Stop, Validation, ValidationRun, train, validate_only
 from trigon.metrics import Metrics
 from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.models.load import Processors, most_image_pixels
-from trigon.models.sizes import ModelSize
 from trigon.report.console import Console
-from trigon.report.delivery import LoggedRun, Logger, check_loggers, make_loggers, open_loggers
+from trigon.report.delivery import LoggedRun, Logger, make_loggers, open_loggers
 from trigon.report.memory_growth import MemoryGrowth, MemoryMeter
 from trigon.report.overview import describe_plan, suggest_next_steps
 from trigon.report.reporter import Reporter
@@ -65,13 +48,13 @@ from trigon.report.run import CONFIG, LOCK
 from trigon.report.run_folder import ImageStore, RunFolder
 from trigon.report.watch import Watch
 from trigon.rewards.pool import RewardPool
+from trigon.rollout.buffer import RolloutBuffer
 from trigon.rollout.continuous_buffer import ContinuousBuffer
 from trigon.rollout.parity import ParityCheck
+from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.restart import RESTART
 from trigon.rollout.step_buffer import StepBuffer
 from trigon.system.hangs import FOLLOWS, START, HangWatch, Watchdog
-from trigon.system.installation import untested_versions
-from trigon.system.machine import require_free_memory
 from trigon.system.processes import Started
 from trigon.system.secrets import mask
 from trigon.system.temporary import remove_dead_folders
@@ -105,7 +88,6 @@ def run_training(
     with ExitStack() as stack:
         # Again at the end: some processes of a run that was killed shortly before may end later.
         stack.callback(remove_dead_folders)
-        rewards, val_rewards = opened.rewards, opened.val_rewards
         folder = stack.enter_context(RunFolder(config.trainer.run_folder))
         console = Console(
             progress=not config.worker.rollout.disable_tqdm, step_lines="console" in config.trainer.logger
@@ -124,59 +106,25 @@ def run_training(
         announce_downloads(config, console)
         origin.add_model()
         parts = open_parts(config, objects, folder.path, console.warn, stack)
-        processors, workers, episodes = parts.processors, parts.workers, parts.episodes
-        pools = [pool for pool in (rewards, val_rewards) if pool is not None]
         all_loggers = [*make_loggers(config.trainer.logger), *loggers]
         report = stack.enter_context(
-            open_reporter(config, folder, console, processors, all_loggers, checkpoint, hang_watch)
+            open_reporter(config, folder, console, parts.processors, all_loggers, checkpoint, hang_watch)
         )
 
-        val_prompts, train_prompts = open_datasets(config, parts.builder, report, opened.sources)
-        shows_videos = any(each is not None and each.shows_videos for each in (train_prompts, val_prompts))
-        first = val_prompts if train_prompts is None else train_prompts
-        if val_rewards is None or train_prompts is not None:
-            check_rewards(rewards, first)
-        if val_rewards is not None:
-            check_rewards(val_rewards, val_prompts)
-        if episodes is not None:
-            check_episodes(config, processors, episodes, first, max_tokens=max_completion_tokens(config))
-        if train_prompts is not None:
-            train_prompts = origin.number_prompts(train_prompts)
-        num_train_prompts = 0 if train_prompts is None else train_prompts.prompts_per_epoch
-        plan = make_plan(config, num_train_prompts=num_train_prompts)
-        for warning in find_long_warmups(config, plan):
-            console.warn(warning)
-        prompts = None
-        if train_prompts is not None:
-            config, chosen = fill_batch_sizes(config, num_train_prompts)
-            if chosen:
-                console.print(describe_chosen(chosen, num_train_prompts))
-            prompts = open_stream(config, train_prompts)
-            stack.callback(prompts.close)
-        origin.add_data(config, prompts, val_prompts, plan)
-
+        data = open_data(config, parts, opened, origin, report, console, stack)
+        config, plan = data.config, data.plan
         if not config.trainer.val_only:
             store.check_space(count_checkpoint_bytes(config, parts.size))
         console.print("loading the model and starting the rollout engine")
-        engines = open_engines(
-            config, processors, plan, workers, report, stack, shows_videos=shows_videos, episodes=episodes
-        )
+        engines = open_engines(config, parts, plan, report, stack, shows_videos=data.shows_videos)
         if config.trainer.tunes_budgets_on(parts.device) and not config.trainer.val_only:
-            plan = tune_plan(
-                config,
-                plan,
-                engines,
-                folder,
-                report,
-                console,
-                image_pixels=most_image_pixels(processors),
-                resumes=checkpoint is not None,
-            )
+            image_pixels, resumes = most_image_pixels(parts.processors), checkpoint is not None
+            plan = tune_plan(config, plan, engines, folder, report, console, image_pixels=image_pixels, resumes=resumes)
         report.overview(
             describe_plan(
                 config,
                 plan,
-                num_val_prompts=None if val_prompts is None else len(val_prompts),
+                num_val_prompts=None if data.validation is None else len(data.validation),
                 device=engines.device,
                 sizes=count_sizes(config, parts.size),
                 has_reference=engines.reference is not None,
@@ -189,69 +137,38 @@ def run_training(
         folder.record_start(dump_config(config), origin.describe_start())
         folder.write_local_sources(local_sources(config))
 
+        # The garbage collector need not scan again what has been imported and built by now.
+        stack.callback(gc.unfreeze)
+        gc.freeze()
         validation = Validation(
-            open_evaluator(config, val_prompts, report),
-            engines.rollout,
-            rewards if val_rewards is None else val_rewards,
+            open_evaluator(config, data.validation, report), engines.rollout, opened.val_rewards or opened.rewards
         )
-        run_to_end: Callable[[], int]
-        if prompts is None:
-            validates = ValidationRun(config, engines.trainer, validation, report, objects.hooks)
-            run_to_end = partial(validate_only, validates, checkpoint)
+        if data.train is None:
+            step = validate_only(ValidationRun(config, engines.trainer, validation, report, objects.hooks), checkpoint)
         else:
-            save_bytes = count_staged_bytes(config, parts.size)
             parity = ParityCheck(config.parity_tolerance)
-            buffer_class = ContinuousBuffer if config.algorithm.samples_continuously else StepBuffer
+            preparation, updater = make_learning(config, plan, engines, report)
             run = Run(
                 config=config,
                 plan=plan,
-                buffer=buffer_class(
-                    prompts,
-                    engines.rollout,
-                    rewards,
-                    make_sampling_params(config),
-                    config,
-                    plan,
-                    report,
-                    parity,
-                ),
+                buffer=open_buffer(config, plan, data.train, engines.rollout, opened.rewards, report, parity),
                 trainer=engines.trainer,
                 critic=engines.critic,
                 parity=parity,
-                preparation=GroupPreparation(
-                    config.algorithm,
-                    engines.trainer,
-                    reference=engines.reference,
-                    critic=engines.critic,
-                    needs_old_logprobs=needs_old_logprobs(config, plan),
-                    phase=report.phase,
-                ),
-                updater=Updater(
-                    plan,
-                    engines.trainer,
-                    engines.critic,
-                    report,
-                    engines.tracer,
-                    critic_warmup=config.critic_warmup,
-                    max_skipped=config.trainer.max_skipped_updates,
-                    traced_steps=config.trainer.profile_steps,
-                ),
+                preparation=preparation,
+                updater=updater,
                 validation=validation,
                 checkpoints=Checkpoints(
                     store,
-                    partial(save_state, engines.trainer, config, processors, engines.critic),
+                    partial(save_state, engines.trainer, config, parts.processors, engines.critic),
                     made_from={KEY: origin.state(), VALIDATED_BY: origin.validated_by()},
                 ),
                 report=report,
                 stop=Stop(stop.requested, stop.deferred, stop.grace),
                 hooks=objects.hooks,
-                watch=stack.enter_context(open_watchers(config, plan, pools, workers, save_bytes=save_bytes)),
+                watch=stack.enter_context(open_watchers(config, plan, opened, parts)),
             )
-            run_to_end = partial(train, run, checkpoint)
-        # The garbage collector need not scan again what has been imported and built by now.
-        stack.callback(gc.unfreeze)
-        gc.freeze()
-        step = run_to_end()
+            step = train(run, checkpoint)
         stopped = step < plan.total_steps
         last = last_checkpoint(folder, checkpoint, step)
         exported = None
@@ -264,63 +181,99 @@ def run_training(
         return TrainResult(folder.path, step, stopped, last, exported)
 
 
-def check_environment(config: Config) -> None:
-    """Raise ConfigError or ModelError if a logger, vLLM, the device or a kernel is not available.
-
-    The devices and the packages of several workers are checked when these have started.
-    """
-    check_loggers(config.trainer.logger)
-    if not config.has_workers:
-        if config.worker.rollout.name == "vllm":
-            require_vllm()
-        device = choose_device(config)
-        if device.type == "cuda" and config.worker.rollout.name == "vllm":
-            require_free_memory(config.worker.rollout.gpu_memory_utilization)
-        choose_kernel(config, device)
-
-
 @dataclass(frozen=True, slots=True)
-class RunParts:
-    """What a run and an evaluation have before they read data.
+class RunData:
+    """The prompts of a run, and what follows from their number.
 
-    size: of the models, for the arithmetic of memory. workers: None if this process does the work.
-    device: of each of them. episodes: None if completions have one turn.
+    config: with the sizes that follow from the data. train: None with trainer.val_only. validation:
+    None without val_files.
     """
 
-    processors: Processors
-    size: ModelSize
-    workers: Workers | None
-    device: DeviceType
-    episodes: EnvironmentPool | None
-    builder: PromptBuilder
+    config: Config
+    plan: Plan
+    train: PromptStream | None
+    validation: Prompts | None
+    shows_videos: bool
 
 
-def open_parts(
-    config: Config, objects: RunObjects, folder: Path, warn: Callable[[str], None], stack: ExitStack
-) -> RunParts:
-    """Read the model's configuration, and start workers, environments and tools.
+def open_data(
+    config: Config,
+    parts: Parts,
+    opened: Opened,
+    origin: Origin,
+    report: Reporter,
+    console: Console,
+    stack: ExitStack,
+) -> RunData:
+    """Read the datasets, try rewards and episodes on first prompts, and plan the run.
 
-    folder: the run folder. stack: closes them. warn: called with what does not suit the device.
-    Raises: ConfigError, also if the run does not fit into memory; ModelError, EpisodeError.
+    stack: closes the stream of training prompts. Raises: TrigonError.
     """
-    processors = open_processors(config)
-    check_policy(config, processors.hf_config)
-    size = size_of_model(config)
-    check_hardware = partial(check_memory, config, size, warn=warn)
-    workers = None
-    if config.has_workers:
-        workers = stack.enter_context(open_worker_pools(config, folder, check_hardware, warn))
-        device = workers.device
+
+    def scan(specs: Sequence[str], weights: Sequence[float] = ()) -> Prompts:
+        return scan_datasets(config, specs, weights, parts.builder, report, opened=opened.sources)
+
+    data, stream, num_prompts = config.data, None, 0
+    validation = scan(data.val_files) if data.val_files else None
+    prompts = None if config.trainer.val_only else scan(data.train_files, data.train_weights)
+    shows_videos = any(each is not None and each.shows_videos for each in (prompts, validation))
+    if prompts is not None:
+        parts.try_prompt(config, opened.rewards, prompts[0])
+        if opened.val_rewards is not None and validation is not None:
+            check_rewards(opened.val_rewards, validation[0])
+        prompts = origin.number_prompts(prompts)
+        num_prompts = prompts.prompts_per_epoch
     else:
-        own_device = choose_device(config)
-        device = device_type(own_device)
-        check_hardware(find_hardware(own_device))
-    _, newer = untested_versions()
-    for warning in (*newer, *find_device_warnings(config, device)):
-        warn(warning)
-    episodes = find_episodes(config, processors, stack, objects)
-    builder = open_builder(config, processors, schemas=() if episodes is None else episodes.schemas)
-    return RunParts(processors, size, workers, device, episodes, builder)
+        assert validation is not None, "val_only needs val_files"
+        parts.try_prompt(config, opened.val_rewards or opened.rewards, validation[0])
+    plan = make_plan(config, num_train_prompts=num_prompts)
+    for warning in find_long_warmups(config, plan):
+        console.warn(warning)
+    if prompts is not None:
+        config, chosen = fill_batch_sizes(config, num_prompts)
+        if chosen:
+            console.print(describe_chosen(chosen, num_prompts))
+        stream = open_stream(config, prompts)
+        stack.callback(stream.close)
+    origin.add_data(config, stream, validation, plan)
+    return RunData(config, plan, stream, validation, shows_videos)
+
+
+def open_buffer(
+    config: Config,
+    plan: Plan,
+    prompts: PromptStream,
+    engine: RolloutEngine,
+    rewards: RewardPool,
+    report: Reporter,
+    parity: ParityCheck,
+) -> RolloutBuffer:
+    """Return the buffer that gives each step its groups."""
+    buffer = ContinuousBuffer if config.algorithm.samples_continuously else StepBuffer
+    return buffer(prompts, engine, rewards, make_sampling_params(config), config, plan, report, parity)
+
+
+def make_learning(config: Config, plan: Plan, engines: Engines, report: Reporter) -> tuple[GroupPreparation, Updater]:
+    """Return what makes train groups of a step's groups, and what updates the models with them."""
+    preparation = GroupPreparation(
+        config.algorithm,
+        engines.trainer,
+        reference=engines.reference,
+        critic=engines.critic,
+        needs_old_logprobs=needs_old_logprobs(config, plan),
+        phase=report.phase,
+    )
+    updater = Updater(
+        plan,
+        engines.trainer,
+        engines.critic,
+        report,
+        engines.tracer,
+        critic_warmup=config.critic_warmup,
+        max_skipped=config.trainer.max_skipped_updates,
+        traced_steps=config.trainer.profile_steps,
+    )
+    return preparation, updater
 
 
 def warn_of_moved_run(loaded: LoadedConfig) -> list[str]:
@@ -345,20 +298,6 @@ def warn_if_complete(config: Config, plan: Plan, checkpoint: Checkpoint, console
             f"this run has made its {plan.total_steps:,} steps already, and makes none now; raise trainer.max_steps or "
             "trainer.total_epochs to continue it, or set another trainer.experiment_name to start a new run"
         )
-
-
-def open_datasets(
-    config: Config, builder: PromptBuilder, report: Reporter, opened: Mapping[str, Source]
-) -> tuple[Prompts | None, Prompts | None]:
-    """Return the validation and the training prompts; None without val_files, and with val_only.
-
-    opened: as for scan_datasets.
-    """
-    data = config.data
-    val_prompts = scan_datasets(config, data.val_files, (), builder, report, opened=opened) if data.val_files else None
-    if config.trainer.val_only:
-        return val_prompts, None
-    return val_prompts, scan_datasets(config, data.train_files, data.train_weights, builder, report, opened=opened)
 
 
 def open_store(
@@ -498,14 +437,11 @@ _MIN_UNWIND_SECONDS, _MAX_UNWIND_SECONDS = 10.0, 120.0
 
 
 @contextmanager
-def open_watchers(
-    config: Config, plan: Plan, rewards: Sequence[RewardPool], workers: Workers | None, *, save_bytes: int
-) -> Iterator[Watch]:
-    """Yield the rules of a run, which measure the memory of all of its processes in the context.
-
-    save_bytes: host memory into which a save copies the state, on one machine.
-    """
-    watch = config.trainer.watch
+def open_watchers(config: Config, plan: Plan, opened: Opened, parts: Parts) -> Iterator[Watch]:
+    """Yield the rules of a run, which measure the memory of all of its processes in the context."""
+    watch, workers = config.trainer.watch, parts.workers
+    rewards = [pool for pool in (opened.rewards, opened.val_rewards) if pool is not None]
+    save_gb = count_staged_bytes(config, parts.size) / 2**30
     object_store: Callable[[], Metrics] = dict
     if workers is not None and watch.level != "off" and "memory" not in watch.ignore:
         from trigon.distributed.cluster import object_store_metrics as object_store  # asks Ray in each step
@@ -518,7 +454,7 @@ def open_watchers(
             watch,
             groups_compared=config.group_size > 1 and config.algorithm.adv_estimator in GROUP_ESTIMATORS,
             completions_end=not config.worker.rollout.ignore_eos,
-            memory=MemoryGrowth(plan.total_steps, num_workers=config.workers_per_machine, save_gb=save_bytes / 2**30),
+            memory=MemoryGrowth(plan.total_steps, num_workers=config.workers_per_machine, save_gb=save_gb),
             meter=meter,
         )
 

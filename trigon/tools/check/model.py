@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trigon.assemble.data import open_builder, read_processors
-from trigon.assemble.episodes import check_chat_template, check_episodes, load_episodes
+from trigon.assemble.episodes import check_chat_template, load_episodes, try_episode
 from trigon.assemble.memory import size_of_model
 from trigon.assemble.models import check_policy, require_same_tokens
 from trigon.assemble.options import max_completion_tokens
@@ -224,8 +224,7 @@ def check_episode(
     dataset = first_dataset(datasets)
     facts = dataset.usable[0]
     limit = max_completion_tokens(model.config)
-    prompts = [build(dataset, facts)]
-    tokens = check_episodes(model.config, model.processors, episodes, prompts, max_tokens=limit)
+    tokens = try_episode(model.config, model.processors, episodes, build(dataset, facts))
     if tokens is None:
         result.summary = "tools: the first turn follows the prompt"
         return

@@ -207,14 +207,14 @@ def check_reward(
     trial = RewardTrial(builder.processors.tokenizer, pool)
     try:
         if pool.scores_groups():
-            check_rewards(pool, [build(dataset, dataset.usable[0])])
+            check_rewards(pool, build(dataset, dataset.usable[0]))
             result.summary = "called; scores that depend on the other completions of a prompt are not judged"
             return _SEE_REWARD
         examples = [trial.example(dataset, facts) for facts in _spread(dataset.usable, NUM_TRIED)]
         asked = asked_formats(examples[0].blank.prompt)
         if _has_failures(result, trial, examples, (asked or FORMATS)[0]):
             return _SEE_REWARD
-        check_rewards(pool, [build(dataset, dataset.usable[0])])
+        check_rewards(pool, build(dataset, dataset.usable[0]))
         return _judge(result, config, trial, examples, asked)
     except RewardError as error:
         result.fail("reward.fails", str(error))
@@ -232,7 +232,7 @@ def _check_validation_reward(
         stack.callback(pool.close)
         pool.ready()
         for dataset in [each for each in datasets if each.split == "validation" and each.usable][:1]:
-            check_rewards(pool, [build(dataset, dataset.usable[0])])
+            check_rewards(pool, build(dataset, dataset.usable[0]))
     except RewardError as error:
         result.fail("reward.fails", f"worker.reward.val_reward_function: {error}")
 

@@ -25,15 +25,10 @@ from typing import Any
 from trigon.api import check_keywords, make_objects, name_in_config, name_reward
 from trigon.assemble.data import open_evaluator, scan_datasets
 from trigon.assemble.engines import Engines, open_engines
-from trigon.assemble.episodes import check_episodes
-from trigon.assemble.options import make_validation_sampling_params, max_completion_tokens
-from trigon.assemble.preflight import (
-    RunObjects,
-    check_rewards,
-    open_rewards,
-    open_validation_rewards,
-)
-from trigon.assemble.run import check_environment, open_parts, open_reporter
+from trigon.assemble.options import make_validation_sampling_params
+from trigon.assemble.parts import check_environment, open_parts
+from trigon.assemble.preflight import RunObjects, open_rewards, open_validation_rewards
+from trigon.assemble.run import open_reporter
 from trigon.checkpoint.store import exported_step
 from trigon.config.files import locate_sources
 from trigon.config.load import check_overrides, dump_config
@@ -275,19 +270,13 @@ def evaluate_model(
         folder = stack.enter_context(RunFolder(output))
         folder.write_config(dump_config(config))
         parts = open_parts(config, objects, folder.path, warn, stack)
-        processors, workers, episodes = parts.processors, parts.workers, parts.episodes
-        report = stack.enter_context(open_reporter(config, folder, console, processors, (), None))
+        report = stack.enter_context(open_reporter(config, folder, console, parts.processors, (), None))
         specs = config.data.val_files
         prompts = scan_datasets(config, specs, (), parts.builder, report, max_rows=limit, opened=objects.sources)
-        check_rewards(rewards, prompts)
-        if episodes is not None:
-            check_episodes(config, processors, episodes, prompts, max_tokens=max_completion_tokens(config))
+        parts.try_prompt(config, rewards, prompts[0])
         check_columns([prompts[0].row], by)  # all rows of a table have the same columns
         plan = make_plan(config, num_train_prompts=0)
-        shows_videos = prompts.shows_videos
-        engines = open_engines(
-            config, processors, plan, workers, report, stack, shows_videos=shows_videos, episodes=episodes
-        )
+        engines = open_engines(config, parts, plan, report, stack, shows_videos=prompts.shows_videos)
         with engines.rollout.awake(engines.trainer.weights(), version=source.step):
             take = partial(sample, config, engines, rewards, source.step)
             rows = take(prompts, report)
@@ -300,7 +289,7 @@ def evaluate_model(
                 console.print("the same prompts with blank images:")
                 with RunFolder(output / BLIND) as hidden:
                     hidden.write_config(dump_config(config))
-                    with open_reporter(config, hidden, console, processors, (), None) as hidden_report:
+                    with open_reporter(config, hidden, console, parts.processors, (), None) as hidden_report:
                         rows = take(prompts.with_blank_media(), hidden_report)
                 without = outcomes_of(rows, accuracy=accuracy, form=form, ks=ks)
                 difference = compare_outcomes(outcomes, without)
