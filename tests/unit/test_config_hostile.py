@@ -97,14 +97,6 @@ def test_an_odd_file_is_a_configuration_error(text, part, tmp_path):
     assert part in refusal(path)
 
 
-def test_aliases_and_merge_keys_within_the_limits_are_read(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(IN_KWARGS + "      a: &a {x: 1}\n      b: *a\n      c: {<<: *a, y: 2}\n", encoding="utf-8")
-    needed = ("data.train_files=a/b", "data.val_files=a/b", "worker.actor.model.model_path=a/b")
-    config = load_config(path, (*needed, "worker.reward.reward_function=math", "worker.rollout.n=2")).config
-    assert config.worker.reward.reward_function_kwargs == {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}
-
-
 def test_every_numeric_option_has_an_upper_bound():
     numeric = [option for option in options().values() if option.item in ("integer", "number")]
     rewards = ("algorithm.filter_low", "algorithm.filter_high")  # which have any range

@@ -46,15 +46,7 @@ def find_problems(config: Config, *, uncertain: Collection[str] = ()) -> list[st
     uncertain: options that have their default because the user's value is invalid or misspelt.
     Checks that read one of these options are left out.
     """
-    if not uncertain:
-        return [problem for check in _CHECKS for problem in check(config)]
-    problems: list[str] = []
-    for check in _CHECKS:
-        recorded = _RecordedSection(config, "", set())
-        found = list(check(cast(Config, recorded)))
-        if recorded.names_read.isdisjoint(uncertain):
-            problems += found
-    return problems
+    return _run(_CHECKS, config, uncertain)
 
 
 def find_warnings(
@@ -63,12 +55,11 @@ def find_warnings(
     """Return warnings about options that work against each other or have no effect.
 
     on_purpose: names of the options that are set outside of a file, which may be a copy of all
-    defaults or of EasyR1's. uncertain: as for find_problems; warnings about the number of workers
-    are left out.
+    defaults or of EasyR1's. uncertain: as for find_problems, for warnings about the number of
+    workers.
     """
-    knows_workers = {"trainer.nnodes", "trainer.n_gpus_per_node"}.isdisjoint(uncertain)
     return (
-        *(_warn_of_cpu_offload(config) if knows_workers else ()),
+        *_run([_warn_of_cpu_offload], config, uncertain),
         *_warn_of_conflicts(config),
         *warn_of_unused(config, on_purpose),
         *(_warn_of_overruled(config, on_purpose) if config.shares_trunk else ()),
@@ -138,6 +129,20 @@ def _unlike_actor(config: Config) -> Iterator[tuple[str, Any, Any, bool]]:
 
 def _of_actor(name: str) -> str:
     return name.replace("worker.critic.", "worker.actor.")
+
+
+_Check = Callable[[Config], Iterable[str]]
+
+
+def _run(checks: Iterable[_Check], config: Config, uncertain: Collection[str]) -> list[str]:
+    """Return what the checks find that read none of the uncertain options."""
+    found: list[str] = []
+    for check in checks:
+        recorded = _RecordedSection(config, "", set())
+        texts = list(check(cast(Config, recorded)))
+        if recorded.names_read.isdisjoint(uncertain):
+            found += texts
+    return found
 
 
 class _RecordedSection:
@@ -538,7 +543,7 @@ def _check_reward_of_environment(config: Config) -> Iterator[str]:
             )
 
 
-_CHECKS: tuple[Callable[[Config], Iterable[str]], ...] = (
+_CHECKS: tuple[_Check, ...] = (
     _check_tensor_parallel_size,
     _check_fsdp_size,
     _check_sequence_parallel_size,

@@ -7,7 +7,7 @@ fill_batch_sizes puts all of them into the configuration once the number of prom
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from trigon.config.options import with_options
 from trigon.config.schema import Config, OptimConfig, TrainedConfig, TrainedModelConfig
@@ -82,7 +82,7 @@ def make_plan(config: Config, *, num_train_prompts: int) -> Plan:
         raise ConfigError(too_long_critic_warmup(config, total_steps))
     actor = _plan_model(config, config.worker.actor, total_steps - config.critic_warmup)
     return Plan(
-        **{name: getattr(actor, name) for name in ModelPlan.__slots__},
+        **asdict(actor),
         num_train_prompts=num_train_prompts,
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
