@@ -15,15 +15,13 @@ from pathlib import Path
 import pytest
 
 from support.processes import is_locked, is_running, wait_until
-from support.rewards import requests
+from support.rewards import requests, reward_pool
 from trigon.assemble.preflight import open_rewards
 from trigon.config.schema import Config
 from trigon.errors import RewardError
-from trigon.rewards.load import find_reward
-from trigon.rewards.pool import RewardPool
 from trigon.system import processes
 from trigon.system.confinement import kernel, mechanisms
-from trigon.system.confinement.options import DEFAULT, Confinement
+from trigon.system.confinement.options import Confinement
 
 pytestmark = [
     pytest.mark.faults,
@@ -163,25 +161,14 @@ SAID = {
 @pytest.fixture
 def pool_of(tmp_path):
     """Return a function that makes a pool from a reward file's text, closed when the test ends."""
-    pools = []
+    options = ("timeout_seconds", "passed_variables", "confinement")
+    with contextlib.ExitStack() as stack:
 
-    def make(text, *, num_workers=1, timeout_seconds=20.0, passed_variables=(), confinement=DEFAULT, **kwargs):
-        (tmp_path / "reward.py").write_text(text)
-        pools.append(
-            RewardPool(
-                find_reward(f"{tmp_path}/reward.py:main", kwargs),
-                num_workers=num_workers,
-                timeout_seconds=timeout_seconds,
-                max_failed_fraction=1.0,
-                passed_variables=passed_variables,
-                confinement=confinement,
-            )
-        )
-        return pools[-1]
+        def make(text, **given):
+            chosen = {name: given.pop(name) for name in options if name in given}
+            return stack.enter_context(reward_pool(tmp_path, text, kwargs=given, **chosen))
 
-    yield make
-    for pool in pools:
-        pool.close()
+        yield make
 
 
 @pytest.mark.extended(but=["", "namespaces, landlock"])

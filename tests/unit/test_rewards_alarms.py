@@ -1,12 +1,8 @@
 """Reward functions that limit their own time by signal.alarm, as math_verify does."""
 
-from contextlib import closing
-
 import pytest
 
-from trigon.rewards.contract import RewardRequest
-from trigon.rewards.load import find_reward
-from trigon.rewards.pool import RewardPool
+from support.rewards import requests, reward_pool
 
 FUNCTIONS = """
 import asyncio
@@ -41,22 +37,10 @@ class OneObject:
 """
 
 
-@pytest.fixture
-def score(tmp_path):
-    file = tmp_path / "alarms.py"
-    file.write_text(FUNCTIONS)
-
-    def score(name, responses):
-        options = {"timeout_seconds": 20.0, "max_failed_fraction": 1.0, "concurrency": 16}
-        with closing(RewardPool(find_reward(f"{file}:{name}", {}), num_workers=1, **options)) as pool:
-            return pool.score([RewardRequest(text, 1, "7", "?", "stop", {}) for text in responses])
-
-    return score
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["sequential", "concurrent", "OneObject"])
-def test_a_function_that_sets_an_alarm_scores_every_completion(score, name):
-    scores = score(name, ["7", "8", "endless", "7", *("7", "8") * 10])
+def test_a_function_that_sets_an_alarm_scores_every_completion(tmp_path, name):
+    with reward_pool(tmp_path, FUNCTIONS, function=name, concurrency=16) as pool:
+        scores = pool.score(requests("7", "8", "endless", "7", *("7", "8") * 10, ground_truth="7"))
     assert [each.outcome for each in scores] == ["ok"] * 24
     assert [each.overall for each in scores] == [1.0, 0.25, 0.5, 1.0, *(1.0, 0.25) * 10]

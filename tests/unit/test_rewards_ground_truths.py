@@ -1,13 +1,10 @@
 """A shipped reward refuses a ground truth that it cannot compare; it does not score it 0."""
 
-from contextlib import closing
-
 import pytest
 
+from support.rewards import requests, reward_pool
 from trigon.errors import RewardError
-from trigon.rewards.contract import RewardRequest
 from trigon.rewards.load import find_reward
-from trigon.rewards.pool import RewardPool
 from trigon.rewards.verifiers import android_gui, counting, dapo, geoqa, math, r1v, vqa
 
 RESPONSE = r"<think>a</think><answer>7</answer> \boxed{7} Answer: 7"
@@ -40,11 +37,9 @@ def test_android_gui_refuses_what_is_not_an_action(ground_truth, message):
         score(android_gui, ground_truth)
 
 
-def test_the_run_stops_with_the_message():
-    terms = find_reward("math", {})
-    with closing(RewardPool(terms, num_workers=1, timeout_seconds=10.0, max_failed_fraction=0.1)) as pool:
-        request = RewardRequest(
-            response=RESPONSE, response_length=10, ground_truth=VERL, prompt="", finish_reason="stop", row={}
-        )
-        with pytest.raises(RewardError, match=r"is a dict, expected text or a number; set data\.answer_key"):
-            pool.score([request])
+def test_the_run_stops_with_the_message(tmp_path):
+    with (
+        reward_pool(tmp_path, reward=find_reward("math", {}), max_failed_fraction=0.1) as pool,
+        pytest.raises(RewardError, match=r"is a dict, expected text or a number; set data\.answer_key"),
+    ):
+        pool.score(requests(RESPONSE, ground_truth=VERL))

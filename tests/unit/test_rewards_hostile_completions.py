@@ -4,21 +4,18 @@ import ast
 import random
 import sys
 import time
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from trigon.rewards.contract import RewardRequest
+from support.rewards import requests, reward_pool
 from trigon.rewards.load import find_reward
-from trigon.rewards.pool import RewardPool
 from trigon.rewards.verifiers import android_gui, counting, dapo, geoqa, math, r1v, vqa
 
 VERIFIERS = Path(__file__).parents[2] / "trigon" / "rewards" / "verifiers"
 MAX_SECONDS = 0.5
 """CPU time for one completion."""
-
-TRUTH = "8.25"
 
 LONG = [
     *("9**9**9", "9^9^9", "9^{9^{9}}", "9^{9^{9^{9}}}", "2^{99999999}", "2^{2^{2^{2^{2^{2}}}}}", "10^{10^{10}}"),
@@ -60,24 +57,8 @@ LONG = [
 ]
 """Final answers whose values are large, or whose text is nested."""
 
-PIECES = [
-    "{",
-    "}",
-    "(",
-    ")",
-    "\\frac",
-    "\\sqrt",
-    "^",
-    "_",
-    "\\left(",
-    "-",
-    "!",
-    "\\text{",
-    "<think>",
-    "\\boxed{",
-    " ",
-    "|",
-]
+_PIECES = r"{ } ( ) \frac \sqrt ^ _ \left( - ! \text{ <think> \boxed{ |"
+PIECES = [" ", *_PIECES.split()]
 REPEATED = [(piece + tail) * (100_000 // len(piece + tail)) for piece in PIECES for tail in ("", "1", "x,", "{")]
 """Texts of 100,000 characters."""
 
@@ -227,23 +208,12 @@ def test_long_completions_take_no_time():
     check(REPEATED, ["8.25", r"\sqrt{2}+x"])
 
 
-def test_answers_that_are_too_complex_are_scored_rather_than_timed_out():
+def test_answers_that_are_too_complex_are_scored_rather_than_timed_out(tmp_path):
     """A completion without a score is excluded from the loss, which would be better than wrong."""
-    arguments = {"num_workers": 1, "timeout_seconds": 10.0, "max_failed_fraction": 0.0}
-    with closing(RewardPool(find_reward("math", {}), **arguments)) as pool:
-        requests = [
-            RewardRequest(
-                response=rf"<think>a</think>\boxed{{{answer}}}",
-                response_length=10,
-                ground_truth=TRUTH,
-                prompt="",
-                finish_reason="stop",
-                row={},
-            )
-            for answer in LONG[:20]
-        ]
-        scores = pool.score(requests)
-    assert [score.outcome for score in scores] == ["ok"] * len(requests)
+    responses = [rf"<think>a</think>\boxed{{{answer}}}" for answer in LONG[:20]]
+    with reward_pool(tmp_path, reward=find_reward("math", {}), timeout_seconds=10.0, max_failed_fraction=0.0) as pool:
+        scores = pool.score(requests(*responses, ground_truth="8.25"))
+    assert [score.outcome for score in scores] == ["ok"] * len(responses)
 
 
 @pytest.mark.parametrize("file", sorted(VERIFIERS.glob("*.py")), ids=lambda file: file.stem)

@@ -3,16 +3,15 @@
 import random
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
 
 from support.processes import is_locked, wait_until
+from support.rewards import reward_pool
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardRequest
-from trigon.rewards.load import find_reward
-from trigon.rewards.pool import RewardPool
 
 # Writes files that show its progress, and behaves as the ground truth of a completion says. Its
 # process locks a file while it lives: in another namespace it does not know its id.
@@ -56,24 +55,10 @@ def main(reward_inputs):
 @pytest.fixture(scope="module")
 def open_pool(tmp_path_factory):
     """Return a function that makes a pool from a reward file's text, closed after the last test."""
-    pools = []
-
-    def make(text, *, num_workers=1, timeout_seconds=20.0, max_failed_fraction=1.0):
-        file = tmp_path_factory.mktemp("reward") / "reward.py"
-        file.write_text(text)
-        pools.append(
-            RewardPool(
-                find_reward(f"{file}:main", {}),
-                num_workers=num_workers,
-                timeout_seconds=timeout_seconds,
-                max_failed_fraction=max_failed_fraction,
-            )
+    with ExitStack() as stack:
+        yield lambda text, **options: stack.enter_context(
+            reward_pool(tmp_path_factory.mktemp("reward"), text, **options)
         )
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +155,7 @@ def test_leaving_the_context_stops_the_workers_and_the_pool_is_usable(pool, tmp_
 
 @pytest.mark.extended
 def test_a_crash_or_hang_before_result_affects_only_its_completion(open_pool, tmp_path):
-    pool = open_pool(REWARD, num_workers=1, timeout_seconds=0.5)
+    pool = open_pool(REWARD, timeout_seconds=0.5)
     with pool.scoring(num_completions=7) as scoring:
         for index, truth in ((4, "exit"), (1, "hang")):
             completions = [request("good", tmp_path), request(f"{index}", tmp_path, truth), request("better", tmp_path)]

@@ -6,11 +6,10 @@ from functools import partial
 import pytest
 
 from support.fake_runs import ALL_INTERVALS, changed, lines_of, open_run
+from support.rewards import requests, reward_pool
 from trigon.assemble.preflight import open_validation_rewards
+from trigon.config.options import with_options
 from trigon.loop import train
-from trigon.rewards.contract import RewardRequest
-from trigon.rewards.load import find_reward
-from trigon.rewards.pool import RewardPool
 from trigon.system.secrets import VAL_REWARD
 
 STRICT = "def main(response, ground_truth, bonus=0): return {'overall': 10 + bonus, 'strict': 1}"
@@ -24,12 +23,8 @@ def load(load, tmp_path):
 
 
 def test_validation_is_scored_by_its_own_function_and_training_by_the_other(parts, tmp_path):
-    (tmp_path / "strict.py").write_text(STRICT)
-    pool = RewardPool(
-        find_reward(f"{tmp_path}/strict.py:main", {}), num_workers=1, timeout_seconds=10, max_failed_fraction=0
-    )
     with (
-        closing(pool),
+        reward_pool(tmp_path, STRICT, max_failed_fraction=0) as pool,
         open_run(parts, tmp_path / "own", **(ALL_INTERVALS | {"save_freq": 0})) as run,
     ):
         train(changed(run, val_rewards=pool), None)
@@ -50,16 +45,10 @@ def test_validation_is_scored_by_its_own_function_and_training_by_the_other(part
 
 def test_the_option_opens_workers_of_its_own_with_arguments_in_the_list(load, tmp_path):
     config = load(f"{VAL_REWARD}=[{{function: {tmp_path}/strict.py, name: strict, kwargs: {{bonus: 2}}}}]")
-    pool = open_validation_rewards(config)
-    with closing(pool):
-        [score] = pool.score([RewardRequest("4", 1, "4", "?", "stop", {})])
+    with closing(open_validation_rewards(config)) as pool:
+        [score] = pool.score(requests("4"))
     assert score.parts == {"overall": 12, "strict": 12, "strict/strict": 1}
     assert open_validation_rewards(load()) is None
-    assert (
-        open_validation_rewards(config.model_copy(update={"data": config.data.model_copy(update={"val_files": ()})}))
-        is None
-    )
-    assert (load().worker.reward.of_validation, load(f"{VAL_REWARD}=r1v").worker.reward.of_validation) == (
-        "math",
-        "r1v",
-    )
+    assert open_validation_rewards(with_options(config, {"data.val_files": ()})) is None
+    own = load(f"{VAL_REWARD}=r1v").worker.reward
+    assert (load().worker.reward.of_validation, own.of_validation) == ("math", "r1v")

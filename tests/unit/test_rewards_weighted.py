@@ -3,10 +3,11 @@
 import json
 import runpy
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
-from support.rewards import reward_pool
+from support.rewards import requests, reward_pool
 from trigon.assemble.origin import KEY, Origin
 from trigon.assemble.preflight import open_rewards
 from trigon.checkpoint.store import Checkpoint
@@ -15,7 +16,6 @@ from trigon.config.schema import WeightedReward, describe_rewards, reward_specs
 from trigon.errors import CheckpointError, ConfigError
 from trigon.report.run import RunRecord
 from trigon.rewards.callables import reward_terms
-from trigon.rewards.contract import RewardRequest
 from trigon.system.secrets import MASKED, REWARD, hide
 from trigon.tools.plan.call import load_planned
 from trigon.tools.push.push import _describe_reward
@@ -56,9 +56,8 @@ def override(value):
 
 
 def scores_of(config, *responses):
-    pool = open_rewards(config)
-    with closing(pool):
-        return pool.score([RewardRequest(each, len(each), "4", "?", "stop", {}) for each in responses])
+    with closing(open_rewards(config)) as pool:
+        return pool.score([replace(each, response_length=len(each.response)) for each in requests(*responses)])
 
 
 @pytest.mark.faults
@@ -199,12 +198,11 @@ def test_calls_that_wait_for_each_other_do_not_time_out(tmp_path, kind):
     path.write_text(f"{SLOW}\nbrief.REWARD_TYPE = {kind!r}\n")
     namespace = runpy.run_path(str(path))
     terms = reward_terms([namespace["judge"], (namespace["judge"], 2), namespace["brief"]], kwargs={})
-    requests = [RewardRequest(str(each), 1, "4", "?", "stop", {}) for each in range(4)]
     with (
         reward_pool(tmp_path, reward=terms, timeout_seconds=1.0, concurrency=2) as pool,
-        pool.scoring(num_completions=len(requests)) as scoring,
+        pool.scoring(num_completions=4) as scoring,
     ):
-        for index in range(0, len(requests), 2):
-            scoring.add(index, requests[index : index + 2])
+        scoring.add(0, requests("0", "1"))
+        scoring.add(2, requests("2", "3"))
         scores = scoring.result()
     assert [(score.outcome, score.overall) for score in scores] == [("ok", 3.5)] * 4

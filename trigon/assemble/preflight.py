@@ -105,8 +105,7 @@ def _try_rewards(rewards: RewardPool, prompts: Iterator[Prompt]) -> None:
     Raises: RewardError if it cannot be loaded, or fails on each of these rows: one that is skipped
     later may make it fail.
     """
-    rewards.ready()
-    if rewards.takes_images():
+    if rewards.ready().takes_images:
         return
     failures: list[RewardError] = []
     for prompt in islice(prompts, _TRIED_ROWS):

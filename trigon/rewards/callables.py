@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from trigon.errors import RewardError
-from trigon.rewards.contract import RewardContract, detect_contract, short_repr, unwrap
+from trigon.rewards.contract import detect_contract, short_repr, unwrap
 from trigon.rewards.load import (
     RewardTerm,
     check_reward_images,
@@ -122,14 +122,11 @@ def _pickled(function: RewardFunction, kwargs: Mapping[str, Any]) -> CodeSource:
     # Only for the errors: the pickle is not there yet.
     where = f"reward function {name!r}"
     takes_images = check_reward_images(_declared(function, "REWARD_IMAGES") or False, where=where)
-    given = function, _contract_of(function, kwargs, where=where), takes_images
+    reward_type = _declared(function, "REWARD_TYPE")
+    contract = detect_contract(function, reward_type, kwargs, where=where, single="sequential")
+    given = function, contract, takes_images
     pickled = pickle(given, where=where, instead="reward='file.py:function'", error=RewardError)
     return CodeSource("reward function", name, pickled=pickled, content=function_digest(function))
-
-
-def _contract_of(function: RewardFunction, kwargs: Mapping[str, Any], *, where: str) -> RewardContract:
-    """Return the contract by REWARD_TYPE of the function or of its module, or by the signature."""
-    return detect_contract(function, _declared(function, "REWARD_TYPE"), kwargs, where=where, single="sequential")
 
 
 def _declared(function: RewardFunction, name: str) -> object:

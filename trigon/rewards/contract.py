@@ -119,6 +119,25 @@ class RequestFiles:
     turns: Sequence[Sequence[str]] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """How a function that a worker has loaded is called.
+
+    is_async: whether calls may run at the same time, in an event loop. takes_images: whether reward
+    inputs have images. limits_completions: whether the limit of concurrency is for the completions
+    of all calls together, rather than for the calls.
+    """
+
+    unit: Unit
+    is_async: bool
+    takes_images: bool
+    limits_completions: bool = False
+
+    def time_limit(self, num_completions: int, timeout_seconds: float) -> float:
+        """Return the seconds that a call may take: the sum for a group, which cannot be split."""
+        return timeout_seconds * num_completions if self.unit == "group" else timeout_seconds
+
+
 def turn_input(observation: str, text: str, reward: float | None, image_sizes: ImageSizes = ()) -> dict[str, Any]:
     """Return a turn as a reward function gets it.
 
@@ -234,11 +253,6 @@ def is_async(function: Callable[..., object]) -> bool:
 def is_class(function: object) -> bool:
     """Return whether a reward function is a class, or a class with some of its arguments."""
     return isinstance(unwrap(function), type)
-
-
-def limit_of_call(num_completions: int, *, is_group: bool, timeout_seconds: float) -> float:
-    """Return the time limit of a call, in seconds; for a group, which cannot be split, the sum."""
-    return timeout_seconds * num_completions if is_group else timeout_seconds
 
 
 def read_scores(returned: object) -> dict[str, float]:

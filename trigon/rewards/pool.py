@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trigon.errors import RewardError
-from trigon.rewards.contract import BLOCKED_SECONDS, RewardRequest, Unit, limit_of_call, read_scores
+from trigon.rewards.contract import BLOCKED_SECONDS, CallStyle, RewardRequest, read_scores
 from trigon.rewards.load import RewardTerm, describe_terms, encode_setup
 from trigon.rewards.scoring import Call, MediaFolder, Scoring
 from trigon.system.child import FORGED, GRACE_SECONDS, Child, Children, ChildSpec, Ending, explain_withheld
@@ -119,10 +119,7 @@ class RewardPool:
         )
         self._children = Children(spec)
         self._calls: dict[Child, dict[str, Call]] = {}  # what each worker was sent, by random ids
-        self._unit: Unit | None = None  # until a worker has loaded the function, as the next three
-        self._is_async = False
-        self._takes_images = False
-        self._limits_completions = False
+        self._loaded: CallStyle | None = None  # until a worker has loaded the function
         self._scoring: Scoring | None = None  # the current one
         self._passed_variables = tuple(passed_variables)
         self._timeout_seconds = timeout_seconds
@@ -137,25 +134,14 @@ class RewardPool:
         for number in range(num_workers):
             self._start(f"reward {number}")
 
-    def ready(self) -> None:
-        """Wait until a worker has loaded the function.
+    def ready(self) -> CallStyle:
+        """Wait until a worker has loaded the function, and return how it is called.
 
         Raises: RewardError if it cannot be loaded, fits no contract, or does not accept its keyword
         arguments.
         """
         with self._lock:
-            self._wait_until_loaded()
-
-    def takes_images(self) -> bool:
-        """Wait as ready, and return whether the function looks at the images of prompts."""
-        with self._lock:
-            self._wait_until_loaded()
-            return self._takes_images
-
-    def scores_groups(self) -> bool:
-        """Wait as ready, and return whether all completions of a prompt are scored together."""
-        with self._lock:
-            return self._wait_until_loaded() == "group"
+            return self._wait_until_loaded()
 
     def check(self, requests: Sequence[RewardRequest], *, described: str) -> None:
         """Call the function on dummy completions, so that an error is found before training.
@@ -163,13 +149,14 @@ class RewardPool:
         described: the completions in the error message.
         Raises: RewardError if the function cannot be loaded, or does not return a score for each.
         """
-        with self._open_scoring(num_completions=len(requests), batch_size=len(requests), max_failed_fraction=1.0) as s:
-            s.add(0, requests)
-            s.result()
+        together = len(requests)
+        with self.scoring(num_completions=together, batch_size=together, max_failed_fraction=1.0) as scoring:
+            scoring.add(0, requests)
+            scoring.result()
         self._timed_out_groups.clear()
-        if s.first_failure is None:
+        if scoring.first_failure is None:
             return
-        error, traceback = s.first_failure
+        error, traceback = scoring.first_failure
         raise RewardError(
             f"{self._where} has no score for {described}, on which it is called before training: {error}. It must "
             f"return a score for any text that a model may write\n{traceback}".rstrip()
@@ -189,7 +176,15 @@ class RewardPool:
             return scoring.result()
 
     @contextlib.contextmanager
-    def scoring(self, *, num_completions: int, num_separate: int = 0, min_counted: int = 0) -> Iterator[Scoring]:
+    def scoring(
+        self,
+        *,
+        num_completions: int,
+        num_separate: int = 0,
+        min_counted: int = 0,
+        batch_size: int | None = None,
+        max_failed_fraction: float | None = None,
+    ) -> Iterator[Scoring]:
         """Return a context in which completions are scored while others are still being sampled.
 
         The scores equal those of score(), whenever completions are added. Leaving the context stops
@@ -197,39 +192,22 @@ class RewardPool:
         Args: num_completions: the maximum that will be added. num_separate: the maximum number of
         further completions, whose indices follow. They do not change the lists that a function of
         the batch contract receives for the others, and are each a list by themselves. min_counted:
-        the number to which max_failed_fraction is relative, if fewer are added.
+        the number to which max_failed_fraction is relative, if fewer are added. batch_size: length
+        of these lists; None: it depends on the number of workers. max_failed_fraction: None: the
+        pool's.
         Raises: as ready; add() and result() of the Scoring raise as score does.
         """
-        with self._open_scoring(
-            num_completions=num_completions,
-            batch_size=self._share(num_completions),
-            max_failed_fraction=self._max_failed_fraction,
-            num_separate=num_separate,
-            min_counted=min_counted,
-        ) as scoring:
-            yield scoring
-
-    @contextlib.contextmanager
-    def _open_scoring(
-        self,
-        *,
-        num_completions: int,
-        batch_size: int,
-        max_failed_fraction: float,
-        num_separate: int = 0,
-        min_counted: int = 0,
-    ) -> Iterator[Scoring]:
-        """As scoring. batch_size: completions of a call, for the batch contract."""
         with self._lock:
-            unit = self._wait_until_loaded()
+            style = self._wait_until_loaded()
+            call_size = {"completion": 1, "batch": batch_size or self._share(num_completions), "group": None}
             scoring = self._scoring = Scoring(
                 num_completions=num_completions,
-                call_size={"completion": 1, "batch": batch_size, "group": None}[unit],
-                max_failed_fraction=max_failed_fraction,
+                call_size=call_size[style.unit],
+                max_failed_fraction=self._max_failed_fraction if max_failed_fraction is None else max_failed_fraction,
                 name=self._name,
                 wake_pool=self._children.wake,
                 warn_omitted=self._omitted.warn,
-                media=self._media if self._takes_images else None,
+                media=self._media if style.takes_images else None,
                 num_separate=num_separate,
                 min_counted=min_counted,
             )
@@ -259,12 +237,17 @@ class RewardPool:
     def _start(self, name: str) -> None:
         self._calls[self._children.start(name)] = {}
 
-    def _wait_until_loaded(self) -> Unit:
+    def _wait_until_loaded(self) -> CallStyle:
         if self._fatal_error:
             raise RewardError(self._fatal_error)
-        while self._unit is None:
+        while self._loaded is None:
             self._wait()
-        return self._unit
+        return self._loaded
+
+    @property
+    def _style(self) -> CallStyle:
+        assert self._loaded is not None, "scoring begins once the function is loaded"
+        return self._loaded
 
     def _run(self, scoring: Scoring) -> None:
         """Score until the scoring is complete or cancelled. Runs in the thread of the pool."""
@@ -291,7 +274,7 @@ class RewardPool:
                 return
             child = min(able, key=lambda child: len(self._calls[child]))
             calls = self._calls[child]
-            call = scoring.next_call(max_size=self._max_batch if self._unit == "batch" else sys.maxsize)
+            call = scoring.next_call(max_size=self._max_batch if self._style.unit == "batch" else sys.maxsize)
             if call.is_alone and calls:  # when the worker with the fewest has some
                 scoring.requeue([call])
                 return
@@ -304,29 +287,28 @@ class RewardPool:
                 scoring.requeue([call])
                 continue
             calls[call_id] = call
-            if self._is_async or len(calls) == 1:
+            if self._style.is_async or len(calls) == 1:
                 self._begin(call)
 
     def _can_take_call(self, child: Child, num_queued: int) -> bool:
         calls = self._calls[child]
         if child.loaded is None or child.has_ended or any(call.is_alone for call in calls.values()):
             return False
-        if self._limits_completions:
+        if self._style.limits_completions:
             # So a completion that is scored alone never waits in the worker, within its time limit,
             # and a group of n waits for less than n times the limit.
             return sum(len(call.indices) for call in calls.values()) < self._concurrency
-        if self._is_async:
+        if self._style.is_async:
             return len(calls) < self._concurrency
         # Calls of single completions may be short: the next ones wait in the worker.
-        return len(calls) < (self._share(num_queued) if self._unit == "completion" else 1)
+        return len(calls) < (self._share(num_queued) if self._style.unit == "completion" else 1)
 
     def _limit_of(self, call: Call) -> float:
-        is_group = self._unit == "group"
-        return limit_of_call(len(call.indices), is_group=is_group, timeout_seconds=self._timeout_seconds)
+        return self._style.time_limit(len(call.indices), self._timeout_seconds)
 
     def _begin(self, call: Call) -> None:
         """Set the deadline of a call that its worker begins now."""
-        grace = BLOCKED_SECONDS if self._is_async else GRACE_SECONDS
+        grace = BLOCKED_SECONDS if self._style.is_async else GRACE_SECONDS
         call.deadline = time.monotonic() + self._limit_of(call) + grace
 
     def _wait(self) -> None:
@@ -361,10 +343,8 @@ class RewardPool:
         with self._fatal():  # the function cannot be loaded, or confined as it must be
             frames = self._children.receive(child)
         try:
-            if child.loaded is not None and self._unit is None:
-                self._is_async, self._takes_images = child.loaded["is_async"], child.loaded["takes_images"]
-                self._limits_completions = child.loaded["limits_completions"]
-                self._unit = child.loaded["unit"]
+            if child.loaded is not None and self._loaded is None:
+                self._loaded = CallStyle(**child.loaded)
             for frame in frames:
                 self._handle_reply(child, frame.content)
         except FORGED:  # the user's code has written to the channel
@@ -383,7 +363,7 @@ class RewardPool:
         if not failed and len(results) != len(call.indices):
             raise ValueError("a reply with another number of results")
         del calls[message["call"]]
-        if calls and not self._is_async:
+        if calls and not self._style.is_async:
             self._begin(next(iter(calls.values())))
         if failed:
             self._handle_failure(
@@ -406,7 +386,7 @@ class RewardPool:
         of_batch: whether the error belongs to the batch, rather than to one of its completions.
         """
         assert self._scoring is not None
-        if self._unit == "batch" and len(call.indices) > 1:
+        if self._style.unit == "batch" and len(call.indices) > 1:
             self._scoring.requeue([Call([index], result.error if of_batch else "") for index in call.indices])
             if timed_out:  # nothing may hang: a batch of this size may just take too long
                 # Not half of the maximum: several batches may have timed out at the same time.
@@ -435,7 +415,7 @@ class RewardPool:
         ending, calls = self._replace(child)
         if self._scoring is None or not calls:
             return
-        if self._is_async and len(calls) > 1:
+        if self._style.is_async and len(calls) > 1:
             self._scoring.requeue([Call(call.indices, call.error, is_alone=True) for call in calls])
             return
         call, *waiting = calls
@@ -459,11 +439,11 @@ class RewardPool:
         """
         self._timed_out_groups.append(group)
         number = len(self._timed_out_groups)
-        num_calls = self._num_workers * (self._concurrency if self._is_async else 1)
+        num_calls = self._num_workers * (self._concurrency if self._style.is_async else 1)
         if number < max(MIN_TIMEOUTS, 2 * num_calls) or len(set(self._timed_out_groups)) == 1:
             return
         self._timed_out_groups.clear()
-        counted = "groups" if self._unit == "group" else "completions"
+        counted = "groups" if self._style.unit == "group" else "completions"
         raise RewardError(
             f"{self._name} timed out for {number} {counted} in a row (no score within "
             f"worker.reward.timeout_seconds={self._timeout_seconds:g} s), so it seems to hang for all of them. "

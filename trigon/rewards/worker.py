@@ -34,7 +34,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from trigon.errors import RewardError
@@ -44,11 +44,11 @@ from trigon.rewards.contract import (
     BLOCKED_SECONDS,
     IMAGE_SIZES,
     IMAGES,
+    CallStyle,
     Unit,
     detect_contract,
     is_async,
     is_class,
-    limit_of_call,
     read_scores,
     short_repr,
 )
@@ -77,16 +77,11 @@ class LoadedFunction:
     """A reward function with its arguments bound, or a sum of several.
 
     score: returns what the function returns for each completion of a list, in order; with the unit
-    "completion", the list has one. is_async: whether calls may run at the same time, in an event
-    loop. takes_images: whether reward inputs have images. limits_completions: whether the limit of
-    concurrency is for the completions of all calls together, rather than for the calls.
+    "completion", the list has one.
     """
 
     score: Callable[[Sequence[RewardInput]], Coroutine[Any, Any, Sequence[object]]]
-    unit: Unit
-    is_async: bool
-    takes_images: bool
-    limits_completions: bool = False
+    style: CallStyle
 
 
 class WrongLength(RewardError):
@@ -109,15 +104,9 @@ def _serve(channel: socket.socket) -> None:
         except RewardError as error:
             channel.sendall(encode_frame({"load_error": str(error)}))
             return
-        loaded = {
-            "unit": function.unit,
-            "is_async": function.is_async,
-            "takes_images": function.takes_images,
-            "limits_completions": function.limits_completions,
-        }
-        channel.sendall(encode_frame({"loaded": loaded}))
+        channel.sendall(encode_frame({"loaded": asdict(function.style)}))
         calls = _Calls(function, channel, timeout_seconds=setup.content["timeout_seconds"])
-        if not function.is_async:
+        if not function.style.is_async:
             for frame in frames:
                 calls.run(frame.content)
             return
@@ -175,7 +164,7 @@ def _load(term: RewardTerm) -> LoadedFunction:
             returned = await returned
         return [returned] if unit == "completion" else _check_length(returned, len(reward_inputs))
 
-    return LoadedFunction(score, unit, waits, takes_images or IMAGES in media)
+    return LoadedFunction(score, CallStyle(unit, waits, takes_images or IMAGES in media))
 
 
 def _construct(
@@ -212,9 +201,10 @@ def _weighted_sum(terms: Sequence[tuple[RewardTerm, LoadedFunction]], *, concurr
     A function that returns None for a completion does not apply to it: it has no part in the sum,
     and the weights of the others are scaled so that all of them together weigh as before (APPLIES).
     """
-    units = {function.unit for _, function in terms}
+    styles = [function.style for _, function in terms]
+    units = {style.unit for style in styles}
     unit: Unit = "group" if "group" in units else "batch" if "batch" in units else "completion"
-    any_async = any(function.is_async for _, function in terms)
+    any_async = any(style.is_async for style in styles)
     limits: list[AbstractAsyncContextManager[Any]] = [nullcontext() for _ in terms]
     if any_async and unit != "completion":
         import asyncio  # here, since other functions do not need it
@@ -232,9 +222,9 @@ def _weighted_sum(terms: Sequence[tuple[RewardTerm, LoadedFunction]], *, concurr
         names = [term for term, _ in terms]
         return [_sum(list(zip(names, each, strict=True))) for each in zip(*scores, strict=True)]
 
-    takes_images = any(function.takes_images for _, function in terms)
-    one_by_one = unit != "completion" and any(each.is_async and each.unit == "completion" for _, each in terms)
-    return LoadedFunction(score, unit, any_async, takes_images, limits_completions=one_by_one)
+    takes_images = any(style.takes_images for style in styles)
+    one_by_one = unit != "completion" and any(style.is_async and style.unit == "completion" for style in styles)
+    return LoadedFunction(score, CallStyle(unit, any_async, takes_images, limits_completions=one_by_one))
 
 
 async def _scores(
@@ -247,13 +237,13 @@ async def _scores(
 
     limit: entered for each call of an async function. Raises: RewardError that names the function.
     """
-    lists = [[each] for each in reward_inputs] if function.unit == "completion" else [reward_inputs]
+    lists = [[each] for each in reward_inputs] if function.style.unit == "completion" else [reward_inputs]
 
     async def call(reward_inputs: Sequence[RewardInput]) -> Sequence[object]:
         async with limit:
             return await function.score(reward_inputs)
 
-    if function.is_async:
+    if function.style.is_async:
         returned = await _gather([call(each) for each in lists])
     else:
         returned = [await function.score(each) for each in lists]
@@ -306,7 +296,7 @@ class _Calls:
         Prints the stack at the time limit. The driver kills this process shortly after it.
         """
         reward_inputs = [_with_images(each) for each in message["requests"]]
-        limit = self._limit(len(reward_inputs))
+        limit = self._function.style.time_limit(len(reward_inputs), self._timeout_seconds)
         _limit_cpu(limit)
         _print_stack_after(limit)
         begin = time.perf_counter()
@@ -332,7 +322,7 @@ class _Calls:
                 os._exit(0)  # the driver has closed the channel
 
         def begin(message: dict[str, Any]) -> None:
-            limit = self._limit(len(message["requests"]))
+            limit = self._function.style.time_limit(len(message["requests"]), self._timeout_seconds)
             _limit_cpu(limit)
             task = loop.create_task(self._run_one(message, limit))
             self._deadlines[task] = time.monotonic() + limit  # the loop keeps weak references of tasks
@@ -374,10 +364,6 @@ class _Calls:
     def _send(self, message: dict[str, Any], reply: Message, begin: float) -> None:
         seconds = time.perf_counter() - begin
         self._channel.sendall(encode_frame({"call": message["call"], "seconds": seconds, **reply}))
-
-    def _limit(self, num_completions: int) -> float:
-        is_group = self._function.unit == "group"
-        return limit_of_call(num_completions, is_group=is_group, timeout_seconds=self._timeout_seconds)
 
     def _watch_loop(self) -> None:
         """Print the stack when the event loop is blocked beyond a call's time limit."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 import decimal
 import hashlib
 import math
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
 MAX_TOKENS = 300
 MAX_DEPTH = 40
@@ -46,6 +48,8 @@ _TOKEN = re.compile(
 )
 _LETTERS = re.compile(r"[^\W\d_]+")
 _KNOWN_NAME = re.compile(rf"{'|'.join(FUNCTIONS)}|^pi|pi$")
+
+_ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 Value = Fraction | Decimal
 
@@ -332,7 +336,7 @@ class _Evaluator:
 
     def _apply(self, kind: str, arguments: list[Value]) -> Value:
         x, y = arguments[0], arguments[-1]
-        if kind in ("+", "-", "*", "/"):
+        if kind in _ARITHMETIC:
             return _arithmetic(kind, x, y)
         if kind == "negative":
             return -x
@@ -350,13 +354,13 @@ class _Evaluator:
         return _function(kind, x)
 
 
-def _arithmetic(operator: str, x: Value, y: Value) -> Value:
-    if operator == "/" and y == 0:
+def _arithmetic(kind: str, x: Value, y: Value) -> Value:
+    if kind == "/" and y == 0:
         raise Undefined
+    compute: Callable[[Any, Any], Value] = _ARITHMETIC[kind]
     if isinstance(x, Fraction) and isinstance(y, Fraction):
-        return x + y if operator == "+" else x - y if operator == "-" else x * y if operator == "*" else x / y
-    a, b = _to_decimal(x), _to_decimal(y)
-    return a + b if operator == "+" else a - b if operator == "-" else a * b if operator == "*" else a / b
+        return compute(x, y)
+    return compute(_to_decimal(x), _to_decimal(y))
 
 
 def _factorial(x: Value) -> Value:
@@ -373,10 +377,8 @@ def _power(base: Value, exponent: Value) -> Value:
     if base == 0 and exponent <= 0:
         raise Undefined
     if isinstance(exponent, Fraction) and exponent.denominator == 1:
-        if isinstance(base, Fraction):
-            if _bits(base) * abs(int(exponent)) > 2 * MAX_BITS:
-                raise TooComplex("a power with too many digits")
-            return base ** int(exponent)
+        if isinstance(base, Fraction) and _bits(base) * abs(int(exponent)) > 2 * MAX_BITS:
+            raise TooComplex("a power with too many digits")
         return base ** int(exponent)
     if base < 0:
         raise Undefined

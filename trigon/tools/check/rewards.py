@@ -202,11 +202,11 @@ def check_reward(
     pool = open_rewards(with_options(config, {"worker.reward.max_failed_fraction": 1.0}))
     stack.callback(pool.close)
     _check_validation_reward(result, config, datasets, stack)
-    pool.ready()
+    style = pool.ready()
     dataset = first_dataset(datasets)
     trial = RewardTrial(builder.processors.tokenizer, pool)
     try:
-        if pool.scores_groups():
+        if style.unit == "group":
             check_rewards(pool, build(dataset, dataset.usable[0]))
             result.summary = "called; scores that depend on the other completions of a prompt are not judged"
             return _SEE_REWARD

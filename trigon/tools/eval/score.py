@@ -401,12 +401,11 @@ def score(
             )
             stack.callback(pool.close)
             pools.append(pool)
-        for pool in pools:
-            pool.ready()
+        styles = [pool.ready() for pool in pools]
         advance = stack.enter_context(console.progress("score", limit))
         is_lossy = False
         if limit is not None:
-            stored = _first(stored, limit, whole=any(pool.scores_groups() for pool in pools))
+            stored = _first(stored, limit, whole=any(style.unit == "group" for style in styles))
         for window in _windows(stored):
             types = [each.row.ground_truth_type for group in window for each in group]
             is_lossy = is_lossy or any(each not in _PLAIN_TYPES for each in types)
