@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trigon.data.images import encoded_image, open_image
+from trigon.data.media_files import MediaSource
 from trigon.data.rows import UnusableRow
 from trigon.data.sources import Source, open_source
 from trigon.errors import DataError, TrigonError
@@ -114,8 +115,8 @@ def converted(row: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]
     files = []
     for number, image in enumerate(images):
         where = f"{name}/images/{number}"
-        encoded = encoded_image(image, where=where, image_dir=folder, max_pixels=MAX_IMAGE_PIXELS)
-        open_image(encoded, where=where, image_dir=None, max_pixels=MAX_IMAGE_PIXELS)
+        encoded = encoded_image(MediaSource(image, where, MAX_IMAGE_PIXELS, image_dir=folder))
+        open_image(MediaSource(encoded, where, MAX_IMAGE_PIXELS))
         files.append({"bytes": encoded, "path": None})
     return {"problem": problem, "answer": str(answer), "images": files}
 

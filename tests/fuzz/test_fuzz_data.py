@@ -16,6 +16,7 @@ from PIL import Image
 from support.builders import make_builder
 from support.images import png
 from trigon.data.images import encoded_image, image_size, open_image
+from trigon.data.media_files import MediaSource
 from trigon.data.prompts import PromptBuilder, load_format_prompt
 from trigon.data.rows import UnusableRow
 from trigon.data.templates import TemplateFailure, render
@@ -133,17 +134,17 @@ def test_any_row(builders: list[PromptBuilder], row: dict[str, Any], number: int
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # as a run does: ignore_pillow_warnings
 @given(damaged_files())
 def test_any_image_file(content: bytes):
-    options: dict[str, Any] = {"where": "train:0/images/0", "image_dir": None, "max_pixels": MAX_PIXELS}
+    source = MediaSource(content, "train:0/images/0", MAX_PIXELS)
     start = time.process_time()
     try:
-        image = open_image(content, **options)
+        image = open_image(source)
     except UnusableRow as error:
         assert str(error).startswith("train:0/images/0")
         assert "\n" not in str(error)
     else:
         assert image.mode == "RGB"
-        assert image.size == image_size(content, **options)
-        assert encoded_image(content, **options) == content
+        assert image.size == image_size(source)
+        assert encoded_image(source) == content
     assert time.process_time() - start < 5
 
 

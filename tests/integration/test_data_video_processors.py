@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from support.builders import make_builder
+from support.images import counting
 from support.oracle import load_hugging_face
 from support.videos import make_video
+from trigon.data.media_files import MediaSource
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.videos import FrameSampling, open_video
 from trigon.data.vision import image_processor_of, video_processor_of
@@ -49,10 +51,8 @@ def reference_inputs(folder: Path, processors: Processors, problem: list[dict[st
     )
     sampled, metadata = [], []
     for video in videos:
-        layout, frames = open_video(video, where="", image_dir=None, max_pixels=10**6, sampling=SAMPLING)
-        all_frames = open_video(video, where="", image_dir=None, max_pixels=10**6, sampling=FrameSampling(1000.0, 768))[
-            0
-        ]
+        layout, frames = open_video(MediaSource(video, "", 10**6), SAMPLING)
+        all_frames = open_video(MediaSource(video, "", 10**6), FrameSampling(1000.0, 768))[0]
         fps = 1 / (all_frames.seconds[1] - all_frames.seconds[0])
         indices = [round(second * fps) for second in layout.seconds]
         sampled.append(np.stack(list(frames)))
@@ -130,14 +130,14 @@ def test_text_positions_continue_after_the_last_second_of_a_long_video(tiny_vlm:
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_prompts_sent_to_a_worker_get_the_same_pixel_values(tiny_model: Callable[..., Path], model_type: str) -> None:
-    processors = load_processors(str(tiny_model(model_type)))
+    processors = counting(load_processors(str(tiny_model(model_type))))
     with_pixels = make_builder(processors, max_video_frames=6)
     with_files = make_builder(processors, max_video_frames=6, process_images=False)
     rows = [row("<video><video>?", make_video(), make_video(frames=5, first=2)), row("<video>?", make_video(fps=3))]
-    built = [with_pixels.build(each, f"train:{number}") for number, each in enumerate(rows)]
     sent = [with_files.build(each, f"train:{number}") for number, each in enumerate(rows)]
-    assert with_files.video_processor is not None
-    assert with_files.video_processor.calls == 0
+    assert processors.video_processor.calls == 0
+    built = [with_pixels.build(each, f"train:{number}") for number, each in enumerate(rows)]
+    num_pairs = processors.video_processor.calls
     assert [prompt.token_ids for prompt in sent] == [prompt.token_ids for prompt in built]
     assert [prompt.vision.kind for prompt in sent if isinstance(prompt.vision, EncodedMedia)] == ["video", "video"]
 
@@ -157,7 +157,7 @@ def test_prompts_sent_to_a_worker_get_the_same_pixel_values(tiny_model: Callable
         assert media.process(unpack(pack(for_sampling(sent, with_rows=False))))[0].vision is received[0].vision
     finally:
         media.close()
-    assert videos.calls == 2
+    assert processors.video_processor.calls == 2 * num_pairs
     for one, other in zip(built, received, strict=True):
         assert_same_vision(one, other)
 
@@ -182,7 +182,7 @@ def test_the_same_frames_with_other_times_have_another_hash(tiny_vlm: Path) -> N
     video = make_video()  # encoded once: equal frames are not always encoded to equal bytes
 
     def process_with(seconds: float) -> Vision:
-        layout, frames = open_video(video, where="", image_dir=None, max_pixels=10**6, sampling=SAMPLING)
+        layout, frames = open_video(MediaSource(video, "", 10**6), SAMPLING)
         return processor.process([(replace(layout, temporal_patch_seconds=seconds), frames)])
 
     slow, fast, again = process_with(2.0), process_with(1.0), process_with(2.0)

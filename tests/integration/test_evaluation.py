@@ -23,6 +23,7 @@ from trigon.assemble.data import open_builder, open_processors
 from trigon.checkpoint.export import export_checkpoint
 from trigon.config.load import load_config
 from trigon.data.images import open_image
+from trigon.data.media_files import MediaSource
 from trigon.data.sources import open_source
 from trigon.errors import ConfigError
 from trigon.report.rollouts import read_rollouts
@@ -152,7 +153,7 @@ def validated(trained: Path) -> list[tuple[Prompt, list[dict[str, Any]], Image.I
             {"role": "system", "content": [{"type": "text", "text": "You look closely."}]},
             {"role": "user", "content": [part for part in content if part.get("text") != ""]},
         ]
-        image = open_image(row["images"][0], where="", image_dir=None, max_pixels=10**6)
+        image = open_image(MediaSource(row["images"][0], "", 10**6))
         found.append((builder.build(row, str(number)), messages, image))
     return found
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import pytest
 import torch
 
 from support.builders import make_builder, prompts_of
 from support.engines import CONFIG, plan_for
+from support.images import counting
 from support.rollout import make_transformers_engine, make_vllm_engine
 from trigon.data.stream import PromptStream
 from trigon.models.load import load_model, load_processors
@@ -23,29 +21,12 @@ from trigon.types import Rollout, RolloutGroup, SamplingParams, Score
 pytestmark = pytest.mark.extended
 
 
-class CountingProcessor:
-    """A Hugging Face image processor that counts its calls."""
-
-    def __init__(self, processor: Any) -> None:
-        self.processor = processor
-        self.calls = 0
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        self.calls += 1
-        return self.processor(*arguments, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.processor, name)
-
-
 @pytest.mark.parametrize(
     ("engine_name", "n"),
     [pytest.param("vllm", 5, marks=pytest.mark.vllm), ("transformers", 2)],
 )
 def test_one_image_processor_call_for_each_prompt_of_a_step(engine_name, n, tiny_vlm, tmp_path):
-    loaded = load_processors(str(tiny_vlm))
-    counting = CountingProcessor(loaded.image_processor)
-    processors = dataclasses.replace(loaded, image_processor=counting)
+    processors = counting(load_processors(str(tiny_vlm)))
     builder = make_builder(processors, max_prompt_length=128, limit_images=1)
     train_file, _ = make_dataset(tmp_path, num_train=6, num_validation=1, seed=0)
     prompts = prompts_of(str(train_file), builder)
@@ -66,7 +47,7 @@ def test_one_image_processor_call_for_each_prompt_of_a_step(engine_name, n, tiny
     else:
         engine = make_transformers_engine(tiny_vlm, processors, max_model_len=160)
     sampling = SamplingParams(n=n, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, ignore_eos=False, seed=0)
-    before = counting.calls
+    before = processors.image_processor.calls
     prompts_of_step = stream.take(3)
     with engine.awake(trainer.weights(), version=0):
         completions = engine.generate(prompts_of_step, sampling)
@@ -80,6 +61,6 @@ def test_one_image_processor_call_for_each_prompt_of_a_step(engine_name, n, tiny
     old = trainer.logprobs(groups)
     advantages = [[torch.ones(len(tokens)) for tokens in row] for row in old]
     trainer.step(build_train_groups(groups, advantages, torch.ones(len(groups), n, dtype=torch.bool), old=old, ref=old))
-    assert counting.calls - before == len(prompts_of_step)
+    assert processors.image_processor.calls - before == len(prompts_of_step)
     engine.close()
     stream.close()

@@ -1,11 +1,39 @@
-"""Little images as PNG files."""
+"""Little images as PNG files, and a count of how often images are processed."""
 
 from __future__ import annotations
 
 import io
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image
+
+from trigon.models.load import Processors
+
+
+class CountingProcessor:
+    """A Hugging Face processor that counts its calls: one for each image, or pair of frames."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+        self.calls = 0
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.calls += 1
+        return self.processor(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.processor, name)
+
+
+def counting(processors: Processors) -> Processors:
+    """Return the processors of a model with counts of the calls."""
+    return replace(
+        processors,
+        image_processor=CountingProcessor(processors.image_processor),
+        video_processor=processors.video_processor and CountingProcessor(processors.video_processor),
+    )
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:

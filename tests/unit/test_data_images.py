@@ -28,6 +28,7 @@ from trigon.data.images import (
     image_size,
     open_image,
 )
+from trigon.data.media_files import MediaSource
 from trigon.data.rows import UnusableRow
 from trigon.errors import BadRow
 from trigon.system.image_formats import FORMATS, image_suffixes, read_image
@@ -43,15 +44,15 @@ def sample_image(width=6, height=4):
 
 
 def size(source, image_dir=None):
-    return image_size(source, where="train:0/images/0", image_dir=image_dir, max_pixels=MAX_PIXELS)
+    return image_size(MediaSource(source, "train:0/images/0", MAX_PIXELS, image_dir))
 
 
 def opened(source, image_dir=None):
-    return open_image(source, where="train:0/images/0", image_dir=image_dir, max_pixels=MAX_PIXELS)
+    return open_image(MediaSource(source, "train:0/images/0", MAX_PIXELS, image_dir))
 
 
 def file_of(source, image_dir=None):
-    return encoded_image(source, where="train:0/images/0", image_dir=image_dir, max_pixels=MAX_PIXELS)
+    return encoded_image(MediaSource(source, "train:0/images/0", MAX_PIXELS, image_dir))
 
 
 def rejection(source, image_dir=None):
@@ -270,6 +271,7 @@ MEASURE = """
 import ctypes, sys
 from PIL import Image
 from trigon.data.images import open_image
+from trigon.data.media_files import MediaSource
 
 def kb(key):
     with open("/proc/self/status") as file:
@@ -277,7 +279,7 @@ def kb(key):
 
 def decode(name):
     with open(name, "rb") as file:
-        open_image(file.read(), where=name, image_dir=None, max_pixels=10**9)
+        open_image(MediaSource(file.read(), name, max_pixels=10**9))
 
 decode(sys.argv[1])  # loads the decoders
 for name in sys.argv[2:]:
@@ -394,12 +396,12 @@ def test_decoding_takes_no_more_memory_than_is_reserved_for_it(tmp_path):
 def test_an_image_may_take_twelve_bytes_for_each_of_max_image_pixels(image_format, mode, accepted):
     stream = io.BytesIO()
     Image.new(mode, (100, 100)).save(stream, image_format)
-    sources = {"where": "train:7/images/0", "image_dir": None, "max_pixels": 100 * 100}
+    source = MediaSource(stream.getvalue(), "train:7/images/0", max_pixels=100 * 100)
     if accepted:
-        assert image_size(stream.getvalue(), **sources) == (100, 100)
+        assert image_size(source) == (100, 100)
         return
     with pytest.raises(UnusableRow) as error:
-        image_size(stream.getvalue(), **sources)
+        image_size(source)
     assert error.value.reason == "image_pixels"
     for fact in ("100 x 100 pixels of WEBP", "200,000 bytes", "120,000", "max_image_pixels=10,000"):
         assert fact in str(error.value)
@@ -483,7 +485,7 @@ def test_strips_give_the_pixels_of_the_whole_image(kind, monkeypatch):
     with Image.open(stream) as opened:
         opened.load()
         expected = by_the_whole_image(opened)
-    found = open_image(stream.getvalue(), where="x", image_dir=None, max_pixels=10_000)
+    found = open_image(MediaSource(stream.getvalue(), "x", max_pixels=10_000))
     assert found.mode == "RGB"
     assert found.tobytes() == expected.tobytes()
 

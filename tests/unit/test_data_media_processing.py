@@ -1,7 +1,9 @@
 """Encoded files become the pixel values of PromptBuilder, once, with a bounded cache."""
 
+import copy
 import io
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +14,8 @@ from support.builders import make_builder
 from support.images import noise, png
 from support.models import processors_of
 from trigon.data.media_processing import MediaProcessor
-from trigon.data.vision import ImageProcessor, image_processor_of
+from trigon.data.vision import image_processor_of
 from trigon.errors import DataError, ModelError
-from trigon.metrics import Sum
 from trigon.models.load import load_processors
 
 PIXEL_BYTES = 16 * 1176 * 4
@@ -41,14 +42,18 @@ def open_processor(processors):
     opened = []
 
     def open_processor(*, max_bytes=10**8, num_workers=2, max_image_pixels=1_000_000):
-        images = ImageProcessor(processors.image_processor, spatial_merge=2)
-        media = MediaProcessor(images, max_image_pixels=max_image_pixels, num_workers=num_workers, max_bytes=max_bytes)
-        opened.append(media)
-        return media, images
+        images, limits = image_processor_of(processors), {"max_image_pixels": max_image_pixels, "max_bytes": max_bytes}
+        opened.append(MediaProcessor(images, num_workers=num_workers, **limits))
+        return opened[-1]
 
     yield open_processor
     for media in opened:
         media.close()
+
+
+def num_processed(media):
+    """Return how many images were processed since the last call."""
+    return media.pop_metrics()["perf/images_processed"].value
 
 
 def test_pixel_values_equal_those_of_the_builder(processors, open_processor):
@@ -65,35 +70,34 @@ def test_pixel_values_equal_those_of_the_builder(processors, open_processor):
     }
     expected = builder(processors, process_images=True).build(row, "train:0")
     files = builder(processors, process_images=False).build(row, "train:0")
-    media, images = open_processor()
+    media = open_processor()
     [prompt] = media.process([files])
     assert prompt.token_ids == expected.token_ids
     assert torch.equal(prompt.vision.pixel_values, expected.vision.pixel_values)
     assert torch.equal(prompt.vision.grid_thw, expected.vision.grid_thw)
     assert prompt.vision.hashes == expected.vision.hashes
-    assert images.calls == 1
+    assert num_processed(media) == 4
 
 
 def test_an_image_is_processed_once_for_all_passes_of_a_step(make_prompt, open_processor):
-    media, images = open_processor()
+    media = open_processor()
     # Each pass of a step receives new objects with the same content.
     passes = [
         media.process([make_prompt(png(), name="train:0"), make_prompt(png(seed=1), name="train:1")]) for _ in range(3)
     ]
     assert all(prompt.vision is passes[0][0].vision for prompt in (each[0] for each in passes))
-    assert media.pop_metrics() == {"perf/images_processed": Sum(2.0)}
+    assert num_processed(media) == 2
     media.process([make_prompt(png(), png(seed=1)), make_prompt(png(seed=1)), make_prompt()])
-    assert media.pop_metrics() == {"perf/images_processed": Sum(2.0)}
-    assert media.pop_metrics() == {"perf/images_processed": Sum(0.0)}
-    uncached, images = open_processor(max_bytes=0)
-    for calls in (1, 2):
+    assert [num_processed(media), num_processed(media)] == [2, 0]
+    uncached = open_processor(max_bytes=0)
+    for _ in range(2):
         first, *others = uncached.process([make_prompt(png(), name=f"train:{number}") for number in range(5)])
         assert all(prompt.vision is first.vision for prompt in others)
-        assert images.calls == calls
+        assert num_processed(uncached) == 1
 
 
 def test_concurrent_calls_share_results(make_prompt, open_processor):
-    media, images = open_processor(num_workers=4)
+    media = open_processor(num_workers=4)
     prompts = [make_prompt(png(400, 400, seed), name=f"train:{seed}") for seed in range(4)]
     start = threading.Barrier(8)
     results = []
@@ -108,37 +112,25 @@ def test_concurrent_calls_share_results(make_prompt, open_processor):
     for thread in threads:
         thread.join()
     assert len(results) == 8
-    assert images.calls == 4
+    assert num_processed(media) == 4
 
 
-@pytest.fixture
-def small_cache(make_prompt, open_processor):
-    """Return a processor whose cache holds two images, and a function that processes one.
-
-    The function returns the number of images processed, 0 or 1.
-    """
-    media, images = open_processor(max_bytes=2 * PIXEL_BYTES)
-
+def test_what_an_earlier_step_used_least_recently_is_dropped_and_what_this_step_uses_is_kept(
+    make_prompt, open_processor
+):
     def calls(seed):
-        before = images.calls
+        """Process an image, and return 1, or 0 if it was cached."""
         media.process([make_prompt(png(seed=seed))])
-        return images.calls - before
+        return num_processed(media)
 
-    return media, calls
-
-
-def test_the_least_recently_used_result_of_an_earlier_step_is_dropped_first(small_cache):
-    media, calls = small_cache
+    media = open_processor(max_bytes=2 * PIXEL_BYTES)
     assert [calls(seed) for seed in (1, 2, 1, 2)] == [1, 1, 0, 0]
     assert calls(1) == 0  # now 2 is the least recently used
     media.start_step()
     assert calls(3) == 1
     assert [calls(seed) for seed in (1, 3)] == [0, 0]
     assert calls(2) == 1
-
-
-def test_what_a_step_uses_again_is_kept_for_it(small_cache):
-    media, calls = small_cache
+    media = open_processor(max_bytes=2 * PIXEL_BYTES)
     assert [calls(seed) for seed in (1, 2)] == [1, 1]
     media.start_step()
     assert calls(2) == 0
@@ -151,14 +143,14 @@ def test_what_a_step_uses_again_is_kept_for_it(small_cache):
 
 def test_an_undecodable_file_is_an_error_for_each_prompt_and_not_cached(make_prompt, open_processor):
     truncated = png()[:-2000]
-    media, images = open_processor()
+    media = open_processor()
     for name in ("train:7", "val:8"):
         with pytest.raises(DataError, match=rf"^{name}: image 1: .*replace or drop it") as caught:
             media.process([make_prompt(png(), name="train:6"), make_prompt(png(), truncated, name=name)])
         assert type(caught.value) is DataError  # not UnusableRow, since the step cannot skip it any more
     assert len(media.process([make_prompt(png())])) == 1
-    assert images.calls == 1
-    strict, _ = open_processor(max_image_pixels=56 * 56 - 1)
+    assert num_processed(media) == 1
+    strict = open_processor(max_image_pixels=56 * 56 - 1)
     with pytest.raises(DataError, match=r"^train:0: image 0: .*max_image_pixels"):
         strict.process([make_prompt(png())])
 
@@ -168,15 +160,11 @@ def test_an_undecodable_file_is_an_error_for_each_prompt_and_not_cached(make_pro
 
 @pytest.fixture(params=["qwen2_5_vl", "qwen3_vl"])
 def processor(tiny_model, request):
-    return ImageProcessor(processors_of(tiny_model(request.param)).image_processor, spatial_merge=2)
+    return image_processor_of(processors_of(tiny_model(request.param)))
 
 
 SIZES = [(1, 1), (3, 3), (1, 3), (3, 100), (13, 14), (28, 28), (42, 42), (70, 71), (199, 1), (640, 480), (2000, 2000)]
-
-
 LARGE = [(16, 3200), (690, 15420), (15420, 690), (4000, 3000)]
-
-
 SMALL = 16 * 32 * 32
 OTHERS = ("internvl", "llava", "llava_onevision", "gemma3", "gemma4", "mistral3", "idefics3")
 RESIZED = [
@@ -232,5 +220,8 @@ def test_other_images_of_a_call_do_not_change_an_image(processor):
 
 
 def test_a_processor_of_another_model_is_an_error(tiny_vlm):
-    with pytest.raises(ModelError, match="merges 2 x 2 patches, the model 3 x 3"):
-        ImageProcessor(processors_of(tiny_vlm).image_processor, spatial_merge=3)
+    processors = processors_of(tiny_vlm)
+    config = copy.deepcopy(processors.hf_config)
+    config.vision_config.spatial_merge_size = 3
+    with pytest.raises(ModelError, match=r"merge_size = \(14, 2\), the model \(14, 3\)"):
+        image_processor_of(replace(processors, hf_config=config))

@@ -16,7 +16,7 @@ from PIL import Image
 from support import chat_templates
 from support.builders import make_builder, prompts_of, write_jsonl
 from support.chat_templates import with_template
-from support.images import encoded, png
+from support.images import counting, encoded, png
 from support.models import processors_of
 from support.videos import make_video
 from trigon.assemble.data import open_builder
@@ -417,7 +417,6 @@ TOOLS = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in SCHEMAS)
 def test_a_template_writes_the_tools(tiny_model):
     qwen3 = with_template(processors_of(tiny_model("qwen3")), chat_templates.QWEN3)
     builder = make_builder(qwen3, tools=SCHEMAS, max_prompt_length=1024)
-    assert builder.writes_tools
     assert text_of(qwen3, tools=SCHEMAS, system_prompt="Be brief.") == (
         f"<|im_start|>system\nBe brief.\n\n# Tools\n\n<tools>\n{TOOLS}\n</tools><|im_end|>\n"
         "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
@@ -430,7 +429,6 @@ def test_a_template_writes_the_tools(tiny_model):
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_tools_that_a_template_does_not_write_are_added_to_the_system_message(processors, system):
-    assert not make_builder(processors, tools=SCHEMAS).writes_tools
     text = text_of(processors, tools=SCHEMAS, system_prompt=system)
     shown = system or "You answer questions about pictures."
     assert text.startswith(f"<|im_start|>system\n{shown}\n\n# Tools\n\n")
@@ -464,14 +462,15 @@ def test_an_environment_opens_the_conversation(processors):
 
 
 def test_a_video_replaces_its_marker(processors):
-    builder = make_builder(processors)
+    own = counting(processors)
+    builder = make_builder(own)
     one_row = video_row("Look: <video> Well?", {"bytes": make_video(), "path": "clips/film.mp4"})
     prompt = builder.build(one_row, "train:3")
     tokens = builder.video_processor.tokens_of(prompt.vision)
     assert f"Look: <|vision_start|>{'<|video_pad|>' * tokens[0]}<|vision_end|> Well?" in decoded(processors, prompt)
     assert (prompt.text, prompt.image_refs) == ("Look: <video> Well?", ("train:3/videos/0 (film.mp4)",))
     assert "videos" not in prompt.row
-    assert (builder.video_processor.calls, builder.image_processor.calls) == (1, 0)
+    assert (own.video_processor.calls, own.image_processor.calls) == (prompt.vision.grid_thw[0, 0], 0)
     assert lengths(builder, one_row) == {len(prompt.token_ids)}
 
 
@@ -488,11 +487,11 @@ def test_the_shortest_videos_are_used(tiny_model, model_type, clip):
 
 
 def test_an_overlong_video_is_rejected_before_it_is_decoded(processors):
-    builder = make_builder(processors, max_prompt_length=40)
-    reason, message = rejection(builder, video_row(videos=[make_video(frames=60)]))
+    own = counting(processors)
+    reason, message = rejection(make_builder(own, max_prompt_length=40), video_row(videos=[make_video(frames=60)]))
     assert reason == "overlong"
     assert "of them for videos" in message
-    assert builder.video_processor.calls == 0
+    assert own.video_processor.calls == 0
 
 
 # What is far too long is refused before it is tokenized or sent

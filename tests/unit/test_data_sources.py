@@ -17,6 +17,7 @@ from support.builders import make_builder
 from support.images import png
 from trigon.data.dataset import open_prompts
 from trigon.data.images import open_image
+from trigon.data.media_files import MediaSource
 from trigon.data.sources import open_python_rows, open_source
 from trigon.data.text_rows import MAX_ROW_CHARACTERS
 from trigon.errors import DataError
@@ -366,7 +367,7 @@ def test_a_list_a_dataset_and_a_file_have_the_same_prompts(processors, tmp_path)
                 assert getattr(a, field) == getattr(b, field)
             assert a.vision.hashes == b.vision.hashes
             decoded, expected = (
-                open_image({"bytes": file}, where="", image_dir=None, max_pixels=10_000)
+                open_image(MediaSource({"bytes": file}, "", 10_000))
                 for file in (*sent[index].vision.encoded, *from_file.image_files(index))
             )
             assert np.array_equal(np.asarray(decoded), np.asarray(expected))

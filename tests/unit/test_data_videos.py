@@ -8,27 +8,28 @@ import numpy as np
 import pytest
 
 from support.videos import frame, make_video
+from trigon.data.media_files import MediaSource
 from trigon.data.rows import UnusableRow
 from trigon.data.videos import FrameSampling, open_video, video_layout
 
 SAMPLING = FrameSampling(fps=5.0, max_frames=768)
-ARGUMENTS = {"where": "train:7/videos/0", "image_dir": None, "max_pixels": 100_000}
 
 
-def read(source, sampling=SAMPLING, **changes):
+def read(video, sampling=SAMPLING, image_dir=None):
     """Return the layout and the frames of a video, after checking that they agree."""
-    layout, frames = open_video(source, sampling=sampling, **(ARGUMENTS | changes))
+    source = MediaSource(video, "train:7/videos/0", 100_000, image_dir)
+    layout, frames = open_video(source, sampling)
     frames = list(frames)
     assert len(frames) == len(layout.seconds) == 2 * layout.num_patches
     assert {(each.shape, each.dtype.name) for each in frames} == {((layout.height, layout.width, 3), "uint8")}
-    assert layout == video_layout(source, sampling=sampling, **(ARGUMENTS | changes))
+    assert layout == video_layout(source, sampling)
     return layout, frames
 
 
-def rejection(source, sampling=SAMPLING, **changes):
+def rejection(video, sampling=SAMPLING, image_dir=None):
     """Return (reason, message) of the error that is raised."""
     with pytest.raises(UnusableRow) as caught:
-        read(source, sampling, **changes)
+        read(video, sampling, image_dir)
     assert str(caught.value).startswith("train:7/videos/0: ")
     return caught.value.reason, str(caught.value)
 

@@ -16,6 +16,7 @@ from support.images import odd_files
 from support.rewards import reward_pool as pool_of
 from support.rollout import NO_WEIGHTS, Phases
 from trigon.data.images import open_image
+from trigon.data.media_files import MediaSource
 from trigon.errors import RewardError
 from trigon.report.rollouts import rollout_rows, row_to_line
 from trigon.report.run_folder import ImageStore
@@ -96,7 +97,7 @@ def main(reward_inputs): return [{"overall": 0, "digest": digest(each["images"][
         scores = pool.score([request(media_of(file)) for file in files.values()])
     digest = {}
     exec(text, digest)
-    seen = [open_image(file, where="", image_dir=None, max_pixels=10**6) for file in files.values()]
+    seen = [open_image(MediaSource(file, "", 10**6)) for file in files.values()]
     assert [each.parts["digest"] for each in scores] == list(map(digest["digest"], seen))
 
 

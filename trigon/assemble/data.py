@@ -15,7 +15,7 @@ from trigon.assemble.options import (
 )
 from trigon.config.paths import read_template
 from trigon.config.schema import Config
-from trigon.data.dataset import PromptSet, SkippedRow, open_prompts
+from trigon.data.dataset import PromptSet, scan, select_prompts
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source
@@ -100,30 +100,26 @@ def scan_datasets(
 def _scan(
     config: Config, spec: str, builder: PromptBuilder, report: Reporter, source: Source | None, max_rows: int | None
 ) -> PromptSet:
-    listing = ""
     with report.phase(f"scan {spec}") as advance:
 
         def on_progress(num_more: int, num_rows: int) -> None:
             advance.set_total(num_rows)
             advance(num_more)
 
-        def on_skipped(rows: Sequence[SkippedRow]) -> None:
-            nonlocal listing
-            path = report.skipped_rows(spec, rows)
-            listing = f"all skipped rows are listed in {path}" if rows else ""
-
-        try:
-            prompts = open_prompts(
-                spec,
-                builder,
-                num_workers=count_data_threads(config),
-                on_progress=on_progress,
-                on_skipped=on_skipped,
-                source=source,
-                max_rows=max_rows,
-            )
-        except DataError as error:
-            raise DataError(f"{error}\n  {listing}" if listing else str(error)) from error
+        scanned = scan(
+            spec,
+            builder,
+            num_workers=count_data_threads(config),
+            on_progress=on_progress,
+            source=source,
+            max_rows=max_rows,
+        )
+    path = report.skipped_rows(spec, scanned.skipped)
+    listing = f"all skipped rows are listed in {path}" if scanned.skipped else ""
+    try:
+        prompts = select_prompts(scanned)
+    except DataError as error:
+        raise DataError(f"{error}\n  {listing}" if listing else str(error)) from error
     for reason, count in prompts.num_skipped.items():
         report.warn(f"{spec}: {count} of {prompts.num_rows} rows skipped ({reason}): {prompts.examples[reason][0]}")
     if listing:
@@ -141,7 +137,6 @@ def open_stream(config: Config, prompts: Prompts) -> PromptStream:
         shuffle=data.shuffle,
         prefetch=True,
         num_workers=count_data_threads(config),
-        accepted_changes=config.trainer.accept_changes,
     )
 
 

@@ -121,8 +121,8 @@ def media_in_messages(value: Any, kind: MediaKind) -> list[Any]:
 class ChatTemplate:
     """A model's chat template with its tokenizer. Thread-safe.
 
-    writes_tools: whether the template writes the schemas of tools. If it does not, as Qwen2.5-VL's,
-    they are added to the system message, in the format of Hermes.
+    If the template does not write the schemas of tools, as Qwen2.5-VL's, they are added to the
+    system message, in the format of Hermes.
     """
 
     def __init__(self, processors: Processors, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -144,9 +144,9 @@ class ChatTemplate:
         names = {name: getattr(self._tokenizer, name, "") for name in _IMAGE_TOKENS}
         written, replacement = (text.format(**names) for text in processors.family.image_text or ("", ""))
         self._image_text = (written, replacement)
-        self.writes_tools = bool(tools) and self._render_tools()
+        self._writes_tools = bool(tools) and self._render_tools()
         self._tools_section = ""
-        if tools and not self.writes_tools:
+        if tools and not self._writes_tools:
             schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in self._tools)
             self._tools_section = _TOOLS.format(schemas=schemas)
             self._default_system = self._find_default_system()
@@ -179,7 +179,7 @@ class ChatTemplate:
         if self._tools_section:
             self._add_tools_section(contents)
         return self._apply(
-            contents, tools=self._tools if self.writes_tools else None, generation_prompt=generation_prompt
+            contents, tools=self._tools if self._writes_tools else None, generation_prompt=generation_prompt
         )
 
     def _contents_of(self, messages: Sequence[Message]) -> list[dict[str, Any]]:

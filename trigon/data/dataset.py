@@ -217,6 +217,12 @@ class Scan:
     builder: PromptBuilder
     rows: Sequence[ScannedRow]
 
+    @property
+    def skipped(self) -> list[SkippedRow]:
+        """The rows that cannot be used."""
+        problems = ((index, row.problem) for index, row in enumerate(self.rows))
+        return [SkippedRow(index, each.reason, str(each)) for index, each in problems if each is not None]
+
 
 CheckRow = Callable[[PromptBuilder, Mapping[str, Any], str], int]
 """Returns the number of prompt tokens of a row, given its id, or raises UnusableRow."""
@@ -232,17 +238,14 @@ def open_prompts(
     builder: PromptBuilder,
     *,
     num_workers: int,
-    on_progress: Callable[[int, int], None] | None = None,
-    on_skipped: Callable[[Sequence[SkippedRow]], None] | None = None,
     source: Source | None = None,
     max_rows: int | None = None,
 ) -> PromptSet:
     """Open a dataset, scan its rows, and return the prompts of those that can be used.
 
-    Args: see scan and select_prompts. Raises: DataError.
+    Args: see scan. Raises: as scan and select_prompts.
     """
-    scanned = scan(spec, builder, num_workers=num_workers, on_progress=on_progress, source=source, max_rows=max_rows)
-    return select_prompts(scanned, on_skipped=on_skipped)
+    return select_prompts(scan(spec, builder, num_workers=num_workers, source=source, max_rows=max_rows))
 
 
 def scan(
@@ -285,41 +288,37 @@ def scan(
     return Scan(spec, source, builder, rows)
 
 
-def select_prompts(scanned: Scan, *, on_skipped: Callable[[Sequence[SkippedRow]], None] | None = None) -> PromptSet:
+def select_prompts(scanned: Scan) -> PromptSet:
     """Return the prompts of the rows of a scanned dataset that can be used.
 
-    on_skipped: called once with all rows that cannot be used, before an error about them.
     Raises: DataError if more than data.max_bad_row_fraction of the rows are bad, if none is usable,
     and for overlong prompts unless data.filter_overlong_prompts skips them.
     """
-    source, results = scanned.source, scanned.rows
+    results, skipped = scanned.rows, scanned.skipped
     usable = [index for index, result in enumerate(results) if result.problem is None]
-    problems = [(index, result.problem) for index, result in enumerate(results) if result.problem is not None]
-    if on_skipped is not None:
-        on_skipped([SkippedRow(index, problem.reason, str(problem)) for index, problem in problems])
     messages: dict[Reason, list[str]] = {}
-    for _, problem in problems:
-        messages.setdefault(problem.reason, []).append(str(problem))
-    _check_skipped(scanned, messages, [problem for _, problem in problems])
+    for row in skipped:
+        messages.setdefault(row.reason, []).append(row.message)
+    _check_skipped(scanned, messages)
     digest = hashlib.sha256()
     for index, result in enumerate(results):
         digest.update(b"%d:%s" % (index, result.digest))
     files = [text_digest(result.files)[:_DIGITS] if result.files else _UNKNOWN for result in results]
     return PromptSet(
-        name=source.name,
+        name=scanned.source.name,
         num_rows=len(results),
         row_indices=tuple(usable),
-        unusable={index: problem.reason for index, problem in problems},
+        unusable={row.row: row.reason for row in skipped},
         examples={reason: tuple(each[:_NUM_EXAMPLES]) for reason, each in messages.items()},
         content=DatasetContent(
             scanned.spec,
             len(usable),
             digest.hexdigest()[:32],
-            skipped=" ".join(str(index) for index, _ in problems),
+            skipped=" ".join(str(row.row) for row in skipped),
             files="" if set(files) == {_UNKNOWN} else "".join(files),
         ),
         builder=scanned.builder,
-        _source=source,
+        _source=scanned.source,
     )
 
 
@@ -375,12 +374,13 @@ def _check_media_columns(spec: str, source: Source, builder: PromptBuilder) -> N
             )
 
 
-def _check_skipped(scanned: Scan, messages: Mapping[Reason, Sequence[str]], problems: Sequence[UnusableRow]) -> None:
+def _check_skipped(scanned: Scan, messages: Mapping[Reason, Sequence[str]]) -> None:
     """Raise DataError if too many rows were skipped, or all of them.
 
     messages: messages by reason.
     """
     spec, num_rows, data = scanned.spec, len(scanned.rows), scanned.builder.data
+    problems = [row.problem for row in scanned.rows if row.problem is not None]
     folders = {problem.folder for problem in problems if problem.folder is not None}
     hints = [_image_dir_hint(folders)] if len(folders) > 1 else []
     overlong = messages.get("overlong", ())

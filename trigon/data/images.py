@@ -14,14 +14,14 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from PIL import Image
 
-from trigon.data.media_files import in_one_line, open_bytes, read_bytes, what_bytes_are
+from trigon.data.media_files import MediaSource, in_one_line, open_bytes, read_bytes, what_bytes_are
 from trigon.data.rows import UnusableRow
 from trigon.system.image_formats import DECODING_ERRORS, FORMATS, orientation_of, upright_rgb
 
@@ -50,81 +50,62 @@ VIDEO_BYTES_PER_PIXEL = 56
 """Of a frame, while a video is decoded: the frames that its codec refers to, and a pair as RGB."""
 
 
-def image_size(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> tuple[int, int]:
-    """Return (width, height) of an image when upright, from its header alone.
-
-    Args:
-        source: a PIL image, encoded bytes, a {"bytes", "path"} mapping (bytes win), or a path.
-        where: the name of the image in errors: "train:17/images/0".
-        image_dir: the folder that relative paths start from and that contains all paths; None: no
-            path is allowed.
-        max_pixels: the largest allowed width * height.
-    Raises: UnusableRow.
-    """
-    with _opened(source, where, image_dir, max_pixels) as (image, orientation):
+def image_size(source: MediaSource) -> tuple[int, int]:
+    """Return (width, height) of an image when upright, from its header. Raises: UnusableRow."""
+    with _opened(source) as (image, orientation):
         width, height = image.size
         return (height, width) if orientation >= 5 else (width, height)
 
 
-def open_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> Image.Image:
+def open_image(source: MediaSource) -> Image.Image:
     """Return an image decoded and upright, as 8-bit RGB with transparency on white.
 
     Only the first frame of several is decoded.
-
-    Args and Raises: as image_size, and UnusableRow where decoding fails.
+    Raises: as image_size, and UnusableRow where decoding fails.
     """
-    with decoded_image(source, where=where, image_dir=image_dir, max_pixels=max_pixels) as image:
+    with decoded_image(source) as image:
         return image
 
 
 @contextmanager
-def decoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> Iterator[Image.Image]:
+def decoded_image(source: MediaSource) -> Iterator[Image.Image]:
     """Yield what open_image returns, within the memory that all threads share for decoded images.
 
     The context waits for this memory, and should be left, and the image dropped, before the thread
     decodes the next one.
-
-    Args and Raises: as open_image.
+    Raises: as open_image.
     """
-    with _opened(source, where, image_dir, max_pixels) as (image, orientation), _reserved(image):
-        yield _decoded(image, orientation, where, owned=image is not source)
+    with _opened(source) as (image, orientation), _reserved(image):
+        yield _decoded(image, orientation, source.where, owned=image is not source.content)
 
 
-def decoded_images(
-    sources: Sequence[Any],
-    names: Sequence[str],
-    sizes: list[Any],
-    *,
-    image_dir: Path | None,
-    max_pixels: int,
-) -> Generator[Image.Image]:
+def decoded_images(sources: Iterable[MediaSource], sizes: list[Any]) -> Generator[Image.Image]:
     """Yield each of several images, to be dropped before the next one is taken; see decoded_image.
 
     The generator holds memory in the meantime, and should be closed.
     sizes: gets the (width, height) of each image.
     """
-    for source, name in zip(sources, names, strict=True):
-        with decoded_image(source, where=name, image_dir=image_dir, max_pixels=max_pixels) as image:
+    for source in sources:
+        with decoded_image(source) as image:
             sizes.append(image.size)
             yield image
             del image
 
 
-def encoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> bytes:
+def encoded_image(source: MediaSource) -> bytes:
     """Return the encoded file of an image, byte for byte, after checking its header.
 
     A PIL image becomes a PNG of the image that open_image returns; no pixel of a file is decoded.
     In both cases the bytes decode to the same image as the source.
-
-    Args and Raises: as image_size; for a PIL image, as open_image.
+    Raises: as image_size; for a PIL image, as open_image.
     """
-    if isinstance(source, Image.Image):
-        with decoded_image(source, where=where, image_dir=image_dir, max_pixels=max_pixels) as image:
+    if isinstance(source.content, Image.Image):
+        with decoded_image(source) as image:
             png = io.BytesIO()
             image.save(png, "PNG", compress_level=1)
             return png.getvalue()
-    encoded = read_bytes(source, "image", where=where, image_dir=image_dir)
-    with _opened(encoded, where, image_dir, max_pixels):  # not the file, which may have changed since
+    encoded = read_bytes(source, "image")
+    with _opened(replace(source, content=encoded)):  # not the file, which may have changed since
         return encoded
 
 
@@ -177,10 +158,10 @@ def file_for_display(encoded: bytes, *, max_bytes: int, max_side: int, where: st
     decoded, reduced to at most max_side pixels in width and height, and encoded as JPEG; the file
     itself is returned if that is not smaller.
 
-    Args: encoded: a file that encoded_image has returned. where: as in image_size.
+    Args: encoded: a file that encoded_image has returned. where: its name in errors.
     Raises: UnusableRow where decoding fails.
     """
-    with _opened(encoded, where, None, sys.maxsize) as (image, orientation):
+    with _opened(MediaSource(encoded, where, max_pixels=sys.maxsize)) as (image, orientation):
         suffix = _DISPLAYED.get(str(image.format))
         if suffix is not None and len(encoded) <= max_bytes:
             return encoded, suffix
@@ -203,13 +184,14 @@ def ignore_pillow_warnings() -> None:
 
 
 @contextmanager
-def _opened(source: Any, where: str, image_dir: Path | None, max_pixels: int) -> Iterator[tuple[Image.Image, int]]:
+def _opened(source: MediaSource) -> Iterator[tuple[Image.Image, int]]:
     """Yield an image with a checked header, not decoded, and its EXIF orientation (1 to 8)."""
-    if isinstance(source, Image.Image):
-        _check_header(source, where, max_pixels)
-        yield source, orientation_of(source)
+    where, content = source.where, source.content
+    if isinstance(content, Image.Image):
+        _check_header(content, where, source.max_pixels)
+        yield content, orientation_of(content)
         return
-    with open_bytes(source, "image", where=where, image_dir=image_dir) as stream:
+    with open_bytes(source, "image") as stream:
         try:
             image = Image.open(stream, formats=FORMATS)
             orientation = orientation_of(image)
@@ -220,7 +202,7 @@ def _opened(source: Any, where: str, image_dir: Path | None, max_pixels: int) ->
             cause = f"it is {known}" if known else f"{in_one_line(error)}; replace or drop it"
             raise UnusableRow("image_unreadable", f"{where}: {cause}") from error
         with image:
-            _check_header(image, where, max_pixels)
+            _check_header(image, where, source.max_pixels)
             yield image, orientation
 
 

@@ -11,6 +11,7 @@ import hashlib
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
@@ -39,6 +40,22 @@ _MAX_PATH = 4096  # characters, of Linux
 _MIN_BASE64 = 64
 _FILE_BEGINS = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF|BM|II\*\0|MM\0\*|\x1aE\xdf\xa3|....ftyp", re.DOTALL)
 """The first bytes of images and videos, by which base64 differs from paths."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaSource:
+    """An image or a video that may be read.
+
+    content: encoded bytes, a {"bytes", "path"} mapping (bytes win), a path, or a PIL image. where:
+    its name in errors: "train:17/images/0". max_pixels: the largest allowed width * height of an
+    image, or of a frame. image_dir: the folder that relative paths start from and that contains all
+    paths; None: no path is allowed.
+    """
+
+    content: Any
+    where: str
+    max_pixels: int
+    image_dir: Path | None = None
 
 
 def plain_source(source: Any, kind: MediaKind, where: str) -> Any:
@@ -74,30 +91,26 @@ def plain_source(source: Any, kind: MediaKind, where: str) -> Any:
     return source
 
 
-def open_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | None) -> io.BytesIO | io.BufferedReader:
+def open_bytes(source: MediaSource, kind: MediaKind) -> io.BytesIO | io.BufferedReader:
     """Return the encoded bytes of a source, at least one, as a stream that the caller must close.
 
-    Args:
-        source: encoded bytes, a {"bytes", "path"} mapping (bytes win), or a path.
-        where: the name of the source in errors: "train:17/images/0".
-        image_dir: the folder that relative paths start from and that contains all paths; None: no
-            path is allowed.
     Raises: UnusableRow.
     """
-    given = source
-    if isinstance(source, Mapping):
-        source = source["bytes"] if source.get("bytes") is not None else source.get("path")
-    if isinstance(source, bytes | bytearray):
-        if not source:
+    where, given = source.where, source.content
+    content = given
+    if isinstance(given, Mapping):
+        content = given["bytes"] if given.get("bytes") is not None else given.get("path")
+    if isinstance(content, bytes | bytearray):
+        if not content:
             raise _unusable(kind, "unreadable", f"{where}: it has zero bytes; replace or drop it")
-        return io.BytesIO(source)
-    if not isinstance(source, str | Path) or not str(source):
-        found = "nothing" if source is None or source == "" else type(source).__name__
+        return io.BytesIO(content)
+    if not isinstance(content, str | Path) or not str(content):
+        found = "nothing" if content is None or content == "" else type(content).__name__
         if isinstance(given, Mapping) and (keys := sorted(set(given) - {"bytes", "path"})):
             found = f"a mapping of {', '.join(map(repr, keys[:5]))}"
         expected = "an image, bytes" if kind == "image" else "bytes"
         raise _unusable(kind, "missing", f"{where}: expected {expected}, a path or {{bytes, path}}, got {found}")
-    path = _resolve(str(source), kind, where, image_dir)
+    path = _resolve(str(content), kind, source)
     try:
         if not path.is_file():
             raise _unusable(kind, "missing", f"{where}: no such file: {path}")
@@ -110,16 +123,13 @@ def open_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | No
     return stream
 
 
-def read_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | None) -> bytes:
-    """Return the encoded bytes of a source.
-
-    Args and Raises: as open_bytes, and UnusableRow if reading fails.
-    """
-    with open_bytes(source, kind, where=where, image_dir=image_dir) as stream:
+def read_bytes(source: MediaSource, kind: MediaKind) -> bytes:
+    """Return the encoded bytes of a source. Raises: UnusableRow."""
+    with open_bytes(source, kind) as stream:
         try:
             return stream.read()
         except OSError as error:
-            raise _unusable(kind, "unreadable", f"{where}: {in_one_line(error)}; replace or drop it") from error
+            raise _unusable(kind, "unreadable", f"{source.where}: {in_one_line(error)}; replace or drop it") from error
 
 
 def encoded_files(each: Iterable[bytes], kind: MediaKind) -> EncodedMedia | None:
@@ -128,41 +138,31 @@ def encoded_files(each: Iterable[bytes], kind: MediaKind) -> EncodedMedia | None
     return EncodedMedia(files, tuple(hashlib.sha256(file).hexdigest() for file in files), kind) if files else None
 
 
-def linked_digests(sources: Sequence[Any], kind: MediaKind, names: Sequence[str], image_dir: Path | None) -> str:
-    """Return the digests of those sources that are paths of files, joined (content.file_digest).
+def linked_digests(sources: Sequence[MediaSource], kind: MediaKind) -> str:
+    """Return the digests of those sources that are no more than paths of files, joined.
 
-    names: names of the sources in errors. Raises: UnusableRow if a file is missing or cannot be
-    read.
+    Raises: UnusableRow if a file is missing or cannot be read.
     """
     digests = []
-    for source, where in zip(sources, names, strict=True):
-        path = _path_of(source)
-        if path is None:
+    for source in sources:
+        content = source.content
+        if isinstance(content, Mapping):
+            content = content.get("path") if content.get("bytes") is None else None
+        if not isinstance(content, str | Path) or not str(content):
             continue
-        resolved = _resolve(path, kind, where, image_dir)
+        path = _resolve(str(content), kind, source)
         try:
-            digests.append(file_digest(resolved))
+            digests.append(file_digest(path))
         except OSError as error:
-            raise _unusable(kind, "unreadable", f"{where}: {resolved} cannot be read: {in_one_line(error)}") from error
+            message = f"{source.where}: {path} cannot be read: {in_one_line(error)}"
+            raise _unusable(kind, "unreadable", message) from error
     return " ".join(digests)
-
-
-def _path_of(source: Any) -> str | None:
-    """Return the path of a source that is no more than a path, or None."""
-    if isinstance(source, Mapping):
-        source = source.get("path") if source.get("bytes") is None else None
-    return str(source) if isinstance(source, str | Path) and str(source) else None
-
-
-def file_name(source: Any) -> str:
-    """Return the file name of an image or a video, or "" if it has none."""
-    path = source.get("path") if isinstance(source, Mapping) else source
-    return Path(path).name if isinstance(path, str | Path) else ""
 
 
 def media_name(source: Any, name: str) -> str:
     """Return the name of an image or a video in reports: "train:17/images/0 (figure.png)"."""
-    file = file_name(source)
+    path = source.get("path") if isinstance(source, Mapping) else source
+    file = Path(path).name if isinstance(path, str | Path) else ""
     if len(file) > _MAX_NAME:
         file = f"{file[:_MAX_NAME]}..."
     return f"{name} ({file})" if file else name
@@ -219,11 +219,12 @@ def _unusable(
     return UnusableRow(cast(Reason, f"{kind}_{fault}"), message, folder=folder)
 
 
-def _resolve(reference: str, kind: MediaKind, where: str, image_dir: Path | None) -> Path:
-    """Return the real path of a reference.
+def _resolve(reference: str, kind: MediaKind, source: MediaSource) -> Path:
+    """Return the real path of what a source refers to.
 
     Raises: UnusableRow if it is a URL, or outside image_dir.
     """
+    where, image_dir = source.where, source.image_dir
     if is_url(reference):
         raise _unusable(
             kind, "outside", f"{where}: {reference[:80]!r} is a URL; download the {kind}s and set data.image_dir"

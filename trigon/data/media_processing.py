@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 
 from trigon.data.images import decoded_images
+from trigon.data.media_files import MediaSource
 from trigon.data.rows import UnusableRow
 from trigon.data.videos import DEFAULT_SAMPLING, FrameSampling, open_video
 from trigon.data.vision import ImageProcessor, VideoProcessor
@@ -168,24 +169,18 @@ class MediaProcessor:
                 del self._running[media.hashes]
 
     def _process_images(self, media: EncodedMedia) -> Vision:
-        names = [f"image {index}" for index in range(len(media.encoded))]
-        with closing(
-            decoded_images(media.encoded, names, [], image_dir=None, max_pixels=self._max_image_pixels)
-        ) as images:
+        with closing(decoded_images(self._sources(media), [])) as images:
             return self._image_processor.process(images)
 
     def _process_videos(self, media: EncodedMedia) -> Vision:
         assert self._video_processor is not None
         return self._video_processor.process(
-            open_video(
-                file,
-                where=f"video {index}",
-                image_dir=None,
-                max_pixels=self._max_image_pixels,
-                sampling=self._video_sampling,
-            )
-            for index, file in enumerate(media.encoded)
+            open_video(source, self._video_sampling) for source in self._sources(media)
         )
+
+    def _sources(self, media: EncodedMedia) -> Iterator[MediaSource]:
+        for index, file in enumerate(media.encoded):
+            yield MediaSource(file, f"{media.kind} {index}", self._max_image_pixels)
 
     def _add_to_cache(self, hashes: _Hashes, vision: Vision) -> None:
         """Cache a result if it fits once enough unused ones are dropped, oldest first."""

@@ -75,14 +75,13 @@ class _Part:
     cost: int
 
 
-def pack_rollouts(groups: Sequence[RolloutGroup], *, max_tokens: int, positions: Positions) -> list[PackedRow]:
-    """Pack sampled completions for computing log-probabilities."""
-    return _pack(
-        [group.prompt for group in groups],
-        [[rollout.completion for rollout in group.rollouts] for group in groups],
-        max_tokens=max_tokens,
-        positions=positions,
-    )
+def pack_rollouts(
+    groups: Sequence[RolloutGroup | TrainGroup], *, max_tokens: int, positions: Positions
+) -> list[PackedRow]:
+    """Pack completions for computing log-probabilities."""
+    prompt_positions = [positions(group.prompt) for group in groups]
+    rows = _layout([_lengths_of(group) for group in groups], max_tokens=max_tokens)
+    return [_build_row(row, groups, prompt_positions, positions) for row in rows]
 
 
 def pack_train(groups: Sequence[TrainGroup], *, max_tokens: int, positions: Positions) -> list[MicroBatch]:
@@ -91,12 +90,7 @@ def pack_train(groups: Sequence[TrainGroup], *, max_tokens: int, positions: Posi
     Every completion is kept, even if its loss_mask is all zero. Either all sequences have
     old_logprobs or none, and likewise ref_logprobs, values and returns.
     """
-    rows = _pack(
-        [group.prompt for group in groups],
-        [group.sequences for group in groups],
-        max_tokens=max_tokens,
-        positions=positions,
-    )
+    rows = pack_rollouts(groups, max_tokens=max_tokens, positions=positions)
     return [_micro_batch(row, [groups[group].sequences[index] for group, index in row.owners]) for row in rows]
 
 
@@ -109,14 +103,6 @@ def tokens_of(group: RolloutGroup | TrainGroup) -> int:
 def longest_row(groups: Sequence[RolloutGroup | TrainGroup], *, max_tokens: int) -> int:
     """Return the tokens of the longest row into which groups are packed; 0 without groups."""
     return max(row_lengths([_lengths_of(group) for group in groups], max_tokens=max_tokens), default=0)
-
-
-def _lengths_of(group: RolloutGroup | TrainGroup) -> tuple[int, list[int]]:
-    match group:
-        case RolloutGroup(prompt=prompt, rollouts=rollouts):
-            return len(prompt.token_ids), [len(rollout.completion.token_ids) for rollout in rollouts]
-        case TrainGroup(prompt=prompt, sequences=sequences):
-            return len(prompt.token_ids), [len(sequence.token_ids) for sequence in sequences]
 
 
 def row_lengths(groups: Sequence[tuple[int, Sequence[int]]], *, max_tokens: int) -> list[int]:
@@ -148,22 +134,12 @@ def by_owner(rows: Sequence[PackedRow | MicroBatch], values: Sequence[Tensor]) -
     return owned
 
 
-def _pack(
-    prompts: Sequence[Prompt],
-    completions: Sequence[Sequence[_Sampled]],
-    *,
-    max_tokens: int,
-    positions: Positions,
-) -> list[PackedRow]:
-    lengths = [
-        (len(prompt.token_ids), [len(completion.token_ids) for completion in group])
-        for prompt, group in zip(prompts, completions, strict=True)
-    ]
-    prompt_positions = [positions(prompt) for prompt in prompts]
-    return [
-        _build_row(row, prompts, completions, prompt_positions, positions)
-        for row in _layout(lengths, max_tokens=max_tokens)
-    ]
+def _lengths_of(group: RolloutGroup | TrainGroup) -> tuple[int, list[int]]:
+    return len(group.prompt.token_ids), [len(completion.token_ids) for completion in _completions_of(group)]
+
+
+def _completions_of(group: RolloutGroup | TrainGroup) -> Sequence[_Sampled]:
+    return [each.completion for each in group.rollouts] if isinstance(group, RolloutGroup) else group.sequences
 
 
 def _layout(lengths: Sequence[tuple[int, Sequence[int]]], *, max_tokens: int) -> list[list[_Part]]:
@@ -262,8 +238,7 @@ def _largest_first(costs: Sequence[int]) -> list[int]:
 
 def _build_row(
     parts: Sequence[_Part],
-    prompts: Sequence[Prompt],
-    completions: Sequence[Sequence[_Sampled]],
+    groups: Sequence[RolloutGroup | TrainGroup],
     prompt_positions: Sequence[Tensor],
     positions: Positions,
 ) -> PackedRow:
@@ -274,15 +249,16 @@ def _build_row(
     visions: list[Vision | None] = []
     experts: list[tuple[int, Tensor | None]] = []  # of consecutive tokens: how many, and their record
     for part in parts:
+        prompt, completions = groups[part.group].prompt, _completions_of(groups[part.group])
         start = len(token_ids)
-        token_ids += prompts[part.group].token_ids
+        token_ids += prompt.token_ids
         position_ids.append(prompt_positions[part.group])
-        visions.append(prompts[part.group].pixels())
+        visions.append(prompt.pixels())
         prompt_span = (start, len(token_ids))
-        experts.append((len(token_ids) - start, _experts_of_prompt(completions[part.group])))
+        experts.append((len(token_ids) - start, _experts_of_prompt(completions)))
         completion_spans, sampled = [], []
         for index in part.completions:
-            completion = completions[part.group][index]
+            completion = completions[index]
             start, length = len(token_ids), len(completion.token_ids)
             completion_spans.append((start, start + length))
             sampled.append(tuple((start + first, start + end) for first, end in completion.sampled))

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -26,7 +26,7 @@ from trigon.config.paths import expand_path, is_inline_template, read_template
 from trigon.config.schema import DataConfig
 from trigon.data.chat_template import MARKERS, ChatTemplate, Message, media_in_messages, messages_as_text, read_messages
 from trigon.data.images import decoded_images, encoded_image, image_size, reserve_frames
-from trigon.data.media_files import encoded_files, linked_digests, media_name, plain_source
+from trigon.data.media_files import MediaSource, encoded_files, linked_digests, media_name, plain_source
 from trigon.data.rows import (
     UnusableRow,
     check_row_size,
@@ -39,7 +39,7 @@ from trigon.data.rows import (
 from trigon.data.templates import TemplateFailure, TemplateLimitError, render, variables_of
 from trigon.data.tokens import MaskedTokens, SpecialTokens
 from trigon.data.videos import FrameSampling, Pixels, VideoLayout, encoded_video, open_video, video_layout
-from trigon.data.vision import MediaSize, Placeholders, media_grids
+from trigon.data.vision import MediaSize, Placeholders
 from trigon.errors import ConfigError, DataError
 from trigon.types import EncodedMedia, ImageSizes, MediaKind, Prompt, Vision
 
@@ -61,8 +61,6 @@ GREY = 235
 _MAX_LIMITS_REACHED = 8
 """Rows for which a template may reach a limit (templates.py)."""
 
-_Read = TypeVar("_Read")
-
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
@@ -79,11 +77,10 @@ class PromptTokens:
 
 @dataclass(frozen=True, slots=True)
 class _RowMedia:
-    """The images or the videos of a row. names: the name of each, for errors and reports."""
+    """The images or the videos of a row."""
 
     kind: MediaKind
-    sources: tuple[Any, ...]
-    names: tuple[str, ...]
+    sources: tuple[MediaSource, ...]
 
 
 class PromptBuilder:
@@ -146,11 +143,6 @@ class PromptBuilder:
         self._shows_blank = False
         self._limits_reached: set[str] = set()  # names of rows; shared by copies
 
-    @property
-    def writes_tools(self) -> bool:
-        """Whether the chat template describes tools itself; see ChatTemplate."""
-        return self._chat.writes_tools
-
     def with_default_image_dir(self, folder: Path) -> PromptBuilder:
         """Return this builder with relative paths starting from folder, unless image_dir is set."""
         builder = copy.copy(self)
@@ -174,8 +166,7 @@ class PromptBuilder:
         """
         media = self._media(row, prompt_id)
         sizes = self._sizes(media)
-        grids = media_grids(sizes, self.image_processor, self.video_processor)
-        return len(self._tokens(row, media, sizes, prompt_id).token_ids), grids
+        return len(self._tokens(row, media, sizes, prompt_id).token_ids), self._placeholders.grids(sizes)
 
     def inspect(
         self, row: Mapping[str, Any], prompt_id: str, on_image: Callable[[Image.Image], None] | None = None
@@ -194,7 +185,7 @@ class PromptBuilder:
                     deque(frames, maxlen=0)  # decodes all frames
             return tokens
         sizes: list[MediaSize] = []
-        with closing(self._images(media, sizes)) as images:
+        with closing(decoded_images(media.sources, sizes)) as images:
             for image in images:
                 if on_image is not None:
                     on_image(image)
@@ -215,7 +206,8 @@ class PromptBuilder:
         if not self._process_images:
             files = self._files(media)
             # Sizes are read from the bytes that will be decoded, not from the sources again.
-            tokens = self._tokens(row, media, self._sizes(replace(media, sources=files)), prompt_id)
+            copies = [replace(source, content=file) for source, file in zip(media.sources, files, strict=True)]
+            tokens = self._tokens(row, media, self._sizes(replace(media, sources=tuple(copies))), prompt_id)
             vision = encoded_files(files, media.kind)
         elif not media.sources:
             tokens, vision = self._tokens(row, media, [], prompt_id), None
@@ -228,7 +220,7 @@ class PromptBuilder:
             text=tokens.text,
             ground_truth=column_value(row, self.data.answer_key),
             row=self._without_media(row),
-            image_refs=media.names,
+            image_refs=tuple(source.where for source in media.sources),
             image_sizes=tokens.image_sizes,
         )
 
@@ -253,14 +245,14 @@ class PromptBuilder:
         Raises: as build.
         """
         media = self._media(row, prompt_id)
-        return linked_digests(media.sources, media.kind, media.names, self.image_dir)
+        return linked_digests(media.sources, media.kind)
 
     def _process(self, row: Mapping[str, Any], media: _RowMedia, name: str) -> tuple[PromptTokens, Vision]:
         """Return the tokens and the pixel values of a row with images or videos."""
         if media.kind == "image":
             assert self.image_processor is not None
             sizes: list[MediaSize] = []
-            with closing(self._images(media, sizes)) as images:
+            with closing(decoded_images(media.sources, sizes)) as images:
                 vision = self.image_processor.process(images)
             tokens = self._tokens(row, media, sizes, name)
             processed = self.image_processor.tokens_of(vision)
@@ -303,42 +295,33 @@ class PromptBuilder:
             )
         key, found = (video_key, videos) if videos else (image_key, images)
         kind: MediaKind = "video" if videos else "image"
-        sources = tuple(plain_source(each, kind, f"{name}/{key}/{index}") for index, each in enumerate(found))
-        names = tuple(media_name(source, f"{name}/{key}/{index}") for index, source in enumerate(sources))
-        media = _RowMedia(kind, sources, names)
+        sources = (self._source(each, kind, f"{name}/{key}/{index}") for index, each in enumerate(found))
         if self._shows_blank and kind == "image":
-            return replace(media, sources=tuple(map(_blank_image, self._read(media, image_size))))
-        return media
+            sources = (replace(each, content=_blank_image(image_size(each))) for each in sources)
+        return _RowMedia(kind, tuple(sources))
 
-    def _read(self, media: _RowMedia, read: Callable[..., _Read], **options: Any) -> Iterator[_Read]:
-        """Yield what a function of images.py or videos.py returns for each image or video."""
-        for source, name in zip(media.sources, media.names, strict=True):
-            yield read(source, where=name, image_dir=self.image_dir, max_pixels=self.data.max_image_pixels, **options)
+    def _source(self, given: Any, kind: MediaKind, name: str) -> MediaSource:
+        content = plain_source(given, kind, name)
+        return MediaSource(content, media_name(content, name), self.data.max_image_pixels, self.image_dir)
 
     def _sizes(self, media: _RowMedia) -> list[MediaSize]:
         """Return the sizes in the headers of images, or the layouts of videos."""
         if media.kind == "image":
-            return list(self._read(media, image_size))
-        return list(self._read(media, video_layout, sampling=self._sampling))
+            return [image_size(source) for source in media.sources]
+        return [video_layout(source, self._sampling) for source in media.sources]
 
     def _files(self, media: _RowMedia) -> tuple[bytes, ...]:
         if media.kind == "image":
-            return tuple(self._read(media, encoded_image))
+            return tuple(map(encoded_image, media.sources))
         if self._shows_blank:  # videos are sent to workers as files, and none is encoded here
             raise DataError(
-                f"{media.names[0]}: blank videos are made by a single worker only; set trainer.nnodes=1 "
+                f"{media.sources[0].where}: blank videos are made by a single worker only; set trainer.nnodes=1 "
                 "trainer.n_gpus_per_node=1, or evaluate without --blind"
             )
-        return tuple(self._read(media, encoded_video, sampling=self._sampling))
-
-    def _images(self, media: _RowMedia, sizes: list[MediaSize]) -> Generator[Image.Image]:
-        """Return images.decoded_images of a row."""
-        return decoded_images(
-            media.sources, media.names, sizes, image_dir=self.image_dir, max_pixels=self.data.max_image_pixels
-        )
+        return tuple(encoded_video(source, self._sampling) for source in media.sources)
 
     def _videos(self, media: _RowMedia) -> list[tuple[VideoLayout, Iterator[Pixels]]]:
-        videos = list(self._read(media, open_video, sampling=self._sampling))
+        videos = [open_video(source, self._sampling) for source in media.sources]
         return [(layout, _blank_frames(frames)) for layout, frames in videos] if self._shows_blank else videos
 
     def _without_media(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -513,7 +496,7 @@ def _media_of(row: Mapping[str, Any], kind: MediaKind, *, key: str, prompt_key: 
 def _blank_image(size: tuple[int, int]) -> bytes:
     """Return a PNG file of one colour."""
     blank = Image.new("RGB", size, (GREY, GREY, GREY))
-    return encoded_image(blank, where="blank image", image_dir=None, max_pixels=size[0] * size[1])
+    return encoded_image(MediaSource(blank, "blank image", max_pixels=size[0] * size[1]))
 
 
 def _blank_frames(frames: Iterator[Pixels]) -> Iterator[Pixels]:

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
@@ -26,7 +27,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trigon.config.compared import is_accepted
 from trigon.data.dataset import DatasetContent, PromptSet, check_bad_fraction, find_changed_rows
 from trigon.data.rows import Reason, UnusableRow
 from trigon.errors import CheckpointError, DataError
@@ -245,7 +245,6 @@ class PromptStream:
         shuffle: bool,
         prefetch: bool,
         num_workers: int,
-        accepted_changes: Collection[str] = (),
     ) -> None:
         """Start at the beginning of epoch 0; no prompt is built yet.
 
@@ -255,7 +254,6 @@ class PromptStream:
             prefetch: build as many prompts as the last take returned in advance, so that two
                 batches are in memory.
             num_workers: threads that build prompts.
-            accepted_changes: as trainer.accept_changes.
         Raises: DataError if an epoch has fewer prompts than batch_size.
         """
         if prompts.prompts_per_epoch < batch_size:
@@ -268,7 +266,6 @@ class PromptStream:
         self._seed = seed
         self._shuffle = shuffle
         self._prefetch = prefetch
-        self._accepted_changes = accepted_changes
         self._position = _Position(epoch=0, offset=0, taken=0)
         self._skipped: dict[int, Reason] = {}  # by prompt index
         self._futures: dict[tuple[int, int], Future[Prompt]] = {}  # by (epoch, offset)
@@ -351,11 +348,11 @@ class PromptStream:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position, with the prompts that followed it in the saved stream.
 
-        The stream has the prompts that numbered_as returned. With other data, where that is
-        accepted, start at their beginning; with another seed or shuffle, continue at the same place
-        of the new order. Raises: as check_state; DataError if no prompt can be used any more.
+        The stream has the prompts that numbered_as returned. Changes have been accepted (see
+        changes): with other data, start at their beginning; with another seed or shuffle, continue
+        at the same place of the new order.
+        Raises: DataError if no prompt can be used any more.
         """
-        self.check_state(state)
         self._cancel_futures()
         self._position, self._skipped = _Position(0, 0, 0), {}
         if self.continues(state):
@@ -371,24 +368,12 @@ class PromptStream:
         """Return whether a saved stream drew from the same prompts, perhaps in another order."""
         return _DATA.isdisjoint(self.changes(state))
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if a saved stream drew from other prompts or in another order.
-
-        Changes that accepted_changes names are allowed.
-        """
-        for name, change in self.changes(state).items():
-            if not is_accepted(name, self._accepted_changes):
-                raise CheckpointError(
-                    f"the checkpoint was saved with other training data or another order: {name} {change}; restore "
-                    "it, or start a new run with another trainer.experiment_name"
-                )
-
     def changes(self, state: Mapping[str, Any]) -> dict[str, str]:
         """Return what differs from a saved stream in prompts and order, by option."""
         found = _changes_of_data(load_contents(state["datasets"]), self._prompts.contents)
         for key, value in (("shuffle", self._shuffle), ("seed", self._seed)):
             if state[key] != value:
-                found[f"data.{key}"] = f"was {_yaml(state[key])}, and is now {_yaml(value)}"
+                found[f"data.{key}"] = f"was {json.dumps(state[key])}, and is now {json.dumps(value)}"
         return found
 
     def close(self) -> None:
@@ -447,7 +432,3 @@ def _changes_of_data(saved: Sequence[DatasetContent], present: Sequence[DatasetC
     changed = find_changed_rows(saved, present)
     then, now = ([content.weight for content in contents] for contents in (saved, present))
     return changed if changed or then == now else {"data.train_weights": f"was {then}, and is now {now}"}
-
-
-def _yaml(value: bool | int) -> str:
-    return str(value).lower()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from trigon.data.chat_template import IMAGE_MARKER, VIDEO_MARKER, ChatTemplate, Message, messages_as_text
 from trigon.data.images import image_size
-from trigon.data.media_files import encoded_files
+from trigon.data.media_files import MediaSource, encoded_files
 from trigon.data.rows import UnusableRow
 from trigon.data.templates import TemplateFailure
 from trigon.data.tokens import MaskedTokens, SpecialTokens
@@ -219,7 +219,7 @@ class TurnTemplate:
 
     def _size(self, file: bytes) -> tuple[int, int]:
         try:
-            return image_size(file, where="an observation's image", image_dir=None, max_pixels=self._max_image_pixels)
+            return image_size(MediaSource(file, "an observation's image", self._max_image_pixels))
         except UnusableRow as error:
             raise ObservationError(str(error)) from error
 

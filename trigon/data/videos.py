@@ -16,10 +16,9 @@ import io
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain, repeat
-from pathlib import Path
 from typing import Any
 
 import av
@@ -27,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trigon.data.images import MAX_ASPECT_RATIO, reserve_frames
-from trigon.data.media_files import in_one_line, open_bytes, read_bytes
+from trigon.data.media_files import MediaSource, in_one_line, open_bytes, read_bytes
 from trigon.data.rows import UnusableRow
 
 Pixels = NDArray[np.uint8]
@@ -123,56 +122,40 @@ class _FrameTimes:
         return after - 1 if to_previous < to_next else after
 
 
-def video_layout(
-    source: Any, *, where: str, image_dir: Path | None, max_pixels: int, sampling: FrameSampling
-) -> VideoLayout:
+def video_layout(source: MediaSource, sampling: FrameSampling) -> VideoLayout:
     """Return size and times of a video's sampled frames; only the first frame is decoded.
 
-    Args:
-        source: encoded bytes, a {"bytes", "path"} mapping (bytes win), or a path.
-        where: the name of the video in errors: "train:17/videos/0".
-        image_dir: the folder that relative paths start from and that contains all paths; None: no
-            path is allowed.
-        max_pixels: the largest allowed width * height of a frame.
-        sampling: which frames are sampled.
-    Raises: UnusableRow.
+    sampling: which frames are sampled. Raises: UnusableRow.
     """
-    with _opened(source, where, image_dir, max_pixels) as (container, frame_times):
+    with _opened(source) as (container, frame_times):
         codec = container.streams.video[0].codec_context
         with reserve_frames(codec.width, codec.height):
-            first = next(_decode(container, frame_times, where, max_pixels))[0]
+            first = next(_decode(container, frame_times, source))[0]
             return _layout(first, frame_times, sampling)
 
 
-def open_video(
-    source: Any, *, where: str, image_dir: Path | None, max_pixels: int, sampling: FrameSampling
-) -> tuple[VideoLayout, Iterator[Pixels]]:
+def open_video(source: MediaSource, sampling: FrameSampling) -> tuple[VideoLayout, Iterator[Pixels]]:
     """Return what video_layout does, and an iterator that decodes the sampled frames, upright.
 
-    Args and Raises: as video_layout; the iterator raises UnusableRow if decoding fails.
+    Raises: as video_layout; the iterator raises UnusableRow if decoding fails.
     """
-    layout = video_layout(source, where=where, image_dir=image_dir, max_pixels=max_pixels, sampling=sampling)
-    return layout, _frames(source, where, image_dir, max_pixels, sampling)
+    return video_layout(source, sampling), _frames(source, sampling)
 
 
-def encoded_video(
-    source: Any, *, where: str, image_dir: Path | None, max_pixels: int, sampling: FrameSampling
-) -> bytes:
-    """Return the encoded file of a video, byte for byte.
+def encoded_video(source: MediaSource, sampling: FrameSampling) -> bytes:
+    """Return the encoded file of a video, byte for byte, after checking times and first frame.
 
-    Its times and its first frame are checked.
-    Args and Raises: as video_layout.
+    Raises: as video_layout.
     """
-    encoded = read_bytes(source, "video", where=where, image_dir=image_dir)
-    video_layout(encoded, where=where, image_dir=None, max_pixels=max_pixels, sampling=sampling)
+    encoded = read_bytes(source, "video")
+    video_layout(replace(source, content=encoded), sampling)
     return encoded
 
 
-def _frames(
-    source: Any, where: str, image_dir: Path | None, max_pixels: int, sampling: FrameSampling
-) -> Iterator[Pixels]:
-    with _opened(source, where, image_dir, max_pixels) as (container, frame_times):
-        frames = _decode(container, frame_times, where, max_pixels)
+def _frames(source: MediaSource, sampling: FrameSampling) -> Iterator[Pixels]:
+    where = source.where
+    with _opened(source) as (container, frame_times):
+        frames = _decode(container, frame_times, source)
         frame, time = next(frames)
         layout = _layout(frame, frame_times, sampling)
         for index in frame_times.sample(sampling):
@@ -195,17 +178,17 @@ def _frames(
 
 
 @contextmanager
-def _opened(source: Any, where: str, image_dir: Path | None, max_pixels: int) -> Iterator[tuple[Any, _FrameTimes]]:
+def _opened(source: MediaSource) -> Iterator[tuple[Any, _FrameTimes]]:
     """Yield an open container at its beginning, and the times of its frames."""
-    with open_bytes(source, "video", where=where, image_dir=image_dir) as stream:
+    with open_bytes(source, "video") as stream:
         try:
-            container = _container(stream, max_pixels)
+            container = _container(stream, source.max_pixels)
             frame_times = _read_frame_times(container)
             container.close()
             stream.seek(0)
-            container = _container(stream, max_pixels)
+            container = _container(stream, source.max_pixels)
         except _DECODING_ERRORS as error:
-            raise _unreadable(where, error) from error
+            raise _unreadable(source.where, error) from error
         with container:
             yield container, frame_times
 
@@ -260,20 +243,20 @@ def _layout(first: Any, frame_times: _FrameTimes, sampling: FrameSampling) -> Vi
     )
 
 
-def _decode(container: Any, frame_times: _FrameTimes, where: str, max_pixels: int) -> Iterator[tuple[Any, int]]:
+def _decode(container: Any, frame_times: _FrameTimes, source: MediaSource) -> Iterator[tuple[Any, int]]:
     """Yield each frame, at least one, and its presentation time. Raises: UnusableRow."""
     codec = container.streams.video[0].codec_context
-    _check_size(codec.width, codec.height, where, max_pixels)
+    _check_size(codec.width, codec.height, source)
     expected_times = chain(frame_times.times, repeat(frame_times.times[-1]))
     frame = None
     try:
         for frame, expected in zip(container.decode(video=0), expected_times, strict=False):
-            _check_size(frame.width, frame.height, where, max_pixels)
+            _check_size(frame.width, frame.height, source)
             yield frame, frame.pts if frame_times.has_timestamps and frame.pts is not None else expected
     except _DECODING_ERRORS as error:
-        raise _unreadable(where, error) from error
+        raise _unreadable(source.where, error) from error
     if frame is None:
-        raise UnusableRow("video_unreadable", f"{where}: none of its frames can be decoded; replace or drop it")
+        raise UnusableRow("video_unreadable", f"{source.where}: none of its frames can be decoded; replace or drop it")
 
 
 def _upright_rgb(frame: Any, where: str) -> Pixels:
@@ -286,7 +269,8 @@ def _upright_rgb(frame: Any, where: str) -> Pixels:
         raise _unreadable(where, error) from error
 
 
-def _check_size(width: int, height: int, where: str, max_pixels: int) -> None:
+def _check_size(width: int, height: int, source: MediaSource) -> None:
+    where, max_pixels = source.where, source.max_pixels
     if width * height > max_pixels:
         pixels = f"frames of {width} x {height} = {width * height:,} pixels"
         raise UnusableRow("video_pixels", f"{where}: {pixels}, more than max_image_pixels={max_pixels:,}")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from PIL import Image
 
 from trigon.data.images import open_image
+from trigon.data.media_files import MediaSource
 from trigon.errors import BadRow
 from trigon.report.delivery import MAX_IMAGE_SIDE, Sample
 from trigon.report.rollouts import RolloutRow
@@ -52,7 +53,7 @@ def make_samples(rows: Sequence[RolloutRow], read_images: ReadImages, *, warn: C
 
 
 def _reduced(encoded: bytes) -> Image.Image:
-    image = open_image(encoded, where="image", image_dir=None, max_pixels=sys.maxsize)
+    image = open_image(MediaSource(encoded, "image", max_pixels=sys.maxsize))
     image.thumbnail((MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))
     return image
 
