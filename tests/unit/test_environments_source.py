@@ -10,6 +10,7 @@ from PIL import Image
 
 from support.images import encoded, odd_files, png
 from trigon.data.images import open_image
+from trigon.data.media_files import MediaSource
 from trigon.environments.conversion import to_observation
 from trigon.environments.source import (
     EnvironmentSettings,
@@ -305,7 +306,7 @@ def test_tools_see_the_pixels_that_the_model_sees():
     files = odd_files()
     environment = environment_of(load_tools(find_tools(["crop"])), files=list(files.values()))
     for number, (name, file) in enumerate(files.items()):
-        seen = open_image(file, where="", image_dir=None, max_pixels=10**6)
+        seen = open_image(MediaSource(file, "", 10**6))
         assert np.array_equal(shown_in(message_of(environment, crop_of(0, 0, 1000, 1000, img_idx=number))), seen), name
     # Enlarged as any other image, not by its nearest pixels: with more colours than its palette.
     palette = crop_of(400, 400, 600, 600, img_idx=list(files).index("palette"))
