@@ -11,7 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trigon.models.load import Processors, load_processors
+import torch
+
+from trigon.models.load import Processors, load_model, load_processors
+from trigon.models.policy import Policy
 
 
 def processors_of(folder: Path) -> Processors:
@@ -21,6 +24,13 @@ def processors_of(folder: Path) -> Processors:
     """
     loaded = _load(str(folder))
     return replace(loaded, hf_config=copy.deepcopy(loaded.hf_config))
+
+
+def policy_of(folder: Path, *, dtype: torch.dtype = torch.float32, temperature: float = 1.0) -> Policy:
+    """Return a policy with the weights of a model, on the CPU."""
+    processors = processors_of(folder)
+    model = load_model(str(folder), dtype=dtype, device="cpu")
+    return Policy(model, processors.family, temperature=temperature, banned_token_ids=processors.banned_token_ids)
 
 
 def changed_copy(

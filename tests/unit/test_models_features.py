@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from support.engines import make_engine, make_rollouts, to_train, weights_of
-from support.models import processors_of
+from support.models import policy_of, processors_of
 from support.oracle import make_group, make_prompt, pack_groups
 from trigon.metrics import values
-from trigon.models.features import VisionFeatureCache, VisionFeatures
-from trigon.models.load import load_model
+from trigon.models.features import VisionFeatureCache
 from trigon.models.policy import Policy
 from trigon.types import PackedGroups
 
@@ -24,26 +23,18 @@ CPU = torch.device("cpu")
 TOWERS = ["qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", "gemma3", "gemma4", "mistral3"]
 
 
-def features(value: float, tokens: int = 2, layers: int = 0) -> VisionFeatures:
-    """Return features of 12 bytes for each token and layer."""
-    return VisionFeatures(torch.full((tokens, 3), value), tuple(torch.full((tokens, 3), -value) for _ in range(layers)))
-
-
-# -- the cache -------------------------------------------------------------------------------------
-
-
 def test_beyond_the_limit_the_least_recently_used_are_evicted() -> None:
-    cache = VisionFeatureCache(3 * 24)
+    cache, features = VisionFeatureCache(3 * 24), torch.zeros(2, 3)  # 24 bytes
     for name in "abc":
-        cache.store(name, features(0.0))
+        cache.store(name, features)
     cache.lookup("a", CPU)
-    cache.store("d", features(0.0))
+    cache.store("d", features)
     assert list(cache.lookup("abcd", CPU)) == ["a", "c", "d"]
-    cache.store("large", features(0.0, layers=2))
+    cache.store("large", torch.arange(18.0).view(6, 3))
     found = cache.lookup(["a", "c", "d", "large"], CPU)
     assert list(found) == ["large"]
-    assert [part.tolist() for part in found["large"].deepstack] == [[[-0.0] * 3] * 2] * 2
-    cache.store("larger than the limit", features(0.0, tokens=7))
+    assert torch.equal(found["large"], torch.arange(18.0).view(6, 3))
+    cache.store("larger than the limit", torch.zeros(7, 3))
     assert list(cache.lookup(["large", "larger than the limit"], CPU)) == ["large"]
 
 
@@ -63,13 +54,7 @@ def tower_runs(policy: Policy) -> Iterator[list[int]]:
 
 
 def open_policy(folder: Path) -> Policy:
-    processors = processors_of(folder)
-    policy = Policy(
-        load_model(str(folder), dtype=torch.float32, device="cpu"),
-        processors.family,
-        temperature=1.0,
-        banned_token_ids=processors.banned_token_ids,
-    )
+    policy = policy_of(folder)
     policy.freeze_vision_tower()
     return policy
 

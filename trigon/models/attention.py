@@ -26,7 +26,8 @@ global, so that recomputation under gradient checkpointing sees the same metadat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, assert_never
 
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from trigon.models.attention_metadata import AttentionMetadata, RunLengths, run_lengths
+from trigon.models.attention_metadata import AttentionCall, AttentionMetadata
 from trigon.models.dtypes import compute_dtype
 from trigon.models.families import ModelFamily
 from trigon.models.kernels import (
@@ -95,22 +96,13 @@ def use_group_attention(model: Any, family: ModelFamily, kernel: Kernel = "sdpa"
         tower.config._attn_implementation = WINDOW_ATTENTION[kernel]
 
 
-def configured_kernel(language_config: Any) -> Kernel:
-    """Return the kernel that use_group_attention has written into a language model's config."""
-    name = language_config._attn_implementation
-    for kernel, known in GROUP_ATTENTION.items():
+def configured_kernel(config: Any) -> Kernel:
+    """Return the kernel that use_group_attention has written into the config of a model's part."""
+    name = config._attn_implementation
+    for kernel, known in (*GROUP_ATTENTION.items(), *WINDOW_ATTENTION.items()):
         if name == known:
             return kernel
-    raise RuntimeError(f"A model with {name!r} attention cannot score groups. Call use_group_attention first.")
-
-
-def tower_kernel(tower_config: Any) -> Kernel:
-    """Return the kernel that use_group_attention has written into a vision tower's config."""
-    name = tower_config._attn_implementation
-    for kernel, known in WINDOW_ATTENTION.items():
-        if name == known:
-            return kernel
-    raise RuntimeError(f"A vision tower with {name!r} attention takes no windows. Call use_group_attention first.")
+    raise RuntimeError(f"A model with {name!r} attention cannot score packed rows. Call use_group_attention first.")
 
 
 def group_attention(
@@ -136,7 +128,8 @@ def group_attention(
         kernel = "sdpa"
     match kernel:
         case "sdpa":
-            return _group_attention_sdpa(query, key, value, metadata, scale=scale, window=window)
+            calls = metadata.calls(window)
+            return _attention_in_calls(query, key, value, metadata.lengths, calls, scale=scale, causal=True)
         case "flex":
             query, key, value = (states.to(dtype) for states in (query, key, value))
             mask = metadata.block_mask(window)
@@ -159,67 +152,40 @@ def group_attention(
             assert_never(kernel)
 
 
-def _group_attention_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, *, scale: float, window: int | None
+def _attention_in_calls(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    calls: Iterable[AttentionCall],
+    *,
+    scale: float,
+    causal: bool,
 ) -> Tensor:
+    """Return the attention of segments of these lengths, of which each is in one call.
+
+    causal: calls without a mask are causal.
+    """
     # One split of each tensor: the gradient of many slices would be as many tensors of the row's
     # size.
-    lengths = [part for group in metadata.groups for part in (group.prompt_length, _num_tokens(group.completion_runs))]
     queries, keys, values = (torch.split(states, lengths, 2) for states in (query, key, value))
-    masks = metadata.masks(window)
-    # Segments of equal lengths, of one group or of several, are computed in one call.
-    prompts: dict[tuple[int, bool], list[int]] = {}  # (prompt length, is causal): indices of its groups
-    completions: dict[tuple[int, int], list[int]] = {}  # (prompt length, completion length): likewise
-    by_length = [
-        [_stack_by_length(states[2 * index + 1], group.completion_runs) for index, group in enumerate(metadata.groups)]
-        for states in (queries, keys, values)
-    ]
-    for index, group in enumerate(metadata.groups):
-        prompts.setdefault((group.prompt_length, masks[index].prompt is None), []).append(index)
-        for length in by_length[0][index]:
-            completions.setdefault((group.prompt_length, length), []).append(index)
-    prompt_outputs: dict[int, Tensor] = {}
-    for indices in prompts.values():
-        batch = [_concatenate([states[2 * index] for index in indices]) for states in (queries, keys, values)]
-        of_prompts = [mask for index in indices if (mask := masks[index].prompt) is not None]
-        mask = _batch_masks(of_prompts, [1] * len(indices)) if of_prompts else None
-        output = _sdpa(*batch, scale=scale, mask=mask, causal=mask is None)
-        prompt_outputs.update(zip(indices, torch.split(output, 1), strict=True))
-    completion_outputs: list[dict[int, Tensor]] = [{} for _ in metadata.groups]
-    for (_, length), indices in completions.items():
-        batches = [by_length[0][index][length] for index in indices]
-        keys_and_values = [
-            _concatenate([_prepend_prompt(states[2 * index], own[index][length]) for index in indices])
-            for states, own in ((keys, by_length[1]), (values, by_length[2]))
-        ]
-        mask = _batch_masks([masks[index].completion[length] for index in indices], list(map(len, batches)))
-        output = _sdpa(_concatenate(batches), *keys_and_values, scale=scale, mask=mask)
-        for index, part in zip(indices, torch.split(output, [len(batch) for batch in batches]), strict=True):
-            completion_outputs[index][length] = part
-    outputs: list[Tensor] = []
-    for index, group in enumerate(metadata.groups):
-        outputs.append(prompt_outputs[index].transpose(1, 2))
-        outputs.extend(_unstack_in_row_order(completion_outputs[index], group.completion_runs))
-    return torch.cat(outputs, 1)
+    outputs: dict[int, Tensor] = {}
+    for call in calls:
+        output = _sdpa(
+            _concatenate([queries[segment] for segment in call.segments]),
+            *(_concatenate([_keys_of(states, *each) for each in call.by_prompt]) for states in (keys, values)),
+            scale=scale,
+            mask=call.mask,
+            causal=causal and call.mask is None,
+        )
+        outputs.update(zip(call.segments, torch.split(output, 1), strict=True))
+    return torch.cat([outputs[segment].transpose(1, 2) for segment in range(len(lengths))], 1)
 
 
-def _prepend_prompt(prompt: Tensor, own: Tensor) -> Tensor:
-    """Put a prompt's keys or values before the keys or values of each completion.
-
-    [1, K, P, D], [C, K, R, D] -> [C, K, P + R, D], for C completions of R tokens.
-    """
-    return torch.cat((prompt.expand(len(own), -1, -1, -1), own), 2)
-
-
-def _batch_masks(masks: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-    """Return the mask of segments of equal lengths, of one group or of several.
-
-    Args: masks: of each group, [L, K] for all of its segments or [count, 1, L, K].
-    Returns: [L, K] if the segments have one mask, else [segments, 1, L, K].
-    """
-    if all(mask is masks[0] for mask in masks):
-        return masks[0]
-    return torch.cat([mask.expand(count, 1, *mask.shape[-2:]) for mask, count in zip(masks, counts, strict=True)])
+def _keys_of(states: Sequence[Tensor], prompt: int | None, segments: Sequence[int]) -> Tensor:
+    """Return the keys, or values, of segments of R tokens after a prompt of P: [S, K, P + R, D]."""
+    own = _concatenate([states[segment] for segment in segments])
+    return own if prompt is None else torch.cat((states[prompt].expand(len(own), -1, -1, -1), own), 2)
 
 
 def _concatenate(batches: list[Tensor]) -> Tensor:
@@ -252,24 +218,16 @@ def window_attention(
     # Autocast does not know every kernel, so the functions here cast themselves.
     dtype = compute_dtype(query.device, query.dtype)
     if kernel == "sdpa" or not supports(kernel, dtype, query.shape[-1]):
-        return _window_attention_sdpa(query, key, value, starts.diff().tolist(), scale=scale)
+        lengths, by_length = starts.diff().tolist(), defaultdict[int, list[int]](list)
+        for index, length in enumerate(lengths):
+            by_length[length].append(index)
+        calls = (AttentionCall(((None, tuple(indices)),)) for indices in by_length.values())
+        return _attention_in_calls(query, key, value, lengths, calls, scale=scale, causal=False)
     if max_length is None:
         max_length = int(starts.diff().max())
     segments = Segments(query_starts=starts, key_starts=starts, max_queries=max_length, max_keys=max_length)
     query, key, value = (states[0].transpose(0, 1).to(dtype) for states in (query, key, value))
     return varlen_attention(query, key, value, segments, kernel=kernel, scale=scale, causal=False)[None]
-
-
-def _window_attention_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], *, scale: float
-) -> Tensor:
-    runs = run_lengths(lengths)
-    keys, values = _stack_by_length(key, runs), _stack_by_length(value, runs)
-    outputs = {
-        length: _sdpa(batch, keys[length], values[length], scale=scale)
-        for length, batch in _stack_by_length(query, runs).items()
-    }
-    return torch.cat(_unstack_in_row_order(outputs, runs), 1)
 
 
 def _sdpa(
@@ -284,31 +242,6 @@ def _sdpa(
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=heads_per_key > 1
     )
-
-
-def _num_tokens(runs: RunLengths) -> int:
-    return sum(length * count for length, count in runs)
-
-
-def _stack_by_length(states: Tensor, runs: RunLengths) -> dict[int, Tensor]:
-    """Split [1, H, S, D] into segments and stack segments of equal length.
-
-    Returns: {length L: [segments, H, L, D]}.
-    """
-    batches: dict[int, list[Tensor]] = {}
-    parts = torch.split(states, [length * count for length, count in runs], 2)
-    for (length, count), run in zip(runs, parts, strict=True):
-        batches.setdefault(length, []).append(run[0].view(run.shape[1], count, length, -1).transpose(0, 1))
-    return {length: torch.cat(batch) if len(batch) > 1 else batch[0] for length, batch in batches.items()}
-
-
-def _unstack_in_row_order(batches: dict[int, Tensor], runs: RunLengths) -> list[Tensor]:
-    """Undo _stack_by_length: return the runs in row order, [1, segments * L, H, D] each."""
-    counts: dict[int, list[int]] = {}
-    for length, count in runs:
-        counts.setdefault(length, []).append(count)
-    remaining = {length: iter(torch.split(batch, counts[length])) for length, batch in batches.items()}
-    return [next(remaining[length]).transpose(1, 2).flatten(0, 1)[None] for length, _ in runs]
 
 
 def _group_attention_forward(

@@ -1,4 +1,4 @@
-"""Metadata of a packed row for attention: group lengths, masks, segments, arguments of kernels.
+"""Metadata of a packed row for attention: segments, masks, arguments of kernels.
 
 The metadata of a row is built from its group spans, and for models whose images attend in both
 directions from the places of its image tokens. It is made once for each forward and shared by all
@@ -7,10 +7,10 @@ layers. This module does not depend on networks, weights or rotary positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, count, pairwise
 from typing import Any
 
 import torch
@@ -23,31 +23,24 @@ from trigon.models.sequence_parallel import RowRanks
 from trigon.models.transfer import to_device
 from trigon.types import GroupSpan
 
-RunLengths = tuple[tuple[int, int], ...]
-"""Run-length encoding of segment lengths: (length, number of consecutive segments), in row order.
-"""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GroupLayout:
-    """The prompt length of one group of a row, and the lengths of its completions."""
+class AttentionCall:
+    """Segments of a row whose attention is computed in one call, because their lengths are equal.
 
-    prompt_length: int
-    completion_runs: RunLengths
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupMasks:
-    """Attention masks of one group, for layers with one sliding window. True: may be attended to.
-
-    completion: {R: [R, P + R] bool}, the mask of every completion of R tokens; if one of them has
-        images whose tokens attend in both directions, [C, 1, R, P + R], of each in row order.
-    prompt: [P, P] bool if the window is shorter than the prompt, or if it has such images; None for
-        a plain causal mask.
+    by_prompt: pairs (prompt, segments) of numbers of segments, counted over the row: these segments
+        attend to the keys of that prompt as well; None: to their own keys only.
+    mask: true where a query may attend to a key: [L, K], or [S, 1, L, K] if the segments differ.
+        None: no mask but, in the decoder, a causal one.
     """
 
-    completion: dict[int, Tensor]
-    prompt: Tensor | None
+    by_prompt: tuple[tuple[int | None, tuple[int, ...]], ...]
+    mask: Tensor | None = None
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """The segments in the order of the call."""
+        return tuple(segment for _, segments in self.by_prompt for segment in segments)
 
 
 RECURRENT_CHUNK = 64
@@ -180,8 +173,7 @@ class AttentionMetadata:
         self._images = None
         if image_tokens is not None and image_layers != "none" and image_tokens.any():
             self._images = _number_images(self._spans, image_tokens)
-        self._masks: dict[int | None, tuple[GroupMasks, ...]] = {}
-        self._causal_masks: dict[tuple[int, int, int | None], Tensor] = {}
+        self._calls: dict[int | None, tuple[AttentionCall, ...]] = {}
         self._block_masks: dict[int | None, Any] = {}
         self._recurrences: dict[int, Recurrence] = {}
 
@@ -191,28 +183,47 @@ class AttentionMetadata:
         return self._spans[-1].completions[-1][1]
 
     @cached_property
-    def groups(self) -> tuple[GroupLayout, ...]:
-        """The layout of each group, in row order."""
-        return tuple(
-            GroupLayout(span.prompt[1] - span.prompt[0], run_lengths(end - start for start, end in span.completions))
-            for span in self._spans
-        )
+    def lengths(self) -> list[int]:
+        """The tokens of each segment in row order: of a prompt, and then of its completions."""
+        return [end - start for span in self._spans for start, end in (span.prompt, *span.completions)]
 
-    def masks(self, window: int | None) -> tuple[GroupMasks, ...]:
-        """Return the masks of each group, for layers with this sliding window.
+    def calls(self, window: int | None) -> tuple[AttentionCall, ...]:
+        """Return the calls that compute the attention of all segments, without a mask of the row.
 
         window: a token attends to itself and the window - 1 tokens before it; None for full
         attention.
         """
-        if window not in self._masks:
-            images = self.images(window)
-            self._masks[window] = tuple(
-                self._group_masks(group, window)
-                if images is None
-                else self._masks_with_images(span, group, window, images)
-                for group, span in zip(self.groups, self._spans, strict=True)
-            )
-        return self._masks[window]
+        if window not in self._calls:
+            self._calls[window] = tuple(self._make_calls(window))
+        return self._calls[window]
+
+    def _make_calls(self, window: int | None) -> Iterator[AttentionCall]:
+        images = self.images(window)
+        # By the tokens before a segment, its own tokens, and whether it needs a mask.
+        by_shape: dict[tuple[int, int, bool], list[tuple[int, int | None, Tensor | None]]] = {}
+        numbers = count()
+        for span in self._spans:
+            before, prompt = 0, None
+            for part in (span.prompt, *span.completions):
+                number, length = next(numbers), part[1] - part[0]
+                own = None if images is None or (images[slice(*part)] < 0).all() else images[slice(*part)]
+                needs_mask = prompt is not None or own is not None or (window is not None and window < length)
+                by_shape.setdefault((before, length, needs_mask), []).append((number, prompt, own))
+                if prompt is None:
+                    before, prompt = length, number
+        # Prompts first, so that gradients are added in an order that depends on lengths alone.
+        for (before, length, needs_mask), members in sorted(by_shape.items(), key=lambda each: each[0][0] > 0):
+            mask = _causal_mask(length, before, window, self._device) if needs_mask else None
+            if mask is not None and any(own is not None for _, _, own in members):
+                masks = (
+                    mask if own is None else to_device(_image_mask(own, before, window), self._device)
+                    for _, _, own in members
+                )
+                mask = torch.stack([*masks])[:, None]
+            by_prompt: dict[int | None, list[int]] = {}
+            for number, prompt, _ in members:
+                by_prompt.setdefault(prompt, []).append(number)
+            yield AttentionCall(tuple((prompt, tuple(segments)) for prompt, segments in by_prompt.items()), mask)
 
     def images(self, window: int | None) -> Tensor | None:
         """Return which image each token is of, for layers with this sliding window.
@@ -221,39 +232,6 @@ class AttentionMetadata:
         causal in these layers, or if the row has no images.
         """
         return None if window is None and self._image_layers == "sliding" else self._images
-
-    def _group_masks(self, group: GroupLayout, window: int | None) -> GroupMasks:
-        length = group.prompt_length
-        return GroupMasks(
-            completion={each: self._causal_mask(each, length, window) for each, _ in group.completion_runs},
-            prompt=None if window is None or window >= length else self._causal_mask(length, 0, window),
-        )
-
-    def _masks_with_images(self, span: GroupSpan, group: GroupLayout, window: int | None, images: Tensor) -> GroupMasks:
-        masks = self._group_masks(group, window)
-        in_prompt = images[slice(*span.prompt)]
-        by_length: dict[int, list[Tensor]] = {}
-        for part in span.completions:
-            by_length.setdefault(part[1] - part[0], []).append(images[slice(*part)])
-        with_images = {
-            length: torch.stack([_image_mask(each, group.prompt_length, window) for each in parts])[:, None]
-            for length, parts in by_length.items()
-            if any((each >= 0).any() for each in parts)
-        }
-        return GroupMasks(
-            completion=masks.completion
-            | {length: to_device(mask, self._device) for length, mask in with_images.items()},
-            prompt=to_device(_image_mask(in_prompt, 0, window), self._device)
-            if (in_prompt >= 0).any()
-            else masks.prompt,
-        )
-
-    def _causal_mask(self, length: int, offset: int, window: int | None) -> Tensor:
-        """Return the mask of _causal_mask; segments of equal lengths get the same tensor."""
-        key = (length, offset, window)
-        if key not in self._causal_masks:
-            self._causal_masks[key] = _causal_mask(*key, self._device)
-        return self._causal_masks[key]
 
     @cached_property
     def segments(self) -> tuple[Segments, KeyLayout]:
@@ -362,11 +340,6 @@ class AttentionMetadata:
         return TokenIndices(
             *(to_device(torch.cat(each).to(torch.int32), self._device) for each in (groups, segments, positions))
         )
-
-
-def run_lengths(lengths: Iterable[int]) -> RunLengths:
-    """Return the run-length encoding of a sequence of lengths."""
-    return tuple((length, len(list(equal))) for length, equal in groupby(lengths))
 
 
 def _causal_mask(length: int, offset: int, window: int | None, device: torch.device) -> Tensor:

@@ -7,8 +7,7 @@ or packed rows.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -16,30 +15,11 @@ from torch import Tensor
 from trigon.models.transfer import host_bytes, to_device, to_pinned
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class VisionFeatures:
-    """The inputs of the language model for one image or video of T tokens.
-
-    tokens: [T, D]. deepstack: [T, D] for each of the first decoder layers; empty without deepstack.
-    """
-
-    tokens: Tensor
-    deepstack: tuple[Tensor, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory that the features take."""
-        return sum(host_bytes(part.nbytes, pinned=part.is_pinned()) for part in (self.tokens, *self.deepstack))
-
-    def map(self, copy: Callable[[Tensor], Tensor]) -> VisionFeatures:
-        """Return the features with each tensor replaced by its copy."""
-        return VisionFeatures(copy(self.tokens), tuple(copy(part) for part in self.deepstack))
-
-
 class VisionFeatureCache:
     """A least-recently-used cache of vision features in host memory, pinned if there is a GPU.
 
-    Features are returned bit for bit as they were stored. The host does not read them: it issues
+    The features of an image or video are one tensor. They are returned bit for bit as they were
+    stored. The host does not read them: it issues
     the copies to and from the GPU, and waits for none.
 
     max_bytes: the limit of all features together; 0 disables the cache.
@@ -47,31 +27,31 @@ class VisionFeatureCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._features: OrderedDict[str, VisionFeatures] = OrderedDict()  # the most recently used comes last
+        self._features: OrderedDict[str, Tensor] = OrderedDict()  # the most recently used comes last
         self._num_bytes = 0
         self._num_hits = 0
         self._num_lookups = 0
 
-    def lookup(self, hashes: Iterable[str], device: torch.device) -> dict[str, VisionFeatures]:
+    def lookup(self, hashes: Iterable[str], device: torch.device) -> dict[str, Tensor]:
         """Return the cached features among these hashes of images and videos, on the device."""
-        found: dict[str, VisionFeatures] = {}
+        found: dict[str, Tensor] = {}
         for key in hashes:
             self._num_lookups += 1
             if key in self._features:
                 self._num_hits += 1
                 self._features.move_to_end(key)
-                found[key] = self._features[key].map(lambda part: to_device(part, device))
+                found[key] = to_device(self._features[key], device)
         return found
 
-    def store(self, key: str, features: VisionFeatures) -> None:
+    def store(self, key: str, features: Tensor) -> None:
         """Store a copy and evict the least recently used, unless the copy exceeds max_bytes."""
-        if features.num_bytes > self._max_bytes or key in self._features:
+        if features.nbytes > self._max_bytes or key in self._features:
             return
-        self._features[key] = features.map(to_pinned)
-        self._num_bytes += self._features[key].num_bytes
+        self._features[key] = to_pinned(features)
+        self._num_bytes += _host_bytes(self._features[key])
         while self._num_bytes > self._max_bytes:
             _, evicted = self._features.popitem(last=False)
-            self._num_bytes -= evicted.num_bytes
+            self._num_bytes -= _host_bytes(evicted)
 
     def clear(self) -> None:
         """Remove all features, after the weights of the vision tower have changed."""
@@ -95,3 +75,7 @@ class VisionFeatureCache:
         counts = self._num_hits, self._num_lookups
         self._num_hits = self._num_lookups = 0
         return counts
+
+
+def _host_bytes(features: Tensor) -> int:
+    return host_bytes(features.nbytes, pinned=features.is_pinned())

@@ -215,14 +215,15 @@ class Policy(nn.Module):
         embeddings = language.embed_tokens(to_device(row.token_ids, device))[None]
         layer_arguments: dict[str, Any] = {}
         if packed.visions:
-            features = self._vision.encode_row(packed, row, embeddings, ranks)
-            places = to_device(features.places, device)
+            features, host_places = self._vision.encode_row(packed, row, embeddings, ranks)
+            tokens, *deepstack = torch.split(features, embeddings.shape[-1], 1)
+            places = to_device(host_places, device)
             # By positions: a mask would have to be read to know how many features its gradient has.
-            embeddings = embeddings.index_copy(1, places, features.tokens.to(embeddings.dtype)[None])
+            embeddings = embeddings.index_copy(1, places, tokens.to(embeddings.dtype)[None])
             if self.family.deepstack:
                 layer_arguments = {
                     "visual_pos_masks": places,  # for add_deepstack
-                    "deepstack_visual_embeds": features.deepstack,
+                    "deepstack_visual_embeds": deepstack,
                 }
         elif run_dummy_vision:
             embeddings = self._vision.run_without_images(embeddings)

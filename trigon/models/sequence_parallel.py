@@ -202,18 +202,14 @@ def deal_images(
     )
 
 
-def send_features(
-    features: Tensor, deepstack: Sequence[Tensor], dealt: DealtImages, ranks: RowRanks
-) -> tuple[Tensor, list[Tensor]]:
+def send_features(features: Tensor, dealt: DealtImages, ranks: RowRanks) -> Tensor:
     """Send the features of this rank's images to the ranks of their tokens.
 
-    Args: features: [features of own images, D]. deepstack: the same for each of the first layers.
-    Returns: the same for the tokens of this rank, [M, D], in the order of dealt.places.
+    Args: features: [features of own images, D].
+    Returns: the features of the tokens of this rank, [M, D], in the order of dealt.places.
     """
-    columns = torch.cat([features, *deepstack], 1)
-    received: Tensor = _AllToAll.apply(columns, dealt.send_counts, dealt.receive_counts, ranks.group)  # type: ignore[no-untyped-call]
-    tokens, *layers = torch.split(received, [part.shape[1] for part in (features, *deepstack)], 1)
-    return tokens, layers
+    received: Tensor = _AllToAll.apply(features, dealt.send_counts, dealt.receive_counts, ranks.group)  # type: ignore[no-untyped-call]
+    return received
 
 
 def _each(vision: Vision) -> list[Vision]:

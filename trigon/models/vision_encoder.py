@@ -8,35 +8,21 @@ ranks runs equally often on all of them: on empty images where a rank has fewer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
 
 from trigon.errors import ModelError
-from trigon.models.attention import tower_kernel
+from trigon.models.attention import configured_kernel
 from trigon.models.dtypes import compute_dtype
 from trigon.models.families import ModelFamily
-from trigon.models.features import VisionFeatureCache, VisionFeatures
+from trigon.models.features import VisionFeatureCache
 from trigon.models.kernels import supports
 from trigon.models.sequence_parallel import DealtImages, RowRanks, RowSlice, deal_images, send_features
 from trigon.models.tiles import pad_patches, patch_positions, to_padded_images, to_tiles
 from trigon.models.transfer import concatenated, to_device
 from trigon.types import ImageSizes, PackedGroups, Vision
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowFeatures:
-    """The features of a row's images, as far as this rank holds their tokens.
-
-    tokens: [M, D]. deepstack: [M, D] for each of the first decoder layers; empty without deepstack.
-    places: [M] int64 on the CPU, the positions of their tokens in the rank's slice.
-    """
-
-    tokens: Tensor
-    deepstack: list[Tensor]
-    places: Tensor
 
 
 class VisionEncoder:
@@ -63,25 +49,27 @@ class VisionEncoder:
 
     def encode_row(
         self, packed: PackedGroups, row: RowSlice, embeddings: Tensor, ranks: RowRanks | None
-    ) -> RowFeatures:
-        """Return the features of a row that has images.
+    ) -> tuple[Tensor, Tensor]:
+        """Return the features of a row that has images, as far as this rank holds their tokens.
 
         Args: row: this rank's slice. embeddings: the embeddings of its tokens, for their dtype and
             device.
+        Returns: [M, C], and [M] int64 on the CPU, the positions of their tokens in the slice. The
+            columns are the D values of an embedding, and with deepstack as many for each of the
+            first decoder layers.
         Raises: ModelError if the images do not match the placeholder tokens of the row.
         """
         tokens = self.image_tokens(packed)
         assert tokens is not None
         places = tokens.nonzero().flatten()
         if ranks is None:
-            features, deepstack = self._encode_all(packed.visions, embeddings.device)
+            features = self._encode_all(packed.visions, embeddings.device)
             _require_features(packed, len(places), len(features))
-            return RowFeatures(features, deepstack, places)
+            return features, places
         counts = self._family.count_image_tokens(self._model.config, *_grids_and_sizes(packed.visions))
         _require_features(packed, len(places), sum(counts))
         dealt = deal_images(packed.visions, places, row, ranks, counts=counts, by_hash=self._cache is not None)
-        features, deepstack = self._encode_dealt(dealt, embeddings)
-        return RowFeatures(*send_features(features, deepstack, dealt, ranks), dealt.places)
+        return send_features(self._encode_dealt(dealt, embeddings), dealt, ranks), dealt.places
 
     def image_tokens(self, packed: PackedGroups) -> Tensor | None:
         """Return which tokens of a row are placeholders: [T] bool on the CPU; None without any."""
@@ -98,8 +86,7 @@ class VisionEncoder:
         if self._cache is not None:
             self._run_dummy(self._all_reduce_max(0))
         elif self._family.has_vision:
-            features, deepstack = self._encode(*self._empty_image())
-            return embeddings + 0.0 * sum(part.sum() for part in (features, *deepstack))
+            return embeddings + 0.0 * self._encode(*self._empty_image()).sum()
         return embeddings
 
     def clear_features(self) -> None:
@@ -107,72 +94,55 @@ class VisionEncoder:
         if self._cache is not None:
             self._cache.clear()
 
-    def _encode_dealt(self, dealt: DealtImages, embeddings: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _encode_dealt(self, dealt: DealtImages, embeddings: Tensor) -> Tensor:
         """Return the features of this rank's images, in the dtype of the embeddings.
 
         The tower of a rank without images runs as often as the towers of the other ranks.
         """
         if dealt.own:
-            features, deepstack = self._encode_all(dealt.own, embeddings.device)
+            features = self._encode_all(dealt.own, embeddings.device)
         elif self._cache is None:
-            # What is sent of it is empty, but its backward runs.
-            features, deepstack = self._encode(*self._empty_image())
-            features, deepstack = features[:0], [part[:0] for part in deepstack]
+            features = self._encode(*self._empty_image())[:0]  # what is sent is empty, but its backward runs
         else:
             self._run_dummy(self._all_reduce_max(0))
-            tower: Any = self._family.vision_tower(self._model)
-            num_deepstack = len(tower.deepstack_merger_list) if self._family.deepstack else 0
-            features, *deepstack = [embeddings.new_zeros(0, embeddings.shape[-1])] * (1 + num_deepstack)
-        return features.to(embeddings.dtype), [part.to(embeddings.dtype) for part in deepstack]
+            num_layers = len(self._vision_tower.deepstack_merger_list) if self._family.deepstack else 0
+            features = embeddings.new_zeros(0, (1 + num_layers) * embeddings.shape[-1])
+        return features.to(embeddings.dtype)
 
-    def _encode_all(self, visions: Sequence[Vision], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    def _encode_all(self, visions: Sequence[Vision], device: torch.device) -> Tensor:
         """Run the tower on all these images and videos; see _encode."""
         if self._cache is not None:
             return self._encode_each(visions, self._cache)
-        grid_thw, sizes = _grids_and_sizes(visions)
-        pixels = self._tower_pixels(concatenated([vision.pixel_values for vision in visions], device), grid_thw)
-        return self._run_tower(pixels, grid_thw, sizes)
+        pixel_values = concatenated([vision.pixel_values for vision in visions], device)
+        return self._encode(pixel_values, *_grids_and_sizes(visions))
 
-    def _encode(self, pixel_values: Tensor, grid_thw: Tensor, sizes: ImageSizes = ()) -> tuple[Tensor, list[Tensor]]:
+    def _encode(self, pixel_values: Tensor, grid_thw: Tensor, sizes: ImageSizes = ()) -> Tensor:
         """Run the vision tower on images and videos.
 
         Args: pixel_values: [patches, values], grid_thw: [images and videos, 3], both on the CPU.
         sizes: as Vision.original_sizes.
-        Returns: features [tokens, D], and with deepstack [tokens, D] for each of the first layers.
+        Returns: [tokens, C], see encode_row.
         """
-        return self._run_tower(self._tower_pixels(pixel_values, grid_thw), grid_thw, sizes)
-
-    def _tower_pixels(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
-        """Return pixels as the vision tower takes them, on its device and in its dtype."""
-        tower: Any = self._family.vision_tower(self._model)
-        match self._family.vision_input:
+        family, tower = self._family, self._vision_tower
+        match family.vision_input:
             case "patches":
-                pass
-            case "pooled":
-                pixel_values = pad_patches(pixel_values, grid_thw)
+                output = tower(self._tower_pixels(pixel_values), **tower_inputs(tower, grid_thw))
+                features: Tensor = output.pooler_output
+                return torch.cat([features, *output.deepstack_features], 1) if family.deepstack else features
             case "tiles":
-                pixel_values = to_tiles(pixel_values, grid_thw, self._family.patch_size(self._model.config))
+                tiles = to_tiles(pixel_values, grid_thw, family.patch_size(self._model.config))
+                return family.image_features(self._model, self._tower_pixels(tiles), grid_thw, sizes)
             case "images":
-                pixel_values = to_padded_images(pixel_values, grid_thw, self._family.patch_size(self._model.config))
+                images = to_padded_images(pixel_values, grid_thw, family.patch_size(self._model.config))
+                return self._encode_images(self._tower_pixels(images), grid_thw)
+            case "pooled":
+                return self._encode_pooled(self._tower_pixels(pad_patches(pixel_values, grid_thw)), grid_thw)
             case _:
-                assert_never(self._family.vision_input)
-        return to_device(pixel_values, tower.device).to(tower.dtype)
+                assert_never(family.vision_input)
 
-    def _run_tower(self, pixels: Tensor, grid_thw: Tensor, sizes: ImageSizes) -> tuple[Tensor, list[Tensor]]:
-        """Return the features of images and videos, given their pixels; see _encode."""
-        match self._family.vision_input:
-            case "patches":
-                tower: Any = self._family.vision_tower(self._model)
-                output = tower(pixels, **tower_inputs(tower, grid_thw))
-                return output.pooler_output, output.deepstack_features if self._family.deepstack else []
-            case "tiles":
-                return self._family.image_features(self._model, pixels, grid_thw, sizes), []
-            case "images":
-                return self._encode_images(pixels, grid_thw), []
-            case "pooled":
-                return self._encode_pooled(pixels, grid_thw), []
-            case _:
-                assert_never(self._family.vision_input)
+    def _tower_pixels(self, pixels: Tensor) -> Tensor:
+        """Return pixels on the device of the vision tower and in its dtype."""
+        return to_device(pixels, self._vision_tower.device).to(self._vision_tower.dtype)
 
     def _encode_images(self, pixels: Tensor, grid_thw: Tensor) -> Tensor:
         """Return the features of whole images, [tokens, D].
@@ -181,7 +151,7 @@ class VisionEncoder:
         since the model's method reads sizes back from the device.
         Args: pixels: padded, as from to_padded_images. grid_thw: on the CPU.
         """
-        tower: Any = self._family.vision_tower(self._model)
+        tower = self._vision_tower
         sizes = [(rows * tower.patch_size, columns * tower.patch_size) for _, rows, columns in grid_thw.tolist()]
         starts = nn.functional.pad(grid_thw.prod(dim=1).cumsum(0), (1, 0)).int()
         # The boundaries of the images are for window attention. The tower does not know these
@@ -201,19 +171,21 @@ class VisionEncoder:
         Gemma 4's tower and projector, called by themselves, since the model's method reads sizes
         back from the device. Args: patches: padded, as from pad_patches. grid_thw: on the CPU.
         """
-        tower: Any = self._family.vision_tower(self._model)
         positions = to_device(patch_positions(grid_thw), patches.device)
-        states = tower(pixel_values=patches, pixel_position_ids=positions).last_hidden_state
+        states = self._vision_tower(pixel_values=patches, pixel_position_ids=positions).last_hidden_state
         features: Tensor = self._model.get_submodule(self._family.projector_path)(inputs_embeds=states)
         return features
 
+    @property
+    def _vision_tower(self) -> Any:
+        return self._family.vision_tower(self._model)
+
     @torch.no_grad()
-    def _encode_each(self, visions: Sequence[Vision], cache: VisionFeatureCache) -> tuple[Tensor, list[Tensor]]:
+    def _encode_each(self, visions: Sequence[Vision], cache: VisionFeatureCache) -> Tensor:
         """Return the same as _encode_all; each image is encoded by itself, or looked up.
 
         Nothing is cached if their hashes are unknown.
         """
-        tower: Any = self._family.vision_tower(self._model)
         grid_thw, sizes = _grids_and_sizes(visions)
         hashes = tuple(key for vision in visions for key in vision.hashes)
         parts = [
@@ -221,21 +193,18 @@ class VisionEncoder:
             for vision in visions
             for part in torch.split(vision.pixel_values, vision.grid_thw.prod(dim=1).tolist())
         ]
-        features = cache.lookup(hashes, tower.device)
+        features = cache.lookup(hashes, self._vision_tower.device)
         keys = hashes or tuple(map(str, range(len(parts))))
         misses = {key: index for index, key in enumerate(keys) if key not in features}  # duplicates once
         # Before the tower runs: other ranks may have fewer images to encode.
         runs = self._all_reduce_max(len(misses))
         for key, index in misses.items():
             only = slice(index, index + 1)
-            tokens, deepstack = self._encode(parts[index], grid_thw[only], sizes[only])
-            features[key] = VisionFeatures(tokens, tuple(deepstack))
+            features[key] = self._encode(parts[index], grid_thw[only], sizes[only])
             if hashes:
                 cache.store(key, features[key])
         self._run_dummy(runs - len(misses))
-        return torch.cat([features[key].tokens for key in keys]), [
-            torch.cat(layer) for layer in zip(*(features[key].deepstack for key in keys), strict=True)
-        ]
+        return torch.cat([features[key] for key in keys])
 
     @torch.no_grad()
     def _run_dummy(self, times: int) -> None:
@@ -327,7 +296,7 @@ def tower_inputs(tower: Any, grid_thw: Tensor) -> dict[str, Any]:
 
 
 def _attends_by_sdpa(tower: Any, head_dim: int) -> bool:
-    kernel = tower_kernel(tower.config)
+    kernel = configured_kernel(tower.config)
     return kernel == "sdpa" or not supports(kernel, compute_dtype(tower.device, tower.dtype), head_dim)
 
 
