@@ -43,6 +43,7 @@ from torch import Tensor
 from trigon.data.packing import by_group, pack_rollouts
 from trigon.models.attention import WINDOW_ATTENTION, use_group_attention
 from trigon.models.families import ModelFamily, family_of
+from trigon.models.fused import compile_layers, use_liger
 from trigon.models.kernels import Kernel
 from trigon.models.policy import Policy
 from trigon.models.positions import prompt_positions
@@ -198,9 +199,9 @@ def prepare(variant: Variant, model: Any, family: ModelFamily, groups: Sequence[
     policy = Policy(model, family, temperature=1.0, banned_token_ids=(), logprob_chunk=variant.chunk)
     match variant.module_kernels:
         case "compiled":
-            policy.compile_layers()
+            compile_layers(policy.layers())
         case "liger":
-            policy.use_liger_kernel()
+            use_liger(policy.model)
     return packed_run(policy, groups, shared=variant.shared, row_tokens=row_tokens)
 
 

@@ -12,42 +12,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.oracle import make_group, make_prompt
+from support.models import policy_of, processors_of
+from support.oracle import make_group, make_prompt, pack_groups
 from trigon.config.schema import LoraConfig
-from trigon.data.packing import pack_rollouts
 from trigon.errors import ModelError
-from trigon.models.fused import require_liger, use_liger
-from trigon.models.load import load_model, load_processors
+from trigon.models.fused import compile_layers, use_liger
 from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
-from trigon.models.positions import prompt_positions
-from trigon.types import PackedGroups, Prompt
+from trigon.types import PackedGroups
 
 pytestmark = pytest.mark.extended
 
 TinyModel = Callable[..., Path]
 
 
-def make_policy(folder: Path) -> Policy:
-    processors = load_processors(str(folder))
-    model = load_model(str(folder), dtype=torch.float32, device="cpu")
-    return Policy(model, processors.family, temperature=1.0, banned_token_ids=processors.banned_token_ids)
-
-
 def make_rows(folder: Path) -> list[PackedGroups]:
     """Return two rows of different lengths."""
-    processors = load_processors(str(folder))
+    processors = processors_of(folder)
     image = [(4, 6)] if processors.family.has_vision else []
-
-    def positions(prompt: Prompt) -> Tensor:
-        grid_thw = None if prompt.vision is None else prompt.vision.grid_thw
-        return prompt_positions(torch.tensor(prompt.token_ids), grid_thw, processors.family, processors.hf_config)
-
     groups = [
         make_group(make_prompt(processors, image, seed=1), [3, 7, 7], seed=11),
         make_group(make_prompt(processors, [], seed=2), [4, 9], seed=12),
     ]
-    return [pack_rollouts([group], max_tokens=1000, positions=positions)[0].packed for group in groups]
+    return [pack_groups(processors, [group])[0].packed for group in groups]
 
 
 def scores_and_gradients(policy: Policy, rows: list[PackedGroups]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -91,8 +78,8 @@ def test_compiled_modules_compute_the_same_under_gradient_checkpointing(
 ) -> None:
     folder = tiny_model(model_type)
     rows = make_rows(folder)
-    plain, compiled = make_policy(folder), make_policy(folder)
-    compiled.compile_layers()
+    plain, compiled = policy_of(folder), policy_of(folder)
+    compile_layers(compiled.layers())
     assert list(compiled.state_dict()) == list(plain.state_dict())
     for policy in (plain, compiled):
         if adapted:
@@ -114,8 +101,8 @@ def test_norms_and_dense_mlps_are_compiled(tiny_model: TinyModel, monkeypatch: p
         return function
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
-    policy = make_policy(tiny_model("qwen3_moe"))
-    policy.compile_layers()
+    policy = policy_of(tiny_model("qwen3_moe"))
+    compile_layers(policy.layers())
     names = {module: name for name, module in policy.model.named_modules()}
     first, second = "model.layers.0.", "model.layers.1."
     norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
@@ -123,8 +110,8 @@ def test_norms_and_dense_mlps_are_compiled(tiny_model: TinyModel, monkeypatch: p
     assert {names[part] for part in compiled} == expected
 
     compiled.clear()
-    policy = make_policy(tiny_model("qwen2_5_vl"))
-    policy.compile_layers()
+    policy = policy_of(tiny_model("qwen2_5_vl"))
+    compile_layers(policy.layers())
     names = {module: name for name, module in policy.model.named_modules()}
     seen = {names[part].removeprefix("model.visual.blocks.0.") for part in compiled}
     assert {"norm1", "norm2", "mlp"} <= seen
@@ -184,8 +171,8 @@ def test_fused_functions_compute_the_same(
 ) -> None:
     folder = tiny_model(model_type)
     rows = make_rows(folder)
-    plain, fused = make_policy(folder), make_policy(folder)
-    fused.use_liger_kernel()
+    plain, fused = policy_of(folder), policy_of(folder)
+    use_liger(fused.model)
     assert list(fused.state_dict()) == list(plain.state_dict())
     for policy in (plain, fused):
         if model_type not in ("qwen3_moe", "qwen3_next"):
@@ -197,10 +184,3 @@ def test_fused_functions_compute_the_same(
 def test_a_model_without_norms_and_mlps_is_an_error(liger_calls: list[str]) -> None:
     with pytest.raises(ModelError, match="A Linear has neither RMS norms nor MLPs"):
         use_liger(nn.Linear(2, 2))
-
-
-def test_requiring_liger_kernel_where_it_cannot_run_is_an_error() -> None:
-    with pytest.raises(ModelError, match="needs a GPU, but this run trains on 'cpu'"):
-        require_liger(torch.device("cpu"))
-    with pytest.raises(ModelError, match="pip install liger-kernel"):
-        require_liger(torch.device("cuda"))

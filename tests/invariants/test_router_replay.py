@@ -129,7 +129,7 @@ def test_packed_rows_use_the_recorded_experts_as_a_padded_forward_would(
         policy.enable_gradient_checkpointing()
     with torch.no_grad():
         own = concatenated(packed_logprobs(policy, processors, groups))
-    policy.replay_routing()
+    policy.replays_routing = True
     for max_tokens in (1_000_000, 30):  # groups are split over rows, which repeat their prompts
         policy.zero_grad()
         logprobs = concatenated(packed_logprobs(policy, processors, groups, max_tokens=max_tokens))
@@ -192,7 +192,7 @@ def test_without_rounding_the_engine_records_what_the_trainer_would_choose(
     policy = open_policy(folder, processors)
     with torch.no_grad():
         own = concatenated(packed_logprobs(policy, processors, groups))
-        policy.replay_routing()
+        policy.replays_routing = True
         replayed = concatenated(packed_logprobs(policy, processors, groups))
     sampled = torch.tensor(
         [value for group in groups for each in group.rollouts for value in each.completion.sampling_logprobs]
@@ -212,7 +212,7 @@ def test_in_bfloat16_replay_removes_the_mismatch_of_experts(tiny_model: TinyMode
     policy = open_policy(folder, processors, torch.bfloat16)
     with torch.no_grad():
         own = (concatenated(packed_logprobs(policy, processors, groups)) - sampled).abs()
-        policy.replay_routing()
+        policy.replays_routing = True
         replayed = (concatenated(packed_logprobs(policy, processors, groups)) - sampled).abs()
     print(f"without: mean {own.mean():.5f}, max {own.max():.4f}; with: {replayed.mean():.5f}, {replayed.max():.4f}")
     assert replayed.mean() < own.mean()

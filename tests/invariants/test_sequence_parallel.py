@@ -66,7 +66,7 @@ def compute(task: Task) -> bytes:
     rollouts = make_rollouts(task.model, images=task.images)
     groups = to_train(rollouts)
     if engine.policy.num_experts:
-        engine.policy.replay_routing()
+        engine.policy.replays_routing = True
         groups = [with_experts(engine.policy, group, seed) for seed, group in enumerate(groups)]
     denominators = count_denominators(part.loss_mask for group in groups for part in group.sequences)
     result: dict[str, Tensor] = {}

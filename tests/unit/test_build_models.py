@@ -1,5 +1,7 @@
 """The device and the attention kernel that a configuration selects."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -36,7 +38,10 @@ def test_the_kernel_is_the_configured_one_or_the_fastest_available(monkeypatch):
         choose_kernel(flex, cpu)
 
 
-def test_liger_kernel_is_rejected_on_the_cpu():
+def test_liger_kernel_is_rejected_where_it_cannot_run():
     liger = make_config(worker={"actor": {"model": {"use_liger_kernel": True}}})
     with pytest.raises(ModelError, match="use_liger_kernel needs a GPU"):
         choose_kernel(liger, torch.device("cpu"))
+    if importlib.util.find_spec("liger_kernel") is None:
+        with pytest.raises(ModelError, match="pip install liger-kernel"):
+            choose_kernel(liger, torch.device("cuda"))

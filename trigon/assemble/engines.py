@@ -18,7 +18,7 @@ import torch
 
 from trigon.assemble.data import open_images, open_processors
 from trigon.assemble.episodes import open_episodes
-from trigon.assemble.models import DevicePlacement, choose_device, open_models
+from trigon.assemble.models import DevicePlacement, choose_device, device_type, open_models
 from trigon.assemble.options import model_path, recorded_settings
 from trigon.assemble.parts import Parts, require_vllm
 from trigon.assemble.pools import Pool, Workers, config_for_workers, place_pools
@@ -161,7 +161,7 @@ def open_rollout(
             settings = VllmSettings(
                 config,
                 model_folder(model_path(config)),
-                place.device_type,
+                device_type(place.device),
                 tensor_parallel_size=(
                     None if isinstance(place.process_group, SingleProcess) else rollout.tensor_parallel_size
                 ),

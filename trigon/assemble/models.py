@@ -18,7 +18,7 @@ from trigon.errors import CheckpointError, ConfigError, ModelError
 from trigon.models.dtypes import DTYPES
 from trigon.models.families import family_of
 from trigon.models.features import VisionFeatureCache
-from trigon.models.fused import require_liger
+from trigon.models.fused import compile_layers, require_liger, use_liger
 from trigon.models.kernels import Kernel, resolve_kernel
 from trigon.models.load import Processors, family_of_folder, load_hf_config, load_model, model_folder
 from trigon.models.lora import add_lora
@@ -55,11 +55,6 @@ class DevicePlacement:
     def is_alone(self) -> bool:
         """Whether this process is the only rank."""
         return self.process_group.size == 1
-
-    @property
-    def device_type(self) -> DeviceType:
-        """The kind of the device, on which some defaults depend."""
-        return device_type(self.device)
 
 
 def choose_device(config: Config) -> torch.device:
@@ -101,19 +96,19 @@ def set_determinism(device: torch.device) -> None:
 
 
 def choose_kernel(
-    config: Config, device: torch.device, model: TrainedConfig | None = None, *, processors: Processors | None = None
+    config: Config, device: torch.device, section: TrainedConfig | None = None, *, processors: Processors | None = None
 ) -> Kernel:
     """Return the attention kernel of a model of the run on this device.
 
-    model: None for the policy. processors: the model's processors; None where they are not
-    loaded yet.
+    section: its section; None: the policy's. processors: the model's processors; None where they
+    are not loaded yet.
 
     Raises: ModelError if it, or liger-kernel where configured, cannot run there.
     """
     actor = config.worker.actor
     if actor.model.use_liger_kernel:
         require_liger(device)
-    dtype = DTYPES[(model or actor).fsdp.mp_param_dtype]
+    dtype = DTYPES[(section or actor).fsdp.mp_param_dtype]
     needs_mask = processors is not None and processors.family.image_layers_of(processors.hf_config) != "none"
     return resolve_kernel(actor.model.attention_kernel, device=device, dtype=dtype, needs_mask=needs_mask)
 
@@ -161,282 +156,229 @@ def open_models(
     With LoRA the reference is the policy without its adapters. For an exact KL over the whole
     vocabulary the train engine holds the reference itself, and the second value is None.
     """
+    models = _Models(config, processors, plan, place, list if images is None else images.process_groups)
     has_lora = config.worker.actor.model.lora.rank > 0
-    load_pixels = list if images is None else images.process_groups
-    scorer = None
-    if config.needs_reference and not has_lora:
-        scorer = open_reference(config, processors, plan, place, load_pixels=load_pixels)
-    trainer = open_trainer(config, processors, plan, place, scorer, load_pixels=load_pixels)
+    scorer = models.reference() if config.needs_reference and not has_lora else None
+    trainer = models.trainer(scorer)
     reference: LogprobEngine | None = None
     if config.needs_reference and not config.has_full_kl:
         reference = trainer.reference_without_adapters() if has_lora else scorer
-    return trainer, reference, open_critic(config, processors, plan, place, trainer, load_pixels=load_pixels)
+    return trainer, reference, models.critic(trainer) if config.has_critic else None
 
 
-def open_trainer(
-    config: Config,
-    processors: Processors,
-    plan: Plan,
-    place: DevicePlacement,
-    reference: LocalScorer | None,
-    *,
-    load_pixels: LoadPixels,
-) -> LocalTrainEngine:
-    """Load the policy, sharded if there are several ranks, and make its optimizer.
+class _Models:
+    """Loads the models of a run on this rank, sharded over the ranks, and makes their engines."""
 
-    With a shared trunk it has a value head, which open_critic makes an optimizer for.
-    reference: the train engine uses it only for an exact KL over the whole vocabulary.
-    """
-    actor = config.worker.actor
-    policy = place_trained(
-        config,
-        actor,
-        partial(
-            open_trained_policy,
+    def __init__(
+        self, config: Config, processors: Processors, plan: Plan, place: DevicePlacement, load_pixels: LoadPixels
+    ) -> None:
+        self._config, self._processors, self._plan, self._place = config, processors, plan, place
+        self._load_pixels = load_pixels
+
+    def trainer(self, reference: LocalScorer | None) -> LocalTrainEngine:
+        """Load the policy, and make its optimizer.
+
+        With a shared trunk it has a value head, which critic makes an optimizer for.
+        reference: the train engine uses it only for an exact KL over the whole vocabulary.
+        """
+        config, actor = self._config, self._config.worker.actor
+        model_class = ActorCritic if config.shares_trunk else Policy
+        policy = self._place_trained(actor, partial(self._load_trained, actor, model_class=model_class))
+        policy.replays_routing = actor.replays_routing
+        return LocalTrainEngine(
+            policy,
             config,
-            actor,
-            processors,
-            choose_kernel(config, place.device, processors=processors),
-            model_class=ActorCritic if config.shares_trunk else Policy,
-        ),
-        place,
-    )
-    if actor.replays_routing:
-        policy.replay_routing()
-    return LocalTrainEngine(
-        policy,
-        config,
-        plan,
-        placement_of(config, actor, place, model="policy", remedies=find_remedies_in_pass(config)),
-        reference=reference if config.has_full_kl else None,
-        features=feature_memory(config, shared=reference is not None) if policy.has_frozen_vision else None,
-        load_pixels=load_pixels,
-    )
+            self._plan,
+            self._placement(actor, model="policy", remedies=find_remedies_in_pass(config)),
+            reference=reference if config.has_full_kl else None,
+            features=self._feature_cache(shared=reference is not None) if policy.has_frozen_vision else None,
+            load_pixels=self._load_pixels,
+        )
 
-
-def placement_of(
-    config: Config, section: TrainedConfig, place: DevicePlacement, *, model: str, remedies: tuple[str, ...]
-) -> Placement:
-    """Return where a trained model and its optimizer states are. model, remedies: see Placement."""
-    # With FSDP's CPU offload, weights and states are in host memory already.
-    moves = place.device.type != "cpu" and not config.is_on_host(section.fsdp)
-    return Placement(
-        device=place.device,
-        compute_dtype=DTYPES[section.fsdp.mp_param_dtype] if place.is_alone else None,
-        offload_params=section.offload.offload_params and moves,
-        offload_optimizer=section.offload.offload_optimizer and moves and not config.trainer.val_only,
-        process_group=place.process_group,
-        model=model,
-        remedies=remedies,
-    )
-
-
-def open_reference(
-    config: Config, processors: Processors, plan: Plan, place: DevicePlacement, *, load_pixels: LoadPixels
-) -> LocalScorer:
-    """Load the reference policy."""
-    ref, actor = config.worker.ref, config.worker.actor
-    dtype = DTYPES[ref.dtype]
-    offload = (ref.fsdp.enable_cpu_offload or ref.offload.offload_params) and place.device.type != "cpu"
-    kernel = choose_kernel(config, place.device, processors=processors)
-    policy = place_policy(
-        partial(open_policy, config, actor, processors, kernel, dtype),
-        place,
-        Sharding(
+    def reference(self) -> LocalScorer:
+        """Load the reference policy."""
+        config, place, ref, actor = self._config, self._place, self._config.worker.ref, self._config.worker.actor
+        dtype = DTYPES[ref.dtype]
+        offload = (ref.fsdp.enable_cpu_offload or ref.offload.offload_params) and place.device.type != "cpu"
+        sharding = Sharding(
             full_shard=ref.fsdp.enable_full_shard,
             ranks_per_copy=config.workers_per_copy,
             param_dtype=dtype,
             reduce_dtype=dtype,
             cpu_offload=offload,
-        ),
-    )
-    return LocalScorer(
-        policy,
-        Placement(
-            device=place.device,
-            compute_dtype=dtype if place.is_alone else None,
-            offload_params=offload and place.is_alone,
-            process_group=place.process_group,
-            model="reference",
-            remedies=find_remedies_in_pass(config, model="reference"),
-        ),
-        max_tokens=plan.tokens_per_experience_pass,
+        )
         # As the policy computes features, so that equal weights give equal bits.
-        features=(
-            feature_memory(config, shared=True)
-            if actor.model.freeze_vision_tower and processors.family.has_vision
-            else None
-        ),
-        load_pixels=load_pixels,
-    )
+        caches = actor.model.freeze_vision_tower and self._processors.family.has_vision
+        return LocalScorer(
+            self._place_policy(partial(self._load, actor, dtype), sharding),
+            Placement(
+                device=place.device,
+                compute_dtype=dtype if place.is_alone else None,
+                offload_params=offload and place.is_alone,
+                process_group=place.process_group,
+                model="reference",
+                remedies=find_remedies_in_pass(config, model="reference"),
+            ),
+            max_tokens=self._plan.tokens_per_experience_pass,
+            features=self._feature_cache(shared=True) if caches else None,
+            load_pixels=self._load_pixels,
+        )
 
+    def critic(self, trainer: LocalTrainEngine) -> LocalCriticEngine:
+        """Return the critic, off the device if it is offloaded.
 
-def open_trained_policy(
-    config: Config,
-    section: TrainedConfig,
-    processors: Processors,
-    kernel: Kernel,
-    device: torch.device,
-    *,
-    as_stored: bool = False,
-    model_class: type[Policy] = Policy,
-) -> Policy:
-    """Load a model with frozen parts, LoRA and gradient checkpointing as its section has them.
+        With a shared trunk it is a head on the trainer's policy, which the trainer updates too.
+        trainer: the train engine of the same process, with which the critic shares image features
+        where both have the same vision tower, and do not train it.
+        """
+        config, critic = self._config, self._config.critic
+        if config.shares_trunk:
+            policy = trainer.policy
+            assert isinstance(policy, ActorCritic), "trainer adds the head"
+            return LocalTrunkCritic(
+                policy,
+                config,
+                self._plan.critic,
+                self._placement(critic, model="critic", remedies=find_remedies_in_pass(config)),
+                trainer=trainer,
+                load_pixels=self._load_pixels,
+            )
+        require_same_tokens(config, self._processors)
+        model = self._place_trained(critic, self._load_critic)
+        assert isinstance(model, ValueModel)
+        engine = LocalCriticEngine(
+            model,
+            config,
+            self._plan.critic,
+            self._placement(critic, model="critic", remedies=find_remedies_in_pass(config, model="critic")),
+            features=trainer.features if model.has_frozen_vision and _compute_same_features(config) else None,
+            load_pixels=self._load_pixels,
+            before_use=trainer.offload_weights,
+        )
+        engine.offload()
+        return engine
 
-    as_stored, model_class: see open_policy.
-    """
-    dtype, model = DTYPES[section.weight_dtype], section.model
-    policy = open_policy(
-        config, section, processors, kernel, dtype, device, as_stored=as_stored, model_class=model_class
-    )
-    if model.freeze_vision_tower:
-        policy.freeze_vision_tower()
-    if model.lora.rank > 0:
-        add_lora(policy.model, model.lora, seed=config.worker.rollout.seed)
-    if model.enable_gradient_checkpointing:
-        policy.enable_gradient_checkpointing(offload=model.enable_activation_offload)
-    return policy
+    def _placement(self, section: TrainedConfig, *, model: str, remedies: tuple[str, ...]) -> Placement:
+        """Return where a trained model and its optimizer states are.
 
+        model, remedies: see Placement.
+        """
+        config, place = self._config, self._place
+        # With FSDP's CPU offload, weights and states are in host memory already.
+        moves = place.device.type != "cpu" and not config.is_on_host(section.fsdp)
+        return Placement(
+            device=place.device,
+            compute_dtype=DTYPES[section.fsdp.mp_param_dtype] if place.is_alone else None,
+            offload_params=section.offload.offload_params and moves,
+            offload_optimizer=section.offload.offload_optimizer and moves and not config.trainer.val_only,
+            process_group=place.process_group,
+            model=model,
+            remedies=remedies,
+        )
 
-def open_policy(
-    config: Config,
-    section: TrainedConfig,
-    processors: Processors,
-    kernel: Kernel,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    as_stored: bool = False,
-    model_class: type[Policy] = Policy,
-) -> Policy:
-    """Load the model of a section as a policy. On device "meta" no weights are loaded.
+    def _feature_cache(self, *, shared: bool) -> VisionFeatureCache:
+        """Return the cache of a frozen vision tower's features.
 
-    as_stored: load it in the dtype of its files instead of dtype, if that is narrower. On the CPU
-        the weights are then mapped from the files, and take no memory of their own.
-    model_class: another one replaces the head, or adds one.
-    """
-    model, kernels = section.model, config.worker.actor.model
-    assert model.model_path is not None, "checks.py refuses a configuration without a model"
-    if as_stored:
-        stored = stored_dtype(model_folder(model.model_path))
-        dtype = stored if stored is not None and stored.itemsize < dtype.itemsize else dtype
-    policy = model_class(
-        load_model(
-            model.model_path,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=model.trust_remote_code,
-            override_config=model.override_config,
-            attention_kernel=kernel,
-        ),
-        processors.family,
-        temperature=config.worker.rollout.temperature,
-        banned_token_ids=processors.banned_token_ids,
-    )
-    if kernels.use_liger_kernel:
-        policy.use_liger_kernel()
-    if kernels.compile_layers:
-        policy.compile_layers()
-    return policy
+        shared: policy and reference have a cache each, of half the size.
+        """
+        max_bytes = int(self._config.worker.actor.model.vision_cache_gb * 2**30)
+        return VisionFeatureCache(max_bytes // 2 if shared else max_bytes)
 
+    # -- loading -----------------------------------------------------------------------------------
 
-def place_trained(config: Config, section: TrainedConfig, make_policy: MakePolicy, place: DevicePlacement) -> Policy:
-    """Return make_policy's model, sharded as its section has it if there are several ranks."""
-    return place_policy(
-        make_policy,
-        place,
-        Sharding(
+    def _load(
+        self,
+        section: TrainedConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        as_stored: bool = False,
+        model_class: type[Policy] = Policy,
+    ) -> Policy:
+        """Load the model of a section as a policy. On device "meta" no weights are loaded.
+
+        as_stored: load it in the dtype of its files instead of dtype, if that is narrower. On the
+            CPU the weights are then mapped from the files, and take no memory of their own.
+        model_class: another one replaces the head, or adds one.
+        """
+        config, model, kernels = self._config, section.model, self._config.worker.actor.model
+        assert model.model_path is not None, "checks.py refuses a configuration without a model"
+        if as_stored:
+            stored = stored_dtype(model_folder(model.model_path))
+            dtype = stored if stored is not None and stored.itemsize < dtype.itemsize else dtype
+        policy = model_class(
+            load_model(
+                model.model_path,
+                dtype=dtype,
+                device=device,
+                trust_remote_code=model.trust_remote_code,
+                override_config=model.override_config,
+                attention_kernel=choose_kernel(config, self._place.device, section, processors=self._processors),
+            ),
+            self._processors.family,
+            temperature=config.worker.rollout.temperature,
+            banned_token_ids=self._processors.banned_token_ids,
+        )
+        if kernels.use_liger_kernel:
+            use_liger(policy.model)
+        if kernels.compile_layers:
+            compile_layers(policy.layers())
+        return policy
+
+    def _load_trained(
+        self,
+        section: TrainedConfig,
+        device: torch.device,
+        *,
+        as_stored: bool = False,
+        model_class: type[Policy] = Policy,
+    ) -> Policy:
+        """Load a model with frozen parts, LoRA and checkpointing as its section has them."""
+        model, dtype = section.model, DTYPES[section.weight_dtype]
+        policy = self._load(section, dtype, device, as_stored=as_stored, model_class=model_class)
+        if model.freeze_vision_tower:
+            policy.freeze_vision_tower()
+        if model.lora.rank > 0:
+            add_lora(policy.model, model.lora, seed=self._config.worker.rollout.seed)
+        if model.enable_gradient_checkpointing:
+            policy.enable_gradient_checkpointing(offload=model.enable_activation_offload)
+        return policy
+
+    def _load_critic(self, device: torch.device, *, as_stored: bool = False) -> Policy:
+        """Load a critic that is a model of its own. Raises: ModelError."""
+        try:
+            model = self._load_trained(self._config.critic, device, as_stored=as_stored, model_class=ValueModel)
+        except ModelError as error:
+            raise ModelError(f"The critic (worker.critic.model): {error}") from error
+        assert isinstance(model, ValueModel)
+        model.train_head()
+        return model
+
+    def _place_trained(self, section: TrainedConfig, make_policy: MakePolicy) -> Policy:
+        """Return make_policy's model, sharded as its section has it if there are several ranks."""
+        sharding = Sharding(
             full_shard=section.fsdp.enable_full_shard,
-            ranks_per_copy=config.workers_per_copy_of(section),
+            ranks_per_copy=self._config.workers_per_copy_of(section),
             param_dtype=DTYPES[section.fsdp.mp_param_dtype],
             reduce_dtype=DTYPES[section.fsdp.mp_reduce_dtype],
-            cpu_offload=config.is_on_host(section.fsdp) and place.device.type != "cpu",
-        ),
-    )
+            cpu_offload=self._config.is_on_host(section.fsdp) and self._place.device.type != "cpu",
+        )
+        return self._place_policy(make_policy, sharding)
 
+    def _place_policy(self, make_policy: MakePolicy, sharding: Sharding) -> Policy:
+        """Return make_policy's policy, sharded over the ranks if there are several."""
+        place = self._place
+        if place.is_alone:
+            return make_policy(torch.device("cpu") if sharding.cpu_offload else place.device)
+        from trigon.training.fsdp import open_sharded
 
-def place_policy(make_policy: MakePolicy, place: DevicePlacement, sharding: Sharding) -> Policy:
-    """Return make_policy's policy, sharded over the ranks if there are several."""
-    if place.is_alone:
-        return make_policy(torch.device("cpu") if sharding.cpu_offload else place.device)
-    from trigon.training.fsdp import open_sharded
-
-    policy = open_sharded(make_policy, place.process_group, sharding, place.device)
-    if place.row_ranks is not None:
-        policy.use_row_ranks(place.row_ranks)
-    return policy
-
-
-def feature_memory(config: Config, *, shared: bool) -> VisionFeatureCache:
-    """Return the cache of a frozen vision tower's features.
-
-    shared: policy and reference have a cache each, of half the size.
-    """
-    max_bytes = int(config.worker.actor.model.vision_cache_gb * 2**30)
-    return VisionFeatureCache(max_bytes // 2 if shared else max_bytes)
+        policy = open_sharded(make_policy, place.process_group, sharding, place.device)
+        if place.row_ranks is not None:
+            policy.use_row_ranks(place.row_ranks)
+        return policy
 
 
 # -- the critic ------------------------------------------------------------------------------------
-
-
-def open_critic(
-    config: Config,
-    processors: Processors,
-    plan: Plan,
-    place: DevicePlacement,
-    trainer: LocalTrainEngine,
-    *,
-    load_pixels: LoadPixels,
-) -> LocalCriticEngine | None:
-    """Return the critic, off the device if it is offloaded; None for a run without one.
-
-    With a shared trunk it is a head on the policy of the trainer, which the trainer updates too.
-    trainer: the train engine of the same process, with which the critic shares image features where
-    both have the same vision tower, and do not train it.
-    """
-    if not config.has_critic:
-        return None
-    critic = config.critic
-    if config.shares_trunk:
-        policy = trainer.policy
-        assert isinstance(policy, ActorCritic), "open_trainer adds the head"
-        remedies = find_remedies_in_pass(config)
-        placement = placement_of(config, critic, place, model="critic", remedies=remedies)
-        return LocalTrunkCritic(policy, config, plan.critic, placement, trainer=trainer, load_pixels=load_pixels)
-    require_same_tokens(config, processors)
-    kernel = choose_kernel(config, place.device, critic, processors=processors)
-    make = partial(open_value_model, config, processors, kernel)
-    model = place_trained(config, critic, make, place)
-    assert isinstance(model, ValueModel)
-    engine = LocalCriticEngine(
-        model,
-        config,
-        plan.critic,
-        placement_of(config, critic, place, model="critic", remedies=find_remedies_in_pass(config, model="critic")),
-        features=shared_features(config, model, trainer),
-        load_pixels=load_pixels,
-        before_use=trainer.offload_weights,
-    )
-    engine.offload()
-    return engine
-
-
-def open_value_model(
-    config: Config, processors: Processors, kernel: Kernel, device: torch.device, *, as_stored: bool = False
-) -> ValueModel:
-    """Load the critic as open_trained_policy loads a policy.
-
-    Raises: ModelError.
-    """
-    try:
-        model = open_trained_policy(
-            config, config.critic, processors, kernel, device, as_stored=as_stored, model_class=ValueModel
-        )
-    except ModelError as error:
-        raise ModelError(f"The critic (worker.critic.model): {error}") from error
-    assert isinstance(model, ValueModel)
-    model.train_head()
-    return model
 
 
 def check_trained_critic(config: Config, folder: Path) -> None:
@@ -490,14 +432,13 @@ def require_same_tokens(config: Config, processors: Processors) -> None:
         )
 
 
-def shared_features(config: Config, model: ValueModel, trainer: LocalTrainEngine) -> VisionFeatureCache | None:
-    """Return the policy's cache of image features if the critic's tower computes the same ones."""
+def _compute_same_features(config: Config) -> bool:
+    """Return whether the frozen vision towers of policy and critic compute the same features."""
     own, critic = config.worker.actor, config.critic
-    same = (
+    return (
         own.model.model_path == critic.model.model_path
         and own.model.override_config == critic.model.override_config
         and own.fsdp.torch_dtype == critic.fsdp.torch_dtype
         and own.fsdp.mp_param_dtype == critic.fsdp.mp_param_dtype
         and own.model.lora.rank == critic.model.lora.rank  # on which the dtype of the weights depends
     )
-    return trainer.features if same and model.has_frozen_vision else None

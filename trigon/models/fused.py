@@ -9,6 +9,7 @@ structure, not by family.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -19,28 +20,29 @@ from trigon.errors import ModelError
 from trigon.models.kernels import compiled
 
 
-def compile_parts(layer: nn.Module) -> None:
-    """Compile the norms of a layer and its MLP, unless the MLP is MoE, for any number of tokens.
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """Compile the norms of layers and their MLPs, except MoE, for any number of tokens.
 
     Compilation happens at the first call of each module. The forwards are replaced in place:
     adapters or shards that are added to the modules later remain effective.
     """
-    # Not the layer as a unit: when it is recomputed under gradient checkpointing, another compiled
+    # Not a layer as a unit: when it is recomputed under gradient checkpointing, another compiled
     # version than in the forward may be chosen (pytorch #166926), and MoE layers cannot be
     # compiled. Norms and MLPs have one input, and save the same tensors in all their versions. All
     # norms of a model share the code of their forward, so that their versions count together: for 2
     # and 3 dimensions, with and without gradient, adapters or autocast.
-    norms = [module for module in layer.modules() if type(module).__name__.endswith("Norm")]
-    mlps = [
-        child
-        for name, child in layer.named_children()
-        if "att" not in name
-        and any(isinstance(inner, nn.Linear) for inner in child.modules())
-        and not any("experts" in inner for inner, _ in child.named_modules())
-    ]
-    for part in (*norms, *mlps):
-        module: Any = part
-        module.forward = compiled(module.forward)
+    for layer in layers:
+        norms = [module for module in layer.modules() if type(module).__name__.endswith("Norm")]
+        mlps = [
+            child
+            for name, child in layer.named_children()
+            if "att" not in name
+            and any(isinstance(inner, nn.Linear) for inner in child.modules())
+            and not any("experts" in inner for inner, _ in child.named_modules())
+        ]
+        for part in (*norms, *mlps):
+            module: Any = part
+            module.forward = compiled(module.forward)
 
 
 def require_liger(device: torch.device) -> None:

@@ -379,10 +379,6 @@ def _chunks(count: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
 
 
-HEAD_METHODS = ("token_logprobs", "full_weight")
-"""The methods of LogprobHead that use its weight, besides forward."""
-
-
 class LogprobHead(nn.Linear):
     """A head that computes log-probabilities; its forward is Linear's.
 

@@ -23,9 +23,7 @@ from trigon.models.attention import configured_kernel
 from trigon.models.attention_metadata import AttentionMetadata
 from trigon.models.families import ModelFamily
 from trigon.models.features import VisionFeatureCache
-from trigon.models.fused import compile_parts, use_liger
 from trigon.models.logprobs import (
-    HEAD_METHODS,
     LogprobHead,
     Predictions,
     rows_per_chunk,
@@ -57,9 +55,13 @@ class Policy(nn.Module):
         banned_token_ids: tokens that are never sampled, and are excluded from the distribution.
         logprob_chunk: rows of logits computed at a time; None for logprobs.rows_per_chunk of the
             device that computes.
+
+    row_ranks: the ranks that compute every row together; None if each computes its own.
+    replays_routing: let each token use the experts that the rollout engine has recorded for it, see
+        PackedGroups.routed_experts. The routers still compute their weights.
     """
 
-    head_methods: ClassVar[tuple[str, ...]] = HEAD_METHODS
+    head_methods: ClassVar[tuple[str, ...]] = ("token_logprobs", "full_weight")
     """The methods of the head, besides forward, that use its weight."""
     row_methods: ClassVar[tuple[str, ...]] = ("router_assignments",)
     """The methods, besides forward, that compute a row."""
@@ -90,8 +92,8 @@ class Policy(nn.Module):
         if family.deepstack:
             family.language_model(model)._deepstack_process = add_deepstack
         self._vision = VisionEncoder(model, family)
-        self._row_ranks: RowRanks | None = None
-        self._replays_routing = False
+        self.row_ranks: RowRanks | None = None
+        self.replays_routing = False
         self._offload: ActivationOffload | None = None
 
     def forward(
@@ -163,7 +165,7 @@ class Policy(nn.Module):
             logit_cap=self._logit_cap,
             chunk_tokens=self._logprob_chunk,
         )
-        if self._row_ranks is not None:
+        if self.row_ranks is not None:
             columns = [logprobs, entropy] if kl is None else [logprobs, entropy, kl]
             logprobs, entropy, *kls = self.of_row(columns, held, len(targets))
             kl = kls[0] if kls else None
@@ -186,7 +188,7 @@ class Policy(nn.Module):
 
     def _over_layers(self, sums: Mapping[int, Tensor]) -> Tensor:
         """Return the sum over the layers, and over the ranks of a row."""
-        return sum_over_row(torch.stack([*sums.values()]).sum(0), self._row_ranks)
+        return sum_over_row(torch.stack([*sums.values()]).sum(0), self.row_ranks)
 
     def of_row(self, columns: Sequence[Tensor], held: Tensor, num_tokens: int) -> list[Tensor]:
         """Return the values of all tokens of a row, given the values of this rank's slice.
@@ -196,10 +198,10 @@ class Policy(nn.Module):
             held: [M], their indices in the results, on the CPU. num_tokens: the number of
                 results.
         """
-        if self._row_ranks is None:
+        if self.row_ranks is None:
             return [*columns]
         stacked = torch.stack([*columns])
-        results = complete_results(stacked, to_device(held, stacked.device), num_tokens, self._row_ranks)
+        results = complete_results(stacked, to_device(held, stacked.device), num_tokens, self.row_ranks)
         return [column.clone() for column in results]  # FSDP warns of views
 
     def row_states(
@@ -209,7 +211,7 @@ class Policy(nn.Module):
 
         load: receives the load of the experts, from this rank's slice.
         """
-        language, ranks = self.family.language_model(self.model), self._row_ranks
+        language, ranks = self.family.language_model(self.model), self.row_ranks
         device = computing_device(language.embed_tokens.weight)
         row = slice_of(packed, ranks)
         embeddings = language.embed_tokens(to_device(row.token_ids, device))[None]
@@ -257,7 +259,7 @@ class Policy(nn.Module):
         """Return what the pass asks of the routers; None if nothing."""
         end = row.start + len(row.token_ids)  # with padding
         recorded = None
-        if self._replays_routing and packed.routed_experts is not None:
+        if self.replays_routing and packed.routed_experts is not None:
             padding = (0, 0, 0, 0, 0, max(0, end - len(packed.token_ids)))
             padded = functional.pad(packed.routed_experts, padding, value=NO_RECORD)
             recorded = to_device(padded[row.start : end], device).long()
@@ -361,15 +363,6 @@ class Policy(nn.Module):
         if self._offload is not None:
             self._offload.most_bytes = 0
 
-    def compile_layers(self) -> None:
-        """Compile the norms and MLPs of each layer; see fused.compile_parts."""
-        for layer in self.layers():
-            compile_parts(layer)
-
-    def use_liger_kernel(self) -> None:
-        """Use liger-kernel for norms and MLPs; see fused.use_liger."""
-        use_liger(self.model)
-
     def freeze_vision_tower(self) -> None:
         """Freeze the vision tower with its merger or projector and their adapters, if there is one.
 
@@ -404,28 +397,16 @@ class Policy(nn.Module):
         """
         config = self.family.language_model(self.model).config
         require_divisible_heads(config, ranks.size, model_type=self.family.model_type, num_workers=ranks.size)
-        self._row_ranks = ranks
-
-    @property
-    def row_ranks(self) -> RowRanks | None:
-        """The ranks that compute every row together; None if each computes its own."""
-        return self._row_ranks
-
-    def replay_routing(self) -> None:
-        """Let each token use the experts that the rollout engine has recorded for it.
-
-        See PackedGroups.routed_experts. The routers still compute their weights.
-        """
-        self._replays_routing = True
+        self.row_ranks = ranks
 
     @contextmanager
     def own_routing(self) -> Iterator[None]:
         """Let the routers choose the experts of all tokens within this context."""
-        replays, self._replays_routing = self._replays_routing, False
+        replays, self.replays_routing = self.replays_routing, False
         try:
             yield
         finally:
-            self._replays_routing = replays
+            self.replays_routing = replays
 
     def clear_features(self) -> None:
         """Clear the feature cache, after the weights of the vision tower have changed."""
